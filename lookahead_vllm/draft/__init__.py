@@ -1,0 +1,1 @@
+"""What to guess: draft trees, tries, proposers, budgets. NumPy only: no torch, no vllm."""

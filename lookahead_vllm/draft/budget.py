@@ -1,0 +1,83 @@
+"""How many nodes a step can afford: the cost of a step, and the cut that makes the most of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class CostCurve:
+    """t(l): what a forward pass over l tokens costs, in any unit.
+
+    Piecewise linear through the measured points; constant before the first one, and going on with
+    the last slope after the last one. More tokens never cost less: a point below an earlier one
+    is raised to it.
+
+    Parameters
+    ----------
+    sizes : Sequence[int]
+        Numbers of tokens, rising, at least 1.
+    times : Sequence[float]
+        What a pass over so many tokens costs, above 0.
+    """
+
+    def __init__(self, sizes: Sequence[int], times: Sequence[float]) -> None:
+        self.sizes = np.asarray(sizes, dtype=np.float64)
+        self.times = np.maximum.accumulate(np.asarray(times, dtype=np.float64))
+        if len(sizes) == 0 or len(sizes) != len(times):
+            raise ValueError(f"{len(sizes)} sizes and {len(times)} times do not make a cost curve")
+        if (np.diff(self.sizes, prepend=0) <= 0).any() or not (
+            np.isfinite(self.times).all() and self.times[0] > 0
+        ):
+            raise ValueError(f"the sizes must rise and the times be above 0: {self}")
+        self._last_slope = 0.0
+        if len(sizes) > 1:
+            self._last_slope = float(np.diff(self.times)[-1] / np.diff(self.sizes)[-1])
+
+    @classmethod
+    def flat(cls, critical_length: int = 128) -> CostCurve:
+        """Tokens are free up to the critical decoding length, then each costs its share."""
+        return cls([critical_length, 2 * critical_length], [1.0, 2.0])
+
+    def __call__(self, num_tokens: NDArray[np.int64] | int) -> NDArray[np.float64]:
+        """t at each of `num_tokens`, float64 of the same shape."""
+        beyond = np.maximum(0.0, num_tokens - self.sizes[-1])
+        inside: NDArray[np.float64] = np.interp(num_tokens, self.sizes, self.times)
+        return inside + beyond * self._last_slope
+
+    def __str__(self) -> str:
+        points = zip(self.sizes.tolist(), self.times.tolist(), strict=False)
+        return ", ".join(f"{size:.0f} tokens {time:.4g}" for size, time in points)
+
+
+def cut(
+    probs: Sequence[NDArray[np.float32]], curve: CostCurve, num_plain_tokens: int = 0
+) -> list[int]:
+    """How many nodes of each tree to send, so that the step emits the most per unit of cost.
+
+    With R trees, k nodes kept and `num_plain_tokens` other tokens in the step (those of requests
+    without a tree), the step is expected to emit `R + sum of the kept probs` and costs
+    `t(R + num_plain_tokens + k)`. The k likeliest of all nodes are kept, with the k that maximises
+    the quotient, the least such k; 0 is a good answer.
+
+    Parameters
+    ----------
+    probs : Sequence[float32 [n]]
+        Each tree's probabilities, falling or equal, so that what is kept is a prefix.
+
+    Returns
+    -------
+    list[int]
+        The length of the prefix of each tree.
+    """
+    if not probs:
+        return []
+    owners = np.repeat(np.arange(len(probs)), [len(p) for p in probs])
+    merged = np.concatenate(probs).astype(np.float64)
+    order = np.argsort(-merged, kind="stable")
+    emitted = len(probs) + np.concatenate(([0.0], np.cumsum(merged[order])))
+    cost = curve(len(probs) + num_plain_tokens + np.arange(len(merged) + 1))
+    kept = order[: int(np.argmax(emitted / cost))]
+    return np.bincount(owners[kept], minlength=len(probs)).tolist()

@@ -1,0 +1,96 @@
+"""What a user may set, in the papers' names, checked at start-up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+
+from lookahead_vllm.draft.registry import PROPOSERS
+
+
+class OptionError(ValueError):
+    """One sentence: what was given, what is allowed, what to write instead."""
+
+
+@dataclass(frozen=True)
+class LookaheadOptions:
+    """The options of lookahead decoding; making one with a wrong value raises OptionError.
+
+    Attributes
+    ----------
+    num_speculative_tokens : int
+        The decoding length: the most nodes of one draft tree, 1 to 128.
+    branch_length : int
+        The longest branch below the root, in tokens, 1 to 64.
+    max_nodes : int
+        The most nodes that all tries hold together, at least 1024; about 45 bytes each.
+    prompt_weight : float
+        How much an occurrence in the request's own text (its prompt and its answer so far) counts
+        against one in another answer, above 0.
+    proposer : str
+        Who grows the trees: a key of `registry.PROPOSERS`.
+    budget : "auto" or int
+        "auto": every step sends only the nodes that the measured cost of a step is worth.
+        A number: that many nodes for each request, always.
+    """
+
+    num_speculative_tokens: int = 16
+    branch_length: int = 32
+    max_nodes: int = 1_000_000
+    prompt_weight: float = 4.0
+    proposer: str = "ngram_trie"
+    budget: str | int = "auto"
+
+    def __post_init__(self) -> None:
+        self._check_int("num_speculative_tokens", 1, 128)
+        self._check_int("branch_length", 1, 64)
+        self._check_int("max_nodes", 1024, 2**30 - 1)
+        weight = self.prompt_weight
+        if type(weight) not in (int, float) or not 0 < weight < math.inf:
+            raise _wrong("prompt_weight", weight, "a number above 0", 4.0)
+        if not isinstance(self.proposer, str) or self.proposer not in PROPOSERS:
+            raise _wrong("proposer", self.proposer, f"one of {', '.join(PROPOSERS)}", "ngram_trie")
+        most = self.num_speculative_tokens
+        if self.budget != "auto" and not _is_int(self.budget, 1, most):
+            allowed = f'"auto" or 1 to num_speculative_tokens={most} nodes'
+            raise _wrong("budget", self.budget, allowed, "auto")
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, object]) -> LookaheadOptions:
+        """Make options of `given`; what is not given, or is a None, gets its default.
+
+        Raises
+        ------
+        OptionError
+            An unknown key, a wrong type, a value out of its range, or two that contradict.
+        """
+        known = [field.name for field in fields(cls)]
+        for key in given:
+            if key not in known:
+                close = get_close_matches(str(key), known, n=1)
+                raise OptionError(
+                    f"option {key!r} was given, but lookahead knows {', '.join(known)}; "
+                    + (f"did you mean {close[0]!r}?" if close else "leave it out")
+                )
+        values = {key: value for key, value in given.items() if value is not None}
+        return cls(**values)  # type: ignore[arg-type]  # __post_init__ checks the types
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values that `from_dict` reads back."""
+        return asdict(self)
+
+    def _check_int(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if not _is_int(value, low, high):
+            default = type(self).__dataclass_fields__[name].default
+            raise _wrong(name, value, f"a whole number from {low} to {high}", default)
+
+
+def _is_int(value: object, low: int, high: int) -> bool:
+    return type(value) is int and low <= value <= high  # a bool is no number here
+
+
+def _wrong(name: str, value: object, allowed: str, instead: object) -> OptionError:
+    return OptionError(f"{name}={value!r} was given, but it must be {allowed}; write {instead!r}")

@@ -1,0 +1,117 @@
+"""vLLM's CPU attention, with the rows of branching trees taken over by tree attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from lookahead_vllm.engine import config, profile
+from lookahead_vllm.verify.tree_attention import tree_attention
+from lookahead_vllm.verify.tree_batch import TreeBatch
+
+TREE_ISAS = ("vec", "vec16")
+"""vLLM's instruction sets whose KV layout tree attention reads."""
+
+
+@dataclass
+class TreeAttentionMetadata(CPUAttentionMetadata):
+    trees: TreeBatch | None = None
+    """The branching trees of this step."""
+    all_trees: bool = False
+    """Every request of the batch has one, so that nothing is left for the native kernel."""
+
+
+class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Carries the step's trees, which the runner sets, to the layers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.trees: TreeBatch | None = None
+        if self.isa == "amx" and config.is_lookahead(self.vllm_config):
+            # AMX packs K in an order of its own.
+            self.isa = "vec"
+            self._set_isa_to_layers(self.layer_names)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TreeAttentionMetadata:
+        trees = self.trees
+        if trees is not None:
+            # The native kernel still runs over a mixed batch. Told that a tree's request has no
+            # context, it spends next to nothing on rows that tree attention overwrites.
+            seq_lens = common_attn_metadata.seq_lens.clone()
+            seq_lens[trees.rows.long()] = trees.sizes.to(seq_lens.dtype)
+            common_attn_metadata = replace(common_attn_metadata, seq_lens=seq_lens)
+        built = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return TreeAttentionMetadata(
+            **{f.name: getattr(built, f.name) for f in fields(built)},
+            trees=trees,
+            all_trees=trees is not None and len(trees.rows) == common_attn_metadata.num_reqs,
+        )
+
+
+class TreeAttentionImpl(CPUAttentionBackendImpl):
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        trees = getattr(attn_metadata, "trees", None)
+        if trees is None or self.attn_type != AttentionType.DECODER:
+            return super().forward(
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
+            )
+        assert isinstance(attn_metadata, TreeAttentionMetadata)
+        if not attn_metadata.all_trees:
+            super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
+        with profile.timed("attention"):
+            tree_attention(
+                query,
+                kv_cache,
+                output,
+                attn_metadata.block_table,
+                trees,
+                scale=self.scale,
+                sliding_window=self.sliding_window,
+                alibi_slopes=self.alibi_slopes,
+                logits_soft_cap=self.logits_soft_cap,
+                sinks=self.sinks,
+            )
+        return output
+
+
+class TreeAttentionBackend(CPUAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[TreeAttentionImpl]:
+        return TreeAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeAttentionMetadataBuilder]:
+        return TreeAttentionMetadataBuilder

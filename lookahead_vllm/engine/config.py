@@ -1,0 +1,131 @@
+"""From the ways in which a user can ask for lookahead to the config of one vLLM release."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lookahead_vllm.draft.options import LookaheadOptions, OptionError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+KEY = "lookahead"
+"""Where our options ride in `VllmConfig.additional_config`."""
+
+NAMES = ("lookahead", "[lookahead]")
+PROPOSER_PATHS = {"lookahead_vllm.NGramTrieProposer": "ngram_trie"}
+DRAFTER_PATH = "lookahead_vllm.engine.drafter.LookaheadDrafter"
+
+WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": "lookahead_vllm.engine.cpu_worker.LookaheadCPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "lookahead_vllm.engine.gpu_worker.LookaheadGPUWorker",
+}
+
+# Where vLLM keeps the same three settings a second time.
+_FLAGS = {
+    "method": ("spec_method", "--spec-method"),
+    "model": ("spec_model", "--speculative-model"),
+    "num_speculative_tokens": ("spec_tokens", "--num-speculative-tokens"),
+}
+
+
+def requested_options(args: EngineArgs) -> LookaheadOptions | None:
+    """The options of whoever asks for lookahead, in any spelling; None for everyone else.
+
+    Raises
+    ------
+    OptionError
+        One sentence: what was given, what is allowed, what to write.
+    """
+    given = {k.replace("-", "_"): v for k, v in (args.speculative_config or {}).items()}
+    flags = {key: getattr(args, attr) for key, (attr, _) in _FLAGS.items()}
+    flags = {key: value for key, value in flags.items() if value is not None}
+    settings: dict[str, Any] = {**given, **flags}
+    method, model = settings.pop("method", None), settings.pop("model", None)
+    if not (method in NAMES or model in NAMES or model in PROPOSER_PATHS):
+        return None
+
+    for key in given.keys() & flags.keys():
+        raise OptionError(
+            f"{key} was given twice, as {_FLAGS[key][1]} {flags[key]} and in --speculative-config "
+            f"as {given[key]!r}; write it once"
+        )
+    if method is not None and method not in (*NAMES, "custom_class"):
+        raise OptionError(
+            f"method {method!r} was given together with model {model!r}; "
+            "write --speculative-config '{\"method\": \"lookahead\"}' alone"
+        )
+    if model is not None and model not in (*NAMES, *PROPOSER_PATHS):
+        raise OptionError(
+            f"model {model!r} was given with method 'lookahead', which needs no draft model; "
+            'write {"method": "lookahead"} without a model'
+        )
+    if model in PROPOSER_PATHS:
+        settings.setdefault("proposer", PROPOSER_PATHS[model])
+    return LookaheadOptions.from_dict(settings)
+
+
+@contextmanager
+def as_custom_class(args: EngineArgs, options: LookaheadOptions) -> Iterator[None]:
+    """Let `args` say `custom_class`, vLLM's open door, while the engine config is made."""
+    fields = ("speculative_config", *(attr for attr, _ in _FLAGS.values()))
+    saved = {field: getattr(args, field) for field in fields}
+    for field in fields:
+        setattr(args, field, None)
+    args.speculative_config = {
+        "method": "custom_class",
+        "model": DRAFTER_PATH,
+        "num_speculative_tokens": options.num_speculative_tokens,
+    }
+    try:
+        yield
+    finally:
+        for field, value in saved.items():
+            setattr(args, field, value)
+
+
+def apply(config: VllmConfig, options: LookaheadOptions) -> None:
+    """Write `options` and our worker into `config`, or refuse with one sentence.
+
+    Raises
+    ------
+    OptionError
+        The config asks for something that lookahead cannot serve exactly.
+    """
+    parallel = config.parallel_config
+    for name in ("pipeline_parallel_size", "tensor_parallel_size"):
+        if (size := getattr(parallel, name)) > 1:
+            raise OptionError(
+                f"{name}={size} was given, but lookahead serves 1 for now; write {name}=1, or "
+                "leave lookahead out of the speculative config"
+            )
+    if parallel.worker_cls not in WORKERS:
+        raise OptionError(
+            f"worker_cls={parallel.worker_cls!r} was given, but lookahead brings its own worker "
+            f"for {' and '.join(WORKERS)}; write worker_cls='auto'"
+        )
+    if config.model_config.runner_type != "generate":
+        raise OptionError(
+            f"runner={config.model_config.runner_type!r} generates no text to look ahead in; "
+            "leave lookahead out of the speculative config"
+        )
+    if not isinstance(config.additional_config, dict):
+        raise OptionError(
+            "additional_config is not a dict, so lookahead's options cannot ride in it; "
+            "write a JSON object"
+        )
+    parallel.worker_cls = WORKERS[parallel.worker_cls]
+    config.additional_config = {**config.additional_config, KEY: options.to_dict()}
+
+
+def options_of(config: VllmConfig) -> LookaheadOptions:
+    """Read back what `apply` wrote."""
+    return LookaheadOptions.from_dict(config.additional_config[KEY])
+
+
+def is_lookahead(config: VllmConfig) -> bool:
+    """Whether this engine was asked to serve with lookahead."""
+    return isinstance(config.additional_config, Mapping) and KEY in config.additional_config

@@ -1,0 +1,42 @@
+"""vLLM's CPU worker with a lookahead runner inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker import cpu_worker
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from lookahead_vllm.engine.runner import LookaheadRunner
+from lookahead_vllm.verify import native
+
+
+class LookaheadCPUModelRunner(LookaheadRunner, CPUModelRunner):
+    """vLLM's CPU runner with lookahead."""
+
+
+class LookaheadCPUWorker(cpu_worker.CPUWorker):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        register_backend(
+            AttentionBackendEnum.CPU_ATTN, "lookahead_vllm.engine.attention.TreeAttentionBackend"
+        )
+        # A plain engine in this process may have selected the backend already.
+        selector._cached_get_attn_backend.cache_clear()
+        native.load()
+
+    def init_device(self) -> None:
+        original = cpu_worker.CPUModelRunner
+        cpu_worker.CPUModelRunner = LookaheadCPUModelRunner
+        try:
+            super().init_device()
+        finally:
+            cpu_worker.CPUModelRunner = original
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        times = super().compile_or_warm_up_model()
+        self.model_runner.warm_up_drafting()
+        return times

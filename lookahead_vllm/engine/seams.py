@@ -1,0 +1,284 @@
+"""Every place where lookahead-vllm touches vLLM, in one table that is checked at start-up.
+
+The check reads vLLM's source files without importing them, so it costs milliseconds, runs before any
+worker starts, and works on an unpacked wheel too (`check(root=...)`).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+SUPPORTED = "0.32"
+
+
+class SeamError(RuntimeError):
+    """This vLLM release is not shaped as lookahead-vllm relies on; the message names the place."""
+
+
+class Seam(NamedTuple):
+    """One place in vLLM that we override, wrap or read.
+
+    `needs` are parameters where `name` is a function, and attributes or methods where it is a class.
+    """
+
+    module: str
+    name: str
+    needs: tuple[str, ...]
+    why: str
+    until: str
+
+
+_RUNNER = "vllm.v1.worker.gpu_model_runner"
+_CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
+
+SEAMS = (
+    # Configuration: two wrapped functions, the only ones that are touched without being asked for.
+    Seam(
+        "vllm.engine.arg_utils",
+        "EngineArgs.add_cli_args",
+        ("parser",),
+        "wrapped: adds --speculative-model and --num-speculative-tokens, aliases of --spec-*",
+        "vLLM lets plugins register flags",
+    ),
+    Seam(
+        "vllm.engine.arg_utils",
+        "EngineArgs.create_engine_config",
+        ("self",),
+        "wrapped: turns method 'lookahead' into a custom_class config and picks our worker",
+        "SpeculativeConfig.method is open to plugins",
+    ),
+    Seam(
+        "vllm.engine.arg_utils",
+        "EngineArgs",
+        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+        "read: the spellings under which a user can ask for lookahead",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.spec_decode.custom_class_proposer",
+        "create_custom_proposer",
+        ("vllm_config",),
+        "called by the runner: builds our drafter from speculative_config.model",
+        "as above",
+    ),
+    # Workers: each builds its runner from a global name, which is ours while it does so.
+    Seam(
+        "vllm.v1.worker.cpu_worker",
+        "CPUWorker",
+        ("init_device", "compile_or_warm_up_model", "model_runner"),
+        "overridden: builds our runner, measures the cost of a step",
+        "the runner class can be configured",
+    ),
+    Seam(
+        "vllm.v1.worker.gpu_worker",
+        "Worker",
+        ("init_device", "compile_or_warm_up_model", "_make_model_runner", "model_runner"),
+        "overridden: builds our runner, measures the cost of a step",
+        "the runner class can be configured",
+    ),
+    # The model runner: what happens to a draft between scheduling and sampling.
+    Seam(
+        _RUNNER,
+        "GPUModelRunner",
+        (
+            "input_batch",
+            "requests",
+            "positions",
+            "query_start_loc",
+            "discard_request_mask",
+            "kv_cache_config",
+            "drafter",
+            "uses_mrope",
+            "max_model_len",
+            "sampler",
+        ),
+        "read: the batch that is being verified",
+        "custom proposers may return trees",
+    ),
+    Seam(
+        _RUNNER,
+        "GPUModelRunner._prepare_inputs",
+        ("scheduler_output", "num_scheduled_tokens"),
+        "overridden: recalls each scheduled draft's tree and sets positions by depth",
+        "as above",
+    ),
+    Seam(
+        _RUNNER,
+        "GPUModelRunner._build_attention_metadata",
+        (),
+        "overridden: hands the trees to the attention metadata builders",
+        "as above",
+    ),
+    Seam(
+        _RUNNER,
+        "GPUModelRunner._sample",
+        ("logits", "spec_decode_metadata"),
+        "overridden: sample, then match, on trees; moves the accepted tokens' KV",
+        "as above",
+    ),
+    Seam(
+        _RUNNER,
+        "GPUModelRunner._bookkeeping_sync",
+        ("scheduler_output", "sampler_output"),
+        "overridden: hides seeded generators of unfinished prefills, whose rewind kills CPU engines",
+        "vLLM rewinds CPU generators by their state",
+    ),
+    Seam(
+        _RUNNER,
+        "GPUModelRunner.propose_draft_token_ids",
+        ("scheduler_output", "sampled_token_ids", "sampling_metadata"),
+        "overridden: gives the proposer request ids and all requests of the step at once",
+        "custom proposers are called with request ids",
+    ),
+    Seam(
+        _RUNNER,
+        "GPUModelRunner._input_fits_in_drafter",
+        ("common_attn_metadata",),
+        "overridden: near max_model_len each request is bounded by itself, not the whole batch",
+        "custom proposers may answer it",
+    ),
+    Seam(
+        _RUNNER,
+        "GPUModelRunner._on_request_state_removed",
+        ("req_id",),
+        "overridden: the end of a request, which preemption is not",
+        "custom proposers are told of finished requests",
+    ),
+    Seam(
+        _RUNNER,
+        "GPUModelRunner.initialize_kv_cache",
+        ("kv_cache_config",),
+        "overridden: afterwards the KV tensors exist, and it is known whether trees may branch",
+        "as above",
+    ),
+    Seam(
+        _RUNNER,
+        "GPUModelRunner._dummy_run",
+        ("num_tokens",),
+        "called: measures the cost of a forward pass by its number of tokens",
+        "vLLM measures it",
+    ),
+    # Attention on CPU.
+    Seam(
+        _CPU_ATTENTION,
+        "CPUAttentionBackendImpl.forward",
+        ("query", "kv_cache", "attn_metadata", "output"),
+        "overridden: rows of a branching tree get tree attention, all others the native kernel",
+        "the native kernel takes a mask",
+    ),
+    Seam(
+        _CPU_ATTENTION,
+        "CPUAttentionMetadataBuilder",
+        ("build", "isa", "_set_isa_to_layers"),
+        "overridden: carries the trees; keeps K in the layout of `vec` where AMX would pack it",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.attention.backends.registry",
+        "register_backend",
+        ("backend", "class_path"),
+        "called: puts our backend in the place of CPU_ATTN, in workers that serve lookahead",
+        "the CPU attention backend can be chosen by flag",
+    ),
+    Seam(
+        "vllm.triton_utils.dispatcher",
+        "_rebind_kernels",
+        ("overrides",),
+        "worked around: it fails once numba is loaded (see drafter.py), as with method ngram too",
+        "it passes over attributes that are not dicts",
+    ),
+    Seam(
+        "vllm.v1.attention.selector",
+        "_cached_get_attn_backend",
+        ("attn_selector_config",),
+        "its cache is cleared: a plain engine in the same process may have filled it",
+        "as above",
+    ),
+)
+
+
+def check(root: Path | None = None) -> None:
+    """Compare the table with vLLM's sources.
+
+    Parameters
+    ----------
+    root
+        Folder that holds the `vllm` package; the installed one by default.
+
+    Raises
+    ------
+    SeamError
+        One sentence: the first place that differs, and what to install.
+    """
+    package = _package(root)
+    for seam in SEAMS:
+        if problem := _problem(package, seam):
+            raise SeamError(
+                f"this lookahead-vllm works with vLLM {SUPPORTED}, but in the installed vLLM "
+                f"{problem}; install vllm=={SUPPORTED}.* or a lookahead-vllm release made for yours"
+            )
+
+
+def _package(root: Path | None) -> Path:
+    if root is not None:
+        return root / "vllm"
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise SeamError(f"vLLM is not installed; install vllm=={SUPPORTED}.*")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _problem(package: Path, seam: Seam) -> str | None:
+    path = package.joinpath(*seam.module.split(".")[1:]).with_suffix(".py")
+    if not path.is_file():
+        return f"there is no module {seam.module}"
+    scope: ast.AST = _parse(path)
+    for part in seam.name.split("."):
+        found = next((n for n in _definitions(scope) if n.name == part), None)
+        if found is None:
+            return f"{seam.module} has no {seam.name}"
+        scope = found
+    if isinstance(scope, ast.ClassDef):
+        missing = set(seam.needs) - set(_members(scope))
+        kind = "attribute"
+    else:
+        assert isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef)
+        arguments = scope.args
+        missing = set(seam.needs) - {
+            a.arg for a in arguments.posonlyargs + arguments.args + arguments.kwonlyargs
+        }
+        kind = "parameter"
+    if missing:
+        return f"{seam.name} has no {kind} {min(missing)!r}"
+    return None
+
+
+@functools.lru_cache(maxsize=32)
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _definitions(
+    scope: ast.AST,
+) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in getattr(scope, "body", ()):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def _members(cls: ast.ClassDef) -> Iterator[str]:
+    """Methods, class attributes, and what the methods assign to `self`."""
+    for node in ast.walk(cls):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Attribute):
+                    yield target.attr
+                elif isinstance(target, ast.Name):
+                    yield target.id

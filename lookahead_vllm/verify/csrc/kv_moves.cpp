@@ -1,0 +1,56 @@
+// Moves of K and V between slots of a paged KV cache, in all layers with one call.
+//
+// Cache of one (block, head): K transposed [head_size, block_size], then V [block_size, head_size].
+
+#include <cstdint>
+#include <cstring>
+
+extern "C" {
+
+struct LayerCache {
+  char* data;
+  int64_t block, head;  // strides in bytes
+  int64_t heads, head_size;
+};
+
+}  // extern "C"
+
+namespace {
+
+template <typename T>
+void move_layer(const LayerCache& c, int64_t block_size, int64_t moves, const int64_t* src,
+                const int64_t* dst) {
+  for (int64_t h = 0; h < c.heads; ++h)
+    for (int64_t i = 0; i < moves; ++i) {
+      auto block = [&](int64_t slot) {
+        return reinterpret_cast<T*>(c.data + slot / block_size * c.block + h * c.head);
+      };
+      const T* from = block(src[i]);
+      T* to = block(dst[i]);
+      const int64_t a = src[i] % block_size, b = dst[i] % block_size;
+      for (int64_t d = 0; d < c.head_size; ++d) to[d * block_size + b] = from[d * block_size + a];
+      const int64_t values = block_size * c.head_size;
+      std::memmove(to + values + b * c.head_size, from + values + a * c.head_size,
+                   c.head_size * sizeof(T));
+    }
+}
+
+}  // namespace
+
+// The i-th slot of src is copied to the i-th of dst, one after the other, in every layer.
+extern "C" void lookahead_move_kv(const LayerCache* layers, int64_t num_layers, int64_t block_size,
+                                  int64_t element_size, int64_t moves, const int64_t* src,
+                                  const int64_t* dst, int32_t threads) {
+  auto move = [&](int64_t i) {
+    if (element_size == 2)
+      move_layer<uint16_t>(layers[i], block_size, moves, src, dst);
+    else
+      move_layer<uint32_t>(layers[i], block_size, moves, src, dst);
+  };
+  if (threads == 1 || num_layers == 1) {
+    for (int64_t i = 0; i < num_layers; ++i) move(i);
+  } else {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t i = 0; i < num_layers; ++i) move(i);
+  }
+}

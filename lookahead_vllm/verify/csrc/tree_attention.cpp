@@ -1,0 +1,562 @@
+// Attention of draft trees over a paged KV cache, on CPU.
+//
+// A task is (tree, KV head, rows, span of keys). Its rows are the query heads that share the KV
+// head, so each tile of K and V is converted to float32 once for all of them. Softmax is on line,
+// tile by tile. A tree whose keys are split between tasks leaves partial results (max, sum, sum of
+// p * v), which the last task of the group merges.
+//
+// Cache of one (block, head): K transposed [head_size, block_size], then V [block_size, head_size].
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int VL = 16, MR = 8;  // floats a vector, rows a register tile (x 2 vectors)
+#elif defined(__AVX__)
+constexpr int VL = 8, MR = 6;
+#elif defined(__aarch64__)
+constexpr int VL = 4, MR = 8;
+#else
+constexpr int VL = 4, MR = 4;
+#endif
+constexpr int TILE = 128;       // keys a tile
+constexpr int MAX_ROWS = 192;  // rows a task
+constexpr int QUERY_ROW = 272;  // floats from one row of queries to the next: a constant, for speed
+constexpr float LOWEST = -FLT_MAX;
+
+typedef float vf __attribute__((vector_size(VL * 4)));
+typedef int32_t vi __attribute__((vector_size(VL * 4)));
+typedef uint32_t vu __attribute__((vector_size(VL * 4)));
+typedef uint16_t vh __attribute__((vector_size(VL * 2)));
+
+template <typename V, typename T>
+inline V load_as(const T* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline vf load(const float* p) { return load_as<vf>(p); }
+inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
+inline vf splat(float x) { return x - vf{}; }
+inline vf as_float(vu v) { return (vf)v; }
+
+struct BF16 { uint16_t bits; };
+struct FP16 { uint16_t bits; };
+
+inline vf load_float(const float* p) { return load(p); }
+inline vf load_float(const BF16* p) {
+  return as_float(__builtin_convertvector(load_as<vh>(p), vu) << 16);
+}
+inline vf load_float(const FP16* p) {
+  const vu h = __builtin_convertvector(load_as<vh>(p), vu);
+  const vu sign = (h & 0x8000u) << 16;
+  const vf scaled = as_float((h & 0x7fffu) << 13) * 0x1p112f;
+  const vu special = (vu)((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;  // inf, nan
+  return as_float((vu)scaled | special | sign);
+}
+
+inline void store_float(float* p, float x) { *p = x; }
+inline void store_float(BF16* p, float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  p->bits = x != x ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+}
+inline void store_float(FP16* p, float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  const uint32_t sign = (u >> 16) & 0x8000, a = u & 0x7fffffff;
+  uint32_t h;
+  if (a > 0x7f800000) {
+    h = 0x7e00;
+  } else if (a >= 0x477ff000) {  // rounds to 65536 or more
+    h = 0x7c00;
+  } else if (a < 0x38800000) {  // subnormal: the addition rounds at the bit wanted
+    float f;
+    std::memcpy(&f, &a, 4);
+    f += 0.5f;
+    std::memcpy(&h, &f, 4);
+    h -= 0x3f000000;
+  } else {
+    h = (a - 0x38000000 + 0xfff + ((a >> 13) & 1)) >> 13;
+  }
+  p->bits = sign | h;
+}
+
+inline vf vmax(vf a, vf b) { return a > b ? a : b; }
+inline float hmax(vf v) {
+  float m = v[0];
+  for (int i = 1; i < VL; ++i) m = std::max(m, v[i]);
+  return m;
+}
+inline float hsum(vf v) {
+  float s = 0;
+  for (int i = 0; i < VL; ++i) s += v[i];
+  return s;
+}
+
+// exp(x) for x <= 0; -inf gives 0 and NaN stays NaN.
+inline vf exp_neg(vf x) {
+  const vf magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+  const vf t = x * 1.44269504088896341f + magic;
+  const vf n = t - magic;
+  vf r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  vf p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.f;
+  const vf scale = as_float(((vu)t << 23) + 0x3f800000u);
+  return x < splat(-87.f) ? vf{} : p * scale;
+}
+inline float exp_neg1(float x) { return exp_neg(splat(x))[0]; }
+
+inline vf tanh_vec(vf x) {
+  const vf e = exp_neg(-2.f * (x < vf{} ? -x : x));
+  const vf t = (1.f - e) / (1.f + e);
+  return x < vf{} ? -t : t;
+}
+
+// c[M, N vectors] (+)= a[M, depth] b[depth, N vectors]; with ACC, c is first scaled by rescale[M].
+template <int M, int N, int A_ROW, bool ACC>
+inline void gemm_tile(const float* a, const float* b, int64_t ldb, float* c, int64_t ldc, int depth,
+                      const float* rescale) {
+  vf acc[M][N];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) acc[m][n] = ACC ? load(c + m * ldc + n * VL) * rescale[m] : vf{};
+  for (int k = 0; k < depth; ++k, b += ldb, ++a) {
+    vf bv[N];
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) bv[n] = load(b + n * VL);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const vf av = splat(a[m * A_ROW]);
+#pragma GCC unroll 2
+      for (int n = 0; n < N; ++n) acc[m][n] += av * bv[n];
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) store(c + m * ldc + n * VL, acc[m][n]);
+}
+
+template <int N, int A_ROW, bool ACC, int M = MR>
+inline void gemm_rows(int rows, const float* a, const float* b, int64_t ldb, float* c, int64_t ldc,
+                      int depth, const float* rescale) {
+  if (rows == M) return gemm_tile<M, N, A_ROW, ACC>(a, b, ldb, c, ldc, depth, rescale);
+  if constexpr (M > 1)
+    gemm_rows<N, A_ROW, ACC, M - 1>(rows, a, b, ldb, c, ldc, depth, rescale);
+}
+
+// c[rows, cols] (+)= a[rows, depth] b[depth, cols]
+template <int A_ROW, bool ACC>
+void gemm(int rows, int cols, const float* a, const float* b, int64_t ldb, float* c, int64_t ldc,
+          int depth, const float* rescale) {
+  for (int n = 0; n < cols; n += 2 * VL)
+    for (int r = 0; r < rows; r += MR) {
+      const int m = std::min(MR, rows - r);
+      const float* ar = a + r * A_ROW;
+      float* cr = c + r * ldc + n;
+      if (cols - n >= 2 * VL)
+        gemm_rows<2, A_ROW, ACC>(m, ar, b + n, ldb, cr, ldc, depth, rescale + r);
+      else
+        gemm_rows<1, A_ROW, ACC>(m, ar, b + n, ldb, cr, ldc, depth, rescale + r);
+    }
+}
+
+// A block of memory that only grows, kept between calls.
+struct Buffer {
+  char* data = nullptr;
+  size_t size = 0;
+  ~Buffer() { std::free(data); }
+  char* reserve(size_t bytes) {
+    if (bytes > size) {
+      std::free(data);
+      size = (bytes + 4095) / 4096 * 4096;
+      data = static_cast<char*>(std::aligned_alloc(64, size));
+    }
+    return data;
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+struct TreeBatchView {
+  int64_t trees, words;
+  const int32_t *rows, *starts, *sizes, *contexts, *depths, *masks;
+};
+
+struct AttentionCall {
+  const void* query;
+  int64_t query_token, query_head;  // strides in elements, here and below
+  const void* cache;
+  int64_t cache_block, cache_head;
+  void* output;
+  int64_t output_token, output_head;
+  const int32_t* block_table;
+  int64_t table_row;
+  int32_t heads, kv_heads, head_size, block_size;
+  float scale;
+  int32_t window;
+  float soft_cap;
+  const float *alibi, *sinks;
+  int32_t threads;
+};
+
+}  // extern "C"
+
+namespace {
+
+struct Group {  // rows of one tree that share a KV head; its keys may be split between tasks
+  int tree, head, row0, rows;
+  int parts, left;  // left: parts not yet done
+  int64_t partial;  // where the partial results lie
+};
+struct Task {
+  int group, part, tile0, tile1;
+};
+struct Tree {
+  int context, size, key0, tile0, tiles;
+  const int32_t *depths, *masks, *table;
+  int64_t start;
+};
+
+struct Work {
+  explicit Work(char* p, int hs) {
+    auto take = [&](size_t n) {
+      float* f = reinterpret_cast<float*>(p);
+      p += (n * sizeof(float) + 63) / 64 * 64;
+      return f;
+    };
+    q = take(MAX_ROWS * QUERY_ROW);
+    acc = take(MAX_ROWS * hs);
+    scores = take(MAX_ROWS * TILE);
+    k = take(TILE * hs);
+    v = take(TILE * hs);
+    max = take(MAX_ROWS);
+    rescale = take(MAX_ROWS);
+    sum = take(MAX_ROWS * VL);
+    positions = take(TILE);
+    end = p;
+  }
+  static size_t bytes(int hs) { return Work(nullptr, hs).end - static_cast<char*>(nullptr); }
+  float *q, *acc, *scores, *k, *v, *max, *rescale, *sum, *positions;
+  char* end;
+};
+
+template <typename T>
+struct Kernel {
+  const AttentionCall& call;
+  const std::vector<Tree>& trees;
+  float* partials;
+  int64_t words;
+  int hs, group_size;
+
+  // Which of the VL keys from `key` on may row `token` attend to, as bits.
+  uint32_t allowed(const Tree& t, int token, int key) const {
+    int lo = 0;
+    if (call.window > 0) lo = std::max(0, t.context + t.depths[token] - call.window + 1);
+    lo = std::clamp(lo - key, 0, VL);
+    const int j = key - t.context;  // index in the draft block
+    const int hi = std::clamp(-j, 0, VL);
+    uint32_t bits = hi > lo ? ((1u << hi) - 1) & ~((1u << lo) - 1) : 0;
+    if (j > -VL) {
+      const uint32_t* mask = reinterpret_cast<const uint32_t*>(t.masks) + token * words;
+      if (j < 0) {
+        bits |= mask[0] << -j;
+      } else if (j / 32 < words) {
+        const int word = j / 32, bit = j % 32;
+        bits |= mask[word] >> bit;
+        if (bit && word + 1 < words) bits |= mask[word + 1] << (32 - bit);
+      }
+    }
+    return bits;
+  }
+
+  template <bool CHECK>
+  bool copy_tile(const Tree& t, int head, int key, int count, int lo, int hi, Work& w) const {
+    const int bs = call.block_size;
+    vu special{};
+    for (int i = 0; i < count;) {
+      const int off = (key + i) % bs, run = std::min(bs - off, count - i);
+      const T* base = static_cast<const T*>(call.cache) +
+                      t.table[(key + i) / bs] * call.cache_block + head * call.cache_head;
+      for (int d = 0; d < hs; ++d)
+        for (int c = 0; c < run; c += VL)
+          store(w.k + d * TILE + i + c, load_float(base + d * bs + off + c));
+      const T* values = base + (int64_t)bs * hs;
+      for (int c = std::max(0, lo - i); c < std::min(run, hi - i); ++c)
+        for (int d = 0; d < hs; d += VL) {
+          const vf x = load_float(values + (off + c) * hs + d);
+          if (CHECK) special |= (vu)(((vu)x & 0x7f800000u) == 0x7f800000u);
+          store(w.v + (i + c) * hs + d, x);
+        }
+      i += run;
+    }
+    uint32_t any = 0;
+    if (CHECK)
+      for (int i = 0; i < VL; ++i) any |= special[i];
+    return any;
+  }
+
+  void run(const Task& task, Group& g, Work& w) const {
+    const Tree& t = trees[g.tree];
+    const int bs = call.block_size, rows = g.rows;
+    const int first_token = g.row0 / group_size, last_token = (g.row0 + rows - 1) / group_size;
+    int deepest = 0;
+    for (int i = first_token; i <= last_token; ++i) deepest = std::max(deepest, t.depths[i]);
+    const int window0 = call.window > 0 ? t.context + deepest - call.window + 1 : 0;
+
+    for (int r = 0; r < rows; ++r) {
+      const int token = (g.row0 + r) / group_size, head = (g.row0 + r) % group_size;
+      const T* q = static_cast<const T*>(call.query) + (t.start + token) * call.query_token +
+                   (g.head * group_size + head) * call.query_head;
+      for (int d = 0; d < hs; d += VL)
+        store(w.q + r * QUERY_ROW + d, load_float(q + d) * call.scale);
+    }
+    std::memset(w.acc, 0, sizeof(float) * rows * hs);
+    std::memset(w.sum, 0, sizeof(float) * rows * VL);
+    std::fill_n(w.max, rows, LOWEST);
+
+    const int end = t.context + t.size;
+    for (int tile = task.tile0; tile < task.tile1; ++tile) {
+      const int key = tile * TILE;
+      const int lo = std::max(0, t.key0 - key), hi = std::min(TILE, end - key);
+      const bool masked = lo > 0 || key + TILE > t.context || window0 > key;
+      const int count = (hi + VL - 1) / VL * VL;
+      const float *k = w.k, *v = w.v;
+      int64_t ldk = TILE;
+      bool special = false;
+      if (masked) {
+        special = copy_tile<true>(t, g.head, key, count, lo, hi, w);
+      } else if (std::is_same_v<T, float> && bs % TILE == 0) {
+        k = reinterpret_cast<const float*>(call.cache) + t.table[key / bs] * call.cache_block +
+            g.head * call.cache_head;
+        v = k + (int64_t)bs * hs + key % bs * hs;
+        k += key % bs;
+        ldk = bs;
+      } else {
+        copy_tile<false>(t, g.head, key, count, lo, hi, w);
+      }
+      gemm<QUERY_ROW, false>(rows, count, w.q, k, ldk, w.scores, TILE, hs, w.rescale);
+      softmax(t, g, key, count, masked, w);
+      if (special)
+        weigh_values_one_by_one(rows, lo, hi, w);
+      else
+        gemm<TILE, true>(rows, hs, w.scores + lo, v + lo * hs, hs, w.acc, hs, hi - lo, w.rescale);
+    }
+    finish(task, g, w);
+  }
+
+  // Scores of a tile become p = exp(score - max), and w.rescale what older sums are worth.
+  void softmax(const Tree& t, const Group& g, int key, int count, bool masked, Work& w) const {
+    if (call.alibi)
+      for (int i = 0; i < count; ++i) {
+        const int j = key + i - t.context;
+        w.positions[i] = j < 0 ? key + i : t.context + (j < t.size ? t.depths[j] : 0);
+      }
+    vu lane;
+    for (int i = 0; i < VL; ++i) lane[i] = 1u << i;
+    uint32_t bits[TILE / VL];
+    int bits_token = -1;
+    for (int r = 0; r < g.rows; ++r) {
+      float* s = w.scores + r * TILE;
+      const int token = (g.row0 + r) / group_size, head = (g.row0 + r) % group_size;
+      if (masked && token != bits_token) {
+        for (int i = 0; i < count; i += VL) bits[i / VL] = allowed(t, token, key + i);
+        bits_token = token;
+      }
+      vf top = splat(w.max[r]);
+      if (masked || call.alibi || call.soft_cap > 0) {
+        const float slope = call.alibi ? call.alibi[g.head * group_size + head] : 0;
+        const float position = t.context + t.depths[token];
+        for (int i = 0; i < count; i += VL) {
+          vf x = load(s + i);
+          if (call.soft_cap > 0) x = call.soft_cap * tanh_vec(x / call.soft_cap);
+          if (call.alibi) x += slope * (load(w.positions + i) - position);
+          if (masked) x = ((bits[i / VL] + vu{}) & lane) != 0 ? x : splat(-INFINITY);
+          top = vmax(x, top);
+          store(s + i, x);
+        }
+      } else {
+        for (int i = 0; i < count; i += VL) top = vmax(load(s + i), top);
+      }
+      const float max = hmax(top);
+      float rescale = 1;
+      if (max != w.max[r]) {
+        rescale = exp_neg1(w.max[r] - max);
+        w.max[r] = max;
+      }
+      w.rescale[r] = rescale;
+      vf sum = load(w.sum + r * VL) * rescale;
+      for (int i = 0; i < count; i += VL) {
+        const vf p = exp_neg(load(s + i) - max);
+        sum += p;
+        store(s + i, p);
+      }
+      store(w.sum + r * VL, sum);
+    }
+  }
+
+  // The slow way, where a value is inf or NaN: a masked key must not reach the rows that
+  // do not see it.
+  void weigh_values_one_by_one(int rows, int lo, int hi, Work& w) const {
+    for (int r = 0; r < rows; ++r) {
+      float *acc = w.acc + r * hs, *p = w.scores + r * TILE;
+      for (int d = 0; d < hs; ++d) acc[d] *= w.rescale[r];
+      for (int i = lo; i < hi; ++i)
+        if (p[i] != 0)
+          for (int d = 0; d < hs; ++d) acc[d] += p[i] * w.v[i * hs + d];
+    }
+  }
+
+  void finish(const Task& task, Group& g, Work& w) const {
+    if (g.parts == 1) {
+      for (int r = 0; r < g.rows; ++r)
+        write(g, r, w.acc + r * hs, w.max[r], hsum(load(w.sum + r * VL)));
+      return;
+    }
+    const int64_t part_size = (int64_t)g.rows * (hs + 2);
+    float* mine = partials + g.partial + task.part * part_size;
+    std::memcpy(mine, w.acc, sizeof(float) * g.rows * hs);
+    for (int r = 0; r < g.rows; ++r) {
+      mine[g.rows * hs + r] = w.max[r];
+      mine[g.rows * (hs + 1) + r] = hsum(load(w.sum + r * VL));
+    }
+    if (__atomic_sub_fetch(&g.left, 1, __ATOMIC_ACQ_REL) != 0) return;
+    for (int r = 0; r < g.rows; ++r) {
+      float max = LOWEST, sum = 0;
+      for (int i = 0; i < g.parts; ++i)
+        max = std::max(max, partials[g.partial + i * part_size + g.rows * hs + r]);
+      std::memset(w.acc, 0, sizeof(float) * hs);
+      for (int i = 0; i < g.parts; ++i) {
+        const float* part = partials + g.partial + i * part_size;
+        const float part_sum = part[g.rows * (hs + 1) + r];
+        if (part_sum == 0) continue;  // the row sees no key of this part
+        const float weight = exp_neg1(part[g.rows * hs + r] - max);
+        sum += weight * part_sum;
+        for (int d = 0; d < hs; d += VL)
+          store(w.acc + d, load(w.acc + d) + weight * load(part + r * hs + d));
+      }
+      write(g, r, w.acc, max, sum);
+    }
+  }
+
+  void write(const Group& g, int r, const float* acc, float max, float sum) const {
+    const Tree& t = trees[g.tree];
+    const int token = (g.row0 + r) / group_size;
+    const int head = g.head * group_size + (g.row0 + r) % group_size;
+    float weight = 1;
+    if (call.sinks) {
+      const float sink = call.sinks[head], top = std::max(max, sink);
+      weight = exp_neg1(max - top);
+      sum = sum * weight + exp_neg1(sink - top);
+    }
+    weight /= sum;
+    T* out = static_cast<T*>(call.output) + (t.start + token) * call.output_token +
+             head * call.output_head;
+    for (int d = 0; d < hs; ++d) store_float(out + d, acc[d] * weight);
+  }
+};
+
+// The masks with the draft tokens that lie outside a row's window taken out.
+const int32_t* windowed_masks(const TreeBatchView& b, int window, std::vector<int32_t>& copy) {
+  int64_t n = 0;
+  for (int64_t i = 0; i < b.trees; ++i) n += b.sizes[i];
+  if (std::none_of(b.depths, b.depths + n, [&](int32_t d) { return d >= window; })) return b.masks;
+  copy.assign(b.masks, b.masks + n * b.words);
+  for (int64_t i = 0, row0 = 0; i < b.trees; row0 += b.sizes[i++])
+    for (int64_t r = row0; r < row0 + b.sizes[i]; ++r)
+      for (int j = 0; j < b.sizes[i]; ++j)
+        if (b.depths[row0 + j] <= b.depths[r] - window)
+          copy[r * b.words + j / 32] &= ~(1u << (j % 32));
+  return copy.data();
+}
+
+template <typename T>
+void attend(const TreeBatchView& b, const AttentionCall& call) {
+  static thread_local std::vector<Tree> trees;
+  static thread_local std::vector<Group> groups;
+  static thread_local std::vector<Task> tasks;
+  static thread_local std::vector<int32_t> masks_copy;
+  static thread_local Buffer partial_buffer;
+  trees.clear(), groups.clear(), tasks.clear();
+
+  const int hs = call.head_size, group_size = call.heads / call.kv_heads;
+  const int32_t* masks = call.window > 0 ? windowed_masks(b, call.window, masks_copy) : b.masks;
+  int64_t work = 0;
+  for (int64_t i = 0, row = 0; i < b.trees; row += b.sizes[i++]) {
+    Tree t;
+    t.context = b.contexts[i], t.size = b.sizes[i], t.start = b.starts[i];
+    t.depths = b.depths + row, t.masks = masks + row * b.words;
+    t.table = call.block_table + b.rows[i] * call.table_row;
+    t.key0 = call.window > 0 ? std::max(0, t.context - call.window + 1) : 0;  // the root's
+    t.tile0 = t.key0 / TILE;
+    t.tiles = (t.context + t.size + TILE - 1) / TILE - t.tile0;
+    work += (int64_t)t.size * group_size * call.kv_heads * t.tiles;
+    trees.push_back(t);
+  }
+  const int64_t grain = std::max<int64_t>(1, work / (call.threads * 4));
+  int64_t partial = 0;
+  for (int i = 0; i < (int)trees.size(); ++i) {
+    const Tree& t = trees[i];
+    const int rows = t.size * group_size, chunks = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    const int step = ((rows + chunks - 1) / chunks + MR - 1) / MR * MR;
+    for (int head = 0; head < call.kv_heads; ++head)
+      for (int row0 = 0; row0 < rows; row0 += step) {
+        Group g{i, head, row0, std::min(step, rows - row0), 1, 0, partial};
+        if (call.threads > 1) {
+          const int64_t parts = ((int64_t)g.rows * t.tiles + grain / 2) / grain;
+          g.parts = std::clamp<int64_t>(parts, 1, t.tiles);
+        }
+        g.left = g.parts;
+        for (int p = 0; p < g.parts; ++p)
+          tasks.push_back({(int)groups.size(), p, t.tile0 + t.tiles * p / g.parts,
+                           t.tile0 + t.tiles * (p + 1) / g.parts});
+        if (g.parts > 1) partial += (int64_t)g.parts * g.rows * (hs + 2);
+        groups.push_back(g);
+      }
+  }
+  float* partials = reinterpret_cast<float*>(partial_buffer.reserve(partial * sizeof(float)));
+  const Kernel<T> kernel{call, trees, partials, b.words, hs, group_size};
+  const Task* task = tasks.data();
+  Group* group = groups.data();
+  const int n = tasks.size();
+  auto run = [&](int i) {
+    static thread_local Buffer scratch;
+    Work work(scratch.reserve(Work::bytes(hs)), hs);
+    kernel.run(task[i], group[task[i].group], work);
+  };
+  if (n <= 1 || call.threads == 1) {
+    for (int i = 0; i < n; ++i) run(i);
+  } else {
+    // Always the caller's number of threads: another number would make OpenMP rebuild its pool.
+#pragma omp parallel for schedule(dynamic, 1) num_threads(call.threads)
+    for (int i = 0; i < n; ++i) run(i);
+  }
+}
+
+}  // namespace
+
+// dtype: 0 float32, 1 bfloat16, 2 float16, of query, cache and output alike.
+extern "C" void lookahead_tree_attention(const TreeBatchView* batch, const AttentionCall* call,
+                                         int32_t dtype) {
+  if (dtype == 0) attend<float>(*batch, *call);
+  if (dtype == 1) attend<BF16>(*batch, *call);
+  if (dtype == 2) attend<FP16>(*batch, *call);
+}

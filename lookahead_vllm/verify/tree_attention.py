@@ -1,0 +1,265 @@
+"""Attention of draft trees over vLLM's paged KV cache on CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lookahead_vllm.verify import native
+from lookahead_vllm.verify.tree_batch import TreeBatch
+
+Impl = Literal["auto", "torch", "native"]
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def supported(head_size: int, dtype: torch.dtype, block_size: int) -> bool:
+    """Whether tree attention can serve a layer of this shape; for the engine, at start-up."""
+    return (
+        head_size % 16 == 0
+        and 32 <= head_size <= 256
+        and dtype in _DTYPES
+        and (block_size % 16 == 0)
+    )
+
+
+def tree_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    output: Tensor,
+    block_table: Tensor,
+    batch: TreeBatch,
+    *,
+    scale: float,
+    sliding_window: int = -1,
+    alibi_slopes: Tensor | None = None,
+    logits_soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    impl: Impl = "auto",
+) -> None:
+    """Write the attention of every tree's rows to `output`; other rows are left alone.
+
+    The K/V of the trees are already in the cache. A slot that a row does not attend to adds
+    nothing to it, whatever it holds (NaN and inf included). Options mean what they mean in vLLM's
+    `cpu_attention_with_kv_cache`, read by position: on a chain both give the same result.
+
+    Parameters
+    ----------
+    query : float32, bfloat16 or float16 [num_tokens, num_heads, head_size]
+        May be a view into a fused QKV tensor; the last dimension is contiguous.
+    kv_cache : [num_blocks, num_kv_heads, block_size, 2 * head_size], the query's dtype
+        vLLM's CPU layout for the instruction sets `vec` and `vec16`: for each block and head, K
+        transposed [head_size, block_size], then V [block_size, head_size]. May be strided in the
+        first two dimensions.
+    output : [num_tokens, num_heads, head_size] or [num_tokens, num_heads * head_size]
+        The query's dtype; written in place.
+    block_table : int32 [num_reqs, max_blocks]
+        Slot p of a request lies in block `block_table[row, p // block_size]`.
+    batch : TreeBatch
+    scale : float
+        Factor of q . k.
+    sliding_window : int
+        W: a row at position P sees positions in (P - W, P]. -1 for none.
+    alibi_slopes : float32 [num_heads], optional
+        Adds slope * (key position - row position), after the soft cap.
+    logits_soft_cap : float
+        c > 0 turns a score x into c * tanh(x / c).
+    sinks : [num_heads], optional
+        One more score per head in the softmax, with no value.
+    impl : {"auto", "torch", "native"}
+        "auto" takes the compiled kernel where it is available, on CPU tensors.
+
+    Raises
+    ------
+    ValueError
+        Shapes, dtypes or options that do not fit, or `impl="native"` where it is not available.
+    """
+    _check(query, kv_cache, output, block_table, batch, sliding_window)
+    if sinks is not None and sinks.dtype != torch.float32:
+        sinks = sinks.float()
+    if impl == "auto":
+        impl = "native" if query.device.type == "cpu" and native.available() else "torch"
+    if impl == "torch":
+        run = _attend_torch
+    elif impl == "native":
+        run = _attend_native
+    else:
+        raise ValueError(f"impl is {impl!r}; choose 'auto', 'torch' or 'native'")
+    run(
+        query, kv_cache, output, block_table, batch,
+        scale, sliding_window, alibi_slopes, logits_soft_cap, sinks,
+    )  # fmt: skip
+
+
+def _check(
+    query: Tensor,
+    kv_cache: Tensor,
+    output: Tensor,
+    block_table: Tensor,
+    batch: TreeBatch,
+    sliding_window: int,
+) -> None:
+    tokens, heads, head_size = query.shape
+    _, kv_heads, block_size, kv_width = kv_cache.shape
+    dtype = query.dtype
+    if not supported(head_size, dtype, block_size):
+        raise ValueError(
+            f"head size {head_size}, {dtype}, block size {block_size}: tree attention takes head "
+            "sizes of 32 to 256 in steps of 16, float32, bfloat16 or float16, and block sizes "
+            "that are a multiple of 16"
+        )
+    if kv_cache.dtype != dtype or output.dtype != dtype:
+        raise ValueError(
+            "query, cache and output share one dtype; got "
+            f"{dtype}, {kv_cache.dtype}, {output.dtype}"
+        )
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads do not divide among {kv_heads} KV heads")
+    _, _, cache_row, cache_element = kv_cache.stride()
+    if kv_width != 2 * head_size or cache_element != 1 or cache_row != kv_width:
+        raise ValueError(
+            "kv_cache is [num_blocks, num_kv_heads, block_size, 2 * head_size], contiguous in its "
+            f"last two dimensions; got {list(kv_cache.shape)}, strides {kv_cache.stride()}"
+        )
+    if output.shape[0] < tokens or output.shape[1:].numel() != heads * head_size:
+        raise ValueError(f"output is {list(output.shape)} for a query of {list(query.shape)}")
+    if query.stride(-1) != 1 or output.stride(-1) != 1 or block_table.stride(-1) != 1:
+        raise ValueError("query, output and block_table are contiguous in their last dimension")
+    if block_table.dtype != torch.int32:
+        raise ValueError(f"block_table is int32, not {block_table.dtype}")
+    if sliding_window != -1 and sliding_window < 1:
+        raise ValueError(f"sliding_window is {sliding_window}; use -1 for none, or at least 1")
+    rows_end, tokens_end, slots_end = batch.ends
+    rows, max_blocks = block_table.shape
+    if rows_end > rows or tokens_end > tokens or slots_end > max_blocks * block_size:
+        raise ValueError(
+            f"the trees reach block table row {rows_end - 1}, token {tokens_end - 1} and slot "
+            f"{slots_end - 1}; there are {rows} rows of {max_blocks} blocks and {tokens} tokens"
+        )
+
+
+def _attend_native(
+    query: Tensor,
+    kv_cache: Tensor,
+    output: Tensor,
+    block_table: Tensor,
+    batch: TreeBatch,
+    scale: float,
+    sliding_window: int,
+    alibi_slopes: Tensor | None,
+    soft_cap: float,
+    sinks: Tensor | None,
+) -> None:
+    library = native.load()
+    if library is None:
+        raise ValueError("the compiled kernel is not available here; use impl='auto' or 'torch'")
+    _, heads, head_size = query.shape
+    _, kv_heads, block_size, _ = kv_cache.shape
+    output_strides = output.stride()
+    call = native.AttentionCall(
+        query.data_ptr(), *query.stride()[:2],
+        kv_cache.data_ptr(), *kv_cache.stride()[:2],
+        output.data_ptr(), output_strides[0],
+        output_strides[1] if len(output_strides) == 3 else head_size,
+        block_table.data_ptr(), block_table.stride(0),
+        heads, kv_heads, head_size, block_size,
+        scale, sliding_window, soft_cap,
+        _float_vector(alibi_slopes, heads), _float_vector(sinks, heads),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    library.lookahead_tree_attention(
+        ctypes.byref(batch.view), ctypes.byref(call), _DTYPES[query.dtype]
+    )
+
+
+def _float_vector(values: Tensor | None, length: int) -> int | None:
+    if values is None:
+        return None
+    if values.dtype != torch.float32 or values.shape != (length,) or not values.is_contiguous():
+        raise ValueError("alibi_slopes (float32) and sinks hold one contiguous value per head")
+    return values.data_ptr()
+
+
+def _attend_torch(
+    query: Tensor,
+    kv_cache: Tensor,
+    output: Tensor,
+    block_table: Tensor,
+    batch: TreeBatch,
+    scale: float,
+    sliding_window: int,
+    alibi_slopes: Tensor | None,
+    soft_cap: float,
+    sinks: Tensor | None,
+) -> None:
+    _, heads, head_size = query.shape
+    _, kv_heads, block_size, _ = kv_cache.shape
+    group = heads // kv_heads
+    blocks_flat = kv_cache.flatten(2)
+    split = block_size * head_size
+    if output.dim() == 2:
+        output = output.unflatten(1, (heads, head_size))
+    shifts = torch.arange(32, dtype=torch.int32, device=query.device)
+    node = 0
+    for row, start, size, context in torch.stack(
+        (batch.rows, batch.starts, batch.sizes, batch.contexts), dim=1
+    ).tolist():
+        depths = batch.depths[node : node + size].to(query.device)
+        masks = batch.masks[node : node + size].to(query.device)
+        node += size
+        first = max(0, context - sliding_window + 1) // block_size if sliding_window > 0 else 0
+        last = (context + size - 1) // block_size + 1
+        kv = blocks_flat[block_table[row, first:last].long()]
+        k = kv[..., :split].unflatten(-1, (head_size, block_size)).float()
+        v = kv[..., split:].unflatten(-1, (block_size, head_size)).float()
+
+        # Keys [first * block_size, last * block_size): their positions, and who may see them.
+        base = context - first * block_size
+        key_position = torch.arange(len(kv) * block_size, device=query.device)
+        key_position += first * block_size
+        key_position[base : base + size] = context + depths
+        position = (context + depths)[:, None]
+        allowed = torch.zeros(size, len(key_position), dtype=torch.bool, device=query.device)
+        allowed[:, :base] = True
+        bits = (masks[:, :, None] >> shifts & 1).bool().flatten(1)
+        allowed[:, base : base + size] = bits[:, :size]
+        if sliding_window > 0:
+            allowed &= key_position > position - sliding_window
+
+        q = query[start : start + size].unflatten(1, (kv_heads, group)).transpose(0, 1)
+        scores = (q.flatten(1, 2).float() * scale) @ k  # [blocks, kv_heads, size * group, block]
+        scores = scores.permute(1, 2, 0, 3).reshape(kv_heads, size, group, -1)
+        if soft_cap > 0:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        if alibi_slopes is not None:
+            distance = (key_position - position).float()
+            scores += alibi_slopes.view(kv_heads, 1, group, 1) * distance[:, None, :]
+        scores.masked_fill_(~allowed[:, None, :], -torch.inf)
+        if sinks is not None:
+            sink = sinks.view(kv_heads, 1, group, 1).expand(-1, size, -1, -1)
+            scores = torch.cat((scores, sink), dim=-1)
+        weights = scores.softmax(dim=-1)[..., : len(key_position)]
+        result = _weigh(weights.flatten(1, 2), v, allowed.repeat_interleave(group, dim=0))
+        result = result.unflatten(1, (size, group)).transpose(0, 1).flatten(1, 2)
+        output[start : start + size] = result.to(output.dtype)
+
+
+def _weigh(weights: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """Sum of weights [kv_heads, rows, keys] x v [blocks, kv_heads, block_size, head_size].
+
+    Only where `allowed` [rows, keys]: the other weights are 0, but 0 * NaN is NaN.
+    """
+    by_block = weights.unflatten(-1, (len(v), -1)).permute(2, 0, 1, 3)
+    finite = v.isfinite().all(-1)
+    if finite.all():
+        return (by_block @ v).sum(0)
+    result = (by_block @ v.masked_fill(~finite[..., None], 0)).sum(0)
+    v = v.transpose(0, 1).flatten(1, 2)
+    finite = finite.transpose(0, 1).flatten(1)
+    for head, key in (~finite & allowed.any(0)).nonzero().tolist():
+        seen = allowed[:, key]
+        result[head, seen] += weights[head, seen, key, None] * v[head, key]
+    return result

@@ -1,0 +1,49 @@
+"""Options are checked when they are given, and a wrong one says what to write."""
+
+import pytest
+
+from lookahead_vllm.draft.options import LookaheadOptions, OptionError
+
+
+def test_what_is_not_given_has_a_default():
+    assert LookaheadOptions.from_dict({}) == LookaheadOptions()
+    assert LookaheadOptions.from_dict({"num_speculative_tokens": None}) == LookaheadOptions()
+
+
+def test_options_survive_the_way_through_a_dict():
+    options = LookaheadOptions(num_speculative_tokens=32, prompt_weight=2, budget=8)
+    assert LookaheadOptions.from_dict(options.to_dict()) == options
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"branch_lenght": 8}, ["'branch_lenght' was given", "did you mean 'branch_length'?"]),
+        ({"window": 8}, ["'window' was given", "knows num_speculative_tokens", "leave it out"]),
+        ({"num_speculative_tokens": 0}, ["=0 was given", "from 1 to 128", "write 16"]),
+        ({"num_speculative_tokens": 129}, ["=129 was given", "from 1 to 128", "write 16"]),
+        ({"num_speculative_tokens": True}, ["=True was given", "a whole number", "write 16"]),
+        ({"num_speculative_tokens": "16"}, ["='16' was given", "a whole number", "write 16"]),
+        ({"branch_length": 65}, ["=65 was given", "from 1 to 64", "write 32"]),
+        ({"branch_length": 8.0}, ["=8.0 was given", "a whole number", "write 32"]),
+        ({"max_nodes": 1023}, ["=1023 was given", "from 1024", "write 1000000"]),
+        ({"prompt_weight": 0}, ["=0 was given", "above 0", "write 4.0"]),
+        ({"prompt_weight": float("nan")}, ["=nan was given", "above 0", "write 4.0"]),
+        ({"prompt_weight": float("inf")}, ["=inf was given", "above 0", "write 4.0"]),
+        ({"prompt_weight": True}, ["=True was given", "a number above 0", "write 4.0"]),
+        ({"proposer": "ngram"}, ["='ngram' was given", "one of ngram_trie", "write 'ngram_trie'"]),
+        ({"proposer": 3}, ["=3 was given", "one of ngram_trie", "write 'ngram_trie'"]),
+        ({"budget": "fast"}, ["='fast' was given", '"auto" or 1 to', "write 'auto'"]),
+        ({"budget": 0}, ["=0 was given", '"auto" or 1 to', "write 'auto'"]),
+        (
+            {"budget": 12, "num_speculative_tokens": 8},
+            ["budget=12 was given", "num_speculative_tokens=8", "write 'auto'"],
+        ),
+    ],
+)
+def test_a_wrong_option_says_what_was_given_what_is_allowed_and_what_to_write(given, says):
+    with pytest.raises(OptionError) as error:
+        LookaheadOptions.from_dict(given)
+    for part in says:
+        assert part in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,52 @@
+"""A real `vllm serve` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import requests
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@contextmanager
+def serve(model: Path, log: Path, *flags: str) -> Iterator[str]:
+    """The base URL of a healthy server; the whole process group ends with the block."""
+    port = free_port()
+    vllm = Path(sys.executable).with_name("vllm")
+    command = [str(vllm), "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
+    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            [*command, *flags], stdout=sink, stderr=sink, env=env, start_new_session=True
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 240
+        while True:
+            assert process.poll() is None, f"the server stopped:\n{log.read_text()[-3000:]}"
+            assert time.monotonic() < deadline, f"no answer:\n{log.read_text()[-3000:]}"
+            try:
+                if requests.get(f"{url}/health", timeout=2).ok:
+                    break
+            except requests.ConnectionError:
+                time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)

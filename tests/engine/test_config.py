@@ -1,0 +1,119 @@
+"""Every spelling means the same; what is wrong stops start-up with one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from lookahead_vllm.draft.options import LookaheadOptions, OptionError
+from lookahead_vllm.engine import config, plugin
+from tests.engine.models import save_tiny_model
+
+plugin.register()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("config"))
+
+
+def made(model: Path, **kwargs: Any) -> Any:
+    return EngineArgs(model=str(model), skip_tokenizer_init=True, **kwargs).create_engine_config()
+
+
+def from_cli(model: Path, *argv: str) -> Any:
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = parser.parse_args(["--model", str(model), "--skip-tokenizer-init", *argv])
+    return AsyncEngineArgs.from_cli_args(args).create_engine_config()
+
+
+def test_every_spelling_means_the_same(model: Path) -> None:
+    given = {"num_speculative_tokens": 12, "branch_length": 9}
+    options = LookaheadOptions.from_dict(given)
+    text = json.dumps({"method": "lookahead", **given})
+    path = "lookahead_vllm.NGramTrieProposer"
+    for made_config in (
+        made(model, speculative_config={"method": "lookahead", **given}),
+        made(model, speculative_config={"method": "custom_class", "model": path, **given}),
+        made(model, speculative_config={"model": "[lookahead]", **given}),
+        from_cli(model, "--speculative-config", text),
+        from_cli(
+            model,
+            "--speculative-model=[lookahead]",
+            "--num-speculative-tokens",
+            "12",
+            "--speculative-config.branch_length",
+            "9",
+        ),
+        from_cli(
+            model,
+            "--speculative_model",
+            "lookahead",
+            "--speculative-config",
+            json.dumps(given),
+        ),
+    ):
+        assert config.options_of(made_config) == options
+        assert made_config.speculative_config.method == "custom_class"
+        assert made_config.speculative_config.num_speculative_tokens == 12
+        assert made_config.parallel_config.worker_cls.endswith(".LookaheadCPUWorker")
+
+
+def test_defaults_need_no_thought(model: Path) -> None:
+    made_config = from_cli(model, "--speculative-model=[lookahead]")
+    assert config.options_of(made_config) == LookaheadOptions()
+
+
+def test_without_being_asked_nothing_changes(model: Path) -> None:
+    for speculative in (
+        None,
+        {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
+    ):
+        made_config = made(model, speculative_config=speculative)
+        assert not config.is_lookahead(made_config)
+        assert made_config.parallel_config.worker_cls == next(iter(config.WORKERS))
+        assert made_config.additional_config == {}
+
+
+def test_an_engine_config_can_be_made_twice(model: Path) -> None:
+    args = EngineArgs(
+        model=str(model), skip_tokenizer_init=True, speculative_config={"method": "lookahead"}
+    )
+    first, second = args.create_engine_config(), args.create_engine_config()
+    assert config.options_of(first) == config.options_of(second)
+
+
+def test_help_lists_the_flags() -> None:
+    text = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).format_help()
+    assert "--speculative-model" in text
+    assert "--num-speculative-tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "given", "write"),
+    [
+        ({"speculative_config": {"method": "lookahead", "branch_lenght": 4}}, "branch_lenght", "branch_length"),
+        ({"speculative_config": {"method": "lookahead", "num_speculative_tokens": 0}}, "0", "num_speculative_tokens"),
+        ({"speculative_config": {"method": "lookahead", "max_nodes": "many"}}, "many", "max_nodes"),
+        ({"speculative_config": {"method": "lookahead", "model": "org/draft"}}, "org/draft", "without a model"),
+        ({"speculative_config": {"method": "ngram", "model": "[lookahead]"}}, "ngram", '"method": "lookahead"'),
+        ({"speculative_config": {"method": "lookahead", "num_speculative_tokens": 4}, "spec_tokens": 5}, "5", "once"),
+        ({"speculative_config": {"method": "lookahead"}, "pipeline_parallel_size": 2}, "pipeline_parallel_size=2", "pipeline_parallel_size=1"),
+        ({"speculative_config": {"method": "lookahead"}, "tensor_parallel_size": 2}, "tensor_parallel_size=2", "tensor_parallel_size=1"),
+        ({"speculative_config": {"method": "lookahead"}, "worker_cls": "vllm.v1.worker.worker_base.WorkerBase"}, "WorkerBase", "worker_cls='auto'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_option_stops_start_up(
+    kwargs: dict[str, Any], given: str, write: str, model: Path
+) -> None:
+    with pytest.raises(OptionError) as error:
+        made(model, **kwargs)
+    message = str(error.value)
+    assert given in message
+    assert write in message
+    assert "\n" not in message

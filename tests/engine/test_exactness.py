@@ -1,0 +1,269 @@
+"""In float32 the output is plain vLLM's, token for token, whatever the drafts look like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from tests.engine import proposers
+from tests.engine.driving import (
+    GREEDY,
+    drafter_of,
+    engine,
+    generate,
+    generate_staggered,
+    random_prompts,
+)
+from tests.engine.models import TINY, save_tiny_model
+
+HIDDEN = {"proposer": "hidden_path", "budget": 16}
+TRIE = {"proposer": "ngram_trie", "budget": 16}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def llama(models: Path) -> Path:
+    return save_tiny_model("llama", models)
+
+
+@pytest.fixture(autouse=True)
+def _forget_recorded() -> Iterator[None]:
+    proposers.RECORDED.clear()
+    yield
+
+
+def record(prompts: list[list[int]], answers: list[list[list[int]]]) -> None:
+    """Tell the test proposers what plain vLLM answered."""
+    for prompt, answer in zip(prompts, answers, strict=True):
+        proposers.RECORDED.setdefault(tuple(prompt), []).extend(answer)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_architecture_keeps_its_text(name: str, models: Path) -> None:
+    """At batch 16 with staggered arrivals, and alone; trees branch and KV moves."""
+    model = save_tiny_model(name, models)
+    prompts = random_prompts(16, 60)
+    with engine(model) as plain:
+        vanilla = generate(plain, prompts)
+    record(prompts, vanilla)
+    with engine(model, HIDDEN) as llm:
+        assert generate_staggered(llm, prompts) == vanilla
+        at_16 = drafter_of(llm).counters
+        assert at_16.branching_trees > 50
+        assert at_16.moved_tokens > 50
+        assert [generate(llm, [p])[0] for p in prompts[:4]] == vanilla[:4]
+    with engine(model, TRIE) as llm:
+        assert generate_staggered(llm, prompts) == vanilla
+        # The second time the trie knows every answer.
+        assert generate(llm, prompts) == vanilla
+        assert drafter_of(llm).counters.accepted_nodes > 100
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"enable_prefix_caching": True}, id="prefix_caching"),
+        pytest.param({"max_num_batched_tokens": 48, "max_num_seqs": 3}, id="chunked_prefill"),
+        pytest.param({"block_size": 32}, id="small_blocks"),
+        pytest.param({"max_model_len": 96}, id="runs_into_max_model_len"),
+    ],
+)
+def test_every_engine_setting_keeps_the_text(settings: dict, llama: Path) -> None:
+    shared = random_prompts(1, 60, seed=5)[0]
+    prompts = [(shared + p)[:70] for p in random_prompts(8, 60, seed=1)]
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
+    with engine(llama, **settings) as plain:
+        vanilla = generate(plain, prompts, params)
+    record(prompts, vanilla)
+    with engine(llama, HIDDEN, **settings) as llm:
+        assert generate_staggered(llm, prompts, params) == vanilla
+        assert generate(llm, prompts, params) == vanilla
+        assert drafter_of(llm).counters.moved_tokens > 50
+
+
+def test_preempted_requests_come_back(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preempted: list[str] = []
+    original = Scheduler._preempt_request
+
+    def count(self: Scheduler, request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return original(self, request, *args, **kwargs)
+
+    prompts = random_prompts(8, 40, seed=2)
+    params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, detokenize=False)
+    with engine(llama) as plain:
+        vanilla = generate(plain, prompts, params)
+    record(prompts, vanilla)
+    monkeypatch.setattr(Scheduler, "_preempt_request", count)
+    for lookahead in (HIDDEN, TRIE):
+        preempted.clear()
+        with engine(llama, lookahead, block_size=32, num_gpu_blocks_override=14) as llm:
+            assert generate(llm, prompts, params) == vanilla
+        assert preempted
+
+
+def test_max_tokens_is_hit_inside_a_burst(llama: Path) -> None:
+    prompts = random_prompts(12, 30, seed=3)
+    with engine(llama) as plain:
+        vanilla = generate(plain, prompts)
+    record(prompts, vanilla)
+    params = [
+        SamplingParams(temperature=0, max_tokens=1 + i, ignore_eos=True, detokenize=False)
+        for i in range(12)
+    ]
+    expected = [[answer[0][: 1 + i]] for i, answer in enumerate(vanilla)]
+    for proposer in ("always_right", "hidden_path"):
+        with engine(llama, {"proposer": proposer, "budget": 16}) as llm:
+            assert generate(llm, prompts, params) == expected
+
+
+def test_stop_tokens_are_hit_inside_a_burst(llama: Path) -> None:
+    prompts = random_prompts(6, 30, seed=4)
+    with engine(llama) as plain:
+        record(prompts, generate(plain, prompts))
+        stops = [proposers.RECORDED[tuple(p)][0][7 + i] for i, p in enumerate(prompts)]
+        params = [
+            SamplingParams(temperature=0, max_tokens=40, stop_token_ids=[s], detokenize=False)
+            for s in stops
+        ]
+        vanilla = generate(plain, prompts, params)
+    with engine(llama, {"proposer": "always_right"}) as llm:
+        assert generate(llm, prompts, params) == vanilla
+
+
+def test_aborted_requests_disturb_no_other(llama: Path) -> None:
+    prompts = random_prompts(10, 30, seed=6)
+    with engine(llama) as plain:
+        vanilla = generate(plain, prompts)
+    record(prompts, vanilla)
+    with engine(llama, HIDDEN) as llm:
+        aborted = [1, 4, 5]
+        answers = generate_staggered(llm, prompts, abort=aborted)
+        for i, (answer, expected) in enumerate(zip(answers, vanilla, strict=True)):
+            if i in aborted:
+                assert answer[0] == expected[0][: len(answer[0])]
+            else:
+                assert answer == expected
+        assert generate(llm, prompts) == vanilla
+        assert not drafter_of(llm).proposer.outputs.keys() - {
+            r for r in drafter_of(llm)._lengths
+        }
+
+
+SEEDED = [
+    SamplingParams(temperature=0.8, seed=1, **vars_)
+    for vars_ in (
+        dict(max_tokens=40, ignore_eos=True, detokenize=False),
+        dict(max_tokens=40, ignore_eos=True, detokenize=False, top_k=5),
+        dict(max_tokens=40, ignore_eos=True, detokenize=False, top_p=0.7),
+        dict(max_tokens=40, ignore_eos=True, detokenize=False, top_k=20, top_p=0.9, n=4),
+        dict(max_tokens=40, ignore_eos=True, detokenize=False, n=4),
+    )
+]
+
+
+def test_seeded_sampling_is_reproduced(llama: Path) -> None:
+    """Nodes use the draw of the output that they stand for; greedy neighbours stay greedy."""
+    prompts = random_prompts(6, 30, seed=7)
+    params = [*SEEDED, GREEDY]
+    with engine(llama) as plain:
+        vanilla = generate(plain, prompts, params)
+    record(prompts, vanilla)
+    for lookahead in (HIDDEN, TRIE):
+        with engine(llama, lookahead) as llm:
+            assert generate(llm, prompts, params) == vanilla
+            assert drafter_of(llm).counters.accepted_nodes > 20
+
+
+def test_a_seeded_prompt_in_chunks_kills_no_engine(llama: Path) -> None:
+    """Plain vLLM on CPU dies of it; the text is that of a prompt in one piece."""
+    prompts = [random_prompts(1, 60, seed=s)[0] * 3 for s in (8, 9)]
+    params = [SEEDED[0], GREEDY]
+    with engine(llama) as plain:
+        vanilla = generate(plain, prompts, params)
+    record(prompts, vanilla)
+    with engine(llama, HIDDEN, max_num_batched_tokens=32, max_num_seqs=2) as llm:
+        assert generate(llm, prompts, params) == vanilla
+
+
+def test_logprobs_are_those_of_the_accepted_path(llama: Path) -> None:
+    prompts = random_prompts(4, 30, seed=10)
+    params = SamplingParams(
+        temperature=0, max_tokens=20, ignore_eos=True, detokenize=False, logprobs=3
+    )
+
+    def logprobs(llm):
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return [o.outputs[0] for o in outputs]
+
+    with engine(llama) as plain:
+        vanilla = logprobs(plain)
+    record(prompts, [[list(o.token_ids)] for o in vanilla])
+    with engine(llama, HIDDEN) as llm:
+        for mine, theirs in zip(logprobs(llm), vanilla, strict=True):
+            assert mine.token_ids == theirs.token_ids
+            for a, b in zip(mine.logprobs, theirs.logprobs, strict=True):
+                assert a.keys() == b.keys()
+                for token in a:
+                    assert a[token].rank == b[token].rank
+                    assert a[token].logprob == pytest.approx(b[token].logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("proposer", ["always_right", "always_wrong", "hidden_path"])
+@pytest.mark.parametrize("nodes", [1, 7, 64])
+def test_legal_drafts_never_change_the_text(proposer: str, nodes: int, llama: Path) -> None:
+    prompts = random_prompts(5, 30, seed=11)
+    with engine(llama) as plain:
+        vanilla = generate(plain, prompts)
+    record(prompts, vanilla)
+    with engine(llama, {"proposer": proposer, "num_speculative_tokens": nodes}) as llm:
+        assert generate(llm, prompts) == vanilla
+        counters = drafter_of(llm).counters
+        if proposer == "always_wrong":
+            assert counters.trees and not counters.accepted_nodes
+        if proposer == "always_right":
+            assert counters.accepted_nodes == counters.nodes > 0
+
+
+def test_malformed_trees_are_refused(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prompts = random_prompts(3, 30, seed=12)
+    with engine(llama) as plain:
+        vanilla = generate(plain, prompts)
+    with engine(llama, {"proposer": "malformed"}) as llm:
+        assert generate(llm, prompts) == vanilla
+        counters = drafter_of(llm).counters
+        assert counters.refused_trees == 3 * (GREEDY.max_tokens - 2)
+        assert counters.nodes == 0
+
+
+UNDRAFTED = [
+    dict(repetition_penalty=1.3),
+    dict(presence_penalty=0.5),
+    dict(frequency_penalty=0.5),
+    dict(min_tokens=30),
+    dict(allowed_token_ids=list(range(3, 60))),
+]
+
+
+def test_path_dependent_sampling_gets_no_draft_and_its_neighbours_do(llama: Path) -> None:
+    prompts = random_prompts(len(UNDRAFTED) + 3, 30, seed=13)
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, detokenize=False, **extra)
+        for extra in (*UNDRAFTED, {}, {}, {})
+    ]
+    with engine(llama) as plain:
+        vanilla = generate(plain, prompts, params)
+    record(prompts, vanilla)
+    with engine(llama, HIDDEN) as llm:
+        assert generate(llm, prompts[:-3], params[:-3]) == vanilla[:-3]
+        assert drafter_of(llm).counters.trees == 0
+        assert generate(llm, prompts, params) == vanilla
+        assert drafter_of(llm).counters.accepted_nodes > 0

@@ -1,0 +1,171 @@
+"""A real small model: the text over 20 prompts, and what a user of HTTP sees."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import requests
+from openai import BadRequestError, OpenAI
+from vllm import SamplingParams
+
+from tests.engine.driving import drafter_of, engine, generate
+from tests.engine.servers import serve
+
+ROOT = Path(__file__).parents[2]
+MODEL = Path(
+    os.environ.get(
+        "LOOKAHEAD_TEST_MODEL", str(ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct")
+    )
+)
+PROMPTS = [
+    json.loads(line)["prompt_token_ids"]
+    for line in (ROOT / "tests" / "data" / "spec_bench_20.jsonl").read_text().splitlines()
+]
+REAL = dict(max_model_len=1024, kv_cache_memory_bytes=1 << 30)
+
+
+def test_20_prompts_keep_their_text() -> None:
+    params = [
+        SamplingParams(temperature=0, max_tokens=64, detokenize=False),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=64, detokenize=False),
+    ]
+    with engine(MODEL, **REAL) as plain:
+        vanilla = [generate(plain, PROMPTS, p) for p in params]
+    with engine(MODEL, {"budget": 16}, **REAL) as llm:
+        for p, expected in zip(params, vanilla, strict=True):
+            assert generate(llm, PROMPTS, p) == expected
+            assert generate(llm, PROMPTS[:2], p) == expected[:2]
+        counters = drafter_of(llm).counters
+        assert counters.branching_trees > 100
+        assert counters.moved_tokens > 20
+    with engine(MODEL, {}, **REAL) as llm:  # the step's cost decides
+        assert generate(llm, PROMPTS, params[0]) == vanilla[0]
+
+
+def test_stop_strings_end_a_text_inside_a_burst() -> None:
+    settings = dict(REAL, skip_tokenizer_init=False)
+    prompts = PROMPTS[:8]
+    with engine(MODEL, **settings) as plain:
+        free = plain.generate(
+            [{"prompt_token_ids": p} for p in prompts],
+            SamplingParams(temperature=0, max_tokens=48),
+            use_tqdm=False,
+        )
+        stops = [" ".join(o.outputs[0].text.split()[12:14]) for o in free]
+        params = [SamplingParams(temperature=0, max_tokens=48, stop=[s]) for s in stops]
+        vanilla = generate(plain, prompts, params)
+    with engine(MODEL, {"budget": 16}, **settings) as llm:
+        assert generate(llm, prompts, params) == vanilla
+        # Again, with every answer known: long bursts run over the stop string.
+        assert generate(llm, prompts, params) == vanilla
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """A plain server and one with lookahead."""
+    logs = tmp_path_factory.mktemp("logs")
+    shared = (
+        "--dtype=float32",
+        "--enforce-eager",
+        "--max-model-len=1024",
+        "--kv-cache-memory-bytes=536870912",
+        "--served-model-name=m",
+    )
+    with (
+        serve(MODEL, logs / "plain.log", *shared) as plain,
+        serve(
+            MODEL,
+            logs / "lookahead.log",
+            *shared,
+            "--speculative-model=[lookahead]",
+            "--num-speculative-tokens=12",
+        ) as lookahead,
+    ):
+        yield plain, lookahead
+
+
+def client(url: str) -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def complete(url: str, prompt: list[int], stream: bool) -> str:
+    answer = client(url).completions.create(
+        model="m", prompt=prompt, max_tokens=48, temperature=0, stream=stream
+    )
+    if not stream:
+        return answer.choices[0].text
+    return "".join(chunk.choices[0].text for chunk in answer)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_16_clients_get_plain_texts(urls: tuple[str, str], stream: bool) -> None:
+    plain, lookahead = urls
+    prompts = PROMPTS[:16]
+    with ThreadPoolExecutor(16) as pool:
+        expected = list(pool.map(lambda p: complete(plain, p, stream), prompts))
+        assert list(pool.map(lambda p: complete(lookahead, p, stream), prompts)) == expected
+
+
+def test_chats_get_plain_texts(urls: tuple[str, str]) -> None:
+    def chat(url: str) -> str | None:
+        answer = client(url).chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": "Name three rivers, three times each."}],
+            max_tokens=64,
+            temperature=0.7,
+            seed=5,
+        )
+        return answer.choices[0].message.content
+
+    assert chat(urls[0]) == chat(urls[1])
+
+
+def test_disconnects_and_malformed_requests_disturb_no_other(urls: tuple[str, str]) -> None:
+    plain, lookahead = urls
+
+    def leave_early(prompt: list[int]) -> None:
+        stream = client(lookahead).completions.create(
+            model="m", prompt=prompt, max_tokens=400, temperature=0, stream=True
+        )
+        for _ in zip(range(4), stream, strict=False):
+            pass
+        stream.close()
+
+    def malformed(body: dict) -> int:
+        return requests.post(f"{lookahead}/v1/completions", json=body, timeout=60).status_code
+
+    bad = [
+        {"model": "m", "prompt": "x", "temperature": -3},
+        {"model": "m", "prompt": "x", "max_tokens": -1},
+        {"model": "m", "prompt": "x", "max_tokens": 100_000},
+        {"model": "m", "prompt": [999_999_999], "max_tokens": 4},
+        {"model": "m", "prompt": "x", "top_p": 7},
+    ]
+    expected = [complete(plain, p, False) for p in PROMPTS[:4]]
+    with ThreadPoolExecutor(16) as pool:
+        leaving = [pool.submit(leave_early, p) for p in PROMPTS[4:7]]
+        refused = [pool.submit(malformed, body) for body in bad]
+        answers = list(pool.map(lambda p: complete(lookahead, p, False), PROMPTS[:4]))
+    assert answers == expected
+    assert [r.result() for r in refused] == [400] * len(bad)
+    for future in leaving:
+        future.result()
+    # min_p is what vLLM refuses with any speculation for now.
+    with pytest.raises(BadRequestError):
+        client(lookahead).completions.create(model="m", prompt="x", extra_body={"min_p": 0.1})
+    assert complete(lookahead, PROMPTS[0], False) == expected[0]
+
+
+def test_speculation_really_ran(urls: tuple[str, str]) -> None:
+    metrics = requests.get(f"{urls[1]}/metrics", timeout=10).text
+    accepted = [
+        float(line.rpartition(" ")[2])
+        for line in metrics.splitlines()
+        if line.startswith("vllm:spec_decode_num_accepted_tokens_total")
+    ]
+    assert sum(accepted) > 50
