@@ -280,6 +280,7 @@ class Benchmark:
         outcomes = [outcome for turns in self.outcomes.values() for outcome in turns.values()]
         run = next((outcome.run for outcome in outcomes if outcome.run), None)
         inherited = {k: v for k, v in os.environ.items() if k.startswith(("VLLM_", "OMP_", "KMP_"))}
+        preloaded = self.environment.get("LD_PRELOAD", "").split(":")
         return {
             "model": self.options.model,
             "dtype": run.dtype if run else self.options.dtype,
@@ -287,7 +288,11 @@ class Benchmark:
             "cpu": cpu_name(),
             "cores": os.cpu_count(),
             "threads": run.threads if run else None,
-            "environment": {**inherited, **self.environment},
+            "environment": {
+                **inherited,
+                **self.environment,
+                "LD_PRELOAD": ":".join(Path(path).name for path in preloaded),
+            },
             "prompts": {
                 "file": str(self.options.prompts),
                 "count": len(self.prompts),

@@ -19,12 +19,7 @@ preload=()
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 for prefix in "$(dirname "$(command -v "$1" || true)")/.." "${VIRTUAL_ENV:-}" "$repo/.venv"; do
     if [[ -n $prefix && -e $prefix/lib/libiomp5.so ]]; then
-        lib="$(cd "$prefix/lib" && pwd)"
-        if [[ $lib == *[[:space:]]* ]]; then  # LD_PRELOAD splits there; the library path does not
-            export LD_LIBRARY_PATH="$lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
-            lib=""
-        fi
-        preload+=("${lib:+$lib/}libiomp5.so")
+        preload+=("$(cd "$prefix/lib" && pwd)/libiomp5.so")
         break
     fi
 done

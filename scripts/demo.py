@@ -30,6 +30,8 @@ REPO = Path(__file__).resolve().parent.parent
 MODEL = REPO / ".cache" / "models" / "SmolLM2-135M-Instruct"
 STARTUP_S = 600
 STOP_S = 20
+# The engine's last words. The server itself may outlive it, waiting for a worker that hangs.
+ENGINE_DIED = "EngineCore failed to start"
 
 # Work in which an answer repeats some of what was said (that is where speculation pays), and a
 # story, in which it does not.
@@ -102,8 +104,9 @@ def is_free(port: int) -> bool:
     return True
 
 
-def last_lines(log: Path, count: int) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-count:])
+def log_end(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-30:]
+    return "\n".join([f"its log, {shown(log)}, ends with:", "", *lines])
 
 
 def get(url: str) -> str:
@@ -116,11 +119,8 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) ->
     started = time.monotonic()
     reported = 0
     while (elapsed := int(time.monotonic() - started)) < STARTUP_S:
-        if process.poll() is not None:
-            raise ServerError(
-                f"the server ended while starting (exit status {process.returncode}); its log, "
-                f"{shown(log)}, ends with:\n\n{last_lines(log, 30)}"
-            )
+        if process.poll() is not None or ENGINE_DIED in log.read_text(errors="replace"):
+            raise ServerError(f"the server did not start; {log_end(log)}")
         with contextlib.suppress(urllib.error.URLError, OSError):
             get(f"{url}/health")
             say(f"\r  ready after {elapsed} s{' ' * 40}" if sys.stdout.isatty() else "  ready")
@@ -131,10 +131,7 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) ->
             reported = elapsed
             say(f"  starting, {elapsed} s")
         time.sleep(0.5)
-    raise ServerError(
-        f"the server was not ready after {STARTUP_S} s; its log, {shown(log)}, ends with:\n\n"
-        f"{last_lines(log, 30)}"
-    )
+    raise ServerError(f"the server was not ready after {STARTUP_S} s; {log_end(log)}")
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -157,6 +157,11 @@ if [[ $(uname -s) != Linux ]]; then
     exit 1
 fi
 
+if [[ $repo == *[[:space:]]* ]]; then  # LD_PRELOAD splits there, and so does torch.compile's linker
+    say "the path '$repo' contains a space, which torch.compile cannot link in; clone into one without"
+    exit 1
+fi
+
 wanted=base
 [[ $bench == true ]] && wanted=bench
 [[ $force == false ]] && is_complete "$wanted" && exit 0

@@ -157,6 +157,6 @@ def _root_cause(log: Path) -> str:
     exception = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception|Interrupt): .+)$")
     for line in log.read_text(errors="replace").splitlines():
         found = exception.search(line)
-        if found and " WARNING " not in line and " INFO " not in line:
+        if found and not re.search(r"\b(INFO|WARNING) \d", line):
             return found[1]
     return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -152,7 +152,3 @@ class NGramTrieProposer:
         self.extend("", [])
         self.propose([DraftRequest("", 1, 1)])
         self.finish("")
-
-
-PROPOSERS: dict[str, Callable[[LookaheadOptions], Proposer]] = {"ngram_trie": NGramTrieProposer}
-"""Who can be named in the option `proposer`."""

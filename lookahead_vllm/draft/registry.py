@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lookahead_vllm.draft.options import LookaheadOptions
     from lookahead_vllm.draft.proposer import Proposer
 
 PROPOSERS = {"ngram_trie": "lookahead_vllm.draft.proposer.NGramTrieProposer"}
 """Dotted paths of proposer classes, imported only when one is used: their kernels need numba."""
 
 
-def proposer_class(name: str) -> type[Proposer]:
-    """The class behind a name of `PROPOSERS`."""
-    module, _, cls = PROPOSERS[name].rpartition(".")
-    return getattr(importlib.import_module(module), cls)
+def make_proposer(options: LookaheadOptions) -> Proposer:
+    """A proposer of the class that `options.proposer` names."""
+    module, _, name = PROPOSERS[options.proposer].rpartition(".")
+    cls: Callable[[LookaheadOptions], Any] = getattr(importlib.import_module(module), name)
+    return cls(options)

@@ -79,7 +79,9 @@ class DraftTree:
 
     def prefix(self, n: int) -> DraftTree:
         """The tree of the first `n` nodes."""
-        return self if n >= len(self) else DraftTree(self.tokens[:n], self.parents[:n], self.probs[:n])
+        return (
+            self if n >= len(self) else DraftTree(self.tokens[:n], self.parents[:n], self.probs[:n])
+        )
 
     def best_chain(self) -> DraftTree:
         """The branch that takes the first, and so the likeliest, child of every node."""

@@ -35,6 +35,7 @@ class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.isa: str
         self.trees: TreeBatch | None = None
         if self.isa == "amx" and config.is_lookahead(self.vllm_config):
             # AMX packs K in an order of its own.

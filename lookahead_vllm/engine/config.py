@@ -56,7 +56,7 @@ def requested_options(args: EngineArgs) -> LookaheadOptions | None:
     if method is not None and method not in (*NAMES, "custom_class"):
         raise OptionError(
             f"method {method!r} was given together with model {model!r}; "
-            "write --speculative-config '{\"method\": \"lookahead\"}' alone"
+            'write --speculative-config \'{"method": "lookahead"}\' alone'
         )
     if model is not None and model not in (*NAMES, *PROPOSER_PATHS):
         raise OptionError(

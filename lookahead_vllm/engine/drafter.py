@@ -10,7 +10,7 @@ from llvmlite.binding import ffi
 from vllm.logger import init_logger
 
 from lookahead_vllm.draft.proposer import DraftRequest, Proposer
-from lookahead_vllm.draft.registry import proposer_class
+from lookahead_vllm.draft.registry import make_proposer
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree, DraftTreeError
 from lookahead_vllm.engine import config
 from lookahead_vllm.engine.eligibility import excluded_feature
@@ -67,7 +67,7 @@ class LookaheadDrafter:
         self.counters = Counters()
         self.may_branch = False
         """Whether this engine's attention can verify branching trees; the runner finds out."""
-        self.proposer: Proposer = proposer_class(self.options.proposer)(self.options)
+        self.proposer: Proposer = make_proposer(self.options)
         self._max_model_len = vllm_config.model_config.max_model_len
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._trees: dict[str, DraftTree] = {}
@@ -131,7 +131,7 @@ class LookaheadDrafter:
         return drafts
 
     def recall(self, request_id: str, scheduled: list[int]) -> DraftTree:
-        """The tree whose nodes were scheduled, possibly cut short; a chain if they are not its own."""
+        """The tree whose nodes were scheduled, possibly cut; a chain if they are not its own."""
         tree = self._trees.get(request_id, EMPTY_TREE)
         if tree.tokens[: len(scheduled)].tolist() == scheduled:
             return tree.prefix(len(scheduled))

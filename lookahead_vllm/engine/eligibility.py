@@ -1,8 +1,8 @@
 """Which requests get no draft for now, in one place.
 
-What a node's token depends on must be known at every node. Where a sampling feature looks at the path
-that led to a node, or masks tokens by it, lookahead does not evaluate it on a tree yet; such a request
-gets an empty tree, never an approximation.
+What a node's token depends on must be known at every node. Where a sampling feature looks at the
+path that led to a node, or masks tokens by it, lookahead does not evaluate it on a tree yet; such
+a request gets an empty tree, never an approximation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The entry point `vllm.general_plugins`: puts `lookahead` among vLLM's speculative methods.
 
-Two functions of `EngineArgs` are wrapped (see `seams.py`); for anyone who does not ask for lookahead
-they only add two flags to `--help`.
+Two functions of `EngineArgs` are wrapped (see `seams.py`); for anyone who does not ask for
+lookahead they only add two flags to `--help`.
 """
 
 from __future__ import annotations

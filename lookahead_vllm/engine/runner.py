@@ -29,9 +29,7 @@ from lookahead_vllm.verify.tree_batch import TreeBatch
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    _Base = GPUModelRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as _Base
 else:
     _Base = object
 
@@ -91,9 +89,7 @@ class LookaheadRunner(_Base):
                 return f"the KV layout of instruction set {builder.isa!r} is unknown"
             if self.cache_config.cache_dtype.startswith("fp8"):
                 return "there is no tree attention over an fp8 KV cache"
-            if not tree_attention.supported(
-                builder.head_dim, builder.dtype, builder.block_size
-            ):
+            if not tree_attention.supported(builder.head_dim, builder.dtype, builder.block_size):
                 return f"there is no tree attention for heads of {builder.head_dim} {builder.dtype}"
         return None
 
@@ -155,9 +151,7 @@ class LookaheadRunner(_Base):
             row = batch.req_id_to_index[request_id]
             # Tokens of the prompt may be scheduled before the root.
             lead = int(num_scheduled_tokens[row]) - len(tokens) - 1
-            tree = (
-                self.drafter.recall(request_id, tokens) if lead == 0 else DraftTree.chain(tokens)
-            )
+            tree = self.drafter.recall(request_id, tokens) if lead == 0 else DraftTree.chain(tokens)
             scheduled[row] = Scheduled(
                 request_id,
                 tree,
@@ -264,9 +258,7 @@ class LookaheadRunner(_Base):
             counters.nodes += len(tree)
             counters.accepted_nodes += len(paths[row])
 
-    def _move_accepted(
-        self, scheduled: dict[int, Scheduled], paths: dict[int, list[int]]
-    ) -> None:
+    def _move_accepted(self, scheduled: dict[int, Scheduled], paths: dict[int, list[int]]) -> None:
         """Move the accepted nodes' KV to the slots right after the root's."""
         sources: list[int] = []
         targets: list[int] = []

@@ -1,8 +1,8 @@
 """vLLM's own sampler at every node of a draft tree.
 
-The root row of each request is sampled by vLLM exactly as it is without speculation. The node rows are
-sampled by the same `Sampler`, with each request's parameters repeated for its nodes; only requests whose
-sampling does not depend on the path have nodes (see `eligibility.py`).
+The root row of each request is sampled by vLLM exactly as it is without speculation. The node
+rows are sampled by the same `Sampler`, with each request's parameters repeated for its nodes;
+only requests whose sampling does not depend on the path have nodes (see `eligibility.py`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def node_metadata(
 
 
 def tapes_for(
-    sampler: Sampler, generators: dict[int, torch.Generator], trees: dict[int, DraftTree], vocab: int
+    sampler: Sampler,
+    generators: dict[int, torch.Generator],
+    trees: dict[int, DraftTree],
+    vocab: int,
 ) -> dict[int, DrawTape]:
     """Each seeded request's draws for the outputs that its nodes stand for.
 

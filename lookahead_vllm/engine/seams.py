@@ -1,7 +1,7 @@
 """Every place where lookahead-vllm touches vLLM, in one table that is checked at start-up.
 
-The check reads vLLM's source files without importing them, so it costs milliseconds, runs before any
-worker starts, and works on an unpacked wheel too (`check(root=...)`).
+The check reads vLLM's source files without importing them, so it costs milliseconds, runs before
+any worker starts, and works on an unpacked wheel too (`check(root=...)`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SeamError(RuntimeError):
 class Seam(NamedTuple):
     """One place in vLLM that we override, wrap or read.
 
-    `needs` are parameters where `name` is a function, and attributes or methods where it is a class.
+    `needs` are parameters where `name` is a function, attributes or methods where it is a class.
     """
 
     module: str
@@ -125,7 +125,7 @@ SEAMS = (
         _RUNNER,
         "GPUModelRunner._bookkeeping_sync",
         ("scheduler_output", "sampler_output"),
-        "overridden: hides seeded generators of unfinished prefills, whose rewind kills CPU engines",
+        "overridden: hides the generators of unfinished prefills, whose rewind kills CPU engines",
         "vLLM rewinds CPU generators by their state",
     ),
     Seam(

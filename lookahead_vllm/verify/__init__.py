@@ -1,0 +1,1 @@
+"""Is it right: tree attention, acceptance, KV moves. PyTorch only: no vllm."""

@@ -1,9 +1,10 @@
 """Sample, then match: the walk that makes a draft tree lossless.
 
-The target model's token is sampled at every node first, with the request's own sampling parameters;
-then the walk goes from the root to the child that carries the sampled token, as far as there is one.
-For drafts without probabilities of their own this is SpecInfer's multi-step verification (section 4.3)
-and Algorithm 4 of Lookahead Decoding in distribution, with greedy decoding as the special case.
+The target model's token is sampled at every node first, with the request's own sampling
+parameters; then the walk goes from the root to the child that carries the sampled token, as far
+as there is one. For drafts without probabilities of their own this is SpecInfer's multi-step
+verification (section 4.3) and Algorithm 4 of Lookahead Decoding in distribution, with greedy
+decoding as the special case.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The random draws of a seeded request, looked at before they are spent.
 
 Without speculation a request's generator is drawn from once per emitted token. A node at depth d
-stands for the output d places after the root's, so it has to use that output's draw; and when the step
-is over, the generator has to stand where it would after as many tokens as were emitted.
+stands for the output d places after the root's, so it has to use that output's draw; and when the
+step is over, the generator has to stand where it would after as many tokens as were emitted.
 """
 
 from __future__ import annotations

@@ -75,7 +75,9 @@ def save_tiny_model(name: str, folder: Path) -> Path:
         torch.manual_seed(0)
         model = hf.AutoModelForCausalLM.from_config(TINY[name](), dtype=torch.float32)
         with torch.no_grad():
-            embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+            embeddings = {
+                id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)
+            }
             for parameter in model.parameters():
                 if parameter.ndim > 1:
                     parameter.mul_(1.0 if id(parameter) in embeddings else 8.0)

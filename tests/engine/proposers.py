@@ -1,4 +1,4 @@
-"""Proposers that know too much, or too little: they drive the verifier where no honest one would."""
+"""Proposers that know too much or too little, to drive the verifier where no honest one would."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ class TestProposer:
     def finish(self, request_id: str) -> None:
         del self.prompts[request_id], self.outputs[request_id]
 
-    def propose(
-        self, wants: Sequence[DraftRequest], num_plain_tokens: int = 0
-    ) -> list[DraftTree]:
+    def propose(self, wants: Sequence[DraftRequest], num_plain_tokens: int = 0) -> list[DraftTree]:
         return [self.grow(want) for want in wants]
 
     def grow(self, want: DraftRequest) -> DraftTree:

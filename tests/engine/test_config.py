@@ -94,25 +94,29 @@ def test_help_lists_the_flags() -> None:
     assert "--num-speculative-tokens" in text
 
 
+ELSEWHERE = "vllm.v1.worker.worker_base.WorkerBase"
+
+
 @pytest.mark.parametrize(
-    ("kwargs", "given", "write"),
+    ("speculative", "others", "given", "write"),
     [
-        ({"speculative_config": {"method": "lookahead", "branch_lenght": 4}}, "branch_lenght", "branch_length"),
-        ({"speculative_config": {"method": "lookahead", "num_speculative_tokens": 0}}, "0", "num_speculative_tokens"),
-        ({"speculative_config": {"method": "lookahead", "max_nodes": "many"}}, "many", "max_nodes"),
-        ({"speculative_config": {"method": "lookahead", "model": "org/draft"}}, "org/draft", "without a model"),
-        ({"speculative_config": {"method": "ngram", "model": "[lookahead]"}}, "ngram", '"method": "lookahead"'),
-        ({"speculative_config": {"method": "lookahead", "num_speculative_tokens": 4}, "spec_tokens": 5}, "5", "once"),
-        ({"speculative_config": {"method": "lookahead"}, "pipeline_parallel_size": 2}, "pipeline_parallel_size=2", "pipeline_parallel_size=1"),
-        ({"speculative_config": {"method": "lookahead"}, "tensor_parallel_size": 2}, "tensor_parallel_size=2", "tensor_parallel_size=1"),
-        ({"speculative_config": {"method": "lookahead"}, "worker_cls": "vllm.v1.worker.worker_base.WorkerBase"}, "WorkerBase", "worker_cls='auto'"),
+        ({"branch_lenght": 4}, {}, "branch_lenght", "branch_length"),
+        ({"num_speculative_tokens": 0}, {}, "0", "num_speculative_tokens"),
+        ({"max_nodes": "many"}, {}, "many", "max_nodes"),
+        ({"proposer": "oracle"}, {}, "oracle", "ngram_trie"),
+        ({"model": "org/draft"}, {}, "org/draft", "without a model"),
+        ({"method": "ngram", "model": "[lookahead]"}, {}, "ngram", '"method": "lookahead"'),
+        ({"num_speculative_tokens": 4}, {"spec_tokens": 5}, "5", "once"),
+        ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2", "pipeline_parallel_size=1"),
+        ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size=2", "tensor_parallel_size=1"),
+        ({}, {"worker_cls": ELSEWHERE}, ELSEWHERE, "worker_cls='auto'"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_option_stops_start_up(
-    kwargs: dict[str, Any], given: str, write: str, model: Path
+    speculative: dict[str, Any], others: dict[str, Any], given: str, write: str, model: Path
 ) -> None:
     with pytest.raises(OptionError) as error:
-        made(model, **kwargs)
+        made(model, speculative_config={"method": "lookahead", **speculative}, **others)
     message = str(error.value)
     assert given in message
     assert write in message

@@ -153,9 +153,7 @@ def test_aborted_requests_disturb_no_other(llama: Path) -> None:
             else:
                 assert answer == expected
         assert generate(llm, prompts) == vanilla
-        assert not drafter_of(llm).proposer.outputs.keys() - {
-            r for r in drafter_of(llm)._lengths
-        }
+        assert not [r for r in drafter_of(llm)._lengths if r.startswith("staggered")]
 
 
 SEEDED = [
@@ -180,7 +178,8 @@ def test_seeded_sampling_is_reproduced(llama: Path) -> None:
     for lookahead in (HIDDEN, TRIE):
         with engine(llama, lookahead) as llm:
             assert generate(llm, prompts, params) == vanilla
-            assert drafter_of(llm).counters.accepted_nodes > 20
+            assert generate(llm, prompts, params) == vanilla
+            assert drafter_of(llm).counters.accepted_nodes > 50
 
 
 def test_a_seeded_prompt_in_chunks_kills_no_engine(llama: Path) -> None:

@@ -22,9 +22,7 @@ def trees_with_choices(draw: st.DrawFn) -> tuple[DraftTree, list[int]]:
         else:  # keep indices dense
             parents.append(parent)
             tokens.append(100 + i)
-    choices = draw(
-        st.lists(st.integers(0, 4), min_size=len(tokens) + 1, max_size=len(tokens) + 1)
-    )
+    choices = draw(st.lists(st.integers(0, 4), min_size=len(tokens) + 1, max_size=len(tokens) + 1))
     return DraftTree.from_lists(tokens, parents), choices
 
 
