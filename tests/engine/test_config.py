@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +123,13 @@ def test_a_wrong_option_stops_start_up(
     assert given in message
     assert write in message
     assert "\n" not in message
+
+
+def test_registering_loads_no_numba() -> None:
+    """A worker of vLLM's CPU backend cannot start once numba is loaded, lookahead or not."""
+    code = (
+        "import sys, lookahead_vllm; from lookahead_vllm.engine.plugin import register; "
+        "import vllm.engine.arg_utils; before = 'numba' in sys.modules; register(); "
+        "sys.exit('numba' in sys.modules and not before)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
