@@ -29,7 +29,7 @@ from openai import OpenAI
 REPO = Path(__file__).resolve().parent.parent
 MODEL = REPO / ".cache" / "models" / "SmolLM2-135M-Instruct"
 STARTUP_S = 600
-STOP_S = 20
+STOP_S = 10
 # The engine's last words. The server itself may outlive it, waiting for a worker that hangs.
 ENGINE_DIED = "EngineCore failed to start"
 
@@ -321,6 +321,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
+    # Also where the demo was started with SIGINT ignored, as in `demo.sh &`.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
 
@@ -360,4 +362,5 @@ if __name__ == "__main__":
     except ServerError as error:
         sys.exit(f"\ndemo: {error}")
     except KeyboardInterrupt:
-        sys.exit("\ndemo: interrupted; the server is stopped")
+        print("\ndemo: interrupted; the server is stopped", file=sys.stderr)
+        sys.exit(130)

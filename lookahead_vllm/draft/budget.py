@@ -7,13 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+OVERHEAD_RATE = 0.02  # the weight of one step in the moving average
+
 
 class CostCurve:
-    """t(l): what a forward pass over l tokens costs, in any unit.
+    """t(l): what a step over l tokens costs, in any unit.
 
-    Piecewise linear through the measured points; constant before the first one, and going on with
-    the last slope after the last one. More tokens never cost less: a point below an earlier one
-    is raised to it.
+    The forward pass is piecewise linear through the measured points; constant before the first
+    one, and going on with the last slope after the last one. More tokens never cost less: a point
+    below an earlier one is raised to it.
 
     Parameters
     ----------
@@ -21,6 +23,11 @@ class CostCurve:
         Numbers of tokens, rising, at least 1.
     times : Sequence[float]
         What a pass over so many tokens costs, above 0.
+
+    Attributes
+    ----------
+    overhead : float
+        What a step costs beside the forward pass, whatever its size; learned from `observe`.
     """
 
     def __init__(self, sizes: Sequence[int], times: Sequence[float]) -> None:
@@ -32,6 +39,7 @@ class CostCurve:
             np.isfinite(self.times).all() and self.times[0] > 0
         ):
             raise ValueError(f"the sizes must rise and the times be above 0: {self}")
+        self.overhead = 0.0
         self._last_slope = 0.0
         if len(sizes) > 1:
             self._last_slope = float(np.diff(self.times)[-1] / np.diff(self.sizes)[-1])
@@ -43,6 +51,21 @@ class CostCurve:
 
     def __call__(self, num_tokens: NDArray[np.int64] | int) -> NDArray[np.float64]:
         """t at each of `num_tokens`, float64 of the same shape."""
+        return self._forward(num_tokens) + self.overhead
+
+    def observe(self, num_tokens: int, time: float) -> None:
+        """Learn the overhead from a real step; one larger than all that was measured is ignored.
+
+        A step that took more than twice its forward pass was held up by something else, and counts
+        as one that took twice.
+        """
+        if num_tokens > self.sizes[-1]:
+            return
+        forward = float(self._forward(num_tokens))
+        overhead = min(max(time - forward, 0.0), forward)
+        self.overhead += OVERHEAD_RATE * (overhead - self.overhead)
+
+    def _forward(self, num_tokens: NDArray[np.int64] | int) -> NDArray[np.float64]:
         beyond = np.maximum(0.0, num_tokens - self.sizes[-1])
         inside: NDArray[np.float64] = np.interp(num_tokens, self.sizes, self.times)
         return inside + beyond * self._last_slope

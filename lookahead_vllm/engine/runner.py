@@ -325,12 +325,18 @@ class LookaheadRunner(_Base):
                 if want is not None:
                     wants.append(want)
             drafts = self.drafter.draft(wants, batch.num_reqs - len(wants))
-        if profile.enabled:
-            now = time.perf_counter()
-            if self._last_step_end is not None:
-                profile.seconds["step"] += now - self._last_step_end
-            self._last_step_end = now
+        self._observe_step(scheduler_output)
         return [drafts.get(request_id, []) for request_id in batch.req_ids]
+
+    def _observe_step(self, scheduler_output: SchedulerOutput) -> None:
+        """A step lasts from the end of the last one, unless the engine may have waited between."""
+        now, last = time.perf_counter(), self._last_step_end
+        self._last_step_end = now
+        if last is None or scheduler_output.scheduled_new_reqs:
+            return
+        profile.seconds["step"] += now - last
+        if (curve := self.drafter.proposer.curve) is not None:
+            curve.observe(scheduler_output.total_num_scheduled_tokens, now - last)
 
     def _on_request_state_removed(self, req_id: str, *args: Any, **kwargs: Any) -> None:
         super()._on_request_state_removed(req_id, *args, **kwargs)

@@ -76,3 +76,15 @@ def test_no_other_prefixes_emit_more_per_cost(rows, curve, plain):
     kept = cut(rows, curve, plain)
     best = max(gain(sizes) for sizes in product(*(range(len(r) + 1) for r in rows)))
     assert gain(kept) == pytest.approx(best)
+
+
+def test_the_overhead_is_learned_and_hiccups_are_not() -> None:
+    curve = CostCurve([1, 8], [10.0, 17.0])
+    assert curve(4) == 13.0
+    for _ in range(400):
+        curve.observe(4, 15.0)
+    assert curve.overhead == pytest.approx(2.0, rel=1e-2)
+    assert curve(4) == pytest.approx(15.0, rel=1e-2)
+    curve.observe(4, 1000.0)
+    curve.observe(9, 1000.0)
+    assert curve.overhead < 2.5
