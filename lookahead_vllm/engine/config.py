@@ -107,6 +107,11 @@ def apply(config: VllmConfig, options: LookaheadOptions) -> None:
             f"worker_cls={parallel.worker_cls!r} was given, but lookahead brings its own worker "
             f"for {' and '.join(WORKERS)}; write worker_cls='auto'"
         )
+    if config.model_config.is_hybrid or config.model_config.is_attention_free:
+        raise OptionError(
+            f"model {config.model_config.model!r} keeps recurrent state, which lookahead cannot "
+            "roll back yet; leave lookahead out of the speculative config"
+        )
     if config.model_config.runner_type != "generate":
         raise OptionError(
             f"runner={config.model_config.runner_type!r} generates no text to look ahead in; "

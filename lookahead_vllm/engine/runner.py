@@ -81,6 +81,10 @@ class LookaheadRunner(_Base):
         """Why this engine's attention cannot verify branching trees, or None if it can."""
         if self.uses_mrope:
             return "the model's positions have several dimensions"
+        if self.model_config.is_encoder_decoder:
+            return "the model attends to an encoder as well"
+        if self.vllm_config.kv_transfer_config is not None:
+            return "KV leaves the engine before accepted tokens are compacted"
         for group in self._attn_group_iterator():
             if not issubclass(group.backend, TreeAttentionBackend):
                 return f"there is no tree attention for the backend {group.backend.get_name()}"

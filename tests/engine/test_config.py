@@ -133,3 +133,17 @@ def test_registering_loads_no_numba() -> None:
         "sys.exit('numba' in sys.modules and not before)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_recurrent_state_is_refused(tmp_path: Path) -> None:
+    config_json = {
+        "architectures": ["MambaForCausalLM"],
+        "model_type": "mamba",
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "state_size": 16,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config_json))
+    with pytest.raises(OptionError, match="recurrent state"):
+        made(tmp_path, speculative_config={"method": "lookahead"}, max_model_len=128)
