@@ -70,6 +70,7 @@ class LookaheadRunner(_Base):
         if obstacle:
             logger.info_once("Lookahead verifies chains, not trees, here: %s.", obstacle)
             return
+        self._movers = []
         layers = self.compilation_config.static_forward_context
         for group in self.kv_cache_config.kv_cache_groups:
             # Layers that share their KV with an earlier one hold the same tensor.
