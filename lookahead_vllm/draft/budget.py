@@ -7,16 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-RATE = 0.02  # the weight of one step in the moving averages
+OVERHEAD_RATE = 0.02  # the weight of one step in the moving average
 
 
 class CostCurve:
     """t(l): what a step over l tokens costs, in any unit.
 
-    At first the measured cost of the forward pass: piecewise linear through its points; constant
-    before the first one, and going on with the last slope after the last one. More tokens never
-    cost less: a point below an earlier one is raised to it. Real steps then stretch the curve
-    (`observe`).
+    The forward pass is piecewise linear through the measured points; constant before the first
+    one, and going on with the last slope after the last one. More tokens never cost less: a point
+    below an earlier one is raised to it.
 
     Parameters
     ----------
@@ -24,6 +23,11 @@ class CostCurve:
         Numbers of tokens, rising, at least 1.
     times : Sequence[float]
         What a pass over so many tokens costs, above 0.
+
+    Attributes
+    ----------
+    overhead : float
+        What a step costs beside the forward pass, whatever its size; learned from `observe`.
     """
 
     def __init__(self, sizes: Sequence[int], times: Sequence[float]) -> None:
@@ -35,13 +39,10 @@ class CostCurve:
             np.isfinite(self.times).all() and self.times[0] > 0
         ):
             raise ValueError(f"the sizes must rise and the times be above 0: {self}")
+        self.overhead = 0.0
         self._last_slope = 0.0
         if len(sizes) > 1:
             self._last_slope = float(np.diff(self.times)[-1] / np.diff(self.sizes)[-1])
-        # Moving averages over steps: x is the forward pass, y the whole step. As a start, y = x.
-        self._mean_x = self._mean_y = float(self.times[0])
-        self._spread = (0.1 * self._mean_x) ** 2
-        self._var_x = self._cov_xy = self._spread
 
     @classmethod
     def flat(cls, critical_length: int = 128) -> CostCurve:
@@ -50,30 +51,19 @@ class CostCurve:
 
     def __call__(self, num_tokens: NDArray[np.int64] | int) -> NDArray[np.float64]:
         """t at each of `num_tokens`, float64 of the same shape."""
-        real = self._mean_y + self.slope * (self._forward(num_tokens) - self._mean_x)
-        least: NDArray[np.float64] = np.maximum(real, 0.1 * self.times[0])
-        return least
-
-    @property
-    def slope(self) -> float:
-        """What a unit of the forward pass costs in a real step, attention and sampling included."""
-        ridge = 0.2 * self._spread  # towards 1 where all steps are of one size
-        return float(np.clip((self._cov_xy + ridge) / (self._var_x + ridge), 0.5, 4.0))
+        return self._forward(num_tokens) + self.overhead
 
     def observe(self, num_tokens: int, time: float) -> None:
-        """Learn from a real step; one larger than all that was measured is ignored.
+        """Learn the overhead from a real step; one larger than all that was measured is ignored.
 
-        A step that took thrice what was expected was held up by something else, and counts as one
-        that took just that.
+        A step that took more than twice its forward pass was held up by something else, and counts
+        as one that took twice.
         """
         if num_tokens > self.sizes[-1]:
             return
-        dx = float(self._forward(num_tokens)) - self._mean_x
-        dy = min(time, 3 * float(self(num_tokens))) - self._mean_y
-        self._mean_x += RATE * dx
-        self._mean_y += RATE * dy
-        self._var_x = (1 - RATE) * (self._var_x + RATE * dx * dx)
-        self._cov_xy = (1 - RATE) * (self._cov_xy + RATE * dx * dy)
+        forward = float(self._forward(num_tokens))
+        overhead = min(max(time - forward, 0.0), forward)
+        self.overhead += OVERHEAD_RATE * (overhead - self.overhead)
 
     def _forward(self, num_tokens: NDArray[np.int64] | int) -> NDArray[np.float64]:
         beyond = np.maximum(0.0, num_tokens - self.sizes[-1])
