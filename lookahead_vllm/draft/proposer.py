@@ -36,8 +36,18 @@ class Proposer(Protocol):
     curve: CostCurve | None
     """The cost of a step; None while it is not known, and then no tree is cut."""
 
-    def start(self, request_id: str, prompt: Sequence[int]) -> None:
-        """A request begins; one that is already known begins anew."""
+    def start(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        namespace: str | None = "",
+        references: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """A request begins; one that is already known begins anew.
+
+        Requests of one `namespace` learn from each other's answers, and from no others; None
+        shares with nobody. `references` are texts that this request's answer may copy from.
+        """
 
     def extend(self, request_id: str, tokens: Sequence[int]) -> None:
         """The request's next output tokens, in order, as they are committed."""
@@ -92,7 +102,13 @@ class NGramTrieProposer:
         """Trie nodes pruned so far."""
         return self._arena.num_evicted
 
-    def start(self, request_id: str, prompt: Sequence[int]) -> None:
+    def start(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        namespace: str | None = "",
+        references: Sequence[Sequence[int]] = (),
+    ) -> None:
         """See Proposer. The prompt is indexed whole: an end of sequence in it is a token."""
         self.finish(request_id)
         tokens = np.asarray(prompt, dtype=np.int32)
