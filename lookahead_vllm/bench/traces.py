@@ -1,0 +1,152 @@
+"""Recorded generations to replay: one JSON object a line. And answers made up from them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+
+PROMPT_TOKENS = 50  # of an answer that is made up
+ANSWER_TOKENS = (200, 300)  # the shortest and the longest
+
+
+class TraceError(ValueError):
+    """The traces cannot be used; the message names the file, the line and what is expected."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """A recorded generation: `prompt` and `output` are int32; `category` is `suite/category`."""
+
+    prompt: Ints
+    output: Ints
+    category: str
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFile:
+    """The traces of one file, in the order in which they are replayed.
+
+    `too_short` counts the outputs of fewer than two tokens, which are left out: the prefill made
+    the first one, so that there was no decode step.
+    """
+
+    path: Path
+    traces: list[Trace]
+    too_short: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens of all traces."""
+        return sum(len(trace.output) for trace in self.traces)
+
+
+def load_traces(
+    path: Path, limit: int | None = None, shuffle: int | None = None, no_loops: bool = False
+) -> TraceFile:
+    """Read a JSON-lines file of objects with `prompt_token_ids` and `output_token_ids`.
+
+    `suite`, `category` and `loops` may be missing.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    limit : int, optional
+        Keep the first so many of what the other two leave.
+    shuffle : int, optional
+        Shuffle with this seed; file order without it.
+    no_loops : bool
+        Leave out lines with `loops: true`.
+
+    Raises
+    ------
+    TraceError
+        The file is missing, a line is not such an object, or nothing is left to replay.
+    """
+    if not path.is_file():
+        raise TraceError(f"--traces: there is no file {path}")
+    numbered = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+    lines = [_parse(f"{path}:{number}", text) for number, text in numbered if text.strip()]
+    if not lines:
+        raise TraceError(f"{path} is empty: one JSON object a line is expected")
+    kept = [trace for trace, loops in lines if not (no_loops and loops)]
+    traces = [trace for trace in kept if len(trace.output) > 1]
+    too_short = len(kept) - len(traces)
+    if shuffle is not None:
+        random.Random(shuffle).shuffle(traces)
+    if not traces:
+        raise TraceError(
+            f"{path}: nothing is left to replay; of {len(lines)} traces, {len(lines) - len(kept)} "
+            f"loop (--no-loops) and {too_short} have fewer than two output tokens"
+        )
+    return TraceFile(path, traces[:limit], too_short)
+
+
+def _parse(place: str, text: str) -> tuple[Trace, bool]:
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise TraceError(f"{place}: not JSON ({error})") from None
+    if not isinstance(line, dict):
+        raise TraceError(f"{place}: an object with `prompt_token_ids` is expected")
+    names = [str(line[key]) for key in ("suite", "category") if line.get(key)]
+    trace = Trace(
+        _token_ids(place, line, "prompt_token_ids"),
+        _token_ids(place, line, "output_token_ids"),
+        "/".join(names) or "all",
+    )
+    return trace, bool(line.get("loops"))
+
+
+def _token_ids(place: str, line: dict[str, Any], key: str) -> Ints:
+    ids = line.get(key)
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise TraceError(f"{place}: `{key}` must be a list of token ids")
+    return np.array(ids, dtype=np.int32)
+
+
+def resample(
+    traces: Sequence[Trace],
+    num_tokens: int,
+    seed: int = 0,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> list[Trace]:
+    """Make up answers of `num_tokens` tokens in all that read like the recorded ones.
+
+    Each starts as some output does, and every further token is one that followed the last two
+    tokens in the outputs, as often as it did there (a Markov chain of order 2); where an output
+    ended, another one starts. An answer has 200 to 300 tokens, a prompt is 50 tokens of a recorded
+    one. `advance` is told how many tokens were made.
+    """
+    followers: dict[tuple[int, int], list[int]] = {}
+    outputs = [trace.output.tolist() for trace in traces]
+    for output in outputs:
+        for i in range(2, len(output)):
+            followers.setdefault((output[i - 2], output[i - 1]), []).append(output[i])
+    rng = random.Random(seed)
+    made: list[Trace] = []
+    while num_tokens > 0:
+        length = min(num_tokens, rng.randint(*ANSWER_TOKENS))
+        answer: list[int] = []
+        while len(answer) < length:
+            choices = followers.get((answer[-2], answer[-1])) if answer else None
+            if choices:
+                answer.append(choices[int(rng.random() * len(choices))])
+            else:
+                answer += rng.choice(outputs)[:2]
+        source = rng.choice(traces).prompt
+        start = rng.randint(0, max(0, len(source) - PROMPT_TOKENS))
+        prompt = source[start : start + PROMPT_TOKENS]
+        made.append(Trace(prompt, np.array(answer[:length], dtype=np.int32), "made up"))
+        num_tokens -= length
+        advance(length)
+    return made
