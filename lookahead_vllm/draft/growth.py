@@ -6,95 +6,83 @@ prefix share its nodes, and the best nodes are kept where there are too many.
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.acceptance_rate import Rates
-from lookahead_vllm.draft.continuation import MAX_CONTINUATIONS, find_continuations
-from lookahead_vllm.draft.trie import Ints, Nodes, advance, match_suffixes
+from lookahead_vllm.draft.acceptance_rate import NUM_INPUTS, Rates, Weights, judge, weight_set
+from lookahead_vllm.draft.continuation import (
+    MAX_CONTINUATIONS,
+    NUM_COLUMNS,
+    NUM_SOURCES,
+    find_continuations,
+)
+from lookahead_vllm.draft.suffix import ROW, Hashes, advance
+from lookahead_vllm.draft.trie import Ints
 
-LEAST_PROBABILITY = 0.01  # a node less likely than this is never drafted
+LEAST_PROBABILITY = 0.001  # a node less likely than this is never drafted
+
+SINGLE, PARALLEL, HIERARCHICAL = range(3)
+"""Where a tree may branch: nowhere, at the root alone, everywhere."""
 
 
 @njit(cache=True)
 def grow(
-    nodes: Nodes,
     edges: Ints,
-    own_root: int,
-    answers_root: int,
-    tail: Ints,
-    max_suffix: int,
-    prompt_weight: float,
+    live: Ints,
+    spaces: Ints,
+    row: Hashes,
     rates: Rates,
+    weights: Weights,
     max_nodes: int,
     max_depth: int,
-    may_branch: bool,
-) -> tuple[Ints, Ints, NDArray[np.float32]]:
+    branching: int,
+) -> tuple[Ints, Ints, Ints, NDArray[np.float32]]:
     """Take the likeliest node, look at what may follow it, and so on.
 
-    Returns `tokens` int32 [n], `parents` int32 [n] and `probs` float32 [n], as in DraftTree:
+    Returns `tokens`, `parents` and `depths`, int32 [n], and `probs` float32 [n], as in DraftTree:
     parents before children, `probs` falling or equal. A node's probability is its parent's times
-    the learned acceptance rate of its evidence. Without `may_branch`, the best chain.
+    the learned acceptance rate of its evidence; siblings never add up to more than their parent.
     """
-    tokens = np.empty(max_nodes, np.int32)
-    parents = np.empty(max_nodes, np.int32)
+    nodes = np.empty((3, max_nodes), np.int32)
     probs = np.empty(max_nodes, np.float32)
-    depths = np.empty(max_nodes, np.int32)
-    # Row i + 1 is the text that ends in node i, row 0 the one that ends in the root.
-    own = np.empty((max_nodes + 1, max_suffix + 1), np.int32)
-    answers = np.empty((max_nodes + 1, max_suffix + 1), np.int32)
-    match_suffixes(nodes, edges, own_root, tail, own[0])
-    match_suffixes(nodes, edges, answers_root, tail, answers[0])
+    rows = np.empty((max_nodes + 1, ROW), np.uint64)  # row i + 1 is the text that ends in node i
+    rows[0] = row
 
-    found_tokens = np.empty(MAX_CONTINUATIONS, np.int32)
-    found_buckets = np.empty(MAX_CONTINUATIONS, np.int32)
-    # The buds: nodes that may be taken next.
-    bud_tokens = np.empty((max_nodes + 1) * MAX_CONTINUATIONS, np.int32)
-    bud_parents = np.empty_like(bud_tokens)
-    bud_probs = np.empty(len(bud_tokens), np.float32)
-    buds = 0
+    tokens = np.empty(MAX_CONTINUATIONS, np.int32)
+    kinds = np.empty((MAX_CONTINUATIONS, NUM_COLUMNS), np.int32)
+    shares = np.empty(MAX_CONTINUATIONS, np.float32)
+    longest = np.empty(NUM_SOURCES, np.int32)
+    which = np.empty(NUM_INPUTS, np.int32)
+    inputs = np.empty(NUM_INPUTS, np.float32)
+    # The buds, likeliest first: nodes that may be taken next.
+    buds = [(np.float32(0), np.int32(0), np.int32(0)) for _ in range(0)]
 
     size, here, depth, prob = 0, -1, 0, np.float32(1.0)
     while size < max_nodes:
         if depth < max_depth:
-            found = find_continuations(
-                nodes,
-                edges,
-                own[here + 1],
-                answers[here + 1],
-                prompt_weight,
-                found_tokens,
-                found_buckets,
-            )
-            first = buds
+            found = find_continuations(edges, live, spaces, rows[here + 1], tokens, kinds, longest)
+            chosen = weights[weight_set(longest, spaces)]
+            total = np.float32(0)
+            best = 0
             for i in range(found):
-                bucket = found_buckets[i]
-                bud_prob = np.float32(prob * (rates[bucket, 0] / rates[bucket, 1]))
-                if bud_prob < LEAST_PROBABILITY:
-                    continue
-                at = buds
-                if not may_branch and buds > first:
-                    if bud_prob <= bud_probs[first]:
-                        continue
-                    at = first
-                bud_tokens[at] = found_tokens[i]
-                bud_parents[at] = here
-                bud_probs[at] = bud_prob
-                buds = at + 1
-        if buds == 0:
+                shares[i] = judge(tokens[i], kinds[i], rates, chosen, which, inputs)
+                total += shares[i]
+                if shares[i] > shares[best]:
+                    best = i
+            scale = prob / max(total, np.float32(1))
+            alone = branching == SINGLE or (branching == PARALLEL and here >= 0)
+            for i in range(found):
+                if shares[i] * scale >= LEAST_PROBABILITY and (i == best or not alone):
+                    heapq.heappush(buds, (-shares[i] * scale, np.int32(here), tokens[i]))
+        if len(buds) == 0:
             break
-        best = np.argmax(bud_probs[:buds])
-        parent, prob = bud_parents[best], bud_probs[best]
-        depth = 1 if parent < 0 else depths[parent] + 1
-        here = size
-        tokens[here], parents[here], probs[here] = bud_tokens[best], parent, prob
-        depths[here] = depth
-        advance(nodes, edges, own[parent + 1], tokens[here], own[here + 1])
-        advance(nodes, edges, answers[parent + 1], tokens[here], answers[here + 1])
+        minus_prob, parent, token = heapq.heappop(buds)
+        depth = 1 if parent < 0 else nodes[2, parent] + 1
+        here, prob = size, -minus_prob
+        nodes[0, here], nodes[1, here], nodes[2, here], probs[here] = token, parent, depth, prob
+        advance(rows[parent + 1], token, rows[here + 1])
         size += 1
-        buds -= 1
-        bud_tokens[best] = bud_tokens[buds]
-        bud_parents[best] = bud_parents[buds]
-        bud_probs[best] = bud_probs[buds]
-    return tokens[:size], parents[:size], probs[:size]
+    return nodes[0, :size], nodes[1, :size], nodes[2, :size], probs[:size]

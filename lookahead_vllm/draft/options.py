@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 
 from lookahead_vllm.draft.registry import PROPOSERS
+
+DRAFTS = ("hierarchical", "parallel", "single")
+SOURCES = ("both", "prompt", "output")
+SHARES = ("none", "namespace", "all")
 
 
 class OptionError(ValueError):
@@ -25,37 +28,49 @@ class LookaheadOptions:
     branch_length : int
         The longest branch below the root, in tokens, 1 to 64.
     max_nodes : int
-        The most nodes that all tries hold together, at least 1024; about 45 bytes each.
-    prompt_weight : float
-        How much an occurrence in the request's own text (its prompt and its answer so far) counts
-        against one in another answer, above 0.
+        The most n-grams that the trie holds, of all prompts and answers together, at least 1024;
+        16 bytes each, allocated at start-up.
+    max_bytes : int or None
+        The same bound in bytes, at least 16384; the tighter one holds.
+    draft : "hierarchical", "parallel" or "single"
+        The paper's drafts: branches merged into a tree, branches that part at the root alone, or
+        one branch. Source: Lookahead (KDD 2024), section 4.1.
+    sources : "both", "prompt" or "output"
+        What is inserted into the trie. Source: the same paper's ablation, section 5.4.
     proposer : str
         Who grows the trees: a key of `registry.PROPOSERS`.
     budget : "auto" or int
         "auto": every step sends only the nodes that the measured cost of a step is worth.
         A number: that many nodes for each request, always.
+    share : "none", "namespace" or "all"
+        Which requests learn from each other's answers: none, those of one namespace, or all.
     """
 
     num_speculative_tokens: int = 16
     branch_length: int = 32
-    max_nodes: int = 1_000_000
-    prompt_weight: float = 4.0
+    max_nodes: int = 4_000_000
+    max_bytes: int | None = None
+    draft: str = "hierarchical"
+    sources: str = "both"
     proposer: str = "ngram_trie"
     budget: str | int = "auto"
+    share: str = "namespace"
 
     def __post_init__(self) -> None:
         self._check_int("num_speculative_tokens", 1, 128)
         self._check_int("branch_length", 1, 64)
         self._check_int("max_nodes", 1024, 2**30 - 1)
-        weight = self.prompt_weight
-        if type(weight) not in (int, float) or not 0 < weight < math.inf:
-            raise _wrong("prompt_weight", weight, "a number above 0", 4.0)
+        if self.max_bytes is not None:
+            self._check_int("max_bytes", 16_384, 2**40)
+        self._check_choice("draft", DRAFTS)
+        self._check_choice("sources", SOURCES)
         if not isinstance(self.proposer, str) or self.proposer not in PROPOSERS:
             raise _wrong("proposer", self.proposer, f"one of {', '.join(PROPOSERS)}", "ngram_trie")
         most = self.num_speculative_tokens
         if self.budget != "auto" and not _is_int(self.budget, 1, most):
             allowed = f'"auto" or 1 to num_speculative_tokens={most} nodes'
             raise _wrong("budget", self.budget, allowed, "auto")
+        self._check_choice("share", SHARES)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, object]) -> LookaheadOptions:
@@ -80,6 +95,12 @@ class LookaheadOptions:
     def to_dict(self) -> dict[str, object]:
         """Plain values that `from_dict` reads back."""
         return asdict(self)
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            default = type(self).__dataclass_fields__[name].default
+            raise _wrong(name, value, f"one of {', '.join(choices)}", default)
 
     def _check_int(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numba import njit
+from numpy.typing import NDArray
 
 from lookahead_vllm.draft import budget
-from lookahead_vllm.draft.acceptance_rate import AcceptanceRate
+from lookahead_vllm.draft.acceptance_rate import AcceptanceRate, Rates, Weights, learn_token
 from lookahead_vllm.draft.budget import CostCurve
-from lookahead_vllm.draft.growth import grow
+from lookahead_vllm.draft.continuation import ANSWERS, NUM_SOURCES, OWN, REFERENCE
+from lookahead_vllm.draft.growth import HIERARCHICAL, PARALLEL, SINGLE, grow
 from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.suffix import NUM_SPARSE, ORDERS, Hashes, advance, empty_row
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
-from lookahead_vllm.draft.trie import OUTPUT, PRIVATE, Arena, Ints, Trie
+from lookahead_vllm.draft.trie import BYTES_PER_NODE, NOWHERE, Counters, Ints, Trie, insert_token
 
-MAX_SUFFIX = 8
-"""The longest suffix that is matched, in tokens; a trie holds n-grams of one token more."""
+EXPECTED_ANSWER = 512  # tokens; a longer one only has less room in the trie
+
+SUFFIXES = [*ORDERS, -NUM_SPARSE]
+"""What the n-grams of a snapshot are."""
+
+_BRANCHING = {"single": SINGLE, "parallel": PARALLEL, "hierarchical": HIERARCHICAL}
 
 
 class DraftRequest(NamedTuple):
@@ -64,11 +73,11 @@ class Proposer(Protocol):
 
 @dataclass(slots=True)
 class _Text:
-    """A live request: the trie of its prompt and its answer so far, and how the text ends."""
+    """A live request: how its text ends, and the spaces of the trie that it reads and writes."""
 
-    trie: Trie
-    tail: Ints
-    """int32 [at most MAX_SUFFIX]"""
+    row: Hashes
+    spaces: Ints
+    """int32 [NUM_SOURCES]"""
 
 
 class NGramTrieProposer:
@@ -86,21 +95,19 @@ class NGramTrieProposer:
     def __init__(self, options: LookaheadOptions, curve: CostCurve | None = None) -> None:
         self.options = options
         self.curve = curve
-        self._arena = Arena(options.max_nodes)
-        self._answers = Trie(self._arena, OUTPUT, MAX_SUFFIX + 1)
-        self._rate = AcceptanceRate(MAX_SUFFIX, float(options.prompt_weight))
+        max_nodes = options.max_nodes
+        if options.max_bytes is not None:
+            max_nodes = min(max_nodes, options.max_bytes // BYTES_PER_NODE)
+        self.trie = Trie(max_nodes)
+        self.rate = AcceptanceRate()
+        self._namespaces: dict[str, int] = {}
         self._texts: dict[str, _Text] = {}
         self._compile()
 
     @property
-    def num_nodes(self) -> int:
-        """Trie nodes held now; never more than `options.max_nodes`."""
-        return self._arena.num_nodes
-
-    @property
-    def num_evicted(self) -> int:
-        """Trie nodes pruned so far."""
-        return self._arena.num_evicted
+    def num_bytes(self) -> int:
+        """What the tables take; it does not grow."""
+        return self.trie.num_bytes + self.rate.rates.nbytes + self.rate.weights.nbytes
 
     def start(
         self,
@@ -111,56 +118,111 @@ class NGramTrieProposer:
     ) -> None:
         """See Proposer. The prompt is indexed whole: an end of sequence in it is a token."""
         self.finish(request_id)
-        tokens = np.asarray(prompt, dtype=np.int32)
-        trie = Trie(self._arena, PRIVATE, MAX_SUFFIX + 1)
-        trie.insert(tokens)
-        self._texts[request_id] = _Text(trie, tokens[-MAX_SUFFIX:].copy())
+        spaces = np.zeros(NUM_SOURCES, np.int32)
+        spaces[OWN] = self.trie.new_private(len(prompt) + EXPECTED_ANSWER)
+        if namespace is not None:
+            spaces[ANSWERS] = self._space_of(namespace)
+        self._texts[request_id] = text = _Text(empty_row(), spaces)
+        prompt_space = spaces[OWN] if self.options.sources != "output" else NOWHERE
+        self.trie.insert(prompt_space, text.row, np.asarray(prompt, np.int32))
+        if references:
+            spaces[REFERENCE] = self.trie.new_private(sum(map(len, references)))
+        for reference in references:
+            tokens = np.asarray(reference, np.int32)
+            # A reference may be the answer itself, so it is one that begins where the answer does.
+            for source in (OWN, REFERENCE):
+                self.trie.insert(spaces[source], text.row.copy(), tokens)
 
     def extend(self, request_id: str, tokens: Sequence[int]) -> None:
         """See Proposer. What was just said can be drafted at once."""
         text = self._texts[request_id]
-        context = len(text.tail)
-        stream = np.concatenate((text.tail, np.asarray(tokens, dtype=np.int32)))
-        self._rate.learn(text.trie, self._answers, stream, context)
-        text.trie.insert(stream, context)
-        self._answers.insert(stream, context)
-        text.tail = stream[-MAX_SUFFIX:]
+        trie, rate = self.trie, self.rate
+        _extend(
+            trie.edges,
+            trie.live,
+            trie.counters,
+            text.spaces,
+            text.row,
+            np.array(tokens, np.int32),
+            rate.rates,
+            rate.weights,
+            self.options.sources != "prompt",
+        )
 
     def propose(self, wants: Sequence[DraftRequest], num_plain_tokens: int = 0) -> list[DraftTree]:
         """See Proposer."""
         grown = [self._grow(want) for want in wants]
-        sizes = [len(probs) for _, _, probs in grown]
         if self.curve is not None and self.options.budget == "auto":
-            sizes = budget.cut([probs for _, _, probs in grown], self.curve, num_plain_tokens)
-        return [
-            DraftTree(tokens[:n], parents[:n], probs[:n]) if n else EMPTY_TREE
-            for (tokens, parents, probs), n in zip(grown, sizes, strict=True)
-        ]
+            sizes = budget.cut([tree.probs for tree in grown], self.curve, num_plain_tokens)
+            return [tree.prefix(n) for tree, n in zip(grown, sizes, strict=True)]
+        return grown
 
     def finish(self, request_id: str) -> None:
         """See Proposer. O(1): nothing that another request counted on is touched."""
         text = self._texts.pop(request_id, None)
         if text is not None:
-            text.trie.drop()
+            self.trie.eliminate(int(text.spaces[OWN]))
+            self.trie.eliminate(int(text.spaces[REFERENCE]))
 
-    def _grow(self, want: DraftRequest) -> tuple[Ints, Ints, np.ndarray]:
+    def snapshot(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+        """What was learned: the live arrays by name, and what else there is to know, as JSON.
+
+        Another proposer with the same `max_nodes` can `restore` it.
+        """
+        arrays: dict[str, NDArray[Any]] = {
+            "edges": self.trie.edges,
+            "counters": self.trie.counters,
+            "rates": self.rate.rates,
+            "weights": self.rate.weights,
+        }
+        return arrays, {"namespaces": dict(self._namespaces), "suffixes": SUFFIXES}
+
+    def restore(self, arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> None:
+        """Go on from a snapshot. The requests that were live then are not live now.
+
+        Raises
+        ------
+        ValueError
+            The snapshot is of another shape; nothing has changed.
+        """
+        own, own_facts = self.snapshot()
+        if facts.get("suffixes") != own_facts["suffixes"]:
+            raise ValueError("it holds n-grams of other lengths than this release of lookahead")
+        for name, array in own.items():
+            given = arrays.get(name)
+            if given is None or given.shape != array.shape or given.dtype != array.dtype:
+                raise ValueError(
+                    f"its {name} are {None if given is None else (given.dtype, given.shape)}, "
+                    f"where {(array.dtype, array.shape)} is needed"
+                )
+        for name, array in own.items():
+            array[:] = arrays[name]
+        self._namespaces = {str(name): int(space) for name, space in facts["namespaces"].items()}
+
+    def _space_of(self, namespace: str) -> int:
+        # Names may hold a cache_salt, a secret: only digests are kept, here and in a snapshot.
+        digest = hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()
+        if digest not in self._namespaces:
+            self._namespaces[digest] = self.trie.new_shared()
+        return self._namespaces[digest]
+
+    def _grow(self, want: DraftRequest) -> DraftTree:
         text = self._texts[want.request_id]
         max_nodes = min(want.max_nodes, self.options.num_speculative_tokens)
         if isinstance(self.options.budget, int):
             max_nodes = min(max_nodes, self.options.budget)
-        return grow(
-            self._arena.nodes,
-            self._arena.edges,
-            text.trie.root,
-            self._answers.root,
-            text.tail,
-            MAX_SUFFIX,
-            self._rate.prompt_weight,
-            self._rate.rates,
+        tokens, parents, depths, probs = grow(
+            self.trie.edges,
+            self.trie.live,
+            text.spaces,
+            text.row,
+            self.rate.rates,
+            self.rate.weights,
             max(0, max_nodes),
             min(want.max_depth, self.options.branch_length),
-            want.may_branch,
+            _BRANCHING[self.options.draft] if want.may_branch else SINGLE,
         )
+        return DraftTree(tokens, parents, probs, depths) if len(tokens) else EMPTY_TREE
 
     def _compile(self) -> None:
         """Run every kernel on nothing, so that no request waits for the compiler."""
@@ -168,3 +230,25 @@ class NGramTrieProposer:
         self.extend("", [])
         self.propose([DraftRequest("", 1, 1)])
         self.finish("")
+
+
+@njit(cache=True)
+def _extend(
+    edges: Ints,
+    live: Ints,
+    counters: Counters,
+    spaces: Ints,
+    row: Hashes,
+    tokens: Ints,
+    rates: Rates,
+    weights: Weights,
+    is_source: bool,
+) -> None:
+    following = np.empty_like(row)
+    for token in tokens:
+        learn_token(edges, live, spaces, row, token, rates, weights)
+        if is_source:
+            insert_token(edges, live, counters, spaces[OWN], row, token)
+            insert_token(edges, live, counters, spaces[ANSWERS], row, token)
+        advance(row, token, following)
+        row[:] = following

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,10 +33,12 @@ class DraftTree:
     tokens: NDArray[np.int32]
     parents: NDArray[np.int32]
     probs: NDArray[np.float32]
-    depths: NDArray[np.int32] = field(init=False)
-    """int32 [n]: 1 for a child of the root."""
+    depths: NDArray[np.int32] = None  # type: ignore[assignment]  # until __post_init__
+    """int32 [n]: 1 for a child of the root; found out where it is not given."""
 
     def __post_init__(self) -> None:
+        if self.depths is not None:
+            return
         depths = np.empty(len(self.parents), dtype=np.int32)
         for i, parent in enumerate(self.parents.tolist()):
             if not -1 <= parent < i:
@@ -79,9 +81,9 @@ class DraftTree:
 
     def prefix(self, n: int) -> DraftTree:
         """The tree of the first `n` nodes."""
-        return (
-            self if n >= len(self) else DraftTree(self.tokens[:n], self.parents[:n], self.probs[:n])
-        )
+        if n >= len(self):
+            return self
+        return DraftTree(self.tokens[:n], self.parents[:n], self.probs[:n], self.depths[:n])
 
     def best_chain(self) -> DraftTree:
         """The branch that takes the first, and so the likeliest, child of every node."""

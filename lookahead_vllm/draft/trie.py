@@ -1,15 +1,18 @@
-"""The n-gram tries: one of all answers, and one of each live request's own text.
+"""What followed which suffix: the n-gram trie, kept as a hash table of its edges.
 
-Source: Lookahead (Zhao et al., KDD 2024), sections 4.2 (trie, branch weighting, elimination,
-pruning) and 4.3 (multi-stage retrieval). Two things are done otherwise, with the same meaning:
+Source: Lookahead (Zhao et al., KDD 2024), section 4.2: n-grams of prompts and of answers, the
+weight of a branch its frequency, elimination of a prompt's branches, pruning at a capacity.
 
-- A trie holds n-grams of at most `ngram_length` tokens, and a draft longer than that is grown by
-  matching its own tail again at every node, so a long branch costs no memory.
-- A prompt's branches live in a trie of their own, so that eliminating them is dropping that trie
-  and cannot touch a frequency that another request counted on.
+An edge leads from a suffix (see `suffix.py`) to a token that followed it, and is one slot of 16
+bytes. All edges of a suffix stand in one window of the table, 64 bytes for most, so that whatever
+followed it is found with one access to memory. Nothing points to an edge, and that makes the rest
+simple:
 
-All tries share one arena of `max_nodes` slots, allocated once: the bound is global, and true.
-Nothing points into a trie between two calls, so pruning can never leave a cursor on a dead node.
+- A new edge takes the least valuable slot of its window: pruning is gradual, costs the same
+  always, and the table never grows.
+- An edge belongs to a space: a namespace of answers, or one live request's own text. Eliminating
+  a request's text is forgetting the number of its space, and no frequency that another request
+  counted on is touched. An edge is found only by who names its space; that is not left to a hash.
 """
 
 from __future__ import annotations
@@ -18,335 +21,226 @@ import numpy as np
 from numba import njit  # its cache looks at one file: touch the importers of a kernel you change
 from numpy.typing import NDArray
 
+from lookahead_vllm.draft.suffix import NUM_SUFFIXES, Hashes, advance, key_of
+
 Ints = NDArray[np.int32]
-Nodes = NDArray[np.void]
-State = NDArray[np.int64]
+Counters = NDArray[np.int64]
 
-NODE = np.dtype(
-    [
-        ("token", np.int32),
-        ("parent", np.int32),  # NONE for a trie's root
-        ("first", np.int32),  # first child; siblings stand roughly most frequent first
-        ("next", np.int32),  # next sibling, or the next slot of the free or the dead list
-        ("prev", np.int32),
-        ("kind", np.int32),
-        ("freq", np.float32),  # how often this token followed this path
-        ("total", np.float32),  # how often anything followed it: the children's frequencies
-    ]
-)
-NONE = -1
-FREE, OUTPUT, PRIVATE = 0, 1, 2  # kinds
+# Columns of `Trie.edges`.
+TAG, TOKEN, SPACE, USE = range(4)
+# USE is a saturating count, and in its upper half the time of the last one.
+MAX_COUNT = 0xFFFF
 
-# Slots of `Arena.state`.
-FREE_HEAD, DEAD_HEAD, FRESH, HAND, HELD, PRIVATE_HELD, EVICTED = range(7)
+NOWHERE = 0
+"""The space without an edge: where nothing is inserted and nothing found."""
 
-SWEEP = 4096  # slots that one allocation may look at before it gives up
-PRIVATE_SHARE = 0.75  # of the slots: live prompts leave this much room, and no more, to the answers
+BYTES_PER_NODE = 16
+LINE = 4  # slots in 64 bytes
+WINDOWS = np.array([16, 8] + [LINE] * (NUM_SUFFIXES - 2))
+"""The most edges of a suffix of each kind: short ones are followed by many tokens."""
 
+STAMPS = 64  # the clock ticks so often while as many edges are made as there are slots
+HALF_LIFE = 32  # ticks in which a frequency halves
+LIVE_BONUS = 8  # an edge of a live request's own text counts as seen so many times more
 
-class Arena:
-    """The slots of every trie: one record array, one hash table of edges, one row of counters."""
+LEAST_REGION = 2048  # lines that a private space is spread over at least: 128 KiB
 
-    def __init__(self, max_nodes: int) -> None:
-        self.max_nodes = max_nodes
-        self.nodes: Nodes = np.zeros(max_nodes, NODE)
-        self.edges = np.full(1 << (2 * max_nodes - 1).bit_length(), NONE, np.int32)
-        self.state = np.zeros(7, np.int64)
-        self.state[FREE_HEAD] = self.state[DEAD_HEAD] = NONE
+MAX_LIVE = 1 << 12
+"""The most spaces of live requests at a time."""
 
-    @property
-    def num_nodes(self) -> int:
-        """Nodes that live tries hold, roots included; never more than `max_nodes`."""
-        return int(self.state[HELD])
-
-    @property
-    def num_evicted(self) -> int:
-        """Nodes pruned so far."""
-        return int(self.state[EVICTED])
+# Slots of `Trie.counters`.
+MADE, PRUNED, LAST_PRIVATE, LAST_SHARED = range(4)
 
 
 class Trie:
-    """Counts of the n-grams of some streams of tokens.
+    """The edges of all n-grams in all spaces, within a fixed number of slots.
 
     Parameters
     ----------
-    arena : Arena
-        Where the nodes live.
-    kind : int
-        OUTPUT nodes may be pruned when the arena is full; PRIVATE ones only go with their trie.
-    ngram_length : int
-        The longest n-gram held: a context of `ngram_length - 1` tokens and the one that followed.
+    max_nodes : int
+        How many edges, or the nodes that they lead to, there is room for; rounded down to whole
+        lines of 4, which are 64 bytes.
+
+    Attributes
+    ----------
+    edges : int32 [max_nodes, 4]
+        TAG (a part of the suffix's hash), TOKEN, SPACE (NOWHERE for an empty slot), USE.
+    live : int32 [MAX_LIVE, 3]
+        The private spaces that are not eliminated, each with the first line of the region where
+        its edges are and that region's length in lines: a short text keeps to a small part of
+        the table, which then stays in the processor's cache.
+    counters : int64 [4]
+        Edges made and pruned, the last numbers given to spaces.
     """
 
-    def __init__(self, arena: Arena, kind: int, ngram_length: int) -> None:
-        self.arena = arena
-        self.ngram_length = ngram_length
-        # NONE where the arena is full: a trie that stays empty
-        self.root = int(_new_root(arena.nodes, arena.edges, arena.state, kind))
-        self.num_nodes = int(self.root != NONE)
+    def __init__(self, max_nodes: int) -> None:
+        lines = max_nodes // LINE
+        spare = np.zeros((lines + 1) * LINE * 4, np.int32)  # aligned: a line is one cache line
+        first = (-spare.ctypes.data % 64) // 4
+        self.edges: Ints = spare[first : first + lines * LINE * 4].reshape(-1, 4)
+        self.live = np.zeros((MAX_LIVE, 3), np.int32)
+        self.counters: Counters = np.zeros(4, np.int64)
 
-    def insert(self, tokens: Ints, num_context: int = 0) -> None:
-        """Count every n-gram that ends in `tokens[num_context:]`; all can be found at once.
+    @property
+    def num_bytes(self) -> int:
+        """What the tables take, full or empty."""
+        return self.edges.nbytes + self.live.nbytes
 
-        `tokens` is int32 [n]; its first `num_context` tokens are the text that was inserted before
-        (or belongs to somebody else): they are matched, not counted. Where the arena is full, what
-        finds no room is left out. O(n * ngram_length).
+    @property
+    def num_pruned(self) -> int:
+        """Edges that had to go for newer ones, those of eliminated requests not counted."""
+        return int(self.counters[PRUNED])
+
+    def count_edges(self) -> int:
+        """Edges that can be found now; looks at every slot."""
+        spaces = self.edges[:, SPACE]
+        alive = (spaces > 0) | ((spaces < 0) & (self.live[-spaces % MAX_LIVE, 0] == spaces))
+        return int(alive.sum())
+
+    def new_shared(self) -> int:
+        """A space for answers: its edges stay until they are pruned."""
+        self.counters[LAST_SHARED] += 1
+        return int(self.counters[LAST_SHARED])
+
+    def new_private(self, num_tokens: int) -> int:
+        """A space for a live request's own text, which is expected to have so many tokens.
+
+        NOWHERE if there are MAX_LIVE of them.
         """
-        arena = self.arena
-        self.num_nodes += _insert(
-            arena.nodes, arena.edges, arena.state, self.root, tokens, num_context, self.ngram_length
-        )
+        lines = len(self.edges) // LINE
+        region = min(lines, max(LEAST_REGION, num_tokens * NUM_SUFFIXES * 2 // LINE))
+        for _ in range(MAX_LIVE):
+            self.counters[LAST_PRIVATE] = self.counters[LAST_PRIVATE] % (2**31 - 1) + 1
+            space = -int(self.counters[LAST_PRIVATE])
+            if self.live[-space % MAX_LIVE, 0] == 0:
+                first = -space * 0x9E3779B1 % (lines - region + 1)
+                self.live[-space % MAX_LIVE] = space, first, region
+                return space
+        return NOWHERE
 
-    def frequency(self, ngram: tuple[int, ...]) -> float:
-        """How often the n-gram's last token followed the others; 0.0 where it is not held."""
-        node = self.root
-        for token in ngram:
-            node = find(self.arena.nodes, self.arena.edges, node, token)
-        return float(self.arena.nodes[node]["freq"]) if node != NONE else 0.0
+    def eliminate(self, space: int) -> None:
+        """End a private space, in O(1): its edges are never found again, and the first to go."""
+        if space < 0 and self.live[-space % MAX_LIVE, 0] == space:
+            self.live[-space % MAX_LIVE] = 0
 
-    def drop(self) -> None:
-        """Give the nodes back, in O(1); the trie is empty from now on."""
-        if self.root != NONE:
-            _drop(self.arena.nodes, self.arena.state, self.root, self.num_nodes)
-        self.root, self.num_nodes = NONE, 0
+    def insert(self, space: int, row: Hashes, tokens: Ints) -> None:
+        """Count every n-gram that ends in `tokens` int32 [n], which follow the text of `row`.
 
+        `row` is uint64 [ROW] and becomes that of the longer text. O(n); all can be found at once.
+        """
+        _insert_text(self.edges, self.live, self.counters, space, row, tokens)
 
-@njit(cache=True)
-def _slot_of(edges: Ints, parent: int, token: int) -> np.int64:
-    mixed = np.uint64(parent) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ np.uint64(token)) * np.uint64(0xD6E8FEB86659FD93)
-    return np.int64((mixed >> np.uint64(32)) & np.uint64(len(edges) - 1))
-
-
-@njit(cache=True)
-def find(nodes: Nodes, edges: Ints, parent: int, token: int) -> int:
-    """The child of `parent` that carries `token`, or NONE (also where `parent` is NONE)."""
-    if parent == NONE:
-        return NONE
-    slot = _slot_of(edges, parent, token)
-    while True:
-        node = edges[slot]
-        if node == NONE or (nodes[node].parent == parent and nodes[node].token == token):
-            return node
-        slot = (slot + 1) & (len(edges) - 1)
+    def followers(self, space: int, row: Hashes, suffix: int) -> list[tuple[int, int]]:
+        """The tokens that followed the suffix and how often each did, the latest first."""
+        window, slots = find(self.edges, self.live, space, row, suffix)
+        held = [window + i for i in range(WINDOWS[suffix]) if slots >> i & 1]
+        return [(int(self.edges[i, TOKEN]), int(self.edges[i, USE] & MAX_COUNT)) for i in held]
 
 
 @njit(cache=True)
-def match_suffixes(nodes: Nodes, edges: Ints, root: int, tail: Ints, matches: Ints) -> None:
-    """Fill `matches` int32 [n]: entry k is the node of the last k tokens of `tail`, or NONE."""
-    matches[:] = NONE
-    matches[0] = root
-    for start in range(max(0, len(tail) - len(matches) + 1), len(tail)):
-        node = root
-        for i in range(start, len(tail)):
-            node = find(nodes, edges, node, tail[i])
-        matches[len(tail) - start] = node
+def _window(edges: Ints, live: Ints, space: int, key: np.uint64, size: int) -> np.int64:
+    """Where the window of so many slots begins."""
+    first, lines = np.int64(0), np.int64(len(edges) // LINE)
+    if space < 0:
+        first, lines = np.int64(live[-space % MAX_LIVE, 1]), np.int64(live[-space % MAX_LIVE, 2])
+    places = np.uint64(lines - size // LINE + 1)
+    return (first + np.int64(((key >> np.uint64(32)) * places) >> np.uint64(32))) * LINE
 
 
 @njit(cache=True)
-def advance(nodes: Nodes, edges: Ints, matches: Ints, token: int, advanced: Ints) -> None:
-    """`matches` after one more token; both int32 [n], and not the same array."""
-    advanced[0] = matches[0]
-    for k in range(len(matches) - 1):
-        advanced[k + 1] = find(nodes, edges, matches[k], token)
+def find(edges: Ints, live: Ints, space: int, row: Hashes, suffix: int) -> tuple[int, int]:
+    """The suffix's window, as its first slot, and which of its slots hold an edge of the suffix.
+
+    The latter is a number whose lowest bit stands for the first slot; the edge that was counted
+    last stands first.
+    """
+    key = key_of(row, suffix, space)
+    tag = np.int32(key & np.uint64(0x7FFFFFFF))
+    size = WINDOWS[suffix]
+    window = _window(edges, live, space, key, size)
+    slots = 0
+    for i in range(size):  # without a branch: this waits for memory
+        same = (edges[window + i, TAG] == tag) & (edges[window + i, SPACE] == space)
+        slots |= np.int64(same) << i
+    return window, slots
 
 
 @njit(cache=True)
-def _link(nodes: Nodes, edges: Ints, parent: int, token: int, node: int) -> None:
-    slot = _slot_of(edges, parent, token)
-    while edges[slot] != NONE:
-        slot = (slot + 1) & (len(edges) - 1)
-    edges[slot] = node
-    nodes[node].token = token
-    nodes[node].parent = parent
-    head = nodes[parent].first
-    if head != NONE and nodes[head].freq > 1:  # second place: a frequent head stays the head
-        _place(nodes, parent, node, head)
-    else:
-        _place(nodes, parent, node, NONE)
+def _value(edges: Ints, live: Ints, slot: int, now: int) -> int:
+    """How much an edge is worth keeping: empty, eliminated, seldom, long ago are worth little."""
+    space = edges[slot, SPACE]
+    if space == NOWHERE:
+        return -2
+    bonus = 0
+    if space < 0:
+        if live[-space % MAX_LIVE, 0] != space:
+            return -1
+        bonus = LIVE_BONUS
+    use = edges[slot, USE]
+    age = (now - (use >> 16)) & 0xFFFF
+    weight = ((use & MAX_COUNT) + bonus) >> min(age // HALF_LIFE, 31)
+    return (weight << 16) + 0xFFFF - age
 
 
 @njit(cache=True)
-def _place(nodes: Nodes, parent: int, node: int, after: int) -> None:
-    """Put `node` into the list of siblings behind `after`; NONE means first."""
-    following = nodes[parent].first if after == NONE else nodes[after].next
-    nodes[node].prev = after
-    nodes[node].next = following
-    if following != NONE:
-        nodes[following].prev = node
-    if after == NONE:
-        nodes[parent].first = node
-    else:
-        nodes[after].next = node
-
-
-@njit(cache=True)
-def _take(nodes: Nodes, parent: int, node: int) -> None:
-    """Take `node` out of the list of siblings."""
-    before, following = nodes[node].prev, nodes[node].next
-    if before == NONE:
-        nodes[parent].first = following
-    else:
-        nodes[before].next = following
-    if following != NONE:
-        nodes[following].prev = before
-
-
-@njit(cache=True)
-def _count(nodes: Nodes, parent: int, node: int) -> None:
-    """One more occurrence: the node moves ahead of siblings that are no more frequent."""
-    nodes[node].freq += 1
-    nodes[parent].total += 1
-    before = nodes[node].prev
-    if before != NONE and nodes[node].freq >= nodes[before].freq:
-        _take(nodes, parent, node)
-        if nodes[node].freq >= nodes[nodes[parent].first].freq:
-            _place(nodes, parent, node, NONE)
-        else:
-            _place(nodes, parent, node, nodes[before].prev)
-
-
-@njit(cache=True)
-def _free(nodes: Nodes, edges: Ints, state: State, node: int) -> None:
-    """Remove the node's edge and put its slot on the free list. It must have no children."""
-    if nodes[node].parent != NONE:
-        mask = len(edges) - 1
-        hole = _slot_of(edges, nodes[node].parent, nodes[node].token)
-        while edges[hole] != node:
-            hole = (hole + 1) & mask
-        slot = hole
-        while True:  # backward shift: no edge may be cut off from its home slot by the hole
-            slot = (slot + 1) & mask
-            moved = edges[slot]
-            if moved == NONE:
+def count(
+    edges: Ints, live: Ints, counters: Counters, space: int, row: Hashes, suffix: int, token: int
+) -> None:
+    """`token` followed the suffix once more; the edge becomes the first of its suffix."""
+    key = key_of(row, suffix, space)
+    tag = np.int32(key & np.uint64(0x7FFFFFFF))
+    size = WINDOWS[suffix]
+    window = _window(edges, live, space, key, size)
+    now = counters[MADE] // max(1, len(edges) // STAMPS) & 0xFFFF
+    first = edge = -1
+    for slot in range(window, window + size):
+        if edges[slot, TAG] == tag and edges[slot, SPACE] == space:
+            if first < 0:
+                first = slot
+            if edges[slot, TOKEN] == token:
+                edge = slot
                 break
-            home = _slot_of(edges, nodes[moved].parent, nodes[moved].token)
-            if ((slot - home) & mask) >= ((slot - hole) & mask):
-                edges[hole] = moved
-                hole = slot
-        edges[hole] = NONE
-    nodes[node].kind = FREE
-    nodes[node].next = state[FREE_HEAD]
-    state[FREE_HEAD] = node
-
-
-@njit(cache=True)
-def _bury_one(nodes: Nodes, edges: Ints, state: State) -> None:
-    """Free one node of the dropped tries, a leaf: its parent's number must not be reused first."""
-    while True:
-        node = state[DEAD_HEAD]
-        child = nodes[node].first
-        if child == NONE:
-            break
-        nodes[node].first = nodes[child].next
-        nodes[child].next = node
-        state[DEAD_HEAD] = child
-    state[DEAD_HEAD] = nodes[node].next
-    _free(nodes, edges, state, node)
-
-
-@njit(cache=True)
-def _is_prunable(nodes: Nodes, node: int, cursors: Ints) -> bool:
-    if nodes[node].freq >= 1 or nodes[node].first != NONE or nodes[node].parent == NONE:
-        return False
-    for cursor in cursors:  # noqa: SIM110  numba has no all() of a generator
-        if cursor == node:
-            return False
-    return True
-
-
-@njit(cache=True)
-def _prune(nodes: Nodes, edges: Ints, state: State, cursors: Ints) -> None:
-    """Sweep on, halving frequencies, until a leaf falls below 1; it goes, and what hung on it."""
-    for _ in range(SWEEP):
-        node = state[HAND]
-        state[HAND] = (node + 1) % len(nodes)
-        if nodes[node].kind != OUTPUT:
-            continue
-        nodes[node].freq *= 0.5
-        nodes[node].total *= 0.5
-        if not _is_prunable(nodes, node, cursors):
-            continue
-        while _is_prunable(nodes, node, cursors):
-            parent = nodes[node].parent
-            nodes[parent].total = max(0.0, nodes[parent].total - nodes[node].freq)
-            _take(nodes, parent, node)
-            _free(nodes, edges, state, node)
-            state[HELD] -= 1
-            state[EVICTED] += 1
-            node = parent
-        return
-
-
-@njit(cache=True)
-def _allocate(nodes: Nodes, edges: Ints, state: State, kind: int, cursors: Ints) -> int:
-    """A blank slot, or NONE. Only answers that no cursor of the caller stands on are pruned."""
-    if kind == PRIVATE and state[PRIVATE_HELD] >= PRIVATE_SHARE * len(nodes):
-        return NONE
-    if state[FREE_HEAD] == NONE and state[FRESH] == len(nodes):
-        if state[DEAD_HEAD] != NONE:
-            _bury_one(nodes, edges, state)
-        else:
-            _prune(nodes, edges, state, cursors)
-    node = state[FREE_HEAD]
-    if node != NONE:
-        state[FREE_HEAD] = nodes[node].next
-    elif state[FRESH] < len(nodes):
-        node = state[FRESH]
-        state[FRESH] += 1
+    seen = 0
+    if edge >= 0:
+        use = edges[edge, USE]
+        age = (now - (use >> 16)) & 0xFFFF
+        seen = (use & MAX_COUNT) >> min(age // HALF_LIFE, 31)
     else:
-        return NONE
-    nodes[node].first = nodes[node].next = nodes[node].prev = nodes[node].parent = NONE
-    nodes[node].freq = nodes[node].total = 0
-    nodes[node].kind = kind
-    state[HELD] += 1
-    if kind == PRIVATE:
-        state[PRIVATE_HELD] += 1
-    return node
+        edge = window
+        least = _value(edges, live, window, now)
+        for slot in range(window + 1, window + size):
+            value = _value(edges, live, slot, now)
+            if value < least:
+                edge, least = slot, value
+        counters[MADE] += 1
+        counters[PRUNED] += least >= 0
+        edges[edge, TAG] = tag
+        edges[edge, TOKEN] = token
+        edges[edge, SPACE] = space
+    edges[edge, USE] = np.int32(now << 16) | min(seen + 1, MAX_COUNT)
+    if 0 <= first < edge:
+        for column in range(4):
+            moved = edges[first, column]
+            edges[first, column] = edges[edge, column]
+            edges[edge, column] = moved
 
 
 @njit(cache=True)
-def _new_root(nodes: Nodes, edges: Ints, state: State, kind: int) -> int:
-    return _allocate(nodes, edges, state, kind, np.empty(0, np.int32))
+def insert_token(
+    edges: Ints, live: Ints, counters: Counters, space: int, row: Hashes, token: int
+) -> None:
+    """Count the n-grams of all lengths that `token` ends."""
+    if space != NOWHERE:
+        for suffix in range(NUM_SUFFIXES):
+            count(edges, live, counters, space, row, suffix, token)
 
 
 @njit(cache=True)
-def _drop(nodes: Nodes, state: State, root: int, num_nodes: int) -> None:
-    nodes[root].next = state[DEAD_HEAD]
-    state[DEAD_HEAD] = root
-    state[HELD] -= num_nodes
-    if nodes[root].kind == PRIVATE:
-        state[PRIVATE_HELD] -= num_nodes
-
-
-@njit(cache=True)
-def _insert(
-    nodes: Nodes,
-    edges: Ints,
-    state: State,
-    root: int,
-    tokens: Ints,
-    num_context: int,
-    ngram_length: int,
-) -> int:
-    """See `Trie.insert`. Returns the number of nodes made."""
-    if root == NONE:
-        return 0
-    made = 0
-    kind = nodes[root].kind
-    cursors = np.full(ngram_length, NONE, np.int32)  # entry k: the node of the last k tokens
-    cursors[0] = root
-    for i in range(max(0, num_context - ngram_length + 1), len(tokens)):
-        for k in range(ngram_length - 1, -1, -1):  # longest first: entry k + 1 is done with
-            parent = cursors[k]
-            node = find(nodes, edges, parent, tokens[i])
-            if parent != NONE and node == NONE:
-                node = _allocate(nodes, edges, state, kind, cursors)
-                if node != NONE:
-                    _link(nodes, edges, parent, tokens[i], node)
-                    made += 1
-            if node != NONE and i >= num_context:
-                _count(nodes, parent, node)
-            if k + 1 < ngram_length:
-                cursors[k + 1] = node
-    return made
+def _insert_text(
+    edges: Ints, live: Ints, counters: Counters, space: int, row: Hashes, tokens: Ints
+) -> None:
+    following = np.empty_like(row)
+    for token in tokens:
+        insert_token(edges, live, counters, space, row, token)
+        advance(row, token, following)
+        row[:] = following
