@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from lookahead_vllm.draft.proposer import DraftRequest, Proposer
 from lookahead_vllm.draft.registry import make_proposer
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree, DraftTreeError
-from lookahead_vllm.engine import config
+from lookahead_vllm.engine import config, request_options
 from lookahead_vllm.engine.eligibility import excluded_feature
 
 if TYPE_CHECKING:
@@ -89,15 +89,23 @@ class LookaheadDrafter:
         tokens: list[int],
         params: SamplingParams | None,
     ) -> None:
-        """Tell the proposer what was emitted, up to the first token that ends the request."""
+        """Tell the proposer what was emitted, up to the first token that ends the request.
+
+        It never hears of a request that turned lookahead off, nor of one that asks for one token:
+        that can have no draft, and may be a beam search's, whose namespace is not known.
+        """
+        if params is None:  # a pooling request
+            return
         if request_id not in self._lengths:
-            self.proposer.start(request_id, prompt)
+            options = request_options.received(params.extra_args)
+            if not options.enabled or params.max_tokens == 1:
+                return
+            self.proposer.start(request_id, prompt, options.namespace, options.references)
             self._lengths[request_id] = 0
-        if params is not None:
-            tokens = tokens[: self._remaining(request_id, params)]
-            stops = {params.eos_token_id, *(params.stop_token_ids or ())}
-            end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
-            tokens = tokens[: end + 1]
+        tokens = tokens[: self._remaining(request_id, params)]
+        stops = {params.eos_token_id, *(params.stop_token_ids or ())}
+        end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
+        tokens = tokens[: end + 1]
         self.proposer.extend(request_id, tokens)
         self._lengths[request_id] += len(tokens)
 
@@ -109,7 +117,7 @@ class LookaheadDrafter:
         Nodes take the slots after the `num_tokens` committed tokens, and one token more than the
         tree is deep can be emitted, so both end at max_model_len.
         """
-        if params is None or excluded_feature(params):
+        if params is None or request_id not in self._lengths or excluded_feature(params):
             return None
         max_nodes = min(self.options.num_speculative_tokens, self._max_model_len - num_tokens - 1)
         max_depth = min(max_nodes, self._remaining(request_id, params) - 1)

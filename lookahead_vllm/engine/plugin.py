@@ -1,7 +1,7 @@
 """The entry point `vllm.general_plugins`: puts `lookahead` among vLLM's speculative methods.
 
 Two functions of `EngineArgs` are wrapped (see `seams.py`); for anyone who does not ask for
-lookahead they only add two flags to `--help`.
+lookahead they only add two flags to `--help`. Who asks for it also gets `front_end.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import logging
 from typing import Any
 
-from lookahead_vllm.engine import config, seams
+from lookahead_vllm.engine import config, front_end, seams
 
 logger = logging.getLogger("vllm.lookahead")
 
@@ -53,7 +53,7 @@ def _wrap_add_cli_args(engine_args: Any) -> None:
             default=argparse.SUPPRESS,
             help="The decoding length: the most draft tokens that one request may have verified "
             "in one step. The same as --spec-tokens. Further options (branch_length, max_nodes, "
-            "prompt_weight, ...) go into --speculative-config, for instance "
+            "share, ...) go into --speculative-config, for instance "
             "--speculative-config.branch_length 12.",
         )
         return parser
@@ -73,6 +73,7 @@ def _wrap_create_engine_config(engine_args: Any) -> None:
         with config.as_custom_class(self, options):
             vllm_config = original(self, *args, **kwargs)
         config.apply(vllm_config, options)
+        front_end.install()
         return vllm_config
 
     engine_args.create_engine_config = create_engine_config

@@ -57,6 +57,8 @@ class LookaheadRunner(_Base):
         super().__init__(*args, **kwargs)
         self._scheduled: dict[int, Scheduled] = {}
         """The drafts of the step under way, by row of the batch."""
+        self._branching: dict[int, Scheduled] = {}
+        """Those of them that are no chains."""
         self._movers: list[KVMover] = []
         """One for each KV cache group, where trees may branch."""
         self._last_step_end: float | None = None
@@ -120,8 +122,9 @@ class LookaheadRunner(_Base):
             best = float("inf")
             for _ in range(4):
                 start = time.perf_counter()
-                hidden, _ = self._dummy_run(size, skip_eplb=True)
-                self.model.compute_logits(hidden[:size])
+                hidden, last = self._dummy_run(size, skip_eplb=True)
+                # Adapters are laid out for one row of logits a request.
+                self.model.compute_logits(last if self.lora_config else hidden[:size])
                 self._sync_device()
                 best = min(best, time.perf_counter() - start)
             sizes.append(size)
@@ -133,8 +136,8 @@ class LookaheadRunner(_Base):
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: Any) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         self._scheduled = self._recall(scheduler_output, num_scheduled_tokens)
-        branching = [s for s in self._scheduled.values() if not s.tree.is_chain]
-        if branching:
+        self._branching = {r: s for r, s in self._scheduled.items() if not s.tree.is_chain}
+        if branching := self._branching.values():
             # KV slots are made from the linear positions and stay as they are.
             nodes = np.concatenate(
                 [np.arange(s.start + 1, s.start + 1 + len(s.tree)) for s in branching]
@@ -166,7 +169,7 @@ class LookaheadRunner(_Base):
         return scheduled
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        branching = {r: s for r, s in self._scheduled.items() if not s.tree.is_chain}
+        branching = self._branching
         if not branching:
             return super()._build_attention_metadata(*args, **kwargs)
         trees = TreeBatch.build(
@@ -189,7 +192,7 @@ class LookaheadRunner(_Base):
     def _sample(
         self, logits: torch.Tensor, spec_decode_metadata: SpecDecodeMetadata | None
     ) -> SamplerOutput:
-        scheduled, self._scheduled = self._scheduled, {}
+        scheduled, self._scheduled, self._branching = self._scheduled, {}, {}
         discarded = self._generators_of_unfinished_prefills()
         before = {row: generator.get_state() for row, generator in discarded.items()}
         try:

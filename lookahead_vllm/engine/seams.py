@@ -66,6 +66,43 @@ SEAMS = (
         "called by the runner: builds our drafter from speculative_config.model",
         "as above",
     ),
+    # The front-end: what a request says about itself, and does not reach the worker otherwise.
+    Seam(
+        "vllm.v1.engine.input_processor",
+        "InputProcessor.process_inputs",
+        (),
+        "wrapped: checks a request's lookahead options and sends them, with its namespace, along",
+        "plugins may process requests; NewRequestData has cache_salt",
+    ),
+    Seam(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.generate",
+        ("prompt", "sampling_params"),
+        "wrapped: refuses a bad request before a stream starts, so that HTTP answers 400; "
+        "tokenizes references off the event loop",
+        "vLLM validates a request before it streams",
+    ),
+    Seam(
+        "vllm.entrypoints.openai.chat_completion.protocol",
+        "ChatCompletionRequest.to_sampling_params",
+        (),
+        "wrapped: OpenAI's field `prediction` becomes the request's reference",
+        "vLLM reads `prediction`",
+    ),
+    Seam(
+        "vllm.v1.engine.__init__",
+        "EngineCoreRequest",
+        ("sampling_params", "lora_request", "cache_salt"),
+        "read: the parts of a namespace; its sampling_params are a copy, whose extra_args we set",
+        "as above",
+    ),
+    Seam(
+        "vllm.renderers.base",
+        "BaseRenderer",
+        ("tokenizer", "tokenize_prompts", "tokenize_prompts_async"),
+        "called: tokenizes references as prompts are tokenized",
+        "as above",
+    ),
     # Workers: each builds its runner from a global name, which is ours while it does so.
     Seam(
         "vllm.v1.worker.cpu_worker",
@@ -89,12 +126,11 @@ SEAMS = (
             "input_batch",
             "requests",
             "positions",
-            "query_start_loc",
             "discard_request_mask",
             "kv_cache_config",
             "drafter",
             "uses_mrope",
-            "max_model_len",
+            "lora_config",
             "sampler",
         ),
         "read: the batch that is being verified",

@@ -35,6 +35,8 @@ def test_options_survive_the_way_through_a_dict():
         ({"proposer": 3}, ["=3 was given", "one of ngram_trie", "write 'ngram_trie'"]),
         ({"budget": "fast"}, ["='fast' was given", '"auto" or 1 to', "write 'auto'"]),
         ({"budget": 0}, ["=0 was given", '"auto" or 1 to', "write 'auto'"]),
+        ({"share": "tenant"}, ["='tenant' was given", "one of none, namespace, all"]),
+        ({"share": False}, ["=False was given", "write 'namespace'"]),
         (
             {"budget": 12, "num_speculative_tokens": 8},
             ["budget=12 was given", "num_speculative_tokens=8", "write 'auto'"],

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftRequest
 from lookahead_vllm.draft.registry import PROPOSERS
-from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 
 VOCAB = 128
 RECORDED: dict[tuple[int, ...], list[list[int]]] = {}
@@ -27,7 +28,13 @@ class TestProposer:
         self.prompts: dict[str, tuple[int, ...]] = {}
         self.outputs: dict[str, list[int]] = {}
 
-    def start(self, request_id: str, prompt: Sequence[int]) -> None:
+    def start(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        namespace: str | None = "",
+        references: Sequence[Sequence[int]] = (),
+    ) -> None:
         self.prompts[request_id] = tuple(int(t) for t in prompt)
         self.outputs[request_id] = []
 
@@ -86,6 +93,28 @@ class HiddenPath(TestProposer):
         return DraftTree.from_lists(tokens, parents)
 
 
+class Recorder(TestProposer):
+    """No drafts; writes down what it hears of each request at its start."""
+
+    STARTED: ClassVar[list[tuple[list[int], str | None, list[list[int]]]]] = []
+    """Prompt, namespace and references."""
+
+    def start(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        namespace: str | None = "",
+        references: Sequence[Sequence[int]] = (),
+    ) -> None:
+        super().start(request_id, prompt, namespace, references)
+        self.STARTED.append(
+            (list(self.prompts[request_id]), namespace, [list(r) for r in references])
+        )
+
+    def grow(self, want: DraftRequest) -> DraftTree:
+        return EMPTY_TREE
+
+
 class AlwaysRight(TestProposer):
     """A chain of what comes next."""
 
@@ -120,5 +149,6 @@ PROPOSERS.update(
     hidden_path=f"{__name__}.HiddenPath",
     always_right=f"{__name__}.AlwaysRight",
     always_wrong=f"{__name__}.AlwaysWrong",
+    recorder=f"{__name__}.Recorder",
     malformed=f"{__name__}.Malformed",
 )

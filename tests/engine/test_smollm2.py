@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -159,6 +160,56 @@ def test_disconnects_and_malformed_requests_disturb_no_other(urls: tuple[str, st
     with pytest.raises(BadRequestError):
         client(lookahead).completions.create(model="m", prompt="x", extra_body={"min_p": 0.1})
     assert complete(lookahead, PROMPTS[0], False) == expected[0]
+
+
+def test_what_a_request_says_is_heard_or_refused(urls: tuple[str, str]) -> None:
+    plain, lookahead = urls
+    question = [{"role": "user", "content": "Name three rivers, three times each."}]
+    bodies = {
+        "completions": {"model": "m", "prompt": "Three rivers:", "max_tokens": 12},
+        "chat/completions": {"model": "m", "messages": question, "max_tokens": 12},
+    }
+
+    def post(url: str, endpoint: str, **extra: Any) -> requests.Response:
+        body = {**bodies[endpoint], "temperature": 0, **extra}
+        return requests.post(f"{url}/v1/{endpoint}", json=body, timeout=60)
+
+    bad = [
+        ({"vllm_xargs": {"lookahead_refrence": "x"}}, "did you mean lookahead_reference?"),
+        ({"vllm_xargs": {"lookahead_enabled": "no"}}, "must be true or false"),
+        ({"vllm_xargs": {"lookahead_reference": "x" * 600_000}}, "at most 64 and 131072"),
+        ({"vllm_xargs": {"lookahead_reference": [999_999]}}, "the model knows 0 to"),
+    ]
+    bad_prediction = {"prediction": {"type": "content"}}
+    cases = [(e, b, says, s) for e in bodies for b, says in bad for s in (False, True)]
+    cases.append(("chat/completions", bad_prediction, "prediction={'type': 'content'}", True))
+    expected = complete(plain, PROMPTS[0], False)
+    with ThreadPoolExecutor(8) as pool:
+        answer = pool.submit(complete, lookahead, PROMPTS[0], True)
+        refused = [pool.submit(post, lookahead, e, **b, stream=s) for e, b, _, s in cases]
+        for future, (*_, says, _) in zip(refused, cases, strict=True):
+            assert future.result().status_code == 400
+            assert says in future.result().json()["error"]["message"]
+        assert answer.result() == expected
+
+    for endpoint in bodies:
+        choice = post(plain, endpoint).json()["choices"][0]
+        text = choice["text"] if endpoint == "completions" else choice["message"]["content"]
+        good: list[dict[str, Any]] = [
+            {
+                "vllm_xargs": {
+                    "lookahead_reference": [text, "x" * 9_000],
+                    "lookahead_namespace": "n",
+                }
+            },
+            {"vllm_xargs": {"lookahead_enabled": False}, "cache_salt": "s"},
+        ]
+        if endpoint != "completions":
+            good.append({"prediction": {"type": "content", "content": text}})
+        for extra in good:
+            answer = post(lookahead, endpoint, **extra)
+            assert answer.ok, answer.text
+            assert answer.json()["choices"][0] == choice
 
 
 def test_speculation_really_ran(urls: tuple[str, str]) -> None:

@@ -1,0 +1,140 @@
+"""What happens to a request before the engine sees it: checked, tokenized, given its namespace.
+
+Three of vLLM's functions are wrapped, in processes where somebody asked for lookahead; requests
+of an engine that does not serve it pass through untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+from lookahead_vllm.engine import config, request_options
+from lookahead_vllm.engine.request_options import RequestError, RequestOptions
+
+
+@functools.cache
+def install() -> None:
+    """Wrap the three functions, once in each process."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    ChatCompletionRequest.to_sampling_params = with_prediction(
+        ChatCompletionRequest.to_sampling_params
+    )
+    AsyncLLM.generate = checked_at_once(AsyncLLM.generate)
+    InputProcessor.process_inputs = prepared(InputProcessor.process_inputs)
+
+
+def with_prediction(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`ChatCompletionRequest.to_sampling_params` that reads OpenAI's field `prediction`."""
+
+    @functools.wraps(original)
+    def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        params = original(self, *args, **kwargs)
+        prediction = (self.model_extra or {}).get("prediction")
+        if prediction is not None:
+            params.extra_args = request_options.with_prediction(params.extra_args, prediction)
+        return params
+
+    return to_sampling_params
+
+
+def checked_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`AsyncLLM.generate` that refuses a bad request when it is called.
+
+    vLLM's own runs only once the answer is iterated, when the status of a stream has been sent.
+    """
+
+    @functools.wraps(original)
+    def generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        if not config.is_lookahead(self.vllm_config):
+            return original(self, prompt, sampling_params, *args, **kwargs)
+        options = _options(self, sampling_params.extra_args)
+        if not _texts(options):
+            return original(self, prompt, sampling_params, *args, **kwargs)
+        return tokenized_first(self, options, prompt, sampling_params, *args, **kwargs)
+
+    async def tokenized_first(
+        self: Any,
+        options: RequestOptions,
+        prompt: Any,
+        sampling_params: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> AsyncIterator[Any]:
+        """Keep long texts from blocking the event loop."""
+        tokenized = await self.renderer.tokenize_prompts_async(*_to_tokenize(options))
+        params = copy(sampling_params)
+        params.extra_args = request_options.sent(params.extra_args, _filled_in(options, tokenized))
+        async with aclosing(original(self, prompt, params, *args, **kwargs)) as outputs:
+            async for output in outputs:
+                yield output
+
+    return generate
+
+
+def prepared(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`InputProcessor.process_inputs`, through which every request of every entry point goes.
+
+    The request comes out with its own copy of the sampling parameters, which we write to.
+    """
+
+    @functools.wraps(original)
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = original(self, *args, **kwargs)
+        params = request.sampling_params
+        if params is None or not config.is_lookahead(self.vllm_config):
+            return request
+        options = _options(self, params.extra_args)
+        if _texts(options):
+            tokenized = self.renderer.tokenize_prompts(*_to_tokenize(options))
+            options = _filled_in(options, tokenized)
+        adapter = request.lora_request.lora_name if request.lora_request else None
+        namespace = request_options.shared_namespace(
+            config.options_of(self.vllm_config).share,
+            adapter,
+            request.cache_salt,
+            options.namespace,
+        )
+        params.extra_args = request_options.sent(
+            params.extra_args, replace(options, namespace=namespace)
+        )
+        return request
+
+    return process_inputs
+
+
+def _options(engine: Any, extra_args: Mapping[str, Any] | None) -> RequestOptions:
+    options = request_options.given(extra_args, engine.model_config.get_vocab_size())
+    if _texts(options) and engine.renderer.tokenizer is None:
+        raise RequestError(
+            "a text was given as lookahead's reference, but this engine has no tokenizer "
+            "(skip_tokenizer_init); write its token ids, as in [[1, 2, 3]]"
+        )
+    return options
+
+
+def _texts(options: RequestOptions) -> list[str]:
+    return [reference for reference in options.references if isinstance(reference, str)]
+
+
+def _to_tokenize(options: RequestOptions) -> tuple[list[dict[str, str]], Any]:
+    """The arguments of `BaseRenderer.tokenize_prompts`."""
+    from vllm.renderers.params import TokenizeParams
+
+    params = TokenizeParams(max_total_tokens=None, add_special_tokens=False)
+    return [{"prompt": text} for text in _texts(options)], params
+
+
+def _filled_in(options: RequestOptions, tokenized: Sequence[Mapping[str, Any]]) -> RequestOptions:
+    """`options` with the token ids in the places of the texts."""
+    ids = (list(prompt["prompt_token_ids"]) for prompt in tokenized)
+    return replace(
+        options, references=[next(ids) if isinstance(r, str) else r for r in options.references]
+    )

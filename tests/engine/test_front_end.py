@@ -1,0 +1,199 @@
+"""What a request says about itself reaches the proposer, and never its text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.lora.request import LoRARequest
+
+from lookahead_vllm.engine.front_end import checked_at_once
+from lookahead_vllm.engine.request_options import RequestError
+from tests.engine.driving import GREEDY, drafter_of, engine, generate, random_prompts
+from tests.engine.models import save_tiny_model
+from tests.engine.proposers import Recorder
+
+STARTED = Recorder.STARTED
+LORA = dict(enable_lora=True, max_lora_rank=8, max_loras=2)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer: token 7 is the word w7."""
+    path = save_tiny_model("llama", tmp_path_factory.mktemp("front_end"))
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w2"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="w0", eos_token="w1", unk_token="w2"
+    ).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
+    path = tmp_path_factory.mktemp("adapter")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (path / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))
+    rng = torch.Generator().manual_seed(0)
+    name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    shapes = {"A": (8, 64), "B": (128, 8)}
+    weights = {
+        name.format(layer, part): torch.randn(*shape, generator=rng) / 2
+        for layer in range(2)
+        for part, shape in shapes.items()
+    }
+    save_file(weights, path / "adapter_model.safetensors")
+    return LoRARequest("adapter-a", 1, str(path))
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    STARTED.clear()
+    yield
+
+
+def ask(llm: LLM, extra_args: dict[str, Any] | None, salt: str | None = None, **kwargs: Any) -> Any:
+    """What the proposer heard of one request: namespace and references of each of its answers."""
+    lora = kwargs.pop("lora_request", None)
+    settings = dict(max_tokens=3, temperature=0, detokenize=False, extra_args=extra_args)
+    params = SamplingParams(**{**settings, **kwargs})
+    before = deepcopy(extra_args)
+    prompt = TokensPrompt(prompt_token_ids=[5, 6])
+    if salt:
+        prompt["cache_salt"] = salt
+    STARTED.clear()
+    llm.generate([prompt], params, lora_request=lora, use_tqdm=False)
+    assert params.extra_args == before
+    return [(namespace, references) for _, namespace, references in STARTED]
+
+
+def test_the_proposer_hears_what_a_request_says(llama: Path, adapter: LoRARequest) -> None:
+    recorder = {"proposer": "recorder"}
+    with engine(llama, recorder, skip_tokenizer_init=False, **LORA) as llm:
+        assert ask(llm, None) == [("", [])]
+        assert ask(llm, {"lookahead_namespace": "n"}) == [('[null, null, "n"]', [])]
+        assert ask(llm, None, salt="s") == [('[null, "s", null]', [])]
+        nested = {"lookahead": {"namespace": "n", "reference": ["w7 w8", "w9"]}}
+        everything = [('["adapter-a", "s", "n"]', [[7, 8], [9]])]
+        assert ask(llm, nested, salt="s", lora_request=adapter) == everything
+        assert ask(llm, {"lookahead_reference": "w7 w8"}) == [("", [[7, 8]])]
+        assert ask(llm, {"lookahead": {"reference": [[7, 8], "w9", ""]}}) == [("", [[7, 8], [9]])]
+        for seed in (None, 3):
+            heard = ask(llm, nested, salt="s", n=2, temperature=0.8, seed=seed)
+            assert heard == [('[null, "s", "n"]', [[7, 8], [9]])] * 2
+        assert ask(llm, {"lookahead": {"enabled": False}}) == []
+        assert ask(llm, {"lookahead_enabled": 0, "lookahead_reference": "w7"}) == []
+        assert ask(llm, None, max_tokens=1) == []
+        assert not drafter_of(llm).proposer.outputs
+
+
+@pytest.mark.parametrize(("share", "namespace"), [("none", None), ("all", "")])
+def test_the_server_decides_who_shares(share: str, namespace: str | None, llama: Path) -> None:
+    with engine(llama, {"proposer": "recorder", "budget": 16, "share": share}) as llm:
+        assert ask(llm, None) == [(namespace, [])]
+        assert ask(llm, {"lookahead_namespace": "n"}, salt="s") == [(namespace, [])]
+        # This engine has no tokenizer.
+        assert ask(llm, {"lookahead_reference": [7, 8]}) == [(namespace, [[7, 8]])]
+        with pytest.raises(RequestError, match=r"no tokenizer .* write its token ids"):
+            ask(llm, {"lookahead_reference": "w7 w8"})
+        # A bad request among good ones.
+        core = llm.llm_engine
+        prompt = TokensPrompt(prompt_token_ids=[5, 6])
+        core.add_request("good", prompt, GREEDY)
+        with pytest.raises(RequestError, match="did you mean lookahead_enabled"):
+            bad = SamplingParams(extra_args={"lookahead_enable": 1})
+            core.add_request("bad", prompt, bad)
+        outputs = []
+        while core.has_unfinished_requests():
+            outputs += core.step()
+        assert [o.request_id for o in outputs if o.finished] == ["good"]
+        assert [list(outputs[-1].outputs[0].token_ids)] == generate(llm, [[5, 6]])[0]
+
+
+def test_references_and_adapters_never_change_the_text(llama: Path, adapter: LoRARequest) -> None:
+    prompts = random_prompts(6, 30)
+    adapters = [None, adapter] * 3
+    noise = random_prompts(6, 60, seed=1)
+
+    def answers(llm: LLM, references: list[list[int]] | None = None) -> list[list[int]]:
+        params = [deepcopy(GREEDY) for _ in prompts]
+        for i, reference in enumerate(references or ()):
+            params[i].extra_args = {"lookahead": {"reference": reference}}
+        inputs = [TokensPrompt(prompt_token_ids=p) for p in prompts]
+        outputs = llm.generate(inputs, params, lora_request=adapters, use_tqdm=False)
+        return [list(o.outputs[0].token_ids) for o in outputs]
+
+    with engine(llama, **LORA) as plain:
+        vanilla = answers(plain)
+        # An engine without lookahead leaves the arguments as they are.
+        untouched = {"lookahead": "anything", "lookahead_x": 1}
+        processed = plain.llm_engine.input_processor.process_inputs(
+            "id",
+            TokensPrompt(prompt_token_ids=[5]),
+            SamplingParams(extra_args=untouched),
+            ("generate",),
+        )
+        assert processed.sampling_params.extra_args == untouched
+    truths = [prompt[-4:] + answer for prompt, answer in zip(prompts, vanilla, strict=True)]
+    with engine(llama, {"budget": 16}, **LORA) as llm:
+        assert answers(llm, noise) == vanilla
+        assert answers(llm, truths) == vanilla
+        assert answers(llm, truths[1:] + truths[:1]) == vanilla
+
+
+def test_a_stream_is_refused_before_it_starts() -> None:
+    """AsyncLLM.generate checks when it is called, and tokenizes before vLLM sees the request."""
+    seen: list[tuple[str, Any]] = []
+
+    async def original(self: Any, prompt: str, params: Any, request_id: str) -> AsyncIterator[int]:
+        seen.append((prompt, params.extra_args))
+        try:
+            for i in range(3):
+                yield i
+        finally:
+            seen.append(("closed", None))
+
+    async def tokenize_prompts_async(prompts: list[dict], params: Any) -> list[dict]:
+        assert not params.add_special_tokens
+        return [{"prompt_token_ids": [len(p["prompt"])]} for p in prompts]
+
+    client = SimpleNamespace(
+        vllm_config=SimpleNamespace(additional_config={"lookahead": {}}),
+        model_config=SimpleNamespace(get_vocab_size=lambda: 128),
+        renderer=SimpleNamespace(tokenizer=object(), tokenize_prompts_async=tokenize_prompts_async),
+    )
+    generate = checked_at_once(original)
+
+    async def first_output(params: SamplingParams) -> int:
+        outputs = generate(client, "hello", params, request_id="r")
+        async for output in outputs:
+            await outputs.aclose()
+            return output
+        raise AssertionError
+
+    with pytest.raises(RequestError):
+        generate(client, "hello", SamplingParams(extra_args={"lookahead_x": 1}), request_id="r")
+    assert not seen
+
+    params = SamplingParams(extra_args={"lookahead_reference": ["abc", "de"], "other": 1})
+    assert asyncio.run(first_output(params)) == 0
+    (prompt, extra_args), closed = seen
+    assert prompt == "hello" and closed[0] == "closed"
+    assert extra_args["other"] == 1 and extra_args["lookahead"]["reference"] == [[3], [2]]
+    assert params.extra_args == {"lookahead_reference": ["abc", "de"], "other": 1}
+
+    seen.clear()
+    client.vllm_config.additional_config = {}
+    assert asyncio.run(first_output(params)) == 0
+    assert seen[0][1] is params.extra_args

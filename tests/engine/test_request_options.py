@@ -1,0 +1,159 @@
+"""What a request may say; what is wrong is refused with one sentence."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from lookahead_vllm.engine.request_options import (
+    RequestError,
+    RequestOptions,
+    given,
+    received,
+    sent,
+    shared_namespace,
+    with_prediction,
+)
+
+VOCAB = 128
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "means"),
+    [
+        (None, RequestOptions()),
+        ({"another_plugin": 3}, RequestOptions()),
+        ({"lookahead": None}, RequestOptions()),
+        ({"lookahead_reference": "a text"}, RequestOptions(["a text"])),
+        ({"lookahead_reference": ["a", "", "b"]}, RequestOptions(["a", "b"])),
+        ({"lookahead_reference": [5, 6]}, RequestOptions([[5, 6]])),
+        ({"lookahead": {"reference": [[5, 6], [7]]}}, RequestOptions([[5, 6], [7]])),
+        ({"lookahead": {"reference": ["a", (5, 6)]}}, RequestOptions(["a", [5, 6]])),
+        ({"lookahead": {"reference": None}}, RequestOptions()),
+        ({"lookahead_namespace": "team-a"}, RequestOptions(namespace="team-a")),
+        ({"lookahead_enabled": 0}, RequestOptions(enabled=False)),
+        ({"lookahead_enabled": 1.0}, RequestOptions()),
+        ({"lookahead": {"enabled": False}}, RequestOptions(enabled=False)),
+        (
+            {"lookahead": {"enabled": True, "namespace": "n"}, "lookahead_reference": "r"},
+            RequestOptions(["r"], "n"),
+        ),
+    ],
+)
+def test_every_spelling_is_read(extra_args: dict[str, Any] | None, means: RequestOptions) -> None:
+    assert given(extra_args, VOCAB) == means
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "says"),
+    [
+        ({"lookahead_refrence": "x"}, ["lookahead_refrence was", "mean lookahead_reference?"]),
+        ({"lookahead-enabled": 1}, ["lookahead-enabled was", "did you mean lookahead_enabled?"]),
+        ({"lookahead": {"references": "x"}}, ["['references'] was", "did you mean reference?"]),
+        ({"lookahead": {"window": 3}}, ["['window'] was", "reference, namespace, enabled", "out"]),
+        ({"lookahead": "off"}, ["lookahead='off' was", "a dict", '{"lookahead_enabled": false}']),
+        ({"lookahead_enabled": "false"}, ["='false' was", "true or false", "write true"]),
+        ({"lookahead": {"enabled": 2}}, ["['enabled']=2 was", "true or false"]),
+        ({"lookahead_namespace": 7}, ["=7 was", "1 to 1024 characters", '"team-a"']),
+        ({"lookahead_namespace": ""}, ["='' was", "1 to 1024 characters", "leave it out"]),
+        ({"lookahead_namespace": "n" * 1025}, ["1 to 1024 characters"]),
+        ({"lookahead_reference": 7}, ["=7 was", "a list of texts", '["one text", "another"]']),
+        ({"lookahead_reference": ["a", 7]}, ["=['a', 7] was", "a list of texts"]),
+        ({"lookahead_reference": [7, "a"]}, ["=[7, 'a'] was", "lists of token ids"]),
+        ({"lookahead_reference": [[7, True]]}, ["=[[7, True]] was", "lists of token ids"]),
+        ({"lookahead_reference": {"a": 1}}, ["={'a': 1} was", "a list of texts"]),
+        ({"lookahead_reference": [[7, 128]]}, ["token id 128", "knows 0 to 127", "the text"]),
+        ({"lookahead_reference": [-1]}, ["token id -1", "knows 0 to 127"]),
+        ({"lookahead_reference": ["a"] * 65}, ["65 texts of 65 tokens", "at most 64"]),
+        ({"lookahead_reference": "a" * 524_289}, ["131073 tokens", "131072 are allowed"]),
+        ({"lookahead_reference": [[7] * 131_072, [7]]}, ["131073 tokens", "131072 are allowed"]),
+        (
+            {"lookahead": {"namespace": "a"}, "lookahead_namespace": "b"},
+            ["lookahead['namespace'] and lookahead_namespace were both given", "write one"],
+        ),
+    ],
+)
+def test_a_wrong_request_says_what_to_write(extra_args: dict[str, Any], says: list[str]) -> None:
+    with pytest.raises(RequestError) as error:
+        given(extra_args, VOCAB)
+    for part in says:
+        assert part in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
+
+
+def test_the_largest_reference_is_allowed() -> None:
+    assert given({"lookahead_reference": ["a" * 8192] * 64}, VOCAB).references == ["a" * 8192] * 64
+
+
+def test_what_was_sent_is_received_and_read_again() -> None:
+    options = RequestOptions([[5, 6]], "n", False)
+    extra_args = {"another_plugin": 3, "lookahead_namespace": "n", "lookahead": {"enabled": False}}
+    before = dict(extra_args)
+    on_its_way = sent(extra_args, options)
+    assert extra_args == before
+    assert on_its_way["another_plugin"] == 3 and len(on_its_way) == 2
+    assert received(on_its_way) == options == given(on_its_way, VOCAB)
+
+
+def test_who_passed_no_front_end_shares_with_nobody() -> None:
+    assert received(None).namespace is None
+
+
+def test_no_two_triples_share_a_namespace() -> None:
+    names = (None, "a", "b", "", '"', '", "', "null", '["a", null, null]')
+    spaces: dict[str | None, tuple] = {}
+    for triple in itertools.product(names, repeat=3):
+        same = tuple(part or None for part in triple)
+        assert spaces.setdefault(shared_namespace("namespace", *triple), same) == same
+    assert spaces[""] == (None, None, None)
+    assert None not in spaces
+
+
+def test_share_decides_first() -> None:
+    assert shared_namespace("all", "adapter", "salt", "n") == ""
+    assert shared_namespace("none", None, None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("prediction", "reference"),
+    [
+        ({"type": "content", "content": "a b"}, "a b"),
+        (
+            {
+                "type": "content",
+                "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}],
+            },
+            "a b",
+        ),
+    ],
+)
+def test_a_prediction_is_a_reference(prediction: Any, reference: str) -> None:
+    extra_args = {"another_plugin": 3}
+    assert with_prediction(extra_args, prediction) == {
+        "another_plugin": 3,
+        "lookahead_reference": reference,
+    }
+    assert extra_args == {"another_plugin": 3}
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        "a b",
+        {},
+        {"type": "content"},
+        {"type": "text", "content": "a"},
+        {"type": "content", "content": [{"type": "image_url"}]},
+    ],
+)
+def test_a_wrong_prediction_is_refused(prediction: Any) -> None:
+    with pytest.raises(RequestError, match=r"it must hold a text; write {\"type\": \"content\""):
+        with_prediction(None, prediction)
+
+
+def test_a_prediction_and_a_reference_are_one_too_many() -> None:
+    with pytest.raises(RequestError, match="prediction and lookahead_reference were both given"):
+        with_prediction({"lookahead_reference": "a"}, {"type": "content", "content": "b"})
