@@ -15,49 +15,53 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.continuation import (
     ANSWERS,
     COARSE,
-    MAX_CONTINUATIONS,
     NUM_COARSE,
-    NUM_COLUMNS,
     NUM_KINDS,
-    NUM_SOURCES,
     NUM_SPARSE_KINDS,
     OWN,
     REFERENCE,
+    SPARSE_ANSWERS,
     SPARSE_OWN,
-    find_continuations,
+    TOKEN,
 )
-from lookahead_vllm.draft.suffix import ORDERS, Hashes
+from lookahead_vllm.draft.kernel import kernel
+from lookahead_vllm.draft.suffix import ORDERS
 from lookahead_vllm.draft.trie import NOWHERE, Ints
 
 Rates = NDArray[np.float32]
 Weights = NDArray[np.float32]
 
-# Columns of a rate.
-LOG_ODDS, HITS, TRIALS = range(3)
+# Columns of `AcceptanceRate.trials`.
+HITS, TRIALS = range(2)
 
-PRIOR_RATE, PRIOR_TRIALS = 0.15, 4.0
+_float = np.float32  # all arithmetic is in single precision
+
+PRIOR_RATE, PRIOR_TRIALS = 0.15, _float(4)
 REFERENCE_RATE = 0.7  # who gives a text to copy knows why
-BASE_LOG_ODDS = math.log(0.12 / 0.88)  # of any continuation: counted once where two sources agree
-NARROW_TRIALS = 2.0  # trials that a rate is worth before its first, where it starts from a guess
-MEMORY = 400.0  # trials of one kind at which the old ones count half
-LEARNING_RATE = 0.01  # of the weights
-LEAST, MOST = 0.002, 0.995  # the range of a probability
-HOPELESS = 0.003  # what is less likely is not worth the time of learning from it
+BASE_LOG_ODDS = _float(math.log(0.12 / 0.88))  # of any: counted once where two sources agree
+NARROW_TRIALS = _float(2)  # what a guess is worth where a rate begins with one
+MEMORY = _float(400)  # trials of one kind at which the old ones count half
+LEARNING_RATE = _float(0.01)  # of the weights
+LEAST, MOST = _float(0.002), _float(0.995)  # the range of a probability
+HOPELESS = 0.005  # what is less likely is not worth the time of learning from it
 
 _TOKENS, _LEVELS = 1024, 16  # token hashes, and steps of log odds, that have a rate of their own
+
+_ONE = _float(1)
+_LEAST_SHARE, _MOST_SHARE = _float(0.0005), _float(0.999)
+_LEAST_GUESS, _MOST_GUESS = _float(-5.8), _float(3.5)
 
 # Inputs of the mixer: a rate each, and a constant.
 _PAIR, _TOKEN, _BIAS = 3, 4, 7
 _SPARSE = 5  # and 6
 NUM_INPUTS = 8
 _FIRST_WEIGHTS = (0.2, 0.2, 0.6, 0.4, 0.2, 0.0, 0.0, 0.0)
-_BIAS_INPUT = 0.4
+_BIAS_INPUT = _float(0.4)
 
 # Where each input's rates begin.
 _STARTS = np.cumsum(
@@ -80,116 +84,143 @@ class AcceptanceRate:
 
     Attributes
     ----------
-    rates : float32 [num_rates, 4]
-        LOG_ODDS, HITS and TRIALS, priors included. A rate without a trial is worth a guess.
+    rates : float32 [num_rates]
+        Log odds; NaN where there was no trial, and then a guess has to do.
+    trials : float32 [num_rates, 2]
+        HITS and TRIALS, priors included.
     weights : float32 [num_sets, NUM_INPUTS]
         The mixer's, by the longest matches in the request's own text and in other answers.
     """
 
     def __init__(self) -> None:
-        self.rates: Rates = np.zeros((int(_STARTS[-1]), 4), np.float32)
+        self.rates: Rates = np.full(int(_STARTS[-1]), np.nan, np.float32)
+        self.trials: Rates = np.zeros((len(self.rates), 2), np.float32)
         for source, rate in ((OWN, PRIOR_RATE), (ANSWERS, PRIOR_RATE), (REFERENCE, REFERENCE_RATE)):
-            kinds = self.rates[_STARTS[source] : _STARTS[source + 1]]
-            kinds[:] = math.log(rate / (1 - rate)), rate * PRIOR_TRIALS, PRIOR_TRIALS, 0
+            kinds = slice(_STARTS[source], _STARTS[source + 1])
+            self.rates[kinds] = math.log(rate / (1 - rate))
+            self.trials[kinds] = rate * PRIOR_TRIALS, PRIOR_TRIALS
         self.weights: Weights = np.tile(
             np.array(_FIRST_WEIGHTS, np.float32), (2 * _SETS * _SETS, 1)
         )
 
+    @property
+    def num_bytes(self) -> int:
+        return self.rates.nbytes + self.trials.nbytes + self.weights.nbytes
 
-@njit(cache=True)
-def _squash(log_odds: float) -> float:
-    return min(max(1.0 / (1.0 + math.exp(-log_odds)), LEAST), MOST)
+
+@kernel
+def _squash(log_odds: np.float32) -> np.float32:
+    return _ONE / (_ONE + math.exp(-log_odds))
 
 
-@njit(cache=True)
+@kernel
 def weight_set(longest: Ints, spaces: Ints) -> int:
     """Which weights a text's continuations are judged by, all of them."""
     has_reference = np.int64(spaces[REFERENCE] != NOWHERE)
     return (has_reference * _SETS + longest[OWN]) * _SETS + longest[ANSWERS]
 
 
-@njit(cache=True)
+@kernel
 def judge(
-    token: int, kinds: Ints, rates: Rates, weights: Weights, which: Ints, inputs: Rates
-) -> float:
-    """The probability that `token` comes next, by its evidence `kinds` int32 [NUM_COLUMNS].
+    found: Ints,
+    i: int,
+    rates: Rates,
+    weights: Weights,
+    chosen: int,
+    which: Ints,
+    inputs: Rates,
+) -> np.float32:
+    """The probability that the continuation in row `i` of `found` is what the model says.
 
-    `weights` is float32 [NUM_INPUTS], one set. Fills `which` int32 [NUM_INPUTS] with the rates
+    `chosen` is the set of weights. Fills `which` int32 [NUM_INPUTS] with the rates
     that were asked and `inputs` float32 [NUM_INPUTS] with their log odds.
     """
-    for source in range(NUM_SOURCES):
-        which[source] = _STARTS[source] + kinds[source]
-        inputs[source] = rates[which[source], LOG_ODDS]
-    if kinds[REFERENCE] == 0:
-        inputs[REFERENCE] = 0
+    own, answers, reference = found[i, OWN], found[i, ANSWERS], found[i, REFERENCE]
+    which[OWN] = _STARTS[OWN] + own
+    which[ANSWERS] = _STARTS[ANSWERS] + answers
+    which[REFERENCE] = _STARTS[REFERENCE] + reference
+    own_odds = rates[which[OWN]]
+    answers_odds = rates[which[ANSWERS]]
+    reference_odds = rates[which[REFERENCE]] if reference else _float(0)
     # Both sources together; a pair that was never tried is as good as both say it is.
-    pair = COARSE[kinds[OWN]] * NUM_COARSE + COARSE[kinds[ANSWERS]]
-    guess = inputs[OWN] + inputs[ANSWERS] - np.float32(BASE_LOG_ODDS)
-    which[_PAIR] = _STARTS[_PAIR] + pair
-    inputs[_PAIR] = guess = _learned_or(rates, which[_PAIR], min(max(guess, -5.8), 3.5))
-    level = min(max(np.int64(guess + 8), 0), _LEVELS - 1)
-    hashed = (np.int64(token) * 2654435761 >> 7) & (_TOKENS - 1)
+    which[_PAIR] = _STARTS[_PAIR] + COARSE[own] * NUM_COARSE + COARSE[answers]
+    guess = _learned_or(rates, which[_PAIR], _guess(own_odds, answers_odds))
+    level = min(max(np.int32(guess + 8), 0), _LEVELS - 1)
+    hashed = (np.int64(found[i, TOKEN]) * 2654435761 >> 7) & (_TOKENS - 1)
     which[_TOKEN] = _STARTS[_TOKEN] + hashed * _LEVELS + level
+    which[_SPARSE] = _STARTS[_SPARSE] + found[i, SPARSE_OWN] * _LEVELS + level
+    which[_SPARSE + 1] = _STARTS[_SPARSE + 1] + found[i, SPARSE_ANSWERS] * _LEVELS + level
+    inputs[OWN] = own_odds
+    inputs[ANSWERS] = answers_odds
+    inputs[REFERENCE] = reference_odds
+    inputs[_PAIR] = guess
     inputs[_TOKEN] = _learned_or(rates, which[_TOKEN], guess)
-    for i in range(2):
-        kind = kinds[SPARSE_OWN + i]
-        which[_SPARSE + i] = _STARTS[_SPARSE + i] + kind * _LEVELS + level
-        inputs[_SPARSE + i] = _learned_or(rates, which[_SPARSE + i], guess)
+    inputs[_SPARSE] = _learned_or(rates, which[_SPARSE], guess)
+    inputs[_SPARSE + 1] = _learned_or(rates, which[_SPARSE + 1], guess)
     inputs[_BIAS] = _BIAS_INPUT
-    log_odds = np.float32(0)
-    for i in range(NUM_INPUTS):
-        log_odds += weights[i] * inputs[i]
-    return _squash(log_odds)
+    log_odds = _float(0)
+    for j in range(NUM_INPUTS):
+        log_odds += weights[chosen, j] * inputs[j]
+    return min(max(_squash(log_odds), LEAST), MOST)
 
 
-@njit(cache=True)
-def _learned_or(rates: Rates, rate: int, guess: float) -> np.float32:
-    return rates[rate, LOG_ODDS] if rates[rate, TRIALS] > 0 else np.float32(guess)
+@kernel
+def _guess(own_odds: np.float32, answers_odds: np.float32) -> np.float32:
+    return min(max(own_odds + answers_odds - BASE_LOG_ODDS, _LEAST_GUESS), _MOST_GUESS)
 
 
-@njit(cache=True)
-def _record(rates: Rates, rate: int, said: bool, guess: float, prior_trials: float) -> None:
-    hits, trials = rates[rate, HITS], rates[rate, TRIALS]
-    if trials == 0:
-        hits, trials = prior_trials / (1 + math.exp(-guess)), prior_trials
-    if said:
-        hits += 1
-    trials += 1
-    if trials > MEMORY:
-        hits, trials = hits / 2, trials / 2
-    rates[rate, HITS], rates[rate, TRIALS] = hits, trials
-    share = min(max(hits / trials, 0.0005), 0.999)
-    rates[rate, LOG_ODDS] = math.log(share / (1 - share))
+@kernel
+def _learned_or(rates: Rates, rate: int, guess: np.float32) -> np.float32:
+    return guess if math.isnan(rates[rate]) else rates[rate]
 
 
-@njit(cache=True)
-def learn_token(
-    edges: Ints, live: Ints, spaces: Ints, row: Hashes, said: int, rates: Rates, weights: Weights
+@kernel
+def _record(
+    rates: Rates,
+    trials: Rates,
+    rate: int,
+    said: np.float32,
+    guess: np.float32,
+    prior_trials: np.float32,
 ) -> None:
-    """The model said `said` after the text of `row`: a trial for every continuation of it.
+    hits, tried = trials[rate, HITS], trials[rate, TRIALS]
+    if tried == 0:
+        hits, tried = prior_trials * _squash(guess), prior_trials
+    hits += said
+    tried += _ONE
+    if tried > MEMORY:
+        hits, tried = hits * _float(0.5), tried * _float(0.5)
+    trials[rate, HITS], trials[rate, TRIALS] = hits, tried
+    share = min(max(hits / tried, _LEAST_SHARE), _MOST_SHARE)
+    rates[rate] = math.log(share / (_ONE - share))
 
-    Call it before the token is inserted: what was known beforehand is judged.
-    """
-    tokens = np.empty(MAX_CONTINUATIONS, np.int32)
-    kinds = np.empty((MAX_CONTINUATIONS, NUM_COLUMNS), np.int32)
-    longest = np.empty(NUM_SOURCES, np.int32)
-    which = np.empty(NUM_INPUTS, np.int32)
-    inputs = np.empty(NUM_INPUTS, np.float32)
-    found = find_continuations(edges, live, spaces, row, tokens, kinds, longest)
-    chosen = weights[weight_set(longest, spaces)]
-    for i in range(found):
-        hit = tokens[i] == said
-        prob = judge(tokens[i], kinds[i], rates, chosen, which, inputs)
+
+@kernel
+def learn_token(
+    found: Ints,
+    num_found: int,
+    said: int,
+    rates: Rates,
+    trials: Rates,
+    weights: Weights,
+    chosen: int,
+    which: Ints,
+    inputs: Rates,
+) -> None:
+    """The model said `said`: a trial for every continuation that was found before it was."""
+    for i in range(num_found):
+        prob = judge(found, i, rates, weights, chosen, which, inputs)
         if prob < HOPELESS:
             continue
-        error = np.float32((1.0 if hit else 0.0) - prob)
-        for source in range(NUM_SOURCES):
-            if source < REFERENCE or kinds[i, REFERENCE]:
-                _record(rates, which[source], hit, 0.0, PRIOR_TRIALS)
-        guess = inputs[OWN] + inputs[ANSWERS] - BASE_LOG_ODDS
-        _record(rates, which[_PAIR], hit, min(max(guess, -5.8), 3.5), PRIOR_TRIALS)
-        _record(rates, which[_TOKEN], hit, inputs[_PAIR], NARROW_TRIALS)
-        for sparse in range(_SPARSE, _SPARSE + 2):
-            _record(rates, which[sparse], hit, inputs[_PAIR], NARROW_TRIALS)
+        hit = _float(found[i, TOKEN] == said)
+        _record(rates, trials, which[OWN], hit, inputs[OWN], PRIOR_TRIALS)
+        _record(rates, trials, which[ANSWERS], hit, inputs[ANSWERS], PRIOR_TRIALS)
+        if found[i, REFERENCE]:
+            _record(rates, trials, which[REFERENCE], hit, inputs[REFERENCE], PRIOR_TRIALS)
+        _record(
+            rates, trials, which[_PAIR], hit, _guess(inputs[OWN], inputs[ANSWERS]), PRIOR_TRIALS
+        )
+        for narrow in range(_TOKEN, _SPARSE + 2):
+            _record(rates, trials, which[narrow], hit, inputs[_PAIR], NARROW_TRIALS)
         for j in range(NUM_INPUTS):
-            chosen[j] += np.float32(LEARNING_RATE) * error * inputs[j]
+            weights[chosen, j] += LEARNING_RATE * (hit - prob) * inputs[j]

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead_vllm.draft.kernel import kernel
+
 OVERHEAD_RATE = 0.02  # the weight of one step in the moving average
 
 
@@ -40,18 +42,20 @@ class CostCurve:
         ):
             raise ValueError(f"the sizes must rise and the times be above 0: {self}")
         self.overhead = 0.0
+        self._table: NDArray[np.float64] = np.empty(0)
         self._last_slope = 0.0
         if len(sizes) > 1:
             self._last_slope = float(np.diff(self.times)[-1] / np.diff(self.sizes)[-1])
 
-    @classmethod
-    def flat(cls, critical_length: int = 128) -> CostCurve:
-        """Tokens are free up to the critical decoding length, then each costs its share."""
-        return cls([critical_length, 2 * critical_length], [1.0, 2.0])
-
     def __call__(self, num_tokens: NDArray[np.int64] | int) -> NDArray[np.float64]:
         """t at each of `num_tokens`, float64 of the same shape."""
         return self._forward(num_tokens) + self.overhead
+
+    def between(self, first: int, last: int) -> NDArray[np.float64]:
+        """t(first), ..., t(last): float64 [last - first + 1]."""
+        if last >= len(self._table):
+            self._table = self._forward(np.arange(2 * last + 1))
+        return self._table[first : last + 1] + self.overhead
 
     def observe(self, num_tokens: int, time: float) -> None:
         """Learn the overhead from a real step; one larger than all that was measured is ignored.
@@ -95,12 +99,32 @@ def cut(
     list[int]
         The length of the prefix of each tree.
     """
-    if not probs:
-        return []
-    owners = np.repeat(np.arange(len(probs)), [len(p) for p in probs])
-    merged = np.concatenate(probs).astype(np.float64)
-    order = np.argsort(-merged, kind="stable")
-    emitted = len(probs) + np.concatenate(([0.0], np.cumsum(merged[order])))
-    cost = curve(len(probs) + num_plain_tokens + np.arange(len(merged) + 1))
-    kept = order[: int(np.argmax(emitted / cost))]
-    return np.bincount(owners[kept], minlength=len(probs)).tolist()
+    sizes = np.array([len(p) for p in probs], np.int64)
+    total = int(sizes.sum())
+    if total == 0:
+        return [0] * len(probs)
+    first = len(probs) + num_plain_tokens
+    return _cut(np.concatenate(probs), sizes, curve.between(first, first + total)).tolist()
+
+
+@kernel
+def _cut(
+    probs: NDArray[np.float32], sizes: NDArray[np.int64], costs: NDArray[np.float64]
+) -> NDArray[np.int64]:
+    """`probs` float32 [n] of all trees, one after another; `costs` float64 [n + 1]."""
+    order = np.argsort(-probs, kind="mergesort")
+    emitted = float(len(sizes))
+    best, best_rate = 0, emitted / costs[0]
+    for k in range(len(probs)):
+        emitted += probs[order[k]]
+        if emitted / costs[k + 1] > best_rate:
+            best, best_rate = k + 1, emitted / costs[k + 1]
+    owners = np.empty(len(probs), np.int64)
+    first = 0
+    for owner in range(len(sizes)):
+        owners[first : first + sizes[owner]] = owner
+        first += sizes[owner]
+    kept = np.zeros(len(sizes), np.int64)
+    for k in range(best):
+        kept[owners[order[k]]] += 1
+    return kept

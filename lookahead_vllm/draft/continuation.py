@@ -6,19 +6,35 @@ Source: multi-stage retrieval, Lookahead (KDD 2024), section 4.3.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from lookahead_vllm.draft.kernel import kernel
 from lookahead_vllm.draft.suffix import NUM_SPARSE, NUM_SUFFIXES, ORDERS, Hashes
-from lookahead_vllm.draft.trie import MAX_COUNT, NOWHERE, TOKEN, USE, Ints, find
+from lookahead_vllm.draft.trie import (
+    COUNT_SHIFT,
+    MOST,
+    NAME,
+    NOWHERE,
+    TOKEN_BITS,
+    USE,
+    WINDOWS,
+    Ints,
+    Words,
+    locate,
+    matches,
+)
 
 OWN, ANSWERS, REFERENCE = range(3)
 """Sources: the request's own text, other answers of its namespace, texts it was given to copy."""
 NUM_SOURCES = 3
 
+# The columns of what was found: the sources, and two more.
 SPARSE_OWN, SPARSE_ANSWERS = 3, 4
-NUM_COLUMNS = 5
+TOKEN = 5
+NUM_COLUMNS = 6
 
-MAX_CONTINUATIONS = 32  # of one text
+NAMES, SLOT, HELD = range(3)  # of the places where a suffix is looked for
+
+MAX_CONTINUATIONS = 16  # of one text
 
 _STAGES = 2  # how many suffixes, longest first, may name continuations, beside the two shortest
 _SHARES, _GAPS, _RANKS = 9, 3, 2
@@ -32,7 +48,7 @@ NUM_SPARSE_KINDS = _SPARSE_SHARES**NUM_SPARSE
 _NO_EVIDENCE = -1
 
 
-@njit(cache=True)
+@kernel
 def _share(count: int, total: int) -> int:
     """The share of a continuation; one that always followed is told by how often that was."""
     if count < 0.05 * total:
@@ -48,7 +64,7 @@ def _share(count: int, total: int) -> int:
     return 5 if total < 2 else 6 if total < 3 else 7 if total < 5 else 8
 
 
-@njit(cache=True)
+@kernel
 def _kind(suffix: int, share: int, gap: int, rank: int) -> int:
     return 1 + ((suffix * _SHARES + share) * _GAPS + gap) * _RANKS + rank
 
@@ -71,66 +87,113 @@ COARSE = _coarse_kinds()
 """int32 [NUM_KINDS]: fewer kinds, for pairs of them."""
 
 
-@njit(cache=True)
-def _place(token: int, tokens: Ints, kinds: Ints, found: int, new: bool) -> tuple[int, int]:
-    """Where `token` stands among `tokens`, or a new place at their end if there is room."""
-    for i in range(found):
-        if tokens[i] == token:
-            return i, found
-    if not new or found == len(tokens):
-        return -1, found
-    tokens[found] = token
-    kinds[found] = 0
-    return found, found + 1
-
-
-@njit(cache=True)
-def find_continuations(
-    edges: Ints, live: Ints, spaces: Ints, row: Hashes, tokens: Ints, kinds: Ints, longest: Ints
-) -> int:
-    """Collect what followed the longest suffix, the next one, the shortest and the sparse ones.
-
-    `spaces` int32 [NUM_SOURCES] is where to look. Fills `tokens` int32 [MAX_CONTINUATIONS] and
-    `kinds` int32 [MAX_CONTINUATIONS, NUM_COLUMNS], and returns how many. The kind of evidence of
-    one source tells four things apart: the longest suffix that the token followed there, its
-    share of what followed, how many longer suffixes were seen that it never followed, and
-    whether it was the last to follow. `longest` int32 [NUM_SOURCES] gets the longest suffix seen
-    in each source, plus 1.
-    """
-    windows = np.empty((NUM_SOURCES, NUM_SUFFIXES), np.int64)
-    matches = np.empty((NUM_SOURCES, NUM_SUFFIXES), np.int64)
-    # First all of them, so that the processor fetches many lines of the table at a time.
+@kernel
+def _look(edges: Words, live: Ints, spaces: Ints, row: Hashes, places: Words) -> None:
+    """Match all suffixes in all sources."""
     for source in range(NUM_SOURCES):
         if spaces[source] != NOWHERE:
             for suffix in range(NUM_SUFFIXES):
-                windows[source, suffix], matches[source, suffix] = find(
-                    edges, live, spaces[source], row, suffix
+                name, window = locate(edges, live, spaces[source], row, suffix)
+                places[NAMES, source, suffix], places[SLOT, source, suffix] = name, window
+    # One look into every window in a loop as small as can be: the processor then waits for all of
+    # them together. These waits are half of what a proposal takes.
+    for source in range(NUM_SOURCES):
+        if spaces[source] != NOWHERE:
+            for suffix in range(NUM_SUFFIXES):
+                places[HELD, source, suffix] = edges[places[SLOT, source, suffix], NAME]
+    for source in range(NUM_SOURCES):
+        if spaces[source] != NOWHERE:
+            for suffix in range(NUM_SUFFIXES):
+                places[HELD, source, suffix] = matches(
+                    edges,
+                    places[NAMES, source, suffix],
+                    places[SLOT, source, suffix],
+                    WINDOWS[suffix],
                 )
-    found = 0
+
+
+@kernel
+def _total(edges: Words, slot: int, slots: int) -> int:
+    total = 0
+    while slots:
+        if slots & 1:
+            total += edges[slot, USE] >> COUNT_SHIFT & MOST
+        slot += 1
+        slots >>= 1
+    return total
+
+
+@kernel
+def _place(token: int, found: Ints, size: int, may_add: bool) -> tuple[int, int]:
+    """Where `token` stands among those found, and how many those are now; -1 for nowhere."""
+    for i in range(size):
+        if found[i, TOKEN] == token:
+            return i, size
+    if not may_add or size == MAX_CONTINUATIONS:
+        return -1, size
+    for column in range(TOKEN):
+        found[size, column] = 0
+    found[size, TOKEN] = token
+    return size, size + 1
+
+
+@kernel
+def find_continuations(
+    edges: Words,
+    live: Ints,
+    spaces: Ints,
+    row: Hashes,
+    found: Ints,
+    longest: Ints,
+    places: Words,
+) -> int:
+    """Collect what followed the longest suffix, the next one, the shortest and the sparse ones.
+
+    Parameters
+    ----------
+    spaces : int32 [NUM_SOURCES]
+        Where to look.
+    found : int32 [MAX_CONTINUATIONS, NUM_COLUMNS]
+        Gets a row for each continuation: its token, and the kind of evidence for it in each
+        source, which tells four things apart: the longest suffix that the token followed there,
+        its share of what followed, how many longer suffixes were seen that it never followed, and
+        whether it was the last to follow.
+    longest : int32 [NUM_SOURCES]
+        Gets the longest suffix seen in each source, plus 1.
+    places : int64 [3, NUM_SOURCES, NUM_SUFFIXES]
+        Gets the NAMES of the suffixes, the first SLOT of each and which slots are HELD by its
+        edges.
+
+    Returns
+    -------
+    int
+        How many were found.
+    """
+    _look(edges, live, spaces, row, places)
+    size = 0
     for source in range(NUM_SOURCES):
         longest[source] = 0
         if spaces[source] == NOWHERE:
             continue
         stage = 0
         for suffix in range(len(ORDERS) - 1, -1, -1):
-            slots = matches[source, suffix]
+            slots = places[HELD, source, suffix]
             if slots == 0 or (stage >= _STAGES and suffix > 1):
                 continue
             if stage == 0:
                 longest[source] = suffix + 1
-            window = windows[source, suffix]
-            total = _total(edges, window, slots)
+            slot = places[SLOT, source, suffix]
+            total = _total(edges, slot, slots)
             gap = min(stage, _GAPS - 1)
             rank = 0
-            slot = window
             while slots:
                 if slots & 1:
-                    share = _share(edges[slot, USE] & MAX_COUNT, total)
-                    at, found = _place(
-                        edges[slot, TOKEN], tokens, kinds, found, suffix > 0 or share > 0
-                    )
-                    if at >= 0 and kinds[at, source] == 0:
-                        kinds[at, source] = _kind(suffix, share, gap, rank)
+                    use = edges[slot, USE]
+                    share = _share(use >> COUNT_SHIFT & MOST, total)
+                    # What seldom follows a single token is not worth looking at.
+                    at, size = _place(use & TOKEN_BITS, found, size, suffix > 0 or share > 0)
+                    if at >= 0 and found[at, source] == 0:
+                        found[at, source] = _kind(suffix, share, gap, rank)
                     rank = 1
                 slot += 1
                 slots >>= 1
@@ -138,27 +201,17 @@ def find_continuations(
         if source == REFERENCE:
             continue
         for sparse in range(NUM_SPARSE):
-            slots = matches[source, len(ORDERS) + sparse]
-            slot = windows[source, len(ORDERS) + sparse]
+            slots = places[HELD, source, len(ORDERS) + sparse]
+            slot = places[SLOT, source, len(ORDERS) + sparse]
             total = _total(edges, slot, slots)
             while slots:
                 if slots & 1:
-                    share = _share(edges[slot, USE] & MAX_COUNT, total)
-                    at, found = _place(edges[slot, TOKEN], tokens, kinds, found, True)
+                    use = edges[slot, USE]
+                    at, size = _place(use & TOKEN_BITS, found, size, True)
                     if at >= 0:
+                        share = _share(use >> COUNT_SHIFT & MOST, total)
                         part = 1 + min(share // 2, _SPARSE_SHARES - 2)
-                        kinds[at, SPARSE_OWN + source] += part * _SPARSE_SHARES**sparse
+                        found[at, SPARSE_OWN + source] += part * _SPARSE_SHARES**sparse
                 slot += 1
                 slots >>= 1
-    return found
-
-
-@njit(cache=True)
-def _total(edges: Ints, slot: int, slots: int) -> int:
-    total = 0
-    while slots:
-        if slots & 1:
-            total += edges[slot, USE] & MAX_COUNT
-        slot += 1
-        slots >>= 1
-    return total
+    return size

@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.acceptance_rate import NUM_INPUTS, Rates, Weights, judge, weight_set
@@ -17,10 +16,12 @@ from lookahead_vllm.draft.continuation import (
     MAX_CONTINUATIONS,
     NUM_COLUMNS,
     NUM_SOURCES,
+    TOKEN,
     find_continuations,
 )
-from lookahead_vllm.draft.suffix import ROW, Hashes, advance
-from lookahead_vllm.draft.trie import Ints
+from lookahead_vllm.draft.kernel import kernel
+from lookahead_vllm.draft.suffix import NUM_SUFFIXES, ROW, Hashes, advance
+from lookahead_vllm.draft.trie import Ints, Words
 
 LEAST_PROBABILITY = 0.001  # a node less likely than this is never drafted
 
@@ -28,9 +29,9 @@ SINGLE, PARALLEL, HIERARCHICAL = range(3)
 """Where a tree may branch: nowhere, at the root alone, everywhere."""
 
 
-@njit(cache=True)
+@kernel
 def grow(
-    edges: Ints,
+    edges: Words,
     live: Ints,
     spaces: Ints,
     row: Hashes,
@@ -51,10 +52,10 @@ def grow(
     rows = np.empty((max_nodes + 1, ROW), np.uint64)  # row i + 1 is the text that ends in node i
     rows[0] = row
 
-    tokens = np.empty(MAX_CONTINUATIONS, np.int32)
-    kinds = np.empty((MAX_CONTINUATIONS, NUM_COLUMNS), np.int32)
-    shares = np.empty(MAX_CONTINUATIONS, np.float32)
+    found = np.empty((MAX_CONTINUATIONS, NUM_COLUMNS), np.int32)
     longest = np.empty(NUM_SOURCES, np.int32)
+    places = np.empty((3, NUM_SOURCES, NUM_SUFFIXES), np.int64)
+    shares = np.empty(MAX_CONTINUATIONS, np.float32)
     which = np.empty(NUM_INPUTS, np.int32)
     inputs = np.empty(NUM_INPUTS, np.float32)
     # The buds, likeliest first: nodes that may be taken next.
@@ -63,20 +64,22 @@ def grow(
     size, here, depth, prob = 0, -1, 0, np.float32(1.0)
     while size < max_nodes:
         if depth < max_depth:
-            found = find_continuations(edges, live, spaces, rows[here + 1], tokens, kinds, longest)
-            chosen = weights[weight_set(longest, spaces)]
+            num_found = find_continuations(
+                edges, live, spaces, rows[here + 1], found, longest, places
+            )
+            chosen = weight_set(longest, spaces)
             total = np.float32(0)
             best = 0
-            for i in range(found):
-                shares[i] = judge(tokens[i], kinds[i], rates, chosen, which, inputs)
+            for i in range(num_found):
+                shares[i] = judge(found, i, rates, weights, chosen, which, inputs)
                 total += shares[i]
                 if shares[i] > shares[best]:
                     best = i
             scale = prob / max(total, np.float32(1))
             alone = branching == SINGLE or (branching == PARALLEL and here >= 0)
-            for i in range(found):
+            for i in range(num_found):
                 if shares[i] * scale >= LEAST_PROBABILITY and (i == best or not alone):
-                    heapq.heappush(buds, (-shares[i] * scale, np.int32(here), tokens[i]))
+                    heapq.heappush(buds, (-shares[i] * scale, np.int32(here), found[i, TOKEN]))
         if len(buds) == 0:
             break
         minus_prob, parent, token = heapq.heappop(buds)

@@ -8,18 +8,35 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft import budget
-from lookahead_vllm.draft.acceptance_rate import AcceptanceRate, Rates, Weights, learn_token
+from lookahead_vllm.draft.acceptance_rate import (
+    NUM_INPUTS,
+    AcceptanceRate,
+    Rates,
+    Weights,
+    learn_token,
+    weight_set,
+)
 from lookahead_vllm.draft.budget import CostCurve
-from lookahead_vllm.draft.continuation import ANSWERS, NUM_SOURCES, OWN, REFERENCE
+from lookahead_vllm.draft.continuation import (
+    ANSWERS,
+    MAX_CONTINUATIONS,
+    NAMES,
+    NUM_COLUMNS,
+    NUM_SOURCES,
+    OWN,
+    REFERENCE,
+    SLOT,
+    find_continuations,
+)
 from lookahead_vllm.draft.growth import HIERARCHICAL, PARALLEL, SINGLE, grow
+from lookahead_vllm.draft.kernel import kernel
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.suffix import NUM_SPARSE, ORDERS, Hashes, advance, empty_row
+from lookahead_vllm.draft.suffix import NUM_SPARSE, NUM_SUFFIXES, ORDERS, Hashes, advance, empty_row
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
-from lookahead_vllm.draft.trie import BYTES_PER_NODE, NOWHERE, Counters, Ints, Trie, insert_token
+from lookahead_vllm.draft.trie import BYTES_PER_NODE, NOWHERE, WINDOWS, Ints, Trie, Words, count
 
 EXPECTED_ANSWER = 512  # tokens; a longer one only has less room in the trie
 
@@ -107,7 +124,7 @@ class NGramTrieProposer:
     @property
     def num_bytes(self) -> int:
         """What the tables take; it does not grow."""
-        return self.trie.num_bytes + self.rate.rates.nbytes + self.rate.weights.nbytes
+        return self.trie.num_bytes + self.rate.num_bytes
 
     def start(
         self,
@@ -145,6 +162,7 @@ class NGramTrieProposer:
             text.row,
             np.array(tokens, np.int32),
             rate.rates,
+            rate.trials,
             rate.weights,
             self.options.sources != "prompt",
         )
@@ -173,6 +191,7 @@ class NGramTrieProposer:
             "edges": self.trie.edges,
             "counters": self.trie.counters,
             "rates": self.rate.rates,
+            "trials": self.rate.trials,
             "weights": self.rate.weights,
         }
         return arrays, {"namespaces": dict(self._namespaces), "suffixes": SUFFIXES}
@@ -228,27 +247,45 @@ class NGramTrieProposer:
         """Run every kernel on nothing, so that no request waits for the compiler."""
         self.start("", [])
         self.extend("", [])
-        self.propose([DraftRequest("", 1, 1)])
+        trees = self.propose([DraftRequest("", 1, 1)])
+        budget.cut([tree.probs for tree in [*trees, DraftTree.chain([0])]], CostCurve([1], [1.0]))
         self.finish("")
 
 
-@njit(cache=True)
+@kernel
 def _extend(
-    edges: Ints,
+    edges: Words,
     live: Ints,
-    counters: Counters,
+    counters: Words,
     spaces: Ints,
     row: Hashes,
     tokens: Ints,
     rates: Rates,
+    trials: Rates,
     weights: Weights,
     is_source: bool,
 ) -> None:
     following = np.empty_like(row)
+    found = np.empty((MAX_CONTINUATIONS, NUM_COLUMNS), np.int32)
+    longest = np.empty(NUM_SOURCES, np.int32)
+    places = np.empty((3, NUM_SOURCES, NUM_SUFFIXES), np.int64)
+    which = np.empty(NUM_INPUTS, np.int32)
+    inputs = np.empty(NUM_INPUTS, np.float32)
     for token in tokens:
-        learn_token(edges, live, spaces, row, token, rates, weights)
-        if is_source:
-            insert_token(edges, live, counters, spaces[OWN], row, token)
-            insert_token(edges, live, counters, spaces[ANSWERS], row, token)
+        size = find_continuations(edges, live, spaces, row, found, longest, places)
+        chosen = weight_set(longest, spaces)
+        learn_token(found, size, token, rates, trials, weights, chosen, which, inputs)
+        for source in (OWN, ANSWERS):
+            if is_source and spaces[source] != NOWHERE:
+                for suffix in range(NUM_SUFFIXES):
+                    count(
+                        edges,
+                        live,
+                        counters,
+                        places[NAMES, source, suffix],
+                        places[SLOT, source, suffix],
+                        WINDOWS[suffix],
+                        token,
+                    )
         advance(row, token, following)
         row[:] = following

@@ -13,8 +13,9 @@ copied with one word changed. They are known from context mixing compressors (PA
 from __future__ import annotations
 
 import numpy as np
-from numba import njit  # its cache looks at one file: touch the importers of a kernel you change
 from numpy.typing import NDArray
+
+from lookahead_vllm.draft.kernel import kernel
 
 Hashes = NDArray[np.uint64]
 
@@ -41,7 +42,7 @@ def empty_row() -> Hashes:
     return np.zeros(ROW, np.uint64)
 
 
-@njit(cache=True)
+@kernel
 def advance(row: Hashes, token: int, following: Hashes) -> None:
     """Fill `following`, uint64 [ROW], with `row` after one more token; not the same array."""
     mixed = (np.uint64(token) + np.uint64(1)) * _A
@@ -53,7 +54,7 @@ def advance(row: Hashes, token: int, following: Hashes) -> None:
     following[_LONGEST + 2] = row[2]
 
 
-@njit(cache=True)
+@kernel
 def key_of(row: Hashes, suffix: int, space: int) -> np.uint64:
     """What the suffix, a number below NUM_SUFFIXES, is filed under in `space`."""
     key = row[_PLACES[suffix]] + np.uint64(suffix + 1) * _A + np.uint64(space) * _C

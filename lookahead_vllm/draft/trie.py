@@ -18,33 +18,37 @@ simple:
 from __future__ import annotations
 
 import numpy as np
-from numba import njit  # its cache looks at one file: touch the importers of a kernel you change
 from numpy.typing import NDArray
 
+from lookahead_vllm.draft.kernel import kernel
 from lookahead_vllm.draft.suffix import NUM_SUFFIXES, Hashes, advance, key_of
 
 Ints = NDArray[np.int32]
-Counters = NDArray[np.int64]
+Words = NDArray[np.int64]
 
-# Columns of `Trie.edges`.
-TAG, TOKEN, SPACE, USE = range(4)
-# USE is a saturating count, and in its upper half the time of the last one.
-MAX_COUNT = 0xFFFF
+# Columns of `Trie.edges`. NAME is a part of the suffix's hash above the number of its space. USE
+# is, from below, the token (32 bits), how often it followed (16, saturating), and the time of the
+# last one (16).
+NAME, USE = range(2)
+SPACE_BITS = 0xFFFFFFFF
+TOKEN_BITS = 0xFFFFFFFF
+COUNT_SHIFT = 32
+TIME_SHIFT = 48
+MOST = 0xFFFF  # of a count or a time
 
 NOWHERE = 0
 """The space without an edge: where nothing is inserted and nothing found."""
 
 BYTES_PER_NODE = 16
 LINE = 4  # slots in 64 bytes
-WINDOWS = np.array([16, 8] + [LINE] * (NUM_SUFFIXES - 2))
-"""The most edges of a suffix of each kind: short ones are followed by many tokens."""
+WINDOWS = np.array([8] + [LINE] * (NUM_SUFFIXES - 1))
+"""The most edges of a suffix of each kind: one token is followed by many."""
 
-STAMPS = 64  # the clock ticks so often while as many edges are made as there are slots
+TICKS = 64  # of the clock, while as many edges are made as there are slots
 HALF_LIFE = 32  # ticks in which a frequency halves
 LIVE_BONUS = 8  # an edge of a live request's own text counts as seen so many times more
 
 LEAST_REGION = 2048  # lines that a private space is spread over at least: 128 KiB
-
 MAX_LIVE = 1 << 12
 """The most spaces of live requests at a time."""
 
@@ -63,8 +67,8 @@ class Trie:
 
     Attributes
     ----------
-    edges : int32 [max_nodes, 4]
-        TAG (a part of the suffix's hash), TOKEN, SPACE (NOWHERE for an empty slot), USE.
+    edges : int64 [max_nodes, 2]
+        NAME, which is 0 for an empty slot, and USE.
     live : int32 [MAX_LIVE, 3]
         The private spaces that are not eliminated, each with the first line of the region where
         its edges are and that region's length in lines: a short text keeps to a small part of
@@ -75,11 +79,11 @@ class Trie:
 
     def __init__(self, max_nodes: int) -> None:
         lines = max_nodes // LINE
-        spare = np.zeros((lines + 1) * LINE * 4, np.int32)  # aligned: a line is one cache line
-        first = (-spare.ctypes.data % 64) // 4
-        self.edges: Ints = spare[first : first + lines * LINE * 4].reshape(-1, 4)
+        spare = np.zeros((lines + 1) * LINE * 2, np.int64)  # aligned: a line is one cache line
+        first = (-spare.ctypes.data % 64) // 8
+        self.edges: Words = spare[first : first + lines * LINE * 2].reshape(-1, 2)
         self.live = np.zeros((MAX_LIVE, 3), np.int32)
-        self.counters: Counters = np.zeros(4, np.int64)
+        self.counters: Words = np.zeros(4, np.int64)
 
     @property
     def num_bytes(self) -> int:
@@ -93,7 +97,7 @@ class Trie:
 
     def count_edges(self) -> int:
         """Edges that can be found now; looks at every slot."""
-        spaces = self.edges[:, SPACE]
+        spaces = self.edges[:, NAME].astype(np.int32)  # the lower half
         alive = (spaces > 0) | ((spaces < 0) & (self.live[-spaces % MAX_LIVE, 0] == spaces))
         return int(alive.sum())
 
@@ -133,78 +137,83 @@ class Trie:
     def followers(self, space: int, row: Hashes, suffix: int) -> list[tuple[int, int]]:
         """The tokens that followed the suffix and how often each did, the latest first."""
         window, slots = find(self.edges, self.live, space, row, suffix)
-        held = [window + i for i in range(WINDOWS[suffix]) if slots >> i & 1]
-        return [(int(self.edges[i, TOKEN]), int(self.edges[i, USE] & MAX_COUNT)) for i in held]
+        uses = self.edges[window : window + WINDOWS[suffix], USE].tolist()
+        held = [use for i, use in enumerate(uses) if slots >> i & 1]
+        return [(use & TOKEN_BITS, use >> COUNT_SHIFT & MOST) for use in held]
 
 
-@njit(cache=True)
-def _window(edges: Ints, live: Ints, space: int, key: np.uint64, size: int) -> np.int64:
-    """Where the window of so many slots begins."""
+@kernel
+def locate(
+    edges: Words, live: Ints, space: int, row: Hashes, suffix: int
+) -> tuple[np.int64, np.int64]:
+    """The name of the suffix's edges and the first slot of their window."""
+    key = key_of(row, suffix, space)
     first, lines = np.int64(0), np.int64(len(edges) // LINE)
     if space < 0:
         first, lines = np.int64(live[-space % MAX_LIVE, 1]), np.int64(live[-space % MAX_LIVE, 2])
-    places = np.uint64(lines - size // LINE + 1)
-    return (first + np.int64(((key >> np.uint64(32)) * places) >> np.uint64(32))) * LINE
+    places = np.uint64(lines - WINDOWS[suffix] // LINE + 1)
+    window = (first + np.int64(((key >> np.uint64(32)) * places) >> np.uint64(32))) * LINE
+    return np.int64(key << np.uint64(32)) | (np.int64(space) & SPACE_BITS), window
 
 
-@njit(cache=True)
-def find(edges: Ints, live: Ints, space: int, row: Hashes, suffix: int) -> tuple[int, int]:
-    """The suffix's window, as its first slot, and which of its slots hold an edge of the suffix.
+@kernel
+def matches(edges: Words, name: int, window: int, size: int) -> np.int64:
+    """Which slots of the window hold an edge of this name, as bits: the lowest is the first slot.
 
-    The latter is a number whose lowest bit stands for the first slot; the edge that was counted
-    last stands first.
+    The edge that was counted last stands first.
     """
-    key = key_of(row, suffix, space)
-    tag = np.int32(key & np.uint64(0x7FFFFFFF))
-    size = WINDOWS[suffix]
-    window = _window(edges, live, space, key, size)
-    slots = 0
+    slots = np.int64(0)
     for i in range(size):  # without a branch: this waits for memory
-        same = (edges[window + i, TAG] == tag) & (edges[window + i, SPACE] == space)
-        slots |= np.int64(same) << i
-    return window, slots
+        slots |= np.int64(edges[window + i, NAME] == name) << i
+    return slots
 
 
-@njit(cache=True)
-def _value(edges: Ints, live: Ints, slot: int, now: int) -> int:
+@kernel
+def find(
+    edges: Words, live: Ints, space: int, row: Hashes, suffix: int
+) -> tuple[np.int64, np.int64]:
+    """The window of the suffix's edges, and which of its slots hold one."""
+    name, window = locate(edges, live, space, row, suffix)
+    return window, matches(edges, name, window, WINDOWS[suffix])
+
+
+@kernel
+def _value(edges: Words, live: Ints, slot: int, now: int) -> int:
     """How much an edge is worth keeping: empty, eliminated, seldom, long ago are worth little."""
-    space = edges[slot, SPACE]
-    if space == NOWHERE:
+    name = edges[slot, NAME]
+    if name == 0:
         return -2
+    space = np.int64(np.int32(name & SPACE_BITS))
     bonus = 0
     if space < 0:
         if live[-space % MAX_LIVE, 0] != space:
             return -1
         bonus = LIVE_BONUS
     use = edges[slot, USE]
-    age = (now - (use >> 16)) & 0xFFFF
-    weight = ((use & MAX_COUNT) + bonus) >> min(age // HALF_LIFE, 31)
-    return (weight << 16) + 0xFFFF - age
+    age = (now - (use >> TIME_SHIFT)) & MOST
+    weight = ((use >> COUNT_SHIFT & MOST) + bonus) >> min(age // HALF_LIFE, 31)
+    return (weight << 16) + MOST - age
 
 
-@njit(cache=True)
+@kernel
 def count(
-    edges: Ints, live: Ints, counters: Counters, space: int, row: Hashes, suffix: int, token: int
+    edges: Words, live: Ints, counters: Words, name: int, window: int, size: int, token: int
 ) -> None:
-    """`token` followed the suffix once more; the edge becomes the first of its suffix."""
-    key = key_of(row, suffix, space)
-    tag = np.int32(key & np.uint64(0x7FFFFFFF))
-    size = WINDOWS[suffix]
-    window = _window(edges, live, space, key, size)
-    now = counters[MADE] // max(1, len(edges) // STAMPS) & 0xFFFF
+    """`token` followed the suffix of that name once more; its edge becomes the first of them."""
+    now = counters[MADE] // max(1, len(edges) // TICKS) & MOST
     first = edge = -1
     for slot in range(window, window + size):
-        if edges[slot, TAG] == tag and edges[slot, SPACE] == space:
+        if edges[slot, NAME] == name:
             if first < 0:
                 first = slot
-            if edges[slot, TOKEN] == token:
+            if edges[slot, USE] & TOKEN_BITS == token:
                 edge = slot
                 break
     seen = 0
     if edge >= 0:
         use = edges[edge, USE]
-        age = (now - (use >> 16)) & 0xFFFF
-        seen = (use & MAX_COUNT) >> min(age // HALF_LIFE, 31)
+        age = (now - (use >> TIME_SHIFT)) & MOST
+        seen = (use >> COUNT_SHIFT & MOST) >> min(age // HALF_LIFE, 31)
     else:
         edge = window
         least = _value(edges, live, window, now)
@@ -214,30 +223,27 @@ def count(
                 edge, least = slot, value
         counters[MADE] += 1
         counters[PRUNED] += least >= 0
-        edges[edge, TAG] = tag
-        edges[edge, TOKEN] = token
-        edges[edge, SPACE] = space
-    edges[edge, USE] = np.int32(now << 16) | min(seen + 1, MAX_COUNT)
+    use = now << TIME_SHIFT | min(seen + 1, MOST) << COUNT_SHIFT | np.int64(token)
     if 0 <= first < edge:
-        for column in range(4):
-            moved = edges[first, column]
-            edges[first, column] = edges[edge, column]
-            edges[edge, column] = moved
+        edges[edge, NAME], edges[edge, USE] = edges[first, NAME], edges[first, USE]
+        edge = first
+    edges[edge, NAME], edges[edge, USE] = name, use
 
 
-@njit(cache=True)
+@kernel
 def insert_token(
-    edges: Ints, live: Ints, counters: Counters, space: int, row: Hashes, token: int
+    edges: Words, live: Ints, counters: Words, space: int, row: Hashes, token: int
 ) -> None:
     """Count the n-grams of all lengths that `token` ends."""
     if space != NOWHERE:
         for suffix in range(NUM_SUFFIXES):
-            count(edges, live, counters, space, row, suffix, token)
+            name, window = locate(edges, live, space, row, suffix)
+            count(edges, live, counters, name, window, WINDOWS[suffix], token)
 
 
-@njit(cache=True)
+@kernel
 def _insert_text(
-    edges: Ints, live: Ints, counters: Counters, space: int, row: Hashes, tokens: Ints
+    edges: Words, live: Ints, counters: Words, space: int, row: Hashes, tokens: Ints
 ) -> None:
     following = np.empty_like(row)
     for token in tokens:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lookahead_vllm.draft.budget import CostCurve, cut
 
+FLAT = CostCurve([8, 16], [1, 2])
 CPU = CostCurve([1, 2, 4, 8, 16, 32, 64], [25, 25, 25, 32, 49, 74, 129])
 
 
@@ -39,11 +40,11 @@ def test_what_is_no_curve_is_refused(sizes, times):
 
 
 def test_below_the_critical_decoding_length_every_node_is_worth_it():
-    assert cut(tree_probs([0.5, 0.1], [0.02]), CostCurve.flat(8)) == [2, 1]
+    assert cut(tree_probs([0.5, 0.1], [0.02]), FLAT) == [2, 1]
 
 
 def test_a_full_step_sends_nothing():
-    assert cut(tree_probs([0.9, 0.9], [0.9]), CostCurve.flat(8), num_plain_tokens=1000) == [2, 1]
+    assert cut(tree_probs([0.9, 0.9], [0.9]), FLAT, num_plain_tokens=1000) == [2, 1]
     assert cut(tree_probs([0.2, 0.1]), CostCurve([1, 2], [1, 2])) == [0]
 
 

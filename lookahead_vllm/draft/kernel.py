@@ -1,0 +1,39 @@
+"""How the hot loops of this room are compiled: by numba, once for every release."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile `function` at its first call, and keep what was compiled for later processes.
+
+    numba looks at the file of a kernel alone when it asks whether a compiled one still fits, and
+    not at the files of the kernels that are inlined into it. So each state of this room's sources
+    has a folder of its own, in `$LOOKAHEAD_VLLM_CACHE` (or `$XDG_CACHE_HOME`, or `~/.cache`),
+    under `lookahead_vllm/`. Where that cannot be written, every process compiles for itself.
+    """
+    before = numba.config.CACHE_DIR
+    try:
+        numba.config.CACHE_DIR = _cache_dir()
+        return numba.njit(cache=True, error_model="numpy")(function)
+    except (OSError, RuntimeError):
+        return numba.njit(error_model="numpy")(function)
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+@functools.cache
+def _cache_dir() -> str:
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    digest = hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()
+    root = os.environ.get("LOOKAHEAD_VLLM_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    directory = Path(root) if root else Path.home() / ".cache"
+    return str(directory / "lookahead_vllm" / f"draft-{digest[:16]}")
