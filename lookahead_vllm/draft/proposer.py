@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -34,9 +35,23 @@ from lookahead_vllm.draft.continuation import (
 from lookahead_vllm.draft.growth import HIERARCHICAL, PARALLEL, SINGLE, grow
 from lookahead_vllm.draft.kernel import kernel
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.suffix import NUM_SPARSE, NUM_SUFFIXES, ORDERS, Hashes, advance, empty_row
+from lookahead_vllm.draft.suffix import (
+    NUM_SPARSE,
+    NUM_SUFFIXES,
+    ORDERS,
+    Hashes,
+    advance,
+    empty_row,
+    row_of,
+)
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.draft.trie import BYTES_PER_NODE, NOWHERE, WINDOWS, Ints, Trie, Words, count
+
+INDEX_AT_ONCE = 4096
+"""Tokens of prompts that one step inserts, some 3 ms; more where 8 times as many wait."""
+
+MAX_NAMESPACES = 1 << 16
+"""The one that was not used for longest is forgotten, and its answers with it."""
 
 EXPECTED_ANSWER = 512  # tokens; a longer one only has less room in the trie
 
@@ -97,6 +112,15 @@ class _Text:
     """int32 [NUM_SOURCES]"""
 
 
+@dataclass(slots=True)
+class _Job:
+    """Tokens that are still to be inserted, after the text of `row`, into a space."""
+
+    space: int
+    row: Hashes
+    tokens: Ints
+
+
 class NGramTrieProposer:
     """Trees from what this request and earlier answers said after the same words.
 
@@ -119,6 +143,8 @@ class NGramTrieProposer:
         self.rate = AcceptanceRate()
         self._namespaces: dict[str, int] = {}
         self._texts: dict[str, _Text] = {}
+        self._backlog: deque[_Job] = deque()
+        self._left = INDEX_AT_ONCE
         self._compile()
 
     @property
@@ -133,22 +159,28 @@ class NGramTrieProposer:
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
     ) -> None:
-        """See Proposer. The prompt is indexed whole: an end of sequence in it is a token."""
+        """See Proposer. The prompt is indexed whole: an end of sequence in it is a token.
+
+        What is long is indexed in parts, by the next calls of `propose`, so that no step waits.
+        """
         self.finish(request_id)
+        tokens = np.asarray(prompt, np.int32)
+        texts = [np.asarray(reference, np.int32) for reference in references]
+        length = sum(map(len, texts))
         spaces = np.zeros(NUM_SOURCES, np.int32)
-        spaces[OWN] = self.trie.new_private(len(prompt) + EXPECTED_ANSWER)
+        spaces[OWN] = self.trie.new_private(len(tokens) + length + EXPECTED_ANSWER)
         if namespace is not None:
             spaces[ANSWERS] = self._space_of(namespace)
-        self._texts[request_id] = text = _Text(empty_row(), spaces)
-        prompt_space = spaces[OWN] if self.options.sources != "output" else NOWHERE
-        self.trie.insert(prompt_space, text.row, np.asarray(prompt, np.int32))
-        if references:
-            spaces[REFERENCE] = self.trie.new_private(sum(map(len, references)))
-        for reference in references:
-            tokens = np.asarray(reference, np.int32)
-            # A reference may be the answer itself, so it is one that begins where the answer does.
-            for source in (OWN, REFERENCE):
-                self.trie.insert(spaces[source], text.row.copy(), tokens)
+        if texts:
+            spaces[REFERENCE] = self.trie.new_private(length)
+        self._texts[request_id] = text = _Text(row_of(tokens), spaces)
+        # A reference may be the answer itself, so it is one that begins where the answer does.
+        for reference in texts:
+            for source in (REFERENCE, OWN):
+                self._backlog.append(_Job(int(spaces[source]), text.row.copy(), reference))
+        if self.options.sources != "output":
+            self._backlog.append(_Job(int(spaces[OWN]), empty_row(), tokens))
+        self._work_off()
 
     def extend(self, request_id: str, tokens: Sequence[int]) -> None:
         """See Proposer. What was just said can be drafted at once."""
@@ -169,6 +201,8 @@ class NGramTrieProposer:
 
     def propose(self, wants: Sequence[DraftRequest], num_plain_tokens: int = 0) -> list[DraftTree]:
         """See Proposer."""
+        self._work_off()
+        self._left = max(INDEX_AT_ONCE, sum(len(job.tokens) for job in self._backlog) // 8)
         grown = [self._grow(want) for want in wants]
         if self.curve is not None and self.options.budget == "auto":
             sizes = budget.cut([tree.probs for tree in grown], self.curve, num_plain_tokens)
@@ -221,9 +255,23 @@ class NGramTrieProposer:
     def _space_of(self, namespace: str) -> int:
         # Names may hold a cache_salt, a secret: only digests are kept, here and in a snapshot.
         digest = hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()
-        if digest not in self._namespaces:
-            self._namespaces[digest] = self.trie.new_shared()
-        return self._namespaces[digest]
+        space = self._namespaces.pop(digest, None) or self.trie.new_shared()
+        self._namespaces[digest] = space  # as the latest
+        if len(self._namespaces) > MAX_NAMESPACES:
+            del self._namespaces[next(iter(self._namespaces))]
+        return space
+
+    def _work_off(self) -> None:
+        """Insert what is waiting, as far as this step may."""
+        while self._backlog and self._left > 0:
+            job = self._backlog[0]
+            if self.trie.is_live(job.space):
+                now, job.tokens = job.tokens[: self._left], job.tokens[self._left :]
+                self.trie.insert(job.space, job.row, now)
+                self._left -= len(now)
+                if len(job.tokens):
+                    continue
+            self._backlog.popleft()
 
     def _grow(self, want: DraftRequest) -> DraftTree:
         text = self._texts[want.request_id]
@@ -245,7 +293,7 @@ class NGramTrieProposer:
 
     def _compile(self) -> None:
         """Run every kernel on nothing, so that no request waits for the compiler."""
-        self.start("", [])
+        self.start("", [0])
         self.extend("", [])
         trees = self.propose([DraftRequest("", 1, 1)])
         budget.cut([tree.probs for tree in [*trees, DraftTree.chain([0])]], CostCurve([1], [1.0]))

@@ -122,9 +122,13 @@ class Trie:
                 return space
         return NOWHERE
 
+    def is_live(self, space: int) -> bool:
+        """Whether this is a private space that is not eliminated."""
+        return space < 0 and bool(self.live[-space % MAX_LIVE, 0] == space)
+
     def eliminate(self, space: int) -> None:
         """End a private space, in O(1): its edges are never found again, and the first to go."""
-        if space < 0 and self.live[-space % MAX_LIVE, 0] == space:
+        if self.is_live(space):
             self.live[-space % MAX_LIVE] = 0
 
     def insert(self, space: int, row: Hashes, tokens: Ints) -> None:

@@ -2,15 +2,19 @@
 
 import subprocess
 import sys
+from collections import defaultdict
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lookahead_vllm.draft import proposer as proposer_module
 from lookahead_vllm.draft.budget import CostCurve
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftRequest, NGramTrieProposer
+from tests.draft.model import ProposerModel
 
 DOCUMENT = list(range(100, 180))
 
@@ -114,12 +118,12 @@ def test_a_request_that_leaves_the_batch_for_a_while_has_not_ended(proposer):
     assert draft(proposer, "preempted").tokens[0] == DOCUMENT[3]
 
 
-def test_pruning_never_takes_a_live_prompt():
-    proposer = NGramTrieProposer(LookaheadOptions(max_nodes=1024))
-    proposer.start("r", [*DOCUMENT[:50], 1])
+def test_a_flood_of_answers_leaves_a_live_prompt_alone():
+    proposer = NGramTrieProposer(LookaheadOptions(max_nodes=8192))
+    proposer.start("r", [*DOCUMENT, 1])
     proposer.start("flood", [1])
-    proposer.extend("flood", np.random.default_rng(0).integers(1000, 40_000, 5000).tolist())
-    assert proposer.num_evicted > 0 and proposer.num_nodes <= 1024
+    proposer.extend("flood", np.random.default_rng(0).integers(1000, 40_000, 700).tolist())
+    assert proposer.trie.num_pruned > 0
     proposer.extend("r", DOCUMENT[:3])
     assert DOCUMENT[3] in draft(proposer, "r").tokens
 
@@ -140,12 +144,12 @@ def test_a_request_that_was_not_started_is_an_error(proposer):
 
 
 def test_nothing_is_left_when_every_request_ends_without_an_answer(proposer):
-    before = proposer.num_nodes
+    before = proposer.trie.count_edges()
     for i in range(20):
         proposer.start(f"r{i}", DOCUMENT)
     for i in range(20):
         proposer.finish(f"r{i}")
-    assert proposer.num_nodes == before
+    assert proposer.trie.count_edges() == before
 
 
 def test_branches_that_share_a_prefix_share_its_nodes(proposer):
@@ -223,7 +227,244 @@ def test_every_tree_is_valid_within_its_limits_and_best_first(
         assert may_branch or tree.is_chain
         for n in range(len(tree)):
             tree.prefix(n).check(vocab_size=6, max_nodes=n)
-    assert proposer.num_nodes <= 1024
+    assert proposer.trie.count_edges() <= 1024
+
+
+def test_a_tree_of_more_than_one_branch_parts_where_the_mode_says():
+    kinds = {}
+    for mode in ("hierarchical", "parallel", "single"):
+        proposer = NGramTrieProposer(LookaheadOptions(draft=mode))
+        proposer.start("r", [10, 11, 12, 10, 11, 13, 10, 14, 15, 10, 14, 16, 1])
+        proposer.extend("r", [10])
+        tree = draft(proposer, "r")
+        tree.check(vocab_size=100, max_nodes=16)
+        parents = tree.parents.tolist()
+        kinds[mode] = (parents.count(-1) > 1, any(parents.count(i) > 1 for i in range(len(tree))))
+    assert kinds == {
+        "hierarchical": (True, True),
+        "parallel": (True, False),
+        "single": (False, False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("sources", "from_prompt", "from_own_answer", "from_another"),
+    [("both", True, True, True), ("prompt", True, False, False), ("output", False, True, True)],
+)
+def test_what_is_inserted_is_the_prompt_the_output_or_both(
+    sources, from_prompt, from_own_answer, from_another
+):
+    proposer = NGramTrieProposer(LookaheadOptions(sources=sources))
+    proposer.start("other", [1])
+    proposer.extend("other", [50, 51])
+    proposer.start("r", [60, 61, 62])
+    proposer.extend("r", [70, 71])
+    for last, following, is_held in (
+        (60, 61, from_prompt),
+        (70, 71, from_own_answer),
+        (50, 51, from_another),
+    ):
+        proposer.extend("r", [5, 6, last])
+        assert (following in draft(proposer, "r").tokens) == is_held, last
+
+
+def test_a_reference_is_drafted_from_its_first_token_and_before_the_prompt():
+    proposer = NGramTrieProposer(LookaheadOptions())
+    proposer.start("r", [1, 10, 11, 12, 13, 2], references=[[20, 21, 22], [10, 31, 32]])
+    assert draft(proposer, "r").tokens[0] in (20, 10)
+    proposer.extend("r", [10])
+    tree = draft(proposer, "r")
+    assert tree.tokens[0] == 31 and 11 in tree.tokens
+
+
+def test_a_reference_belongs_to_its_request():
+    proposer = NGramTrieProposer(LookaheadOptions())
+    proposer.start("a", [1], references=[[20, 21, 22]])
+    proposer.start("b", [1])
+    proposer.extend("b", [20])
+    assert 21 not in draft(proposer, "b").tokens
+    proposer.finish("a")
+    proposer.start("a", [1])
+    proposer.extend("a", [20])
+    assert 21 not in draft(proposer, "a").tokens
+
+
+def test_an_answer_that_follows_its_reference_in_spite_of_a_change_is_drafted():
+    proposer = NGramTrieProposer(LookaheadOptions())
+    proposer.start("r", [1], references=[DOCUMENT])
+    proposer.extend("r", [*DOCUMENT[:20], 7])
+    assert DOCUMENT[21] in children_of_root(draft(proposer, "r"))
+
+
+def test_namespaces_share_nothing_and_none_shares_with_nobody():
+    proposer = NGramTrieProposer(LookaheadOptions())
+    for request_id, namespace in (("a", "x"), ("b", ""), ("c", None)):
+        proposer.start(request_id, [1], namespace)
+        proposer.extend(request_id, [50, {"a": 51, "b": 52, "c": 53}[request_id]])
+    for namespace, held in (("x", {51}), ("", {52}), (None, set()), ("y", set())):
+        proposer.start("r", [1], namespace)
+        proposer.extend("r", [50])
+        assert {51, 52, 53} & children_of_root(draft(proposer, "r")) == held
+
+
+def test_names_of_namespaces_are_not_kept():
+    proposer = NGramTrieProposer(LookaheadOptions())
+    proposer.start("r", [1], "a secret salt")
+    _, facts = proposer.snapshot()
+    assert "salt" not in str(facts) and len(facts["namespaces"]) == 2
+
+
+def test_the_namespace_that_was_used_last_long_ago_is_forgotten(monkeypatch):
+    monkeypatch.setattr(proposer_module, "MAX_NAMESPACES", 3)
+    proposer = NGramTrieProposer(LookaheadOptions())
+    for namespace in ("kept", "forgotten"):
+        proposer.start("r", [1], namespace)
+        proposer.extend("r", [50, 51])
+    for namespace in ("kept", "new", "newer"):
+        proposer.start("r", [1], namespace)
+    for namespace, is_held in (("kept", True), ("forgotten", False)):
+        proposer.start("r", [1], namespace)
+        proposer.extend("r", [50])
+        assert (51 in draft(proposer, "r").tokens) == is_held
+
+
+def test_a_long_prompt_is_indexed_over_several_steps():
+    proposer = NGramTrieProposer(LookaheadOptions())
+    prompt = np.random.default_rng(0).permutation(30_000)
+    proposer.start("r", prompt)
+    seen = []
+    for _ in range(10):
+        proposer.extend("r", prompt[29_900:29_902].tolist())
+        seen.append(prompt[29_902] in draft(proposer, "r").tokens)
+    assert not seen[0] and seen[-1] and sorted(seen) == seen
+    proposer.start("r", prompt)
+    proposer.finish("r")
+    proposer.start("s", [10, 11, 10])
+    draft(proposer, "s")
+    assert 11 in draft(proposer, "s").tokens  # what "r" still had to insert went with it
+
+
+def test_a_restored_proposer_goes_on_where_the_other_was():
+    teacher, pupil = (NGramTrieProposer(LookaheadOptions(max_nodes=50_000)) for _ in range(2))
+    teach_copying(teacher)
+    teacher.start("live", [60, 61, 62])
+    pupil.restore(*teacher.snapshot())
+    for proposer in (teacher, pupil):
+        proposer.start("r", [1])
+        proposer.extend("r", [1000, 1001])
+    trees = [draft(proposer, "r") for proposer in (teacher, pupil)]
+    assert len(trees[0]) > 3 and trees[0].tokens.tolist() == trees[1].tokens.tolist()
+    assert trees[0].probs.tolist() == trees[1].probs.tolist()
+    pupil.start("s", [1])
+    pupil.extend("s", [60])
+    assert 61 not in draft(pupil, "s").tokens
+
+
+def test_a_snapshot_of_another_shape_is_refused_and_nothing_changes():
+    teacher = NGramTrieProposer(LookaheadOptions(max_nodes=50_000))
+    pupil = NGramTrieProposer(LookaheadOptions(max_nodes=40_000))
+    teach_copying(pupil)
+    before = pupil.trie.count_edges()
+    arrays, facts = teacher.snapshot()
+    for other in (arrays, {**pupil.snapshot()[0], "edges": None}):
+        with pytest.raises(ValueError, match="edges"):
+            pupil.restore(other, facts)
+    with pytest.raises(ValueError, match="lengths"):
+        pupil.restore(arrays, {**facts, "suffixes": [1, 2]})
+    assert pupil.trie.count_edges() == before
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from("abcd"),
+        st.sampled_from(["start", "reference", "extend", "extend", "propose", "finish"]),
+        st.lists(st.integers(0, 5), max_size=8),
+        st.sampled_from(["", "x", None]),
+    ),
+    max_size=25,
+)
+
+
+@settings(deadline=None)
+@given(steps)
+def test_it_proposes_what_the_plain_model_of_it_proposes(steps):
+    proposer, model = (
+        NGramTrieProposer(LookaheadOptions(num_speculative_tokens=24)),
+        ProposerModel(),
+    )
+    live, serial = {}, 0
+    for request_id, action, tokens, namespace in steps:
+        if action in ("start", "reference"):
+            serial += 1
+            references = [tokens[::-1], tokens[1:]] if action == "reference" else []
+            spaces = [f"own {serial}", namespace, f"reference {serial}" if references else None]
+            live[request_id] = spaces, list(tokens)
+            proposer.start(request_id, tokens, namespace, references)
+            for reference in references:
+                for space in (spaces[2], spaces[0]):
+                    for i, token in enumerate(reference):
+                        model.trie.insert(space, tokens + reference[:i], token)
+            for i, token in enumerate(tokens):
+                model.trie.insert(spaces[0], tokens[:i], token)
+        elif action == "finish":
+            live.pop(request_id, None)
+            proposer.finish(request_id)
+        elif request_id in live and action == "extend":
+            proposer.extend(request_id, tokens)
+            model.extend(*live[request_id], tokens)
+        elif request_id in live:
+            tree = draft(proposer, request_id, max_nodes=24, max_depth=6)
+            paths = []
+            for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+                paths.append((*(paths[parent] if parent >= 0 else ()), token))
+            truth = model.propose(*live[request_id], 200, 6)
+            likeliest = [prob for prob, _ in truth[:24]]
+            assert tree.probs.tolist() == pytest.approx(likeliest, rel=1e-3)
+            held = {path: prob for prob, path in truth}
+            assert [held[path] for path in paths] == pytest.approx(tree.probs.tolist(), rel=1e-3)
+
+
+def pairs(text):
+    """Two tokens next to each other, or with one between them."""
+    return set(pairwise(text)) | set(zip(text, text[2:], strict=False))
+
+
+@settings(deadline=None)
+@given(steps, st.sampled_from([1024, 100_000]))
+def test_no_draft_holds_what_only_another_namespace_has_seen(steps, max_nodes):
+    """Each token was seen after the last but one or two, by the request or in its namespace."""
+    proposer = NGramTrieProposer(LookaheadOptions(max_nodes=max_nodes))
+    flood = np.random.default_rng(0).integers(1000, 9000, 300).tolist()
+    seen, live = defaultdict(set), {}
+    for step, (request_id, action, tokens, namespace) in enumerate(steps):
+        # Every text begins with the same two tokens, so that a draft always has two before it.
+        if action in ("start", "reference"):
+            text = [7, 8, *tokens]
+            references = [tokens[::-1]] if action == "reference" else []
+            live[request_id] = step, namespace if namespace is not None else step, text
+            proposer.start(request_id, text, namespace, references)
+            for reference in ([], *references):
+                seen[step] |= pairs(text + reference)
+        elif action == "finish":
+            live.pop(request_id, None)
+            proposer.finish(request_id)
+        elif request_id in live and action == "extend":
+            proposer.extend(request_id, tokens)
+            own, shared, text = live[request_id]
+            new = pairs(text[-2:] + tokens) - pairs(text[-2:])
+            seen[own] |= new
+            seen[shared] |= new
+            text += tokens
+            proposer.start("flood", flood[step:], "flood")
+            proposer.extend("flood", flood[step:])
+        elif request_id in live:
+            own, shared, text = live[request_id]
+            tree = draft(proposer, request_id)
+            paths = []
+            for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+                before = paths[parent] if parent >= 0 else text
+                assert {(last, token) for last in before[-2:]} & (seen[own] | seen[shared])
+                paths.append([*before, token])
 
 
 def test_this_room_needs_no_torch_and_no_vllm():

@@ -1,4 +1,4 @@
-"""A trie counts n-grams, exactly, inside a bound that holds for all tries together."""
+"""The trie counts what followed which suffix, in every space for itself, within its room."""
 
 from collections import Counter
 
@@ -7,215 +7,232 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lookahead_vllm.draft.suffix import NUM_SUFFIXES, ORDERS, empty_row, row_of
 from lookahead_vllm.draft.trie import (
-    DEAD_HEAD,
-    FREE_HEAD,
-    FRESH,
-    HELD,
-    NONE,
-    OUTPUT,
-    PRIVATE,
-    PRIVATE_HELD,
-    PRIVATE_SHARE,
-    Arena,
+    BYTES_PER_NODE,
+    HALF_LIFE,
+    LAST_PRIVATE,
+    LIVE_BONUS,
+    MADE,
+    MAX_LIVE,
+    NOWHERE,
+    TICKS,
+    WINDOWS,
     Trie,
-    find,
 )
-
-N = 4
+from tests.draft.model import SUFFIXES, TrieModel, context
 
 
 def ids(tokens):
     return np.array(tokens, np.int32)
 
 
-def ngrams_ending_in(tokens, first=0):
-    return Counter(
-        tuple(tokens[i - n + 1 : i + 1])
-        for i in range(first, len(tokens))
-        for n in range(1, min(N, i + 1) + 1)
-    )
+def insert(trie, space, tokens):
+    trie.insert(space, empty_row(), ids(tokens))
 
 
-def held_ngrams(arena, trie):
-    """Every n-gram of the trie with its frequency; checks each link on the way."""
-    nodes = arena.nodes
-    held = {}
-
-    def visit(node, ngram):
-        previous, child = NONE, int(nodes[node]["first"])
-        while child != NONE:
-            token = int(nodes[child]["token"])
-            assert nodes[child]["parent"] == node and nodes[child]["prev"] == previous
-            assert nodes[child]["kind"] == nodes[node]["kind"]
-            assert find(nodes, arena.edges, node, token) == child
-            held[(*ngram, token)] = float(nodes[child]["freq"])
-            visit(child, (*ngram, token))
-            previous, child = child, int(nodes[child]["next"])
-
-    if trie.root != NONE:
-        visit(trie.root, ())
-    return held
+def followers(trie, space, text):
+    """By suffix, what followed the end of `text`."""
+    return {suffix: trie.followers(space, row_of(ids(text)), suffix) for suffix in SUFFIXES}
 
 
-def check(arena, tries):
-    """Every slot is in exactly one place: a live trie, a dropped one, the free list, or unused."""
-    contents = [held_ngrams(arena, trie) for trie in tries]
-    live = sum(len(held) + (trie.root != NONE) for held, trie in zip(contents, tries, strict=True))
-    assert live == arena.num_nodes == arena.state[HELD] <= arena.max_nodes
-    assert arena.state[PRIVATE_HELD] <= arena.max_nodes * PRIVATE_SHARE + 1
-    free, node = 0, arena.state[FREE_HEAD]
-    while node != NONE:
-        free, node = free + 1, arena.nodes[node]["next"]
-    dead, stack = 0, [arena.state[DEAD_HEAD]]
-    while stack:
-        node = stack.pop()
-        if node != NONE:
-            dead += 1
-            stack += [arena.nodes[node]["next"], arena.nodes[node]["first"]]
-    assert live + free + dead == arena.state[FRESH]
-    assert (arena.edges != NONE).sum() + sum(t.root != NONE for t in tries) <= live + dead
-    return contents
+def test_what_followed_is_found_by_every_suffix():
+    trie = Trie(4096)
+    space = trie.new_shared()
+    text = list(range(100, 120))
+    insert(trie, space, text)
+    assert all(held == [(119, 1)] for held in followers(trie, space, text[:-1]).values())
 
 
-tokens = st.lists(st.integers(0, 3), max_size=12)
-actions = st.lists(
-    st.one_of(
-        st.tuples(st.just("start"), st.integers(0, 3), tokens),
-        st.tuples(st.just("extend"), st.integers(0, 3), tokens),
-        st.tuples(st.just("finish"), st.integers(0, 3), st.just([])),
-    ),
-    max_size=30,
+def test_a_sparse_suffix_leaves_out_the_last_token():
+    trie = Trie(4096)
+    space = trie.new_shared()
+    insert(trie, space, [7, 8, 9, 10])
+    changed = followers(trie, space, [7, 8, 55])
+    assert changed[len(ORDERS)] == changed[len(ORDERS) + 1] == [(10, 1)]
+    assert all(changed[suffix] == [] for suffix in range(len(ORDERS)))
+
+
+def test_the_row_of_a_text_is_made_of_its_end():
+    trie = Trie(4096)
+    text = list(range(50))
+    row = empty_row()
+    trie.insert(NOWHERE, row, ids(text))
+    assert row.tolist() == row_of(ids(text)).tolist()
+
+
+def test_the_last_to_follow_stands_first_and_a_count_counts():
+    trie = Trie(4096)
+    space = trie.new_shared()
+    for token in (1, 2, 2, 3, 1):
+        insert(trie, space, [9, token])
+    held = followers(trie, space, [9])[0]
+    assert held[0] == (1, 2) and dict(held) == {1: 2, 2: 2, 3: 1}
+
+
+def test_a_suffix_keeps_the_frequent_and_the_new():
+    trie = Trie(1 << 16)
+    space = trie.new_shared()
+    for token in [1, 1, *range(10, 40)]:
+        insert(trie, space, [9, token])
+    held = dict(followers(trie, space, [9])[0])
+    assert len(held) == WINDOWS[0] and held[1] == 2 and held[39] == 1
+
+
+streams = st.lists(
+    st.tuples(st.integers(0, 2), st.lists(st.integers(0, 4), max_size=10)), max_size=12
 )
 
 
-def play(arena, actions, after):
-    """Interleaved requests, each with a trie of its own and all with one of answers."""
-    answers, own, texts, said = Trie(arena, OUTPUT, N), {}, {}, Counter()
-    for action, request, new in actions:
-        if action in ("start", "finish") and request in own:
-            own.pop(request).drop()
-        if action == "start":
-            own[request], texts[request] = Trie(arena, PRIVATE, N), list(new)
-            own[request].insert(ids(new))
-        if action == "extend" and request in own:
-            tail = texts[request][-(N - 1) :]
-            own[request].insert(ids(tail + new), len(tail))
-            answers.insert(ids(tail + new), len(tail))
-            texts[request] += new
-            said += ngrams_ending_in(texts[request], len(texts[request]) - len(new))
-        contents = check(arena, [answers, *own.values()])
-        after(contents[0], said, list(zip(contents[1:], [texts[r] for r in own], strict=True)))
+@settings(deadline=None)
+@given(streams)
+def test_without_pruning_it_is_a_dict_of_suffixes(streams):
+    trie, model, texts = Trie(1 << 18), TrieModel(), {}
+    spaces = [trie.new_shared(), trie.new_private(1 << 20), trie.new_private(1 << 20)]
+    for which, tokens in streams:
+        text = texts.setdefault(which, [])
+        trie.insert(spaces[which], row_of(ids(text)), ids(tokens))
+        for token in tokens:
+            model.insert(which, text, token)
+            text.append(token)
+    for which, text in texts.items():
+        for end in range(len(text) + 1):
+            for other in range(3):
+                found = followers(trie, spaces[other], text[:end])
+                for suffix, held in found.items():
+                    assert held == model.followers(other, text[:end], suffix), (which, suffix)
 
 
 @settings(deadline=None)
-@given(actions)
-def test_without_pruning_a_trie_is_a_dict_of_ngrams(actions):
-    def after(answers, said, own):
-        assert {ngram: n for ngram, n in answers.items() if n} == said
-        for held, text in own:
-            assert held == ngrams_ending_in(text)
-
-    play(Arena(4096), actions, after)
-
-
-@settings(deadline=None)
-@given(st.integers(8, 120), actions)
-def test_pruning_keeps_the_bound_and_every_link_and_never_counts_too_much(max_nodes, actions):
-    def after(answers, said, own):
-        assert all(n <= said[ngram] for ngram, n in answers.items())
-        for held, text in own:
-            truth = ngrams_ending_in(text)
-            assert all(n <= truth[ngram] for ngram, n in held.items())
-
-    play(Arena(max_nodes), actions, after)
+@given(st.integers(8, 200), streams)
+def test_pruning_keeps_the_bound_and_never_counts_too_much(max_nodes, streams):
+    trie, truth, texts = Trie(max_nodes), Counter(), {}
+    spaces = [trie.new_shared(), trie.new_private(10), trie.new_private(10)]
+    for which, tokens in streams:
+        text = texts.setdefault(which, [])
+        trie.insert(spaces[which], row_of(ids(text)), ids(tokens))
+        for token in tokens:
+            truth.update((which, context(text, suffix), token) for suffix in SUFFIXES)
+            text.append(token)
+    assert trie.count_edges() <= max_nodes
+    for which, text in texts.items():
+        for end in range(len(text) + 1):
+            for suffix, held in followers(trie, spaces[which], text[:end]).items():
+                assert len({token for token, _ in held}) == len(held)
+                for token, count in held:
+                    assert 1 <= count <= truth[which, context(text[:end], suffix), token]
 
 
-def test_the_newest_token_is_held_at_once():
-    trie = Trie(Arena(1024), OUTPUT, N)
-    trie.insert(ids([7, 8, 9]))
-    trie.insert(ids([7, 8, 9, 5]), 3)
-    assert trie.frequency((7, 8, 9, 5)) == trie.frequency((9, 5)) == 1
+def test_nothing_is_found_in_another_space_nor_after_the_end_of_its_own():
+    trie = Trie(1 << 16)
+    shared, first, second = trie.new_shared(), trie.new_private(20), trie.new_private(20)
+    insert(trie, first, [1, 2, 3])
+    assert followers(trie, first, [1, 2])[0] == [(3, 1)]
+    for space in (shared, second):
+        assert not any(followers(trie, space, [1, 2]).values())
+    insert(trie, second, [1, 2, 4])
+    trie.eliminate(first)
+    assert trie.count_edges() == 3 * NUM_SUFFIXES
+    assert followers(trie, second, [1, 2])[0] == [(4, 1)]
+    trie.eliminate(first)
+    trie.eliminate(shared)
+    assert trie.count_edges() == 3 * NUM_SUFFIXES
 
 
-def test_context_is_matched_but_not_counted():
-    trie = Trie(Arena(1024), OUTPUT, N)
-    trie.insert(ids([1, 2, 3]), 2)
-    assert trie.frequency((1, 2)) == 0 and trie.frequency((1, 2, 3)) == 1
+def test_nowhere_holds_nothing():
+    trie = Trie(1024)
+    insert(trie, NOWHERE, [1, 2, 3])
+    assert trie.count_edges() == 0
+    assert not any(followers(trie, NOWHERE, [1, 2]).values())
 
 
-def test_dropping_a_trie_touches_no_other():
-    arena = Arena(1024)
-    kept, dropped = Trie(arena, PRIVATE, N), Trie(arena, PRIVATE, N)
-    kept.insert(ids([1, 2, 3, 1, 2]))
-    before = held_ngrams(arena, kept)
-    dropped.insert(ids([1, 2, 3, 4]))
-    dropped.drop()
-    dropped.drop()
-    assert held_ngrams(arena, kept) == before and arena.num_nodes == kept.num_nodes
+def flood(trie, space, num_tokens, seed=0):
+    insert(trie, space, np.random.default_rng(seed).integers(1000, 40_000, num_tokens))
 
 
-def test_dropped_nodes_are_used_again():
-    arena = Arena(1024)
-    for start in range(100):
-        trie = Trie(arena, PRIVATE, N)
-        trie.insert(ids(range(start, start + 100)))
-        assert trie.frequency((start + 96, start + 97, start + 98, start + 99)) == 1
-        trie.drop()
-    assert arena.num_nodes == 0 and arena.num_evicted == 0
+@pytest.mark.parametrize("is_live", [False, True])
+def test_eliminated_text_is_the_first_to_go(is_live):
+    trie = Trie(8192)
+    answers, private = trie.new_shared(), trie.new_private(1000)
+    flood(trie, private, 1000)
+    if not is_live:
+        trie.eliminate(private)
+    before = trie.num_pruned
+    insert(trie, answers, range(100))
+    pruned = trie.num_pruned - before
+    assert pruned > 100 * NUM_SUFFIXES / 4 if is_live else pruned == 0
 
 
-def test_pruning_takes_rare_answers_and_never_a_live_prompt():
-    arena = Arena(2048)
-    prompt, answers = Trie(arena, PRIVATE, N), Trie(arena, OUTPUT, N)
-    prompt.insert(ids(range(100)))
-    before = held_ngrams(arena, prompt)
-    rng = np.random.default_rng(0)
-    for _ in range(400):
-        answers.insert(ids([1, 2, 3, 4] * 3))
-        answers.insert(rng.integers(1000, 9000, 20).astype(np.int32))
-        check(arena, [prompt, answers])
-    assert arena.num_evicted > 10_000
-    assert held_ngrams(arena, prompt) == before
-    assert answers.frequency((1, 2, 3, 4)) > 10
+def test_a_live_prompt_outlasts_rare_answers_and_frequent_answers_outlast_it():
+    trie = Trie(8192)
+    answers, prompt = trie.new_shared(), trie.new_private(100)
+    insert(trie, prompt, range(100))
+    for _ in range(3 * LIVE_BONUS):
+        insert(trie, answers, range(500, 520))
+    flood(trie, answers, 700)
+    kept = [followers(trie, prompt, [token])[0] == [(token + 1, 1)] for token in range(98)]
+    assert np.mean(kept) > 0.95
+    often = [followers(trie, answers, [token])[0] for token in range(500, 519)]
+    assert all(held and held[0][0] == token + 501 for token, held in enumerate(often))
+    assert trie.num_pruned > 500
 
 
-def test_one_long_insertion_prunes_around_its_own_cursors():
-    arena = Arena(64)
-    answers = Trie(arena, OUTPUT, N)
-    stream = np.random.default_rng(0).integers(0, 50, 5000).astype(np.int32)
-    answers.insert(stream)
-    check(arena, [answers])
-    assert answers.frequency(tuple(stream[-N:].tolist())) >= 1
+def test_a_frequency_that_is_not_refreshed_fades():
+    trie = Trie(1 << 12)
+    space, other = trie.new_shared(), trie.new_shared()
+    for _ in range(40):
+        insert(trie, space, [1, 2])
+    trie.counters[MADE] += 2 * HALF_LIFE * (4096 // TICKS)  # as if so many others had come
+    insert(trie, space, [1, 2])
+    assert followers(trie, space, [1])[0] == [(2, 11)]
+    insert(trie, other, [1, 3])
+    assert followers(trie, other, [1])[0] == [(3, 1)]
 
 
-def test_when_live_prompts_fill_the_arena_the_newest_text_is_left_out():
-    arena = Arena(1024)
-    first, second = Trie(arena, PRIVATE, N), Trie(arena, PRIVATE, N)
-    first.insert(ids(range(150)))
-    before = held_ngrams(arena, first)
-    second.insert(ids(range(1000, 3000)))
-    third = Trie(arena, PRIVATE, N)
-    third.insert(ids([1, 2, 3]))
-    assert second.frequency((1000, 1001, 1002, 1003)) == 1
-    assert second.frequency((2999,)) == 0 and third.num_nodes == 0
-    assert held_ngrams(arena, first) == before
-    answers = Trie(arena, OUTPUT, N)
-    answers.insert(ids([1, 2, 3]))
-    assert answers.frequency((1, 2, 3)) == 1
-    check(arena, [first, second, third, answers])
+def test_the_newest_text_is_always_held():
+    trie = Trie(4096)
+    space = trie.new_shared()
+    stream = np.random.default_rng(0).integers(0, 40_000, 20_000)
+    insert(trie, space, stream)
+    assert trie.num_pruned > 100_000
+    newest = [followers(trie, space, stream[: -i - 1])[3] for i in range(50)]
+    assert np.mean([held == [(stream[-i - 1], 1)] for i, held in enumerate(newest)]) > 0.9
 
 
-@pytest.mark.parametrize(("vocabulary", "most"), [(1, 10), (50_000, 9 * 32_000 + 1)])
-def test_a_prompt_of_32k_tokens_takes_linear_room(vocabulary, most):
-    arena = Arena(1_000_000)
-    trie = Trie(arena, PRIVATE, 9)
-    stream = np.random.default_rng(0).integers(0, vocabulary, 32_000).astype(np.int32)
-    trie.insert(stream)
-    assert trie.num_nodes <= most
-    assert trie.frequency(tuple(stream[-9:].tolist())) >= 1
+def test_a_short_text_keeps_to_a_small_part_of_the_table():
+    trie = Trie(1 << 20)
+    space = trie.new_private(50)
+    insert(trie, space, range(50))
+    used = np.flatnonzero(trie.edges[:, 0])
+    assert used.max() - used.min() < 1 << 14
 
 
-def test_a_node_takes_less_than_64_bytes():
-    arena = Arena(1_000_000)
-    assert arena.nodes.nbytes + arena.edges.nbytes < 64 * arena.max_nodes
+@pytest.mark.parametrize("vocabulary", [1, 50_000])
+def test_a_prompt_of_32k_tokens_takes_linear_work(vocabulary):
+    trie = Trie(1 << 20)
+    space = trie.new_private(32_000)
+    stream = np.random.default_rng(0).integers(0, vocabulary, 32_000)
+    insert(trie, space, stream)
+    assert trie.counters[MADE] <= 32_000 * NUM_SUFFIXES
+    assert followers(trie, space, stream[:-1])[4][0][0] == stream[-1]
+
+
+def test_the_numbers_of_private_spaces_come_around():
+    trie = Trie(1024)
+    trie.counters[LAST_PRIVATE] = 2**31 - 3
+    held = [trie.new_private(1) for _ in range(4)]
+    assert held == [-(2**31 - 2), -(2**31 - 1), -1, -2]
+
+
+def test_there_is_an_end_to_live_spaces():
+    trie = Trie(1024)
+    held = [trie.new_private(1) for _ in range(MAX_LIVE)]
+    assert len(set(held)) == MAX_LIVE and trie.new_private(1) == NOWHERE
+    trie.eliminate(held[5])
+    assert trie.new_private(1) != NOWHERE
+
+
+def test_a_node_takes_16_bytes_and_a_line_of_4_is_one_cache_line():
+    trie = Trie(1_000_003)
+    assert trie.edges.nbytes == 1_000_000 * BYTES_PER_NODE == 16_000_000
+    assert trie.edges.ctypes.data % 64 == 0

@@ -282,7 +282,7 @@ def test_without_arctic_inference_one_sentence_says_what_to_run(
 def test_released_bytes_are_found_out_in_a_fork() -> None:
     held = [bytearray(5 << 20)]
     released = heap.bytes_released_by(held.clear)
-    assert released is not None and 5 << 20 <= released < 6 << 20
+    assert released is not None and 4 << 20 < released < 6 << 20
     assert len(held) == 1
     assert heap.bytes_released_by(lambda: None) in range(-10_000, 10_000)
 
@@ -291,11 +291,11 @@ def test_released_bytes_are_found_out_in_a_fork() -> None:
 
 
 def test_a_proposer_has_the_settings_of_its_name_and_the_simulator_s_budget() -> None:
-    name = "ngram_trie:branch_length=8:max_nodes=2048:prompt_weight=2.5"
+    name = "ngram_trie:branch_length=8:max_nodes=2048:draft=single"
     drafter = choose_drafters(name)[name](24, None)
     assert isinstance(drafter, Lookahead)
     options = drafter.proposer.options  # type: ignore[attr-defined]
-    assert (options.branch_length, options.max_nodes, options.prompt_weight) == (8, 2048, 2.5)
+    assert (options.branch_length, options.max_nodes, options.draft) == (8, 2048, "single")
     assert (options.budget, options.num_speculative_tokens) == (24, 24)
     curve = CostCurve([1, 2], [1.0, 3.0])
     costed: Any = choose_drafters(name)[name](24, curve)

@@ -1,0 +1,60 @@
+"""A long life: 20,000 requests, and neither memory nor the time of a proposal grows."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.proposer import DraftRequest, NGramTrieProposer
+
+REQUESTS, AT_A_TIME = 20_000, 8
+PHRASES = 4000
+
+
+@pytest.mark.slow
+def test_memory_and_proposals_stay_as_they_are_over_20_000_requests():
+    """Answers are made of phrases, some of which are frequent, some said once and never again."""
+    rng = np.random.default_rng(0)
+    phrases = [rng.integers(0, 30_000, rng.integers(3, 12)).tolist() for _ in range(PHRASES)]
+    proposer = NGramTrieProposer(LookaheadOptions(max_nodes=100_000))
+    memory, medians, drafted = [], [], []
+    times: list[float] = []
+    live: dict[str, list[int]] = {}
+
+    def text(length):
+        words: list[int] = []
+        while len(words) < length:
+            which = int(rng.zipf(1.3)) % PHRASES
+            words += phrases[which] if rng.random() < 0.8 else rng.integers(0, 30_000, 5).tolist()
+        return words[:length]
+
+    for serial in range(REQUESTS):
+        namespace = ("", "x", None)[serial % 3]
+        references = [text(30)] if serial % 10 == 0 else []
+        proposer.start(str(serial), text(int(rng.integers(5, 60))), namespace, references)
+        live[str(serial)] = text(int(rng.integers(4, 28)))
+        while len(live) >= AT_A_TIME:  # everybody says three tokens
+            for request_id in list(live):
+                proposer.extend(request_id, live[request_id][:3])
+                live[request_id] = live[request_id][3:]
+                if not live[request_id]:
+                    del live[request_id]
+                    proposer.finish(request_id)
+            wants = [DraftRequest(request_id, 16, 16) for request_id in live]
+            start = time.perf_counter()
+            trees = proposer.propose(wants)
+            if wants:
+                times.append((time.perf_counter() - start) / len(wants))
+                drafted.append(np.mean([len(tree) for tree in trees]))
+        if (serial + 1) % 2000 == 0:
+            memory.append(int(Path("/proc/self/statm").read_text().split()[1]))
+            medians.append(float(np.median(times)))
+            times.clear()
+
+    assert len(medians) == 10 and np.mean(drafted[-1000:]) > 2
+    assert proposer.trie.num_pruned > 1_000_000
+    assert proposer.trie.count_edges() <= 100_000
+    assert memory[-1] - memory[2] < 1000, memory  # pages of 4 KiB
+    assert min(medians[-3:]) < 2 * max(medians[1:4]), medians
