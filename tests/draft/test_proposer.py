@@ -146,7 +146,7 @@ def test_a_request_that_was_not_started_is_an_error(proposer):
 def test_nothing_is_left_when_every_request_ends_without_an_answer(proposer):
     before = proposer.trie.count_edges()
     for i in range(20):
-        proposer.start(f"r{i}", DOCUMENT)
+        proposer.start(f"r{i}", DOCUMENT, references=[DOCUMENT[::2]])
     for i in range(20):
         proposer.finish(f"r{i}")
     assert proposer.trie.count_edges() == before

@@ -79,6 +79,16 @@ def test_a_suffix_keeps_the_frequent_and_the_new():
     assert len(held) == WINDOWS[0] and held[1] == 2 and held[39] == 1
 
 
+def test_of_the_equally_frequent_the_oldest_goes():
+    trie = Trie(1 << 16)
+    space = trie.new_shared()
+    for token in range(WINDOWS[0] + 1):
+        insert(trie, space, [99, token])
+        trie.counters[MADE] += (1 << 16) // TICKS  # time goes by
+    held = {token for token, _ in followers(trie, space, [99])[0]}
+    assert held == set(range(1, WINDOWS[0] + 1))
+
+
 streams = st.lists(
     st.tuples(st.integers(0, 2), st.lists(st.integers(0, 4), max_size=10)), max_size=12
 )
@@ -195,7 +205,7 @@ def test_the_newest_text_is_always_held():
     stream = np.random.default_rng(0).integers(0, 40_000, 20_000)
     insert(trie, space, stream)
     assert trie.num_pruned > 100_000
-    newest = [followers(trie, space, stream[: -i - 1])[3] for i in range(50)]
+    newest = [followers(trie, space, stream[: -i - 1])[3] for i in range(200)]
     assert np.mean([held == [(stream[-i - 1], 1)] for i, held in enumerate(newest)]) > 0.9
 
 
