@@ -57,10 +57,10 @@ _LEAST_SHARE, _MOST_SHARE = _float(0.0005), _float(0.999)
 _LEAST_GUESS, _MOST_GUESS = _float(-5.8), _float(3.5)
 
 # Inputs of the mixer: a rate each, and a constant.
-_PAIR, _TOKEN, _BIAS = 3, 4, 7
+_PAIR, _TOKEN, _BIAS = 3, 4, 6
 _SPARSE = 5  # and 6
-NUM_INPUTS = 8
-_FIRST_WEIGHTS = (0.2, 0.2, 0.6, 0.4, 0.2, 0.0, 0.0, 0.0)
+NUM_INPUTS = 7
+_FIRST_WEIGHTS = (0.2, 0.2, 0.6, 0.2, 0.2, 0.2, 0.0)
 _BIAS_INPUT = _float(0.4)
 
 # Where each input's rates begin.
@@ -72,8 +72,7 @@ _STARTS = np.cumsum(
         NUM_KINDS,
         NUM_COARSE**2,
         _TOKENS * _LEVELS,
-        NUM_SPARSE_KINDS * _LEVELS,
-        NUM_SPARSE_KINDS * _LEVELS,
+        NUM_SPARSE_KINDS**2 * _LEVELS,
     ]
 )
 _SETS = len(ORDERS) + 1
@@ -148,15 +147,14 @@ def judge(
     level = min(max(np.int32(guess + 8), 0), _LEVELS - 1)
     hashed = (np.int64(found[i, TOKEN]) * 2654435761 >> 7) & (_TOKENS - 1)
     which[_TOKEN] = _STARTS[_TOKEN] + hashed * _LEVELS + level
-    which[_SPARSE] = _STARTS[_SPARSE] + found[i, SPARSE_OWN] * _LEVELS + level
-    which[_SPARSE + 1] = _STARTS[_SPARSE + 1] + found[i, SPARSE_ANSWERS] * _LEVELS + level
+    sparse = found[i, SPARSE_OWN] * NUM_SPARSE_KINDS + found[i, SPARSE_ANSWERS]
+    which[_SPARSE] = _STARTS[_SPARSE] + sparse * _LEVELS + level
     inputs[OWN] = own_odds
     inputs[ANSWERS] = answers_odds
     inputs[REFERENCE] = reference_odds
     inputs[_PAIR] = guess
     inputs[_TOKEN] = _learned_or(rates, which[_TOKEN], guess)
     inputs[_SPARSE] = _learned_or(rates, which[_SPARSE], guess)
-    inputs[_SPARSE + 1] = _learned_or(rates, which[_SPARSE + 1], guess)
     inputs[_BIAS] = _BIAS_INPUT
     log_odds = _float(0)
     for j in range(NUM_INPUTS):
@@ -220,7 +218,7 @@ def learn_token(
         _record(
             rates, trials, which[_PAIR], hit, _guess(inputs[OWN], inputs[ANSWERS]), PRIOR_TRIALS
         )
-        for narrow in range(_TOKEN, _SPARSE + 2):
+        for narrow in range(_TOKEN, _SPARSE + 1):
             _record(rates, trials, which[narrow], hit, inputs[_PAIR], NARROW_TRIALS)
         for j in range(NUM_INPUTS):
             weights[chosen, j] += LEARNING_RATE * (hit - prob) * inputs[j]

@@ -16,11 +16,11 @@ from lookahead_vllm.draft.trie import (
     NOWHERE,
     TOKEN_BITS,
     USE,
-    WINDOWS,
     Ints,
     Words,
     locate,
     matches,
+    region_of,
 )
 
 OWN, ANSWERS, REFERENCE = range(3)
@@ -92,10 +92,11 @@ def _look(edges: Words, live: Ints, spaces: Ints, row: Hashes, places: Words) ->
     """Match all suffixes in all sources."""
     for source in range(NUM_SOURCES):
         if spaces[source] != NOWHERE:
+            first, lines = region_of(edges, live, spaces[source])
             for suffix in range(NUM_SUFFIXES):
-                name, window = locate(edges, live, spaces[source], row, suffix)
-                places[NAMES, source, suffix], places[SLOT, source, suffix] = name, window
-    # One look into every window in a loop as small as can be: the processor then waits for all of
+                name, slot = locate(first, lines, spaces[source], row, suffix)
+                places[NAMES, source, suffix], places[SLOT, source, suffix] = name, slot
+    # One look at every line in a loop as small as can be: the processor then waits for all of
     # them together. These waits are half of what a proposal takes.
     for source in range(NUM_SOURCES):
         if spaces[source] != NOWHERE:
@@ -105,10 +106,7 @@ def _look(edges: Words, live: Ints, spaces: Ints, row: Hashes, places: Words) ->
         if spaces[source] != NOWHERE:
             for suffix in range(NUM_SUFFIXES):
                 places[HELD, source, suffix] = matches(
-                    edges,
-                    places[NAMES, source, suffix],
-                    places[SLOT, source, suffix],
-                    WINDOWS[suffix],
+                    edges, places[NAMES, source, suffix], places[SLOT, source, suffix]
                 )
 
 

@@ -45,7 +45,7 @@ from lookahead_vllm.draft.suffix import (
     row_of,
 )
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
-from lookahead_vllm.draft.trie import BYTES_PER_NODE, NOWHERE, WINDOWS, Ints, Trie, Words, count
+from lookahead_vllm.draft.trie import BYTES_PER_NODE, NOWHERE, Ints, Trie, Words, count
 
 INDEX_AT_ONCE = 4096
 """Tokens of prompts that one step inserts, some 3 ms; more where 8 times as many wait."""
@@ -59,6 +59,11 @@ SUFFIXES = [*ORDERS, -NUM_SPARSE]
 """What the n-grams of a snapshot are."""
 
 _BRANCHING = {"single": SINGLE, "parallel": PARALLEL, "hierarchical": HIERARCHICAL}
+
+
+def digest_of(namespace: str) -> str:
+    """What a namespace is known by here: its name may hold a cache_salt, a secret."""
+    return hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()
 
 
 class DraftRequest(NamedTuple):
@@ -141,6 +146,10 @@ class NGramTrieProposer:
             max_nodes = min(max_nodes, options.max_bytes // BYTES_PER_NODE)
         self.trie = Trie(max_nodes)
         self.rate = AcceptanceRate()
+        self._branching = _BRANCHING[options.draft]
+        self._max_nodes = options.num_speculative_tokens
+        if isinstance(options.budget, int):
+            self._max_nodes = options.budget
         self._namespaces: dict[str, int] = {}
         self._texts: dict[str, _Text] = {}
         self._backlog: deque[_Job] = deque()
@@ -253,8 +262,7 @@ class NGramTrieProposer:
         self._namespaces = {str(name): int(space) for name, space in facts["namespaces"].items()}
 
     def _space_of(self, namespace: str) -> int:
-        # Names may hold a cache_salt, a secret: only digests are kept, here and in a snapshot.
-        digest = hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()
+        digest = digest_of(namespace)
         space = self._namespaces.pop(digest, None) or self.trie.new_shared()
         self._namespaces[digest] = space  # as the latest
         if len(self._namespaces) > MAX_NAMESPACES:
@@ -275,9 +283,6 @@ class NGramTrieProposer:
 
     def _grow(self, want: DraftRequest) -> DraftTree:
         text = self._texts[want.request_id]
-        max_nodes = min(want.max_nodes, self.options.num_speculative_tokens)
-        if isinstance(self.options.budget, int):
-            max_nodes = min(max_nodes, self.options.budget)
         tokens, parents, depths, probs = grow(
             self.trie.edges,
             self.trie.live,
@@ -285,9 +290,9 @@ class NGramTrieProposer:
             text.row,
             self.rate.rates,
             self.rate.weights,
-            max(0, max_nodes),
+            max(0, min(want.max_nodes, self._max_nodes)),
             min(want.max_depth, self.options.branch_length),
-            _BRANCHING[self.options.draft] if want.may_branch else SINGLE,
+            self._branching if want.may_branch else SINGLE,
         )
         return DraftTree(tokens, parents, probs, depths) if len(tokens) else EMPTY_TREE
 
@@ -332,7 +337,6 @@ def _extend(
                         counters,
                         places[NAMES, source, suffix],
                         places[SLOT, source, suffix],
-                        WINDOWS[suffix],
                         token,
                     )
         advance(row, token, following)

@@ -13,7 +13,7 @@ class DraftTreeError(ValueError):
     """A grower returned something that is not a draft tree; the message says what."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond, and there are many
 class DraftTree:
     """Guessed tokens hanging from the last committed token, the root.
 
@@ -46,7 +46,7 @@ class DraftTree:
                     f"node {i} has parent {parent}; a parent is -1 (the root) or an earlier node"
                 )
             depths[i] = 1 if parent < 0 else depths[parent] + 1
-        object.__setattr__(self, "depths", depths)
+        self.depths = depths
 
     @classmethod
     def from_lists(

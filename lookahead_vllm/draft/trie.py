@@ -4,11 +4,11 @@ Source: Lookahead (Zhao et al., KDD 2024), section 4.2: n-grams of prompts and o
 weight of a branch its frequency, elimination of a prompt's branches, pruning at a capacity.
 
 An edge leads from a suffix (see `suffix.py`) to a token that followed it, and is one slot of 16
-bytes. All edges of a suffix stand in one window of the table, 64 bytes for most, so that whatever
-followed it is found with one access to memory. Nothing points to an edge, and that makes the rest
+bytes. All edges of a suffix stand in one line of the table, 64 bytes, so that whatever followed it
+is found with one access to memory. Nothing points to an edge, and that makes the rest
 simple:
 
-- A new edge takes the least valuable slot of its window: pruning is gradual, costs the same
+- A new edge takes the least valuable slot of its line: pruning is gradual, costs the same
   always, and the table never grows.
 - An edge belongs to a space: a namespace of answers, or one live request's own text. Eliminating
   a request's text is forgetting the number of its space, and no frequency that another request
@@ -40,9 +40,8 @@ NOWHERE = 0
 """The space without an edge: where nothing is inserted and nothing found."""
 
 BYTES_PER_NODE = 16
-LINE = 4  # slots in 64 bytes
-WINDOWS = np.array([8] + [LINE] * (NUM_SUFFIXES - 1))
-"""The most edges of a suffix of each kind: one token is followed by many."""
+LINE = 4
+"""Slots of a line, 64 bytes: a suffix has all its edges in one line, and so at most 4."""
 
 TICKS = 64  # of the clock, while as many edges are made as there are slots
 HALF_LIFE = 32  # ticks in which a frequency halves
@@ -140,45 +139,44 @@ class Trie:
 
     def followers(self, space: int, row: Hashes, suffix: int) -> list[tuple[int, int]]:
         """The tokens that followed the suffix and how often each did, the latest first."""
-        window, slots = find(self.edges, self.live, space, row, suffix)
-        uses = self.edges[window : window + WINDOWS[suffix], USE].tolist()
+        first, lines = region_of(self.edges, self.live, space)
+        name, slot = locate(first, lines, space, row, suffix)
+        slots = matches(self.edges, name, slot)
+        uses = self.edges[slot : slot + LINE, USE].tolist()
         held = [use for i, use in enumerate(uses) if slots >> i & 1]
         return [(use & TOKEN_BITS, use >> COUNT_SHIFT & MOST) for use in held]
 
 
 @kernel
-def locate(
-    edges: Words, live: Ints, space: int, row: Hashes, suffix: int
-) -> tuple[np.int64, np.int64]:
-    """The name of the suffix's edges and the first slot of their window."""
-    key = key_of(row, suffix, space)
-    first, lines = np.int64(0), np.int64(len(edges) // LINE)
+def region_of(edges: Words, live: Ints, space: int) -> tuple[np.int64, np.int64]:
+    """The first line of the part of the table that the space is spread over, and its length."""
     if space < 0:
-        first, lines = np.int64(live[-space % MAX_LIVE, 1]), np.int64(live[-space % MAX_LIVE, 2])
-    places = np.uint64(lines - WINDOWS[suffix] // LINE + 1)
-    window = (first + np.int64(((key >> np.uint64(32)) * places) >> np.uint64(32))) * LINE
-    return np.int64(key << np.uint64(32)) | (np.int64(space) & SPACE_BITS), window
+        return np.int64(live[-space % MAX_LIVE, 1]), np.int64(live[-space % MAX_LIVE, 2])
+    return np.int64(0), np.int64(len(edges) // LINE)
 
 
 @kernel
-def matches(edges: Words, name: int, window: int, size: int) -> np.int64:
-    """Which slots of the window hold an edge of this name, as bits: the lowest is the first slot.
+def locate(
+    first: int, lines: int, space: int, row: Hashes, suffix: int
+) -> tuple[np.int64, np.int64]:
+    """The name of the suffix's edges and the first slot of their line, within that region."""
+    key = key_of(row, suffix, space)
+    line = first + np.int64(((key >> np.uint64(32)) * np.uint64(lines)) >> np.uint64(32))
+    return np.int64(key << np.uint64(32)) | (np.int64(space) & SPACE_BITS), line * LINE
+
+
+@kernel
+def matches(edges: Words, name: int, slot: int) -> np.int64:
+    """Which slots of the line hold an edge of this name, as bits: the lowest is the first slot.
 
     The edge that was counted last stands first.
     """
-    slots = np.int64(0)
-    for i in range(size):  # without a branch: this waits for memory
-        slots |= np.int64(edges[window + i, NAME] == name) << i
-    return slots
-
-
-@kernel
-def find(
-    edges: Words, live: Ints, space: int, row: Hashes, suffix: int
-) -> tuple[np.int64, np.int64]:
-    """The window of the suffix's edges, and which of its slots hold one."""
-    name, window = locate(edges, live, space, row, suffix)
-    return window, matches(edges, name, window, WINDOWS[suffix])
+    return (  # without a branch
+        np.int64(edges[slot, NAME] == name)
+        | np.int64(edges[slot + 1, NAME] == name) << 1
+        | np.int64(edges[slot + 2, NAME] == name) << 2
+        | np.int64(edges[slot + 3, NAME] == name) << 3
+    )
 
 
 @kernel
@@ -200,13 +198,11 @@ def _value(edges: Words, live: Ints, slot: int, now: int) -> int:
 
 
 @kernel
-def count(
-    edges: Words, live: Ints, counters: Words, name: int, window: int, size: int, token: int
-) -> None:
+def count(edges: Words, live: Ints, counters: Words, name: int, line: int, token: int) -> None:
     """`token` followed the suffix of that name once more; its edge becomes the first of them."""
     now = counters[MADE] // max(1, len(edges) // TICKS) & MOST
     first = edge = -1
-    for slot in range(window, window + size):
+    for slot in range(line, line + LINE):
         if edges[slot, NAME] == name:
             if first < 0:
                 first = slot
@@ -219,9 +215,9 @@ def count(
         age = (now - (use >> TIME_SHIFT)) & MOST
         seen = (use >> COUNT_SHIFT & MOST) >> min(age // HALF_LIFE, 31)
     else:
-        edge = window
-        least = _value(edges, live, window, now)
-        for slot in range(window + 1, window + size):
+        edge = line
+        least = _value(edges, live, line, now)
+        for slot in range(line + 1, line + LINE):
             value = _value(edges, live, slot, now)
             if value < least:
                 edge, least = slot, value
@@ -240,9 +236,10 @@ def insert_token(
 ) -> None:
     """Count the n-grams of all lengths that `token` ends."""
     if space != NOWHERE:
+        first, lines = region_of(edges, live, space)
         for suffix in range(NUM_SUFFIXES):
-            name, window = locate(edges, live, space, row, suffix)
-            count(edges, live, counters, name, window, WINDOWS[suffix], token)
+            name, slot = locate(first, lines, space, row, suffix)
+            count(edges, live, counters, name, slot, token)
 
 
 @kernel

@@ -38,7 +38,7 @@ class TrieModel:
             if token in held:
                 at = held.index(token)
                 seen = slots[at][1]
-            elif len(slots) < (8 if suffix == 0 else 4):
+            elif len(slots) < 4:
                 at, seen = len(slots), 0
                 slots.append(None)
             else:
@@ -127,13 +127,13 @@ class ProposerModel:
         keys.append(("pair", coarse(row[0]), coarse(row[1])))
         inputs.append(self.rate(keys[-1], both))
         level = min(max(int(inputs[3] + 8), 0), 15)
-        for name, what in (("token", token), ("sparse own", row[3]), ("sparse", row[4])):
+        for name, what in (("token", token), ("sparse", (row[3], row[4]))):
             keys.append((name, what, level))
             inputs.append(self.rate(keys[-1], inputs[3]))
         inputs.append(0.4)
         odds = float(np.dot(weights, inputs))
         prob = min(max(1 / (1 + math.exp(-odds)), 0.002), 0.995)
-        guesses = [*first, both, *[inputs[3]] * 3]
+        guesses = [*first, both, inputs[3], inputs[3]]
         return prob, keys, inputs, guesses
 
     def learn(self, spaces, text, said):

@@ -1,8 +1,12 @@
 """Options are checked when they are given, and a wrong one says what to write."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
+from lookahead_vllm.draft.registry import PROPOSERS
 
 
 def test_what_is_not_given_has_a_default():
@@ -24,8 +28,8 @@ def test_options_survive_the_way_through_a_dict():
         ({"num_speculative_tokens": 129}, ["=129 was given", "from 1 to 128", "write 16"]),
         ({"num_speculative_tokens": True}, ["=True was given", "a whole number", "write 16"]),
         ({"num_speculative_tokens": "16"}, ["='16' was given", "a whole number", "write 16"]),
-        ({"branch_length": 65}, ["=65 was given", "from 1 to 64", "write 32"]),
-        ({"branch_length": 8.0}, ["=8.0 was given", "a whole number", "write 32"]),
+        ({"branch_length": 65}, ["=65 was given", "from 1 to 64", "write 64"]),
+        ({"branch_length": 8.0}, ["=8.0 was given", "a whole number", "write 64"]),
         ({"max_nodes": 1023}, ["=1023 was given", "from 1024", "write 4000000"]),
         ({"max_bytes": 100}, ["=100 was given", "from 16384", "write None"]),
         ({"draft": "tree"}, ["='tree' was given", "one of hierarchical, parallel, single"]),
@@ -36,6 +40,12 @@ def test_options_survive_the_way_through_a_dict():
         ({"budget": 0}, ["=0 was given", '"auto" or 1 to', "write 'auto'"]),
         ({"share": "tenant"}, ["='tenant' was given", "one of none, namespace, all"]),
         ({"share": False}, ["=False was given", "write 'namespace'"]),
+        ({"cache_path": ""}, ["='' was given", "the path of a file", "write 'lookahead.cache'"]),
+        ({"cache_path": 3}, ["=3 was given", "the path of a file"]),
+        ({"cache_interval": -1}, ["=-1 was given", "from 0 to 604800", "write 300"]),
+        ({"cache_interval": float("nan")}, ["=nan was given", "a number of seconds"]),
+        ({"cache_interval": True}, ["=True was given", "a number of seconds"]),
+        ({"cache_interval": "60"}, ["='60' was given", "a number of seconds"]),
         (
             {"budget": 12, "num_speculative_tokens": 8},
             ["budget=12 was given", "num_speculative_tokens=8", "write 'auto'"],
@@ -48,3 +58,37 @@ def test_a_wrong_option_says_what_was_given_what_is_allowed_and_what_to_write(gi
     for part in says:
         assert part in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        (".", ["that is a directory", "lookahead.cache'"]),
+        ("missing/a.cache", ["there is no directory", "missing'; make it"]),
+        ("sealed/a.cache", ["this user may not write in", "sealed'; allow it"]),
+    ],
+)
+def test_a_cache_that_cannot_be_written_is_refused_at_start(path, says, tmp_path, monkeypatch):
+    (tmp_path / "sealed").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "sealed")
+    options = LookaheadOptions(cache_path=str(tmp_path / path))
+    with pytest.raises(OptionError) as error:
+        options.with_checked_cache()
+    for part in says:
+        assert part in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_proposer_that_keeps_no_cache_says_so(monkeypatch):
+    monkeypatch.setitem(PROPOSERS, "forgetful", "a.Class")
+    with pytest.raises(OptionError, match="'forgetful' keeps no cache; leave cache_path out"):
+        LookaheadOptions(proposer="forgetful", cache_path="a.cache")
+
+
+def test_a_cache_path_is_the_same_in_every_process(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given in ("a.cache", "~/a.cache", str(tmp_path / "a.cache")):
+        options = LookaheadOptions(cache_path=given).with_checked_cache()
+        assert options.cache_path == str((tmp_path / "a.cache").resolve())
+    assert LookaheadOptions().with_checked_cache() == LookaheadOptions()

@@ -12,12 +12,12 @@ from lookahead_vllm.draft.trie import (
     BYTES_PER_NODE,
     HALF_LIFE,
     LAST_PRIVATE,
+    LINE,
     LIVE_BONUS,
     MADE,
     MAX_LIVE,
     NOWHERE,
     TICKS,
-    WINDOWS,
     Trie,
 )
 from tests.draft.model import SUFFIXES, TrieModel, context
@@ -76,17 +76,17 @@ def test_a_suffix_keeps_the_frequent_and_the_new():
     for token in [1, 1, *range(10, 40)]:
         insert(trie, space, [9, token])
     held = dict(followers(trie, space, [9])[0])
-    assert len(held) == WINDOWS[0] and held[1] == 2 and held[39] == 1
+    assert len(held) == LINE and held[1] == 2 and held[39] == 1
 
 
 def test_of_the_equally_frequent_the_oldest_goes():
     trie = Trie(1 << 16)
     space = trie.new_shared()
-    for token in range(WINDOWS[0] + 1):
+    for token in range(LINE + 1):
         insert(trie, space, [99, token])
         trie.counters[MADE] += (1 << 16) // TICKS  # time goes by
     held = {token for token, _ in followers(trie, space, [99])[0]}
-    assert held == set(range(1, WINDOWS[0] + 1))
+    assert held == set(range(1, LINE + 1))
 
 
 streams = st.lists(
