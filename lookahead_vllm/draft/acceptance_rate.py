@@ -22,6 +22,7 @@ from lookahead_vllm.draft.continuation import (
     COARSE,
     NUM_COARSE,
     NUM_KINDS,
+    NUM_SOURCES,
     NUM_SPARSE_KINDS,
     OWN,
     REFERENCE,
@@ -57,9 +58,8 @@ _LEAST_SHARE, _MOST_SHARE = _float(0.0005), _float(0.999)
 _LEAST_GUESS, _MOST_GUESS = _float(-5.8), _float(3.5)
 
 # Inputs of the mixer: a rate each, and a constant.
-_PAIR, _TOKEN, _BIAS = 3, 4, 6
-_SPARSE = 5  # and 6
-NUM_INPUTS = 7
+_PAIR, _TOKEN, _SPARSE, _BIAS = range(NUM_SOURCES, NUM_SOURCES + 4)
+NUM_INPUTS = _BIAS + 1
 _FIRST_WEIGHTS = (0.2, 0.2, 0.6, 0.2, 0.2, 0.2, 0.0)
 _BIAS_INPUT = _float(0.4)
 
@@ -131,8 +131,8 @@ def judge(
 ) -> np.float32:
     """The probability that the continuation in row `i` of `found` is what the model says.
 
-    `chosen` is the set of weights. Fills `which` int32 [NUM_INPUTS] with the rates
-    that were asked and `inputs` float32 [NUM_INPUTS] with their log odds.
+    `chosen` is the set of weights. Fills `which` int32 [NUM_INPUTS] with the rates that were
+    asked and `inputs` float32 [NUM_INPUTS] with their log odds.
     """
     own, answers, reference = found[i, OWN], found[i, ANSWERS], found[i, REFERENCE]
     which[OWN] = _STARTS[OWN] + own
@@ -218,7 +218,7 @@ def learn_token(
         _record(
             rates, trials, which[_PAIR], hit, _guess(inputs[OWN], inputs[ANSWERS]), PRIOR_TRIALS
         )
-        for narrow in range(_TOKEN, _SPARSE + 1):
+        for narrow in (_TOKEN, _SPARSE):
             _record(rates, trials, which[narrow], hit, inputs[_PAIR], NARROW_TRIALS)
         for j in range(NUM_INPUTS):
             weights[chosen, j] += LEARNING_RATE * (hit - prob) * inputs[j]
