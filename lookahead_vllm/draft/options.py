@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
+from pathlib import Path
 
-from lookahead_vllm.draft.registry import PROPOSERS
+from lookahead_vllm.draft.registry import KEEP_CACHE, PROPOSERS
 
 DRAFTS = ("hierarchical", "parallel", "single")
 SOURCES = ("both", "prompt", "output")
 SHARES = ("none", "namespace", "all")
+
+WEEK = 7 * 24 * 3600
 
 
 class OptionError(ValueError):
@@ -44,10 +48,14 @@ class LookaheadOptions:
         A number: that many nodes for each request, always.
     share : "none", "namespace" or "all"
         Which requests learn from each other's answers: none, those of one namespace, or all.
+    cache_path : str or None
+        The file in which what was learned outlives the server.
+    cache_interval : int or float
+        Seconds between two saves of it, 0 to a week; 0: only when the server ends.
     """
 
     num_speculative_tokens: int = 16
-    branch_length: int = 32
+    branch_length: int = 64
     max_nodes: int = 4_000_000
     max_bytes: int | None = None
     draft: str = "hierarchical"
@@ -55,6 +63,8 @@ class LookaheadOptions:
     proposer: str = "ngram_trie"
     budget: str | int = "auto"
     share: str = "namespace"
+    cache_path: str | None = None
+    cache_interval: float = 300
 
     def __post_init__(self) -> None:
         self._check_int("num_speculative_tokens", 1, 128)
@@ -71,6 +81,17 @@ class LookaheadOptions:
             allowed = f'"auto" or 1 to num_speculative_tokens={most} nodes'
             raise _wrong("budget", self.budget, allowed, "auto")
         self._check_choice("share", SHARES)
+        path = self.cache_path
+        if path is not None and (not isinstance(path, str) or not path or "\0" in path):
+            raise _wrong("cache_path", path, "the path of a file", "lookahead.cache")
+        if path is not None and self.proposer not in KEEP_CACHE:
+            raise OptionError(
+                f"cache_path={path!r} was given, but the proposer {self.proposer!r} keeps no "
+                "cache; leave cache_path out"
+            )
+        seconds = self.cache_interval
+        if type(seconds) not in (int, float) or not 0 <= seconds <= WEEK:
+            raise _wrong("cache_interval", seconds, f"a number of seconds from 0 to {WEEK}", 300)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, object]) -> LookaheadOptions:
@@ -95,6 +116,35 @@ class LookaheadOptions:
     def to_dict(self) -> dict[str, object]:
         """Plain values that `from_dict` reads back."""
         return asdict(self)
+
+    def with_checked_cache(self) -> LookaheadOptions:
+        """The same with an absolute `cache_path`, after a look at its directory.
+
+        Raises
+        ------
+        OptionError
+            No file can be written there.
+        """
+        if self.cache_path is None:
+            return self
+        given = f"cache_path={self.cache_path!r} was given, but"
+        path = Path(os.path.expanduser(self.cache_path)).resolve()
+        if path.is_dir():
+            raise OptionError(
+                f"{given} that is a directory; write the path of a file in it, such as "
+                f"{str(path / 'lookahead.cache')!r}"
+            )
+        if not path.parent.is_dir():
+            raise OptionError(
+                f"{given} there is no directory {str(path.parent)!r}; make it, or write the path "
+                "of a file in one that exists"
+            )
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise OptionError(
+                f"{given} this user may not write in {str(path.parent)!r}; allow it, or write the "
+                "path of a file in another directory"
+            )
+        return replace(self, cache_path=str(path))
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 PROPOSERS = {"ngram_trie": "lookahead_vllm.draft.proposer.NGramTrieProposer"}
 """Dotted paths of proposer classes, imported only when one is used: their kernels need numba."""
 
+KEEP_CACHE = {"ngram_trie"}
+"""Those of them that have `snapshot` and `restore`, see `cache_keeper.KeepsCache`."""
+
 
 def make_proposer(options: LookaheadOptions) -> Proposer:
     """A proposer of the class that `options.proposer` names."""

@@ -122,6 +122,7 @@ def apply(config: VllmConfig, options: LookaheadOptions) -> None:
             "additional_config is not a dict, so lookahead's options cannot ride in it; "
             "write a JSON object"
         )
+    options = options.with_checked_cache()
     parallel.worker_cls = WORKERS[parallel.worker_cls]
     config.additional_config = {**config.additional_config, KEY: options.to_dict()}
 

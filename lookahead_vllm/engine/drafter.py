@@ -12,7 +12,8 @@ from vllm.logger import init_logger
 from lookahead_vllm.draft.proposer import DraftRequest, Proposer
 from lookahead_vllm.draft.registry import make_proposer
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree, DraftTreeError
-from lookahead_vllm.engine import config, request_options
+from lookahead_vllm.engine import config, request_options, shutdown
+from lookahead_vllm.engine.cache import open_cache
 from lookahead_vllm.engine.eligibility import excluded_feature
 
 if TYPE_CHECKING:
@@ -68,6 +69,9 @@ class LookaheadDrafter:
         self.may_branch = False
         """Whether this engine's attention can verify branching trees; the runner finds out."""
         self.proposer: Proposer = make_proposer(self.options)
+        self._cache = open_cache(vllm_config, self.options, self.proposer)
+        if self._cache is not None:
+            shutdown.before_teardown(self.shutdown)
         self._max_model_len = vllm_config.model_config.max_model_len
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._trees: dict[str, DraftTree] = {}
@@ -150,6 +154,11 @@ class LookaheadDrafter:
         self._trees.pop(request_id, None)
         if self._lengths.pop(request_id, None) is not None:
             self.proposer.finish(request_id)
+
+    def shutdown(self) -> None:
+        """The engine ends: save what was learned, where that was asked for."""
+        if self._cache is not None:
+            self._cache.close()
 
     def _remaining(self, request_id: str, params: SamplingParams) -> int:
         if params.max_tokens is None:

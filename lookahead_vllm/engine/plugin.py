@@ -11,7 +11,7 @@ import functools
 import logging
 from typing import Any
 
-from lookahead_vllm.engine import config, front_end, seams
+from lookahead_vllm.engine import config, front_end, seams, shutdown
 
 logger = logging.getLogger("vllm.lookahead")
 
@@ -74,6 +74,8 @@ def _wrap_create_engine_config(engine_args: Any) -> None:
             vllm_config = original(self, *args, **kwargs)
         config.apply(vllm_config, options)
         front_end.install()
+        if options.cache_path is not None:
+            shutdown.allow_time_to_end()
         return vllm_config
 
     engine_args.create_engine_config = create_engine_config

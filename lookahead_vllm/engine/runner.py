@@ -349,3 +349,7 @@ class LookaheadRunner(_Base):
     def _on_request_state_removed(self, req_id: str, *args: Any, **kwargs: Any) -> None:
         super()._on_request_state_removed(req_id, *args, **kwargs)
         self.drafter.finish(req_id)
+
+    def shutdown(self) -> None:
+        self.drafter.shutdown()
+        super().shutdown()

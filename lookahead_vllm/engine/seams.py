@@ -187,6 +187,13 @@ SEAMS = (
     ),
     Seam(
         _RUNNER,
+        "GPUModelRunner.shutdown",
+        (),
+        "overridden: saves the cache file where the engine lives in the user's own process",
+        "custom proposers are told of the end",
+    ),
+    Seam(
+        _RUNNER,
         "GPUModelRunner.initialize_kv_cache",
         ("kv_cache_config",),
         "overridden: afterwards the KV tensors exist, and it is known whether trees may branch",
@@ -198,6 +205,37 @@ SEAMS = (
         ("num_tokens",),
         "called: measures the cost of a forward pass by its number of tokens",
         "vLLM measures it",
+    ),
+    # The end of an engine process, which saves the cache file.
+    Seam(
+        "vllm.v1.engine.core",
+        "EngineCoreProc._handle_shutdown",
+        ("self",),
+        "wrapped: saves when the loop ends; teardown begins with taking away the signal handlers, "
+        "and then the front-end's SIGTERM kills where a process group had one already",
+        "signal handlers stay until teardown is done",
+    ),
+    Seam(
+        "vllm.v1.engine.utils",
+        "CoreEngineProcManager.shutdown",
+        ("timeout",),
+        "wrapped: gives an engine process 15 s to end; unless --shutdown-timeout is set, vLLM "
+        "kills it in the moment in which it asks it to end",
+        "vLLM waits for the teardown of an engine process",
+    ),
+    Seam(
+        "vllm.v1.engine.utils",
+        "CoreEngineProcManager",
+        ("_request_shutdown_timeout",),
+        "read: whether requests may be drained",
+        "as above",
+    ),
+    Seam(
+        "vllm.tokenizers.registry",
+        "cached_tokenizer_from_config",
+        ("model_config",),
+        "called: a cache file belongs to one tokenizer",
+        "a tokenizer says which one it is",
     ),
     # Attention on CPU.
     Seam(
