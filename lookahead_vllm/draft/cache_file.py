@@ -22,7 +22,7 @@ import secrets
 import stat
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -123,7 +123,7 @@ def save(
     arrays: Mapping[str, NDArray[Any]],
     facts: Mapping[str, Any],
     tokenizer: str,
-    rest: float = 0.0,
+    stand_back: Callable[[], object] = lambda: None,
 ) -> int:
     """Write a snapshot of a proposer; the path holds the old file or the new one, always whole.
 
@@ -142,8 +142,8 @@ def save(
         As `NGramTrieProposer.snapshot` returns them.
     tokenizer : str
         The fingerprint of the tokenizer that the token ids are of.
-    rest : float
-        Seconds to stand back after each chunk, where requests are served meanwhile.
+    stand_back : callable
+        Called after each chunk: sleeps a little where requests are served meanwhile.
 
     Returns
     -------
@@ -166,7 +166,7 @@ def save(
                 for chunk in _copied_chunks(array, leave_out_private=name == "edges"):
                     digest.update(chunk)
                     file.write(chunk)
-                    time.sleep(rest)
+                    stand_back()
                 file.write(digest.digest())
             file.flush()
             os.fsync(file.fileno())

@@ -20,7 +20,7 @@ from lookahead_vllm.draft.cache_file import CacheFileError
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-REST = 0.001  # seconds after each chunk of a save beside requests
+REST = 0.02  # seconds after each chunk of a save beside requests: a save costs a step little
 
 
 class KeepsCache(Protocol):
@@ -68,14 +68,22 @@ class CacheKeeper:
             self._thread.start()
 
     def save(self, rest: float = 0.0) -> bool:
-        """Save the file if something was learned since the last time; False if that failed."""
+        """Save the file if something was learned since the last time; False if that failed.
+
+        `rest` is how many seconds to sleep after each chunk, until `close` is called.
+        """
         mark = self._mark()
         if mark == self._saved or not self._may_save:
             return True
         start = time.perf_counter()
         arrays, facts = self._proposer.snapshot()
+
+        def stand_back() -> None:
+            if rest:
+                self._closing.wait(rest)
+
         try:
-            size = cache_file.save(self.path, arrays, facts, self._tokenizer, rest)
+            size = cache_file.save(self.path, arrays, facts, self._tokenizer, stand_back)
         except OSError as error:
             logger.warning(
                 "Lookahead's cache could not be saved as %s: %s. What was there is untouched.",

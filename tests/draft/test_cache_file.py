@@ -300,7 +300,7 @@ def test_what_is_saved_while_others_learn_is_whole(tmp_path, monkeypatch):
     thread.start()
     try:
         for i in range(10):
-            save(tmp_path / f"{i}", *proposer.snapshot(), TOKENIZER, rest=0.0005)
+            save(tmp_path / f"{i}", *proposer.snapshot(), TOKENIZER, lambda: time.sleep(0.0005))
     finally:
         done.set()
         thread.join()

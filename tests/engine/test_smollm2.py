@@ -14,6 +14,7 @@ import requests
 from openai import BadRequestError, OpenAI
 from vllm import SamplingParams
 
+from lookahead_vllm.draft import cache_file
 from tests.engine.driving import drafter_of, engine, generate
 from tests.engine.servers import serve
 
@@ -70,6 +71,7 @@ def test_stop_strings_end_a_text_inside_a_burst() -> None:
 def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """A plain server and one with lookahead."""
     logs = tmp_path_factory.mktemp("logs")
+    cache = logs / "lookahead.cache"
     shared = (
         "--dtype=float32",
         "--enforce-eager",
@@ -85,9 +87,12 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
             *shared,
             "--speculative-model=[lookahead]",
             "--num-speculative-tokens=12",
+            f"--speculative-config.cache_path={cache}",
         ) as lookahead,
     ):
         yield plain, lookahead
+    # The signal went to the whole process group, as that of Ctrl-C does.
+    assert cache_file.read_header(cache).namespaces > 0
 
 
 def client(url: str) -> OpenAI:
