@@ -210,8 +210,12 @@ class NGramTrieProposer:
 
     def propose(self, wants: Sequence[DraftRequest], num_plain_tokens: int = 0) -> list[DraftTree]:
         """See Proposer."""
-        self._work_off()
-        self._left = max(INDEX_AT_ONCE, sum(len(job.tokens) for job in self._backlog) // 8)
+        if self._backlog:
+            self._work_off()
+            waiting = sum(len(job.tokens) for job in self._backlog)
+            self._left = max(INDEX_AT_ONCE, waiting // 8)
+        else:
+            self._left = INDEX_AT_ONCE
         grown = [self._grow(want) for want in wants]
         if self.curve is not None and self.options.budget == "auto":
             sizes = budget.cut([tree.probs for tree in grown], self.curve, num_plain_tokens)
