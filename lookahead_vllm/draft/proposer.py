@@ -173,8 +173,8 @@ class NGramTrieProposer:
         What is long is indexed in parts, by the next calls of `propose`, so that no step waits.
         """
         self.finish(request_id)
-        tokens = np.asarray(prompt, np.int32)
-        texts = [np.asarray(reference, np.int32) for reference in references]
+        tokens = np.array(prompt, np.int32)  # copies: the caller's memory may not stay as it is
+        texts = [np.array(reference, np.int32) for reference in references]
         length = sum(map(len, texts))
         spaces = np.zeros(NUM_SOURCES, np.int32)
         spaces[OWN] = self.trie.new_private(len(tokens) + length + EXPECTED_ANSWER)

@@ -344,6 +344,17 @@ def test_a_long_prompt_is_indexed_over_several_steps():
     assert 11 in draft(proposer, "s").tokens  # what "r" still had to insert went with it
 
 
+def test_what_is_not_yet_indexed_is_kept_as_it_was_given():
+    proposer = NGramTrieProposer(LookaheadOptions())
+    prompt = np.arange(30_000, dtype=np.int32)
+    proposer.start("r", prompt)
+    prompt[:] = 7  # the engine's buffer gets another request
+    for _ in range(10):
+        draft(proposer, "r")
+    proposer.extend("r", [29_000, 29_001])
+    assert draft(proposer, "r").tokens[0] == 29_002
+
+
 def test_a_restored_proposer_goes_on_where_the_other_was():
     teacher, pupil = (NGramTrieProposer(LookaheadOptions(max_nodes=50_000)) for _ in range(2))
     teach_copying(teacher)
