@@ -53,7 +53,7 @@ INDEX_AT_ONCE = 4096
 MAX_NAMESPACES = 1 << 16
 """The one that was not used for longest is forgotten, and its answers with it."""
 
-EXPECTED_ANSWER = 512  # tokens; a longer one only has less room in the trie
+EXPECTED_ANSWER = 2048  # tokens; there is room for twice as many, then the oldest go
 
 SUFFIXES = [*ORDERS, -NUM_SPARSE]
 """What the n-grams of a snapshot are."""
