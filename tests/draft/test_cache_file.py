@@ -77,11 +77,11 @@ def refusal(path, content):
 
 
 def test_a_restored_proposer_drafts_the_same_trees(tmp_path):
-    before = taught_proposer(1 << 16)
+    before = taught_proposer(1 << 20)
     size = save_proposer(before, tmp_path / "a")
     for live in "012":  # their texts take room, which those of a restored one do not
         before.finish(live)
-    after = new_proposer(1 << 16)
+    after = new_proposer(1 << 20)
     after.restore(*load(tmp_path / "a", TOKENIZER))
     assert size == (tmp_path / "a").stat().st_size
     for namespace in ("", "other", "unknown"):
