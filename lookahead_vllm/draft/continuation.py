@@ -34,7 +34,7 @@ NUM_COLUMNS = 6
 
 NAMES, SLOT, HELD = range(3)  # of the places where a suffix is looked for
 
-MAX_CONTINUATIONS = 16  # of one text
+MAX_CONTINUATIONS = 12  # of one text
 
 _STAGES = 2  # how many suffixes, longest first, may name continuations, beside the two shortest
 _SHARES, _GAPS, _RANKS = 9, 3, 2
