@@ -19,6 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lookahead_vllm.bench import profile
+from lookahead_vllm.bench.command_line import check_outputs, key_value, positive
 from lookahead_vllm.bench.fresh_engine import (
     RunFailed,
     cpu_runtime,
@@ -139,13 +140,6 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def positive(text: str) -> int:
-    """A number of at least 1."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return int(text)
-
-
 def positives(text: str) -> list[int]:
     """Numbers of at least 1, separated by commas, each once."""
     return list(dict.fromkeys(positive(part) for part in text.split(",")))
@@ -153,13 +147,10 @@ def positives(text: str) -> list[int]:
 
 def engine_arg(text: str) -> tuple[str, Any]:
     """`KEY=VALUE` with a value in JSON, or else a string."""
-    key, separator, value = text.partition("=")
-    if not separator or not key.isidentifier():
+    pair = key_value(text)
+    if pair is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, as in enforce_eager=true")
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
+    return pair
 
 
 def model_length(model: str) -> int | None:
@@ -364,14 +355,7 @@ def prepare(options: argparse.Namespace) -> Benchmark:
     methods = choose_methods(options.methods, options.config)
     if options.check_exact and BASELINE not in methods:
         raise MethodError(f"--check-exact compares with `{BASELINE}`: add it to --methods")
-    for path in (options.json, options.plot):
-        if path and not path.parent.is_dir():
-            raise MethodError(f"there is no folder {path.parent} to write {path.name} in")
-    if options.plot:
-        try:
-            version("matplotlib")
-        except PackageNotFoundError:
-            raise MethodError("--plot needs matplotlib: pip install matplotlib") from None
+    check_outputs(options, MethodError)
     prompts = load_prompts(options.prompts, model_tokenizer(options.model), options.limit)
     return Benchmark(options, methods, prompts)
 

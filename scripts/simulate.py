@@ -13,6 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from lookahead_vllm.bench.command_line import check_outputs, positive
 from lookahead_vllm.bench.drafters import Make, choose_drafters, describe
 from lookahead_vllm.bench.simulate import MODES, Mode, passes, simulate
 from lookahead_vllm.bench.simulation_tables import (
@@ -130,13 +131,6 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def positive(text: str) -> int:
-    """A number of at least 1."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return int(text)
-
-
 def budgets(text: str) -> list[int]:
     """Numbers from 1 to 128, separated by commas, each once."""
     parts = [part.strip() for part in text.split(",")]
@@ -170,14 +164,7 @@ class Simulation:
     """All that one call replays, and what has come of it so far."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        for path in (options.json, options.plot):
-            if path and not path.parent.is_dir():
-                raise OptionError(f"there is no folder {path.parent} to write {path.name} in")
-        if options.plot:
-            try:
-                version("matplotlib")
-            except PackageNotFoundError:
-                raise OptionError("--plot needs matplotlib: pip install matplotlib") from None
+        check_outputs(options, OptionError)
         self.options = options
         self.makers: dict[str, Make] = choose_drafters(options.proposers)
         self.files: list[TraceFile] = [

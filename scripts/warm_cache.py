@@ -104,8 +104,8 @@ def info(options: argparse.Namespace) -> None:
         return
     tokenizer = load_tokenizer(options.model)
     vocabulary = tokenizer.get_vocab()
-    cache_file.load(options.info, cache_file.fingerprint(vocabulary))
-    print(describe(options.info, max(vocabulary.values()) + 1, tokenizer.decode))
+    fingerprint = cache_file.fingerprint(vocabulary)
+    print(describe(options.info, fingerprint, max(vocabulary.values()) + 1, tokenizer.decode))
 
 
 def begin(options: argparse.Namespace, tokenizer: str) -> NGramTrieProposer:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from lookahead_vllm.bench.command_line import key_value
 from lookahead_vllm.bench.rivals import PromptLookup, PromptLookupOptions, Suffix, SuffixOptions
 from lookahead_vllm.bench.traces import Ints
 from lookahead_vllm.draft.budget import CostCurve
@@ -178,13 +178,10 @@ def _hint(given: str, known: Sequence[str]) -> str:
 
 
 def _setting(text: str) -> tuple[str, object]:
-    key, separator, value = text.partition("=")
-    if not separator or not key.isidentifier():
+    pair = key_value(text)
+    if pair is None:
         raise OptionError(f"{text!r} is not KEY=VALUE, as in ngram_trie:branch_length=8")
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
+    return pair
 
 
 def _options(make: Callable[..., Any], given: Mapping[str, object]) -> Any:

@@ -120,6 +120,12 @@ def weight_set(longest: Ints, spaces: Ints) -> int:
 
 
 @kernel
+def room_for_judging() -> tuple[Ints, Rates]:
+    """`which` and `inputs` for `judge`, to be used again and again."""
+    return np.empty(NUM_INPUTS, np.int32), np.empty(NUM_INPUTS, np.float32)
+
+
+@kernel
 def judge(
     found: Ints,
     i: int,

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm import __version__
-from lookahead_vllm.draft.trie import COUNT_SHIFT, MOST, NAME, USE
+from lookahead_vllm.draft.trie import spaces_of
 
 MAGIC = b"LAHCACHE"
 VERSION = 1
@@ -95,19 +95,6 @@ def _bytes_of(token: str | bytes) -> bytes:
 def fingerprint_without_tokenizer(model: str, vocab_size: int) -> str:
     """What has to do where no tokenizer is loaded; never that of a vocabulary."""
     return "model-" + hashlib.blake2b(f"{vocab_size} {model}".encode(), digest_size=16).hexdigest()
-
-
-# ---- what edges there are ------------------------------------------------------------------------
-
-
-def spaces_of(edges: NDArray[Any]) -> NDArray[np.int32]:
-    """The space of each edge: above 0 one of answers, below 0 a request's own, 0 an empty slot."""
-    return edges[:, NAME].astype(np.int32)
-
-
-def counts_of(edges: NDArray[Any]) -> NDArray[np.int64]:
-    """How often each edge was followed."""
-    return edges[:, USE] >> COUNT_SHIFT & MOST
 
 
 def count_ngrams(arrays: Mapping[str, NDArray[Any]]) -> int:

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft import cache_file
-from lookahead_vllm.draft.acceptance_rate import HITS, TRIALS
+from lookahead_vllm.draft.acceptance_rate import HITS, TRIALS, AcceptanceRate
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import NGramTrieProposer, digest_of
 from lookahead_vllm.draft.suffix import ORDERS, row_of
-from lookahead_vllm.draft.trie import Trie
+from lookahead_vllm.draft.trie import Trie, counts_of, spaces_of
 
 MOST_NAMESPACES = 20  # that are listed
 MOST_NGRAMS = 20  # that are shown of a namespace
@@ -33,8 +33,12 @@ class Ngram(NamedTuple):
     times: int
 
 
-def describe(path: Path, vocab_size: int = 0, decode: Decode | None = None) -> str:
+def describe(
+    path: Path, tokenizer: str | None = None, vocab_size: int = 0, decode: Decode | None = None
+) -> str:
     """A report on the file, of several lines; with `decode`, also on its most frequent n-grams.
+
+    `tokenizer` is the fingerprint that the file must have, if given.
 
     Raises
     ------
@@ -42,13 +46,12 @@ def describe(path: Path, vocab_size: int = 0, decode: Decode | None = None) -> s
         It is no whole cache file, or cannot be read.
     """
     header = cache_file.read_header(path)
-    arrays, facts = cache_file.load(path)
-    fresh = NGramTrieProposer(LookaheadOptions(max_nodes=len(arrays["edges"])))
-    proposer = NGramTrieProposer(fresh.options)
+    arrays, facts = cache_file.load(path, tokenizer)
+    proposer = NGramTrieProposer(LookaheadOptions(max_nodes=len(arrays["edges"])))
     proposer.restore(arrays, facts)
 
     edges = arrays["edges"]
-    spaces = cache_file.spaces_of(edges)
+    spaces = spaces_of(edges)
     held = spaces > 0
     total = int(held.sum())
     made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(header.created))
@@ -58,8 +61,8 @@ def describe(path: Path, vocab_size: int = 0, decode: Decode | None = None) -> s
         f"tokenizer   {header.tokenizer}",
         f"n-grams     {total} of at most {len(edges)} ({total / len(edges):.1%}); "
         f"{proposer.trie.num_pruned} were pruned so far",
-        f"seen        {_histogram(cache_file.counts_of(edges)[held])}",
-        f"rates       {_rates(arrays['trials'], fresh.snapshot()[0]['trials'])}",
+        f"seen        {_histogram(counts_of(edges)[held])}",
+        f"rates       {_rates(arrays['trials'], AcceptanceRate().trials)}",
         f"namespaces  {header.namespaces}",
     ]
     sizes = dict(zip(*np.unique(spaces[held], return_counts=True), strict=True))

@@ -45,8 +45,6 @@ NUM_KINDS = 1 + len(ORDERS) * _SHARES * _GAPS * _RANKS
 NUM_COARSE = 1 + 5 * 5 * _GAPS
 NUM_SPARSE_KINDS = _SPARSE_SHARES**NUM_SPARSE
 
-_NO_EVIDENCE = -1
-
 
 @kernel
 def _share(count: int, total: int) -> int:
@@ -85,6 +83,16 @@ def _coarse_kinds() -> Ints:
 
 COARSE = _coarse_kinds()
 """int32 [NUM_KINDS]: fewer kinds, for pairs of them."""
+
+
+@kernel
+def room_for_continuations() -> tuple[Ints, Ints, Words]:
+    """`found`, `longest` and `places` for `find_continuations`, to be used again and again."""
+    return (
+        np.empty((MAX_CONTINUATIONS, NUM_COLUMNS), np.int32),
+        np.empty(NUM_SOURCES, np.int32),
+        np.empty((3, NUM_SOURCES, NUM_SUFFIXES), np.int64),
+    )
 
 
 @kernel

@@ -11,16 +11,15 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.acceptance_rate import NUM_INPUTS, Rates, Weights, judge, weight_set
+from lookahead_vllm.draft.acceptance_rate import Rates, Weights, judge, room_for_judging, weight_set
 from lookahead_vllm.draft.continuation import (
     MAX_CONTINUATIONS,
-    NUM_COLUMNS,
-    NUM_SOURCES,
     TOKEN,
     find_continuations,
+    room_for_continuations,
 )
 from lookahead_vllm.draft.kernel import kernel
-from lookahead_vllm.draft.suffix import NUM_SUFFIXES, ROW, Hashes, advance
+from lookahead_vllm.draft.suffix import ROW, Hashes, advance
 from lookahead_vllm.draft.trie import Ints, Words
 
 LEAST_PROBABILITY = 0.001  # a node less likely than this is never drafted
@@ -52,12 +51,9 @@ def grow(
     rows = np.empty((max_nodes + 1, ROW), np.uint64)  # row i + 1 is the text that ends in node i
     rows[0] = row
 
-    found = np.empty((MAX_CONTINUATIONS, NUM_COLUMNS), np.int32)
-    longest = np.empty(NUM_SOURCES, np.int32)
-    places = np.empty((3, NUM_SOURCES, NUM_SUFFIXES), np.int64)
+    found, longest, places = room_for_continuations()
+    which, inputs = room_for_judging()
     shares = np.empty(MAX_CONTINUATIONS, np.float32)
-    which = np.empty(NUM_INPUTS, np.int32)
-    inputs = np.empty(NUM_INPUTS, np.float32)
     # The buds, likeliest first: nodes that may be taken next.
     buds = [(np.float32(0), np.int32(0), np.int32(0)) for _ in range(0)]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numba
+
+from lookahead_vllm.compiled import cache_dir
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -17,12 +18,12 @@ def kernel(function: Callable[..., Any]) -> Any:
 
     numba looks at the file of a kernel alone when it asks whether a compiled one still fits, and
     not at the files of the kernels that are inlined into it. So each state of this room's sources
-    has a folder of its own, in `$LOOKAHEAD_VLLM_CACHE` (or `$XDG_CACHE_HOME`, or `~/.cache`),
-    under `lookahead_vllm/`. Where that cannot be written, every process compiles for itself.
+    has a folder of its own in `compiled.cache_dir()`. Where that cannot be written, every process
+    compiles for itself.
     """
     before = numba.config.CACHE_DIR
     try:
-        numba.config.CACHE_DIR = _cache_dir()
+        numba.config.CACHE_DIR = _folder()
         return numba.njit(cache=True, error_model="numpy")(function)
     except (OSError, RuntimeError):
         return numba.njit(error_model="numpy")(function)
@@ -31,9 +32,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 @functools.cache
-def _cache_dir() -> str:
+def _folder() -> str:
     sources = sorted(Path(__file__).parent.glob("*.py"))
     digest = hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()
-    root = os.environ.get("LOOKAHEAD_VLLM_CACHE") or os.environ.get("XDG_CACHE_HOME")
-    directory = Path(root) if root else Path.home() / ".cache"
-    return str(directory / "lookahead_vllm" / f"draft-{digest[:16]}")
+    return str(cache_dir() / f"draft-{digest[:16]}")

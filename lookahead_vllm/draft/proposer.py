@@ -13,24 +13,23 @@ from numpy.typing import NDArray
 
 from lookahead_vllm.draft import budget
 from lookahead_vllm.draft.acceptance_rate import (
-    NUM_INPUTS,
     AcceptanceRate,
     Rates,
     Weights,
     learn_token,
+    room_for_judging,
     weight_set,
 )
 from lookahead_vllm.draft.budget import CostCurve
 from lookahead_vllm.draft.continuation import (
     ANSWERS,
-    MAX_CONTINUATIONS,
     NAMES,
-    NUM_COLUMNS,
     NUM_SOURCES,
     OWN,
     REFERENCE,
     SLOT,
     find_continuations,
+    room_for_continuations,
 )
 from lookahead_vllm.draft.growth import HIERARCHICAL, PARALLEL, SINGLE, grow
 from lookahead_vllm.draft.kernel import kernel
@@ -323,11 +322,8 @@ def _extend(
     is_source: bool,
 ) -> None:
     following = np.empty_like(row)
-    found = np.empty((MAX_CONTINUATIONS, NUM_COLUMNS), np.int32)
-    longest = np.empty(NUM_SOURCES, np.int32)
-    places = np.empty((3, NUM_SOURCES, NUM_SUFFIXES), np.int64)
-    which = np.empty(NUM_INPUTS, np.int32)
-    inputs = np.empty(NUM_INPUTS, np.float32)
+    found, longest, places = room_for_continuations()
+    which, inputs = room_for_judging()
     for token in tokens:
         size = find_continuations(edges, live, spaces, row, found, longest, places)
         chosen = weight_set(longest, spaces)

@@ -96,7 +96,7 @@ class Trie:
 
     def count_edges(self) -> int:
         """Edges that can be found now; looks at every slot."""
-        spaces = self.edges[:, NAME].astype(np.int32)  # the lower half
+        spaces = spaces_of(self.edges)
         alive = (spaces > 0) | ((spaces < 0) & (self.live[-spaces % MAX_LIVE, 0] == spaces))
         return int(alive.sum())
 
@@ -145,6 +145,16 @@ class Trie:
         uses = self.edges[slot : slot + LINE, USE].tolist()
         held = [use for i, use in enumerate(uses) if slots >> i & 1]
         return [(use & TOKEN_BITS, use >> COUNT_SHIFT & MOST) for use in held]
+
+
+def spaces_of(edges: Words) -> Ints:
+    """The space of each edge: above 0 one of answers, below 0 a request's own, 0 an empty slot."""
+    return edges[:, NAME].astype(np.int32)  # the lower half
+
+
+def counts_of(edges: Words) -> Words:
+    """How often each edge was followed."""
+    return edges[:, USE] >> COUNT_SHIFT & MOST
 
 
 @kernel
@@ -231,23 +241,15 @@ def count(edges: Words, live: Ints, counters: Words, name: int, line: int, token
 
 
 @kernel
-def insert_token(
-    edges: Words, live: Ints, counters: Words, space: int, row: Hashes, token: int
-) -> None:
-    """Count the n-grams of all lengths that `token` ends."""
-    if space != NOWHERE:
-        first, lines = region_of(edges, live, space)
-        for suffix in range(NUM_SUFFIXES):
-            name, slot = locate(first, lines, space, row, suffix)
-            count(edges, live, counters, name, slot, token)
-
-
-@kernel
 def _insert_text(
     edges: Words, live: Ints, counters: Words, space: int, row: Hashes, tokens: Ints
 ) -> None:
     following = np.empty_like(row)
+    first, lines = region_of(edges, live, space)
     for token in tokens:
-        insert_token(edges, live, counters, space, row, token)
+        if space != NOWHERE:
+            for suffix in range(NUM_SUFFIXES):
+                name, slot = locate(first, lines, space, row, suffix)
+                count(edges, live, counters, name, slot, token)
         advance(row, token, following)
         row[:] = following

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch  # noqa: F401  first, so that the library joins the OpenMP runtime torch has loaded
 
+from lookahead_vllm.compiled import cache_dir
+
 logger = logging.getLogger(__name__)
 
 _SOURCES = sorted((Path(__file__).parent / "csrc").glob("*.cpp"))
@@ -94,7 +96,7 @@ def load() -> ctypes.CDLL | None:
         logger.warning("No C++ compiler (g++, c++ or $CXX): tree attention runs on plain torch.")
         return None
     try:
-        path = _cache_dir() / f"verify-{_fingerprint(compiler)}.so"
+        path = cache_dir() / f"verify-{_fingerprint(compiler)}.so"
         if path.exists():
             try:
                 return _open(path)
@@ -118,13 +120,6 @@ def available() -> bool:
 def _compiler() -> str | None:
     names = filter(None, (os.environ.get("CXX"), "g++", "c++"))
     return next(filter(None, map(shutil.which, names)), None)
-
-
-def _cache_dir() -> Path:
-    root = os.environ.get("LOOKAHEAD_VLLM_CACHE") or os.environ.get("XDG_CACHE_HOME")
-    directory = (Path(root) if root else Path.home() / ".cache") / "lookahead_vllm"
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return directory
 
 
 def _fingerprint(compiler: str) -> str:

@@ -24,7 +24,7 @@ from lookahead_vllm.draft.cache_file import CacheFileError, fingerprint, load, r
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftRequest, NGramTrieProposer
 from lookahead_vllm.draft.suffix import empty_row
-from lookahead_vllm.draft.trie import NAME, TOKEN_BITS, USE, Trie
+from lookahead_vllm.draft.trie import NAME, TOKEN_BITS, USE, Trie, spaces_of
 
 TOKENIZER = fingerprint({"a": 0, "b": 1})
 ANSWER = list(range(100, 160))
@@ -100,7 +100,7 @@ def test_the_header_says_what_the_file_is(good):
 
 def test_a_prompt_of_a_live_request_is_not_in_the_file(good):
     arrays, facts = load(good, TOKENIZER)
-    assert (cache_file.spaces_of(arrays["edges"]) >= 0).all()
+    assert (spaces_of(arrays["edges"]) >= 0).all()
     held = set((arrays["edges"][:, USE] & TOKEN_BITS).tolist())
     assert held & set(ANSWER) and not held & set(PROMPT)
     after = new_proposer()
@@ -308,7 +308,7 @@ def test_what_is_saved_while_others_learn_is_whole(tmp_path, monkeypatch):
     possible = {}
     for i in range(10):
         arrays, facts = load(tmp_path / f"{i}", TOKENIZER)
-        spaces = cache_file.spaces_of(arrays["edges"])
+        spaces = spaces_of(arrays["edges"])
         last = NGramTrieProposer(proposer.options)
         last.restore(arrays, facts)
         # A namespace that comes later must not get the number of one that is in the file.

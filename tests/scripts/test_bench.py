@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import time
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,18 +17,9 @@ from lookahead_vllm.bench.profile import shares
 from lookahead_vllm.bench.prompts import PromptError, load_prompts, spread
 from lookahead_vllm.bench.rows import Outcome, Row, make_row
 from lookahead_vllm.bench.tables import category_tables, main_table, profile_table
+from tests.scripts.loading import load_script
 
-
-def script() -> ModuleType:
-    path = Path(__file__).parents[2] / "scripts" / "bench.py"
-    spec = importlib.util.spec_from_file_location("bench_script", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = script()
+bench = load_script("bench")
 
 
 def jsonl(path: Path, *lines: Any) -> Path:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,18 +24,9 @@ from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.draft.proposer import DraftRequest
 from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.draft.tree import DraftTree
+from tests.scripts.loading import load_script
 
-
-def script() -> ModuleType:
-    path = Path(__file__).parents[2] / "scripts" / "simulate.py"
-    spec = importlib.util.spec_from_file_location("simulate_script", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-script_module = script()
+script_module = load_script("simulate")
 
 
 def trace(prompt: list[int], output: list[int], category: str = "s/c") -> Trace:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from lookahead_vllm.draft import cache_file, cache_report
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftRequest, NGramTrieProposer, digest_of
 from lookahead_vllm.draft.warming import TextError, learn, read_texts
+from tests.scripts.loading import load_script
 
 ROOT = Path(__file__).parents[2]
 SMOLLM2 = Path(
@@ -31,17 +30,7 @@ CHAT += "{% if messages[0].role is not string %}{{ raise_exception('no role') }}
 CHAT += "{% if add_generation_prompt %}<bot>{% endif %}"
 
 
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "warm_cache_script", ROOT / "scripts" / "warm_cache.py"
-    )
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-main = script().main
+main = load_script("warm_cache").main
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lookahead_vllm.compiled import cache_dir
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.verify import native
 from lookahead_vllm.verify.tree_attention import supported, tree_attention
@@ -341,7 +342,7 @@ def test_a_damaged_build_is_made_again(tmp_path, monkeypatch):
     monkeypatch.setenv("LOOKAHEAD_VLLM_CACHE", str(tmp_path))
     monkeypatch.setattr(native, "_FLAGS", [f if f != "-O3" else "-O0" for f in native._FLAGS])
     compiler = native._compiler()
-    path = native._cache_dir() / f"verify-{native._fingerprint(compiler)}.so"
+    path = cache_dir() / f"verify-{native._fingerprint(compiler)}.so"
     path.write_bytes(b"not a library")
     assert native.load.__wrapped__() is not None
     assert [p.name for p in path.parent.iterdir()] == [path.name]
