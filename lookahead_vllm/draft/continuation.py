@@ -105,7 +105,7 @@ def _look(edges: Words, live: Ints, spaces: Ints, row: Hashes, places: Words) ->
                 name, slot = locate(first, lines, spaces[source], row, suffix)
                 places[NAMES, source, suffix], places[SLOT, source, suffix] = name, slot
     # One look at every line in a loop as small as can be: the processor then waits for all of
-    # them together. These waits are half of what a proposal takes.
+    # them together.
     for source in range(NUM_SOURCES):
         if spaces[source] != NOWHERE:
             for suffix in range(NUM_SUFFIXES):
