@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,7 +15,7 @@ from lookahead_vllm.draft.registry import make_proposer
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree, DraftTreeError
 from lookahead_vllm.engine import config, request_options, shutdown
 from lookahead_vllm.engine.cache import open_cache
-from lookahead_vllm.engine.eligibility import excluded_feature
+from lookahead_vllm.engine.request_options import RequestOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -74,6 +75,7 @@ class LookaheadDrafter:
             shutdown.before_teardown(self.shutdown)
         self._max_model_len = vllm_config.model_config.max_model_len
         self._vocab_size = vllm_config.model_config.get_vocab_size()
+        self._options: dict[str, RequestOptions] = {}
         self._trees: dict[str, DraftTree] = {}
         self._lengths: dict[str, int] = {}
 
@@ -85,6 +87,14 @@ class LookaheadDrafter:
         raise RuntimeError(
             "lookahead's drafter runs in a worker that is not lookahead's; write worker_cls='auto'"
         )
+
+    def announce(self, request_id: str, params: SamplingParams | None) -> SamplingParams | None:
+        """A request has come; returns its parameters without lookahead's part of `extra_args`."""
+        if params is None:
+            return None
+        params = copy(params)  # the answers of one request share theirs
+        self._options[request_id], params.extra_args = request_options.received(params.extra_args)
+        return params
 
     def commit(
         self,
@@ -101,7 +111,7 @@ class LookaheadDrafter:
         if params is None:  # a pooling request
             return
         if request_id not in self._lengths:
-            options = request_options.received(params.extra_args)
+            options = self._options[request_id]
             if not options.enabled or params.max_tokens == 1:
                 return
             self.proposer.start(request_id, prompt, options.namespace, options.references)
@@ -121,7 +131,7 @@ class LookaheadDrafter:
         Nodes take the slots after the `num_tokens` committed tokens, and one token more than the
         tree is deep can be emitted, so both end at max_model_len.
         """
-        if params is None or request_id not in self._lengths or excluded_feature(params):
+        if params is None or request_id not in self._lengths:
             return None
         max_nodes = min(self.options.num_speculative_tokens, self._max_model_len - num_tokens - 1)
         max_depth = min(max_nodes, self._remaining(request_id, params) - 1)
@@ -151,6 +161,7 @@ class LookaheadDrafter:
 
     def finish(self, request_id: str) -> None:
         """The request has ended; a preempted one has not."""
+        self._options.pop(request_id, None)
         self._trees.pop(request_id, None)
         if self._lengths.pop(request_id, None) is not None:
             self.proposer.finish(request_id)

@@ -1,6 +1,6 @@
 """What happens to a request before the engine sees it: checked, tokenized, given its namespace.
 
-Three of vLLM's functions are wrapped, in processes where somebody asked for lookahead; requests
+Four of vLLM's functions are wrapped, in processes where somebody asked for lookahead; requests
 of an engine that does not serve it pass through untouched.
 """
 
@@ -19,8 +19,9 @@ from lookahead_vllm.engine.request_options import RequestError, RequestOptions
 
 @functools.cache
 def install() -> None:
-    """Wrap the three functions, once in each process."""
+    """Wrap the four functions, once in each process."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -29,6 +30,9 @@ def install() -> None:
     )
     AsyncLLM.generate = checked_at_once(AsyncLLM.generate)
     InputProcessor.process_inputs = prepared(InputProcessor.process_inputs)
+    SamplingParams._validate_spec_decode = serving_every_parameter(
+        SamplingParams._validate_spec_decode
+    )
 
 
 def with_prediction(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,6 +112,17 @@ def prepared(original: Callable[..., Any]) -> Callable[..., Any]:
         return request
 
     return process_inputs
+
+
+def serving_every_parameter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`SamplingParams._validate_spec_decode` that refuses neither `min_p` nor `logit_bias`."""
+
+    @functools.wraps(original)
+    def validate(self: Any, speculative_config: Any) -> None:
+        ours = getattr(speculative_config, "model", None) == config.DRAFTER_PATH
+        original(self, None if ours else speculative_config)
+
+    return validate
 
 
 def _options(engine: Any, extra_args: Mapping[str, Any] | None) -> RequestOptions:

@@ -96,12 +96,18 @@ def sent(extra_args: Mapping[str, Any] | None, options: RequestOptions) -> dict[
     }
 
 
-def received(extra_args: Mapping[str, Any] | None) -> RequestOptions:
-    """What the front-end sent. A request that did not pass it shares with nobody."""
+def received(
+    extra_args: Mapping[str, Any] | None,
+) -> tuple[RequestOptions, dict[str, Any] | None]:
+    """What the front-end sent, and `extra_args` without it, as custom logits processors know them.
+
+    A request that did not pass the front-end shares with nobody.
+    """
+    others = {k: v for k, v in (extra_args or {}).items() if k != KEY} or None
     written = (extra_args or {}).get(KEY)
     if written is None:
-        return RequestOptions()
-    return RequestOptions(written["reference"], written["namespace"], written["enabled"])
+        return RequestOptions(), others
+    return RequestOptions(written["reference"], written["namespace"], written["enabled"]), others
 
 
 def shared_namespace(

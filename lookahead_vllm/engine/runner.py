@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,13 +14,22 @@ from numpy.typing import NDArray
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.outputs import SamplerOutput
+from vllm.v1.worker import gpu_model_runner
 
 from lookahead_vllm.draft.budget import CostCurve
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine import profile
 from lookahead_vllm.engine.attention import TREE_ISAS, TreeAttentionBackend
 from lookahead_vllm.engine.drafter import LookaheadDrafter
-from lookahead_vllm.engine.sampler import merge_outputs, node_metadata, tapes_for
+from lookahead_vllm.engine.sampler import (
+    NodeProcessors,
+    NodeRows,
+    NodeThinking,
+    merge_outputs,
+    node_metadata,
+    tapes_for,
+    with_every_processor,
+)
 from lookahead_vllm.verify import tree_attention
 from lookahead_vllm.verify.acceptance import accepted_path
 from lookahead_vllm.verify.kv_moves import KVMover
@@ -54,7 +63,18 @@ class LookaheadRunner(_Base):
     drafter: LookaheadDrafter
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        original = gpu_model_runner.build_logitsprocs
+        gpu_model_runner.build_logitsprocs = with_every_processor(original)
+        try:
+            super().__init__(*args, **kwargs)
+        finally:
+            gpu_model_runner.build_logitsprocs = original
+        self._node_processors = NodeProcessors(
+            self.vllm_config,
+            self.device,
+            tuple(self.model_config.logits_processors or ()),
+            original,
+        )
         self._scheduled: dict[int, Scheduled] = {}
         """The drafts of the step under way, by row of the batch."""
         self._branching: dict[int, Scheduled] = {}
@@ -67,6 +87,8 @@ class LookaheadRunner(_Base):
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        if (thinking := self.input_batch.thinking_budget_state_holder) is not None:
+            thinking.in_spec_mode = False  # a root is sampled as without speculation
         obstacle = self._branching_obstacle()
         self.drafter.may_branch = obstacle is None
         if obstacle:
@@ -132,6 +154,11 @@ class LookaheadRunner(_Base):
         return CostCurve(sizes, times)
 
     # ---- recall and place ------------------------------------------------------------------------
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        for request in scheduler_output.scheduled_new_reqs:
+            request.sampling_params = self.drafter.announce(request.req_id, request.sampling_params)
+        return super()._update_states(scheduler_output)
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: Any) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
@@ -221,42 +248,47 @@ class LookaheadRunner(_Base):
         num_reqs, device = len(num_nodes), logits.device
         root_rows = np.cumsum(num_nodes + 1) - num_nodes - 1
         node_rows = np.delete(np.arange(len(logits)), root_rows)
-        node_owners = np.repeat(np.arange(num_reqs), num_nodes)
-        first_node = np.cumsum(num_nodes) - num_nodes
         trees = {row: s.tree for row, s in scheduled.items() if len(s.tree)}
+        nodes = NodeRows([self.requests[i] for i in self.input_batch.req_ids], trees)
 
-        metadata = self.input_batch.sampling_metadata
-        roots = super()._sample(logits[torch.from_numpy(root_rows).to(device)], None)
+        metadata = replace(self.input_batch.sampling_metadata, spec_token_ids=None)
+        at_roots = self.sampler(logits[torch.from_numpy(root_rows).to(device)], metadata)
         tapes = tapes_for(self.sampler, metadata.generators, trees, logits.shape[-1])
-        nodes = self.sampler(
+        thinking = None
+        if (holder := metadata.thinking_budget_state_holder) is not None:
+            thinking = NodeThinking(holder, nodes)
+        at_nodes = self.sampler(
             logits[torch.from_numpy(node_rows).to(device)],
             node_metadata(
                 metadata,
-                torch.from_numpy(node_owners).to(device),
+                nodes,
                 {
-                    int(first_node[row]) + i: tape.after(depth - 1)
+                    node: tape.after(depth - 1)
                     for row, tape in tapes.items()
-                    for i, depth in enumerate(trees[row].depths.tolist())
+                    for node, depth in zip(nodes.of(row), trees[row].depths.tolist(), strict=True)
                 },
+                self._node_processors.place(nodes),
+                thinking,
             ),
         )
 
-        root_tokens = roots.sampled_token_ids[:, 0].tolist()
-        node_tokens = nodes.sampled_token_ids[:, 0].tolist()
+        root_tokens = at_roots.sampled_token_ids[:, 0].tolist()
+        node_tokens = at_nodes.sampled_token_ids[:, 0].tolist()
         emitted: list[list[int]] = []
         sources: list[list[int]] = []
         paths: dict[int, list[int]] = {}
         for row in range(num_reqs):
-            first = int(first_node[row])
-            tree = trees.get(row, EMPTY_TREE)
-            choices = [root_tokens[row], *node_tokens[first : first + len(tree)]]
-            paths[row] = path = accepted_path(tree, choices)
+            own = nodes.of(row)
+            choices = [root_tokens[row], *node_tokens[own.start : own.stop]]
+            paths[row] = path = accepted_path(trees.get(row, EMPTY_TREE), choices)
             emitted.append([choices[0], *(choices[i + 1] for i in path)])
-            sources.append([row, *(num_reqs + first + i for i in path)])
+            sources.append([row, *(num_reqs + own[i] for i in path)])
             if row in tapes:
                 tapes[row].spend(len(path))
+            if thinking is not None and path:
+                thinking.accept(row, own[path[-1]])
         self._count(trees, paths)
-        return merge_outputs(roots, nodes, emitted, sources), paths
+        return merge_outputs(at_roots, at_nodes, emitted, sources), paths
 
     def _count(self, trees: dict[int, DraftTree], paths: dict[int, list[int]]) -> None:
         counters = self.drafter.counters

@@ -1,57 +1,262 @@
 """vLLM's own sampler at every node of a draft tree.
 
-The root row of each request is sampled by vLLM exactly as it is without speculation. The node
-rows are sampled by the same `Sampler`, with each request's parameters repeated for its nodes;
-only requests whose sampling does not depend on the path have nodes (see `eligibility.py`).
+A node is sampled as if it were a request of its own: one whose output so far is the request's,
+followed by the tokens on the way to the node. So penalties, bad words, `min_tokens`, thinking
+budgets and logits processors see the history that the node really has, and the code that applies
+them is vLLM's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, BatchUpdate, LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.verify.noise import DrawTape
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+BuildLogitsProcessors = Callable[..., LogitsProcessors]
+
+
+def with_every_processor(build: BuildLogitsProcessors) -> BuildLogitsProcessors:
+    """`build_logitsprocs` that does not leave most of them out because drafts are verified."""
+
+    def build_logitsprocs(vllm_config: VllmConfig, *args: Any) -> LogitsProcessors:
+        return build(without_speculation(vllm_config), *args)
+
+    return build_logitsprocs
+
+
+def without_speculation(vllm_config: VllmConfig) -> VllmConfig:
+    plain = copy(vllm_config)
+    plain.speculative_config = None
+    return plain
+
+
+class NodeRows:
+    """The nodes of a step's trees, one after another, as rows of a batch of their own.
+
+    Parameters
+    ----------
+    requests
+        The requests of the batch, by row.
+    trees
+        Their draft trees; rows without one are left out.
+    """
+
+    def __init__(
+        self, requests: Sequence[CachedRequestState], trees: Mapping[int, DraftTree]
+    ) -> None:
+        self.requests = requests
+        self.trees = trees
+        sizes = np.array([len(trees[r]) if r in trees else 0 for r in range(len(requests))])
+        self.owners: NDArray[np.int64] = np.repeat(np.arange(len(requests)), sizes)
+        """The request's row of each node."""
+        self.first: NDArray[np.int64] = np.cumsum(sizes) - sizes
+        """The row of each request's first node."""
+
+    def __len__(self) -> int:
+        return len(self.owners)
+
+    def of(self, row: int) -> range:
+        """The rows of one request's nodes."""
+        first = int(self.first[row])
+        return range(first, first + len(self.trees[row])) if row in self.trees else range(0)
+
+    def histories(self, row: int) -> list[list[int]]:
+        """The outputs that each node of a request stands behind, its own token being the last."""
+        if row not in self._histories:
+            tree, committed = self.trees[row], self.requests[row].output_token_ids
+            histories: list[list[int]] = []
+            for parent, token in zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True):
+                histories.append([*(committed if parent < 0 else histories[parent]), token])
+            self._histories[row] = histories
+        return self._histories[row]
+
+    @cached_property
+    def _histories(self) -> dict[int, list[list[int]]]:
+        return {}
+
+    def rows_where(self, applies: Callable[[SamplingParams], object]) -> list[int]:
+        """The rows of requests that have nodes and these sampling parameters."""
+        return [r for r in self.trees if applies(self.requests[r].sampling_params)]
+
+
+class NodeProcessors:
+    """A second set of vLLM's logits processors, whose requests are the nodes of one step.
+
+    A processor is told of a node as it is told of a request that comes back after preemption: by
+    its parameters, its prompt and the outputs that it has already.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        custom: Sequence[Any],
+        build: BuildLogitsProcessors,
+    ) -> None:
+        config = without_speculation(vllm_config)
+        config.scheduler_config = copy(config.scheduler_config)
+        # Processors hold a slot for each request of the largest batch.
+        config.scheduler_config.max_num_seqs = config.scheduler_config.max_num_batched_tokens
+        self._all = build(config, device, PIN_MEMORY, False, custom)
+        self._has_custom = any(type(p) not in BUILTIN_LOGITS_PROCESSORS for p in self._all.all)
+        self._placed: set[int] = set()
+
+    def _concerns(self, params: SamplingParams) -> bool:
+        return bool(self._has_custom or params.min_tokens or params.logit_bias or params.min_p)
+
+    def place(self, nodes: NodeRows) -> LogitsProcessors:
+        """The processors, told of the nodes of this step; none where they concern no node."""
+        added = [
+            (node, self._params(nodes, row), nodes.requests[row].prompt_token_ids, history)
+            for row in nodes.rows_where(self._concerns)
+            for node, history in zip(nodes.of(row), nodes.histories(row), strict=True)
+        ]
+        placed = {node for node, *_ in added}
+        gone = self._placed - placed
+        if not added and not gone:
+            return LogitsProcessors()
+        update = BatchUpdate(
+            batch_size=len(nodes), removed=sorted(gone, reverse=True), added=added, moved=[]
+        )
+        for processor in self._all.all:
+            processor.update_state(update)
+        self._placed = placed
+        return self._all
+
+    @staticmethod
+    def _params(nodes: NodeRows, row: int) -> SamplingParams:
+        params = nodes.requests[row].sampling_params
+        assert params is not None
+        return params
+
+
+class NodeThinking:
+    """Thinking budgets of nodes: each node goes on from the state of its parent.
+
+    Stands in a sampler's metadata in the place of a `ThinkingBudgetStateHolder`, whose state is
+    not a function of the outputs alone: it counts calls.
+    """
+
+    def __init__(self, roots: ThinkingBudgetStateHolder, nodes: NodeRows) -> None:
+        self._roots = roots
+        self._nodes = nodes
+        self._rows = [row for row in nodes.trees if row in roots._state]
+        self._holder = copy(roots)
+        self._holder._state = {}
+        self._holder.cu_num_tokens = {}
+        self._holder._mask_capacity = len(nodes)
+
+    def has_tracked_requests(self) -> bool:
+        return bool(self._rows)
+
+    def update_state(self, output_token_ids: list[list[int]], *_: Any, **__: Any) -> None:
+        done: dict[int, dict[str, Any]] = {}
+        parents = {
+            node: (row, parent)
+            for row in self._rows
+            for node, parent in zip(
+                self._nodes.of(row), self._nodes.trees[row].parents.tolist(), strict=True
+            )
+        }
+        while len(done) < len(parents):
+            level: dict[int, dict[str, Any]] = {}
+            for node, (row, parent) in parents.items():
+                before = (
+                    self._roots._state[row] if parent < 0 else done.get(self._nodes.of(row)[parent])
+                )
+                if node not in done and before is not None:
+                    level[node] = dict(before)
+            self._holder._state = level
+            self._holder.update_state(output_token_ids, None)
+            done |= level
+        self._holder._state = done
+
+    def apply_to_logits(self, logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return self._holder.apply_to_logits(logits, False, None)
+
+    def accept(self, row: int, node: int) -> None:
+        """The request goes on from this node."""
+        if row in self._roots._state:
+            self._roots._state[row] = self._holder._state[node]
+
 
 def node_metadata(
-    metadata: SamplingMetadata, rows: torch.Tensor, generators: dict[int, torch.Generator]
+    metadata: SamplingMetadata,
+    nodes: NodeRows,
+    generators: dict[int, torch.Generator],
+    processors: LogitsProcessors,
+    thinking: NodeThinking | None,
 ) -> SamplingMetadata:
-    """The sampling metadata of node rows, `rows[i]` being the request of the i-th."""
+    """The sampling metadata of node rows, made from that of the requests."""
+    owners = torch.from_numpy(nodes.owners)
 
     def pick(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor[rows]
+        return None if tensor is None else tensor[owners.to(tensor.device)]
 
+    def spread(by_row: Mapping[int, Any]) -> dict[int, Any]:
+        return {node: value for row, value in by_row.items() for node in nodes.of(row)}
+
+    penalties = not metadata.no_penalties
+    bad_words = metadata.bad_words_token_ids
+    looks_back = set(bad_words)
+    if penalties:
+        looks_back.update(nodes.rows_where(_has_penalty))
+    if thinking is not None:
+        looks_back.update(thinking._rows)
+    histories: list[list[int]] = [[] for _ in range(len(nodes))]
+    for row in looks_back & nodes.trees.keys():
+        own = nodes.of(row)
+        histories[own.start : own.stop] = nodes.histories(row)
     return replace(
         metadata,
         temperature=pick(metadata.temperature),
         top_p=pick(metadata.top_p),
         top_k=pick(metadata.top_k),
         generators=generators,
-        no_penalties=True,
-        prompt_token_ids=None,
-        output_token_ids=[],
-        allowed_token_ids_mask=None,
-        bad_words_token_ids={},
-        logitsprocs=LogitsProcessors(),
-        logprob_token_ids=None,
+        prompt_token_ids=pick(metadata.prompt_token_ids) if penalties else None,
+        frequency_penalties=pick(metadata.frequency_penalties) if penalties else None,
+        presence_penalties=pick(metadata.presence_penalties) if penalties else None,
+        repetition_penalties=pick(metadata.repetition_penalties) if penalties else None,
+        output_token_ids=histories,
+        allowed_token_ids_mask=pick(metadata.allowed_token_ids_mask),
+        bad_words_token_ids=spread(bad_words),
+        logitsprocs=processors,
+        logprob_token_ids=spread(metadata.logprob_token_ids or {}),
         spec_token_ids=None,
-        thinking_budget_state_holder=None,
+        thinking_budget_state_holder=thinking,
+    )
+
+
+def _has_penalty(params: SamplingParams) -> bool:
+    return bool(
+        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
     )
 
 
 def tapes_for(
     sampler: Sampler,
     generators: dict[int, torch.Generator],
-    trees: dict[int, DraftTree],
+    trees: Mapping[int, DraftTree],
     vocab: int,
 ) -> dict[int, DrawTape]:
     """Each seeded request's draws for the outputs that its nodes stand for.
@@ -100,12 +305,35 @@ def merge_outputs(
         index[row, : len(where)] = where
     device = roots.sampled_token_ids.device
     logprobs = None
-    if roots.logprobs_tensors is not None and nodes.logprobs_tensors is not None:
+    if roots.logprobs_tensors is not None:
         flat = torch.from_numpy(index.reshape(-1)).to(device)
-        r, n = roots.logprobs_tensors, nodes.logprobs_tensors
-        logprobs = LogprobsTensors(
-            torch.cat([r.logprob_token_ids, n.logprob_token_ids])[flat],
-            torch.cat([r.logprobs, n.logprobs])[flat],
-            torch.cat([r.selected_token_ranks, n.selected_token_ranks])[flat],
+        joined = _joined(
+            roots.logprobs_tensors,
+            nodes.logprobs_tensors,
+            len(roots.sampled_token_ids) + len(nodes.sampled_token_ids),
         )
+        logprobs = LogprobsTensors(*(tensor[flat] for tensor in joined))
     return SamplerOutput(torch.from_numpy(tokens).to(device), logprobs)
+
+
+def _joined(
+    roots: LogprobsTensors, nodes: LogprobsTensors | None, num_rows: int
+) -> Iterable[torch.Tensor]:
+    """The rows of both, token ids, logprobs and ranks, as wide as the wider one.
+
+    They differ where a request that asks for certain tokens' logprobs has no nodes.
+    """
+    for name, filler in (
+        ("logprob_token_ids", 0),
+        ("logprobs", float("-inf")),
+        ("selected_token_ranks", 0),
+    ):
+        parts = [getattr(part, name) for part in (roots, nodes) if part is not None]
+        width = max(part.shape[-1] for part in parts)
+        joined = parts[0].new_full((num_rows, width)[: parts[0].ndim], filler)
+        start = 0
+        for part in parts:
+            here = joined[start : start + len(part)]
+            here[..., : part.shape[-1]].copy_(part)
+            start += len(part)
+        yield joined

@@ -97,6 +97,13 @@ SEAMS = (
         "as above",
     ),
     Seam(
+        "vllm.sampling_params",
+        "SamplingParams._validate_spec_decode",
+        ("speculative_config",),
+        "wrapped: min_p and logit_bias work on trees, and are not refused",
+        "vLLM serves them with speculation",
+    ),
+    Seam(
         "vllm.renderers.base",
         "BaseRenderer",
         ("tokenizer", "tokenize_prompts", "tokenize_prompts_async"),
@@ -118,6 +125,53 @@ SEAMS = (
         "overridden: builds our runner, measures the cost of a step",
         "the runner class can be configured",
     ),
+    # Sampling at nodes.
+    Seam(
+        "vllm.v1.sample.logits_processor.__init__",
+        "build_logitsprocs",
+        ("vllm_config", "device", "is_pin_memory", "is_pooling_model", "custom_logitsprocs"),
+        "wrapped while a runner is built: it leaves all but one out where drafts are verified; "
+        "called: a second set for the nodes",
+        "vLLM serves them with speculation",
+    ),
+    Seam(
+        "vllm.v1.sample.logits_processor.interface",
+        "BatchUpdate",
+        ("batch_size", "removed", "added", "moved"),
+        "made: tells the second set of the nodes of a step",
+        "logits processors are told of draft tokens",
+    ),
+    Seam(
+        "vllm.v1.sample.thinking_budget_state",
+        "ThinkingBudgetStateHolder",
+        ("_state", "cu_num_tokens", "_mask_capacity", "in_spec_mode"),
+        "copied: each node goes on from its parent's state",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.sample.metadata",
+        "SamplingMetadata",
+        (
+            "temperature",
+            "top_p",
+            "top_k",
+            "generators",
+            "no_penalties",
+            "prompt_token_ids",
+            "frequency_penalties",
+            "presence_penalties",
+            "repetition_penalties",
+            "output_token_ids",
+            "allowed_token_ids_mask",
+            "bad_words_token_ids",
+            "logitsprocs",
+            "logprob_token_ids",
+            "spec_token_ids",
+            "thinking_budget_state_holder",
+        ),
+        "copied: every field that has a row for each request gets one for each node",
+        "as above",
+    ),
     # The model runner: what happens to a draft between scheduling and sampling.
     Seam(
         _RUNNER,
@@ -135,6 +189,13 @@ SEAMS = (
         ),
         "read: the batch that is being verified",
         "custom proposers may return trees",
+    ),
+    Seam(
+        _RUNNER,
+        "GPUModelRunner._update_states",
+        ("scheduler_output",),
+        "overridden: takes lookahead's part out of a new request's extra_args",
+        "custom proposers are told of new requests",
     ),
     Seam(
         _RUNNER,

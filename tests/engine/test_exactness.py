@@ -241,28 +241,3 @@ def test_malformed_trees_are_refused(llama: Path, caplog: pytest.LogCaptureFixtu
         counters = drafter_of(llm).counters
         assert counters.refused_trees == 3 * (GREEDY.max_tokens - 2)
         assert counters.nodes == 0
-
-
-UNDRAFTED = [
-    dict(repetition_penalty=1.3),
-    dict(presence_penalty=0.5),
-    dict(frequency_penalty=0.5),
-    dict(min_tokens=30),
-    dict(allowed_token_ids=list(range(3, 60))),
-]
-
-
-def test_path_dependent_sampling_gets_no_draft_and_its_neighbours_do(llama: Path) -> None:
-    prompts = random_prompts(len(UNDRAFTED) + 3, 30, seed=13)
-    params = [
-        SamplingParams(temperature=0, max_tokens=40, detokenize=False, **extra)
-        for extra in (*UNDRAFTED, {}, {}, {})
-    ]
-    with engine(llama) as plain:
-        vanilla = generate(plain, prompts, params)
-    record(prompts, vanilla)
-    with engine(llama, HIDDEN) as llm:
-        assert generate(llm, prompts[:-3], params[:-3]) == vanilla[:-3]
-        assert drafter_of(llm).counters.trees == 0
-        assert generate(llm, prompts, params) == vanilla
-        assert drafter_of(llm).counters.accepted_nodes > 0

@@ -1,0 +1,224 @@
+"""Sampling parameters that look at the path, or that vLLM refuses with speculation, on trees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams, TokensPrompt
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+from tests.engine import proposers
+from tests.engine.driving import drafter_of, engine, generate, random_prompts
+from tests.engine.models import save_tiny_model
+from tests.engine.tokenizer import save_tokenizer
+
+HIDDEN = {"proposer": "hidden_path", "budget": 16}
+
+PATH_DEPENDENT: list[dict[str, Any]] = [
+    dict(repetition_penalty=1.3),
+    dict(presence_penalty=0.9),
+    dict(frequency_penalty=0.7),
+    dict(repetition_penalty=0.7, frequency_penalty=-0.4),
+    dict(min_tokens=30),
+    dict(min_tokens=9, stop_token_ids=list(range(3, 40))),
+    dict(stop_token_ids=[5, 77]),
+    dict(allowed_token_ids=list(range(3, 60))),
+    dict(logit_bias={7: 4.0, 90: -100.0}),
+    dict(min_p=0.2),
+    dict(min_p=0.05, logit_bias={11: 2.5}, presence_penalty=0.4, min_tokens=12),
+]
+
+
+def params_of(extra: dict[str, Any], seed: int | None) -> SamplingParams:
+    how = dict(temperature=0) if seed is None else dict(temperature=0.9, seed=seed, top_k=40)
+    return SamplingParams(**{**how, "max_tokens": 40, "detokenize": False, **extra})
+
+
+THINK_IDS = (3, 4)
+WITH_TOKENIZER: dict[str, Any] = dict(skip_tokenizer_init=False)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(save_tiny_model("llama", tmp_path_factory.mktemp("models")))
+
+
+@pytest.fixture(autouse=True)
+def _forget_recorded() -> Iterator[None]:
+    proposers.RECORDED.clear()
+    yield
+
+
+def assert_exact(
+    model: Path,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    accepted: int = 50,
+    **settings: Any,
+) -> None:
+    with engine(model, **settings) as plain:
+        vanilla = generate(plain, prompts, params)
+    for prompt, answer in zip(prompts, vanilla, strict=True):
+        proposers.RECORDED.setdefault(tuple(prompt), []).extend(answer)
+    with engine(model, HIDDEN, **settings) as llm:
+        assert generate(llm, prompts, params) == vanilla
+        counters = drafter_of(llm).counters
+        assert counters.accepted_nodes > accepted
+        assert counters.branching_trees > accepted / 2
+        before = counters.accepted_nodes
+        # Alone as well: the rows of nodes then are no others'.
+        for prompt, one, answer in zip(prompts, params, vanilla, strict=True):
+            assert generate(llm, [prompt], one) == [answer]
+        assert counters.accepted_nodes > before + accepted
+
+
+def test_every_parameter_keeps_its_text_beside_the_others(llama: Path) -> None:
+    params = [params_of(e, seed) for e in [*PATH_DEPENDENT, {}] for seed in (None, 3)]
+    assert_exact(llama, random_prompts(len(params), 30, seed=13), params, accepted=200)
+
+
+def test_bad_words(llama: Path) -> None:
+    """Single tokens, and longer ones that only a path can complete."""
+    words = ["q", "the", "ab", "in", *(a + b for a in "xyz" for b in "abcdefgh")]
+    params = [
+        params_of(dict(bad_words=words, **extra), seed)
+        for extra in ({}, dict(frequency_penalty=0.5))
+        for seed in (None, 5)
+    ]
+    prompts = random_prompts(len(params) + 2, 30, seed=21)
+    assert_exact(
+        llama,
+        prompts,
+        [*params, params_of({}, None), params_of({}, 1)],
+        accepted=20,
+        **WITH_TOKENIZER,
+    )
+
+
+@pytest.mark.parametrize("end", ["</think>", "the end</think>"])
+def test_thinking_budgets(end: str, llama: Path) -> None:
+    """Over inside a burst, over in the prompt, ended by the model, begun by the model."""
+    start, stop = THINK_IDS
+    thinking = dict(reasoning_config={"reasoning_start_str": "<think>", "reasoning_end_str": end})
+    open_prompts = [[*p, start, *p[:2]] for p in random_prompts(6, 12, seed=31)]
+    closed = [[start, 9, stop, *p] for p in random_prompts(4, 12, seed=32)]
+    budgets = [0, 1, 2, 7, 13, 30, 3, 5, 9, 4]
+    params = [
+        params_of(dict(thinking_token_budget=b, logit_bias={start: 3.0, stop: 1.0}), seed)
+        for b, seed in zip(budgets, [None, 1, None, 2, None, 3, None, 4, None, 5], strict=True)
+    ]
+    assert_exact(llama, [*open_prompts, *closed], params, **WITH_TOKENIZER, **thinking)
+
+
+class NoRepeat(LogitsProcessor):
+    """Bans the tokens that followed the last two tokens before, and says how long the text is."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self.requests: dict[int, tuple[list[int], list[int], float]] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        process_dict_updates(
+            self.requests,
+            batch_update,
+            lambda params, prompt, output: (
+                (prompt, output, params.extra_args["ban"]) if params.extra_args else None
+            ),
+        )
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        for row, (prompt, output, ban) in self.requests.items():
+            text = [*(prompt or []), *output]
+            last = text[-2:]
+            for i in range(len(text) - 2):
+                if text[i : i + 2] == last:
+                    logits[row, text[i + 2]] -= ban
+            logits[row, len(text) % logits.shape[1]] += ban
+        return logits
+
+
+def test_custom_logits_processors(llama: Path) -> None:
+    params = [
+        params_of({} if ban is None else dict(extra_args={"ban": ban}), seed)
+        for ban in (None, 1.5, 20.0)
+        for seed in (None, 8)
+    ]
+    prompts = random_prompts(len(params), 30, seed=41)
+    assert_exact(llama, prompts, params, logits_processors=[NoRepeat])
+
+
+LOGPROBS: list[dict[str, Any]] = [
+    {},
+    dict(logprobs=0),
+    dict(logprobs=4),
+    dict(logprobs=-1),
+    dict(logprobs=2, prompt_logprobs=3),
+    dict(logprobs=3, repetition_penalty=1.2, logit_bias={9: 3.0}, min_p=0.1),
+]
+
+
+def logprobs_of(llm: Any, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+    outputs = llm.generate(
+        [TokensPrompt(prompt_token_ids=p) for p in prompts], params, use_tqdm=False
+    )
+    return [
+        (list(o.outputs[0].token_ids), [o.outputs[0].logprobs, o.prompt_logprobs]) for o in outputs
+    ]
+
+
+def assert_same_logprobs(mine: Any, theirs: Any) -> None:
+    if theirs is None or isinstance(theirs, int | str):
+        assert mine == theirs
+    elif hasattr(theirs, "logprob"):
+        assert mine.rank == theirs.rank
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+    elif isinstance(theirs, dict):
+        assert mine.keys() == theirs.keys()
+        for key in theirs:
+            assert_same_logprobs(mine[key], theirs[key])
+    else:
+        for a, b in zip(mine, theirs, strict=True):
+            assert_same_logprobs(a, b)
+
+
+@pytest.mark.parametrize(
+    "mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
+)
+def test_logprobs_in_every_mode(mode: str, llama: Path) -> None:
+    params = [params_of(e, seed) for e in LOGPROBS for seed in (None, 6)]
+    prompts = random_prompts(len(params), 30, seed=51)
+    settings = dict(logprobs_mode=mode, max_logprobs=-1)
+    with engine(llama, **settings) as plain:
+        vanilla = logprobs_of(plain, prompts, params)
+    proposers.RECORDED.update({tuple(p): [a] for p, (a, _) in zip(prompts, vanilla, strict=True)})
+    with engine(llama, HIDDEN, **settings) as llm:
+        mine = logprobs_of(llm, prompts, params)
+        assert [a for a, _ in mine] == [a for a, _ in vanilla]
+        for (_, a), (_, b) in zip(mine, vanilla, strict=True):
+            assert_same_logprobs(a, b)
+        assert drafter_of(llm).counters.accepted_nodes > 100
+
+
+def test_logprobs_of_chosen_tokens(llama: Path) -> None:
+    """Beside requests that ask for none, some of them with nodes and some without."""
+    params = [
+        params_of(dict(logprob_token_ids=[5, 9, 100]), None),
+        params_of(dict(logprob_token_ids=[7], max_tokens=2), None),
+        params_of({}, 2),
+    ]
+    prompts = random_prompts(len(params), 30, seed=61)
+    with engine(llama) as plain:
+        vanilla = logprobs_of(plain, prompts, params)
+    proposers.RECORDED.update({tuple(p): [a] for p, (a, _) in zip(prompts, vanilla, strict=True)})
+    with engine(llama, HIDDEN) as llm:
+        for (text, a), (answer, b) in zip(logprobs_of(llm, prompts, params), vanilla, strict=True):
+            assert text == answer
+            assert_same_logprobs(a, b)
+        assert drafter_of(llm).counters.accepted_nodes > 10

@@ -1,0 +1,43 @@
+"""A tokenizer of 128 tokens for the tiny models: printable ASCII and a few longer pieces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL = ["<s>", "</s>", "<pad>"]
+THINK = ["<think>", "</think>"]
+CHARACTERS = ["\n", "\t", *map(chr, range(32, 127))]
+MERGES = [
+    ("t", "h"), ("th", "e"), ("i", "n"), ("a", "n"), ("e", "r"), ("r", "e"), ("o", "n"),
+    ("t", "r"), ("tr", "u"), ("tru", "e"), ('"', ":"), ('":', " "), ('": ', '"'), ('"', ","),
+    ("{", '"'), ('"', "}"), ("n", "a"), ("na", "m"), ("nam", "e"), (" ", " "), ("1", "0"),
+    ("]", "}"), (",", " "), ("i", "s"), ("a", "g"), ("ag", "e"),
+]  # fmt: skip
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def save_tokenizer(path: Path) -> Path:
+    """Write the tokenizer beside a model's weights."""
+    pieces = [*SPECIAL, *THINK, *CHARACTERS, *(a + b for a, b in MERGES)]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=MERGES)
+    )
+    tokenizer.add_tokens(THINK)
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        chat_template=CHAT_TEMPLATE,
+    )
+    assert len(fast) == 128, len(fast)
+    fast.save_pretrained(path)
+    return path
