@@ -23,6 +23,7 @@ WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "lookahead_vllm.engine.cpu_worker.LookaheadCPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": "lookahead_vllm.engine.gpu_worker.LookaheadGPUWorker",
 }
+SCHEDULER = "lookahead_vllm.engine.scheduler.LookaheadScheduler"
 
 # Where vLLM keeps the same three settings a second time.
 _FLAGS = {
@@ -107,6 +108,12 @@ def apply(config: VllmConfig, options: LookaheadOptions) -> None:
             f"worker_cls={parallel.worker_cls!r} was given, but lookahead brings its own worker "
             f"for {' and '.join(WORKERS)}; write worker_cls='auto'"
         )
+    scheduler = config.scheduler_config
+    if scheduler.scheduler_cls is not None:
+        raise OptionError(
+            f"scheduler_cls={scheduler.scheduler_cls!r} was given, but lookahead brings its own "
+            "scheduler; leave scheduler_cls out"
+        )
     if config.model_config.is_hybrid or config.model_config.is_attention_free:
         raise OptionError(
             f"model {config.model_config.model!r} keeps recurrent state, which lookahead cannot "
@@ -123,6 +130,7 @@ def apply(config: VllmConfig, options: LookaheadOptions) -> None:
             "write a JSON object"
         )
     options = options.with_checked_cache()
+    scheduler.scheduler_cls = SCHEDULER
     parallel.worker_cls = WORKERS[parallel.worker_cls]
     config.additional_config = {**config.additional_config, KEY: options.to_dict()}
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
-from vllm.v1.outputs import SamplerOutput
+from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 from vllm.v1.worker import gpu_model_runner
 
 from lookahead_vllm.draft.budget import CostCurve
@@ -21,6 +21,7 @@ from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine import profile
 from lookahead_vllm.engine.attention import TREE_ISAS, TreeAttentionBackend
 from lookahead_vllm.engine.drafter import LookaheadDrafter
+from lookahead_vllm.engine.grammar import PARENTS
 from lookahead_vllm.engine.sampler import (
     NodeProcessors,
     NodeRows,
@@ -111,8 +112,9 @@ class LookaheadRunner(_Base):
         if self.vllm_config.kv_transfer_config is not None:
             return "KV leaves the engine before accepted tokens are compacted"
         for group in self._attn_group_iterator():
-            if not issubclass(group.backend, TreeAttentionBackend):
-                return f"there is no tree attention for the backend {group.backend.get_name()}"
+            # A layer that changes what its rows see (chunks, an encoder) derives a backend of ours.
+            if group.backend is not TreeAttentionBackend:
+                return f"there is no tree attention for the backend {group.backend.__name__}"
             builder = group.get_metadata_builder()
             if builder.isa not in TREE_ISAS:
                 return f"the KV layout of instruction set {builder.isa!r} is unknown"
@@ -181,12 +183,18 @@ class LookaheadRunner(_Base):
         """The drafts of this step by row of the batch."""
         batch = self.input_batch
         scheduled: dict[int, Scheduled] = {}
+        shapes = getattr(scheduler_output, PARENTS)
         starts = np.cumsum(num_scheduled_tokens) - num_scheduled_tokens
         for request_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items():
             row = batch.req_id_to_index[request_id]
             # Tokens of the prompt may be scheduled before the root.
             lead = int(num_scheduled_tokens[row]) - len(tokens) - 1
-            tree = self.drafter.recall(request_id, tokens) if lead == 0 else DraftTree.chain(tokens)
+            if request_id in shapes:
+                tree = DraftTree.from_lists(tokens, shapes[request_id])
+            elif lead == 0:
+                tree = self.drafter.recall(request_id, tokens)
+            else:
+                tree = DraftTree.chain(tokens)
             scheduled[row] = Scheduled(
                 request_id,
                 tree,
@@ -367,6 +375,21 @@ class LookaheadRunner(_Base):
             drafts = self.drafter.draft(wants, batch.num_reqs - len(wants))
         self._observe_step(scheduler_output)
         return [drafts.get(request_id, []) for request_id in batch.req_ids]
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        drafts = super().take_draft_token_ids()
+        if drafts is not None:
+            shapes = {
+                request_id: self.drafter.recall(request_id, tokens).parents.tolist()
+                for request_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
+                if tokens and self._has_grammar(request_id)
+            }
+            setattr(drafts, PARENTS, shapes)
+        return drafts
+
+    def _has_grammar(self, request_id: str) -> bool:
+        params = self.requests[request_id].sampling_params
+        return params is not None and params.structured_outputs is not None
 
     def _observe_step(self, scheduler_output: SchedulerOutput) -> None:
         """A step lasts from the end of the last one, unless the engine may have waited between."""

@@ -298,6 +298,63 @@ SEAMS = (
         "called: a cache file belongs to one tokenizer",
         "a tokenizer says which one it is",
     ),
+    # The scheduler: drafts under a grammar are trees.
+    Seam(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.update_draft_token_ids",
+        ("draft_token_ids",),
+        "overridden: a grammar prunes the tree, adds what it dictates, and masks every node",
+        "structured output knows of trees",
+    ),
+    Seam(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.get_grammar_bitmask",
+        ("scheduler_output",),
+        "overridden: hands the masks of the nodes to the runner",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.schedule",
+        (),
+        "overridden: sends the pruned tree's shape along with its tokens",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.update_from_output",
+        (),
+        "overridden: the masks of a step end with it",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler",
+        ("requests", "structured_output_manager", "num_spec_tokens", "max_model_len"),
+        "read: the requests whose drafts a grammar looks at",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.structured_output.__init__",
+        "StructuredOutputManager",
+        ("backend", "tokenizer", "_get_constraint_bounds", "grammar_bitmask"),
+        "called: whether a reasoning parser keeps the grammar waiting; masks without a draft",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.structured_output.backend_types",
+        "StructuredOutputGrammar",
+        ("accept_tokens", "validate_tokens", "rollback", "fill_bitmask", "is_terminated"),
+        "called: walks the tree",
+        "as above",
+    ),
+    Seam(
+        _RUNNER,
+        "GPUModelRunner.take_draft_token_ids",
+        (),
+        "overridden: sends the shapes of trees under a grammar to the scheduler",
+        "as above",
+    ),
     # Attention on CPU.
     Seam(
         _CPU_ATTENTION,

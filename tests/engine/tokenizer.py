@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<s>", "</s>", "<pad>"]
 THINK = ["<think>", "</think>"]
 CHARACTERS = ["\n", "\t", *map(chr, range(32, 127))]
+BYTES = str.maketrans({" ": "Ġ", "\n": "Ċ", "\t": "ĉ"})
+"""How byte-level tokenizers write white space."""
 MERGES = [
     ("t", "h"), ("th", "e"), ("i", "n"), ("a", "n"), ("e", "r"), ("r", "e"), ("o", "n"),
     ("t", "r"), ("tr", "u"), ("tru", "e"), ('"', ":"), ('":', " "), ('": ', '"'), ('"', ","),
@@ -25,12 +27,15 @@ CHAT_TEMPLATE = (
 
 def save_tokenizer(path: Path) -> Path:
     """Write the tokenizer beside a model's weights."""
-    pieces = [*SPECIAL, *THINK, *CHARACTERS, *(a + b for a, b in MERGES)]
+    merges = [(a.translate(BYTES), b.translate(BYTES)) for a, b in MERGES]
+    characters = [c.translate(BYTES) for c in CHARACTERS]
+    pieces = [*SPECIAL, *THINK, *characters, *(a + b for a, b in merges)]
     tokenizer = Tokenizer(
-        models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=MERGES)
+        models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges)
     )
     tokenizer.add_tokens(THINK)
-    tokenizer.decoder = decoders.Fuse()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<s>",

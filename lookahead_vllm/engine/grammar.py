@@ -1,0 +1,177 @@
+"""A draft tree under a grammar: what may stand at each node, and what must."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+    from vllm.v1.structured_output import StructuredOutputManager
+    from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+
+PARENTS = "lookahead_parents"
+"""Attribute in which a tree's shape travels: on `DraftTokenIds` to the scheduler as proposed, on
+`SchedulerOutput` back to the runner as the grammar left it. By request id, under a grammar only."""
+
+
+class GrammarDraft(NamedTuple):
+    """A draft tree that its grammar allows, with a mask for each node.
+
+    Attributes
+    ----------
+    tokens, parents
+        As in `DraftTree`; what the grammar forbids is gone, what it dictates may be added.
+    bitmask : int32 [n + 1, ceil(vocabulary / 32)]
+        The tokens allowed after the root, then after each node.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    bitmask: NDArray[np.int32]
+
+
+class GrammarWalk:
+    """Visits a draft tree depth first, the request's grammar going forward and back with it.
+
+    It asks of a grammar what vLLM's chains ask (`accept_tokens`, `rollback`, `fill_bitmask`), so
+    every backend gets trees. While a reasoning parser keeps the grammar waiting, each path is asked
+    about by itself.
+
+    Parameters
+    ----------
+    max_nodes, max_depth
+        Bounds for what the grammar's own guesses may add.
+    """
+
+    def __init__(
+        self,
+        manager: StructuredOutputManager,
+        request: Request,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        max_nodes: int,
+        max_depth: int,
+    ) -> None:
+        assert manager.backend is not None and request.structured_output_request is not None
+        self._manager = manager
+        self._request = request
+        self._grammar: StructuredOutputGrammar = request.structured_output_request.grammar
+        self._tokens = list(tokens)
+        self._children: list[list[int]] = [[] for _ in range(len(tokens) + 1)]
+        for node, parent in enumerate(parents):
+            self._children[parent + 1].append(node)
+        self._parents = list(parents)
+        self._kept: set[int] = set()
+        self._room = max(max_nodes - len(tokens), 0)
+        self._max_depth = max_depth
+        self._mask: torch.Tensor = manager.backend.allocate_token_bitmask(
+            1 + len(tokens) + self._room
+        )
+        self._bits: NDArray[np.int32] = self._mask.numpy()
+        self._always = manager._get_constraint_bounds(request, ()).constraint_start == 0
+
+    def run(self) -> GrammarDraft:
+        proposed = len(self._tokens)
+        self._visit(-1, [], self._is_constrained([]), True)
+        kept = [*sorted(self._kept), *range(proposed, len(self._tokens))]
+        place = {-1: -1} | {node: i for i, node in enumerate(kept)}
+        return GrammarDraft(
+            [self._tokens[node] for node in kept],
+            [place[self._parents[node]] for node in kept],
+            self._bits[[0, *(node + 1 for node in kept)]],
+        )
+
+    def _visit(self, node: int, path: list[int], constrained: bool, best: bool) -> None:
+        """The grammar stands behind `path`, which leads to `node`."""
+        if constrained and not self._grammar.is_terminated():
+            self._grammar.fill_bitmask(self._mask, node + 1)
+        has_child = False
+        for child in self._children[node + 1]:
+            if self._step(node, child, path, constrained, best and not has_child):
+                self._kept.add(child)
+                has_child = True
+        if best and constrained and not has_child and not self._grammar.is_terminated():
+            self._jump_ahead(node, path)
+
+    def _step(self, node: int, child: int, path: list[int], constrained: bool, best: bool) -> bool:
+        """Visit `child` if the grammar allows it behind `node`."""
+        token = self._tokens[child]
+        path = [*path, token]
+        fed = self._is_fed(path)
+        if fed:
+            if self._grammar.is_terminated() or not self._allows(node, token, constrained):
+                return False
+            self._grammar.accept_tokens(self._request.request_id, [token])
+        self._visit(child, path, self._is_constrained(path), best)
+        if fed:
+            self._grammar.rollback(1)
+        return True
+
+    def _jump_ahead(self, node: int, path: list[int]) -> None:
+        """Grow a chain of what the grammar dictates behind a leaf."""
+        fed = 0
+        for token in self._forced(node)[: self._max_depth - len(path)]:
+            if not self._room or self._grammar.is_terminated():
+                break
+            if not self._allows(node, token, True):
+                break
+            self._grammar.accept_tokens(self._request.request_id, [token])
+            fed += 1
+            self._parents.append(node)
+            self._tokens.append(token)
+            self._room -= 1
+            node = len(self._tokens) - 1
+            if not self._grammar.is_terminated():
+                self._grammar.fill_bitmask(self._mask, node + 1)
+        if fed:
+            self._grammar.rollback(fed)
+
+    def _forced(self, node: int) -> Sequence[int]:
+        """Tokens of the one text with which the grammar lets `node` be continued.
+
+        The text may be cut into other tokens than the model would choose, which verification finds.
+        """
+        if (matcher := getattr(self._grammar, "matcher", None)) is not None:  # xgrammar
+            if text := matcher.find_jump_forward_string():
+                return _encoded(self._manager.tokenizer, text)
+        elif (matcher := getattr(self._grammar, "ll_matcher", None)) is not None:  # llguidance
+            if tokens := matcher.compute_ff_tokens():
+                return tokens
+        words = np.flatnonzero(self._bits[node + 1])
+        if len(words) == 1:
+            word = int(self._bits[node + 1, words[0]]) & 0xFFFFFFFF
+            if word.bit_count() == 1:
+                return [int(words[0]) * 32 + word.bit_length() - 1]
+        return []
+
+    def _allows(self, node: int, token: int, constrained: bool) -> bool:
+        if constrained:
+            word, bit = divmod(token, 32)
+            return word < self._bits.shape[1] and bool(self._bits[node + 1, word] >> bit & 1)
+        return bool(self._grammar.validate_tokens([token]))
+
+    def _is_constrained(self, path: list[int]) -> bool:
+        """Whether the grammar masks the token after `path`."""
+        if self._always:
+            return True
+        return self._manager._get_constraint_bounds(self._request, path).constraint_start <= len(
+            path
+        )
+
+    def _is_fed(self, path: list[int]) -> bool:
+        """Whether the grammar takes the last token of `path`."""
+        if self._always:
+            return True
+        return self._manager._get_constraint_bounds(self._request, path).grammar_start < len(path)
+
+
+@lru_cache(maxsize=4096)
+def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=False))

@@ -1,0 +1,99 @@
+"""vLLM's scheduler, to which a draft under a grammar is a tree."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
+
+from lookahead_vllm.engine.grammar import PARENTS, GrammarDraft, GrammarWalk
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+class LookaheadScheduler(Scheduler):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._grammar_drafts: dict[str, GrammarDraft] = {}
+        """Of the step to come, or under way."""
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        parents = getattr(draft_token_ids, PARENTS, {})
+        others = DraftTokenIds([], [])
+        for req_id, tokens in zip(
+            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True
+        ):
+            request = self.requests.get(req_id)
+            if (
+                request is None
+                or request.is_finished()
+                or request.is_prefill_chunk
+                or not request.use_structured_output
+            ):
+                others.req_ids.append(req_id)
+                others.draft_token_ids.append(tokens)
+                continue
+            chain = range(-1, len(tokens) - 1)
+            draft = GrammarWalk(
+                self.structured_output_manager,
+                request,
+                tokens,
+                parents.get(req_id, chain),
+                *self._bounds(request),
+            ).run()
+            self._grammar_drafts[req_id] = draft
+            request.spec_token_ids = draft.tokens
+        super().update_draft_token_ids(others)
+
+    def _bounds(self, request: Request) -> tuple[int, int]:
+        """The most nodes and levels that fit into the request's next step."""
+        nodes = min(self.num_spec_tokens, self.max_model_len - request.num_tokens - 1)
+        return nodes, min(nodes, request.max_tokens - request.num_output_tokens - 1)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output = super().schedule(*args, **kwargs)
+        shapes: dict[str, list[int]] = {}
+        for req_id in list(self._grammar_drafts):
+            scheduled = output.scheduled_spec_decode_tokens.get(req_id, ())
+            # Prompt tokens before the root: another step than the one that was drafted for.
+            if output.num_scheduled_tokens.get(req_id) == 1 + len(scheduled):
+                shapes[req_id] = self._grammar_drafts[req_id].parents[: len(scheduled)]
+            else:
+                del self._grammar_drafts[req_id]
+        setattr(output, PARENTS, shapes)
+        return output
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        drafts = self._grammar_drafts
+        if not drafts:
+            return super().get_grammar_bitmask(scheduler_output)
+        req_ids: list[str] = []
+        masks: list[np.ndarray] = []
+        acceptable: list[int] = []
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        for req_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests.get(req_id)
+            if request is None or not request.use_structured_output or request.is_prefill_chunk:
+                continue
+            tokens = scheduled.get(req_id, [])
+            if req_id in drafts:
+                mask = drafts[req_id].bitmask[: 1 + len(tokens)]
+            else:
+                mask = self.structured_output_manager.grammar_bitmask(
+                    self.requests, [req_id], scheduled
+                ).copy()
+            req_ids.append(req_id)
+            masks.append(mask)
+            acceptable.append(len(tokens))
+        if not req_ids:
+            return None
+        return GrammarOutput(req_ids, np.concatenate(masks), acceptable)
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        self._grammar_drafts.clear()
+        return super().update_from_output(*args, **kwargs)
