@@ -138,12 +138,12 @@ class GrammarWalk:
 
         The text may be cut into other tokens than the model would choose, which verification finds.
         """
-        if (matcher := getattr(self._grammar, "matcher", None)) is not None:  # xgrammar
-            if text := matcher.find_jump_forward_string():
-                return _encoded(self._manager.tokenizer, text)
-        elif (matcher := getattr(self._grammar, "ll_matcher", None)) is not None:  # llguidance
-            if tokens := matcher.compute_ff_tokens():
-                return tokens
+        xgrammar = getattr(self._grammar, "matcher", None)
+        if xgrammar is not None and (text := xgrammar.find_jump_forward_string()):
+            return _encoded(self._manager.tokenizer, text)
+        llguidance = getattr(self._grammar, "ll_matcher", None)
+        if llguidance is not None and (tokens := llguidance.compute_ff_tokens()):
+            return tokens
         words = np.flatnonzero(self._bits[node + 1])
         if len(words) == 1:
             word = int(self._bits[node + 1, words[0]]) & 0xFFFFFFFF
