@@ -98,31 +98,30 @@ class GrammarWalk:
                 self._kept.add(child)
                 has_child = True
         if best and constrained and not has_child and not self._grammar.is_terminated():
-            self._jump_ahead(node, path)
+            self._jump_ahead(node, len(path))
 
     def _step(self, node: int, child: int, path: list[int], constrained: bool, best: bool) -> bool:
         """Visit `child` if the grammar allows it behind `node`."""
         token = self._tokens[child]
         path = [*path, token]
         fed = self._is_fed(path)
-        if fed:
-            if self._grammar.is_terminated() or not self._allows(node, token, constrained):
-                return False
-            self._grammar.accept_tokens(self._request.request_id, [token])
+        if fed and not (self._allows(node, token, constrained) and self._feed(token, len(path))):
+            return False
         self._visit(child, path, self._is_constrained(path), best)
         if fed:
             self._grammar.rollback(1)
         return True
 
-    def _jump_ahead(self, node: int, path: list[int]) -> None:
+    def _jump_ahead(self, node: int, depth: int) -> None:
         """Grow a chain of what the grammar dictates behind a leaf."""
         fed = 0
-        for token in self._forced(node)[: self._max_depth - len(path)]:
-            if not self._room or self._grammar.is_terminated():
+        for token in self._forced(node)[: self._max_depth - depth]:
+            if not (
+                self._room
+                and self._allows(node, token, True)
+                and self._feed(token, depth + fed + 1)
+            ):
                 break
-            if not self._allows(node, token, True):
-                break
-            self._grammar.accept_tokens(self._request.request_id, [token])
             fed += 1
             self._parents.append(node)
             self._tokens.append(token)
@@ -132,6 +131,27 @@ class GrammarWalk:
                 self._grammar.fill_bitmask(self._mask, node + 1)
         if fed:
             self._grammar.rollback(fed)
+
+    def _feed(self, token: int, depth: int) -> bool:
+        """Move the grammar on, unless it would end and the request would not.
+
+        Text behind such an end is free, but not every backend takes both in one burst.
+        """
+        if self._grammar.is_terminated():
+            return False
+        self._grammar.accept_tokens(self._request.request_id, [token])
+        if self._grammar.is_terminated() and not self._ends(token, depth):
+            self._grammar.rollback(1)
+            return False
+        return True
+
+    def _ends(self, token: int, depth: int) -> bool:
+        """Whether the request ends with this token, sampled at this depth."""
+        params = self._request.sampling_params
+        assert params is not None
+        return self._request.num_output_tokens + depth >= params.min_tokens and (
+            token == params.eos_token_id or token in (params.stop_token_ids or ())
+        )
 
     def _forced(self, node: int) -> Sequence[int]:
         """Tokens of the one text with which the grammar lets `node` be continued.

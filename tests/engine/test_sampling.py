@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm import SamplingParams, TokensPrompt
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from tests.engine import proposers
 from tests.engine.driving import drafter_of, engine, generate, random_prompts
 from tests.engine.models import save_tiny_model
+from tests.engine.processors import NoRepeat
 from tests.engine.tokenizer import save_tokenizer
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
@@ -113,35 +111,6 @@ def test_thinking_budgets(end: str, llama: Path) -> None:
         for b, seed in zip(budgets, [None, 1, None, 2, None, 3, None, 4, None, 5], strict=True)
     ]
     assert_exact(llama, [*open_prompts, *closed], params, **WITH_TOKENIZER, **thinking)
-
-
-class NoRepeat(LogitsProcessor):
-    """Bans the tokens that followed the last two tokens before, and says how long the text is."""
-
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self.requests: dict[int, tuple[list[int], list[int], float]] = {}
-
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(
-            self.requests,
-            batch_update,
-            lambda params, prompt, output: (
-                (prompt, output, params.extra_args["ban"]) if params.extra_args else None
-            ),
-        )
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        for row, (prompt, output, ban) in self.requests.items():
-            text = [*(prompt or []), *output]
-            last = text[-2:]
-            for i in range(len(text) - 2):
-                if text[i : i + 2] == last:
-                    logits[row, text[i + 2]] -= ban
-            logits[row, len(text) % logits.shape[1]] += ban
-        return logits
 
 
 def test_custom_logits_processors(llama: Path) -> None:

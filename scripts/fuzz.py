@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Ask plain vLLM and lookahead the same random things, until their answers differ."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+TEACH = """\
+A round draws a tiny random model in float32, settings of the server, a proposer and 16 to 40
+requests; plain vLLM answers them, then lookahead does, under settings of its own that must change
+no text: prompts in chunks, preemption, prefix caching, small blocks, few requests at once. Token
+ids, texts, finish reasons and logprobs are compared. The first difference ends the run, with both
+answers and the command that repeats its round.
+
+Float32 sums depend in their last bits on the shape of a batch. Where two tokens are equally likely
+up to those bits, plain vLLM itself answers differently in other company: a difference that plain
+vLLM shows too, in one of eight other batches, is counted as a tie and not as a mismatch.
+
+examples:
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --seed 7 --round 12
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 2 --plant kv
+"""
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=TEACH, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=5.0, help="how long (default: 5)")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="of all rounds (default: a fresh one, printed)"
+    )
+    parser.add_argument("--round", type=int, default=None, help="play this round alone")
+    parser.add_argument(
+        "--models", default=None, help="names from tests/engine/models.py (default: all)"
+    )
+    parser.add_argument(
+        "--plant",
+        choices=("mask", "kv", "generator"),
+        help="plant a bug in lookahead, to see that it is found: a wrong bit in a tree's mask, "
+        "KV moved one slot too far, a generator one draw ahead",
+    )
+    args = parser.parse_args()
+    if args.round is not None and args.seed is None:
+        parser.error("--round needs the --seed that it was printed with")
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    # Engines are not loaded for --help.
+    from tests.engine.models import TINY
+    from tests.fuzz.draw import draw_round
+    from tests.fuzz.plant import planted
+    from tests.fuzz.play import Rounds, differences
+    from tests.fuzz.report import Report
+
+    models = args.models.split(",") if args.models else sorted(TINY)
+    if unknown := set(models) - set(TINY):
+        sys.exit(f"--models: {', '.join(sorted(unknown))} not among {', '.join(sorted(TINY))}")
+    seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
+    print(f"seed {seed}", flush=True)
+    report = Report()
+    deadline = time.monotonic() + 60 * args.minutes
+    number = 0 if args.round is None else args.round
+    with tempfile.TemporaryDirectory() as folder, planted(args.plant):
+        rounds = Rounds(Path(folder))
+        while args.round is not None or time.monotonic() < deadline:
+            round_ = draw_round(f"{seed}-{number}", models)
+            try:
+                plain = rounds.plain(round_)
+                played = rounds.lookahead(round_, plain)
+                found = differences(round_.requests, plain, played.replies)
+                for difference in list(found):
+                    mine = played.replies[difference.index]
+                    if rounds.plain_says_so_too(round_, difference.index, mine):
+                        found.remove(difference)
+                        report.ties += 1
+            except Exception:
+                traceback.print_exc()
+                report.show(round_, [])
+                print(repeat(seed, number, args))
+                return 1
+            report.add(round_, played, len(found))
+            if sys.stderr.isatty() or number % 10 == 0:
+                left = max(0, deadline - time.monotonic()) / 60
+                print(f"round {number}: {report.summary()}; {left:.0f} min left", flush=True)
+            if found:
+                report.show(round_, found)
+                print(repeat(seed, number, args))
+                break
+            if args.round is not None:
+                break
+            number += 1
+    print(report.table())
+    print(report.summary())
+    return 1 if report.mismatches else 0
+
+
+def repeat(seed: int, number: int, args: argparse.Namespace) -> str:
+    command = f"scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --seed {seed} --round {number}"
+    command += f" --models {args.models}" if args.models else ""
+    command += f" --plant {args.plant}" if args.plant else ""
+    return f"\nrepeat it with:\n  {command}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

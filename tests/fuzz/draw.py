@@ -1,0 +1,237 @@
+"""What one round of the fuzzer does, drawn from its number alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+VOCAB = 128
+SPECIAL = 5
+"""Token ids below are special, see tests/engine/tokenizer.py."""
+THINK, END_OF_THINKING = 3, 4
+
+Draw = Callable[[random.Random], dict[str, Any]]
+
+
+@dataclass
+class Request:
+    """One request; `params` are keyword arguments of `SamplingParams`."""
+
+    prompt: list[int]
+    params: dict[str, Any]
+    structured: dict[str, Any] | None = None
+    adapter: int | None = None
+    priority: int = 0
+    arrival: int = 0
+    """The engine step before which it is sent."""
+    abort_after: int | None = None
+    streamed: bool = False
+    features: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Round:
+    """A model, two engines over it, and what both are asked.
+
+    Attributes
+    ----------
+    settings
+        Engine arguments of both engines.
+    stress
+        Those of the lookahead engine alone: they must not change a text.
+    lookahead
+        The speculative config.
+    """
+
+    model: str
+    settings: dict[str, Any]
+    stress: dict[str, Any]
+    lookahead: dict[str, Any]
+    requests: list[Request]
+    features: set[str]
+
+
+SCHEMAS: list[dict[str, Any]] = [
+    dict(
+        json={
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "maxLength": 8},
+                "age": {"type": "integer"},
+                "true": {"type": "boolean"},
+            },
+            "required": ["name", "age", "true"],
+            "additionalProperties": False,
+        }
+    ),
+    dict(regex=r"(the|in|an) [a-f]{2,6}: [0-9]{1,4}(\.[0-9]{2})?!"),
+    dict(choice=["the man is in", "the man is on", "nothing", "10, 10, 10"]),
+    dict(grammar='root ::= "(" root ")" | item\nitem ::= [a-d]+ ("," item)?'),
+    dict(json_object=True),
+]
+
+
+def _ids(rng: random.Random, most: int) -> list[int]:
+    return rng.sample(range(SPECIAL, VOCAB), rng.randint(1, most))
+
+
+def _text(rng: random.Random) -> str:
+    return rng.choice(["the", "in", "an", '": ', "true", "q", "z", "!", " ", "ab", "\n"])
+
+
+REQUEST_FEATURES: dict[str, tuple[float, Draw]] = {
+    "top_k": (0.2, lambda r: dict(top_k=r.choice([1, 3, 20]))),
+    "top_p": (0.2, lambda r: dict(top_p=r.choice([0.3, 0.8, 0.95]))),
+    "min_p": (0.15, lambda r: dict(min_p=r.choice([0.02, 0.2]))),
+    "repetition_penalty": (0.12, lambda r: dict(repetition_penalty=r.choice([0.8, 1.1, 1.6]))),
+    "presence_penalty": (0.12, lambda r: dict(presence_penalty=r.choice([-0.8, 0.5, 1.5]))),
+    "frequency_penalty": (0.12, lambda r: dict(frequency_penalty=r.choice([-0.3, 0.2, 1.0]))),
+    "logit_bias": (0.12, lambda r: dict(logit_bias={t: r.uniform(-9, 5) for t in _ids(r, 6)})),
+    "allowed_token_ids": (0.08, lambda r: dict(allowed_token_ids=[1, *_ids(r, 60)])),
+    "bad_words": (0.12, lambda r: dict(bad_words=[_text(r) + _text(r), _text(r), "th"])),
+    "min_tokens": (0.12, lambda r: dict(min_tokens=r.choice([1, 5, 20]))),
+    "stop_token_ids": (0.12, lambda r: dict(stop_token_ids=_ids(r, 5))),
+    "stop": (
+        0.15,
+        lambda r: dict(
+            stop=[_text(r) for _ in range(2)], include_stop_str_in_output=r.random() < 0.5
+        ),
+    ),
+    "ignore_eos": (0.4, lambda r: dict(ignore_eos=True)),
+    "ban": (0.3, lambda r: dict(extra_args={"ban": r.uniform(0.5, 9)})),
+    # For all or none: plain vLLM can leave the state of an ended request to one without a budget.
+    "thinking_token_budget": (1.0, lambda r: dict(thinking_token_budget=r.randint(0, 24))),
+    "logprobs": (0.25, lambda r: dict(logprobs=r.choice([0, 1, 5, -1]))),
+    "prompt_logprobs": (0.08, lambda r: dict(prompt_logprobs=r.choice([0, 3]))),
+    "logprob_token_ids": (0.3, lambda r: dict(logprob_token_ids=_ids(r, 5))),
+}
+"""Each with its chance, where the round has it at all."""
+
+ONLY_IN_SOME_ROUNDS = {
+    "ban": "custom_logits_processor",
+    "thinking_token_budget": "thinking",
+    "logprob_token_ids": "chosen_logprobs",
+}
+
+
+def draw_round(seed: str, models: list[str]) -> Round:
+    """The round that this seed stands for, always the same."""
+    rng = random.Random(seed)
+    model = rng.choice(models)
+    features = {f"model {model}"}
+
+    def has(feature: str, chance: float) -> bool:
+        if rng.random() < chance:
+            features.add(feature)
+            return True
+        return False
+
+    settings: dict[str, Any] = dict(max_model_len=rng.choice([96, 256]), max_logprobs=-1)
+    if has("logprobs_mode", 0.5):
+        settings["logprobs_mode"] = rng.choice(
+            ["raw_logits", "processed_logprobs", "processed_logits"]
+        )
+    has("custom_logits_processor", 0.25)
+    structured = has("structured output", 0.5)
+    if structured:
+        backend = rng.choice(["xgrammar", "xgrammar", "guidance"])
+        features.add(f"structured output, {backend}")
+        settings["structured_outputs_config"] = {"backend": backend}
+        if has("structured output after reasoning", 0.2):
+            settings["reasoning_parser"] = "deepseek_r1"
+    lora = model == "llama" and has("lora", 0.7)
+    if lora:
+        settings.update(enable_lora=True, max_loras=2, max_lora_rank=8)
+    has("chosen_logprobs", 0.15)
+
+    stress: dict[str, Any] = dict(max_num_seqs=rng.choice([1, 3, 16]))
+    if has("preemption", 0.2):
+        # The least that one request of full length needs, and a little more.
+        blocks = settings["max_model_len"] // 32 + 2
+        stress.update(block_size=32, num_gpu_blocks_override=blocks, max_num_seqs=16)
+    elif has("thinking", 0.3):
+        # Without preemption, after which plain vLLM begins to count anew.
+        settings["reasoning_config"] = {
+            "reasoning_start_str": "<think>",
+            "reasoning_end_str": rng.choice(["</think>", "the</think>"]),
+        }
+    elif has("small blocks", 0.3):
+        stress["block_size"] = 32
+    if has("chunked prefill", 0.4):
+        stress["max_num_batched_tokens"] = rng.choice([24, 48])
+        stress["max_num_seqs"] = min(stress["max_num_seqs"], 3)
+    stress["enable_prefix_caching"] = has("prefix caching", 0.4)
+    if has("priority scheduling", 0.3):
+        stress["scheduling_policy"] = "priority"
+
+    proposer = rng.choice(["hidden_path", "hidden_path", "always_right", "ngram_trie"])
+    features.add(f"proposer {proposer}")
+    nodes = rng.choice([1, 3, 8, 16, 32])
+    lookahead: dict[str, Any] = dict(proposer=proposer, num_speculative_tokens=nodes, budget=nodes)
+    if proposer == "ngram_trie":
+        lookahead["draft"] = rng.choice(["hierarchical", "parallel", "single"])
+        lookahead["share"] = rng.choice(["all", "namespace", "none"])
+
+    prefix = [rng.randrange(SPECIAL, VOCAB) for _ in range(rng.randint(0, 40))]
+    requests = [
+        _draw_request(rng, prefix, features, settings, lora) for _ in range(rng.randint(16, 40))
+    ]
+    return Round(model, settings, stress, lookahead, requests, features)
+
+
+def _draw_request(
+    rng: random.Random, prefix: list[int], features: set[str], settings: dict[str, Any], lora: bool
+) -> Request:
+    # Half of the prompts begin alike, and say some things twice.
+    prompt = prefix[: rng.randint(0, len(prefix))] if rng.random() < 0.5 else []
+    prompt = prompt + [rng.randrange(SPECIAL, VOCAB) for _ in range(rng.randint(2, 24))]
+    if rng.random() < 0.3:
+        prompt = prompt + prompt[: rng.randint(1, len(prompt))]
+    if "thinking" in features and rng.random() < 0.6:
+        prompt.insert(rng.randrange(len(prompt)), THINK)
+    prompt = prompt[: settings["max_model_len"] - 8]
+    request = Request(prompt, dict(max_tokens=rng.choice([1, 3, 12, 40, 40, 60])))
+    params = request.params
+    if rng.random() < 0.5:
+        request.features.add("greedy")
+        params["temperature"] = 0.0
+    else:
+        request.features.add("seeded")
+        params.update(temperature=rng.choice([0.3, 0.8, 1.3]), seed=rng.randrange(10**6))
+        if rng.random() < 0.2:
+            request.features.add("n > 1")
+            params["n"] = rng.randint(2, 3)
+    if "structured output" in features and rng.random() < 0.5:
+        request.structured = rng.choice(SCHEMAS)
+        request.features.add(f"structured output, {next(iter(request.structured))}")
+    for name, (chance, draw) in REQUEST_FEATURES.items():
+        if ONLY_IN_SOME_ROUNDS.get(name, name) not in {name, *features}:
+            continue
+        if "logprobs" in name and (name == "logprob_token_ids") != ("chosen_logprobs" in features):
+            continue  # plain vLLM mixes them up within one batch
+        if name == "prompt_logprobs" and lora:
+            continue  # kills plain vLLM on CPU
+        if request.structured is not None and name in ("allowed_token_ids", "bad_words"):
+            continue  # may leave no token at all
+        if rng.random() < chance:
+            request.features.add(name)
+            params.update(draw(rng))
+    if params.get("min_tokens", 0) > params["max_tokens"]:
+        params["min_tokens"] = params["max_tokens"]
+    if "structured output after reasoning" in features:
+        params["logit_bias"] = {**params.get("logit_bias", {}), END_OF_THINKING: 4.0}
+    if lora:  # beside adapters, plain vLLM on CPU gives requests without one the last adapter
+        request.adapter = rng.randint(1, 2)
+        request.features.add("lora adapter")
+    if "priority scheduling" in features:
+        request.priority = rng.randint(0, 3)
+    request.arrival = rng.choice([0, 0, rng.randint(0, 30)])
+    if rng.random() < 0.08:
+        request.features.add("aborted")
+        request.abort_after = rng.randint(1, 20)
+    if rng.random() < 0.3:
+        request.features.add("streamed")
+        request.streamed = True
+    return request

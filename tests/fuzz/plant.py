@@ -1,0 +1,58 @@
+"""Bugs to plant on purpose: a fuzzer that does not find them finds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lookahead_vllm.verify.kv_moves import KVMover
+from lookahead_vllm.verify.noise import DrawTape
+from lookahead_vllm.verify.tree_batch import TreeBatch
+
+
+def _wrong_mask_bit(build: Any) -> Any:
+    def wrong(*args: Any, **kwargs: Any) -> TreeBatch:
+        batch = build(*args, **kwargs)
+        batch.masks[-1, 0] ^= 2  # the last node sees the first one, or not
+        return batch
+
+    return wrong
+
+
+def _moved_one_too_far(move: Any) -> Any:
+    def wrong(self: KVMover, src: torch.Tensor, dst: torch.Tensor) -> None:
+        move(self, src, torch.cat((dst[:-1], dst[-1:] + 1)))
+
+    return wrong
+
+
+def _one_draw_ahead(after: Any) -> Any:
+    def wrong(self: DrawTape, draws: int) -> torch.Generator:
+        return after(self, min(draws + 1, len(self._states) - 1))
+
+    return wrong
+
+
+BUGS: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
+    "mask": (TreeBatch, "build", _wrong_mask_bit),
+    "kv": (KVMover, "move", _moved_one_too_far),
+    "generator": (DrawTape, "after", _one_draw_ahead),
+}
+
+
+@contextmanager
+def planted(bug: str | None) -> Iterator[None]:
+    """Have this bug in lookahead while the block runs."""
+    if bug is None:
+        yield
+        return
+    owner, name, wrong = BUGS[bug]
+    original = getattr(owner, name)
+    setattr(owner, name, wrong(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

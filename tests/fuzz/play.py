@@ -1,0 +1,303 @@
+"""Both engines over one round, and the comparison of what they say."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from lookahead_vllm.engine.drafter import Counters
+from lookahead_vllm.engine.runner import LookaheadRunner
+from tests.engine import proposers
+from tests.engine.driving import drafter_of, engine
+from tests.engine.models import WANDERING, save_config
+from tests.engine.processors import NoRepeat
+from tests.engine.tokenizer import save_tokenizer
+from tests.fuzz.draw import Request, Round
+
+LOGPROB_TOLERANCE = 1e-3
+
+
+@dataclass
+class Answer:
+    """One of the n answers to a request."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[Any] = field(default_factory=list)
+    finish: tuple[Any, Any] = (None, None)
+
+
+@dataclass
+class Reply:
+    """Everything that a client hears of one request."""
+
+    answers: dict[int, Answer] = field(default_factory=dict)
+    prompt_logprobs: Any = None
+    refused: str | None = None
+
+    def hear(self, output: Any, streamed: bool) -> None:
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        for part in output.outputs:
+            answer = self.answers.setdefault(part.index, Answer())
+            if streamed:
+                answer.tokens += part.token_ids
+                answer.text += part.text
+                answer.logprobs += part.logprobs or ()
+            else:
+                answer.tokens = list(part.token_ids)
+                answer.text = part.text
+                answer.logprobs = list(part.logprobs or ())
+            answer.finish = (part.finish_reason, part.stop_reason)
+
+
+@dataclass
+class Played:
+    """What the lookahead engine did in a round."""
+
+    replies: list[Reply]
+    counters: Counters
+    branching: set[int]
+    """Requests that had a branching tree."""
+    preempted: int
+
+
+@dataclass
+class Difference:
+    index: int
+    what: str
+    plain: Any
+    lookahead: Any
+
+
+def play(llm: LLM, requests: Sequence[Request], adapters: Sequence[LoRARequest]) -> list[Reply]:
+    """Send each request before its step, and listen until all have ended."""
+    core = llm.llm_engine
+    replies = [Reply() for _ in requests]
+    waiting = sorted(range(len(requests)), key=lambda i: requests[i].arrival)
+    step = 0
+    while waiting or core.has_unfinished_requests():
+        while waiting and requests[waiting[0]].arrival <= step:
+            i = waiting.pop(0)
+            try:
+                _send(core, i, requests[i], adapters)
+            except (ValueError, VLLMValidationError) as error:
+                replies[i].refused = str(error)
+        for output in core.step():
+            i = int(output.request_id)
+            request, reply = requests[i], replies[i]
+            reply.hear(output, request.streamed)
+            longest = max(len(a.tokens) for a in reply.answers.values())
+            enough = request.abort_after is not None and longest >= request.abort_after
+            if enough and not output.finished:
+                core.abort_request([output.request_id])
+        step += 1
+    return replies
+
+
+def _send(core: Any, index: int, request: Request, adapters: Sequence[LoRARequest]) -> None:
+    structured = request.structured and StructuredOutputsParams(**request.structured)
+    params = SamplingParams(
+        **request.params,
+        structured_outputs=structured,
+        output_kind=RequestOutputKind.DELTA if request.streamed else RequestOutputKind.CUMULATIVE,
+    )
+    core.add_request(
+        str(index),
+        TokensPrompt(prompt_token_ids=request.prompt),
+        params,
+        lora_request=None if request.adapter is None else adapters[request.adapter - 1],
+        priority=request.priority,
+    )
+
+
+class Rounds:
+    """Plays rounds in this process; models and adapters live under `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._adapters = [save_adapter(folder / f"adapter-{i}", i) for i in (1, 2)]
+
+    def plain(self, round_: Round) -> list[Reply]:
+        with self._engine(round_) as llm:
+            return play(llm, round_.requests, self._adapters)
+
+    def lookahead(self, round_: Round, plain: Sequence[Reply]) -> Played:
+        """Twice for a trie, which knows the answers the second time."""
+        proposers.RECORDED.clear()
+        for request, reply in zip(round_.requests, plain, strict=True):
+            proposers.RECORDED.setdefault(tuple(request.prompt), []).extend(
+                answer.tokens for answer in reply.answers.values()
+            )
+        with (
+            counted_preemptions() as preempted,
+            branching_requests() as branching,
+            self._engine(round_, round_.lookahead, **round_.stress) as llm,
+        ):
+            if round_.lookahead["proposer"] == "ngram_trie":
+                play(llm, round_.requests, self._adapters)
+            replies = play(llm, round_.requests, self._adapters)
+            return Played(replies, drafter_of(llm).counters, branching, len(preempted))
+
+    def plain_says_so_too(self, round_: Round, index: int, reply: Reply) -> bool:
+        """Whether plain vLLM gives this reply as well when the request has other company.
+
+        Float32 sums depend on the shape of a batch in their last bits, so two tokens that are
+        equally likely up to those bits change places now and then, in plain vLLM too.
+        """
+        request = replace(round_.requests[index], arrival=0)
+        others = [replace(r, arrival=0) for i, r in enumerate(round_.requests) if i != index]
+        with self._engine(round_) as llm:
+            for company in (0, 1, 2, 3, 5, 7, 11, len(others)):
+                said = play(llm, [request, *others[:company]], self._adapters)[0]
+                if not differences([request], [said], [reply]):
+                    return True
+        return False
+
+    @contextmanager
+    def _engine(
+        self, round_: Round, lookahead: dict[str, Any] | None = None, **stress: Any
+    ) -> Iterator[LLM]:
+        settings = dict(round_.settings, skip_tokenizer_init=False, load_format=WANDERING)
+        if "custom_logits_processor" in round_.features:
+            settings["logits_processors"] = [NoRepeat]
+        model = save_tokenizer(save_config(round_.model, self._folder))
+        with engine(model, lookahead, **settings, **stress) as llm:
+            yield llm
+
+
+def differences(
+    requests: Sequence[Request], plain: Sequence[Reply], mine: Sequence[Reply]
+) -> list[Difference]:
+    """Where the replies differ, one entry for each request that does."""
+    found = []
+    for i, (request, a, b) in enumerate(zip(requests, plain, mine, strict=True)):
+        if a.refused != b.refused:
+            found.append(Difference(i, "refusals", a.refused, b.refused))
+        elif request.abort_after is not None:
+            if not all(
+                _begins_alike(a.answers[k].tokens, b.answers[k].tokens)
+                for k in a.answers.keys() & b.answers.keys()
+            ):
+                found.append(Difference(i, "tokens of an aborted request", a, b))
+        elif a.answers.keys() != b.answers.keys():
+            found.append(Difference(i, "number of answers", a, b))
+        else:
+            for what in ("tokens", "text", "finish", "logprobs"):
+                parts = [
+                    {k: getattr(answer, what) for k, answer in reply.answers.items()}
+                    for reply in (a, b)
+                ]
+                if not alike(*parts):
+                    found.append(Difference(i, what, *parts))
+                    break
+            else:
+                if not alike(a.prompt_logprobs, b.prompt_logprobs):
+                    found.append(
+                        Difference(i, "prompt_logprobs", a.prompt_logprobs, b.prompt_logprobs)
+                    )
+    return found
+
+
+def _begins_alike(a: list[int], b: list[int]) -> bool:
+    n = min(len(a), len(b))
+    return a[:n] == b[:n]
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Equal, logprobs up to the last bits of float32 sums."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        if a and all(hasattr(v, "logprob") for v in (*a.values(), *b.values())):
+            return _same_alternatives(a, b)
+        return a.keys() == b.keys() and all(alike(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(alike(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def _same_alternatives(a: dict[int, Any], b: dict[int, Any]) -> bool:
+    """The logprobs of one place: the last of equally likely tokens may be another one."""
+    if len(a) != len(b):
+        return False
+    for one, other in ((a, b), (b, a)):
+        least = min(v.logprob for v in other.values())
+        for token, value in one.items():
+            if token in other:
+                if not _close(value.logprob, other[token].logprob):
+                    return False
+            elif not _close(value.logprob, least):
+                return False
+    return True
+
+
+def _close(a: float, b: float) -> bool:
+    return a == b or math.isclose(a, b, rel_tol=LOGPROB_TOLERANCE, abs_tol=LOGPROB_TOLERANCE)
+
+
+@contextmanager
+def counted_preemptions() -> Iterator[list[str]]:
+    preempted: list[str] = []
+    original = Scheduler._preempt_request
+
+    def preempt(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return original(self, request, *args, **kwargs)
+
+    Scheduler._preempt_request = preempt
+    try:
+        yield preempted
+    finally:
+        Scheduler._preempt_request = original
+
+
+@contextmanager
+def branching_requests() -> Iterator[set[int]]:
+    seen: set[int] = set()
+    original = LookaheadRunner._recall
+
+    def recall(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scheduled = original(self, *args, **kwargs)
+        for draft in scheduled.values():
+            if not draft.tree.is_chain:
+                seen.add(request_index(draft.request_id))
+        return scheduled
+
+    LookaheadRunner._recall = recall  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        LookaheadRunner._recall = original  # type: ignore[method-assign]
+
+
+def request_index(request_id: str) -> int:
+    """Of an engine's request id: `3-8f2c`, or `1_3-8f2c` for the second of several answers."""
+    return int(request_id.split("-")[0].rpartition("_")[2])
+
+
+def save_adapter(path: Path, seed: int) -> LoRARequest:
+    """A LoRA adapter for the queries of the tiny Llama."""
+    path.mkdir(exist_ok=True)
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (path / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))
+    rng = torch.Generator().manual_seed(seed)
+    name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    shapes = {"A": (8, 64), "B": (128, 8)}
+    weights = {
+        name.format(layer, part): torch.randn(*shape, generator=rng) / 2
+        for layer in range(2)
+        for part, shape in shapes.items()
+    }
+    save_file(weights, path / "adapter_model.safetensors")
+    return LoRARequest(path.name, seed, str(path))

@@ -1,0 +1,59 @@
+"""What the rounds of a run covered, and how they ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from tests.fuzz.draw import Round
+from tests.fuzz.play import Difference, Played
+
+
+class Report:
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.requests = 0
+        self.mismatches = 0
+        self.ties = 0
+        self._features: Counter[str] = Counter()
+        self._counters: Counter[str] = Counter()
+
+    def add(self, round_: Round, played: Played, mismatches: int) -> None:
+        self.rounds += 1
+        self.requests += len(round_.requests)
+        self.mismatches += mismatches
+        for request in round_.requests:
+            self._features.update(round_.features | request.features)
+        self._features["refused"] += sum(r.refused is not None for r in played.replies)
+        counters = played.counters
+        self._counters.update(
+            {
+                "draft trees": counters.trees,
+                "branching trees": counters.branching_trees,
+                "requests with a branching tree": len(played.branching),
+                "nodes verified": counters.nodes,
+                "nodes accepted": counters.accepted_nodes,
+                "KV moves": counters.moved_tokens,
+                "preemptions": played.preempted,
+            }
+        )
+
+    def show(self, round_: Round, found: Sequence[Difference]) -> None:
+        print(f"\n{round_.model} {round_.settings}\n{round_.stress}\n{round_.lookahead}")
+        print(sorted(round_.features))
+        for difference in found[:3]:
+            request = round_.requests[difference.index]
+            print(f"\nrequest {difference.index}: {difference.what} differ\n  {request}")
+            print(f"  plain     {difference.plain}\n  lookahead {difference.lookahead}")
+
+    def summary(self) -> str:
+        """The one line that a run ends with."""
+        ties = f", {self.ties} ties" if self.ties else ""
+        return f"{self.requests} requests, {self.mismatches} mismatches{ties}"
+
+    def table(self) -> str:
+        lines = [f"\nrounds {self.rounds}"]
+        lines += [f"{name:<40} {count:>9}" for name, count in self._counters.items()]
+        lines += ["", f"{'feature':<40} {'requests':>9}"]
+        lines += [f"{name:<40} {count:>9}" for name, count in sorted(self._features.items())]
+        return "\n".join(lines)
