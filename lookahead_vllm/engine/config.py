@@ -119,6 +119,12 @@ def apply(config: VllmConfig, options: LookaheadOptions) -> None:
             f"model {config.model_config.model!r} keeps recurrent state, which lookahead cannot "
             "roll back yet; leave lookahead out of the speculative config"
         )
+    if config.model_config.hf_text_config.model_type == "hrm_text":
+        raise OptionError(
+            f"model {config.model_config.model!r} attends in both directions to the tokens of a "
+            "step, so a draft would change its own verification; leave lookahead out of the "
+            "speculative config"
+        )
     if config.model_config.runner_type != "generate":
         raise OptionError(
             f"runner={config.model_config.runner_type!r} generates no text to look ahead in; "

@@ -20,7 +20,7 @@ def supported(head_size: int, dtype: torch.dtype, block_size: int) -> bool:
     """Whether tree attention can serve a layer of this shape; for the engine, at start-up."""
     return (
         head_size % 16 == 0
-        and 32 <= head_size <= 256
+        and 32 <= head_size <= 512
         and dtype in _DTYPES
         and (block_size % 16 == 0)
     )
@@ -108,7 +108,7 @@ def _check(
     if not supported(head_size, dtype, block_size):
         raise ValueError(
             f"head size {head_size}, {dtype}, block size {block_size}: tree attention takes head "
-            "sizes of 32 to 256 in steps of 16, float32, bfloat16 or float16, and block sizes "
+            "sizes of 32 to 512 in steps of 16, float32, bfloat16 or float16, and block sizes "
             "that are a multiple of 16"
         )
     if kv_cache.dtype != dtype or output.dtype != dtype:

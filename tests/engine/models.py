@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as hf
+from vllm.config import ModelConfig
+from vllm.model_executor.model_loader import DummyModelLoader, register_model_loader
 
 COMMON: dict[str, Any] = dict(
     vocab_size=128,
-    num_hidden_layers=2,
     eos_token_id=1,
     bos_token_id=0,
     pad_token_id=2,
@@ -19,67 +20,286 @@ COMMON: dict[str, Any] = dict(
 )
 ROTARY: dict[str, Any] = dict(
     COMMON,
+    num_hidden_layers=2,
     hidden_size=64,
     intermediate_size=128,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=32,
+    hidden_act="silu",
     max_position_embeddings=512,
+    rms_norm_eps=1e-6,
+)
+# Architectures that take the head size from the hidden size.
+DIVIDED: dict[str, Any] = {k: v for k, v in ROTARY.items() if k != "head_dim"} | dict(
+    hidden_size=128
+)
+# The windows below are far shorter than the texts.
+WINDOW = dict(sliding_window=24)
+ALTERNATING = dict(WINDOW, layer_types=["sliding_attention", "full_attention"])
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
+LATENT = dict(
+    # The sizes that vLLM's kernel on CPU is compiled for.
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=32,
+    v_head_dim=32,
+    n_routed_experts=4,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    # Without scaling, vLLM 0.32's rotation on CPU reads past the stride of a latent key.
+    rope_scaling=dict(
+        type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=128,
+        beta_fast=32,
+        beta_slow=1,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        rope_theta=10000.0,
+    ),
+    **EXPERTS,
 )
 
-TINY: dict[str, Callable[[], hf.PretrainedConfig]] = {
-    "llama": lambda: hf.LlamaConfig(**ROTARY),
-    "qwen3": lambda: hf.Qwen3Config(**ROTARY),
-    # The window is far shorter than the texts.
-    "mistral_window": lambda: hf.MistralConfig(**ROTARY, sliding_window=24),
-    "gemma3_alternating": lambda: hf.Gemma3TextConfig(
-        **ROTARY,
-        sliding_window=24,
-        layer_types=["sliding_attention", "full_attention"],
+TINY: dict[str, dict[str, Any]] = {
+    "llama": dict(ROTARY, architecture="LlamaForCausalLM"),
+    "llama4_chunks": dict(
+        ROTARY,
+        architecture="Llama4ForCausalLM",
+        model_type="llama4_text",
+        intermediate_size_mlp=128,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=32,
+        layer_types=["chunked_attention", "full_attention"],
+        no_rope_layers=[1, 0],
+    ),
+    "mistral_window": dict(ROTARY, **WINDOW, architecture="MistralForCausalLM"),
+    "mixtral": dict(
+        ROTARY, architecture="MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2
+    ),
+    "qwen2": dict(DIVIDED, architecture="Qwen2ForCausalLM"),
+    "qwen2_moe": dict(
+        DIVIDED,
+        **EXPERTS,
+        architecture="Qwen2MoeForCausalLM",
+        model_type="qwen2_moe",
+        num_experts=4,
+        shared_expert_intermediate_size=64,
+        decoder_sparse_step=1,
+    ),
+    # The architecture is of test_models.py: a text model whose positions have three dimensions.
+    "qwen2_vl_positions": dict(
+        DIVIDED,
+        architecture="MRoPEQwen2ForCausalLM",
+        model_type="qwen2",
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[4, 6, 6]),
+    ),
+    "qwen3": dict(ROTARY, architecture="Qwen3ForCausalLM"),
+    "gemma2_soft_cap": dict(
+        ROTARY,
+        **ALTERNATING,
+        architecture="Gemma2ForCausalLM",
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=32,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=30.0,
+    ),
+    "gemma3_alternating": dict(
+        ROTARY,
+        **ALTERNATING,
+        architecture="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        hidden_activation="gelu_pytorch_tanh",
         query_pre_attn_scalar=32,
     ),
-    "gpt2_learned_positions": lambda: hf.GPT2Config(
-        **{k: v for k, v in COMMON.items() if k != "num_hidden_layers"},
+    "gemma3n_shared_kv": dict(
+        ROTARY,
+        **WINDOW,
+        architecture="Gemma3nForCausalLM",
+        model_type="gemma3n_text",
+        hidden_activation="gelu_pytorch_tanh",
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        activation_sparsity_pattern=[0.0] * 4,
+        vocab_size_per_layer_input=128,
+        hidden_size_per_layer_input=16,
+        laurel_rank=8,
+    ),
+    "gemma4_long_heads": dict(
+        ROTARY,
+        **WINDOW,
+        architecture="Gemma4ForCausalLM",
+        model_type="gemma4_text",
+        hidden_activation="gelu_pytorch_tanh",
+        global_head_dim=512,
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=128,
+    ),
+    "gpt2": dict(
+        COMMON,
+        architecture="GPT2LMHeadModel",
+        model_type="gpt2",
         n_layer=2,
         n_embd=64,
         n_head=2,
         n_positions=512,
     ),
-    "opt_learned_positions": lambda: hf.OPTConfig(
-        **COMMON,
+    "gpt_oss_sinks": dict(
+        ROTARY,
+        **ALTERNATING,
+        architecture="GptOssForCausalLM",
+        model_type="gpt_oss",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "opt": dict(
+        COMMON,
+        architecture="OPTForCausalLM",
+        model_type="opt",
+        num_hidden_layers=2,
         hidden_size=64,
         word_embed_proj_dim=64,
         ffn_dim=128,
         num_attention_heads=2,
         max_position_embeddings=512,
     ),
-    "bloom_alibi": lambda: hf.BloomConfig(
-        **{
-            **{k: v for k, v in COMMON.items() if k != "num_hidden_layers"},
-            "tie_word_embeddings": True,
-        },
+    "bloom_alibi": dict(
+        COMMON,
+        architecture="BloomForCausalLM",
+        model_type="bloom",
         n_layer=2,
         hidden_size=64,
         n_head=2,
     ),
+    "chatglm": dict(
+        COMMON,
+        architecture="ChatGLMModel",
+        model_type="chatglm",
+        num_layers=2,
+        padded_vocab_size=128,
+        hidden_size=64,
+        ffn_hidden_size=128,
+        kv_channels=32,
+        num_attention_heads=2,
+        seq_length=512,
+        multi_query_attention=True,
+        multi_query_group_num=1,
+        original_rope=True,
+        add_qkv_bias=True,
+    ),
+    "glm": dict(ROTARY, architecture="GlmForCausalLM", model_type="glm"),
+    "glm4": dict(ROTARY, architecture="Glm4ForCausalLM", model_type="glm4"),
+    # Their configs come with the checkpoints; Llama's says the same.
+    "internlm2": dict(DIVIDED, architecture="InternLM2ForCausalLM", model_type="llama", bias=False),
+    "internlm3": dict(
+        DIVIDED, architecture="InternLM3ForCausalLM", model_type="llama", bias=False, qkv_bias=True
+    ),
+    "minicpm": dict(
+        DIVIDED,
+        architecture="MiniCPMForCausalLM",
+        model_type="llama",
+        scale_emb=12,
+        scale_depth=1.4,
+        dim_model_base=64,
+    ),
+    "minicpm3": dict(
+        DIVIDED | dict(num_key_value_heads=4),
+        architecture="MiniCPM3ForCausalLM",
+        model_type="minicpm3",
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=32,
+        v_head_dim=32,
+        scale_emb=12,
+        scale_depth=1.4,
+        dim_model_base=64,
+    ),
+    "phi": dict(DIVIDED, architecture="PhiForCausalLM", model_type="phi", hidden_act="gelu_new"),
+    "phi3_window_long_rope": dict(
+        DIVIDED,
+        **WINDOW,
+        architecture="Phi3ForCausalLM",
+        model_type="phi3",
+        original_max_position_embeddings=128,
+        rope_scaling=dict(
+            type="longrope", long_factor=[2.0] * 16, short_factor=[1.0] * 16, rope_theta=10000.0
+        ),
+    ),
+    "deepseek_v2_latent": dict(
+        DIVIDED,
+        **LATENT,
+        architecture="DeepseekV2ForCausalLM",
+        model_type="deepseek_v2",
+        topk_method="greedy",
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=None,
+    ),
+    "deepseek_v3_latent": dict(
+        DIVIDED,
+        **LATENT,
+        architecture="DeepseekV3ForCausalLM",
+        model_type="deepseek_v3",
+        q_lora_rank=32,
+        n_group=2,
+        topk_group=1,
+    ),
 }
+
+WANDERING = "wandering"
+"""The load format of an engine over a folder without weights."""
+
+
+@register_model_loader(WANDERING)
+class WanderingModelLoader(DummyModelLoader):
+    """Random weights, the same for every engine.
+
+    They are drawn wider than usual: the text then wanders instead of falling into a loop.
+    """
+
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        rng = torch.Generator().manual_seed(0)
+        for name, parameter in model.named_parameters():
+            weights = parameter.data
+            if weights.ndim > 1:
+                width = 0.1 if "embed" in name else 3
+                weights.normal_(0, width * weights.shape[-1] ** -0.5, generator=rng)
+            elif name.endswith("sinks"):  # about as high as the scores
+                weights.normal_(10, 5, generator=rng)
+            elif name.endswith("weight"):  # of a norm
+                weights.normal_(1, 0.1, generator=rng)
+            else:
+                weights.normal_(0, 0.1, generator=rng)
+
+
+def save_config(name: str, folder: Path) -> Path:
+    """Write the config of the model `name` to a folder of its own under `folder`."""
+    path = folder / name
+    path.mkdir(exist_ok=True)
+    config = dict(TINY[name])
+    architecture = config.pop("architecture")
+    config.setdefault("model_type", architecture.removesuffix("ForCausalLM").lower())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+    return path
 
 
 def save_tiny_model(name: str, folder: Path) -> Path:
-    """Write the model `name` to a folder of its own under `folder`.
-
-    Weights are drawn wider than usual: the text then wanders instead of falling into a loop.
-    """
+    """As `save_config`, with weights for engines that know no format of ours."""
     path = folder / name
     if not path.exists():
+        config = hf.AutoConfig.from_pretrained(save_config(name, folder))
         torch.manual_seed(0)
-        model = hf.AutoModelForCausalLM.from_config(TINY[name](), dtype=torch.float32)
+        model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
-            embeddings = {
-                id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)
-            }
             for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.mul_(1.0 if id(parameter) in embeddings else 8.0)
+                if parameter.ndim > 1 and parameter is not model.get_input_embeddings().weight:
+                    parameter.mul_(8)
         model.save_pretrained(path)
     return path

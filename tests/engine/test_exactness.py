@@ -18,20 +18,15 @@ from tests.engine.driving import (
     generate_staggered,
     random_prompts,
 )
-from tests.engine.models import TINY, save_tiny_model
+from tests.engine.models import save_tiny_model
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 TRIE = {"proposer": "ngram_trie", "budget": 16}
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="session")
-def llama(models: Path) -> Path:
-    return save_tiny_model("llama", models)
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(autouse=True)
@@ -44,27 +39,6 @@ def record(prompts: list[list[int]], answers: list[list[list[int]]]) -> None:
     """Tell the test proposers what plain vLLM answered."""
     for prompt, answer in zip(prompts, answers, strict=True):
         proposers.RECORDED.setdefault(tuple(prompt), []).extend(answer)
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_every_architecture_keeps_its_text(name: str, models: Path) -> None:
-    """At batch 16 with staggered arrivals, and alone; trees branch and KV moves."""
-    model = save_tiny_model(name, models)
-    prompts = random_prompts(16, 60)
-    with engine(model) as plain:
-        vanilla = generate(plain, prompts)
-    record(prompts, vanilla)
-    with engine(model, HIDDEN) as llm:
-        assert generate_staggered(llm, prompts) == vanilla
-        at_16 = drafter_of(llm).counters
-        assert at_16.branching_trees > 50
-        assert at_16.moved_tokens > 50
-        assert [generate(llm, [p])[0] for p in prompts[:4]] == vanilla[:4]
-    with engine(model, TRIE) as llm:
-        assert generate_staggered(llm, prompts) == vanilla
-        # The second time the trie knows every answer.
-        assert generate(llm, prompts) == vanilla
-        assert drafter_of(llm).counters.accepted_nodes > 100
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_equals_brute_force_and_touches_nothing_else(impl, scene):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
-@pytest.mark.parametrize("head_size", [32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256])
+@pytest.mark.parametrize("head_size", [32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512])
 def test_every_head_size(impl, dtype, head_size):
     tree = draw_tree(np.random.default_rng(head_size), 6)
     Scene([tree], [33], head_size=head_size, dtype=dtype).check(impl)

@@ -29,7 +29,7 @@ constexpr int VL = 4, MR = 4;
 #endif
 constexpr int TILE = 128;       // keys a tile
 constexpr int MAX_ROWS = 192;  // rows a task
-constexpr int QUERY_ROW = 272;  // floats from one row of queries to the next: a constant, for speed
+constexpr int QUERY_ROW = 528;  // floats from one row of queries to the next: a constant, for speed
 constexpr float LOWEST = -FLT_MAX;
 
 typedef float vf __attribute__((vector_size(VL * 4)));

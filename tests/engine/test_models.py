@@ -1,0 +1,165 @@
+"""Every architecture keeps its text; a model that cannot be served exactly stops start-up."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import ModelRegistry
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import registry
+from vllm.model_executor.models.interfaces import SupportsMRoPE
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+
+from lookahead_vllm.draft.options import OptionError
+from lookahead_vllm.engine import plugin
+from tests.engine import proposers
+from tests.engine.driving import (
+    drafter_of,
+    engine,
+    generate,
+    generate_staggered,
+    random_prompts,
+    runner_of,
+)
+from tests.engine.models import TINY, WANDERING, save_config
+
+HIDDEN = {"proposer": "hidden_path", "budget": 16}
+TRIE = {"proposer": "ngram_trie", "budget": 16}
+# Texts cross blocks, and vLLM's chunked attention wants blocks no longer than a chunk.
+SETTINGS: dict[str, Any] = dict(load_format=WANDERING, block_size=32)
+
+plugin.register()
+
+
+class MRoPEQwen2ForCausalLM(Qwen2ForCausalLM, SupportsMRoPE):
+    """The text side of a model for images."""
+
+    def get_mrope_input_positions(
+        self, input_tokens: list[int], mm_features: list[Any]
+    ) -> tuple[torch.Tensor, int]:
+        return torch.arange(len(input_tokens)).expand(3, -1), 0
+
+
+ModelRegistry.register_model("MRoPEQwen2ForCausalLM", MRoPEQwen2ForCausalLM)
+
+
+@pytest.fixture(autouse=True)
+def _quick_engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """vLLM looks at a model in a process of its own, and collects garbage again and again."""
+    collect = gc.collect
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
+    monkeypatch.setattr(gc, "collect", lambda *args: 0)
+    proposers.RECORDED.clear()
+    yield
+    collect()
+
+
+CHAINS = {
+    "deepseek_v2_latent": "CPUMLABackend",
+    "deepseek_v3_latent": "CPUMLABackend",
+    "llama4_chunks": "ChunkedLocalAttention",
+    "qwen2_vl_positions": "several dimensions",
+}
+"""Architectures without tree attention, and the reason that the log gives."""
+
+PROMPTS = random_prompts(16, 60)
+
+
+def vanilla_answers(model: Path) -> list[list[list[int]]]:
+    """Plain vLLM's, which the test proposers get to know."""
+    with engine(model, **SETTINGS) as plain:
+        answers = generate(plain, PROMPTS)
+    wandering = sum(len(set(a[0])) for a in answers) / len(answers)
+    assert wandering > 10, "a text in a loop proves nothing"
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        proposers.RECORDED.setdefault(tuple(prompt), []).extend(answer)
+    return answers
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_architecture_keeps_its_text(name: str, tmp_path: Path) -> None:
+    """At batch 16 with staggered arrivals, and alone; trees branch and KV moves."""
+    model = save_config(name, tmp_path)
+    vanilla = vanilla_answers(model)
+    with engine(model, HIDDEN, **SETTINGS) as llm:
+        obstacle = runner_of(llm)._branching_obstacle()
+        assert generate_staggered(llm, PROMPTS) == vanilla
+        counters = drafter_of(llm).counters
+        assert counters.accepted_nodes > 100
+        if name in CHAINS:
+            assert CHAINS[name] in obstacle
+            assert counters.branching_trees == counters.moved_tokens == 0
+        else:
+            assert obstacle is None
+            assert counters.branching_trees > 50
+            assert counters.moved_tokens > 50
+        assert [generate(llm, [p])[0] for p in PROMPTS[:3]] == vanilla[:3]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_alternating", "deepseek_v2_latent"])
+def test_a_text_is_learnt_and_kept(name: str, tmp_path: Path) -> None:
+    model = save_config(name, tmp_path)
+    vanilla = vanilla_answers(model)
+    with engine(model, TRIE, **SETTINGS) as llm:
+        assert generate_staggered(llm, PROMPTS) == vanilla
+        # The second time the trie knows every answer.
+        assert generate(llm, PROMPTS) == vanilla
+        assert drafter_of(llm).counters.accepted_nodes > 100
+
+
+def start(folder: Path, architecture: str, **config: Any) -> None:
+    sizes = dict(vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    (folder / "config.json").write_text(
+        json.dumps(sizes | config | {"architectures": [architecture]})
+    )
+    EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        max_model_len=128,
+        speculative_config={"method": "lookahead"},
+    ).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("MambaForCausalLM", dict(model_type="mamba")),
+        ("Mamba2ForCausalLM", dict(model_type="mamba2", num_heads=4, head_dim=32)),
+        ("JambaForCausalLM", dict(model_type="jamba")),
+        ("FalconH1ForCausalLM", dict(model_type="falcon_h1")),
+        ("Lfm2ForCausalLM", dict(model_type="lfm2", layer_types=["conv", "full_attention"])),
+        ("Qwen3NextForCausalLM", dict(model_type="qwen3_next")),
+    ],
+)
+def test_recurrent_state_stops_start_up(
+    architecture: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(OptionError, match="recurrent state") as error:
+        start(tmp_path, architecture, **config)
+    check_message(str(error.value), tmp_path)
+
+
+def test_a_prompt_read_in_both_directions_stops_start_up(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="both directions") as error:
+        start(tmp_path, "HrmTextForCausalLM", model_type="hrm_text")
+    check_message(str(error.value), tmp_path)
+
+
+def check_message(message: str, folder: Path) -> None:
+    assert str(folder) in message
+    assert "leave lookahead out of the speculative config" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "architecture", ["QWenLMHeadModel", "BaichuanForCausalLM", "InternLMForCausalLM"]
+)
+def test_what_vllm_has_dropped_is_said_by_vllm(architecture: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="was supported in vLLM until"):
+        start(tmp_path, architecture, model_type="llama")
