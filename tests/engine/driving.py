@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,9 +10,17 @@ from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+from vllm.model_executor.models import registry
 
 from lookahead_vllm.engine.drafter import LookaheadDrafter
+
+# An engine collects garbage again and again while it starts and stops; here, once when it is gone,
+# and what was imported by now is none. It also looks at its model's class in a process of its own.
+_collect_garbage = gc.collect
+gc.freeze()
+gc.freeze = gc.unfreeze = gc.collect = lambda *args: 0
+registry._run_in_subprocess = lambda look: look()
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
 
@@ -35,7 +44,9 @@ def engine(model: Path, lookahead: dict[str, Any] | None = None, **kwargs: Any) 
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
-        cleanup_dist_env_and_memory()
+        destroy_model_parallel()
+        destroy_distributed_environment()
+        _collect_garbage()
 
 
 def generate(

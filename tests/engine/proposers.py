@@ -115,6 +115,16 @@ class Recorder(TestProposer):
         return EMPTY_TREE
 
 
+class Planned(TestProposer):
+    """For each output so far the tree that the test has laid down for it."""
+
+    TREES: ClassVar[dict[tuple[int, ...], DraftTree]] = {}
+
+    def grow(self, want: DraftRequest) -> DraftTree:
+        tree = self.TREES.get(tuple(self.outputs[want.request_id]), EMPTY_TREE)
+        return tree if tree.depths.max(initial=0) <= want.max_depth else EMPTY_TREE
+
+
 class AlwaysRight(TestProposer):
     """A chain of what comes next."""
 
@@ -149,6 +159,7 @@ PROPOSERS.update(
     hidden_path=f"{__name__}.HiddenPath",
     always_right=f"{__name__}.AlwaysRight",
     always_wrong=f"{__name__}.AlwaysWrong",
+    planned=f"{__name__}.Planned",
     recorder=f"{__name__}.Recorder",
     malformed=f"{__name__}.Malformed",
 )

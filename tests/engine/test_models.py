@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import torch
 from vllm import ModelRegistry
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.models import registry
 from vllm.model_executor.models.interfaces import SupportsMRoPE
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 
@@ -50,14 +48,9 @@ ModelRegistry.register_model("MRoPEQwen2ForCausalLM", MRoPEQwen2ForCausalLM)
 
 
 @pytest.fixture(autouse=True)
-def _quick_engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """vLLM looks at a model in a process of its own, and collects garbage again and again."""
-    collect = gc.collect
-    monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
-    monkeypatch.setattr(gc, "collect", lambda *args: 0)
+def _forget_recorded() -> Iterator[None]:
     proposers.RECORDED.clear()
     yield
-    collect()
 
 
 CHAINS = {

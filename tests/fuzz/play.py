@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.config.reasoning import ReasoningConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -173,6 +174,8 @@ class Rounds:
         settings = dict(round_.settings, skip_tokenizer_init=False, load_format=WANDERING)
         if "custom_logits_processor" in round_.features:
             settings["logits_processors"] = [NoRepeat]
+        if "reasoning_config" in settings:
+            settings["reasoning_config"] = ReasoningConfig(**settings["reasoning_config"])
         model = save_tokenizer(save_config(round_.model, self._folder))
         with engine(model, lookahead, **settings, **stress) as llm:
             yield llm

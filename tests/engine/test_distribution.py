@@ -1,0 +1,128 @@
+"""Without a seed the output is exact in distribution: the joint one of several tokens."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import LLM, SamplingParams, TokensPrompt
+
+from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.engine import runner
+from tests.engine.driving import drafter_of, engine
+from tests.engine.models import save_tiny_model
+from tests.engine.proposers import Planned
+
+PROMPT = [17, 60, 31, 99]
+LENGTH = 3
+SAMPLING: dict[str, Any] = dict(temperature=0.5, top_k=3, ignore_eos=True, detokenize=False)
+SAMPLES = 16_000
+BIAS = 0.02
+SURPRISE = 1e-4
+"""A test statistic that is rarer than this under the right distribution fails."""
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def expected(llama: Path) -> dict[tuple[int, ...], float]:
+    """The probability of each output of `LENGTH` tokens, read off plain vLLM's logprobs."""
+    params = SamplingParams(**SAMPLING, max_tokens=1, logprobs=3)
+    joint: dict[tuple[int, ...], float] = {(): 1.0}
+    with engine(llama, logprobs_mode="processed_logprobs") as llm:
+        for _ in range(LENGTH):
+            prompts = [TokensPrompt(prompt_token_ids=[*PROMPT, *text]) for text in joint]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            joint = {
+                (*text, token): p * math.exp(value.logprob)
+                for (text, p), output in zip(joint.items(), outputs, strict=True)
+                for token, value in output.outputs[0].logprobs[0].items()
+                if value.logprob > -math.inf
+            }
+    assert sum(joint.values()) == pytest.approx(1, abs=1e-5)
+    return joint
+
+
+@pytest.fixture(autouse=True)
+def _plan(expected: dict[tuple[int, ...], float]) -> Iterator[None]:
+    """After the first token: its two least likely followers, and two behind the less likely."""
+
+    def followers(text: tuple[int, ...]) -> list[int]:
+        weights: Counter[int] = Counter()
+        for whole, p in expected.items():
+            if whole[: len(text)] == text:
+                weights[whole[len(text)]] += p
+        return [token for token, _ in reversed(weights.most_common())]
+
+    for first in {text[0] for text in expected}:
+        least, second, *_ = followers((first,))
+        below = followers((first, least))[:2]
+        Planned.TREES[first,] = DraftTree.from_lists([least, second, *below], [-1, -1, 0, 0])
+    yield
+    Planned.TREES.clear()
+
+
+def sample(llm: LLM) -> Counter[tuple[int, ...]]:
+    params = SamplingParams(**SAMPLING, max_tokens=LENGTH + 1, n=100)
+    prompts = [TokensPrompt(prompt_token_ids=PROMPT)] * (SAMPLES // 100)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return Counter(tuple(o.token_ids[:LENGTH]) for output in outputs for o in output.outputs)
+
+
+def surprise(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
+    """Pearson's chi-squared test: how probable counts are that fit this badly or worse."""
+    assert counts.keys() <= expected.keys()
+    n = counts.total()
+    rare = [text for text, p in expected.items() if p * n < 10]
+    cells = [(counts[text], p * n) for text, p in expected.items() if text not in rare]
+    if rare:
+        cells.append((sum(counts[t] for t in rare), sum(expected[t] for t in rare) * n))
+    statistic = sum((seen - mean) ** 2 / mean for seen, mean in cells)
+    # Wilson and Hilferty (1931): the cube root of chi-squared is all but normal.
+    k = len(cells) - 1
+    z = ((statistic / k) ** (1 / 3) - (1 - 2 / (9 * k))) / math.sqrt(2 / (9 * k))
+    return 0.5 * math.erfc(z / math.sqrt(2))
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["exact", "two_percent_off"])
+def test_the_joint_distribution_of_several_tokens(
+    biased: bool,
+    llama: Path,
+    expected: dict[tuple[int, ...], float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And a verifier that takes the draft's word for it in 2 % of cases is caught."""
+    original, rng = runner.accepted_path, random.Random(0)
+
+    def credulous(tree: DraftTree, choices: list[int]) -> list[int]:
+        if len(tree) and rng.random() < BIAS:
+            choices[0] = int(tree.tokens[0])
+        return original(tree, choices)
+
+    if biased:
+        monkeypatch.setattr(runner, "accepted_path", credulous)
+    with engine(llama, {"proposer": "planned"}, max_num_seqs=128) as llm:
+        counts = sample(llm)
+        counters = drafter_of(llm).counters
+        assert counters.branching_trees > SAMPLES / 2
+        assert counters.accepted_nodes > SAMPLES / 20
+    assert (surprise(counts, expected) < SURPRISE) is biased
+
+
+def test_the_statistic_itself() -> None:
+    """On counts that fit perfectly, and on draws from the distribution."""
+    joint = dict.fromkeys(product(range(3), repeat=3), 1 / 27)
+    assert surprise(Counter(dict.fromkeys(joint, 100)), joint) > 0.999
+    rng = random.Random(1)
+    texts: Sequence[tuple[int, ...]] = list(joint)
+    values = [surprise(Counter(rng.choices(texts, k=3000)), joint) for _ in range(200)]
+    assert sum(v < 0.1 for v in values) == pytest.approx(20, abs=12)
