@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,6 +20,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+warnings.simplefilter("ignore")
 
 TEACH = """\
 A round draws a tiny random model in float32, settings of the server, a proposer and 16 to 40
@@ -98,7 +101,7 @@ def main() -> int:
                 print(repeat(seed, number, args))
                 return 1
             report.add(round_, played, len(found))
-            if sys.stderr.isatty() or number % 10 == 0:
+            if found or sys.stdout.isatty() or number % 10 == 0:
                 left = max(0, deadline - time.monotonic()) / 60
                 print(f"round {number}: {report.summary()}; {left:.0f} min left", flush=True)
             if found:

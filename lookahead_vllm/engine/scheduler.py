@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 class LookaheadScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # The same number for every batch size. Without a schedule of its own, vLLM pads a request
+        # that has one token to compute with placeholder drafts, and waits until all of them fit.
+        self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._grammar_drafts: dict[str, GrammarDraft] = {}
         """Of the step to come, or under way."""
 

@@ -330,8 +330,16 @@ SEAMS = (
     Seam(
         "vllm.v1.core.sched.scheduler",
         "Scheduler",
-        ("requests", "structured_output_manager", "num_spec_tokens", "max_model_len"),
-        "read: the requests whose drafts a grammar looks at",
+        (
+            "requests",
+            "structured_output_manager",
+            "num_spec_tokens",
+            "max_model_len",
+            "max_num_running_reqs",
+            "dynamic_sd_lookup",
+        ),
+        "read: the requests whose drafts a grammar looks at; set: dynamic_sd_lookup, so that no "
+        "request is padded with placeholder drafts",
         "as above",
     ),
     Seam(

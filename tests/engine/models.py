@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 import transformers as hf
+from vllm import ModelRegistry
 from vllm.config import ModelConfig
 from vllm.model_executor.model_loader import DummyModelLoader, register_model_loader
+from vllm.model_executor.models.interfaces import SupportsMRoPE
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 
 COMMON: dict[str, Any] = dict(
     vocab_size=128,
@@ -252,6 +255,19 @@ TINY: dict[str, dict[str, Any]] = {
         topk_group=1,
     ),
 }
+
+
+class MRoPEQwen2ForCausalLM(Qwen2ForCausalLM, SupportsMRoPE):
+    """The text side of a model for images."""
+
+    def get_mrope_input_positions(
+        self, input_tokens: list[int], mm_features: list[Any]
+    ) -> tuple[torch.Tensor, int]:
+        return torch.arange(len(input_tokens)).expand(3, -1), 0
+
+
+ModelRegistry.register_model("MRoPEQwen2ForCausalLM", MRoPEQwen2ForCausalLM)
+
 
 WANDERING = "wandering"
 """The load format of an engine over a folder without weights."""

@@ -9,6 +9,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from lookahead_vllm.engine.runner import LookaheadRunner
 from tests.engine import proposers
 from tests.engine.driving import (
     GREEDY,
@@ -215,3 +216,25 @@ def test_malformed_trees_are_refused(llama: Path, caplog: pytest.LogCaptureFixtu
         counters = drafter_of(llm).counters
         assert counters.refused_trees == 3 * (GREEDY.max_tokens - 2)
         assert counters.nodes == 0
+
+
+def test_no_request_waits_for_room_for_drafts(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token to compute, all others cached: vLLM would pad it with 32 drafts, which never fit."""
+    scheduled: list[list[int]] = []
+    original = LookaheadRunner._recall
+
+    def recall(self: LookaheadRunner, output, *args):
+        scheduled.extend(output.scheduled_spec_decode_tokens.values())
+        return original(self, output, *args)
+
+    monkeypatch.setattr(LookaheadRunner, "_recall", recall)
+    prompts = [[7], *random_prompts(3, 60, seed=17), [9], [8]]
+    with engine(llama) as plain:
+        vanilla = generate(plain, prompts)
+    record(prompts, vanilla)
+    wide = {**HIDDEN, "num_speculative_tokens": 32}
+    tight = dict(max_num_batched_tokens=24, enable_prefix_caching=True, block_size=32)
+    with engine(llama, wide, max_num_seqs=4, **tight) as llm:
+        for _ in range(2):
+            assert generate_staggered(llm, prompts) == vanilla
+    assert scheduled and not any(-1 in tokens for tokens in scheduled)

@@ -8,11 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from vllm import ModelRegistry
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.models.interfaces import SupportsMRoPE
-from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 
 from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine import plugin
@@ -33,18 +29,6 @@ TRIE = {"proposer": "ngram_trie", "budget": 16}
 SETTINGS: dict[str, Any] = dict(load_format=WANDERING, block_size=32)
 
 plugin.register()
-
-
-class MRoPEQwen2ForCausalLM(Qwen2ForCausalLM, SupportsMRoPE):
-    """The text side of a model for images."""
-
-    def get_mrope_input_positions(
-        self, input_tokens: list[int], mm_features: list[Any]
-    ) -> tuple[torch.Tensor, int]:
-        return torch.arange(len(input_tokens)).expand(3, -1), 0
-
-
-ModelRegistry.register_model("MRoPEQwen2ForCausalLM", MRoPEQwen2ForCausalLM)
 
 
 @pytest.fixture(autouse=True)

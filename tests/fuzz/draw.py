@@ -128,7 +128,9 @@ def draw_round(seed: str, models: list[str]) -> Round:
             return True
         return False
 
-    settings: dict[str, Any] = dict(max_model_len=rng.choice([96, 256]), max_logprobs=-1)
+    settings: dict[str, Any] = dict(
+        max_model_len=rng.choice([96, 256]), max_logprobs=-1, block_size=32
+    )
     if has("logprobs_mode", 0.5):
         settings["logprobs_mode"] = rng.choice(
             ["raw_logits", "processed_logprobs", "processed_logits"]
@@ -148,17 +150,17 @@ def draw_round(seed: str, models: list[str]) -> Round:
 
     stress: dict[str, Any] = dict(max_num_seqs=rng.choice([1, 3, 16]))
     if has("preemption", 0.2):
-        # The least that one request of full length needs, and a little more.
-        blocks = settings["max_model_len"] // 32 + 2
-        stress.update(block_size=32, num_gpu_blocks_override=blocks, max_num_seqs=16)
+        # Enough for one request of full length, in models with two KV groups too.
+        blocks = settings["max_model_len"] // 32 * 2 + 3
+        stress.update(num_gpu_blocks_override=blocks, max_num_seqs=16)
     elif has("thinking", 0.3):
         # Without preemption, after which plain vLLM begins to count anew.
         settings["reasoning_config"] = {
             "reasoning_start_str": "<think>",
             "reasoning_end_str": rng.choice(["</think>", "the</think>"]),
         }
-    elif has("small blocks", 0.3):
-        stress["block_size"] = 32
+    elif model != "llama4_chunks" and has("large blocks", 0.3):
+        stress["block_size"] = 128
     if has("chunked prefill", 0.4):
         stress["max_num_batched_tokens"] = rng.choice([24, 48])
         stress["max_num_seqs"] = min(stress["max_num_seqs"], 3)
@@ -166,9 +168,9 @@ def draw_round(seed: str, models: list[str]) -> Round:
     if has("priority scheduling", 0.3):
         stress["scheduling_policy"] = "priority"
 
-    proposer = rng.choice(["hidden_path", "hidden_path", "always_right", "ngram_trie"])
+    proposer = rng.choice([*["hidden_path"] * 4, "ngram_trie", "always_right"])
     features.add(f"proposer {proposer}")
-    nodes = rng.choice([1, 3, 8, 16, 32])
+    nodes = rng.choice([1, 4, 8, 16, 16, 32])
     lookahead: dict[str, Any] = dict(proposer=proposer, num_speculative_tokens=nodes, budget=nodes)
     if proposer == "ngram_trie":
         lookahead["draft"] = rng.choice(["hierarchical", "parallel", "single"])

@@ -177,7 +177,7 @@ class Rounds:
         if "reasoning_config" in settings:
             settings["reasoning_config"] = ReasoningConfig(**settings["reasoning_config"])
         model = save_tokenizer(save_config(round_.model, self._folder))
-        with engine(model, lookahead, **settings, **stress) as llm:
+        with engine(model, lookahead, **{**settings, **stress}) as llm:
             yield llm
 
 
@@ -246,6 +246,8 @@ def _same_alternatives(a: dict[int, Any], b: dict[int, Any]) -> bool:
 
 
 def _close(a: float, b: float) -> bool:
+    if math.isnan(a) or math.isnan(b):
+        return math.isnan(a) and math.isnan(b)
     return a == b or math.isclose(a, b, rel_tol=LOGPROB_TOLERANCE, abs_tol=LOGPROB_TOLERANCE)
 
 
