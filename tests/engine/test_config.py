@@ -112,6 +112,8 @@ ELSEWHERE = "vllm.v1.worker.worker_base.WorkerBase"
         ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2", "pipeline_parallel_size=1"),
         ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size=2", "tensor_parallel_size=1"),
         ({}, {"worker_cls": ELSEWHERE}, ELSEWHERE, "worker_cls='auto'"),
+        ({}, {"scheduler_cls": ELSEWHERE}, ELSEWHERE, "leave scheduler_cls out"),
+        ({}, {"runner": "pooling"}, "pooling", "leave lookahead out"),
     ],
 )
 def test_a_wrong_option_stops_start_up(
@@ -133,17 +135,3 @@ def test_registering_loads_no_numba() -> None:
         "sys.exit('numba' in sys.modules and not before)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_recurrent_state_is_refused(tmp_path: Path) -> None:
-    config_json = {
-        "architectures": ["MambaForCausalLM"],
-        "model_type": "mamba",
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "state_size": 16,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config_json))
-    with pytest.raises(OptionError, match="recurrent state"):
-        made(tmp_path, speculative_config={"method": "lookahead"}, max_model_len=128)

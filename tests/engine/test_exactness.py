@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import BeamSearchParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from lookahead_vllm.engine.runner import LookaheadRunner
@@ -20,6 +21,7 @@ from tests.engine.driving import (
     random_prompts,
 )
 from tests.engine.models import save_tiny_model
+from tests.engine.tokenizer import save_tokenizer
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 TRIE = {"proposer": "ngram_trie", "budget": 16}
@@ -237,3 +239,22 @@ def test_no_request_is_padded_with_drafts(llama: Path, monkeypatch: pytest.Monke
         assert generate_staggered(llm, prompts) == vanilla
         assert generate(llm, prompts) == vanilla
     assert scheduled and not any(-1 in tokens for tokens in scheduled)
+
+
+def test_beam_search_and_requests_that_turn_lookahead_off_get_no_draft(llama: Path) -> None:
+    prompts = random_prompts(2, 30, seed=19)
+    beams = BeamSearchParams(beam_width=3, max_tokens=12, ignore_eos=True)
+    off = SamplingParams(
+        temperature=0, max_tokens=20, detokenize=False, extra_args={"lookahead_enabled": False}
+    )
+
+    def ask(llm: LLM) -> list[list[list[int]]]:
+        found = llm.beam_search([{"prompt_token_ids": p} for p in prompts], beams)
+        return [[s.tokens for s in o.sequences] for o in found] + generate(llm, prompts, off)
+
+    save_tokenizer(llama)
+    with engine(llama, skip_tokenizer_init=False) as plain:
+        vanilla = ask(plain)
+    with engine(llama, HIDDEN, skip_tokenizer_init=False) as llm:
+        assert ask(llm) == vanilla
+        assert drafter_of(llm).counters.trees == 0
