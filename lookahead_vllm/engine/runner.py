@@ -191,7 +191,7 @@ class LookaheadRunner(_Base):
             lead = int(num_scheduled_tokens[row]) - len(tokens) - 1
             if request_id in shapes:
                 tree = DraftTree.from_lists(tokens, shapes[request_id])
-            elif lead == 0:
+            elif lead == 0 and not self._has_grammar(request_id):
                 tree = self.drafter.recall(request_id, tokens)
             else:
                 tree = DraftTree.chain(tokens)

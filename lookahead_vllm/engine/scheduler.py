@@ -23,7 +23,7 @@ class LookaheadScheduler(Scheduler):
         # that has one token to compute with placeholder drafts, and waits until all of them fit.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._grammar_drafts: dict[str, GrammarDraft] = {}
-        """Of the step to come, or under way."""
+        """Of requests that wait for the step in which it is verified, or are in it."""
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         parents = getattr(draft_token_ids, PARENTS, {})
@@ -61,12 +61,14 @@ class LookaheadScheduler(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)
         shapes: dict[str, list[int]] = {}
-        for req_id in list(self._grammar_drafts):
-            scheduled = output.scheduled_spec_decode_tokens.get(req_id, ())
-            # Prompt tokens before the root: another step than the one that was drafted for.
-            if output.num_scheduled_tokens.get(req_id) == 1 + len(scheduled):
-                shapes[req_id] = self._grammar_drafts[req_id].parents[: len(scheduled)]
-            else:
+        # A request that is left out of this step keeps its draft for a later one.
+        for req_id in self._grammar_drafts.keys() & output.num_scheduled_tokens.keys():
+            draft = self._grammar_drafts[req_id]
+            scheduled = output.scheduled_spec_decode_tokens.get(req_id, [])
+            n = len(scheduled)
+            if output.num_scheduled_tokens[req_id] == 1 + n and draft.tokens[:n] == scheduled:
+                shapes[req_id] = draft.parents[:n]
+            else:  # it comes back from preemption
                 del self._grammar_drafts[req_id]
         setattr(output, PARENTS, shapes)
         return output
@@ -97,6 +99,13 @@ class LookaheadScheduler(Scheduler):
             return None
         return GrammarOutput(req_ids, np.concatenate(masks), acceptable)
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
-        self._grammar_drafts.clear()
-        return super().update_from_output(*args, **kwargs)
+    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any) -> Any:
+        for req_id in scheduler_output.num_scheduled_tokens:
+            self._grammar_drafts.pop(req_id, None)
+        return super().update_from_output(scheduler_output, *args)
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        finished = super().finish_requests(*args, **kwargs)
+        for req_id in self._grammar_drafts.keys() - self.requests.keys():
+            del self._grammar_drafts[req_id]
+        return finished

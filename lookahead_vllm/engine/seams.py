@@ -323,8 +323,15 @@ SEAMS = (
     Seam(
         "vllm.v1.core.sched.scheduler",
         "Scheduler.update_from_output",
-        (),
+        ("scheduler_output",),
         "overridden: the masks of a step end with it",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.finish_requests",
+        (),
+        "overridden: so do those of a request",
         "as above",
     ),
     Seam(
