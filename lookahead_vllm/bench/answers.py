@@ -1,0 +1,180 @@
+"""What two servers answered to one request: read, and compared.
+
+An answer is what the `openai` client hands to its user, as JSON. The chunks of a stream are put
+together first, because a step of speculation sends several tokens in one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+Verdict: TypeAlias = Literal["equal", "refused by both", "differs"]
+VERDICTS: tuple[Verdict, ...] = ("equal", "refused by both", "differs")
+
+DROPPED = {
+    "id": "drawn at random for every answer, item and tool call",
+    "item_id": "as `id`, in the events of a stream",
+    "call_id": "as `id`, of the Responses endpoint's function calls",
+    "created": "the time",
+    "created_at": "the time",
+    "completed_at": "the time",
+    "system_fingerprint": "has a hash of the server's options, and speculation is one of them",
+    "sequence_number": "counts a stream's events, and a step of several tokens sends fewer",
+    "rank": "of a prompt token's alternatives: two of (almost) equal logprob may swap",
+}
+"""Fields that are not compared, and why."""
+
+TOLERANCE = 1e-3
+"""Of logprobs: float32 adds up in another order when several tokens share a step."""
+
+JOINED = {"text", "content", "reasoning", "refusal", "arguments"}
+"""Strings that a stream sends in pieces; of any other field the last value counts."""
+
+ALTERNATIVES = {"top_logprobs", "prompt_logprobs"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One server's answer.
+
+    Attributes
+    ----------
+    status : int
+        Of HTTP.
+    content : Any
+        The JSON, of a stream put together; None where there is none.
+    error : Any
+        The error's JSON, also where a stream reports it after a status of 200.
+    """
+
+    status: int
+    content: Any = None
+    error: Any = None
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+
+def assembled(chunks: Sequence[Mapping[str, Any]]) -> Any:
+    """What the chunks of a stream say together."""
+    if any("type" in chunk for chunk in chunks):
+        return _joined_events(chunks)
+    whole: Any = None
+    for chunk in chunks:
+        whole = _merged(whole, dict(chunk), "")
+    return whole
+
+
+def _merged(before: Any, after: Any, key: str) -> Any:
+    if before is None or after is None:
+        return after if before is None else before
+    if isinstance(before, dict) and isinstance(after, dict):
+        return {k: _merged(before.get(k), after.get(k), k) for k in {**before, **after}}
+    if isinstance(before, list) and isinstance(after, list):
+        if any(not isinstance(item, dict) or "index" not in item for item in before + after):
+            return before + after
+        by_index: dict[int, Any] = {}
+        for item in before + after:
+            by_index[item["index"]] = _merged(by_index.get(item["index"]), item, key)
+        return [by_index[index] for index in sorted(by_index)]
+    if isinstance(before, str) and isinstance(after, str) and key in JOINED:
+        return before + after
+    return after
+
+
+def _joined_events(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The events of the Responses endpoint, with deltas that follow each other in one."""
+    joined: list[dict[str, Any]] = []
+    for event in map(dict, events):
+        last = joined[-1] if joined else {}
+        same = all(last.get(k) == event.get(k) for k in ("type", "output_index", "content_index"))
+        if same and str(event["type"]).endswith(".delta"):
+            last["delta"] += event["delta"]
+            if event.get("logprobs"):
+                last["logprobs"] = [*(last.get("logprobs") or []), *event["logprobs"]]
+        else:
+            joined.append(event)
+    return joined
+
+
+# ---- comparing ----------------------------------------------------------------------------------
+
+
+def compared(plain: Answer, ours: Answer, exact: bool = True) -> tuple[Verdict, list[str]]:
+    """What two answers are to each other, with a sentence for each place in which they differ.
+
+    Answers that were sampled without a seed are not `exact`: they are the same in their fields.
+    """
+    if not exact and plain.error is None and ours.error is None:
+        plain, ours = (Answer(a.status, shape(a.content)) for a in (plain, ours))
+    places = list(_differences(vars(plain), vars(ours), ""))
+    if places:
+        return "differs", places
+    return ("equal" if plain.error is None else "refused by both"), []
+
+
+def shape(value: Any) -> Any:
+    """What is left of an answer that was sampled without a seed: its fields."""
+    if isinstance(value, dict):
+        return {k: shape(v) for k, v in value.items() if k not in DROPPED}
+    if isinstance(value, list):
+        return [shape(value[0])] if value else []
+    return None
+
+
+def _differences(plain: Any, ours: Any, path: str) -> Iterator[str]:
+    if isinstance(plain, dict) and isinstance(ours, dict):
+        for key in {**plain, **ours}:
+            if key in DROPPED:
+                continue
+            place = f"{path}.{key}".lstrip(".")
+            if key not in plain or key not in ours:
+                yield f"{place}: only {'plain' if key in plain else 'lookahead'} has it"
+            elif key in ALTERNATIVES and isinstance(plain[key], list):
+                yield from _alternatives(plain[key], ours[key], place)
+            else:
+                yield from _differences(plain[key], ours[key], place)
+    elif isinstance(plain, list) and isinstance(ours, list):
+        if len(plain) != len(ours):
+            yield f"{path}: {len(plain)} items in plain's, {len(ours)} in lookahead's"
+        for i, (a, b) in enumerate(zip(plain, ours, strict=False)):
+            yield from _differences(a, b, f"{path}[{i}]")
+    elif isinstance(plain, float) and isinstance(ours, (float, int)):
+        if not abs(plain - ours) <= TOLERANCE:
+            yield f"{path}: {plain} in plain's, {ours} in lookahead's"
+    elif type(plain) is not type(ours) or plain != ours:
+        yield f"{path}: {plain!r} in plain's, {ours!r} in lookahead's"
+
+
+def _alternatives(plain: list[Any], ours: Any, path: str) -> Iterator[str]:
+    """Lists of likeliest tokens, in which two of almost the same logprob may change places."""
+    tables, theirs = _by_token(plain), _by_token(ours)
+    if len(tables) != len(theirs):
+        yield f"{path}: {len(tables)} positions in plain's, {len(theirs)} in lookahead's"
+    for i, (a, b) in enumerate(zip(tables, theirs, strict=False)):
+        if len(a) != len(b):
+            yield f"{path}[{i}]: {len(a)} alternatives in plain's, {len(b)} in lookahead's"
+        for token in {**a, **b}:
+            place = f"{path}[{i}][{token!r}]"
+            if token in a and token in b:
+                yield from _differences(a[token], b[token], place)
+                continue
+            alone, other = (a, b) if token in a else (b, a)
+            smallest = min(map(_logprob, other.values()), default=float("nan"))
+            if not abs(_logprob(alone[token]) - smallest) <= TOLERANCE:
+                yield f"{place}: only {'plain' if token in a else 'lookahead'} has it"
+
+
+def _by_token(positions: Any) -> list[dict[str, Any]]:
+    """A table from token to logprob, or to an object with one, for each position."""
+    if not isinstance(positions, list):
+        return []
+    if all(isinstance(entry, dict) and "token" in entry for entry in positions):
+        return [{f"{e['token']} {e.get('bytes')}": e for e in positions}]
+    return [entry or {} for entry in positions]
+
+
+def _logprob(entry: Any) -> float:
+    return float(entry["logprob"] if isinstance(entry, dict) else entry)
