@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -51,6 +51,17 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--round", type=int, default=None, help="play this round alone")
     parser.add_argument(
+        "--model",
+        type=Path,
+        help="this model instead of the tiny ones; prompts are cut from this project's README",
+    )
+    parser.add_argument(
+        "--http",
+        action="store_true",
+        help="two real servers for each round, and clients that all ask at once; the proposer is "
+        "ngram_trie, which hears everything twice",
+    )
+    parser.add_argument(
         "--models", default=None, help="names from tests/engine/models.py (default: all)"
     )
     parser.add_argument(
@@ -60,6 +71,10 @@ def parse_args() -> argparse.Namespace:
         "KV moved one slot too far, a generator one draw ahead",
     )
     args = parser.parse_args()
+    if args.plant and args.http:
+        parser.error("--plant reaches engines in this process, not servers; leave --http out")
+    if args.model and not (args.model / "config.json").is_file():
+        parser.error(f"--model: there is no {args.model / 'config.json'}")
     if args.round is not None and args.seed is None:
         parser.error("--round needs the --seed that it was printed with")
     return args
@@ -68,47 +83,49 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     # Engines are not loaded for --help.
+    from transformers import AutoTokenizer
+
     from tests.engine.models import TINY
     from tests.fuzz.draw import draw_round
+    from tests.fuzz.over_http import Servers
     from tests.fuzz.plant import planted
-    from tests.fuzz.play import Rounds, differences
+    from tests.fuzz.play import Rounds
     from tests.fuzz.report import Report
 
     models = args.models.split(",") if args.models else sorted(TINY)
     if unknown := set(models) - set(TINY):
         sys.exit(f"--models: {', '.join(sorted(unknown))} not among {', '.join(sorted(TINY))}")
+    text = None
+    if args.model:
+        models = [str(args.model)]
+        readme = (ROOT / "README.md").read_text(encoding="utf-8")
+        text = AutoTokenizer.from_pretrained(args.model).encode(readme)
+    elif args.http:
+        models = ["llama"]
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)
     report = Report()
     deadline = time.monotonic() + 60 * args.minutes
     number = 0 if args.round is None else args.round
     with tempfile.TemporaryDirectory() as folder, planted(args.plant):
-        rounds = Rounds(Path(folder))
+        side_by_side = Servers(Path(folder), args.model) if args.http else Rounds(Path(folder))
         while args.round is not None or time.monotonic() < deadline:
-            round_ = draw_round(f"{seed}-{number}", models)
+            round_ = draw_round(f"{seed}-{number}", models, text, args.http)
             try:
-                plain = rounds.plain(round_)
-                played = rounds.lookahead(round_, plain)
-                found = differences(round_.requests, plain, played.replies)
-                for difference in list(found):
-                    mine = played.replies[difference.index]
-                    if rounds.plain_says_so_too(round_, difference.index, mine):
-                        found.remove(difference)
-                        report.ties += 1
+                played = side_by_side.compare(round_)
             except Exception:
                 traceback.print_exc()
                 report.show(round_, [])
                 print(repeat(seed, number, args))
                 return 1
-            report.add(round_, played, len(found))
-            if found or sys.stdout.isatty() or number % 10 == 0:
+            report.add(round_, played)
+            if report.mismatches or args.http or number % 10 == 0:
                 left = max(0, deadline - time.monotonic()) / 60
                 print(f"round {number}: {report.summary()}; {left:.0f} min left", flush=True)
-            if found:
-                report.show(round_, found)
+            if report.mismatches:
+                report.show(round_, played.differences)
                 print(repeat(seed, number, args))
-                break
-            if args.round is not None:
+            if report.mismatches or args.round is not None:
                 break
             number += 1
     print(report.table())
@@ -119,6 +136,8 @@ def main() -> int:
 def repeat(seed: int, number: int, args: argparse.Namespace) -> str:
     command = f"scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --seed {seed} --round {number}"
     command += f" --models {args.models}" if args.models else ""
+    command += f" --model {args.model}" if args.model else ""
+    command += " --http" if args.http else ""
     command += f" --plant {args.plant}" if args.plant else ""
     return f"\nrepeat it with:\n  {command}\n"
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -105,7 +106,7 @@ class GrammarWalk:
         token = self._tokens[child]
         path = [*path, token]
         fed = self._is_fed(path)
-        if fed and not (self._allows(node, token, constrained) and self._feed(token, len(path))):
+        if fed and not (self._allows(node, token, constrained) and self._feed(token)):
             return False
         self._visit(child, path, self._is_constrained(path), best)
         if fed:
@@ -116,11 +117,7 @@ class GrammarWalk:
         """Grow a chain of what the grammar dictates behind a leaf."""
         fed = 0
         for token in self._forced(node)[: self._max_depth - depth]:
-            if not (
-                self._room
-                and self._allows(node, token, True)
-                and self._feed(token, depth + fed + 1)
-            ):
+            if not (self._room and self._allows(node, token, True) and self._feed(token)):
                 break
             fed += 1
             self._parents.append(node)
@@ -132,26 +129,11 @@ class GrammarWalk:
         if fed:
             self._grammar.rollback(fed)
 
-    def _feed(self, token: int, depth: int) -> bool:
-        """Move the grammar on, unless it would end and the request would not.
-
-        Text behind such an end is free, but not every backend takes both in one burst.
-        """
+    def _feed(self, token: int) -> bool:
+        """Move the grammar on; it has an end, behind which nothing is drafted."""
         if self._grammar.is_terminated():
             return False
-        self._grammar.accept_tokens(self._request.request_id, [token])
-        if self._grammar.is_terminated() and not self._ends(token, depth):
-            self._grammar.rollback(1)
-            return False
-        return True
-
-    def _ends(self, token: int, depth: int) -> bool:
-        """Whether the request ends with this token, sampled at this depth."""
-        params = self._request.sampling_params
-        assert params is not None
-        return self._request.num_output_tokens + depth >= params.min_tokens and (
-            token == params.eos_token_id or token in (params.stop_token_ids or ())
-        )
+        return self._grammar.accept_tokens(self._request.request_id, [token])
 
     def _forced(self, node: int) -> Sequence[int]:
         """Tokens of the one text with which the grammar lets `node` be continued.
@@ -190,6 +172,21 @@ class GrammarWalk:
         if self._always:
             return True
         return self._manager._get_constraint_bounds(self._request, path).grammar_start < len(path)
+
+
+@cache
+def take_bursts_one_by_one() -> None:
+    """Let llguidance's grammars take several tokens as they take one after the other.
+
+    vLLM's wrapper passes over a token that comes behind the grammar's end, as may be with
+    `ignore_eos` or a thinking budget, but not where both come in one list.
+    """
+    original = GuidanceGrammar.accept_tokens
+
+    def accept_tokens(self: Any, request_id: str, tokens: list[int]) -> bool:
+        return all(original(self, request_id, [token]) for token in tokens)
+
+    GuidanceGrammar.accept_tokens = accept_tokens
 
 
 @lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
-from lookahead_vllm.engine.grammar import PARENTS, GrammarDraft, GrammarWalk
+from lookahead_vllm.engine.grammar import PARENTS, GrammarDraft, GrammarWalk, take_bursts_one_by_one
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class LookaheadScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        take_bursts_one_by_one()
         # The same number for every batch size. Without a schedule of its own, vLLM pads a request
         # that has one token to compute with placeholder drafts, and waits until all of them fit.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)

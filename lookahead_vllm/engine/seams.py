@@ -357,6 +357,13 @@ SEAMS = (
         "as above",
     ),
     Seam(
+        "vllm.v1.structured_output.backend_guidance",
+        "GuidanceGrammar.accept_tokens",
+        ("request_id", "tokens"),
+        "wrapped: takes several tokens as it takes one after the other, also behind its end",
+        "vLLM's wrapper of llguidance does",
+    ),
+    Seam(
         "vllm.v1.structured_output.backend_types",
         "StructuredOutputGrammar",
         ("accept_tokens", "validate_tokens", "rollback", "fill_bitmask", "is_terminated"),

@@ -28,6 +28,8 @@ class Request:
     """The engine step before which it is sent."""
     abort_after: int | None = None
     streamed: bool = False
+    chat: bool = False
+    """Over HTTP: as the message of a chat."""
     features: set[str] = field(default_factory=set)
 
 
@@ -116,8 +118,18 @@ ONLY_IN_SOME_ROUNDS = {
 }
 
 
-def draw_round(seed: str, models: list[str]) -> Round:
-    """The round that this seed stands for, always the same."""
+def draw_round(
+    seed: str, models: list[str], text: list[int] | None = None, http: bool = False
+) -> Round:
+    """The round that this seed stands for, always the same.
+
+    Parameters
+    ----------
+    text
+        Token ids that prompts are cut from, for a model that is none of the tiny ones.
+    http
+        Both engines are servers.
+    """
     rng = random.Random(seed)
     model = rng.choice(models)
     features = {f"model {model}"}
@@ -141,9 +153,9 @@ def draw_round(seed: str, models: list[str]) -> Round:
         backend = rng.choice(["xgrammar", "xgrammar", "guidance"])
         features.add(f"structured output, {backend}")
         settings["structured_outputs_config"] = {"backend": backend}
-        if has("structured output after reasoning", 0.2):
+        if text is None and has("structured output after reasoning", 0.2):
             settings["reasoning_parser"] = "deepseek_r1"
-    lora = model == "llama" and has("lora", 0.7)
+    lora = model == "llama" and not http and has("lora", 0.7)
     if lora:
         settings.update(enable_lora=True, max_loras=2, max_lora_rank=8)
     has("chosen_logprobs", 0.15)
@@ -153,7 +165,7 @@ def draw_round(seed: str, models: list[str]) -> Round:
         # Enough for one request of full length, in models with two KV groups too.
         blocks = settings["max_model_len"] // 32 * 2 + 3
         stress.update(num_gpu_blocks_override=blocks, max_num_seqs=16)
-    elif has("thinking", 0.3):
+    elif text is None and has("thinking", 0.3):
         # Without preemption, after which plain vLLM begins to count anew.
         settings["reasoning_config"] = {
             "reasoning_start_str": "<think>",
@@ -177,25 +189,42 @@ def draw_round(seed: str, models: list[str]) -> Round:
         lookahead["draft"] = rng.choice(["hierarchical", "parallel", "single"])
         lookahead["share"] = rng.choice(["all", "namespace", "none"])
 
-    prefix = [rng.randrange(SPECIAL, VOCAB) for _ in range(rng.randint(0, 40))]
+    prefix = _words(rng, rng.randint(0, 40), text)
     requests = [
-        _draw_request(rng, prefix, features, settings, lora) for _ in range(rng.randint(16, 40))
+        _draw_request(rng, prefix, text, features, settings, lora)
+        for _ in range(rng.randint(16, 40))
     ]
     return Round(model, settings, stress, lookahead, requests, features)
 
 
+def _words(rng: random.Random, count: int, text: list[int] | None) -> list[int]:
+    if text is None:
+        return [rng.randrange(SPECIAL, VOCAB) for _ in range(count)]
+    start = rng.randrange(len(text) - count)
+    return text[start : start + count]
+
+
 def _draw_request(
-    rng: random.Random, prefix: list[int], features: set[str], settings: dict[str, Any], lora: bool
+    rng: random.Random,
+    prefix: list[int],
+    text: list[int] | None,
+    features: set[str],
+    settings: dict[str, Any],
+    lora: bool,
 ) -> Request:
     # Half of the prompts begin alike, and say some things twice.
     prompt = prefix[: rng.randint(0, len(prefix))] if rng.random() < 0.5 else []
-    prompt = prompt + [rng.randrange(SPECIAL, VOCAB) for _ in range(rng.randint(2, 24))]
+    prompt = prompt + _words(rng, rng.randint(2, 24), text)
     if rng.random() < 0.3:
         prompt = prompt + prompt[: rng.randint(1, len(prompt))]
     if "thinking" in features and rng.random() < 0.6:
         prompt.insert(rng.randrange(len(prompt)), THINK)
     prompt = prompt[: settings["max_model_len"] - 8]
-    request = Request(prompt, dict(max_tokens=rng.choice([1, 3, 12, 40, 40, 60])))
+    request = Request(
+        prompt,
+        chat=len(prompt) % 2 == 0,
+        params=dict(max_tokens=rng.choice([1, 3, 12, 40, 40, 60])),
+    )
     params = request.params
     if rng.random() < 0.5:
         request.features.add("greedy")

@@ -23,12 +23,14 @@ from lookahead_vllm.engine.drafter import Counters
 from lookahead_vllm.engine.runner import LookaheadRunner
 from tests.engine import proposers
 from tests.engine.driving import drafter_of, engine
-from tests.engine.models import WANDERING, save_config
+from tests.engine.models import TINY, WANDERING, save_config
 from tests.engine.processors import NoRepeat
 from tests.engine.tokenizer import save_tokenizer
 from tests.fuzz.draw import Request, Round
 
 LOGPROB_TOLERANCE = 1e-3
+IMPOSSIBLE = -1e6
+"""A logprob below this is that of a token that something forbids."""
 
 
 @dataclass
@@ -65,22 +67,28 @@ class Reply:
 
 
 @dataclass
-class Played:
-    """What the lookahead engine did in a round."""
-
-    replies: list[Reply]
-    counters: Counters
-    branching: set[int]
-    """Requests that had a branching tree."""
-    preempted: int
-
-
-@dataclass
 class Difference:
     index: int
     what: str
     plain: Any
     lookahead: Any
+
+
+@dataclass
+class Played:
+    """What came of a round."""
+
+    replies: list[Any]
+    """Lookahead's."""
+    counters: Counters
+    branching: set[int] = field(default_factory=set)
+    """Requests that had a branching tree."""
+    preempted: int = 0
+    refused: int = 0
+    """Requests that both engines refused, if they agreed."""
+    ties: int = 0
+    """Replies that plain vLLM gives as well, in other company."""
+    differences: list[Difference] = field(default_factory=list)
 
 
 def play(llm: LLM, requests: Sequence[Request], adapters: Sequence[LoRARequest]) -> list[Reply]:
@@ -131,11 +139,19 @@ class Rounds:
         self._folder = folder
         self._adapters = [save_adapter(folder / f"adapter-{i}", i) for i in (1, 2)]
 
-    def plain(self, round_: Round) -> list[Reply]:
+    def compare(self, round_: Round) -> Played:
+        """Play the round with both engines."""
         with self._engine(round_) as llm:
-            return play(llm, round_.requests, self._adapters)
+            plain = play(llm, round_.requests, self._adapters)
+        played = self._lookahead(round_, plain)
+        for found in differences(round_.requests, plain, played.replies):
+            if self._plain_says_so_too(round_, found.index, played.replies[found.index]):
+                played.ties += 1
+            else:
+                played.differences.append(found)
+        return played
 
-    def lookahead(self, round_: Round, plain: Sequence[Reply]) -> Played:
+    def _lookahead(self, round_: Round, plain: Sequence[Reply]) -> Played:
         """Twice for a trie, which knows the answers the second time."""
         proposers.RECORDED.clear()
         for request, reply in zip(round_.requests, plain, strict=True):
@@ -150,9 +166,11 @@ class Rounds:
             if round_.lookahead["proposer"] == "ngram_trie":
                 play(llm, round_.requests, self._adapters)
             replies = play(llm, round_.requests, self._adapters)
-            return Played(replies, drafter_of(llm).counters, branching, len(preempted))
+            refused = sum(reply.refused is not None for reply in replies)
+            counters = drafter_of(llm).counters
+            return Played(replies, counters, branching, len(preempted), refused)
 
-    def plain_says_so_too(self, round_: Round, index: int, reply: Reply) -> bool:
+    def _plain_says_so_too(self, round_: Round, index: int, reply: Reply) -> bool:
         """Whether plain vLLM gives this reply as well when the request has other company.
 
         Float32 sums depend on the shape of a batch in their last bits, so two tokens that are
@@ -171,12 +189,15 @@ class Rounds:
     def _engine(
         self, round_: Round, lookahead: dict[str, Any] | None = None, **stress: Any
     ) -> Iterator[LLM]:
-        settings = dict(round_.settings, skip_tokenizer_init=False, load_format=WANDERING)
+        settings = dict(round_.settings, skip_tokenizer_init=False)
         if "custom_logits_processor" in round_.features:
             settings["logits_processors"] = [NoRepeat]
         if "reasoning_config" in settings:
             settings["reasoning_config"] = ReasoningConfig(**settings["reasoning_config"])
-        model = save_tokenizer(save_config(round_.model, self._folder))
+        model = Path(round_.model)
+        if round_.model in TINY:
+            settings["load_format"] = WANDERING
+            model = save_tokenizer(save_config(round_.model, self._folder))
         with engine(model, lookahead, **{**settings, **stress}) as llm:
             yield llm
 
@@ -248,6 +269,8 @@ def _same_alternatives(a: dict[int, Any], b: dict[int, Any]) -> bool:
 def _close(a: float, b: float) -> bool:
     if math.isnan(a) or math.isnan(b):
         return math.isnan(a) and math.isnan(b)
+    if max(a, b) < IMPOSSIBLE:  # minus infinity, where others in the batch have a top-k
+        return True
     return a == b or math.isclose(a, b, rel_tol=LOGPROB_TOLERANCE, abs_tol=LOGPROB_TOLERANCE)
 
 

@@ -18,13 +18,14 @@ class Report:
         self._features: Counter[str] = Counter()
         self._counters: Counter[str] = Counter()
 
-    def add(self, round_: Round, played: Played, mismatches: int) -> None:
+    def add(self, round_: Round, played: Played) -> None:
         self.rounds += 1
         self.requests += len(round_.requests)
-        self.mismatches += mismatches
+        self.mismatches += len(played.differences)
+        self.ties += played.ties
         for request in round_.requests:
             self._features.update(round_.features | request.features)
-        self._features["refused"] += sum(r.refused is not None for r in played.replies)
+        self._features["refused by both"] += played.refused
         counters = played.counters
         self._counters.update(
             {

@@ -1,0 +1,136 @@
+"""A round over HTTP: two real servers, the `openai` client, everybody at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import requests
+from openai import APIError, APIStatusError, OpenAI
+from transformers import AutoTokenizer
+
+from lookahead_vllm.bench.answers import Answer, assembled, compared
+from lookahead_vllm.engine.drafter import Counters
+from tests.engine.models import save_tiny_model
+from tests.engine.servers import serve
+from tests.engine.tokenizer import save_tokenizer
+from tests.fuzz.draw import Request, Round
+from tests.fuzz.play import Difference, Played
+
+ROOT = Path(__file__).resolve().parents[2]
+ALONE = ("n", "seed", "temperature", "top_p", "max_tokens", "stop", "presence_penalty")
+"""Parameters that the client knows; the others go into `extra_body`."""
+
+
+class Servers:
+    """Plays rounds over HTTP, with a pair of servers for each. Nobody aborts."""
+
+    def __init__(self, folder: Path, model: str | None) -> None:
+        self._folder = folder
+        self._model = Path(model) if model else save_tokenizer(save_tiny_model("llama", folder))
+        self._tokenizer = AutoTokenizer.from_pretrained(self._model)
+        os.environ["PYTHONPATH"] = str(ROOT)  # the servers import a logits processor of the tests
+
+    def compare(self, round_: Round, clients: int = 8) -> Played:
+        """Ask both servers; lookahead hears everything twice, and knows it the second time."""
+        speculative = {"method": "lookahead", **round_.lookahead, "proposer": "ngram_trie"}
+        settings = self._settings(round_)
+        with (
+            serve(self._model, self._folder / "plain.log", *_flags(settings)) as plain_url,
+            serve(
+                self._model,
+                self._folder / "lookahead.log",
+                *_flags({**settings, **round_.stress, "speculative_config": speculative}),
+            ) as url,
+            ThreadPoolExecutor(clients) as pool,
+        ):
+            plain, ours = (OpenAI(base_url=f"{u}/v1", api_key="none") for u in (plain_url, url))
+
+            def ask(client: OpenAI, asked: Sequence[Request]) -> list[Answer]:
+                return list(pool.map(lambda request: self._ask(client, request), asked))
+
+            said = ask(plain, round_.requests)
+            ask(ours, round_.requests)
+            heard = ask(ours, round_.requests)
+            drafted, accepted = _draft_counters(url)
+            played = Played(heard, Counters(nodes=drafted, accepted_nodes=accepted))
+            for i, request in enumerate(round_.requests):
+                verdict, places = compared(said[i], heard[i])
+                played.refused += verdict == "refused by both"
+                if verdict != "differs":
+                    continue
+                others = round_.requests[:i] + round_.requests[i + 1 :]
+                again = (ask(plain, [request, *others[:n]])[0] for n in (0, 1, 2, 4, clients - 1))
+                if any(compared(answer, heard[i])[0] != "differs" for answer in again):
+                    played.ties += 1
+                else:
+                    difference = Difference(i, places[0], said[i], heard[i])
+                    played.differences.append(difference)
+        return played
+
+    def _settings(self, round_: Round) -> dict[str, Any]:
+        settings = dict(round_.settings, dtype="float32", enforce_eager=True)
+        settings.update(kv_cache_memory_bytes=256 << 20, served_model_name="m")
+        if "custom_logits_processor" in round_.features:
+            settings["logits_processors"] = "tests.engine.processors:NoRepeat"
+        if "priority scheduling" in round_.features:
+            settings["scheduling_policy"] = "priority"
+        return settings
+
+    def _ask(self, client: OpenAI, request: Request) -> Answer:
+        body = {k: v for k, v in request.params.items() if k in ALONE}
+        extra = {k: v for k, v in request.params.items() if k not in ALONE}
+        if (xargs := extra.pop("extra_args", None)) is not None:
+            extra["vllm_xargs"] = xargs
+        if request.structured is not None:
+            kind, value = next(iter(request.structured.items()))
+            if kind == "json_object":
+                extra["response_format"] = {"type": "json_object"}
+            else:
+                extra["structured_outputs"] = {kind: value}
+        if "logit_bias" in extra:
+            extra["logit_bias"] = {str(k): v for k, v in extra["logit_bias"].items()}
+        extra.update(priority=request.priority, return_token_ids=True)
+        if request.chat:
+            text = self._tokenizer.decode(request.prompt, skip_special_tokens=True)
+            body["messages"] = [{"role": "user", "content": text}]
+            if (most := extra.pop("logprobs", None)) is not None:
+                extra.update(logprobs=True, top_logprobs=max(most, 0))
+            create: Any = client.chat.completions.create
+        else:
+            body["prompt"] = request.prompt
+            create = client.completions.create
+        try:
+            answer = create(model="m", **body, stream=request.streamed, extra_body=extra)
+            if request.streamed:
+                return Answer(200, assembled([chunk.model_dump() for chunk in answer]))
+            return Answer(200, answer.model_dump())
+        except APIStatusError as error:
+            return Answer(error.status_code, None, error.body)
+        except APIError as error:
+            return Answer(200, None, error.body)
+
+
+def _flags(settings: dict[str, Any]) -> list[str]:
+    flags = []
+    for key, value in settings.items():
+        flag = key.replace("_", "-")
+        if value is True or value is False:
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
+
+
+def _draft_counters(url: str) -> list[int]:
+    """Draft tokens and accepted ones since the server started."""
+    metrics = requests.get(f"{url}/metrics", timeout=10).text
+    return [
+        int(sum(float(n) for n in re.findall(rf"^{name}_total\S* (\S+)$", metrics, re.MULTILINE)))
+        for name in ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
+    ]
