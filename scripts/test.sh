@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Install what is missing, then check style and types and run the whole test suite.
 # Arguments go to pytest: scripts/test.sh tests/draft -k tree
+# Without any, five minutes of random requests come last, under a seed that is printed.
 set -euo pipefail
 
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -16,4 +17,5 @@ check .venv/bin/ruff check .
 check .venv/bin/ruff format --check .
 check .venv/bin/mypy
 check scripts/cpu_env.sh .venv/bin/python -m pytest "$@"
+[[ $# -gt 0 ]] || check scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 5
 exit "$status"

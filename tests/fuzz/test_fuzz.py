@@ -1,0 +1,92 @@
+"""The fuzzer draws what it says, sees differences, and finds bugs that are planted."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.engine.models import TINY
+from tests.fuzz.draw import REQUEST_FEATURES, draw_round
+from tests.fuzz.plant import BUGS, planted
+from tests.fuzz.play import Answer, Reply, Rounds, alike, differences
+
+MODELS = sorted(TINY)
+
+
+def test_a_round_is_drawn_from_its_seed_alone() -> None:
+    assert draw_round("7-12", MODELS) == draw_round("7-12", MODELS)
+    assert draw_round("7-12", MODELS) != draw_round("7-13", MODELS)
+
+
+def test_everything_is_drawn() -> None:
+    rounds = [draw_round(f"0-{i}", MODELS) for i in range(200)]
+    drawn = set[str]().union(*(r.features for r in rounds))
+    drawn |= set[str]().union(*(q.features for r in rounds for q in r.requests))
+    assert drawn >= REQUEST_FEATURES.keys()
+    assert drawn >= {f"model {name}" for name in TINY}
+    assert drawn >= {f"proposer {p}" for p in ("hidden_path", "ngram_trie", "always_right")}
+    assert drawn >= {
+        *("greedy", "seeded", "n > 1", "streamed", "aborted", "lora adapter", "preemption"),
+        *("chunked prefill", "prefix caching", "priority scheduling", "large blocks"),
+        *(f"structured output, {k}" for k in ("json", "regex", "choice", "grammar", "xgrammar")),
+        "structured output after reasoning",
+    }
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: str, tmp_path: Path) -> None:
+    rounds = Rounds(tmp_path)
+    with planted(bug):
+        for number in range(20):
+            if rounds.compare(draw_round(f"1-{number}", ["llama", "qwen3"])).differences:
+                return
+    pytest.fail(f"20 rounds, and nobody saw {bug}")
+
+
+def test_nothing_is_found_without_one(tmp_path: Path) -> None:
+    rounds = Rounds(tmp_path)
+    for number in itertools.count():
+        played = rounds.compare(draw_round(f"2-{number}", ["llama", "qwen3"]))
+        assert not played.differences
+        if len(played.branching) > 10:
+            return
+
+
+def logprobs(**values: float) -> dict[str, SimpleNamespace]:
+    return {token: SimpleNamespace(logprob=value) for token, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ([1, {"x": "y"}], [1, {"x": "y"}], True),
+        ([1, 2], [1, 3], False),
+        (logprobs(a=-1.0, b=-2.0), logprobs(a=-1.0004, b=-2.0), True),
+        (logprobs(a=-1.0, b=-2.0), logprobs(a=-1.1, b=-2.0), False),
+        (logprobs(a=-1.0, b=-2.0), logprobs(a=-1.0, c=-2.0), True),
+        (logprobs(a=-1.0, b=-2.0), logprobs(a=-1.0, c=-2.5), False),
+        (logprobs(a=-1.0, b=-2.0), logprobs(a=-1.0), False),
+        (logprobs(a=float("-inf")), logprobs(a=-1.25e9), True),
+        (logprobs(a=float("nan")), logprobs(a=float("nan")), True),
+        (logprobs(a=float("nan")), logprobs(a=-1.0), False),
+    ],
+)
+def test_alike(a: object, b: object, same: bool) -> None:
+    assert alike(a, b) is alike(b, a) is same
+
+
+def test_differences_are_named() -> None:
+    request = draw_round("0-0", MODELS).requests[0]
+    request.abort_after = None
+    plain = Reply({0: Answer([1, 2], "ab", finish=("stop", None))})
+    ours = Reply({0: Answer([1, 2], "ab", finish=("length", None))})
+    assert differences([request], [plain], [plain]) == []
+    assert [d.what for d in differences([request], [plain], [ours])] == ["finish"]
+    assert [d.what for d in differences([request], [plain], [Reply(refused="no")])] == ["refusals"]
+    request.abort_after = 3
+    shorter, other = Reply({0: Answer([1])}), Reply({0: Answer([1, 3])})
+    assert differences([request], [plain], [shorter]) == []
+    assert len(differences([request], [plain], [other])) == 1
