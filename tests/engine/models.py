@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 import transformers as hf
+from safetensors.torch import save_file
 from vllm import ModelRegistry
 from vllm.config import ModelConfig
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import DummyModelLoader, register_model_loader
 from vllm.model_executor.models.interfaces import SupportsMRoPE
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
@@ -319,3 +321,20 @@ def save_tiny_model(name: str, folder: Path) -> Path:
                     parameter.mul_(8)
         model.save_pretrained(path)
     return path
+
+
+def save_adapter(path: Path, seed: int) -> LoRARequest:
+    """A LoRA adapter for the queries of the tiny Llama."""
+    path.mkdir(exist_ok=True)
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (path / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))
+    rng = torch.Generator().manual_seed(seed)
+    name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    shapes = {"A": (8, 64), "B": (128, 8)}
+    weights = {
+        name.format(layer, part): torch.randn(*shape, generator=rng) / 2
+        for layer in range(2)
+        for part, shape in shapes.items()
+    }
+    save_file(weights, path / "adapter_model.safetensors")
+    return LoRARequest(path.name, seed, str(path))

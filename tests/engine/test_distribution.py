@@ -16,7 +16,6 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine import runner
 from tests.engine.driving import drafter_of, engine
-from tests.engine.models import save_tiny_model
 from tests.engine.proposers import Planned
 
 PROMPT = [17, 60, 31, 99]
@@ -26,11 +25,6 @@ SAMPLES = 16_000
 BIAS = 0.02
 SURPRISE = 1e-4
 """A test statistic that is rarer than this under the right distribution fails."""
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("llama", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,22 +19,9 @@ from tests.engine.driving import (
     generate_staggered,
     random_prompts,
 )
-from tests.engine.models import save_tiny_model
-from tests.engine.tokenizer import save_tokenizer
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 TRIE = {"proposer": "ngram_trie", "budget": 16}
-
-
-@pytest.fixture(scope="session")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("llama", tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(autouse=True)
-def _forget_recorded() -> Iterator[None]:
-    proposers.RECORDED.clear()
-    yield
 
 
 def record(prompts: list[list[int]], answers: list[list[list[int]]]) -> None:
@@ -252,7 +238,6 @@ def test_beam_search_and_requests_that_turn_lookahead_off_get_no_draft(llama: Pa
         found = llm.beam_search([{"prompt_token_ids": p} for p in prompts], beams)
         return [[s.tokens for s in o.sequences] for o in found] + generate(llm, prompts, off)
 
-    save_tokenizer(llama)
     with engine(llama, skip_tokenizer_init=False) as plain:
         vanilla = ask(plain)
     with engine(llama, HIDDEN, skip_tokenizer_init=False) as llm:

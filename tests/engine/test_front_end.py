@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -11,8 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams, TokensPrompt
@@ -21,7 +18,7 @@ from vllm.lora.request import LoRARequest
 from lookahead_vllm.engine.front_end import checked_at_once
 from lookahead_vllm.engine.request_options import RequestError
 from tests.engine.driving import GREEDY, drafter_of, engine, generate, random_prompts
-from tests.engine.models import save_tiny_model
+from tests.engine.models import save_adapter, save_tiny_model
 from tests.engine.proposers import Recorder
 
 STARTED = Recorder.STARTED
@@ -42,19 +39,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
-    path = tmp_path_factory.mktemp("adapter")
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    (path / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))
-    rng = torch.Generator().manual_seed(0)
-    name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
-    shapes = {"A": (8, 64), "B": (128, 8)}
-    weights = {
-        name.format(layer, part): torch.randn(*shape, generator=rng) / 2
-        for layer in range(2)
-        for part, shape in shapes.items()
-    }
-    save_file(weights, path / "adapter_model.safetensors")
-    return LoRARequest("adapter-a", 1, str(path))
+    return save_adapter(tmp_path_factory.mktemp("lora") / "adapter-a", 1)
 
 
 @pytest.fixture(autouse=True)

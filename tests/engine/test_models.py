@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,6 @@ TRIE = {"proposer": "ngram_trie", "budget": 16}
 SETTINGS: dict[str, Any] = dict(load_format=WANDERING, block_size=32)
 
 plugin.register()
-
-
-@pytest.fixture(autouse=True)
-def _forget_recorded() -> Iterator[None]:
-    proposers.RECORDED.clear()
-    yield
 
 
 CHAINS = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,7 @@ from vllm import SamplingParams, TokensPrompt
 
 from tests.engine import proposers
 from tests.engine.driving import drafter_of, engine, generate, random_prompts
-from tests.engine.models import save_tiny_model
 from tests.engine.processors import NoRepeat
-from tests.engine.tokenizer import save_tokenizer
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 
@@ -39,17 +36,6 @@ def params_of(extra: dict[str, Any], seed: int | None) -> SamplingParams:
 
 THINK_IDS = (3, 4)
 WITH_TOKENIZER: dict[str, Any] = dict(skip_tokenizer_init=False)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tokenizer(save_tiny_model("llama", tmp_path_factory.mktemp("models")))
-
-
-@pytest.fixture(autouse=True)
-def _forget_recorded() -> Iterator[None]:
-    proposers.RECORDED.clear()
-    yield
 
 
 def assert_exact(

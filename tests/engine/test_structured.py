@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine import proposers
 from tests.engine.driving import drafter_of, engine, generate, random_prompts
-from tests.engine.models import save_tiny_model
-from tests.engine.tokenizer import save_tokenizer
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 SCHEMA = {
@@ -41,17 +38,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "grammar": dict(grammar=EBNF),
     "json_object": dict(json_object=True),
 }
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tokenizer(save_tiny_model("llama", tmp_path_factory.mktemp("models")))
-
-
-@pytest.fixture(autouse=True)
-def _forget_recorded() -> Iterator[None]:
-    proposers.RECORDED.clear()
-    yield
 
 
 def under(grammar: dict[str, Any] | None, seed: int | None, **extra: Any) -> SamplingParams:

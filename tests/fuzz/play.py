@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config.reasoning import ReasoningConfig
 from vllm.exceptions import VLLMValidationError
@@ -23,7 +20,7 @@ from lookahead_vllm.engine.drafter import Counters
 from lookahead_vllm.engine.runner import LookaheadRunner
 from tests.engine import proposers
 from tests.engine.driving import drafter_of, engine
-from tests.engine.models import TINY, WANDERING, save_config
+from tests.engine.models import TINY, WANDERING, save_adapter, save_config
 from tests.engine.processors import NoRepeat
 from tests.engine.tokenizer import save_tokenizer
 from tests.fuzz.draw import Request, Round
@@ -312,20 +309,3 @@ def branching_requests() -> Iterator[set[int]]:
 def request_index(request_id: str) -> int:
     """Of an engine's request id: `3-8f2c`, or `1_3-8f2c` for the second of several answers."""
     return int(request_id.split("-")[0].rpartition("_")[2])
-
-
-def save_adapter(path: Path, seed: int) -> LoRARequest:
-    """A LoRA adapter for the queries of the tiny Llama."""
-    path.mkdir(exist_ok=True)
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    (path / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))
-    rng = torch.Generator().manual_seed(seed)
-    name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
-    shapes = {"A": (8, 64), "B": (128, 8)}
-    weights = {
-        name.format(layer, part): torch.randn(*shape, generator=rng) / 2
-        for layer in range(2)
-        for part, shape in shapes.items()
-    }
-    save_file(weights, path / "adapter_model.safetensors")
-    return LoRARequest(path.name, seed, str(path))

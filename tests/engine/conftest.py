@@ -1,0 +1,23 @@
+"""What the tests of engines share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine import proposers
+from tests.engine.models import save_tiny_model
+from tests.engine.tokenizer import save_tokenizer
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(save_tiny_model("llama", tmp_path_factory.mktemp("models")))
+
+
+@pytest.fixture(autouse=True)
+def _forget_recorded() -> Iterator[None]:
+    proposers.RECORDED.clear()
+    yield
