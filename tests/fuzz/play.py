@@ -26,6 +26,7 @@ from tests.engine.tokenizer import save_tokenizer
 from tests.fuzz.draw import Request, Round
 
 LOGPROB_TOLERANCE = 1e-3
+MOST_STEPS = 20_000
 IMPOSSIBLE = -1e6
 """A logprob below this is that of a token that something forbids."""
 
@@ -110,6 +111,8 @@ def play(llm: LLM, requests: Sequence[Request], adapters: Sequence[LoRARequest])
             if enough and not output.finished:
                 core.abort_request([output.request_id])
         step += 1
+        if step > MOST_STEPS:
+            raise RuntimeError(f"no end after {step} steps of the engine")
     return replies
 
 
