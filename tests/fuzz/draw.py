@@ -184,6 +184,8 @@ def draw_round(
     proposer = rng.choice([*["hidden_path"] * 4, "ngram_trie", "always_right"])
     features.add(f"proposer {proposer}")
     nodes = rng.choice([1, 4, 8, 16, 16, 32])
+    if lora and "chunked prefill" in features:  # vLLM wants room for all drafts beside adapters
+        stress["max_num_batched_tokens"] = stress["max_num_seqs"] * (1 + nodes)
     lookahead: dict[str, Any] = dict(proposer=proposer, num_speculative_tokens=nodes, budget=nodes)
     if proposer == "ngram_trie":
         lookahead["draft"] = rng.choice(["hierarchical", "parallel", "single"])
