@@ -9,6 +9,7 @@ from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
+from lookahead_vllm.engine import request_options
 from lookahead_vllm.engine.grammar import PARENTS, GrammarDraft, GrammarWalk, take_bursts_one_by_one
 
 if TYPE_CHECKING:
@@ -55,7 +56,10 @@ class LookaheadScheduler(Scheduler):
         super().update_draft_token_ids(others)
 
     def _bounds(self, request: Request) -> tuple[int, int]:
-        """The most nodes and levels that fit into the request's next step."""
+        """The most nodes and levels that the request's next step may have."""
+        options, _ = request_options.received(request.sampling_params.extra_args)
+        if not options.enabled:
+            return 0, 0
         nodes = min(self.num_spec_tokens, self.max_model_len - request.num_tokens - 1)
         return nodes, min(nodes, request.max_tokens - request.num_output_tokens - 1)
 

@@ -107,6 +107,10 @@ def test_the_grammar_is_a_proposer_of_its_own(backend: str, llama: Path) -> None
         # All but the choice at the beginning and what one burst cannot hold.
         assert counters.accepted_nodes >= len(vanilla[0][0]) - 2 - counters.trees
         assert counters.trees <= 2
+        off = under(forced, None, extra_args={"lookahead_enabled": False})
+        before = counters.trees
+        assert generate(llm, prompts[:1], off) == vanilla[:1]
+        assert counters.trees == before
         assert generate(llm, prompts, params) == vanilla
 
 
