@@ -140,7 +140,7 @@ class Rounds:
         self._adapters = [save_adapter(folder / f"adapter-{i}", i) for i in (1, 2)]
 
     def compare(self, round_: Round) -> Played:
-        """Play the round with both engines."""
+        """Play the round with both engines, up to the first difference that is none of plain's."""
         with self._engine(round_) as llm:
             plain = play(llm, round_.requests, self._adapters)
         played = self._lookahead(round_, plain)
@@ -149,6 +149,7 @@ class Rounds:
                 played.ties += 1
             else:
                 played.differences.append(found)
+                break
         return played
 
     def _lookahead(self, round_: Round, plain: Sequence[Reply]) -> Played:
