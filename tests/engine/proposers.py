@@ -18,6 +18,12 @@ RECORDED: dict[tuple[int, ...], list[list[int]]] = {}
 """Vanilla's answers by prompt; several where a prompt was sampled more than once."""
 
 
+def record(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[list[int]]]) -> None:
+    """Tell the proposers what plain vLLM answered to each prompt."""
+    for prompt, answer in zip(prompts, answers, strict=True):
+        RECORDED.setdefault(tuple(prompt), []).extend(answer)
+
+
 class TestProposer:
     """Follows each request; subclasses only say which tree to grow."""
 

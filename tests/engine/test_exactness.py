@@ -19,15 +19,10 @@ from tests.engine.driving import (
     generate_staggered,
     random_prompts,
 )
+from tests.engine.proposers import record
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 TRIE = {"proposer": "ngram_trie", "budget": 16}
-
-
-def record(prompts: list[list[int]], answers: list[list[list[int]]]) -> None:
-    """Tell the test proposers what plain vLLM answered."""
-    for prompt, answer in zip(prompts, answers, strict=True):
-        proposers.RECORDED.setdefault(tuple(prompt), []).extend(answer)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from vllm.engine.arg_utils import EngineArgs
 
 from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine import plugin
-from tests.engine import proposers
 from tests.engine.driving import (
     drafter_of,
     engine,
@@ -21,6 +20,7 @@ from tests.engine.driving import (
     runner_of,
 )
 from tests.engine.models import TINY, WANDERING, save_config
+from tests.engine.proposers import record
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 TRIE = {"proposer": "ngram_trie", "budget": 16}
@@ -47,8 +47,7 @@ def vanilla_answers(model: Path) -> list[list[list[int]]]:
         answers = generate(plain, PROMPTS)
     wandering = sum(len(set(a[0])) for a in answers) / len(answers)
     assert wandering > 10, "a text in a loop proves nothing"
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
-        proposers.RECORDED.setdefault(tuple(prompt), []).extend(answer)
+    record(PROMPTS, answers)
     return answers
 
 

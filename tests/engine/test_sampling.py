@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from vllm import SamplingParams, TokensPrompt
 
-from tests.engine import proposers
 from tests.engine.driving import drafter_of, engine, generate, random_prompts
 from tests.engine.processors import NoRepeat
+from tests.engine.proposers import record
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 
@@ -47,8 +47,7 @@ def assert_exact(
 ) -> None:
     with engine(model, **settings) as plain:
         vanilla = generate(plain, prompts, params)
-    for prompt, answer in zip(prompts, vanilla, strict=True):
-        proposers.RECORDED.setdefault(tuple(prompt), []).extend(answer)
+    record(prompts, vanilla)
     with engine(model, HIDDEN, **settings) as llm:
         assert generate(llm, prompts, params) == vanilla
         counters = drafter_of(llm).counters
@@ -152,7 +151,7 @@ def test_logprobs_in_every_mode(mode: str, llama: Path) -> None:
     settings = dict(logprobs_mode=mode, max_logprobs=-1)
     with engine(llama, **settings) as plain:
         vanilla = logprobs_of(plain, prompts, params)
-    proposers.RECORDED.update({tuple(p): [a] for p, (a, _) in zip(prompts, vanilla, strict=True)})
+    record(prompts, [[text] for text, _ in vanilla])
     with engine(llama, HIDDEN, **settings) as llm:
         mine = logprobs_of(llm, prompts, params)
         assert [a for a, _ in mine] == [a for a, _ in vanilla]
@@ -171,7 +170,7 @@ def test_logprobs_of_chosen_tokens(llama: Path) -> None:
     prompts = random_prompts(len(params), 30, seed=61)
     with engine(llama) as plain:
         vanilla = logprobs_of(plain, prompts, params)
-    proposers.RECORDED.update({tuple(p): [a] for p, (a, _) in zip(prompts, vanilla, strict=True)})
+    record(prompts, [[text] for text, _ in vanilla])
     with engine(llama, HIDDEN) as llm:
         for (text, a), (answer, b) in zip(logprobs_of(llm, prompts, params), vanilla, strict=True):
             assert text == answer

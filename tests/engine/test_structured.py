@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.engine import proposers
 from tests.engine.driving import drafter_of, engine, generate, random_prompts
+from tests.engine.proposers import record
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 SCHEMA = {
@@ -81,11 +81,6 @@ def test_every_backend_keeps_its_text_on_trees(backend: str, llama: Path) -> Non
     for kind, answers in zip([k for k in kinds for _ in range(3)], vanilla, strict=False):
         if answers[0][-1] == tokenizer.eos_token_id:
             assert is_valid(kind, tokenizer.decode(answers[0], skip_special_tokens=True))
-
-
-def record(prompts: list[list[int]], vanilla: list[list[list[int]]]) -> None:
-    for prompt, answer in zip(prompts, vanilla, strict=True):
-        proposers.RECORDED.setdefault(tuple(prompt), []).extend(answer)
 
 
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance"])

@@ -155,10 +155,10 @@ class Rounds:
     def _lookahead(self, round_: Round, plain: Sequence[Reply]) -> Played:
         """Twice for a trie, which knows the answers the second time."""
         proposers.RECORDED.clear()
-        for request, reply in zip(round_.requests, plain, strict=True):
-            proposers.RECORDED.setdefault(tuple(request.prompt), []).extend(
-                answer.tokens for answer in reply.answers.values()
-            )
+        proposers.record(
+            [request.prompt for request in round_.requests],
+            [[answer.tokens for answer in reply.answers.values()] for reply in plain],
+        )
         with (
             counted_preemptions() as preempted,
             branching_requests() as branching,
