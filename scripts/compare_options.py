@@ -11,7 +11,6 @@ import contextlib
 import inspect
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -37,6 +36,7 @@ from lookahead_vllm.bench.answers import (
     Verdict,
     assembled,
     compared,
+    draft_counters,
 )
 from lookahead_vllm.bench.option_samples import Endpoint, Sample, SampleError, endpoints
 from lookahead_vllm.bench.option_table import Row, document
@@ -84,7 +84,6 @@ SPECULATION = (
     *("--num-speculative-tokens=6", "--speculative-config.budget=6"),
 )
 STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
-COUNTERS = ("num_draft_tokens", "num_accepted_tokens")
 ANSWER_S = 120
 AT_ONCE = 4
 
@@ -174,9 +173,7 @@ class Server:
 
     def counters(self) -> list[int]:
         """Draft tokens, and accepted ones, since the server started."""
-        metrics = get(f"{self.url}/metrics")
-        patterns = (rf"^vllm:spec_decode_{name}_total\S* (\S+)$" for name in COUNTERS)
-        return [int(sum(map(float, re.findall(p, metrics, re.MULTILINE)))) for p in patterns]
+        return draft_counters(get(f"{self.url}/metrics"))
 
 
 def _json(answer: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ together first, because a step of speculation sends several tokens in one of the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -97,6 +98,14 @@ def _joined_events(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         else:
             joined.append(event)
     return joined
+
+
+def draft_counters(metrics: str) -> list[int]:
+    """Draft tokens and accepted ones since a server started, from its /metrics."""
+    patterns = (
+        rf"^vllm:spec_decode_num_{name}_tokens_total\S* (\S+)$" for name in ("draft", "accepted")
+    )
+    return [int(sum(map(float, re.findall(p, metrics, re.MULTILINE)))) for p in patterns]
 
 
 # ---- comparing ----------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class GrammarWalk:
 
     def run(self) -> GrammarDraft:
         proposed = len(self._tokens)
-        self._visit(-1, [], self._is_constrained([]), True)
+        self._visit(-1, [], self._bounds([])[1], True)
         kept = [*sorted(self._kept), *range(proposed, len(self._tokens))]
         place = {-1: -1} | {node: i for i, node in enumerate(kept)}
         return GrammarDraft(
@@ -91,8 +91,8 @@ class GrammarWalk:
 
     def _visit(self, node: int, path: list[int], constrained: bool, best: bool) -> None:
         """The grammar stands behind `path`, which leads to `node`."""
-        if constrained and not self._grammar.is_terminated():
-            self._grammar.fill_bitmask(self._mask, node + 1)
+        if constrained:
+            self._fill(node)
         has_child = False
         for child in self._children[node + 1]:
             if self._step(node, child, path, constrained, best and not has_child):
@@ -105,10 +105,10 @@ class GrammarWalk:
         """Visit `child` if the grammar allows it behind `node`."""
         token = self._tokens[child]
         path = [*path, token]
-        fed = self._is_fed(path)
+        fed, masks_next = self._bounds(path)
         if fed and not (self._allows(node, token, constrained) and self._feed(token)):
             return False
-        self._visit(child, path, self._is_constrained(path), best)
+        self._visit(child, path, masks_next, best)
         if fed:
             self._grammar.rollback(1)
         return True
@@ -124,10 +124,14 @@ class GrammarWalk:
             self._tokens.append(token)
             self._room -= 1
             node = len(self._tokens) - 1
-            if not self._grammar.is_terminated():
-                self._grammar.fill_bitmask(self._mask, node + 1)
+            self._fill(node)
         if fed:
             self._grammar.rollback(fed)
+
+    def _fill(self, node: int) -> None:
+        """Mask what may follow `node`; behind the grammar's end that is everything."""
+        if not self._grammar.is_terminated():
+            self._grammar.fill_bitmask(self._mask, node + 1)
 
     def _feed(self, token: int) -> bool:
         """Move the grammar on; it has an end, behind which nothing is drafted."""
@@ -159,19 +163,12 @@ class GrammarWalk:
             return word < self._bits.shape[1] and bool(self._bits[node + 1, word] >> bit & 1)
         return bool(self._grammar.validate_tokens([token]))
 
-    def _is_constrained(self, path: list[int]) -> bool:
-        """Whether the grammar masks the token after `path`."""
+    def _bounds(self, path: list[int]) -> tuple[bool, bool]:
+        """Whether the grammar takes the last token of `path`, and whether it masks the next."""
         if self._always:
-            return True
-        return self._manager._get_constraint_bounds(self._request, path).constraint_start <= len(
-            path
-        )
-
-    def _is_fed(self, path: list[int]) -> bool:
-        """Whether the grammar takes the last token of `path`."""
-        if self._always:
-            return True
-        return self._manager._get_constraint_bounds(self._request, path).grammar_start < len(path)
+            return True, True
+        bounds = self._manager._get_constraint_bounds(self._request, path)
+        return bounds.grammar_start < len(path), bounds.constraint_start <= len(path)
 
 
 @cache

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,6 +70,7 @@ class NodeRows:
         """The request's row of each node."""
         self.first: NDArray[np.int64] = np.cumsum(sizes) - sizes
         """The row of each request's first node."""
+        self._histories: dict[int, list[list[int]]] = {}
 
     def __len__(self) -> int:
         return len(self.owners)
@@ -90,13 +90,15 @@ class NodeRows:
             self._histories[row] = histories
         return self._histories[row]
 
-    @cached_property
-    def _histories(self) -> dict[int, list[list[int]]]:
-        return {}
+    def params(self, row: int) -> SamplingParams:
+        """A request's sampling parameters; who has nodes, samples."""
+        params = self.requests[row].sampling_params
+        assert params is not None
+        return params
 
     def rows_where(self, applies: Callable[[SamplingParams], object]) -> list[int]:
         """The rows of requests that have nodes and these sampling parameters."""
-        return [r for r in self.trees if applies(self.requests[r].sampling_params)]
+        return [row for row in self.trees if applies(self.params(row))]
 
 
 class NodeProcessors:
@@ -127,7 +129,7 @@ class NodeProcessors:
     def place(self, nodes: NodeRows) -> LogitsProcessors:
         """The processors, told of the nodes of this step; none where they concern no node."""
         added = [
-            (node, self._params(nodes, row), nodes.requests[row].prompt_token_ids, history)
+            (node, nodes.params(row), nodes.requests[row].prompt_token_ids, history)
             for row in nodes.rows_where(self._concerns)
             for node, history in zip(nodes.of(row), nodes.histories(row), strict=True)
         ]
@@ -142,12 +144,6 @@ class NodeProcessors:
             processor.update_state(update)
         self._placed = placed
         return self._all
-
-    @staticmethod
-    def _params(nodes: NodeRows, row: int) -> SamplingParams:
-        params = nodes.requests[row].sampling_params
-        assert params is not None
-        return params
 
 
 class NodeThinking:

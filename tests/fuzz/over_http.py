@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,7 @@ import requests
 from openai import APIError, APIStatusError, OpenAI
 from transformers import AutoTokenizer
 
-from lookahead_vllm.bench.answers import Answer, assembled, compared
+from lookahead_vllm.bench.answers import Answer, assembled, compared, draft_counters
 from lookahead_vllm.engine.drafter import Counters
 from tests.engine.models import save_tiny_model
 from tests.engine.servers import serve
@@ -57,7 +56,7 @@ class Servers:
             said = ask(plain, round_.requests)
             ask(ours, round_.requests)
             heard = ask(ours, round_.requests)
-            drafted, accepted = _draft_counters(url)
+            drafted, accepted = draft_counters(requests.get(f"{url}/metrics", timeout=10).text)
             played = Played(heard, Counters(nodes=drafted, accepted_nodes=accepted))
             for i, request in enumerate(round_.requests):
                 verdict, places = compared(said[i], heard[i])
@@ -125,12 +124,3 @@ def _flags(settings: dict[str, Any]) -> list[str]:
         else:
             flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
     return flags
-
-
-def _draft_counters(url: str) -> list[int]:
-    """Draft tokens and accepted ones since the server started."""
-    metrics = requests.get(f"{url}/metrics", timeout=10).text
-    return [
-        int(sum(float(n) for n in re.findall(rf"^{name}_total\S* (\S+)$", metrics, re.MULTILINE)))
-        for name in ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
-    ]
