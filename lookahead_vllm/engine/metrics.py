@@ -1,0 +1,96 @@
+"""What a step tells the metrics, and how it travels from the runner to the front-end.
+
+The runner fills a `StepReport` and attaches it to the output of the step; the scheduler moves it
+on into the stats that vLLM sends with every output; `stat_logger.py` counts it where `/metrics` is
+served. Every number is that of the step alone, so reports may come from several engines and go to
+several front-ends: whoever adds them up, nothing is lost and nothing counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.metrics.stats import SchedulerStats
+
+SOURCES = ("own", "answers", "reference", "grammar")
+"""Who guessed a node: the request's own prompt and output, other requests' answers, a reference
+that the request was given, a grammar that allows one text only. The number of a source is its
+place here."""
+
+PARTS = ("draft", "verify", "compaction")
+"""What is timed: growing the trees, sampling and matching their nodes, moving accepted KV."""
+
+_REPORT = "lookahead_report"
+"""The attribute of a `ModelRunnerOutput` under which its step's report goes to the scheduler."""
+
+
+@dataclass
+class StepReport:
+    """One step's numbers, or those of several steps if the first ones could not be sent at once.
+
+    It crosses a process boundary as msgpack, which knows Python's numbers and not NumPy's.
+    """
+
+    verified: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
+    """Nodes that went through the model, by source."""
+    accepted: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
+    """Those of them that became output, by source."""
+    lengths: dict[int, int] = field(default_factory=dict)
+    """How many requests with a draft emitted so many tokens (accepted nodes and one more)."""
+    budgets: list[int] = field(default_factory=list)
+    """Nodes sent in all trees together: one number for each step in which a request could have had
+    a draft, 0 where none was worth its cost."""
+    costs: list[tuple[float, float]] = field(default_factory=list)
+    """(predicted, measured) seconds of each step that the cost model predicted and that could be
+    measured: the engine did not wait for a request in between."""
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    """Wall time by part."""
+    evictions: int = 0
+    """N-grams that were pruned from the trie."""
+    trie_nodes: int | None = None
+    """N-grams in the trie; None: not looked at in this step."""
+    trie_bytes: int | None = None
+    """What the proposer's tables take; None: as above."""
+
+    def count_nodes(self, verified: Iterable[int], accepted: Iterable[int]) -> None:
+        """Add nodes by source, in the order of SOURCES, as `np.bincount(sources, minlength=4)`."""
+        for total, counts in ((self.verified, verified), (self.accepted, accepted)):
+            for source, count in enumerate(counts):
+                total[source] += int(count)
+
+    def count_lengths(self, lengths: Iterable[int]) -> None:
+        """Add the tokens that each request with a draft emitted."""
+        for length in lengths:
+            self.lengths[length] = self.lengths.get(length, 0) + 1
+
+
+@dataclass
+class ReportingStats(SchedulerStats):
+    """vLLM's stats of a step with ours; whoever does not know of the field passes over it."""
+
+    lookahead: StepReport | None = None
+
+
+def attach(output: Any, report: StepReport) -> bool:
+    """Send `report` with a `ModelRunnerOutput`; False where it has to wait for the next one.
+
+    An output without requests is a constant of vLLM's that all such steps share.
+    """
+    if not output.req_ids:
+        return False
+    setattr(output, _REPORT, report)
+    return True
+
+
+def attached(output: Any) -> StepReport | None:
+    """The report that came with a `ModelRunnerOutput`."""
+    return getattr(output, _REPORT, None)
+
+
+def with_report(stats: SchedulerStats | None, report: StepReport | None) -> SchedulerStats | None:
+    """The stats that the scheduler sends to the front-end; None where stats are turned off."""
+    if stats is None or report is None:
+        return stats
+    return ReportingStats(**vars(stats), lookahead=report)
