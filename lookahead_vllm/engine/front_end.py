@@ -1,7 +1,8 @@
 """What happens to a request before the engine sees it: checked, tokenized, given its namespace.
 
 Four of vLLM's functions are wrapped, in processes where somebody asked for lookahead; requests
-of an engine that does not serve it pass through untouched.
+of an engine that does not serve it pass through untouched. What comes back beside the answers,
+the metrics, is the affair of `stat_logger.py`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from lookahead_vllm.engine.request_options import RequestError, RequestOptions
 
 @functools.cache
 def install() -> None:
-    """Wrap the four functions, once in each process."""
+    """Wrap the four functions and let the metrics in, once in each process."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 
+    from lookahead_vllm.engine import stat_logger
+
+    stat_logger.install()
     ChatCompletionRequest.to_sampling_params = with_prediction(
         ChatCompletionRequest.to_sampling_params
     )

@@ -18,7 +18,7 @@ from vllm.v1.worker import gpu_model_runner
 
 from lookahead_vllm.draft.budget import CostCurve
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
-from lookahead_vllm.engine import profile
+from lookahead_vllm.engine import metrics, profile
 from lookahead_vllm.engine.attention import TREE_ISAS, TreeAttentionBackend
 from lookahead_vllm.engine.drafter import LookaheadDrafter
 from lookahead_vllm.engine.grammar import PARENTS
@@ -83,6 +83,11 @@ class LookaheadRunner(_Base):
         self._movers: list[KVMover] = []
         """One for each KV cache group, where trees may branch."""
         self._last_step_end: float | None = None
+        self.report = metrics.StepReport()
+        """Of the step under way; sent with its output."""
+        self._wanted = False
+        """Whether a request of the step under way could have a draft."""
+        self._trie_watch = metrics.TrieWatch(self.drafter.proposer)
 
     # ---- what may branch -------------------------------------------------------------------------
 
@@ -231,14 +236,16 @@ class LookaheadRunner(_Base):
         discarded = self._generators_of_unfinished_prefills()
         before = {row: generator.get_state() for row, generator in discarded.items()}
         try:
+            if self._wanted:
+                self.report.budgets.append(sum(len(s.tree) for s in scheduled.values()))
             if spec_decode_metadata is None or not any(len(s.tree) for s in scheduled.values()):
                 return super()._sample(logits, None)
-            with profile.timed("verify"):
+            with profile.timed("verify"), self.report.timed("verify"):
                 output, paths = self._sample_trees(logits, spec_decode_metadata, scheduled)
         finally:
             for row, state in before.items():
                 discarded[row].set_state(state)
-        with profile.timed("kv_moves"):
+        with profile.timed("kv_moves"), self.report.timed("compaction"):
             self._move_accepted(scheduled, paths)
         return output
 
@@ -305,6 +312,8 @@ class LookaheadRunner(_Base):
             counters.branching_trees += not tree.is_chain
             counters.nodes += len(tree)
             counters.accepted_nodes += len(paths[row])
+            self.report.count_nodes([len(tree)], [len(paths[row])])
+        self.report.count_lengths(len(paths[row]) + 1 for row in trees)
 
     def _move_accepted(self, scheduled: dict[int, Scheduled], paths: dict[int, list[int]]) -> None:
         """Move the accepted nodes' KV to the slots right after the root's."""
@@ -361,7 +370,7 @@ class LookaheadRunner(_Base):
     ) -> list[list[int]]:
         batch = self.input_batch
         wants = []
-        with profile.timed("draft"):
+        with profile.timed("draft"), self.report.timed("draft"):
             for row, tokens in enumerate(sampled_token_ids):
                 if not tokens:  # an unfinished prefill
                     continue
@@ -373,6 +382,7 @@ class LookaheadRunner(_Base):
                 if want is not None:
                     wants.append(want)
             drafts = self.drafter.draft(wants, batch.num_reqs - len(wants))
+        self._wanted = bool(wants)
         self._observe_step(scheduler_output)
         return [drafts.get(request_id, []) for request_id in batch.req_ids]
 
@@ -399,7 +409,18 @@ class LookaheadRunner(_Base):
             return
         profile.seconds["step"] += now - last
         if (curve := self.drafter.proposer.curve) is not None:
+            predicted = float(curve(scheduler_output.total_num_scheduled_tokens))
+            self.report.costs.append((predicted, now - last))
             curve.observe(scheduler_output.total_num_scheduled_tokens, now - last)
+
+    # ---- report ----------------------------------------------------------------------------------
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)
+        self._trie_watch.look(self.report)
+        if metrics.attach(output, self.report):
+            self.report = metrics.StepReport()
+        return output
 
     def _on_request_state_removed(self, req_id: str, *args: Any, **kwargs: Any) -> None:
         super()._on_request_state_removed(req_id, *args, **kwargs)

@@ -9,11 +9,13 @@ from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
-from lookahead_vllm.engine import request_options
+from lookahead_vllm.engine import metrics, request_options
 from lookahead_vllm.engine.grammar import PARENTS, GrammarDraft, GrammarWalk, take_bursts_one_by_one
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
 
@@ -26,6 +28,8 @@ class LookaheadScheduler(Scheduler):
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._grammar_drafts: dict[str, GrammarDraft] = {}
         """Of requests that wait for the step in which it is verified, or are in it."""
+        self._report: metrics.StepReport | None = None
+        """Of the step whose output is being processed."""
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         parents = getattr(draft_token_ids, PARENTS, {})
@@ -104,10 +108,17 @@ class LookaheadScheduler(Scheduler):
             return None
         return GrammarOutput(req_ids, np.concatenate(masks), acceptable)
 
-    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any) -> Any:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
         for req_id in scheduler_output.num_scheduled_tokens:
             self._grammar_drafts.pop(req_id, None)
-        return super().update_from_output(scheduler_output, *args)
+        self._report = metrics.attached(model_runner_output)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        report, self._report = self._report, None
+        return metrics.with_report(super().make_stats(*args, **kwargs), report)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         finished = super().finish_requests(*args, **kwargs)

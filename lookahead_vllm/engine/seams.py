@@ -377,6 +377,49 @@ SEAMS = (
         "overridden: sends the shapes of trees under a grammar to the scheduler",
         "as above",
     ),
+    # Metrics: a step's report rides on its output and its stats, to a logger beside vLLM's own.
+    Seam(
+        _RUNNER,
+        "GPUModelRunner.sample_tokens",
+        ("grammar_output",),
+        "overridden: attaches the step's report to its output",
+        "custom proposers may report stats",
+    ),
+    Seam(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.make_stats",
+        (),
+        "overridden: puts the report of the step beside vLLM's stats",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.metrics.stats",
+        "SchedulerStats",
+        ("spec_decoding_stats",),
+        "subclassed: one field more",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.engine.__init__",
+        "EngineCoreOutputs",
+        ("scheduler_stats",),
+        "subclassed: the field gets through to the front-end",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.engine.core_client",
+        "MPClient",
+        ("decoder",),
+        "built from the global name EngineCoreOutputs, which becomes our subclass",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.metrics.loggers",
+        "StatLoggerManager.__init__",
+        ("vllm_config", "custom_stat_loggers"),
+        "wrapped: adds our logger where vLLM makes its own",
+        "a stat_logger_plugin does not turn the stats of every server on",
+    ),
     # Attention on CPU.
     Seam(
         _CPU_ATTENTION,
