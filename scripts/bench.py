@@ -11,7 +11,8 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,8 @@ from tqdm import tqdm
 
 from lookahead_vllm.bench import profile
 from lookahead_vllm.bench.command_line import check_outputs, key_value, positive
-from lookahead_vllm.bench.fresh_engine import (
-    RunFailed,
-    cpu_runtime,
-    is_cpu_build,
-    run_in_fresh_engine,
-)
-from lookahead_vllm.bench.generate import Job
+from lookahead_vllm.bench.fresh_engine import FreshEngine, RunFailed, cpu_runtime, is_cpu_build
+from lookahead_vllm.bench.generate import Job, Turn
 from lookahead_vllm.bench.methods import (
     BASELINE,
     KNOWN,
@@ -35,20 +31,28 @@ from lookahead_vllm.bench.methods import (
     choose_methods,
 )
 from lookahead_vllm.bench.prompts import Prompt, PromptError, load_prompts, model_tokenizer
-from lookahead_vllm.bench.rows import Outcome, Row, make_row
+from lookahead_vllm.bench.rows import Outcome, Row, Run, make_row
 from lookahead_vllm.bench.tables import category_tables, main_table, profile_table
 
 TEACH = """\
-example:
+examples:
   python scripts/bench.py --model .cache/models/SmolLM2-135M-Instruct \\
       --prompts prompts.jsonl --limit 48 --max-tokens 128 --batch-sizes 1,8 \\
       --methods none,ngram,suffix,lookahead --check-exact --json out.json --plot out.png
+
+  over batch sizes, with ratios of few percent told from noise: engines of a size take turns
+      --batch-sizes 1,2,4,8,16,32,64 --limit 24,24,36,48,96,128,192 --turns 3
+
+  where no draft is ever right, nothing may be lost
+      --methods none,lookahead --batch-sizes 1,8,32 --adversarial --turns 3
 
 a line of the prompts:
   {"prompt_token_ids": [1, 9690, ...], "category": "qa"}
   or `prompt` (text) or `messages` (a chat) in place of the ids; the category is optional.
 
 columns:
+  full         the share of the time in which the batch was full: its end is spent on the last few
+               answers, so large batches need many prompts (--limit), two or more for each place
   tokens/s     emitted tokens over wall time, prefills included, start-up not
   ratio        tokens/s over plain vLLM's (`none`) in the same round
   steps        decode steps of a request, summed over the requests
@@ -68,6 +72,13 @@ how it measures:
   file order and `batch size` of them run at any time. Decoding is greedy and stops at the
   end of sequence. A warm-up with other content comes first. With --repeat, rounds are
   interleaved; the table shows medians and, in brackets, the smallest and largest.
+  --turns N takes drift out of the ratios, and costs no further starts: the engines of one batch
+  size live at the same time, and answer one N-th of the prompts (every N-th line) in turn, in
+  one order and then in the other, while the others sleep. In brackets are then the turns. There
+  has to be memory for all methods at once.
+  --adversarial gives the model random weights next to zero, which costs the same time, and
+  samples, each request with a seed of its own, always --max-tokens tokens: every token is as
+  likely as any other, so that a draft is right once in the size of the vocabulary.
   On CPU, Intel's OpenMP and tcmalloc are preloaded where they are found. Threads are bound as
   vLLM does by default, which leaves a core to its front end: on a machine with few cores
   compare with --threads nobind.
@@ -101,11 +112,14 @@ def parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=positive, default=128, metavar="N", help="default: 128")
     add(
         "--limit",
-        type=positive,
-        metavar="N",
-        help="take N prompts, spread evenly over the categories",
+        type=limits,
+        default=[None],
+        metavar="N[,M]",
+        help="take N prompts, spread evenly over the categories; or so many for each batch size",
     )
     add("--repeat", type=positive, default=1, metavar="N", help="rounds (default: 1)")
+    add("--turns", type=positive, default=1, metavar="N", help="turns of each engine (default: 1)")
+    add("--adversarial", action="store_true", help="requests on which no draft is right")
     add("--check-exact", action="store_true", help="compare every answer with plain vLLM's")
     add("--profile", action="store_true", help="print the shares of a step; costs a little time")
     add("--json", type=Path, metavar="OUT.json", help="write everything there")
@@ -145,6 +159,11 @@ def positives(text: str) -> list[int]:
     return list(dict.fromkeys(positive(part) for part in text.split(",")))
 
 
+def limits(text: str) -> list[int]:
+    """Numbers of at least 1, separated by commas."""
+    return [positive(part) for part in text.split(",")]
+
+
 def engine_arg(text: str) -> tuple[str, Any]:
     """`KEY=VALUE` with a value in JSON, or else a string."""
     pair = key_value(text)
@@ -181,7 +200,7 @@ def engine_args(options: argparse.Namespace, prompts: Sequence[Prompt]) -> dict[
                 f"{options.prompts}, line {prompt.line}: {len(prompt.token_ids)} tokens leave no "
                 f"room for an answer in {length} positions (--max-model-len)"
             )
-    args = {
+    args: dict[str, Any] = {
         "model": options.model,
         "dtype": options.dtype,
         "max_model_len": length,
@@ -191,90 +210,140 @@ def engine_args(options: argparse.Namespace, prompts: Sequence[Prompt]) -> dict[
     gib = options.kv_cache_gib or (1 if is_cpu_build() else None)
     if gib:
         args["kv_cache_memory_bytes"] = int(gib * 2**30)
+    if options.adversarial:
+        args["load_format"] = "dummy"
     return {**args, **dict(options.engine_arg)}
 
 
+class Progress:
+    """Shows what the engine of a method does, on a bar of all prompts that it may share."""
+
+    def __init__(self, bar: tqdm[Any], name: str) -> None:
+        self.bar = bar
+        self.name = name
+        self._before = 0
+
+    def show(self, event: dict[str, Any]) -> None:
+        """Take an event of the engine."""
+        if event["event"] == "finished":
+            self.bar.update(self._before + event["done"] - self.bar.n)
+            return
+        self.bar.set_description(f"{self.name}: {event['event']}")
+        if event["event"] == "generating":
+            self._before = self.bar.n
+            if not self.bar.n:
+                self.bar.unpause()  # the start-up does not count for the time left
+                self.bar.start_t = self.bar.last_print_t
+
+
 class Benchmark:
-    """All runs of one call, and what has come of them so far."""
+    """All runs of one call, and what has come of them so far.
+
+    `prompts` are those of each batch size.
+    """
 
     def __init__(
         self,
         options: argparse.Namespace,
         methods: dict[str, SpeculativeConfig | None],
-        prompts: Sequence[Prompt],
+        prompts: dict[int, list[Prompt]],
     ) -> None:
         self.options = options
         self.methods = methods
         self.prompts = prompts
-        self.args = engine_args(options, prompts)
+        self.args = engine_args(options, max(prompts.values(), key=len))
         self.environment = cpu_runtime(os.environ)
         if options.threads:
             self.environment["VLLM_CPU_OMP_THREADS_BIND"] = options.threads
         if options.profile:
             self.environment.update(profile.ENVIRONMENT)
         self.outcomes: dict[tuple[str, int], dict[int, Outcome]] = {
-            (method, size): {} for size in options.batch_sizes for method in methods
+            (method, size): {} for size in prompts for method in methods
         }
         self.logs = Path(tempfile.mkdtemp(prefix="lookahead-bench-"))
 
     def run(self) -> None:
         """Run every method at every batch size, round by round."""
-        for turn in range(self.options.repeat):
-            for method, size in self.outcomes:
-                self.outcomes[method, size][turn] = self._run_one(method, size, turn)
+        together = self.options.turns > 1
+        for lap in range(self.options.repeat):
+            methods = list(self.methods)[:: -1 if lap % 2 else 1]
+            for size in self.prompts:
+                for group in [methods] if together else [[method] for method in methods]:
+                    self._run_group(group, size, lap)
 
-    def _run_one(self, method: str, batch_size: int, turn: int) -> Outcome:
-        name = f"{method}, batch {batch_size}"
+    def _run_group(self, methods: list[str], size: int, lap: int) -> None:
+        """Start the engines of these methods, and let them take turns with the prompts."""
+        name = f"batch {size}"
         if self.options.repeat > 1:
-            name += f", round {turn + 1}/{self.options.repeat}"
-        log = self.logs / f"{method}-{batch_size}-{turn}.log".replace("/", "_")
-        args = {**self.args, "max_num_seqs": batch_size}
+            name += f", round {lap + 1}/{self.options.repeat}"
+        count = len(self.prompts[size])
+        form = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}, {remaining} left"
+        engines: dict[str, FreshEngine] = {}
+        turns: dict[str, list[Turn]] = {method: [] for method in methods}
+        with ExitStack() as stack, tqdm(total=count * len(methods), bar_format=form) as bar:
+            for method in methods:
+                with self._failing_alone(method, size, lap):
+                    engine = self._engine(method, size, lap, Progress(bar, f"{method}, {name}"))
+                    engines[method] = stack.enter_context(engine)
+                    engine.wait_until_ready()
+            for part in range(self.options.turns):
+                for method in methods[:: -1 if part % 2 else 1]:
+                    if lap in self.outcomes[method, size]:  # it has failed
+                        continue
+                    with self._failing_alone(method, size, lap):
+                        chosen = range(part, count, self.options.turns)
+                        turns[method].append(engines[method].answer(chosen))
+        for method, engine in engines.items():
+            run = Run(turns[method], engine.bound_threads())
+            self.outcomes[method, size].setdefault(lap, Outcome(run))
+
+    def _engine(self, method: str, size: int, lap: int, progress: Progress) -> FreshEngine:
+        args = {**self.args, "max_num_seqs": size}
         if self.methods[method] is not None:
             args["speculative_config"] = self.methods[method]
-        job = Job(args, [prompt.token_ids for prompt in self.prompts], self.options.max_tokens)
-        form = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}, {remaining} left"
-        with tqdm(total=len(job.prompts), desc=f"{name}: starting", bar_format=form) as bar:
+        prompts = [prompt.token_ids for prompt in self.prompts[size]]
+        job = Job(args, prompts, self.options.max_tokens, self.options.adversarial)
+        progress.show({"event": "starting"})
+        return FreshEngine(job, self.environment, self._log(method, size, lap), progress.show)
 
-            def show(event: dict[str, Any]) -> None:
-                if event["event"] == "finished":
-                    bar.update(event["done"] - bar.n)
-                    return
-                bar.set_description(f"{name}: {event['event']}")
-                if event["event"] == "generating":
-                    bar.unpause()  # the start-up does not count for the time left
-                    bar.start_t = bar.last_print_t
+    def _log(self, method: str, size: int, lap: int) -> Path:
+        return self.logs / f"{method}-{size}-{lap}.log".replace("/", "_")
 
-            try:
-                return Outcome(run=run_in_fresh_engine(job, self.environment, log, show))
-            except RunFailed as error:
-                bar.set_description(f"{name}: failed")
-                reason = str(error)
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
-        print(f"{name} failed: {reason}\nThe log, {log}, ends with\n{tail}\n", file=sys.stderr)
-        return Outcome(error=reason)
+    @contextmanager
+    def _failing_alone(self, method: str, size: int, lap: int) -> Iterator[None]:
+        try:
+            yield
+        except RunFailed as error:
+            self.outcomes[method, size][lap] = Outcome(error=str(error))
+            log = self._log(method, size, lap)
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+            print(
+                f"\n{method}, batch {size} failed: {error}\nThe log, {log}, ends with\n{tail}\n",
+                file=sys.stderr,
+            )
 
     def rows(self) -> list[Row]:
         """A row for every method and batch size that has come to an end at least once."""
-        categories = [prompt.category for prompt in self.prompts]
         result = []
-        for (method, size), turns in self.outcomes.items():
+        for (method, size), laps in self.outcomes.items():
             plain = self.outcomes.get((BASELINE, size), {})
-            baselines = [plain[turn].run if turn in plain else None for turn in turns]
-            if turns:
-                outcomes = list(turns.values())
+            baselines = [plain[lap].run if lap in plain else None for lap in laps]
+            if laps:
+                outcomes = list(laps.values())
+                categories = [prompt.category for prompt in self.prompts[size]]
                 exact = self.options.check_exact
                 result.append(make_row(method, size, outcomes, baselines, categories, exact))
         return result
 
     def meta(self, argv: Sequence[str]) -> dict[str, Any]:
         """What there is to know to repeat this."""
-        outcomes = [outcome for turns in self.outcomes.values() for outcome in turns.values()]
+        outcomes = [outcome for laps in self.outcomes.values() for outcome in laps.values()]
         run = next((outcome.run for outcome in outcomes if outcome.run), None)
         inherited = {k: v for k, v in os.environ.items() if k.startswith(("VLLM_", "OMP_", "KMP_"))}
         preloaded = self.environment.get("LD_PRELOAD", "").split(":")
         return {
             "model": self.options.model,
-            "dtype": run.dtype if run else self.options.dtype,
+            "dtype": run.turns[0].dtype if run else self.options.dtype,
             "versions": versions(),
             "cpu": cpu_name(),
             "cores": os.cpu_count(),
@@ -286,11 +355,16 @@ class Benchmark:
             },
             "prompts": {
                 "file": str(self.options.prompts),
-                "count": len(self.prompts),
-                "tokens": sum(len(prompt.token_ids) for prompt in self.prompts),
+                "count": {size: len(prompts) for size, prompts in self.prompts.items()},
+                "tokens": {
+                    size: sum(len(prompt.token_ids) for prompt in prompts)
+                    for size, prompts in self.prompts.items()
+                },
             },
+            "adversarial": self.options.adversarial,
             "max_tokens": self.options.max_tokens,
             "rounds": self.options.repeat,
+            "turns": self.options.turns,
             "methods": self.methods,
             "engine_args": self.args,
             "argv": list(argv),
@@ -299,7 +373,7 @@ class Benchmark:
 
     def clean_up(self) -> None:
         """Keep the logs only if something failed."""
-        outcomes = [outcome for turns in self.outcomes.values() for outcome in turns.values()]
+        outcomes = [outcome for laps in self.outcomes.values() for outcome in laps.values()]
         if not any(outcome.error for outcome in outcomes):
             shutil.rmtree(self.logs, ignore_errors=True)
 
@@ -331,10 +405,12 @@ def report(benchmark: Benchmark, argv: Sequence[str]) -> list[Row]:
     options, rows, meta = benchmark.options, benchmark.rows(), benchmark.meta(argv)
     if not rows:
         return rows
+    counts = sorted({row["prompts"] for row in rows})
+    prompts = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else counts[0]
     print(
-        f"\n{Path(options.model).name}, {meta['dtype']}, {len(benchmark.prompts)} prompts, "
-        f"up to {options.max_tokens} tokens, {meta['cpu']} ({meta['cores']} cores; "
-        f"{meta['threads']})\n"
+        f"\n{Path(options.model).name}{', adversarial' * options.adversarial}, {meta['dtype']}, "
+        f"{prompts} prompts, up to {options.max_tokens} tokens, {meta['cpu']} "
+        f"({meta['cores']} cores; {meta['threads']})\n"
     )
     print(main_table(rows, options.check_exact))
     if by_category := category_tables(rows):
@@ -356,7 +432,22 @@ def prepare(options: argparse.Namespace) -> Benchmark:
     if options.check_exact and BASELINE not in methods:
         raise MethodError(f"--check-exact compares with `{BASELINE}`: add it to --methods")
     check_outputs(options, MethodError)
-    prompts = load_prompts(options.prompts, model_tokenizer(options.model), options.limit)
+    sizes, limits = options.batch_sizes, options.limit
+    if len(limits) not in (1, len(sizes)):
+        raise PromptError(
+            f"--limit: {len(limits)} numbers for {len(sizes)} batch sizes; give one for all, or "
+            "one for each"
+        )
+    tokenize = model_tokenizer(options.model)
+    prompts = {
+        size: load_prompts(options.prompts, tokenize, limit)
+        for size, limit in zip(sizes, limits * (len(sizes) // len(limits)), strict=True)
+    }
+    for size, chosen in prompts.items():
+        if len(chosen) < options.turns:
+            raise PromptError(
+                f"--turns {options.turns}: batch size {size} has {len(chosen)} prompts"
+            )
     return Benchmark(options, methods, prompts)
 
 

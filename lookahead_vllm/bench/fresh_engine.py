@@ -1,4 +1,4 @@
-"""A run in a process of its own, so that a method that fails fails alone."""
+"""An engine in a process of its own, so that a method that fails fails alone."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lookahead_vllm.bench.generate import Generation, Job, Run
+from lookahead_vllm.bench.generate import Generation, Job, Turn
 
 PRELOADED = ("libtcmalloc_minimal.so.4", "libiomp5.so")
 """The libraries that vLLM asks to have preloaded on CPU."""
 
 ENGINE_DIED = ("Engine core initialization failed", "EngineCore encountered an issue")
 """What vLLM's front end says when the reason is in its engine's log."""
+
+
+LEAVE_S = 60.0
+"""What an engine gets to end by itself."""
 
 
 class RunFailed(Exception):
@@ -58,13 +63,10 @@ def cpu_runtime(base: Mapping[str, str]) -> dict[str, str]:
     return {"LD_PRELOAD": ":".join(preload)} if preload else {}
 
 
-def run_in_fresh_engine(
-    job: Job,
-    environment: Mapping[str, str],
-    log: Path,
-    on_event: Callable[[dict[str, Any]], None],
-) -> Run:
-    """Run the job in a new process and wait for it.
+class FreshEngine:
+    """vLLM in a new process, which answers prompts when it is asked to.
+
+    A context manager: the process and all that it started end with the block.
 
     Parameters
     ----------
@@ -76,55 +78,78 @@ def run_in_fresh_engine(
         Gets all that vLLM prints. The job is written beside it.
     on_event : callable
         Called with each event of `generate`: warm-up, generating, finished.
-
-    Raises
-    ------
-    RunFailed
-        The engine did not start, or died.
     """
-    job_path = log.with_suffix(".job.json")
-    job_path.write_text(json.dumps(asdict(job)))
-    result: Run | None = None
-    reason = ""
-    with (
-        log.open("w") as log_file,
-        subprocess.Popen(
-            [sys.executable, "-m", "lookahead_vllm.bench.generate", str(job_path)],
-            stdout=subprocess.PIPE,
-            stderr=log_file,
-            text=True,
-            # A forked engine would hold our pipe open after a crash.
-            env={**os.environ, "VLLM_WORKER_MULTIPROC_METHOD": "spawn", **environment},
-            start_new_session=True,  # Ctrl-C reaches this process alone, which ends them all
-        ) as process,
-    ):
+
+    def __init__(
+        self,
+        job: Job,
+        environment: Mapping[str, str],
+        log: Path,
+        on_event: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._log = log
+        self._on_event = on_event
+        job_path = log.with_suffix(".job.json")
+        job_path.write_text(json.dumps(asdict(job)))
+        with log.open("w") as log_file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lookahead_vllm.bench.generate", str(job_path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log_file,
+                text=True,
+                # A forked engine would hold our pipe open after a crash.
+                env={**os.environ, "VLLM_WORKER_MULTIPROC_METHOD": "spawn", **environment},
+                start_new_session=True,  # Ctrl-C reaches this process alone, which ends them all
+            )
+
+    def __enter__(self) -> FreshEngine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                event = json.loads(line)
-                if event["event"] == "result":
-                    result = read_run(event["run"])
-                elif event["event"] == "failed":
-                    reason = event["reason"]
-                else:
-                    on_event(event)
-            process.wait()
+            if kind is None:  # its time is over: it leaves by itself
+                with suppress(BrokenPipeError, subprocess.TimeoutExpired):
+                    self._process.communicate(timeout=LEAVE_S)
         finally:
-            end(process)
-    if result is None:
-        raise RunFailed(failure(reason, process.returncode, log))
-    result.threads = bound_threads(log)
-    return result
+            end(self._process)
 
+    def wait_until_ready(self) -> None:
+        """Wait until it has started and is warm; RunFailed if it does not."""
+        self._wait_for("ready")
 
-def read_run(content: dict[str, Any]) -> Run:
-    """The run that an event holds."""
-    generations = [Generation(**generation) for generation in content.pop("generations")]
-    return Run(generations=generations, **content)
+    def answer(self, chosen: Sequence[int]) -> Turn:
+        """Let it answer the prompts of these indices; RunFailed if it dies."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it died meanwhile, and its log says why
+            self._process.stdin.write(json.dumps(list(chosen)) + "\n")
+            self._process.stdin.flush()
+        content = self._wait_for("turn")["turn"]
+        generations = [Generation(**generation) for generation in content.pop("generations")]
+        return Turn(generations=generations, **content)
+
+    def bound_threads(self) -> str:
+        """The cores that vLLM bound its worker's OpenMP threads to, one thread each."""
+        text = self._log.read_text(errors="replace")
+        cores = re.findall(r"local_rank=\d+, core ids=(\[[\d, ]+\])", text)
+        return f"threads on cores {', '.join(cores)}" if cores else "threads not bound"
+
+    def _wait_for(self, name: str) -> dict[str, Any]:
+        reason = ""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            event = json.loads(line)
+            if event["event"] == name:
+                return event
+            if event["event"] == "failed":
+                reason = event["reason"]
+            else:
+                self._on_event(event)
+        raise RunFailed(failure(reason, self._process.wait(), self._log))
 
 
 def end(process: subprocess.Popen[str], grace_s: float = 10.0) -> None:
-    """End a run and the processes that its engine started."""
+    """End a process and those that it started, if it leads a session of its own."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -134,12 +159,6 @@ def end(process: subprocess.Popen[str], grace_s: float = 10.0) -> None:
             process.wait(timeout=grace_s)
         except subprocess.TimeoutExpired:
             continue
-
-
-def bound_threads(log: Path) -> str:
-    """The cores that vLLM bound its worker's OpenMP threads to, one thread each."""
-    cores = re.findall(r"local_rank=\d+, core ids=(\[[\d, ]+\])", log.read_text(errors="replace"))
-    return f"threads on cores {', '.join(cores)}" if cores else "threads not bound"
 
 
 def failure(reason: str, returncode: int, log: Path) -> str:

@@ -1,6 +1,7 @@
-"""One run: one method, one batch size, one fresh engine. The process that holds the engine.
+"""One method, one batch size, one fresh engine: the process that holds the engine.
 
-`python -m lookahead_vllm.bench.generate JOB.json` writes one JSON event a line to its standard
+`python -m lookahead_vllm.bench.generate JOB.json` reads one turn a line from its standard input, a
+JSON list of the prompts to answer, until it ends. It writes one JSON event a line to its standard
 output; everything that vLLM prints goes to its standard error.
 """
 
@@ -12,7 +13,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,14 @@ class Job:
     """What a run needs to know.
 
     `engine_args` are those of `vllm.LLM`, with `max_num_seqs` the batch size; `prompts` are token
-    ids.
+    ids. Decoding is greedy; `sampled` requests draw with a seed of their own, and to the last of
+    `max_tokens`.
     """
 
     engine_args: dict[str, Any]
     prompts: list[list[int]]
     max_tokens: int
+    sampled: bool = False
 
 
 @dataclass
@@ -52,8 +55,8 @@ class Generation:
     drafts: int = 0
     draft_tokens: int = 0
     accepted: int = 0
-    finished_s: float = 0.0
-    """Time from the start of the run to the request's last token."""
+    seconds: float = 0.0
+    """Time since the request that ended before it: its own, where requests run one at a time."""
 
     def observe(self, token_ids: Sequence[int]) -> None:
         """Take the answer so far, as one step of the engine left it."""
@@ -70,15 +73,18 @@ class Generation:
 
 
 @dataclass
-class Run:
-    """A finished run; `seconds` is the generation phase, prefills included, start-up not."""
+class Turn:
+    """What an engine did when it was asked to answer some of the prompts.
+
+    `seconds` is the wall time, prefills included; during `full_seconds` of it the batch was full.
+    `profile` counts from the first turn on.
+    """
 
     generations: list[Generation]
     seconds: float
+    full_seconds: float
     dtype: str
     profile: Seconds
-    threads: str = ""
-    """Where vLLM bound its worker's threads; only its log tells."""
 
 
 def warm_up_prompts(job: Job, vocabulary: int) -> list[list[int]]:
@@ -99,34 +105,44 @@ def warm_up_prompts(job: Job, vocabulary: int) -> list[list[int]]:
 def answer(
     engine: Any,
     prompts: Sequence[list[int]],
-    params: Any,
+    params: Sequence[Any],
+    batch_size: int,
     finished: Callable[[int], None] = lambda _: None,
-) -> tuple[list[Generation], float]:
-    """Answer all prompts and return what became of each, and the seconds that it took.
+) -> tuple[list[Generation], float, float]:
+    """Answer all prompts, each with its parameters.
 
     All are queued at once and the engine's `max_num_seqs` lets in the batch size: a request starts
     in the very step after another ends, so the batch is full until the queue is empty.
+
+    Returns
+    -------
+    tuple
+        What became of each, the seconds that it took, and those in which the batch was full.
     """
     generations = {str(index): Generation() for index in range(len(prompts))}
-    start = time.perf_counter()
-    for request_id, prompt in zip(generations, prompts, strict=True):
-        engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+    start = last = time.perf_counter()
+    for request_id, prompt, how in zip(generations, prompts, params, strict=True):
+        engine.add_request(request_id, {"prompt_token_ids": prompt}, how)
     done = 0
+    full = 0.0
     while engine.has_unfinished_requests():
         for output in engine.step():
             generation = generations[output.request_id]
             completion = output.outputs[0]
             generation.observe(completion.token_ids)
             if output.finished:
-                generation.finished_s = time.perf_counter() - start
+                now = time.perf_counter()
+                generation.seconds, last = now - last, now
                 generation.observe_drafts(completion.spec_decode_metrics)
+                if len(prompts) - done == batch_size:
+                    full = now - start
                 done += 1
                 finished(done)
-    return list(generations.values()), time.perf_counter() - start
+    return list(generations.values()), time.perf_counter() - start, full
 
 
-def run(job: Job, emit: Callable[..., None]) -> Run:
-    """Start an engine, warm it up, answer the prompts."""
+def run(job: Job, turns: Iterable[Sequence[int]], emit: Callable[..., None]) -> None:
+    """Start an engine, warm it up, and answer the prompts of each turn when it comes."""
     from vllm import LLM, SamplingParams
 
     args = dict(job.engine_args)
@@ -134,20 +150,33 @@ def run(job: Job, emit: Callable[..., None]) -> Run:
         args.setdefault("per_request_spec_decode_metrics", "summary")
     llm = LLM(**args)
     emit("warm-up")
-    vocabulary = llm.llm_engine.model_config.get_vocab_size()
-    warm_up = SamplingParams(temperature=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
-    answer(llm.llm_engine, warm_up_prompts(job, vocabulary), warm_up)
-    profile_before = profiled_seconds(llm)
-    emit("generating")
-    params = SamplingParams(temperature=0, max_tokens=job.max_tokens)
-    generations, seconds = answer(
-        llm.llm_engine, job.prompts, params, lambda done: emit("finished", done=done)
-    )
-    profile = {
-        part: total - profile_before.get(part, 0.0) for part, total in profiled_seconds(llm).items()
-    }
+    batch_size = args["max_num_seqs"]
+    warm_up = warm_up_prompts(job, llm.llm_engine.model_config.get_vocab_size())
+    brief = SamplingParams(temperature=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
+    answer(llm.llm_engine, warm_up, [brief] * len(warm_up), batch_size)
+    before = profiled_seconds(llm)
     dtype = str(llm.llm_engine.model_config.dtype).removeprefix("torch.")
-    return Run(generations, seconds, dtype, profile)
+    emit("ready")
+
+    def params(index: int) -> SamplingParams:
+        if job.sampled:
+            return SamplingParams(seed=index, max_tokens=job.max_tokens, ignore_eos=True)
+        return SamplingParams(temperature=0, max_tokens=job.max_tokens)
+
+    for chosen in turns:
+        emit("generating")
+        generations, seconds, full_seconds = answer(
+            llm.llm_engine,
+            [job.prompts[index] for index in chosen],
+            [params(index) for index in chosen],
+            batch_size,
+            lambda done: emit("finished", done=done),
+        )
+        profile = {
+            part: total - before.get(part, 0.0) for part, total in profiled_seconds(llm).items()
+        }
+        turn = Turn(generations, seconds, full_seconds, dtype, profile)
+        emit("turn", turn=asdict(turn))
 
 
 def main(job_path: str) -> int:
@@ -159,11 +188,10 @@ def main(job_path: str) -> int:
         print(json.dumps({"event": event, **content}), file=events, flush=True)
 
     try:
-        result = run(Job(**json.loads(Path(job_path).read_text())), emit)
+        run(Job(**json.loads(Path(job_path).read_text())), map(json.loads, sys.stdin), emit)
     except Exception as error:
         emit("failed", reason=f"{type(error).__name__}: {error}")
         raise
-    emit("result", run=asdict(result))
     return 0
 
 

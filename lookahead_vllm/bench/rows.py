@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
 from typing import TypedDict
 
-from lookahead_vllm.bench.generate import Generation, Run
+from lookahead_vllm.bench.generate import Generation, Turn
 from lookahead_vllm.bench.profile import Seconds
 
 
@@ -43,15 +43,53 @@ class Figures(TypedDict):
 
 
 class Row(Figures):
-    """The figures of a method at a batch size: medians over the rounds."""
+    """The figures of a method at a batch size: medians over the rounds.
+
+    prompts
+        How many there were.
+    full
+        The share of the time in which the batch was full; near its end it empties.
+    tokens_per_s_runs, ratio_runs
+        Of every turn of every round.
+    """
 
     method: str
     batch_size: int
+    prompts: int
+    full: float | None
     by_category: dict[str, Figures]
     tokens_per_s_runs: list[float]
     ratio_runs: list[float]
     profile: Seconds
     error: str | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A method's work at a batch size in one round.
+
+    Turn k of K answered every K-th prompt, from the k-th on.
+    """
+
+    turns: list[Turn]
+    threads: str = ""
+
+    @cached_property
+    def generations(self) -> list[Generation]:
+        """What became of each prompt, in their order."""
+        parts = [iter(turn.generations) for turn in self.turns]
+        count = sum(len(turn.generations) for turn in self.turns)
+        return [next(parts[index % len(parts)]) for index in range(count)]
+
+    @property
+    def seconds(self) -> float:
+        """The time of all turns."""
+        return sum(turn.seconds for turn in self.turns)
+
+    @property
+    def full(self) -> float:
+        """The share of it in which the batch was full."""
+        return sum(turn.full_seconds for turn in self.turns) / self.seconds
 
 
 @dataclass(frozen=True)
@@ -99,11 +137,18 @@ def make_row(
     return {
         "method": method,
         "batch_size": batch_size,
+        "prompts": len(categories),
+        "full": _median(run.full for run, _ in rounds),
         **median_figures(everything),
         "by_category": {name: median_figures(of(chosen)) for name, chosen in members.items()},
-        "tokens_per_s_runs": _present(f["tokens_per_s"] for f in everything),
-        "ratio_runs": _present(f["ratio"] for f in everything),
-        "profile": rounds[-1][0].profile if rounds else {},
+        "tokens_per_s_runs": [_speed(turn) for run, _ in rounds for turn in run.turns],
+        "ratio_runs": [
+            _speed(turn) / _speed(plain)
+            for run, baseline in rounds
+            if baseline
+            for turn, plain in zip(run.turns, baseline.turns, strict=True)
+        ],
+        "profile": rounds[-1][0].turns[-1].profile if rounds else {},
         "error": errors[0] if errors else None,
     }
 
@@ -146,15 +191,11 @@ def tokens_per_s(run: Run, chosen: Sequence[int], batch_size: int) -> float | No
         return tokens / run.seconds
     if batch_size > 1:
         return None
-    times = durations(run.generations)
-    return tokens / sum(times[i] for i in chosen)
+    return tokens / sum(run.generations[i].seconds for i in chosen)
 
 
-def durations(generations: Sequence[Generation]) -> list[float]:
-    """Seconds of each request where they ran one after the other."""
-    return [
-        after - before for before, after in pairwise([0.0, *(g.finished_s for g in generations)])
-    ]
+def _speed(turn: Turn) -> float:
+    return sum(len(generation.token_ids) for generation in turn.generations) / turn.seconds
 
 
 def median_figures(rounds: Sequence[Figures]) -> Figures:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lookahead_vllm.bench.profile import shares
-from lookahead_vllm.bench.rows import Figures, Row
+from lookahead_vllm.bench.rows import Figures, Row, median_figures
 
 MISSING = "–"
+
+NOTHING = median_figures([])
+"""The figures of a category of which a batch size has no prompt."""
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -37,16 +40,18 @@ def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 def main_table(rows: Sequence[Row], check_exact: bool) -> str:
     """One line a method and batch size, and below it why methods failed."""
-    head = ["method", "batch", "tokens/s", "ratio", "steps", "tokens/step", "acceptance", "drafted"]
+    head = ["method", "batch", "full", "tokens/s", "ratio", "steps", "tokens/step", "acceptance"]
+    head.append("drafted")
     if check_exact:
         head.append("differing")
     body = []
     for row in rows:
         line = [row["method"], str(row["batch_size"])]
-        if row["tokens_per_s"] is None:
-            body.append([*line, "failed", *[MISSING] * (len(head) - 3)])
+        if row["tokens_per_s"] is None or row["full"] is None:
+            body.append([*line, MISSING, "failed", *[MISSING] * (len(head) - 4)])
             continue
         line += [
+            f"{row['full']:.0%}",
             with_spread(row["tokens_per_s"], row["tokens_per_s_runs"], 1),
             with_spread(row["ratio"], row["ratio_runs"], 2),
             number(row["steps"], 0),
@@ -74,7 +79,7 @@ def category_tables(rows: Sequence[Row]) -> str:
         body = [
             [
                 f"{row['method']}, batch {row['batch_size']}",
-                *(number(pick(row["by_category"][name])) for name in categories),
+                *(number(pick(row["by_category"].get(name, NOTHING))) for name in categories),
             ]
             for row in chosen
         ]

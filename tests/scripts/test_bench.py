@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from lookahead_vllm.bench import fresh_engine
-from lookahead_vllm.bench.generate import Generation, Job, Run, answer, warm_up_prompts
+from lookahead_vllm.bench.generate import Generation, Job, Turn, answer, warm_up_prompts
 from lookahead_vllm.bench.methods import KNOWN, MethodError, choose_methods
 from lookahead_vllm.bench.profile import shares
 from lookahead_vllm.bench.prompts import PromptError, load_prompts, spread
-from lookahead_vllm.bench.rows import Outcome, Row, make_row
+from lookahead_vllm.bench.rows import Outcome, Row, Run, make_row
 from lookahead_vllm.bench.tables import category_tables, main_table, profile_table
 from tests.scripts.loading import load_script
 
@@ -32,19 +34,26 @@ def no_tokenizer(line: dict[str, Any]) -> list[int]:
     raise AssertionError("ids were given")
 
 
-def generation(tokens: int, steps: int, finished_s: float = 0.0, **drafts: int) -> Generation:
-    return Generation(list(range(tokens)), steps, finished_s=finished_s, **drafts)
+def generation(tokens: int, steps: int, seconds: float = 0.0, **drafts: int) -> Generation:
+    return Generation(list(range(tokens)), steps, seconds=seconds, **drafts)
 
 
-def run(*generations: Generation, seconds: float = 10.0, profile: Any = None) -> Run:
-    return Run(list(generations), seconds, "float32", profile or {})
+def turn(
+    *generations: Generation, seconds: float = 10.0, full: float = 0.0, profile: Any = None
+) -> Turn:
+    return Turn(list(generations), seconds, full, "float32", profile or {})
 
 
-PLAIN = run(generation(11, 10, finished_s=6.0), generation(21, 20, finished_s=10.0))
+def run(*generations: Generation, **more: Any) -> Run:
+    return Run([turn(*generations, **more)])
+
+
+PLAIN = run(generation(11, 10, seconds=6.0), generation(21, 20, seconds=4.0), full=9.0)
 DRAFTED = run(
-    generation(11, 4, finished_s=2.0, drafts=3, draft_tokens=12, accepted=6),
-    generation(21, 6, finished_s=5.0, drafts=5, draft_tokens=18, accepted=14),
+    generation(11, 4, seconds=2.0, drafts=3, draft_tokens=12, accepted=6),
+    generation(21, 6, seconds=3.0, drafts=5, draft_tokens=18, accepted=14),
     seconds=5.0,
+    full=4.0,
 )
 
 
@@ -167,6 +176,7 @@ def test_the_command_line_is_read() -> None:
         (["--methods", "medusa"], "there is no method 'medusa'"),
         (["--methods", "ngram", "--check-exact"], "add it to --methods"),
         (["--json", "/nowhere/out.json"], "there is no folder /nowhere"),
+        (["--limit", "8,16,24"], "3 numbers for 1 batch sizes"),
     ],
 )
 def test_wrong_options_stop_before_any_engine_starts(
@@ -222,11 +232,12 @@ class ScriptedEngine:
 def test_the_steps_of_a_request_are_those_that_gave_it_tokens_less_its_prefill() -> None:
     engine = ScriptedEngine({"0": 1}, {"0": 3, "1": 1}, {}, {"0": 0, "1": 2}, {"0": 2})
     done: list[int] = []
-    (first, second), _ = answer(engine, [[1], [2]], None, done.append)
+    (first, second), seconds, full = answer(engine, [[1], [2]], [None, None], 2, done.append)
     assert (first.steps, len(first.token_ids)) == (2, 6)
     assert (second.steps, len(second.token_ids)) == (1, 3)
     assert (first.drafts, first.accepted, first.draft_tokens) == (3, 4, 9)
     assert done == [1, 2]
+    assert first.seconds + second.seconds <= seconds and 0 < full < seconds
 
 
 def test_the_warm_up_shares_nothing_with_the_prompts_and_fills_the_batch() -> None:
@@ -266,7 +277,7 @@ def test_a_category_has_a_speed_only_where_requests_ran_alone() -> None:
 
 
 def test_rounds_give_the_median_and_the_worst_mismatch() -> None:
-    wrong = Generation([9] * 11, 4, finished_s=2.0)
+    wrong = Generation([9] * 11, 4, seconds=2.0)
     rounds = [Outcome(run(wrong, DRAFTED.generations[1], seconds=s)) for s in (4.0, 8.0, 2.0)]
     figures = row(outcomes=[*rounds, Outcome(error="it broke")])
     assert figures["tokens_per_s"] == 8 and figures["tokens_per_s_runs"] == [8, 4, 16]
@@ -274,6 +285,16 @@ def test_rounds_give_the_median_and_the_worst_mismatch() -> None:
     assert figures["by_category"]["qa"]["mismatches"] == 1
     assert figures["by_category"]["code"]["mismatches"] == 0
     assert figures["error"] == "it broke"
+
+
+def test_turns_are_put_together_and_have_their_own_ratios() -> None:
+    whole = [generation(11, 10), generation(21, 20), generation(31, 30)]
+    plain = Run([turn(whole[0], whole[2], seconds=10.0, full=6.0), turn(whole[1], seconds=5.0)])
+    drafted = Run([turn(whole[0], whole[2], seconds=5.0), turn(whole[1], seconds=5.0)])
+    assert plain.generations == whole and plain.seconds == 15 and plain.full == 0.4
+    figures = make_row("ngram", 8, [Outcome(drafted)], [plain], ["qa"] * 3, True)
+    assert figures["ratio"] == 1.5 and figures["ratio_runs"] == [2, 1]
+    assert figures["tokens_per_s_runs"] == [42 / 5, 21 / 5]
 
 
 def test_without_plain_vllm_there_is_no_ratio() -> None:
@@ -294,7 +315,7 @@ def test_the_table_has_a_line_a_row_and_says_why_methods_failed() -> None:
     lines = table.splitlines()
     assert len({len(line) for line in lines[:5]}) == 1  # aligned
     cells = [cell.strip() for cell in lines[3].strip("|").split("|")]
-    assert cells == ["ngram", "1", "6.4", "2.00", "10", "3.00", "3.50", "3.00", "0"]
+    assert cells == ["ngram", "1", "80%", "6.4", "2.00", "10", "3.00", "3.50", "3.00", "0"]
     assert "failed" in lines[4]
     assert lines[5] == "failed: suffix, batch 1: it broke"
     assert "differing" not in main_table([row()], check_exact=False)
@@ -310,6 +331,8 @@ def test_categories_are_shown_where_there_is_more_than_one() -> None:
     assert "ngram, batch 8" in tables.split("\n\n")[0]
     assert "ngram, batch 8" not in tables.split("\n\n")[1]
     assert "suffix" not in tables
+    other = make_row("none", 2, [Outcome(PLAIN)], [PLAIN], ["qa", "chat"], False)
+    assert "none, batch 2" in category_tables([row("none", PLAIN), other])
     alone = make_row("none", 1, [Outcome(PLAIN)], [PLAIN], ["all", "all"], False)
     assert category_tables([alone]) == ""
 
@@ -350,6 +373,90 @@ def test_a_picture_is_drawn_for_few_and_for_many_batch_sizes(tmp_path: Path) -> 
         assert (tmp_path / "out.png").stat().st_size > 1000
 
 
+# Runs.
+
+
+class FakeEngine:
+    """Stands in for the process with an engine: answers at a speed, or breaks."""
+
+    alive: ClassVar[list[str]] = []
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, job: Job, environment: Any, log: Path, on_event: Any) -> None:
+        config = job.engine_args.get("speculative_config") or {"method": "none"}
+        self.name = f"{config['method']} {job.engine_args['max_num_seqs']}"
+        self.prompts, self.show = job.prompts, on_event
+        log.write_text("what it said\n")
+
+    def __enter__(self) -> FakeEngine:
+        self.alive.append(self.name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.alive.remove(self.name)
+
+    def wait_until_ready(self) -> None:
+        if self.name.startswith("suffix"):
+            raise fresh_engine.RunFailed("it broke")
+        self.show({"event": "warm-up"})
+
+    def answer(self, chosen: Sequence[int]) -> Turn:
+        self.log.append(f"{self.name}: {[self.prompts[i][0] for i in chosen]} of {len(self.alive)}")
+        for event in ({"event": "generating"}, {"event": "finished", "done": len(chosen)}):
+            self.show(event)
+        return turn(*(generation(11, 10, seconds=1.0) for _ in chosen), full=1.0)
+
+    def bound_threads(self) -> str:
+        return "threads on cores [0]"
+
+
+def run_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> tuple[list[str], Any]:
+    monkeypatch.setattr(bench, "FreshEngine", FakeEngine)
+    monkeypatch.setattr(FakeEngine, "log", [])
+    prompts = jsonl(tmp_path / "p.jsonl", *({"prompt_token_ids": [i]} for i in range(4)))
+    out = tmp_path / "out.json"
+    options = ["--model", "m", "--prompts", str(prompts), "--json", str(out), *arguments]
+    assert bench.main(options) == 0
+    assert not FakeEngine.alive
+    return FakeEngine.log, json.loads(out.read_text())
+
+
+def test_engines_run_alone_and_every_other_round_the_other_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, written = run_benchmark(
+        tmp_path, monkeypatch, "--methods", "none,ngram", "--batch-sizes", "1,2",
+        "--limit", "1,2", "--repeat", "2",
+    )  # fmt: skip
+    assert log == [
+        "none 1: [0] of 1", "ngram 1: [0] of 1", "none 2: [0, 1] of 1", "ngram 2: [0, 1] of 1",
+        "ngram 1: [0] of 1", "none 1: [0] of 1", "ngram 2: [0, 1] of 1", "none 2: [0, 1] of 1",
+    ]  # fmt: skip
+    assert [row["prompts"] for row in written["rows"]] == [1, 1, 2, 2]
+    assert written["meta"]["complete"] is True
+
+
+def test_engines_that_take_turns_live_together_and_one_that_fails_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, written = run_benchmark(
+        tmp_path, monkeypatch, "--methods", "none,suffix,ngram", "--turns", "2"
+    )
+    assert log == [
+        "none 1: [0, 2] of 3", "ngram 1: [0, 2] of 3",
+        "ngram 1: [1, 3] of 3", "none 1: [1, 3] of 3",
+    ]  # fmt: skip
+    rows = {row["method"]: row for row in written["rows"]}
+    assert rows["suffix"]["error"] == "it broke" and rows["suffix"]["ratio"] is None
+    assert rows["ngram"]["ratio_runs"] == [1, 1] and rows["ngram"]["prompts"] == 4
+    assert "suffix, batch 1 failed: it broke" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run_benchmark(tmp_path, monkeypatch, "--methods", "none", "--turns", "5")
+    assert "batch size 1 has 4 prompts" in capsys.readouterr().err
+
+
 # Runs that fail.
 
 
@@ -381,35 +488,67 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_a_run_that_dies_is_reported_and_one_that_is_left_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job({}, [[1]], 1)
-    seen: list[str] = []
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A shell script that stands in for the process with the engine."""
 
-    def executable(text: str) -> None:
+    def write(text: str) -> None:
         path = tmp_path / "python"
-        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.write_text(f"#!/bin/bash\n{text}\n")
         path.chmod(0o755)
         monkeypatch.setattr(fresh_engine.sys, "executable", str(path))
 
-    def start() -> Run:
-        return fresh_engine.run_in_fresh_engine(
-            job, {}, tmp_path / "log", lambda event: seen.append(event["event"])
-        )
+    return write
 
-    executable("""echo '{"event": "warm-up"}'; echo 'it hurts' >&2; exit 3""")
-    with pytest.raises(fresh_engine.RunFailed, match="exit status 3"):
-        start()
-    assert seen == ["warm-up"] and (tmp_path / "log").read_text() == "it hurts\n"
 
-    executable(f"""sleep 600 & echo $! > {tmp_path}/pid; echo '{{"event": "warm-up"}}'; wait""")
+def engine_of(log: Path, on_event: Callable[[dict[str, Any]], None] = lambda _: None) -> Any:
+    return fresh_engine.FreshEngine(Job({}, [[1]], 1), {}, log, on_event)
+
+
+def test_an_engine_answers_turn_by_turn_until_its_time_is_over(tmp_path: Path, script: Any) -> None:
+    said = asdict(turn(Generation(["LINE"])))  # type: ignore[list-item]
+    (tmp_path / "turn").write_text(json.dumps({"event": "turn", "turn": said}) + "\n")
+    script(f"""echo '{{"event": "warm-up"}}'; echo '{{"event": "ready"}}'
+        echo 'local_rank=0, core ids=[0, 1]' >&2
+        cd {tmp_path}
+        while read line; do sed 's/\\["LINE"\\]/'"$line"/ turn; done; touch left""")
+    seen: list[dict[str, Any]] = []
+    with engine_of(tmp_path / "log", seen.append) as engine:
+        engine.wait_until_ready()
+        turns = [engine.answer([0, 2]), engine.answer(range(1, 4, 2))]
+    assert seen == [{"event": "warm-up"}]
+    assert [turn.generations[0].token_ids for turn in turns] == [[0, 2], [1, 3]]
+    assert (tmp_path / "left").exists()
+    assert engine.bound_threads() == "threads on cores [0, 1]"
+
+
+def test_an_engine_that_dies_is_reported(tmp_path: Path, script: Any) -> None:
+    script("""echo 'it hurts' >&2; exit 3""")
+    with (
+        pytest.raises(fresh_engine.RunFailed, match="exit status 3"),
+        engine_of(tmp_path / "log") as engine,
+    ):
+        engine.wait_until_ready()
+    assert (tmp_path / "log").read_text() == "it hurts\n"
+
+    reason = '{"event": "failed", "reason": "ValueError: no room"}'
+    script(f"""echo '{{"event": "ready"}}'; read line; echo '{reason}'; exit 1""")
+    with (
+        pytest.raises(fresh_engine.RunFailed, match="no room"),
+        engine_of(tmp_path / "log") as engine,
+    ):
+        engine.wait_until_ready()
+        engine.answer([0])
+
+
+def test_an_engine_that_is_left_is_ended(tmp_path: Path, script: Any) -> None:
+    script(f"""sleep 600 & echo $! > {tmp_path}/pid; echo '{{"event": "warm-up"}}'; wait""")
 
     def interrupt(event: dict[str, Any]) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        fresh_engine.run_in_fresh_engine(job, {}, tmp_path / "log", interrupt)
+    with pytest.raises(KeyboardInterrupt), engine_of(tmp_path / "log", interrupt) as engine:
+        engine.wait_until_ready()
     assert gone(int((tmp_path / "pid").read_text()))
 
 
