@@ -24,7 +24,7 @@ from textwrap import fill
 from typing import Any
 
 import openai
-from demo import MODEL, REPO, ServerError, free_port, get, serving
+from demo import MODEL, REPO
 from openai import OpenAI, Stream
 from tqdm import tqdm
 
@@ -40,6 +40,7 @@ from lookahead_vllm.bench.answers import (
 )
 from lookahead_vllm.bench.option_samples import Endpoint, Sample, SampleError, endpoints
 from lookahead_vllm.bench.option_table import Row, document
+from lookahead_vllm.bench.serving import ServerError, free_port, get, serving
 
 TEACH = """\
 examples:

@@ -9,29 +9,19 @@ are the same.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import shlex
 import signal
-import socket
-import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from openai import OpenAI
 
+from lookahead_vllm.bench.serving import ServerError, free_port, get, is_free, serving
+
 REPO = Path(__file__).resolve().parent.parent
 MODEL = REPO / ".cache" / "models" / "SmolLM2-135M-Instruct"
-STARTUP_S = 600
-STOP_S = 10
-# The engine's last words. The server itself may outlive it, waiting for a worker that hangs.
-ENGINE_DIED = "EngineCore failed to start"
 
 # Work in which an answer repeats some of what was said (that is where speculation pays), and a
 # story, in which it does not.
@@ -71,103 +61,12 @@ class Result:
         return self.tokens / self.seconds
 
 
-class ServerError(RuntimeError):
-    """The server did not start; the message shows the end of its log."""
-
-
 def say(text: str = "", end: str = "\n") -> None:
     print(text, end=end, flush=True)
 
 
 def bold(text: str) -> str:
     return f"\033[1m{text}\033[0m" if sys.stdout.isatty() else text
-
-
-def shown(path: Path) -> str:
-    """The path as one would type it from here."""
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
-
-
-def log_end(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()[-30:]
-    return "\n".join([f"its log, {shown(log)}, ends with:", "", *lines])
-
-
-def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=5) as response:
-        return str(response.read().decode())
-
-
-def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    """Wait for GET /health; raise ServerError if the server dies or takes too long."""
-    started = time.monotonic()
-    reported = 0
-    while (elapsed := int(time.monotonic() - started)) < STARTUP_S:
-        if process.poll() is not None or ENGINE_DIED in log.read_text(errors="replace"):
-            raise ServerError(f"the server did not start; {log_end(log)}")
-        with contextlib.suppress(urllib.error.URLError, OSError):
-            get(f"{url}/health")
-            say(f"\r  ready after {elapsed} s{' ' * 40}" if sys.stdout.isatty() else "  ready")
-            return
-        if sys.stdout.isatty():
-            say(f"\r  starting, {elapsed} s (usually 20 to 80; log: {shown(log)})", end="")
-        elif elapsed >= reported + 15:
-            reported = elapsed
-            say(f"  starting, {elapsed} s")
-        time.sleep(0.5)
-    raise ServerError(f"the server was not ready after {STARTUP_S} s; {log_end(log)}")
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server and all its children (its engine is one), whatever state they are in."""
-    handlers = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)}
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def serving(command: list[str], port: int, log: Path) -> Iterator[str]:
-    """Run the server in a process group of its own and yield its URL."""
-    say(f"\n$ {shlex.join(command)}")
-    url = f"http://127.0.0.1:{port}"
-    # The CPU runtime is set for the server only. The command shown works as it stands, too.
-    vllm = [str(REPO / "scripts" / "cpu_env.sh"), str(Path(sys.executable).parent / "vllm")]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*vllm, *command[1:]],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        wait_until_healthy(process, url, log)
-        yield url
-    finally:
-        stop(process)
 
 
 def speculation_counters(url: str) -> tuple[float, float]:
