@@ -1,0 +1,311 @@
+"""Every metric is exposed, explained and shown; nothing is lost on the way, and vLLM agrees."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import REGISTRY
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from lookahead_vllm.engine import metrics, stat_logger
+from lookahead_vllm.engine.metrics import PARTS, SOURCES, StepReport, TrieWatch
+from lookahead_vllm.engine.stat_logger import PREFIX, LookaheadStatLogger, ReportingOutputs
+from tests.engine import proposers  # noqa: F401  (registers them)
+from tests.engine.driving import engine, generate, generate_staggered, random_prompts
+
+REPOSITORY = Path(__file__).parents[2]
+DOCS = REPOSITORY / "docs" / "metrics.md"
+DASHBOARD = REPOSITORY / "configs" / "grafana-lookahead.json"
+ECHO = [[5, 6, 7, 8] * 8, [9, 10, 11] * 5]
+
+
+@pytest.fixture(autouse=True)
+def _no_metrics_left() -> Iterator[None]:
+    yield
+    stat_logger.unregister()
+
+
+def stat_logger_of(*engines: int) -> LookaheadStatLogger:
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(served_model_name="m"))
+    return LookaheadStatLogger(config, list(engines))
+
+
+def record(logger: LookaheadStatLogger, report: StepReport, engine_idx: int = 0) -> None:
+    logger.record(metrics.with_report(SchedulerStats(), report), None, engine_idx=engine_idx)
+
+
+def samples(prefix: str = PREFIX) -> Counter[str]:
+    """What is exposed, by the name of the sample; all labels together."""
+    totals: Counter[str] = Counter()
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            if sample.name.startswith(prefix) and not sample.name.endswith("_created"):
+                totals[sample.name] += sample.value
+    return totals
+
+
+def value(name: str, engine: int = 0, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(
+        PREFIX + name, {"model_name": "m", "engine": str(engine), **labels}
+    )
+
+
+def full_report() -> StepReport:
+    report = StepReport()
+    report.count_nodes(np.array([8, 4, 2, 1]), np.array([4, 2, 1, 0]))
+    report.count_lengths([1, 3, 3])
+    report.budgets += [15, 0]
+    report.costs += [(0.010, 0.012), (0.010, 0.008)]
+    report.seconds["verify"] += 0.5
+    report.evictions += 6
+    report.trie_nodes, report.trie_bytes = 100, 1600
+    return report
+
+
+# ---- counting ------------------------------------------------------------------------------------
+
+
+def test_every_number_of_a_report_is_counted() -> None:
+    logger = stat_logger_of(0)
+    for _ in range(2):
+        record(logger, full_report())
+
+    verified = [value("nodes_verified_total", source=source) for source in SOURCES]
+    accepted = [value("nodes_accepted_total", source=source) for source in SOURCES]
+    assert (verified, accepted) == ([16, 8, 4, 2], [8, 4, 2, 0])
+    assert value("acceptance_length_count") == 6
+    assert value("acceptance_length_sum") == 14
+    assert value("acceptance_length_bucket", le="1.0") == 2
+    assert value("step_nodes_bucket", le="0.0") == 2
+    assert value("step_nodes_sum") == 30
+    assert value("step_cost_error_sum") == pytest.approx(0.8)
+    assert value("step_cost_error_count") == 4
+    assert value("step_predicted_seconds_total") == pytest.approx(0.04)
+    assert value("step_measured_seconds_total") == pytest.approx(0.04)
+    seconds = {part: value("part_seconds_total", part=part) for part in PARTS}
+    assert seconds == {"draft": 0, "verify": 1, "compaction": 0}
+    assert value("trie_nodes") == 100
+    assert value("trie_bytes") == 1600
+    assert value("trie_evictions_total") == 12
+
+
+def test_engines_stay_apart_and_begin_with_zeros() -> None:
+    logger = stat_logger_of(0, 1)
+    assert set(samples().values()) == {0}
+    record(logger, full_report(), engine_idx=1)
+    assert value("step_nodes_sum", engine=0) == 0
+    assert value("step_nodes_sum", engine=1) == 15
+
+
+def test_the_trie_stays_as_it_was_seen_last() -> None:
+    logger = stat_logger_of(0)
+    record(logger, full_report())
+    record(logger, StepReport())
+    assert value("trie_nodes") == 100
+
+
+def test_a_step_without_a_report_is_passed_over() -> None:
+    logger = stat_logger_of(0)
+    for stats in (None, SchedulerStats()):
+        logger.record(stats, None)
+    assert set(samples().values()) == {0}
+
+
+def test_another_engine_in_the_process_begins_anew() -> None:
+    record(stat_logger_of(0), full_report())
+    stat_logger.unregister()
+    assert not samples()
+    stat_logger_of(0)
+    assert set(samples().values()) == {0}
+
+
+# ---- travelling ----------------------------------------------------------------------------------
+
+
+def test_a_report_crosses_the_process_boundary() -> None:
+    stats = metrics.with_report(SchedulerStats(num_running_reqs=3), full_report())
+    sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats, weight_version="w"))
+
+    got = MsgpackDecoder(ReportingOutputs).decode(sent)
+    assert got.scheduler_stats == stats
+    assert got.weight_version == "w"
+    # The coordinator of data-parallel engines reads with vLLM's own decoder.
+    plain = MsgpackDecoder(EngineCoreOutputs).decode(sent)
+    assert plain.scheduler_stats == SchedulerStats(num_running_reqs=3)
+
+
+def test_what_a_plain_engine_sends_is_read_as_before() -> None:
+    sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=SchedulerStats(2)))
+    got = MsgpackDecoder(ReportingOutputs).decode(sent)
+    assert got.scheduler_stats.num_running_reqs == 2
+    assert got.scheduler_stats.lookahead is None
+
+
+def test_a_report_waits_for_an_output_with_requests() -> None:
+    report = full_report()
+    assert not metrics.attach(EMPTY_MODEL_RUNNER_OUTPUT, report)
+    assert metrics.attached(EMPTY_MODEL_RUNNER_OUTPUT) is None
+    output = SimpleNamespace(req_ids=["a"])
+    assert metrics.attach(output, report)
+    assert metrics.attached(output) is report
+
+
+def test_where_stats_are_off_nothing_is_sent() -> None:
+    assert metrics.with_report(None, full_report()) is None
+
+
+def test_the_trie_is_looked_at_now_and_then() -> None:
+    trie = SimpleNamespace(num_pruned=5, count_edges=lambda: 40)
+    proposer = SimpleNamespace(trie=trie, num_bytes=640)
+    watch = TrieWatch(proposer, interval=0)
+    trie.num_pruned = 8
+    report = StepReport()
+    for _ in range(2):
+        watch.look(report)
+    assert (report.trie_nodes, report.trie_bytes, report.evictions) == (40, 640, 3)
+
+    watch = TrieWatch(proposer, interval=1000)
+    watch.look(report)
+    watch.look(later := StepReport())
+    assert later == StepReport()
+
+    TrieWatch(object()).look(later)
+    assert later == StepReport()
+
+
+# ---- in an engine --------------------------------------------------------------------------------
+
+
+def test_nothing_is_lost_and_vllm_agrees(llama: Path) -> None:
+    prompts = [*ECHO, *random_prompts(3, 30), *ECHO]
+    with engine(llama, {"budget": 8}, disable_log_stats=False, max_num_batched_tokens=32) as llm:
+        generate(llm, ECHO)
+        answers = [*generate(llm, ECHO), *generate_staggered(llm, prompts)]
+    ours, theirs = samples(), samples("vllm:")
+
+    drafts = theirs["vllm:spec_decode_num_drafts_total"]
+    accepted = theirs["vllm:spec_decode_num_accepted_tokens_total"]
+    assert accepted > 50
+    assert ours["lookahead_vllm:nodes_accepted_total"] == accepted
+    verified = theirs["vllm:spec_decode_num_draft_tokens_total"]
+    assert ours["lookahead_vllm:nodes_verified_total"] == verified
+    assert ours["lookahead_vllm:step_nodes_sum"] == verified
+    assert ours["lookahead_vllm:acceptance_length_count"] == drafts
+    assert ours["lookahead_vllm:acceptance_length_sum"] == drafts + accepted
+    tokens = sum(len(a) for answer in answers for a in answer) + 2 * 40
+    assert theirs["vllm:generation_tokens_total"] == tokens
+    # Every answer's first token comes without a draft.
+    assert drafts + accepted <= tokens - len(answers) - 2
+    assert ours["lookahead_vllm:trie_nodes"] > 0
+    assert ours["lookahead_vllm:trie_bytes"] > 0
+    for part in ("draft", "verify"):
+        assert any(
+            s.value > 0 and s.labels["part"] == part
+            for family in REGISTRY.collect()
+            for s in family.samples
+            if s.name == "lookahead_vllm:part_seconds_total"
+        )
+
+
+def test_a_step_that_sends_nothing_is_a_step_with_a_budget_of_0(llama: Path) -> None:
+    """vLLM has no stats for it, and its log says nothing; ours has to show it."""
+    with engine(llama, {"proposer": "recorder"}, disable_log_stats=False) as llm:
+        generate(llm, ECHO)
+    ours = samples()
+    # 40 tokens in 40 steps: the first follows the prompt, for the last no draft was wanted.
+    assert ours["lookahead_vllm:step_nodes_count"] == 38
+    assert ours["lookahead_vllm:step_nodes_sum"] == 0
+    assert ours["lookahead_vllm:acceptance_length_count"] == 0
+    assert samples("vllm:")["vllm:spec_decode_num_drafts_total"] == 0
+
+
+def test_plain_vllm_exposes_none_of_them(llama: Path) -> None:
+    with engine(llama, {"budget": 8}, disable_log_stats=False):
+        assert samples()
+    with engine(llama, disable_log_stats=False) as llm:
+        generate(llm, ECHO)
+    assert samples("vllm:")
+    assert not samples()
+
+
+def test_with_stats_off_there_are_none(llama: Path) -> None:
+    with engine(llama, {"budget": 8}, disable_log_stats=True) as llm:
+        generate(llm, ECHO)
+        assert llm.llm_engine.logger_manager is None
+    assert not samples()
+
+
+# ---- explained and shown -------------------------------------------------------------------------
+
+
+def families(prefix: str) -> dict[str, set[str]]:
+    """The names under which each exposed metric is known, by one of them."""
+    return {
+        family.name: {family.name, *(s.name for s in family.samples)}
+        for family in REGISTRY.collect()
+        if family.name.startswith(prefix) and not family.name.endswith("_created")
+    }
+
+
+def named(path: Path, prefix: str) -> set[str]:
+    return set(re.findall(rf"(?<![\w:]){prefix}[a-z_]+", path.read_text()))
+
+
+@pytest.mark.parametrize("path", [DOCS, DASHBOARD], ids=lambda path: path.name)
+def test_whatever_is_exposed_is_named_and_the_other_way_round(path: Path) -> None:
+    stat_logger_of(0)
+    exposed = families(PREFIX)
+    assert len(exposed) == 11
+    assert named(path, PREFIX) - set().union(*exposed.values()) == set()
+    assert [f for f, names in exposed.items() if not names & named(path, PREFIX)] == []
+
+
+@pytest.mark.parametrize("path", [DOCS, DASHBOARD], ids=lambda path: path.name)
+def test_every_metric_of_vllms_that_is_named_exists(path: Path, llama: Path) -> None:
+    with engine(llama, {"budget": 8}, disable_log_stats=False):
+        exposed = families("vllm:")
+    assert named(path, "vllm:") - set().union(*exposed.values()) == set()
+
+
+def test_the_dashboard_can_be_imported() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    assert dashboard["title"] and dashboard["uid"] and dashboard["schemaVersion"]
+    variables = {v["name"] for v in dashboard["templating"]["list"]}
+    assert "datasource" in variables
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert place["x"] + place["w"] <= 24 and not cells & taken, panel["title"]
+        taken |= cells
+        if panel["type"] == "row":
+            continue
+        assert panel["datasource"]["uid"] == "${datasource}"
+        assert panel["title"] and panel["description"]
+        for target in panel["targets"]:
+            used = set(re.findall(r"\$(\w+)", target["expr"]))
+            assert used <= variables | {"__rate_interval"}, target["expr"]
+            assert target["expr"].count("(") == target["expr"].count(")")
+
+
+def test_the_readme_and_the_docs_lead_to_them() -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    assert "docs/metrics.md" in readme and "configs/grafana-lookahead.json" in readme
+    assert "configs/grafana-lookahead.json" in DOCS.read_text()
