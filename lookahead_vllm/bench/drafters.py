@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from lookahead_vllm.bench.command_line import key_value
 from lookahead_vllm.bench.rivals import PromptLookup, PromptLookupOptions, Suffix, SuffixOptions
 from lookahead_vllm.bench.traces import Ints
-from lookahead_vllm.draft.budget import CostCurve
+from lookahead_vllm.draft.budget import CostCurve, StepCost
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.draft.proposer import DraftRequest
 from lookahead_vllm.draft.registry import PROPOSERS, make_proposer
@@ -54,10 +54,13 @@ class Lookahead:
         given = {"budget": budget if curve is None else "auto", **settings}
         options = LookaheadOptions.from_dict({"num_speculative_tokens": budget, **given})
         self.proposer = make_proposer(options)
-        self.proposer.curve = curve
+        self.proposer.cost = None if curve is None else StepCost(curve)
         self.start: Callable[[str, Any], None] = self.proposer.start
-        self.extend: Callable[[str, list[int]], None] = self.proposer.extend
         self.finish: Callable[[str], None] = self.proposer.finish
+
+    def extend(self, request_id: str, tokens: list[int]) -> None:
+        """The request's next tokens."""
+        self.proposer.extend({request_id: tokens})
 
     def propose(self, want: DraftRequest, context: Ints) -> DraftTree:
         """The proposer's tree; it knows the text already."""

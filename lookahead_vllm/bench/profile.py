@@ -12,7 +12,7 @@ PARTS = {
     "draft": "drafting",
     "attention": "tree attention",
     "verify": "acceptance and sampling",
-    "kv_moves": "KV moves",
+    "compaction": "KV moves",
 }
 
 ENVIRONMENT = {

@@ -19,8 +19,8 @@ from lookahead_vllm.bench.drafters import Drafter
 from lookahead_vllm.bench.traces import Trace, TraceFile
 from lookahead_vllm.draft.budget import CostCurve
 from lookahead_vllm.draft.proposer import DraftRequest
-from lookahead_vllm.draft.tree import EMPTY_TREE
-from lookahead_vllm.verify.acceptance import accepted_path
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest
+from lookahead_vllm.verify.acceptance import accepted_paths
 
 Mode = Literal["cold", "warm", "replay"]
 MODES: tuple[Mode, ...] = ("cold", "warm", "replay")
@@ -127,7 +127,7 @@ def play(drafter: Drafter, trace: Trace, request_id: str, budget: int) -> Played
             tree = drafter.tree(draft)
             assert len(tree) <= budget
         choices = expected[np.minimum(done + np.append(0, tree.depths), len(answer))]
-        accepted = len(accepted_path(tree, choices.tolist()))
+        accepted = accepted_paths(DraftForest.of([tree]), choices[:1], choices[1:]).shape[1]
         new = answer[done : done + accepted + 1]  # of a tree that is too deep, no more than is left
         played.tokens += len(new)
         played.nodes.append(int((tree.depths <= max_depth).sum()))

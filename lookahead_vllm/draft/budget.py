@@ -1,23 +1,31 @@
-"""How many nodes a step can afford: the cost of a step, and the cut that makes the most of it."""
+"""How many nodes a step can afford: what a step costs, and the cut that makes the most of it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.kernel import kernel
+from lookahead_vllm.draft.tree import DraftForest, Ints, Words
 
-OVERHEAD_RATE = 0.02  # the weight of one step in the moving average
+MEMORY = 5.0  # seconds after which a step counts 1/e of what it did
+NOISE = 0.1  # of the time of a step that no model foresees
+HICCUP = 3.0  # a step that took so many times what was predicted was held up by something else
+CRITICAL = 1.25  # the critical decoding length costs so many times what one token does
+
+Floats = NDArray[np.float64]
 
 
 class CostCurve:
-    """t(l): what a step over l tokens costs, in any unit.
+    """t(l): what a forward pass over l tokens costs beside attention to the context, in any unit.
 
-    The forward pass is piecewise linear through the measured points; constant before the first
-    one, and going on with the last slope after the last one. More tokens never cost less: a point
-    below an earlier one is raised to it.
+    Piecewise linear through the measured points; constant before the first one, and going on with
+    the last slope after the last one. More tokens never cost less: a point below an earlier one
+    is raised to it.
 
     Parameters
     ----------
@@ -25,11 +33,6 @@ class CostCurve:
         Numbers of tokens, rising, at least 1.
     times : Sequence[float]
         What a pass over so many tokens costs, above 0.
-
-    Attributes
-    ----------
-    overhead : float
-        What a step costs beside the forward pass, whatever its size; learned from `observe`.
     """
 
     def __init__(self, sizes: Sequence[int], times: Sequence[float]) -> None:
@@ -41,90 +44,275 @@ class CostCurve:
             np.isfinite(self.times).all() and self.times[0] > 0
         ):
             raise ValueError(f"the sizes must rise and the times be above 0: {self}")
-        self.overhead = 0.0
-        self._table: NDArray[np.float64] = np.empty(0)
-        self._last_slope = 0.0
+        self._table: Floats = np.empty(0)
+        self.last_slope = 0.0
+        """What a token more costs where there are many."""
         if len(sizes) > 1:
-            self._last_slope = float(np.diff(self.times)[-1] / np.diff(self.sizes)[-1])
+            self.last_slope = float(np.diff(self.times)[-1] / np.diff(self.sizes)[-1])
 
-    def __call__(self, num_tokens: NDArray[np.int64] | int) -> NDArray[np.float64]:
+    def __call__(self, num_tokens: NDArray[np.int64] | int) -> Floats:
         """t at each of `num_tokens`, float64 of the same shape."""
-        return self._forward(num_tokens) + self.overhead
+        beyond = np.maximum(0.0, num_tokens - self.sizes[-1])
+        inside: Floats = np.interp(num_tokens, self.sizes, self.times)
+        return inside + beyond * self.last_slope
 
-    def between(self, first: int, last: int) -> NDArray[np.float64]:
+    def between(self, first: int, last: int) -> Floats:
         """t(first), ..., t(last): float64 [last - first + 1]."""
         if last >= len(self._table):
-            self._table = self._forward(np.arange(2 * last + 1))
-        return self._table[first : last + 1] + self.overhead
+            self._table = self(np.arange(2 * last + 1))
+        return self._table[first : last + 1]
 
-    def observe(self, num_tokens: int, time: float) -> None:
-        """Learn the overhead from a real step; one larger than all that was measured is ignored.
-
-        A step that took more than twice its forward pass was held up by something else, and counts
-        as one that took twice.
-        """
-        if num_tokens > self.sizes[-1]:
-            return
-        forward = float(self._forward(num_tokens))
-        overhead = min(max(time - forward, 0.0), forward)
-        self.overhead += OVERHEAD_RATE * (overhead - self.overhead)
-
-    def _forward(self, num_tokens: NDArray[np.int64] | int) -> NDArray[np.float64]:
-        beyond = np.maximum(0.0, num_tokens - self.sizes[-1])
-        inside: NDArray[np.float64] = np.interp(num_tokens, self.sizes, self.times)
-        return inside + beyond * self._last_slope
+    @property
+    def critical_decoding_length(self) -> int:
+        """The most tokens that cost hardly more than one (CRITICAL times): Lookahead (KDD 2024),
+        section 3.2."""
+        lengths = np.arange(1, int(self.sizes[-1]) + 1)
+        return int(lengths[self(lengths) <= CRITICAL * float(self(1))][-1])
 
     def __str__(self) -> str:
         points = zip(self.sizes.tolist(), self.times.tolist(), strict=False)
         return ", ".join(f"{size:.0f} tokens {time:.4g}" for size, time in points)
 
 
-def cut(
-    probs: Sequence[NDArray[np.float32]], curve: CostCurve, num_plain_tokens: int = 0
-) -> list[int]:
-    """How many nodes of each tree to send, so that the step emits the most per unit of cost.
+class Load(NamedTuple):
+    """What a step has to do beside drafts."""
 
-    With R trees, k nodes kept and `num_plain_tokens` other tokens in the step (those of requests
-    without a tree), the step is expected to emit `R + sum of the kept probs` and costs
-    `t(R + num_plain_tokens + k)`. The k likeliest of all nodes are kept, with the k that maximises
-    the quotient, the least such k; 0 is a good answer.
+    decodes: int = 0
+    """Requests that get one token."""
+    context: int = 0
+    """Tokens that they attend to, together."""
+    prefill: int = 0
+    """Tokens of prompts."""
+
+
+class StepWork(NamedTuple):
+    """What a step did, in what its time depends on."""
+
+    tokens: int
+    """All that went through the model."""
+    requests: int
+    nodes: int
+    """Those of the tokens that were drafts."""
+    causal: float
+    """Rows of plain requests and chains times the context of each, summed."""
+    trees: float
+    """The same of branching trees."""
+
+
+class StepCost:
+    """The time of a step: measured at first, then corrected by every real step.
+
+    It is a weighted sum: the curve at the step's tokens, a constant, and so much for each request,
+    each node, and each context token that a row attends to, in chains and in trees. The weights
+    are found by least squares over the last MEMORY seconds, beside what was measured at start:
+    whatever the load does not tell apart stays as it was.
 
     Parameters
     ----------
-    probs : Sequence[float32 [n]]
-        Each tree's probabilities, falling or equal, so that what is kept is a prefix.
-
-    Returns
-    -------
-    list[int]
-        The length of the prefix of each tree.
+    curve : CostCurve
+        The forward pass without attention to a context.
+    request : float
+        The time of one request more, in the unit of the curve.
+    causal, trees : float
+        The time of one row for each token of context, in a chain and in a branching tree.
     """
-    sizes = np.array([len(p) for p in probs], np.int64)
-    total = int(sizes.sum())
-    if total == 0:
-        return [0] * len(probs)
-    first = len(probs) + num_plain_tokens
-    return _cut(np.concatenate(probs), sizes, curve.between(first, first + total)).tolist()
+
+    def __init__(
+        self, curve: CostCurve, request: float = 0.0, causal: float = 0.0, trees: float = 0.0
+    ) -> None:
+        if not 0 <= min(request, causal, trees) <= max(request, causal, trees) < math.inf:
+            raise ValueError(f"a cost is a number of at least 0: {request}, {causal}, {trees}")
+        self.curve = curve
+        self._start = np.array([1.0, 0.0, request, 0.0, causal, trees])
+        one = float(curve(1))
+        # How far from the start a weight may well be.
+        spread = np.array(
+            [0.5, 0.3 * one, 0.01 * one, 0.01 * one, 0.5 * causal, 0.5 * trees], np.float64
+        )
+        self._trust = np.diag(1 / np.maximum(spread, 1e-9 * one) ** 2)
+        self._seen = np.zeros((6, 6))
+        self._told = np.zeros(6)
+        self.weights: Floats = self._start.copy()
+
+    def predict(self, work: StepWork) -> float:
+        """The time of a step that does this."""
+        return float(self.weights @ self._features(work))
+
+    def observe(self, work: StepWork, time: float, seconds: float | None = None) -> float:
+        """Learn from a real step; returns what was predicted for it.
+
+        `seconds` is the time once more where the curve's unit is another.
+        """
+        features = self._features(work)
+        predicted = float(self.weights @ features)
+        time = min(time, HICCUP * predicted)
+        fade = math.exp(-(time if seconds is None else seconds) / MEMORY)
+        scaled = features / (NOISE * time)
+        self._seen = fade * self._seen + np.outer(scaled, scaled)
+        self._told = fade * self._told + scaled / NOISE
+        weights = np.linalg.solve(self._seen + self._trust, self._told + self._trust @ self._start)
+        # Nothing is free or pays, whatever noise says.
+        self.weights = np.clip(weights, 0.2 * self._start, None)
+        return predicted
+
+    def _features(self, work: StepWork) -> Floats:
+        forward = self.curve.between(work.tokens, work.tokens)[0]
+        return np.array([forward, 1.0, work.requests, work.nodes, work.causal, work.trees])
+
+    def prices(
+        self, contexts: Words, load: Load, num_nodes: int
+    ) -> tuple[float, Floats, Floats, Floats, Floats]:
+        """What a step costs without drafts and what nodes add to it.
+
+        Parameters
+        ----------
+        contexts : int64 [t]
+            Committed tokens of the requests that may have drafts.
+        num_nodes : int
+            The most nodes that are asked about.
+
+        Returns
+        -------
+        base : float
+            The step without a node; prompts in it are not counted: no draft is to blame for them.
+        forward : float64 [num_nodes + 1]
+            What so many nodes add to the curve.
+        chain, tree, root : float64 [t]
+            What a node of each request adds beside, in a chain and in a tree, and what its root
+            adds when it moves from the one to the other.
+        """
+        scale, fixed, request, node, causal, trees = self.weights.tolist()
+        decodes = len(contexts) + load.decodes
+        forward = scale * self.curve.between(
+            decodes + load.prefill, decodes + load.prefill + num_nodes
+        )
+        base = (
+            scale * float(self.curve.between(decodes, decodes)[0])
+            + fixed
+            + request * decodes
+            + causal * (float(contexts.sum()) + load.context)
+        )
+        chain, tree = node + causal * contexts, node + trees * contexts
+        return base, forward - forward[0], chain, tree, np.maximum(tree - chain, 0.0)
+
+    def marginal(self, context: float) -> float:
+        """What a node adds to a step that is large already."""
+        scale, _, _, node, causal, _ = self.weights.tolist()
+        return float(scale * self.curve.last_slope + node + causal * context)
+
+
+class Allotment(NamedTuple):
+    """What each tree of a forest gets."""
+
+    sizes: Words
+    """int64 [t]: so many of its first nodes,"""
+    chained: NDArray[np.bool_]
+    """bool [t]: or the best chain in them."""
+    rate: float
+    """Tokens that the step is expected to emit for each unit of time."""
+    least: float
+    """The probability below which no node of this step would have been sent."""
+
+
+def allot(forest: DraftForest, contexts: Words, cost: StepCost, load: Load) -> Allotment:
+    """Give each request the nodes with which the step emits the most per unit of time.
+
+    A step is expected to emit a token for each decoding request and the sum of the probabilities
+    of all nodes; the quotient of that and the step's time is maximised (Dinkelbach's method). A
+    tree that is not worth its attention is cut to its best chain.
+
+    Parameters
+    ----------
+    forest : DraftForest
+        Trees whose `probs` fall or stay.
+    contexts : int64 [t]
+        The committed tokens of each tree's request.
+    """
+    base, forward, chain, tree, root = cost.prices(contexts, load, forest.num_nodes)
+    decodes = len(forest) + load.decodes
+    sizes, chained, rate, least = _allot(
+        forest.probs,
+        forest.parents,
+        forest.firsts,
+        forest.branching,
+        decodes,
+        base,
+        forward,
+        chain,
+        tree,
+        root,
+    )
+    return Allotment(sizes, chained, rate, least)
 
 
 @kernel
-def _cut(
-    probs: NDArray[np.float32], sizes: NDArray[np.int64], costs: NDArray[np.float64]
-) -> NDArray[np.int64]:
-    """`probs` float32 [n] of all trees, one after another; `costs` float64 [n + 1]."""
-    order = np.argsort(-probs, kind="mergesort")
-    emitted = float(len(sizes))
-    best, best_rate = 0, emitted / costs[0]
-    for k in range(len(probs)):
-        emitted += probs[order[k]]
-        if emitted / costs[k + 1] > best_rate:
-            best, best_rate = k + 1, emitted / costs[k + 1]
-    owners = np.empty(len(probs), np.int64)
-    first = 0
-    for owner in range(len(sizes)):
-        owners[first : first + sizes[owner]] = owner
-        first += sizes[owner]
-    kept = np.zeros(len(sizes), np.int64)
+def _allot(
+    probs: NDArray[np.float32],
+    parents: Ints,
+    firsts: Words,
+    branching: NDArray[np.bool_],
+    decodes: int,
+    base: float,
+    forward: Floats,
+    chain: Floats,
+    tree: Floats,
+    root: Floats,
+) -> tuple[Words, NDArray[np.bool_], float, float]:
+    num_nodes, num_trees = len(probs), len(firsts) - 1
+    owners = np.empty(num_nodes, np.int64)
+    costs = np.empty(num_nodes)
+    for i in range(num_trees):
+        for node in range(firsts[i], firsts[i + 1]):
+            owners[node] = i
+            costs[node] = tree[i] if branching[i] else chain[i]
+        if branching[i]:
+            costs[firsts[i]] += root[i]
+    rate = decodes / base
+    best = 0
+    gains = np.empty(num_nodes)
+    order = np.arange(num_nodes)
+    for _ in range(8):
+        for node in range(num_nodes):
+            # The root's part must not change the order within a tree.
+            extra = tree[owners[node]] if branching[owners[node]] else chain[owners[node]]
+            gains[node] = probs[node] - rate * extra
+        order = np.argsort(-gains, kind="mergesort")
+        emitted, time = float(decodes), base
+        best, most = 0, decodes - rate * base
+        best_rate = decodes / base
+        for k in range(num_nodes):
+            emitted += probs[order[k]]
+            time += costs[order[k]]
+            value = emitted - rate * (time + forward[k + 1])
+            if value > most + 1e-12:
+                best, most = k + 1, value
+                best_rate = emitted / (time + forward[k + 1])
+        if best_rate <= rate * (1 + 1e-9):
+            break
+        rate = best_rate
+    sizes = np.zeros(num_trees, np.int64)
     for k in range(best):
-        kept[owners[order[k]]] += 1
-    return kept
+        sizes[owners[order[k]]] += 1
+    chained = np.zeros(num_trees, np.bool_)
+    kept = best
+    for i in range(num_trees):
+        if not branching[i] or sizes[i] == 0 or chain[i] >= tree[i]:
+            continue
+        lost, length, tip = 0.0, 0, -1
+        for place in range(sizes[i]):
+            if parents[firsts[i] + place] == tip:
+                tip = place
+                length += 1
+            else:
+                lost += probs[firsts[i] + place]
+        saved = sizes[i] * tree[i] - length * chain[i] + root[i]
+        saved += forward[kept] - forward[kept - sizes[i] + length]
+        if rate * saved > lost:
+            chained[i] = True
+            kept -= sizes[i] - length
+    least = 0.0
+    if best < num_nodes:
+        ahead = min(num_nodes, best + 8)
+        cheapest = min(chain.min(), tree.min())
+        least = rate * (cheapest + (forward[ahead] - forward[best]) / (ahead - best))
+    return sizes, chained, rate, least

@@ -1,4 +1,4 @@
-"""How the hot loops of this room are compiled: by numba, once for every release."""
+"""How hot loops are compiled: by numba, once for every release."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def kernel(function: Callable[..., Any]) -> Any:
     """Compile `function` at its first call, and keep what was compiled for later processes.
 
     numba looks at the file of a kernel alone when it asks whether a compiled one still fits, and
-    not at the files of the kernels that are inlined into it. So each state of this room's sources
-    has a folder of its own in `compiled.cache_dir()`. Where that cannot be written, every process
-    compiles for itself.
+    not at the files of the kernels that are inlined into it. So each state of the sources of
+    `draft/` and `verify/` has a folder of its own in
+    `compiled.cache_dir()`. Where that cannot be written, every process compiles for itself.
     """
     before = numba.config.CACHE_DIR
     try:
@@ -33,6 +33,6 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 @functools.cache
 def _folder() -> str:
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    sources = sorted(Path(__file__).parents[1].glob("[dv]*/*.py"))
     digest = hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()
-    return str(cache_dir() / f"draft-{digest[:16]}")
+    return str(cache_dir() / f"kernels-{digest[:16]}")

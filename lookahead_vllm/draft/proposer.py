@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft import budget
 from lookahead_vllm.draft.acceptance_rate import (
     AcceptanceRate,
     Rates,
@@ -20,7 +20,7 @@ from lookahead_vllm.draft.acceptance_rate import (
     room_for_judging,
     weight_set,
 )
-from lookahead_vllm.draft.budget import CostCurve
+from lookahead_vllm.draft.budget import CostCurve, Load, StepCost, allot
 from lookahead_vllm.draft.continuation import (
     ANSWERS,
     NAMES,
@@ -31,19 +31,20 @@ from lookahead_vllm.draft.continuation import (
     find_continuations,
     room_for_continuations,
 )
-from lookahead_vllm.draft.growth import HIERARCHICAL, PARALLEL, SINGLE, grow
+from lookahead_vllm.draft.growth import HIERARCHICAL, PARALLEL, SINGLE, grow_all
 from lookahead_vllm.draft.kernel import kernel
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.suffix import (
     NUM_SPARSE,
     NUM_SUFFIXES,
     ORDERS,
+    ROW,
     Hashes,
     advance,
     empty_row,
     row_of,
 )
-from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.trie import BYTES_PER_NODE, NOWHERE, Ints, Trie, Words, count
 
 INDEX_AT_ONCE = 4096
@@ -65,6 +66,9 @@ def digest_of(namespace: str) -> str:
     return hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()
 
 
+NO_LOAD = Load()
+
+
 class DraftRequest(NamedTuple):
     """How large a tree one request may get."""
 
@@ -73,13 +77,15 @@ class DraftRequest(NamedTuple):
     max_depth: int
     may_branch: bool = True
     """False: a chain, because this request's tree could not be verified."""
+    context: int = 0
+    """Committed tokens, which every node attends to."""
 
 
 class Proposer(Protocol):
     """What the engine calls. A request may be absent from any number of calls: that is no end."""
 
-    curve: CostCurve | None
-    """The cost of a step; None while it is not known, and then no tree is cut."""
+    cost: StepCost | None
+    """What a step costs; None while it is not known, and then no tree is cut."""
 
     def start(
         self,
@@ -94,26 +100,54 @@ class Proposer(Protocol):
         shares with nobody. `references` are texts that this request's answer may copy from.
         """
 
-    def extend(self, request_id: str, tokens: Sequence[int]) -> None:
-        """The request's next output tokens, in order, as they are committed."""
+    def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
+        """The next output tokens of some requests, in order, as they are committed."""
 
-    def propose(self, wants: Sequence[DraftRequest], num_plain_tokens: int = 0) -> list[DraftTree]:
+    def propose(self, wants: Sequence[DraftRequest], load: Load = NO_LOAD) -> Sequence[DraftTree]:
         """One tree, possibly empty, for each of `wants`: the requests of one step.
 
-        `num_plain_tokens` is how many tokens the step has beside those of `wants`.
+        `load` is what the step has to do beside those of `wants`.
         """
 
     def finish(self, request_id: str) -> None:
         """The request has ended; an unknown one is ignored."""
 
 
-@dataclass(slots=True)
-class _Text:
-    """A live request: how its text ends, and the spaces of the trie that it reads and writes."""
+class _Texts:
+    """The live requests: how each text ends, and the spaces of the trie that it reads and writes.
 
-    row: Hashes
-    spaces: Ints
-    """int32 [NUM_SOURCES]"""
+    Attributes
+    ----------
+    rows : uint64 [room, ROW]
+    spaces : int32 [room, NUM_SOURCES]
+    """
+
+    def __init__(self) -> None:
+        self.rows: Hashes = np.zeros((64, ROW), np.uint64)
+        self.spaces: Ints = np.zeros((64, NUM_SOURCES), np.int32)
+        self._numbers: dict[str, int] = {}
+        self._free = list(range(64))
+
+    def add(self, request_id: str) -> int:
+        """The number of a new text."""
+        if not self._free:
+            room = len(self.rows)
+            self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
+            self.spaces = np.concatenate([self.spaces, np.zeros_like(self.spaces)])
+            self._free = list(range(room, 2 * room))
+        self._numbers[request_id] = number = self._free.pop()
+        return number
+
+    def pop(self, request_id: str) -> int | None:
+        """The number that the text had; None for an unknown one."""
+        number = self._numbers.pop(request_id, None)
+        if number is not None:
+            self._free.append(number)
+        return number
+
+    def numbers(self, request_ids: Iterable[str]) -> Words:
+        """int64 [t]"""
+        return np.array([self._numbers[i] for i in request_ids], np.int64)
 
 
 @dataclass(slots=True)
@@ -137,9 +171,11 @@ class NGramTrieProposer:
         `extend` or `propose` for a request that was not started.
     """
 
-    def __init__(self, options: LookaheadOptions, curve: CostCurve | None = None) -> None:
+    def __init__(self, options: LookaheadOptions, cost: StepCost | None = None) -> None:
         self.options = options
-        self.curve = curve
+        self.cost = cost
+        self.least_beside_prompt = 0.0
+        """What a node's probability must be to pay in a step that reads a prompt as well."""
         max_nodes = options.max_nodes
         if options.max_bytes is not None:
             max_nodes = min(max_nodes, options.max_bytes // BYTES_PER_NODE)
@@ -149,8 +185,9 @@ class NGramTrieProposer:
         self._max_nodes = options.num_speculative_tokens
         if isinstance(options.budget, int):
             self._max_nodes = options.budget
+        self._least = 0.0
         self._namespaces: dict[str, int] = {}
-        self._texts: dict[str, _Text] = {}
+        self._texts = _Texts()
         self._backlog: deque[_Job] = deque()
         self._left = INDEX_AT_ONCE
         self._compile()
@@ -175,39 +212,42 @@ class NGramTrieProposer:
         tokens = np.array(prompt, np.int32)  # copies: the caller's memory may not stay as it is
         texts = [np.array(reference, np.int32) for reference in references]
         length = sum(map(len, texts))
-        spaces = np.zeros(NUM_SOURCES, np.int32)
+        number = self._texts.add(request_id)
+        spaces = self._texts.spaces[number]
+        spaces[:] = NOWHERE
         spaces[OWN] = self.trie.new_private(len(tokens) + length + EXPECTED_ANSWER)
         if namespace is not None:
             spaces[ANSWERS] = self._space_of(namespace)
         if texts:
             spaces[REFERENCE] = self.trie.new_private(length)
-        self._texts[request_id] = text = _Text(row_of(tokens), spaces)
+        self._texts.rows[number] = row = row_of(tokens)
         # A reference may be the answer itself, so it is one that begins where the answer does.
         for reference in texts:
             for source in (REFERENCE, OWN):
-                self._backlog.append(_Job(int(spaces[source]), text.row.copy(), reference))
+                self._backlog.append(_Job(int(spaces[source]), row.copy(), reference))
         if self.options.sources != "output":
             self._backlog.append(_Job(int(spaces[OWN]), empty_row(), tokens))
         self._work_off()
 
-    def extend(self, request_id: str, tokens: Sequence[int]) -> None:
+    def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
         """See Proposer. What was just said can be drafted at once."""
-        text = self._texts[request_id]
         trie, rate = self.trie, self.rate
         _extend(
             trie.edges,
             trie.live,
             trie.counters,
-            text.spaces,
-            text.row,
-            np.array(tokens, np.int32),
+            self._texts.spaces,
+            self._texts.rows,
+            self._texts.numbers(tokens),
+            np.fromiter(chain.from_iterable(tokens.values()), np.int32),
+            np.fromiter(map(len, tokens.values()), np.int64),
             rate.rates,
             rate.trials,
             rate.weights,
             self.options.sources != "prompt",
         )
 
-    def propose(self, wants: Sequence[DraftRequest], num_plain_tokens: int = 0) -> list[DraftTree]:
+    def propose(self, wants: Sequence[DraftRequest], load: Load = NO_LOAD) -> DraftForest:
         """See Proposer."""
         if self._backlog:
             self._work_off()
@@ -215,18 +255,39 @@ class NGramTrieProposer:
             self._left = max(INDEX_AT_ONCE, waiting // 8)
         else:
             self._left = INDEX_AT_ONCE
-        grown = [self._grow(want) for want in wants]
-        if self.curve is not None and self.options.budget == "auto":
-            sizes = budget.cut([tree.probs for tree in grown], self.curve, num_plain_tokens)
-            return [tree.prefix(n) for tree, n in zip(grown, sizes, strict=True)]
-        return grown
+        limits = np.array(
+            [(nodes, depth, branch) for _, nodes, depth, branch, _ in wants], np.int64
+        ).reshape(-1, 3)
+        forest = DraftForest(
+            *grow_all(
+                self.trie.edges,
+                self.trie.live,
+                self._texts.spaces,
+                self._texts.rows,
+                self._texts.numbers(want.request_id for want in wants),
+                self.rate.rates,
+                self.rate.weights,
+                limits[:, 0].clip(0, self._max_nodes),
+                limits[:, 1].clip(0, self.options.branch_length),
+                np.where(limits[:, 2], self._branching, SINGLE),
+                self._least,
+            )
+        )
+        if self.cost is None or self.options.budget != "auto" or not len(wants):
+            return forest
+        contexts = np.array([want.context for want in wants], np.int64)
+        allotment = allot(forest, contexts, self.cost, load)
+        # What is far from being sent is not worth growing next time.
+        self._least = allotment.least / 2
+        self.least_beside_prompt = allotment.rate * self.cost.marginal(contexts.mean())
+        return forest.cut(allotment.sizes, allotment.chained)
 
     def finish(self, request_id: str) -> None:
         """See Proposer. O(1): nothing that another request counted on is touched."""
-        text = self._texts.pop(request_id, None)
-        if text is not None:
-            self.trie.eliminate(int(text.spaces[OWN]))
-            self.trie.eliminate(int(text.spaces[REFERENCE]))
+        number = self._texts.pop(request_id)
+        if number is not None:
+            for source in (OWN, REFERENCE):
+                self.trie.eliminate(int(self._texts.spaces[number, source]))
 
     def snapshot(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
         """What was learned: the live arrays by name, and what else there is to know, as JSON.
@@ -284,27 +345,14 @@ class NGramTrieProposer:
                     continue
             self._backlog.popleft()
 
-    def _grow(self, want: DraftRequest) -> DraftTree:
-        text = self._texts[want.request_id]
-        tokens, parents, depths, probs = grow(
-            self.trie.edges,
-            self.trie.live,
-            text.spaces,
-            text.row,
-            self.rate.rates,
-            self.rate.weights,
-            max(0, min(want.max_nodes, self._max_nodes)),
-            min(want.max_depth, self.options.branch_length),
-            self._branching if want.may_branch else SINGLE,
-        )
-        return DraftTree(tokens, parents, probs, depths) if len(tokens) else EMPTY_TREE
-
     def _compile(self) -> None:
         """Run every kernel on nothing, so that no request waits for the compiler."""
         self.start("", [0])
-        self.extend("", [])
-        trees = self.propose([DraftRequest("", 1, 1)])
-        budget.cut([tree.probs for tree in [*trees, DraftTree.chain([0])]], CostCurve([1], [1.0]))
+        self.extend({"": []})
+        self.propose([DraftRequest("", 1, 1)])
+        trees = DraftForest.of([DraftTree.chain([0])])
+        trees.cut(allot(trees, np.array([1]), StepCost(CostCurve([1], [1.0])), NO_LOAD).sizes)
+        trees.faults(1, np.array([1]))
         self.finish("")
 
 
@@ -313,31 +361,38 @@ def _extend(
     edges: Words,
     live: Ints,
     counters: Words,
-    spaces: Ints,
-    row: Hashes,
+    all_spaces: Ints,
+    all_rows: Hashes,
+    texts: Words,
     tokens: Ints,
+    sizes: Words,
     rates: Rates,
     trials: Rates,
     weights: Weights,
     is_source: bool,
 ) -> None:
-    following = np.empty_like(row)
+    """`tokens` int32 [sum(sizes)] of the texts int64 [t], `sizes` int64 [t] of each."""
+    following = np.empty(ROW, np.uint64)
     found, longest, places = room_for_continuations()
     which, inputs = room_for_judging()
-    for token in tokens:
-        size = find_continuations(edges, live, spaces, row, found, longest, places)
-        chosen = weight_set(longest, spaces)
-        learn_token(found, size, token, rates, trials, weights, chosen, which, inputs)
-        for source in (OWN, ANSWERS):
-            if is_source and spaces[source] != NOWHERE:
-                for suffix in range(NUM_SUFFIXES):
-                    count(
-                        edges,
-                        live,
-                        counters,
-                        places[NAMES, source, suffix],
-                        places[SLOT, source, suffix],
-                        token,
-                    )
-        advance(row, token, following)
-        row[:] = following
+    end = 0
+    for i, text in enumerate(texts):
+        spaces, row = all_spaces[text], all_rows[text]
+        first, end = end, end + sizes[i]
+        for token in tokens[first:end]:
+            size = find_continuations(edges, live, spaces, row, found, longest, places)
+            chosen = weight_set(longest, spaces)
+            learn_token(found, size, token, rates, trials, weights, chosen, which, inputs)
+            for source in (OWN, ANSWERS):
+                if is_source and spaces[source] != NOWHERE:
+                    for suffix in range(NUM_SUFFIXES):
+                        count(
+                            edges,
+                            live,
+                            counters,
+                            places[NAMES, source, suffix],
+                            places[SLOT, source, suffix],
+                            token,
+                        )
+            advance(row, token, following)
+            row[:] = following

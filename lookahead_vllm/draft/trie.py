@@ -47,12 +47,14 @@ TICKS = 64  # of the clock, while as many edges are made as there are slots
 HALF_LIFE = 32  # ticks in which a frequency halves
 LIVE_BONUS = 8  # an edge of a live request's own text counts as seen so many times more
 
+_EMPTY = -2  # the value of such a slot
+
 LEAST_REGION = 2048  # lines that a private space is spread over at least: 128 KiB
 MAX_LIVE = 1 << 12
 """The most spaces of live requests at a time."""
 
 # Slots of `Trie.counters`.
-MADE, PRUNED, LAST_PRIVATE, LAST_SHARED = range(4)
+MADE, PRUNED, LAST_PRIVATE, LAST_SHARED, FILLED = range(5)
 
 
 class Trie:
@@ -72,8 +74,8 @@ class Trie:
         The private spaces that are not eliminated, each with the first line of the region where
         its edges are and that region's length in lines: a short text keeps to a small part of
         the table, which then stays in the processor's cache.
-    counters : int64 [4]
-        Edges made and pruned, the last numbers given to spaces.
+    counters : int64 [5]
+        Edges made and pruned, the last numbers given to spaces, slots that are not empty.
     """
 
     def __init__(self, max_nodes: int) -> None:
@@ -82,7 +84,7 @@ class Trie:
         first = (-spare.ctypes.data % 64) // 8
         self.edges: Words = spare[first : first + lines * LINE * 2].reshape(-1, 2)
         self.live = np.zeros((MAX_LIVE, 3), np.int32)
-        self.counters: Words = np.zeros(4, np.int64)
+        self.counters: Words = np.zeros(5, np.int64)
 
     @property
     def num_bytes(self) -> int:
@@ -93,6 +95,11 @@ class Trie:
     def num_pruned(self) -> int:
         """Edges that had to go for newer ones, those of eliminated requests not counted."""
         return int(self.counters[PRUNED])
+
+    @property
+    def num_filled(self) -> int:
+        """Slots that hold an edge, those of eliminated requests counted until they are needed."""
+        return int(self.counters[FILLED])
 
     def count_edges(self) -> int:
         """Edges that can be found now; looks at every slot."""
@@ -194,7 +201,7 @@ def _value(edges: Words, live: Ints, slot: int, now: int) -> int:
     """How much an edge is worth keeping: empty, eliminated, seldom, long ago are worth little."""
     name = edges[slot, NAME]
     if name == 0:
-        return -2
+        return _EMPTY
     space = np.int64(np.int32(name & SPACE_BITS))
     bonus = 0
     if space < 0:
@@ -233,6 +240,7 @@ def count(edges: Words, live: Ints, counters: Words, name: int, line: int, token
                 edge, least = slot, value
         counters[MADE] += 1
         counters[PRUNED] += least >= 0
+        counters[FILLED] += least == _EMPTY
     use = now << TIME_SHIFT | min(seen + 1, MOST) << COUNT_SHIFT | np.int64(token)
     if 0 <= first < edge:
         edges[edge, NAME], edges[edge, USE] = edges[first, NAME], edges[first, USE]

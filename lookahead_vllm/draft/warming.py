@@ -149,7 +149,7 @@ def learn(
     tokens = np.array(text.answer, np.int32)
     told = 0
     for start in range(0, len(tokens), PIECE):
-        proposer.extend("warming", tokens[start : start + PIECE])  # type: ignore[arg-type]
+        proposer.extend({"warming": tokens[start : start + PIECE]})  # type: ignore[dict-item]
         done = text.num_bytes * min(start + PIECE, len(tokens)) // len(tokens)
         advance(done - told)
         told = done

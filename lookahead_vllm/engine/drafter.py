@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 from llvmlite.binding import ffi
 from vllm.logger import init_logger
 
+from lookahead_vllm.draft.budget import Load
 from lookahead_vllm.draft.proposer import DraftRequest, Proposer
 from lookahead_vllm.draft.registry import make_proposer
-from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree, DraftTreeError
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree, DraftTreeError
 from lookahead_vllm.engine import config, request_options, shutdown
 from lookahead_vllm.engine.cache import open_cache
 from lookahead_vllm.engine.request_options import RequestOptions
+from lookahead_vllm.engine.shapes import Shape
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,6 +60,31 @@ class Counters:
     refused_trees: int = 0
 
 
+@dataclass(slots=True)
+class Live:
+    """A request that gets drafts."""
+
+    request_id: str
+    remaining: int
+    """Tokens until max_tokens."""
+    stops: frozenset[int | None]
+    """Tokens that end it."""
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request's last draft."""
+
+    forest: DraftForest
+    tree: int
+    """Its number in the forest."""
+    tokens: list[int]
+
+
+_NOTHING = _Sent(DraftForest.of([EMPTY_TREE]), 0, [])
+_UNKNOWN = Live("", 0, frozenset())
+
+
 class LookaheadDrafter:
     """What vLLM builds from ``{"method": "custom_class"}`` and calls `runner.drafter`."""
 
@@ -76,8 +105,9 @@ class LookaheadDrafter:
         self._max_model_len = vllm_config.model_config.max_model_len
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._options: dict[str, RequestOptions] = {}
-        self._trees: dict[str, DraftTree] = {}
-        self._lengths: dict[str, int] = {}
+        self._live: dict[str, Live | None] = {}
+        self._with_grammar: set[str] = set()
+        self._sent: dict[str, _Sent] = {}
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """There is no draft model to load."""
@@ -94,76 +124,120 @@ class LookaheadDrafter:
             return None
         params = copy(params)  # the answers of one request share theirs
         self._options[request_id], params.extra_args = request_options.received(params.extra_args)
+        if params.structured_outputs is not None:
+            self._with_grammar.add(request_id)
         return params
 
-    def commit(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        tokens: list[int],
-        params: SamplingParams | None,
-    ) -> None:
-        """Tell the proposer what was emitted, up to the first token that ends the request.
+    @property
+    def has_grammars(self) -> bool:
+        """Whether a live request is under a grammar."""
+        return bool(self._with_grammar)
 
-        It never hears of a request that turned lookahead off, nor of one that asks for one token:
-        that can have no draft, and may be a beam search's, whose namespace is not known.
+    def has_grammar(self, request_id: str) -> bool:
+        """Whether this one is."""
+        return request_id in self._with_grammar
+
+    def follow(
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams | None
+    ) -> Live | None:
+        """The request's record, made at its first token; None for one that gets no drafts.
+
+        The proposer never hears of a request that turned lookahead off, nor of one that asks for
+        one token: that can have no draft, and may be a beam search's, whose namespace is not known.
         """
-        if params is None:  # a pooling request
-            return
-        if request_id not in self._lengths:
+        live = self._live.get(request_id, _UNKNOWN)
+        if live is not _UNKNOWN:
+            return live
+        self._live[request_id] = live = None
+        if params is not None and params.max_tokens != 1:  # None: a pooling request
             options = self._options[request_id]
-            if not options.enabled or params.max_tokens == 1:
-                return
-            self.proposer.start(request_id, prompt, options.namespace, options.references)
-            self._lengths[request_id] = 0
-        tokens = tokens[: self._remaining(request_id, params)]
-        stops = {params.eos_token_id, *(params.stop_token_ids or ())}
-        end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
-        tokens = tokens[: end + 1]
-        self.proposer.extend(request_id, tokens)
-        self._lengths[request_id] += len(tokens)
+            if options.enabled:
+                self.proposer.start(request_id, prompt, options.namespace, options.references)
+                remaining = self._max_model_len if params.max_tokens is None else params.max_tokens
+                stops = {params.eos_token_id, *(params.stop_token_ids or ())}
+                self._live[request_id] = live = Live(request_id, remaining, frozenset(stops))
+        return live
 
-    def want(
-        self, request_id: str, num_tokens: int, params: SamplingParams | None
-    ) -> DraftRequest | None:
+    def commit(self, emitted: Sequence[tuple[Live, list[int]]]) -> None:
+        """Tell the proposer what was emitted, up to the first token that ends the request."""
+        tokens: dict[str, list[int]] = {}
+        for live, burst in emitted:
+            if len(burst) > live.remaining:
+                burst = burst[: live.remaining]
+            if not live.stops.isdisjoint(burst):
+                end = next(i for i, token in enumerate(burst) if token in live.stops)
+                burst = burst[: end + 1]
+            live.remaining -= len(burst)
+            tokens[live.request_id] = burst
+        self.proposer.extend(tokens)
+
+    def want(self, live: Live, num_tokens: int) -> DraftRequest | None:
         """How large a tree this request may get; None where it gets no draft at all.
 
         Nodes take the slots after the `num_tokens` committed tokens, and one token more than the
         tree is deep can be emitted, so both end at max_model_len.
         """
-        if params is None or request_id not in self._lengths:
-            return None
         max_nodes = min(self.options.num_speculative_tokens, self._max_model_len - num_tokens - 1)
-        max_depth = min(max_nodes, self._remaining(request_id, params) - 1)
+        max_depth = min(max_nodes, live.remaining - 1)
         if max_depth < 1:
             return None
-        return DraftRequest(request_id, max_nodes, max_depth, self.may_branch)
+        return DraftRequest(live.request_id, max_nodes, max_depth, self.may_branch, num_tokens)
 
-    def draft(self, wants: Sequence[DraftRequest], num_plain_tokens: int) -> dict[str, list[int]]:
+    def draft(self, wants: Sequence[DraftRequest], load: Load) -> dict[str, list[int]]:
         """One tree for each want, remembered until it is verified; returns the nodes' tokens.
 
-        `num_plain_tokens` counts the tokens of the next step that belong to no want.
+        `load` is what the next step has to do beside the wants.
         """
+        forest = self._checked(DraftForest.of(self.proposer.propose(wants, load)), wants)
+        tokens = forest.tokens.tolist()
         drafts: dict[str, list[int]] = {}
-        trees = self.proposer.propose(wants, num_plain_tokens)
-        for want, tree in zip(wants, trees, strict=True):
-            tree = self._accept_tree(tree, want)
-            self._trees[want.request_id] = tree
-            drafts[want.request_id] = tree.tokens.tolist()
+        for i, (want, (first, end)) in enumerate(
+            zip(wants, pairwise(forest.firsts.tolist()), strict=True)
+        ):
+            drafts[want.request_id] = own = tokens[first:end]
+            self._sent[want.request_id] = _Sent(forest, i, own)
         return drafts
 
-    def recall(self, request_id: str, scheduled: list[int]) -> DraftTree:
-        """The tree whose nodes were scheduled, possibly cut; a chain if they are not its own."""
-        tree = self._trees.get(request_id, EMPTY_TREE)
-        if tree.tokens[: len(scheduled)].tolist() == scheduled:
-            return tree.prefix(len(scheduled))
-        return DraftTree.chain(scheduled)
+    def recall(self, scheduled: Sequence[tuple[str, list[int]]]) -> DraftForest:
+        """The trees whose nodes were scheduled, possibly cut; a chain of what is not its own."""
+        sent = [self._sent.get(request_id, _NOTHING) for request_id, _ in scheduled]
+        known = [s.tokens[: len(t)] == t for s, (_, t) in zip(sent, scheduled, strict=True)]
+        if all(known) and len({id(s.forest) for s in sent}) == 1:  # of one step, as a rule
+            trees = np.array([s.tree for s in sent])
+            return sent[0].forest.take(trees, np.array([len(t) for _, t in scheduled]))
+        return DraftForest.of(
+            [
+                s.forest[s.tree].prefix(len(tokens)) if own else DraftTree.chain(tokens)
+                for s, own, (_, tokens) in zip(sent, known, scheduled, strict=True)
+            ]
+        )
+
+    @property
+    def least_beside_prompt(self) -> float:
+        """What a node's probability must be to pay in a step that reads a prompt as well."""
+        return getattr(self.proposer, "least_beside_prompt", 0.0)
+
+    def shapes(self, request_ids: Sequence[str]) -> dict[str, Shape]:
+        """What the last drafts of these requests are beside their tokens."""
+        shapes: dict[str, Shape] = {}
+        lists: dict[int, list[list[Any]]] = {}
+        for request_id in request_ids:
+            if (sent := self._sent.get(request_id)) is None or not sent.tokens:
+                continue
+            forest = sent.forest
+            if id(forest) not in lists:
+                fields = (forest.parents, forest.probs, forest.sources)
+                lists[id(forest)] = [field.tolist() for field in fields]
+            own = slice(int(forest.firsts[sent.tree]), int(forest.firsts[sent.tree + 1]))
+            shapes[request_id] = Shape(*(values[own] for values in lists[id(forest)]))
+        return shapes
 
     def finish(self, request_id: str) -> None:
         """The request has ended; a preempted one has not."""
         self._options.pop(request_id, None)
-        self._trees.pop(request_id, None)
-        if self._lengths.pop(request_id, None) is not None:
+        self._sent.pop(request_id, None)
+        self._with_grammar.discard(request_id)
+        if self._live.pop(request_id, None) is not None:
             self.proposer.finish(request_id)
 
     def shutdown(self) -> None:
@@ -171,12 +245,18 @@ class LookaheadDrafter:
         if self._cache is not None:
             self._cache.close()
 
-    def _remaining(self, request_id: str, params: SamplingParams) -> int:
-        if params.max_tokens is None:
-            return self._max_model_len
-        return params.max_tokens - self._lengths[request_id]
+    def _checked(self, forest: DraftForest, wants: Sequence[DraftRequest]) -> DraftForest:
+        """The forest without trees that no verifier could make sense of."""
+        max_nodes = np.array([want.max_nodes for want in wants], np.int64)
+        if forest.faults(self._vocab_size, max_nodes).any():
+            forest = DraftForest.of(
+                [self._accept(tree, want) for tree, want in zip(forest, wants, strict=True)]
+            )
+        if not self.may_branch and forest.branching.any():
+            forest = forest.cut(forest.sizes, np.ones(len(forest), np.bool_))
+        return forest
 
-    def _accept_tree(self, tree: DraftTree, want: DraftRequest) -> DraftTree:
+    def _accept(self, tree: DraftTree, want: DraftRequest) -> DraftTree:
         try:
             tree.check(self._vocab_size, want.max_nodes)
         except DraftTreeError as error:
@@ -188,4 +268,4 @@ class LookaheadDrafter:
                 error,
             )
             return EMPTY_TREE
-        return tree if self.may_branch or tree.is_chain else tree.best_chain()
+        return tree

@@ -11,15 +11,13 @@ import torch
 from numpy.typing import NDArray
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 
+from lookahead_vllm.engine.metrics import SOURCES
+from lookahead_vllm.engine.shapes import Shape
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
     from vllm.v1.structured_output import StructuredOutputManager
     from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
-
-
-PARENTS = "lookahead_parents"
-"""Attribute in which a tree's shape travels: on `DraftTokenIds` to the scheduler as proposed, on
-`SchedulerOutput` back to the runner as the grammar left it. By request id, under a grammar only."""
 
 
 class GrammarDraft(NamedTuple):
@@ -27,14 +25,14 @@ class GrammarDraft(NamedTuple):
 
     Attributes
     ----------
-    tokens, parents
+    tokens, shape
         As in `DraftTree`; what the grammar forbids is gone, what it dictates may be added.
     bitmask : int32 [n + 1, ceil(vocabulary / 32)]
         The tokens allowed after the root, then after each node.
     """
 
     tokens: list[int]
-    parents: list[int]
+    shape: Shape
     bitmask: NDArray[np.int32]
 
 
@@ -56,7 +54,7 @@ class GrammarWalk:
         manager: StructuredOutputManager,
         request: Request,
         tokens: Sequence[int],
-        parents: Sequence[int],
+        shape: Shape,
         max_nodes: int,
         max_depth: int,
     ) -> None:
@@ -66,9 +64,11 @@ class GrammarWalk:
         self._grammar: StructuredOutputGrammar = request.structured_output_request.grammar
         self._tokens = list(tokens)
         self._children: list[list[int]] = [[] for _ in range(len(tokens) + 1)]
-        for node, parent in enumerate(parents):
+        for node, parent in enumerate(shape.parents):
             self._children[parent + 1].append(node)
-        self._parents = list(parents)
+        self._parents = list(shape.parents)
+        self._probs = list(shape.probs)
+        self._sources = list(shape.sources)
         self._kept: set[int] = set()
         self._room = max(max_nodes - len(tokens), 0)
         self._max_depth = max_depth
@@ -85,7 +85,11 @@ class GrammarWalk:
         place = {-1: -1} | {node: i for i, node in enumerate(kept)}
         return GrammarDraft(
             [self._tokens[node] for node in kept],
-            [place[self._parents[node]] for node in kept],
+            Shape(
+                [place[self._parents[node]] for node in kept],
+                [self._probs[node] for node in kept],
+                [self._sources[node] for node in kept],
+            ),
             self._bits[[0, *(node + 1 for node in kept)]],
         )
 
@@ -122,6 +126,8 @@ class GrammarWalk:
             fed += 1
             self._parents.append(node)
             self._tokens.append(token)
+            self._probs.append(self._probs[node] if node >= 0 else 1.0)
+            self._sources.append(SOURCES.index("grammar"))
             self._room -= 1
             node = len(self._tokens) - 1
             self._fill(node)

@@ -103,7 +103,7 @@ class TrieWatch:
         pruned = self._trie.num_pruned
         report.evictions += pruned - self._pruned
         self._pruned = pruned
-        report.trie_nodes = self._trie.count_edges()
+        report.trie_nodes = self._trie.num_filled
         report.trie_bytes = self._proposer.num_bytes
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 enabled = os.environ.get("LOOKAHEAD_VLLM_PROFILE") == "1"
 
 seconds: defaultdict[str, float] = defaultdict(float)
-"""Wall time by part: draft, attention (of branching trees), verify, kv_moves, step (all of it)."""
+"""Wall time by part: draft, attention (of branching trees), verify, compaction; step is all."""
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,15 +13,15 @@ import torch
 from numpy.typing import NDArray
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
-from vllm.v1.outputs import DraftTokenIds, SamplerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker import gpu_model_runner
 
-from lookahead_vllm.draft.budget import CostCurve
-from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
+from lookahead_vllm.draft.budget import Load, StepWork
+from lookahead_vllm.draft.tree import DraftForest, DraftTree, Ints, Words
 from lookahead_vllm.engine import metrics, profile
 from lookahead_vllm.engine.attention import TREE_ISAS, TreeAttentionBackend
-from lookahead_vllm.engine.drafter import LookaheadDrafter
-from lookahead_vllm.engine.grammar import PARENTS
+from lookahead_vllm.engine.drafter import Live, LookaheadDrafter
+from lookahead_vllm.engine.metrics import SOURCES, StepReport, TrieWatch
 from lookahead_vllm.engine.sampler import (
     NodeProcessors,
     NodeRows,
@@ -31,8 +31,10 @@ from lookahead_vllm.engine.sampler import (
     tapes_for,
     with_every_processor,
 )
+from lookahead_vllm.engine.shapes import Shape, Shapes, attach, attached
+from lookahead_vllm.engine.step_cost import step_cost
 from lookahead_vllm.verify import tree_attention
-from lookahead_vllm.verify.acceptance import accepted_path
+from lookahead_vllm.verify.acceptance import accepted_paths
 from lookahead_vllm.verify.kv_moves import KVMover
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
@@ -46,16 +48,20 @@ else:
 logger = init_logger(f"vllm.{__name__}")
 
 
-@dataclass(slots=True)
+@dataclass
 class Scheduled:
-    """A draft that is being verified in this step."""
+    """The drafts that are being verified in this step, in the order of the batch."""
 
-    request_id: str
-    tree: DraftTree
-    start: int
-    """Index of the root in the step's flattened tokens; the nodes follow."""
-    context: int
-    """Committed tokens before the root, which is the root's position."""
+    forest: DraftForest
+    rows: Words
+    """int64 [t]: the row of the batch of each tree's request."""
+    starts: Words
+    """int64 [t]: index of each root in the step's flattened tokens; the nodes follow."""
+    contexts: Words
+    """int64 [t]: committed tokens before the root, which is the root's position."""
+
+
+_NO_DRAFTS = Scheduled(DraftForest.of([]), *(np.empty(0, np.int64) for _ in range(3)))
 
 
 class LookaheadRunner(_Base):
@@ -76,18 +82,18 @@ class LookaheadRunner(_Base):
             tuple(self.model_config.logits_processors or ()),
             original,
         )
-        self._scheduled: dict[int, Scheduled] = {}
-        """The drafts of the step under way, by row of the batch."""
-        self._branching: dict[int, Scheduled] = {}
-        """Those of them that are no chains."""
+        self._scheduled = _NO_DRAFTS
+        """The drafts of the step under way."""
+        self._work: StepWork | None = None
+        """What that step does; None if it reads a prompt."""
         self._movers: list[KVMover] = []
         """One for each KV cache group, where trees may branch."""
         self._last_step_end: float | None = None
-        self.report = metrics.StepReport()
+        self.report = StepReport()
         """Of the step under way; sent with its output."""
         self._wanted = False
         """Whether a request of the step under way could have a draft."""
-        self._trie_watch = metrics.TrieWatch(self.drafter.proposer)
+        self._trie_watch = TrieWatch(self.drafter.proposer)
 
     # ---- what may branch -------------------------------------------------------------------------
 
@@ -132,51 +138,41 @@ class LookaheadRunner(_Base):
     def warm_up_drafting(self) -> None:
         """Learn what a step costs on this device, so that only drafts that pay are sent."""
         if self.drafter.options.budget == "auto":
-            curve = self.measure_step_cost()
-            self.drafter.proposer.curve = curve
-            logger.info_once("Lookahead measured the cost of a step: %s.", curve)
+            self.drafter.proposer.cost = step_cost(self)
         set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
 
-    def measure_step_cost(self, seconds: float = 5.0) -> CostCurve:
-        """Time forward passes over 1, 2, 4, ... tokens, logits included.
-
-        Stops early when `seconds` are used up; the curve then goes on with its last slope.
-        """
-        deadline = time.perf_counter() + seconds
-        sizes: list[int] = []
-        times: list[float] = []
-        for size in (1, 2, 4, 8, 16, 32, 64, 128):
-            if size > self.max_num_tokens or (len(sizes) > 2 and time.perf_counter() > deadline):
-                break
-            best = float("inf")
-            for _ in range(4):
-                start = time.perf_counter()
-                hidden, last = self._dummy_run(size, skip_eplb=True)
-                # Adapters are laid out for one row of logits a request.
-                self.model.compute_logits(last if self.lora_config else hidden[:size])
-                self._sync_device()
-                best = min(best, time.perf_counter() - start)
-            sizes.append(size)
-            times.append(best)
-        return CostCurve(sizes, times)
+    def expect(self, *scheduled: Any) -> None:
+        """Let the next dummy run have these drafts, the fields of `Scheduled`; or none again."""
+        self._scheduled = Scheduled(*scheduled) if len(scheduled) > 1 else _NO_DRAFTS
 
     # ---- recall and place ------------------------------------------------------------------------
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         for request in scheduler_output.scheduled_new_reqs:
             request.sampling_params = self.drafter.announce(request.req_id, request.sampling_params)
+        for request_id, counts in attached(scheduler_output).kept_blocks.items():
+            self._give_back_blocks(request_id, counts)
         return super()._update_states(scheduler_output)
+
+    def _give_back_blocks(self, request_id: str, counts: Sequence[int]) -> None:
+        """The scheduler took the blocks behind the first so many of each KV cache group."""
+        for block_ids, count in zip(self.requests[request_id].block_ids, counts, strict=True):
+            del block_ids[count:]
+        row = self.input_batch.req_id_to_index.get(request_id)
+        if row is not None:
+            tables = self.input_batch.block_table.block_tables
+            for table, count in zip(tables, counts, strict=True):
+                table.num_blocks_per_row[row] = count
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: Any) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        self._scheduled = self._recall(scheduler_output, num_scheduled_tokens)
-        self._branching = {r: s for r, s in self._scheduled.items() if not s.tree.is_chain}
-        if branching := self._branching.values():
+        self._scheduled = scheduled = self._recall(scheduler_output, num_scheduled_tokens)
+        self._work = self._work_of(num_scheduled_tokens, scheduled)
+        forest = scheduled.forest
+        if forest.branching.any():
             # KV slots are made from the linear positions and stay as they are.
-            nodes = np.concatenate(
-                [np.arange(s.start + 1, s.start + 1 + len(s.tree)) for s in branching]
-            )
-            positions = np.concatenate([s.context + s.tree.depths for s in branching])
+            nodes = scheduled.starts[forest.owners] + 1 + forest.places
+            positions = scheduled.contexts[forest.owners] + forest.depths
             self.positions[torch.from_numpy(nodes)] = torch.from_numpy(positions).to(
                 self.positions.dtype
             )
@@ -184,39 +180,67 @@ class LookaheadRunner(_Base):
 
     def _recall(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int32]
-    ) -> dict[int, Scheduled]:
-        """The drafts of this step by row of the batch."""
-        batch = self.input_batch
-        scheduled: dict[int, Scheduled] = {}
-        shapes = getattr(scheduler_output, PARENTS)
-        starts = np.cumsum(num_scheduled_tokens) - num_scheduled_tokens
-        for request_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items():
-            row = batch.req_id_to_index[request_id]
-            # Tokens of the prompt may be scheduled before the root.
-            lead = int(num_scheduled_tokens[row]) - len(tokens) - 1
-            if request_id in shapes:
-                tree = DraftTree.from_lists(tokens, shapes[request_id])
-            elif lead == 0 and not self._has_grammar(request_id):
-                tree = self.drafter.recall(request_id, tokens)
-            else:
-                tree = DraftTree.chain(tokens)
-            scheduled[row] = Scheduled(
-                request_id,
-                tree,
-                int(starts[row]) + lead,
-                int(batch.num_computed_tokens_cpu[row]) + lead,
+    ) -> Scheduled:
+        """The drafts of this step."""
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        if not drafts:
+            return _NO_DRAFTS
+        batch, shapes = self.input_batch, attached(scheduler_output).by_request
+        by_row = sorted((batch.req_id_to_index[i], i, tokens) for i, tokens in drafts.items())
+        rows = np.array([row for row, *_ in by_row])
+        scheduled = [(request_id, tokens) for _, request_id, tokens in by_row]
+        sizes = np.array([len(tokens) for _, tokens in scheduled])
+        # Tokens of the prompt may be scheduled before the root.
+        leads = num_scheduled_tokens[rows] - sizes - 1
+        if leads.any() or self.drafter.has_grammars:
+            forest = DraftForest.of(
+                [
+                    self._recall_one(request_id, tokens, lead, shapes)
+                    for (request_id, tokens), lead in zip(scheduled, leads, strict=True)
+                ]
             )
-        return scheduled
+        else:
+            forest = self.drafter.recall(scheduled)
+        starts = np.cumsum(num_scheduled_tokens)[rows] - num_scheduled_tokens[rows] + leads
+        contexts = batch.num_computed_tokens_cpu[rows] + leads
+        return Scheduled(forest, rows, starts.astype(np.int64), contexts.astype(np.int64))
+
+    def _recall_one(
+        self, request_id: str, tokens: list[int], lead: int, shapes: Mapping[str, Shape]
+    ) -> DraftTree:
+        if request_id in shapes:
+            n, shape = len(tokens), shapes[request_id]
+            return DraftTree.from_lists(
+                tokens, shape.parents[:n], shape.probs[:n], shape.sources[:n]
+            )
+        if lead or self.drafter.has_grammar(request_id):
+            return DraftTree.chain(tokens)
+        return self.drafter.recall([(request_id, tokens)])[0]
+
+    def _work_of(
+        self, num_scheduled_tokens: NDArray[np.int32], scheduled: Scheduled
+    ) -> StepWork | None:
+        rows = np.array(num_scheduled_tokens, np.int64)
+        nodes = np.zeros_like(rows)
+        nodes[scheduled.rows] = scheduled.forest.sizes
+        if (rows != 1 + nodes).any():
+            return None
+        work = rows * self.input_batch.num_computed_tokens_cpu[: len(rows)]
+        in_trees = int(work[scheduled.rows[scheduled.forest.branching]].sum())
+        return StepWork(
+            int(rows.sum()), len(rows), int(nodes.sum()), int(work.sum()) - in_trees, in_trees
+        )
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        branching = self._branching
-        if not branching:
+        scheduled = self._scheduled
+        branching = np.flatnonzero(scheduled.forest.branching)
+        if not len(branching):
             return super()._build_attention_metadata(*args, **kwargs)
         trees = TreeBatch.build(
-            [s.tree for s in branching.values()],
-            rows=list(branching),
-            starts=[s.start for s in branching.values()],
-            contexts=[s.context for s in branching.values()],
+            scheduled.forest.take(branching, scheduled.forest.sizes[branching]),
+            scheduled.rows[branching],
+            scheduled.starts[branching],
+            scheduled.contexts[branching],
         )
         builders = [g.get_metadata_builder() for g in self._attn_group_iterator()]
         for builder in builders:
@@ -232,43 +256,42 @@ class LookaheadRunner(_Base):
     def _sample(
         self, logits: torch.Tensor, spec_decode_metadata: SpecDecodeMetadata | None
     ) -> SamplerOutput:
-        scheduled, self._scheduled, self._branching = self._scheduled, {}, {}
+        scheduled, self._scheduled = self._scheduled, _NO_DRAFTS
         discarded = self._generators_of_unfinished_prefills()
         before = {row: generator.get_state() for row, generator in discarded.items()}
         try:
-            if self._wanted:
-                self.report.budgets.append(sum(len(s.tree) for s in scheduled.values()))
-            if spec_decode_metadata is None or not any(len(s.tree) for s in scheduled.values()):
+            if spec_decode_metadata is None or not scheduled.forest.num_nodes:
                 return super()._sample(logits, None)
-            with profile.timed("verify"), self.report.timed("verify"):
+            with self._timed("verify"):
                 output, paths = self._sample_trees(logits, spec_decode_metadata, scheduled)
         finally:
             for row, state in before.items():
                 discarded[row].set_state(state)
-        with profile.timed("kv_moves"), self.report.timed("compaction"):
+        with self._timed("compaction"):
             self._move_accepted(scheduled, paths)
+        self._count(scheduled.forest, paths)
         return output
 
     def _sample_trees(
         self,
         logits: torch.Tensor,
         spec_decode_metadata: SpecDecodeMetadata,
-        scheduled: dict[int, Scheduled],
-    ) -> tuple[SamplerOutput, dict[int, list[int]]]:
+        scheduled: Scheduled,
+    ) -> tuple[SamplerOutput, Ints]:
         """Sample at every root and node, then match.
 
-        `logits` holds a row for the root and for each node of every request, in order.
+        `logits` holds a row for the root and for each node of every request, in order. Also
+        returns the accepted nodes, int32 [t, longest path].
         """
-        num_nodes = np.asarray(spec_decode_metadata.num_draft_tokens)
-        num_reqs, device = len(num_nodes), logits.device
+        forest, rows = scheduled.forest, scheduled.rows
+        num_nodes, device = np.asarray(spec_decode_metadata.num_draft_tokens), logits.device
         root_rows = np.cumsum(num_nodes + 1) - num_nodes - 1
         node_rows = np.delete(np.arange(len(logits)), root_rows)
-        trees = {row: s.tree for row, s in scheduled.items() if len(s.tree)}
-        nodes = NodeRows([self.requests[i] for i in self.input_batch.req_ids], trees)
+        nodes = NodeRows([self.requests[i] for i in self.input_batch.req_ids], forest, rows)
 
         metadata = replace(self.input_batch.sampling_metadata, spec_token_ids=None)
         at_roots = self.sampler(logits[torch.from_numpy(root_rows).to(device)], metadata)
-        tapes = tapes_for(self.sampler, metadata.generators, trees, logits.shape[-1])
+        tapes = tapes_for(self.sampler, metadata.generators, nodes, logits.shape[-1])
         thinking = None
         if (holder := metadata.thinking_budget_state_holder) is not None:
             thinking = NodeThinking(holder, nodes)
@@ -280,53 +303,53 @@ class LookaheadRunner(_Base):
                 {
                     node: tape.after(depth - 1)
                     for row, tape in tapes.items()
-                    for node, depth in zip(nodes.of(row), trees[row].depths.tolist(), strict=True)
+                    for node, depth in zip(
+                        nodes.of(row), nodes.tree(row).depths.tolist(), strict=True
+                    )
                 },
                 self._node_processors.place(nodes),
                 thinking,
             ),
         )
 
-        root_tokens = at_roots.sampled_token_ids[:, 0].tolist()
-        node_tokens = at_nodes.sampled_token_ids[:, 0].tolist()
-        emitted: list[list[int]] = []
-        sources: list[list[int]] = []
-        paths: dict[int, list[int]] = {}
-        for row in range(num_reqs):
-            own = nodes.of(row)
-            choices = [root_tokens[row], *node_tokens[own.start : own.stop]]
-            paths[row] = path = accepted_path(trees.get(row, EMPTY_TREE), choices)
-            emitted.append([choices[0], *(choices[i + 1] for i in path)])
-            sources.append([row, *(num_reqs + own[i] for i in path)])
-            if row in tapes:
-                tapes[row].spend(len(path))
-            if thinking is not None and path:
-                thinking.accept(row, own[path[-1]])
-        self._count(trees, paths)
-        return merge_outputs(at_roots, at_nodes, emitted, sources), paths
+        paths = accepted_paths(
+            forest,
+            at_roots.sampled_token_ids[:, 0].cpu().numpy()[rows],
+            at_nodes.sampled_token_ids[:, 0].cpu().numpy(),
+        )
+        if tapes or thinking is not None:
+            for row, path in zip(rows.tolist(), paths, strict=True):
+                length = int((path >= 0).sum())
+                if row in tapes:
+                    tapes[row].spend(length)
+                if thinking is not None and length:
+                    thinking.accept(row, nodes.of(row)[path[length - 1]])
+        return merge_outputs(at_roots, at_nodes, forest, rows, paths), paths
 
-    def _count(self, trees: dict[int, DraftTree], paths: dict[int, list[int]]) -> None:
-        counters = self.drafter.counters
-        for row, tree in trees.items():
-            counters.trees += 1
-            counters.branching_trees += not tree.is_chain
-            counters.nodes += len(tree)
-            counters.accepted_nodes += len(paths[row])
-            self.report.count_nodes([len(tree)], [len(paths[row])])
-        self.report.count_lengths(len(paths[row]) + 1 for row in trees)
+    def _count(self, forest: DraftForest, paths: Ints) -> None:
+        counters, report = self.drafter.counters, self.report
+        drafted = forest.sizes > 0
+        lengths = (paths >= 0).sum(axis=1)
+        counters.trees += int(drafted.sum())
+        counters.branching_trees += int(forest.branching.sum())
+        counters.nodes += forest.num_nodes
+        counters.accepted_nodes += int(lengths.sum())
+        accepted = (forest.firsts[:-1, None] + paths)[paths >= 0]
+        report.count_nodes(
+            np.bincount(forest.sources, minlength=len(SOURCES)),
+            np.bincount(forest.sources[accepted], minlength=len(SOURCES)),
+        )
+        report.count_lengths((1 + lengths[drafted]).tolist())
 
-    def _move_accepted(self, scheduled: dict[int, Scheduled], paths: dict[int, list[int]]) -> None:
+    def _move_accepted(self, scheduled: Scheduled, paths: Ints) -> None:
         """Move the accepted nodes' KV to the slots right after the root's."""
-        sources: list[int] = []
-        targets: list[int] = []
-        for row, draft in scheduled.items():
-            for place, node in enumerate(paths[row]):
-                if node != place:
-                    sources.append(draft.start + 1 + node)
-                    targets.append(draft.start + 1 + place)
-        if not sources:
+        trees, places = np.nonzero((paths >= 0) & (paths != np.arange(paths.shape[1])))
+        if not len(trees):
             return
-        self.drafter.counters.moved_tokens += len(sources)
+        self.drafter.counters.moved_tokens += len(trees)
+        behind = scheduled.starts[trees] + 1
+        sources = torch.from_numpy(behind + paths[trees, places])
+        targets = torch.from_numpy(behind + places)
         for mover, table in zip(
             self._movers, self.input_batch.block_table.block_tables, strict=True
         ):
@@ -368,59 +391,77 @@ class LookaheadRunner(_Base):
         *args: Any,
         **kwargs: Any,
     ) -> list[list[int]]:
-        batch = self.input_batch
-        wants = []
-        with profile.timed("draft"), self.report.timed("draft"):
-            for row, tokens in enumerate(sampled_token_ids):
+        batch, drafter = self.input_batch, self.drafter
+        with self._timed("draft"):
+            emitted: list[tuple[Live, list[int]]] = []
+            lengths: list[int] = []
+            plain: list[int] = []
+            prefill = 0
+            num_tokens = batch.num_tokens_no_spec[: batch.num_reqs].tolist()
+            for row, (request_id, tokens) in enumerate(
+                zip(batch.req_ids, sampled_token_ids, strict=True)
+            ):
                 if not tokens:  # an unfinished prefill
+                    computed = int(batch.num_computed_tokens_cpu[row])
+                    computed += scheduler_output.num_scheduled_tokens[request_id]
+                    prefill += num_tokens[row] - computed
                     continue
-                request_id = batch.req_ids[row]
-                params = self.requests[request_id].sampling_params
                 prompt = batch.token_ids_cpu[row, : batch.num_prompt_tokens[row]]
-                self.drafter.commit(request_id, prompt, tokens, params)
-                want = self.drafter.want(request_id, int(batch.num_tokens_no_spec[row]), params)
-                if want is not None:
+                live = drafter.follow(request_id, prompt, self.requests[request_id].sampling_params)
+                if live is None:
+                    plain.append(num_tokens[row])
+                else:
+                    emitted.append((live, tokens))
+                    lengths.append(num_tokens[row])
+            drafter.commit(emitted)
+            wants = []
+            for (live, _), length in zip(emitted, lengths, strict=True):
+                if (want := drafter.want(live, length)) is not None:
                     wants.append(want)
-            drafts = self.drafter.draft(wants, batch.num_reqs - len(wants))
-        self._wanted = bool(wants)
-        self._observe_step(scheduler_output)
+                else:
+                    plain.append(length)
+            load = Load(len(plain), sum(plain), min(prefill, self.max_num_tokens))
+            drafts = drafter.draft(wants, load)
+        self._observe_step()
         return [drafts.get(request_id, []) for request_id in batch.req_ids]
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         drafts = super().take_draft_token_ids()
         if drafts is not None:
-            shapes = {
-                request_id: self.drafter.recall(request_id, tokens).parents.tolist()
-                for request_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
-                if tokens and self._has_grammar(request_id)
-            }
-            setattr(drafts, PARENTS, shapes)
+            shapes = self.drafter.shapes(drafts.req_ids)
+            attach(drafts, Shapes(shapes, self.drafter.least_beside_prompt))
         return drafts
 
-    def _has_grammar(self, request_id: str) -> bool:
-        params = self.requests[request_id].sampling_params
-        return params is not None and params.structured_outputs is not None
-
-    def _observe_step(self, scheduler_output: SchedulerOutput) -> None:
+    def _observe_step(self) -> None:
         """A step lasts from the end of the last one, unless the engine may have waited between."""
         now, last = time.perf_counter(), self._last_step_end
         self._last_step_end = now
-        if last is None or scheduler_output.scheduled_new_reqs:
+        work, self._work = self._work, None
+        if last is None or work is None:
             return
         profile.seconds["step"] += now - last
-        if (curve := self.drafter.proposer.curve) is not None:
-            predicted = float(curve(scheduler_output.total_num_scheduled_tokens))
-            self.report.costs.append((predicted, now - last))
-            curve.observe(scheduler_output.total_num_scheduled_tokens, now - last)
+        self.report.budgets.append(work.nodes)
+        cost = self.drafter.proposer.cost
+        if cost is not None and work.tokens <= cost.curve.sizes[-1]:
+            self.report.costs.append((cost.observe(work, now - last), now - last))
 
-    # ---- report ----------------------------------------------------------------------------------
-
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().sample_tokens(*args, **kwargs)
-        self._trie_watch.look(self.report)
-        if metrics.attach(output, self.report):
-            self.report = metrics.StepReport()
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)
+        if isinstance(output, ModelRunnerOutput):
+            self._trie_watch.look(self.report)
+            if metrics.attach(output, self.report):
+                self.report = StepReport()
         return output
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - start
+            self.report.seconds[part] += elapsed
+            profile.seconds[part] += elapsed
 
     def _on_request_state_removed(self, req_id: str, *args: Any, **kwargs: Any) -> None:
         super()._on_request_state_removed(req_id, *args, **kwargs)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, BatchUpdate, LogitsProcessors
@@ -23,7 +22,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
-from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.draft.tree import DraftForest, DraftTree, Ints, Words
 from lookahead_vllm.verify.noise import DrawTape
 
 if TYPE_CHECKING:
@@ -56,34 +55,45 @@ class NodeRows:
     ----------
     requests
         The requests of the batch, by row.
-    trees
-        Their draft trees; rows without one are left out.
+    forest
+        The draft trees of some of them.
+    rows : int64 [t]
+        The row of each tree's request, rising.
     """
 
     def __init__(
-        self, requests: Sequence[CachedRequestState], trees: Mapping[int, DraftTree]
+        self, requests: Sequence[CachedRequestState], forest: DraftForest, rows: Words
     ) -> None:
         self.requests = requests
-        self.trees = trees
-        sizes = np.array([len(trees[r]) if r in trees else 0 for r in range(len(requests))])
-        self.owners: NDArray[np.int64] = np.repeat(np.arange(len(requests)), sizes)
+        self.forest = forest
+        self.owners: Words = rows[forest.owners]
         """The request's row of each node."""
-        self.first: NDArray[np.int64] = np.cumsum(sizes) - sizes
-        """The row of each request's first node."""
+        self._trees = {row: i for i, row in enumerate(rows.tolist()) if forest.sizes[i]}
         self._histories: dict[int, list[list[int]]] = {}
 
     def __len__(self) -> int:
-        return len(self.owners)
+        return self.forest.num_nodes
+
+    @property
+    def rows(self) -> Iterable[int]:
+        """The requests that have nodes."""
+        return self._trees.keys()
+
+    def tree(self, row: int) -> DraftTree:
+        """A request's draft tree."""
+        return self.forest[self._trees[row]]
 
     def of(self, row: int) -> range:
         """The rows of one request's nodes."""
-        first = int(self.first[row])
-        return range(first, first + len(self.trees[row])) if row in self.trees else range(0)
+        if row not in self._trees:
+            return range(0)
+        tree = self._trees[row]
+        return range(int(self.forest.firsts[tree]), int(self.forest.firsts[tree + 1]))
 
     def histories(self, row: int) -> list[list[int]]:
         """The outputs that each node of a request stands behind, its own token being the last."""
         if row not in self._histories:
-            tree, committed = self.trees[row], self.requests[row].output_token_ids
+            tree, committed = self.tree(row), self.requests[row].output_token_ids
             histories: list[list[int]] = []
             for parent, token in zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True):
                 histories.append([*(committed if parent < 0 else histories[parent]), token])
@@ -98,7 +108,7 @@ class NodeRows:
 
     def rows_where(self, applies: Callable[[SamplingParams], object]) -> list[int]:
         """The rows of requests that have nodes and these sampling parameters."""
-        return [row for row in self.trees if applies(self.params(row))]
+        return [row for row in self._trees if applies(self.params(row))]
 
 
 class NodeProcessors:
@@ -156,7 +166,7 @@ class NodeThinking:
     def __init__(self, roots: ThinkingBudgetStateHolder, nodes: NodeRows) -> None:
         self._roots = roots
         self._nodes = nodes
-        self._rows = [row for row in nodes.trees if row in roots._state]
+        self._rows = [row for row in nodes.rows if row in roots._state]
         self._holder = copy(roots)
         self._holder._state = {}
         self._holder.cu_num_tokens = {}
@@ -171,7 +181,7 @@ class NodeThinking:
             node: (row, parent)
             for row in self._rows
             for node, parent in zip(
-                self._nodes.of(row), self._nodes.trees[row].parents.tolist(), strict=True
+                self._nodes.of(row), self._nodes.tree(row).parents.tolist(), strict=True
             )
         }
         while len(done) < len(parents):
@@ -220,7 +230,7 @@ def node_metadata(
     if thinking is not None:
         looks_back.update(thinking._rows)
     histories: list[list[int]] = [[] for _ in range(len(nodes))]
-    for row in looks_back & nodes.trees.keys():
+    for row in looks_back.intersection(nodes.rows):
         own = nodes.of(row)
         histories[own.start : own.stop] = nodes.histories(row)
     return replace(
@@ -252,7 +262,7 @@ def _has_penalty(params: SamplingParams) -> bool:
 def tapes_for(
     sampler: Sampler,
     generators: dict[int, torch.Generator],
-    trees: Mapping[int, DraftTree],
+    nodes: NodeRows,
     vocab: int,
 ) -> dict[int, DrawTape]:
     """Each seeded request's draws for the outputs that its nodes stand for.
@@ -270,46 +280,39 @@ def tapes_for(
             )
 
     return {
-        row: DrawTape(generators[row], draw, int(tree.depths.max()))
-        for row, tree in trees.items()
-        if row in generators
+        row: DrawTape(generators[row], draw, int(nodes.tree(row).depths.max()))
+        for row in generators.keys() & nodes.rows
     }
 
 
 def merge_outputs(
-    roots: SamplerOutput,
-    nodes: SamplerOutput,
-    emitted: Sequence[Sequence[int]],
-    sources: Sequence[Sequence[int]],
+    roots: SamplerOutput, nodes: SamplerOutput, forest: DraftForest, rows: Words, paths: Ints
 ) -> SamplerOutput:
     """One output row a request, as wide as the longest burst.
 
     Parameters
     ----------
     roots, nodes
-        What was sampled at the R root rows and at the node rows.
-    emitted
-        For each of the R requests, the tokens to emit, at least one.
-    sources
-        For each emitted token its row in the concatenation of `roots` and `nodes`.
+        What was sampled at the root rows of all requests and at the node rows.
+    forest, rows : int64 [t]
+        The trees and the rows of their requests.
+    paths : int32 [t, longest]
+        The accepted nodes of each tree, as of `accepted_paths`.
     """
-    width = max(map(len, emitted))
-    tokens: NDArray[np.int32] = np.full((len(emitted), width), -1, dtype=np.int32)
-    index: NDArray[np.int64] = np.zeros((len(emitted), width), dtype=np.int64)
-    for row, (burst, where) in enumerate(zip(emitted, sources, strict=True)):
-        tokens[row, : len(burst)] = burst
-        index[row, : len(where)] = where
     device = roots.sampled_token_ids.device
+    num_reqs = len(roots.sampled_token_ids)
+    # Where each emitted token was sampled, among the roots and then the nodes.
+    places: Words = np.full((num_reqs, 1 + paths.shape[1]), -1, np.int64)
+    places[:, 0] = np.arange(num_reqs)
+    places[rows, 1:] = np.where(paths < 0, -1, num_reqs + forest.firsts[:-1, None] + paths)
+    flat = torch.from_numpy(places.reshape(-1)).to(device)
+    sampled = torch.cat((roots.sampled_token_ids[:, 0], nodes.sampled_token_ids[:, 0]))
+    tokens = torch.where(flat < 0, -1, sampled[flat]).view(places.shape)
     logprobs = None
     if roots.logprobs_tensors is not None:
-        flat = torch.from_numpy(index.reshape(-1)).to(device)
-        joined = _joined(
-            roots.logprobs_tensors,
-            nodes.logprobs_tensors,
-            len(roots.sampled_token_ids) + len(nodes.sampled_token_ids),
-        )
-        logprobs = LogprobsTensors(*(tensor[flat] for tensor in joined))
-    return SamplerOutput(torch.from_numpy(tokens).to(device), logprobs)
+        joined = _joined(roots.logprobs_tensors, nodes.logprobs_tensors, len(sampled))
+        logprobs = LogprobsTensors(*(tensor[flat.clamp(min=0)] for tensor in joined))
+    return SamplerOutput(tokens.int(), logprobs)
 
 
 def _joined(

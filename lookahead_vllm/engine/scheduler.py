@@ -1,7 +1,8 @@
-"""vLLM's scheduler, to which a draft under a grammar is a tree."""
+"""vLLM's scheduler, to which a draft under a grammar is a tree, and drafts come last."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,8 +10,10 @@ from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
-from lookahead_vllm.engine import metrics, request_options
-from lookahead_vllm.engine.grammar import PARENTS, GrammarDraft, GrammarWalk, take_bursts_one_by_one
+from lookahead_vllm.engine import metrics, request_options, shapes
+from lookahead_vllm.engine.grammar import GrammarDraft, GrammarWalk, take_bursts_one_by_one
+from lookahead_vllm.engine.room import DraftRoom
+from lookahead_vllm.engine.shapes import Shape, Shapes
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -26,13 +29,16 @@ class LookaheadScheduler(Scheduler):
         # The same number for every batch size. Without a schedule of its own, vLLM pads a request
         # that has one token to compute with placeholder drafts, and waits until all of them fit.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+        self._room = DraftRoom(self)
+        self._shapes = shapes.NONE
+        """Of the drafts that were proposed last."""
         self._grammar_drafts: dict[str, GrammarDraft] = {}
         """Of requests that wait for the step in which it is verified, or are in it."""
         self._report: metrics.StepReport | None = None
         """Of the step whose output is being processed."""
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        parents = getattr(draft_token_ids, PARENTS, {})
+        self._shapes = proposed = shapes.attached(draft_token_ids)
         others = DraftTokenIds([], [])
         for req_id, tokens in zip(
             draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True
@@ -47,12 +53,11 @@ class LookaheadScheduler(Scheduler):
                 others.req_ids.append(req_id)
                 others.draft_token_ids.append(tokens)
                 continue
-            chain = range(-1, len(tokens) - 1)
             draft = GrammarWalk(
                 self.structured_output_manager,
                 request,
                 tokens,
-                parents.get(req_id, chain),
+                proposed.by_request.get(req_id, Shape([], [], [])),
                 *self._bounds(request),
             ).run()
             self._grammar_drafts[req_id] = draft
@@ -68,18 +73,24 @@ class LookaheadScheduler(Scheduler):
         return nodes, min(nodes, request.max_tokens - request.num_output_tokens - 1)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        probs: dict[str, Sequence[float]] = {
+            req_id: shape.probs for req_id, shape in self._shapes.by_request.items()
+        }
+        for req_id, draft in self._grammar_drafts.items():
+            probs[req_id] = draft.shape.probs
+        kept_blocks = self._room.make(probs, self._shapes.least_beside_prompt)
         output = super().schedule(*args, **kwargs)
-        shapes: dict[str, list[int]] = {}
+        changed: dict[str, Shape] = {}
         # A request that is left out of this step keeps its draft for a later one.
         for req_id in self._grammar_drafts.keys() & output.num_scheduled_tokens.keys():
             draft = self._grammar_drafts[req_id]
             scheduled = output.scheduled_spec_decode_tokens.get(req_id, [])
             n = len(scheduled)
             if output.num_scheduled_tokens[req_id] == 1 + n and draft.tokens[:n] == scheduled:
-                shapes[req_id] = draft.parents[:n]
+                changed[req_id] = draft.shape
             else:  # it comes back from preemption
                 del self._grammar_drafts[req_id]
-        setattr(output, PARENTS, shapes)
+        shapes.attach(output, Shapes(changed, kept_blocks=kept_blocks))
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:

@@ -9,35 +9,46 @@ decoding as the special case.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
 
-from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.draft.kernel import kernel
+from lookahead_vllm.draft.tree import DraftForest, Ints, Words
 
 
-def accepted_path(tree: DraftTree, choices: Sequence[int]) -> list[int]:
+def accepted_paths(forest: DraftForest, at_roots: Ints, at_nodes: Ints) -> Ints:
     """The nodes that the target model agrees with.
 
     Parameters
     ----------
-    tree
-        A draft of n nodes.
-    choices
-        n + 1 token ids: what the target model chose at the root, then at each node in list order.
+    forest
+        t trees of n nodes together.
+    at_roots : int32 [t]
+        The token that the target model chose at each root.
+    at_nodes : int32 [n]
+        And at each node.
 
     Returns
     -------
-    list of int
-        Indices of the accepted nodes from the root down; the tokens to emit are
-        ``choices[0]`` and ``choices[i + 1]`` for each of them.
+    int32 [t, longest path]
+        The accepted nodes' numbers within their tree from the root down, then -1. The tokens to
+        emit are the choice at the root and those at these nodes.
     """
-    assert len(choices) == len(tree) + 1
-    path: list[int] = []
-    here, wanted = -1, choices[0]
-    # Parents stand before children, so one pass meets the path's nodes in order.
-    for i, (parent, token) in enumerate(
-        zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
-    ):
-        if parent == here and token == wanted:
-            path.append(i)
-            here, wanted = i, choices[i + 1]
-    return path
+    paths = _walk(forest.tokens, forest.parents, forest.firsts, at_roots, at_nodes)
+    return paths[:, : (paths >= 0).any(axis=0).sum()]
+
+
+@kernel
+def _walk(tokens: Ints, parents: Ints, firsts: Words, at_roots: Ints, at_nodes: Ints) -> Ints:
+    longest = 0
+    for tree in range(len(firsts) - 1):
+        longest = max(longest, firsts[tree + 1] - firsts[tree])
+    paths = np.full((len(firsts) - 1, longest), -1, np.int32)
+    for tree in range(len(firsts) - 1):
+        here, wanted, length = -1, at_roots[tree], 0
+        # Parents stand before children, so one pass meets the path's nodes in order.
+        for place in range(firsts[tree + 1] - firsts[tree]):
+            node = firsts[tree] + place
+            if parents[node] == here and tokens[node] == wanted:
+                paths[tree, length] = place
+                here, wanted, length = place, at_nodes[node], length + 1
+    return paths

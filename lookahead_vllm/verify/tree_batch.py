@@ -11,7 +11,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.draft.kernel import kernel
+from lookahead_vllm.draft.tree import DraftForest, DraftTree, Ints, Words
 from lookahead_vllm.verify.native import TreeBatchView
 
 
@@ -55,26 +56,17 @@ class TreeBatch:
         contexts: ArrayLike,
     ) -> TreeBatch:
         """Lay out `trees`, with one entry of `rows`, `starts`, `contexts` for each (on the CPU)."""
-        depths: list[np.ndarray] = []
-        bits: list[int] = []
-        for tree in trees:
-            depths += (_ROOT_DEPTH, tree.depths)
-            tree_bits = [1]
-            for row, parent in enumerate(tree.parents.tolist(), start=1):
-                tree_bits.append(tree_bits[parent + 1] | 1 << row)
-            bits += tree_bits
-        sizes = np.array([len(tree) + 1 for tree in trees], dtype=np.int32)
+        forest = DraftForest.of(trees)
+        sizes = (forest.sizes + 1).astype(np.int32)
         words = (int(sizes.max(initial=1)) + 31) // 32
-        masks = np.frombuffer(
-            bytearray().join([b.to_bytes(4 * words, "little") for b in bits]), dtype="<i4"
-        )
+        depths, masks = _lay_out(forest.parents, forest.depths, forest.firsts, words)
         return cls(
             _int32(rows),
             _int32(starts),
             torch.from_numpy(sizes),
             _int32(contexts),
-            torch.from_numpy(np.concatenate(depths) if depths else np.empty(0, np.int32)),
-            torch.from_numpy(masks.reshape(len(bits), words)),
+            torch.from_numpy(depths),
+            torch.from_numpy(masks),
         )
 
     def __len__(self) -> int:
@@ -103,7 +95,21 @@ class TreeBatch:
         return TreeBatchView(len(self), self.masks.shape[1], *(f.data_ptr() for f in fields))
 
 
-_ROOT_DEPTH = np.zeros(1, dtype=np.int32)
+@kernel
+def _lay_out(parents: Ints, depths: Ints, firsts: Words, words: int) -> tuple[Ints, Ints]:
+    num_trees = len(firsts) - 1
+    row_depths = np.zeros(len(parents) + num_trees, np.int32)
+    masks = np.zeros((len(parents) + num_trees, words), np.int32)
+    for tree in range(num_trees):
+        first = firsts[tree]
+        root = first + tree
+        masks[root, 0] = 1
+        for place in range(firsts[tree + 1] - first):
+            row = root + 1 + place
+            masks[row] = masks[root + 1 + parents[first + place]]
+            masks[row, (place + 1) // 32] |= np.int32(np.int64(1) << ((place + 1) % 32))
+            row_depths[row] = depths[first + place]
+    return row_depths, masks
 
 
 def _int32(values: ArrayLike) -> Tensor:

@@ -15,11 +15,11 @@ def answer_in_part(proposer, share, rounds=400):
     for i in range(rounds):
         a, b, c = 10_000 + 3 * i, 10_001 + 3 * i, 10_002 + 3 * i
         proposer.start("r", [a, b, 1])
-        proposer.extend("r", [a])
+        proposer.extend({"r": [a]})
         tree = proposer.propose([DraftRequest("r", 16, 1)])[0]
         held = dict(zip(tree.tokens.tolist(), tree.probs.tolist(), strict=True))
         probs.append(held.get(b, 0.0))
-        proposer.extend("r", [b if rng.random() < share else c])
+        proposer.extend({"r": [b if rng.random() < share else c]})
         proposer.finish("r")
     return probs
 
@@ -41,7 +41,7 @@ def test_it_learns_from_what_was_not_drafted_too():
     proposer = NGramTrieProposer(LookaheadOptions())
     for i in range(100):
         proposer.start("r", [10_000 + 2 * i, 10_001 + 2 * i, 1])
-        proposer.extend("r", [10_000 + 2 * i, 10_001 + 2 * i])
+        proposer.extend({"r": [10_000 + 2 * i, 10_001 + 2 * i]})
     proposer.start("r", [5, 6, 7, 5])
     assert proposer.propose([DraftRequest("r", 1, 1)])[0].probs[0] > 0.8
 

@@ -39,7 +39,7 @@ def taught_proposer(max_nodes=4096):
     proposer = new_proposer(max_nodes)
     for i, namespace in enumerate(["", "", "other"]):
         proposer.start(f"{i}", PROMPT, namespace)
-        proposer.extend(f"{i}", ANSWER[i:] + ANSWER[: i + 4])
+        proposer.extend({f"{i}": ANSWER[i:] + ANSWER[: i + 4]})
     return proposer  # its requests are still live
 
 
@@ -51,7 +51,7 @@ def drafts(proposer, texts, namespace=""):
     trees = []
     for text in texts:
         proposer.start("r", [1], namespace)
-        proposer.extend("r", text)
+        proposer.extend({"r": text})
         (tree,) = proposer.propose([DraftRequest("r", 16, 16)])
         trees.append((tree.tokens.tolist(), tree.parents.tolist(), tree.probs.tolist()))
         proposer.finish("r")
@@ -290,7 +290,7 @@ def test_what_is_saved_while_others_learn_is_whole(tmp_path, monkeypatch):
             for name in ("first", "second"):
                 proposer.start(name, [], name)
                 for i in range(0, len(text), 7):
-                    proposer.extend(name, text[i : i + 7])
+                    proposer.extend({name: text[i : i + 7]})
                 proposer.finish(name)
             proposer.start("last", [], f"{time.time()}")  # namespaces come up all the time
 

@@ -37,7 +37,7 @@ def new_proposer(max_nodes=4096):
 
 def teach(proposer, first=100):
     proposer.start("r", [1])
-    proposer.extend("r", range(first, first + 50))
+    proposer.extend({"r": range(first, first + 50)})
     proposer.finish("r")
 
 

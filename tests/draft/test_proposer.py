@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_vllm.draft import proposer as proposer_module
-from lookahead_vllm.draft.budget import CostCurve
+from lookahead_vllm.draft.budget import CostCurve, StepCost
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftRequest, NGramTrieProposer
 from tests.draft.model import ProposerModel
@@ -37,14 +37,14 @@ def teach_copying(proposer):
     """Answers that copy, so that the proposer has learned to believe a match."""
     for first in range(1000, 3000, 50):
         proposer.start("teacher", range(first, first + 40))
-        proposer.extend("teacher", range(first, first + 20))
+        proposer.extend({"teacher": range(first, first + 20)})
         proposer.finish("teacher")
 
 
 def test_an_answer_that_copies_a_document_gets_the_chain_that_follows(proposer):
     teach_copying(proposer)
     proposer.start("r", [1, *DOCUMENT, 2])
-    proposer.extend("r", DOCUMENT[:4])
+    proposer.extend({"r": DOCUMENT[:4]})
     tree = draft(proposer, "r")
     assert tree.is_chain and tree.tokens.tolist() == DOCUMENT[4:20]
 
@@ -52,41 +52,41 @@ def test_an_answer_that_copies_a_document_gets_the_chain_that_follows(proposer):
 def test_a_branch_is_longer_than_the_ngrams_held_and_not_longer_than_wanted(proposer):
     teach_copying(proposer)
     proposer.start("r", [1, *DOCUMENT, 2])
-    proposer.extend("r", DOCUMENT[:4])
+    proposer.extend({"r": DOCUMENT[:4]})
     assert draft(proposer, "r", max_depth=12).depths.max() == 12
 
 
 def test_the_newest_tokens_of_an_answer_are_drafted_at_once(proposer):
     proposer.start("r", [1])
-    proposer.extend("r", [50, 51, 52, 50, 51])
+    proposer.extend({"r": [50, 51, 52, 50, 51]})
     assert 52 in children_of_root(draft(proposer, "r"))
 
 
 def test_another_requests_answer_is_drafted_while_it_is_still_being_written(proposer):
     proposer.start("a", [1])
     proposer.start("b", [2])
-    proposer.extend("a", [50, 51, 52])
-    proposer.extend("b", [50, 51])
+    proposer.extend({"a": [50, 51, 52]})
+    proposer.extend({"b": [50, 51]})
     assert 52 in children_of_root(draft(proposer, "b"))
 
 
 def test_a_prompt_with_an_end_of_sequence_in_its_middle_is_indexed_whole(proposer):
     eos = 2
     proposer.start("r", [1, 10, 11, 12, eos, 1, 20, 21, 22, eos, 1])
-    proposer.extend("r", [20, 21])
+    proposer.extend({"r": [20, 21]})
     assert 22 in children_of_root(draft(proposer, "r"))
-    proposer.extend("r", [22])
+    proposer.extend({"r": [22]})
     assert eos in children_of_root(draft(proposer, "r"))
 
 
 def test_a_prompts_branches_go_with_its_request_and_its_answer_stays(proposer):
     proposer.start("a", [60, 61, 62])
-    proposer.extend("a", [70, 71, 72])
+    proposer.extend({"a": [70, 71, 72]})
     proposer.finish("a")
     proposer.start("b", [1])
-    proposer.extend("b", [60, 61])
+    proposer.extend({"b": [60, 61]})
     assert 62 not in draft(proposer, "b").tokens
-    proposer.extend("b", [70, 71])
+    proposer.extend({"b": [70, 71]})
     assert 72 in draft(proposer, "b").tokens
 
 
@@ -99,7 +99,7 @@ def test_another_live_requests_prompt_is_not_drafted(proposer):
 def test_the_end_of_one_request_does_not_touch_the_drafts_of_another(proposer):
     for request_id in "ab":
         proposer.start(request_id, [*DOCUMENT, 1])
-    proposer.extend("b", DOCUMENT[:5])
+    proposer.extend({"b": DOCUMENT[:5]})
     before = draft(proposer, "b")
     proposer.finish("a")
     after = draft(proposer, "b")
@@ -109,10 +109,10 @@ def test_the_end_of_one_request_does_not_touch_the_drafts_of_another(proposer):
 
 def test_a_request_that_leaves_the_batch_for_a_while_has_not_ended(proposer):
     proposer.start("preempted", [*DOCUMENT, 1])
-    proposer.extend("preempted", DOCUMENT[:3])
+    proposer.extend({"preempted": DOCUMENT[:3]})
     for i in range(50):
         proposer.start(f"other {i}", [3, 4, 5])
-        proposer.extend(f"other {i}", [6, 7])
+        proposer.extend({f"other {i}": [6, 7]})
         draft(proposer, f"other {i}")
         proposer.finish(f"other {i}")
     assert draft(proposer, "preempted").tokens[0] == DOCUMENT[3]
@@ -122,9 +122,9 @@ def test_a_flood_of_answers_leaves_a_live_prompt_alone():
     proposer = NGramTrieProposer(LookaheadOptions(max_nodes=8192))
     proposer.start("r", [*DOCUMENT, 1])
     proposer.start("flood", [1])
-    proposer.extend("flood", np.random.default_rng(0).integers(1000, 40_000, 700).tolist())
+    proposer.extend({"flood": np.random.default_rng(0).integers(1000, 40_000, 700).tolist()})
     assert proposer.trie.num_pruned > 0
-    proposer.extend("r", DOCUMENT[:3])
+    proposer.extend({"r": DOCUMENT[:3]})
     assert DOCUMENT[3] in draft(proposer, "r").tokens
 
 
@@ -154,7 +154,7 @@ def test_nothing_is_left_when_every_request_ends_without_an_answer(proposer):
 
 def test_branches_that_share_a_prefix_share_its_nodes(proposer):
     proposer.start("r", [10, 11, 12, 10, 11, 13, 10, 11, 12, 1])
-    proposer.extend("r", [10])
+    proposer.extend({"r": [10]})
     tree = draft(proposer, "r")
     assert tree.tokens.tolist().count(11) == 1
     eleven = tree.tokens.tolist().index(11)
@@ -165,13 +165,13 @@ def test_branches_that_share_a_prefix_share_its_nodes(proposer):
 def test_what_follows_a_longer_match_comes_first(proposer):
     teach_copying(proposer)
     proposer.start("r", [5, 30, 31, 40, 6, 31, 41, 7, 31, 41, 8])
-    proposer.extend("r", [5, 30, 31])
+    proposer.extend({"r": [5, 30, 31]})
     assert draft(proposer, "r").tokens[0] == 40
 
 
 def test_where_a_tree_may_not_branch_it_is_a_chain(proposer):
     proposer.start("r", [10, 11, 12, 10, 11, 13, 10, 14, 1])
-    proposer.extend("r", [10])
+    proposer.extend({"r": [10]})
     assert not draft(proposer, "r").is_chain
     assert draft(proposer, "r", may_branch=False).is_chain
 
@@ -186,7 +186,7 @@ def test_a_fixed_budget_is_not_cut_by_cost():
     steep = CostCurve([1, 2], [1.0, 1000.0])
     sizes = {}
     for budget in ("auto", 3):
-        proposer = NGramTrieProposer(LookaheadOptions(budget=budget), steep)
+        proposer = NGramTrieProposer(LookaheadOptions(budget=budget), StepCost(steep))
         proposer.start("r", [10, 11, 10, 12, 10, 13, 10, 14, 10])
         sizes[budget] = len(draft(proposer, "r"))
     assert sizes == {"auto": 0, 3: 3}
@@ -195,7 +195,7 @@ def test_a_fixed_budget_is_not_cut_by_cost():
 def test_a_cost_curve_set_later_cuts_the_next_trees(proposer):
     proposer.start("r", [10, 11, 10])
     assert len(draft(proposer, "r")) > 0
-    proposer.curve = CostCurve([1, 2], [1.0, 1000.0])
+    proposer.cost = StepCost(CostCurve([1, 2], [1.0, 1000.0]))
     assert len(draft(proposer, "r")) == 0
 
 
@@ -215,7 +215,7 @@ def test_every_tree_is_valid_within_its_limits_and_best_first(
     proposer = NGramTrieProposer(LookaheadOptions(num_speculative_tokens=40, max_nodes=1024))
     for request, prompt, answer in requests:
         proposer.start(str(request), prompt)
-        proposer.extend(str(request), answer)
+        proposer.extend({str(request): answer})
     wants = [
         DraftRequest(str(r), max_nodes, max_depth, may_branch) for r in {r for r, _, _ in requests}
     ]
@@ -235,7 +235,7 @@ def test_a_tree_of_more_than_one_branch_parts_where_the_mode_says():
     for mode in ("hierarchical", "parallel", "single"):
         proposer = NGramTrieProposer(LookaheadOptions(draft=mode))
         proposer.start("r", [10, 11, 12, 10, 11, 13, 10, 14, 15, 10, 14, 16, 1])
-        proposer.extend("r", [10])
+        proposer.extend({"r": [10]})
         tree = draft(proposer, "r")
         tree.check(vocab_size=100, max_nodes=16)
         parents = tree.parents.tolist()
@@ -256,15 +256,15 @@ def test_what_is_inserted_is_the_prompt_the_output_or_both(
 ):
     proposer = NGramTrieProposer(LookaheadOptions(sources=sources))
     proposer.start("other", [1])
-    proposer.extend("other", [50, 51])
+    proposer.extend({"other": [50, 51]})
     proposer.start("r", [60, 61, 62])
-    proposer.extend("r", [70, 71])
+    proposer.extend({"r": [70, 71]})
     for last, following, is_held in (
         (60, 61, from_prompt),
         (70, 71, from_own_answer),
         (50, 51, from_another),
     ):
-        proposer.extend("r", [5, 6, last])
+        proposer.extend({"r": [5, 6, last]})
         assert (following in draft(proposer, "r").tokens) == is_held, last
 
 
@@ -272,7 +272,7 @@ def test_a_reference_is_drafted_from_its_first_token_and_before_the_prompt():
     proposer = NGramTrieProposer(LookaheadOptions())
     proposer.start("r", [1, 10, 11, 12, 13, 2], references=[[20, 21, 22], [10, 31, 32]])
     assert draft(proposer, "r").tokens[0] in (20, 10)
-    proposer.extend("r", [10])
+    proposer.extend({"r": [10]})
     tree = draft(proposer, "r")
     assert tree.tokens[0] == 31 and 11 in tree.tokens
 
@@ -281,18 +281,18 @@ def test_a_reference_belongs_to_its_request():
     proposer = NGramTrieProposer(LookaheadOptions())
     proposer.start("a", [1], references=[[20, 21, 22]])
     proposer.start("b", [1])
-    proposer.extend("b", [20])
+    proposer.extend({"b": [20]})
     assert 21 not in draft(proposer, "b").tokens
     proposer.finish("a")
     proposer.start("a", [1])
-    proposer.extend("a", [20])
+    proposer.extend({"a": [20]})
     assert 21 not in draft(proposer, "a").tokens
 
 
 def test_an_answer_that_follows_its_reference_in_spite_of_a_change_is_drafted():
     proposer = NGramTrieProposer(LookaheadOptions())
     proposer.start("r", [1], references=[DOCUMENT])
-    proposer.extend("r", [*DOCUMENT[:20], 7])
+    proposer.extend({"r": [*DOCUMENT[:20], 7]})
     assert DOCUMENT[21] in children_of_root(draft(proposer, "r"))
 
 
@@ -300,10 +300,10 @@ def test_namespaces_share_nothing_and_none_shares_with_nobody():
     proposer = NGramTrieProposer(LookaheadOptions())
     for request_id, namespace in (("a", "x"), ("b", ""), ("c", None)):
         proposer.start(request_id, [1], namespace)
-        proposer.extend(request_id, [50, {"a": 51, "b": 52, "c": 53}[request_id]])
+        proposer.extend({request_id: [50, {"a": 51, "b": 52, "c": 53}[request_id]]})
     for namespace, held in (("x", {51}), ("", {52}), (None, set()), ("y", set())):
         proposer.start("r", [1], namespace)
-        proposer.extend("r", [50])
+        proposer.extend({"r": [50]})
         assert {51, 52, 53} & children_of_root(draft(proposer, "r")) == held
 
 
@@ -319,12 +319,12 @@ def test_the_namespace_that_was_used_last_long_ago_is_forgotten(monkeypatch):
     proposer = NGramTrieProposer(LookaheadOptions())
     for namespace in ("kept", "forgotten"):
         proposer.start("r", [1], namespace)
-        proposer.extend("r", [50, 51])
+        proposer.extend({"r": [50, 51]})
     for namespace in ("kept", "new", "newer"):
         proposer.start("r", [1], namespace)
     for namespace, is_held in (("kept", True), ("forgotten", False)):
         proposer.start("r", [1], namespace)
-        proposer.extend("r", [50])
+        proposer.extend({"r": [50]})
         assert (51 in draft(proposer, "r").tokens) == is_held
 
 
@@ -334,7 +334,7 @@ def test_a_long_prompt_is_indexed_over_several_steps():
     proposer.start("r", prompt)
     seen = []
     for _ in range(10):
-        proposer.extend("r", prompt[29_900:29_902].tolist())
+        proposer.extend({"r": prompt[29_900:29_902].tolist()})
         seen.append(prompt[29_902] in draft(proposer, "r").tokens)
     assert not seen[0] and seen[-1] and sorted(seen) == seen
     proposer.start("r", prompt)
@@ -351,7 +351,7 @@ def test_what_is_not_yet_indexed_is_kept_as_it_was_given():
     prompt[:] = 7  # the engine's buffer gets another request
     for _ in range(10):
         draft(proposer, "r")
-    proposer.extend("r", [29_000, 29_001])
+    proposer.extend({"r": [29_000, 29_001]})
     assert draft(proposer, "r").tokens[0] == 29_002
 
 
@@ -362,12 +362,12 @@ def test_a_restored_proposer_goes_on_where_the_other_was():
     pupil.restore(*teacher.snapshot())
     for proposer in (teacher, pupil):
         proposer.start("r", [1])
-        proposer.extend("r", [1000, 1001])
+        proposer.extend({"r": [1000, 1001]})
     trees = [draft(proposer, "r") for proposer in (teacher, pupil)]
     assert len(trees[0]) > 3 and trees[0].tokens.tolist() == trees[1].tokens.tolist()
     assert trees[0].probs.tolist() == trees[1].probs.tolist()
     pupil.start("s", [1])
-    pupil.extend("s", [60])
+    pupil.extend({"s": [60]})
     assert 61 not in draft(pupil, "s").tokens
 
 
@@ -421,7 +421,7 @@ def test_it_proposes_what_the_plain_model_of_it_proposes(steps):
             live.pop(request_id, None)
             proposer.finish(request_id)
         elif request_id in live and action == "extend":
-            proposer.extend(request_id, tokens)
+            proposer.extend({request_id: tokens})
             model.extend(*live[request_id], tokens)
         elif request_id in live:
             tree = draft(proposer, request_id, max_nodes=24, max_depth=6)
@@ -460,14 +460,14 @@ def test_no_draft_holds_what_only_another_namespace_has_seen(steps, max_nodes):
             live.pop(request_id, None)
             proposer.finish(request_id)
         elif request_id in live and action == "extend":
-            proposer.extend(request_id, tokens)
+            proposer.extend({request_id: tokens})
             own, shared, text = live[request_id]
             new = pairs(text[-2:] + tokens) - pairs(text[-2:])
             seen[own] |= new
             seen[shared] |= new
             text += tokens
             proposer.start("flood", flood[step:], "flood")
-            proposer.extend("flood", flood[step:])
+            proposer.extend({"flood": flood[step:]})
         elif request_id in live:
             own, shared, text = live[request_id]
             tree = draft(proposer, request_id)

@@ -37,7 +37,7 @@ def test_memory_and_proposals_stay_as_they_are_over_20_000_requests():
         live[str(serial)] = text(int(rng.integers(4, 28)))
         while len(live) >= AT_A_TIME:  # everybody says three tokens
             for request_id in list(live):
-                proposer.extend(request_id, live[request_id][:3])
+                proposer.extend({request_id: live[request_id][:3]})
                 live[request_id] = live[request_id][3:]
                 if not live[request_id]:
                     del live[request_id]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
 
+from lookahead_vllm.draft.budget import Load
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftRequest
+from lookahead_vllm.draft.proposer import NO_LOAD, DraftRequest
 from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 
@@ -30,7 +31,7 @@ class TestProposer:
     __test__ = False
 
     def __init__(self, options: LookaheadOptions) -> None:
-        self.curve = None
+        self.cost = None
         self.prompts: dict[str, tuple[int, ...]] = {}
         self.outputs: dict[str, list[int]] = {}
 
@@ -44,13 +45,14 @@ class TestProposer:
         self.prompts[request_id] = tuple(int(t) for t in prompt)
         self.outputs[request_id] = []
 
-    def extend(self, request_id: str, tokens: Sequence[int]) -> None:
-        self.outputs[request_id] += tokens
+    def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
+        for request_id, new in tokens.items():
+            self.outputs[request_id] += new
 
     def finish(self, request_id: str) -> None:
         del self.prompts[request_id], self.outputs[request_id]
 
-    def propose(self, wants: Sequence[DraftRequest], num_plain_tokens: int = 0) -> list[DraftTree]:
+    def propose(self, wants: Sequence[DraftRequest], load: Load = NO_LOAD) -> list[DraftTree]:
         return [self.grow(want) for want in wants]
 
     def grow(self, want: DraftRequest) -> DraftTree:

@@ -86,7 +86,7 @@ def test_ranks_that_serve_beside_each_other_have_files_of_their_own(tmp_path: Pa
         cache = open_cache(vllm_config(rank), options, proposer)
         assert cache is not None
         proposer.start("r", [1])
-        proposer.extend("r", [2, 3, 4])
+        proposer.extend({"r": [2, 3, 4]})
         cache.close()
     assert sorted(os.listdir(tmp_path)) == ["a.cache", "a.cache.dp1"]
 

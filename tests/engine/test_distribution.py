@@ -10,10 +10,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.v1.outputs import SamplerOutput
 
-from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.draft.tree import DraftForest, DraftTree, Ints
 from lookahead_vllm.engine import runner
 from tests.engine.driving import drafter_of, engine
 from tests.engine.proposers import Planned
@@ -95,15 +98,22 @@ def test_the_joint_distribution_of_several_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And a verifier that takes the draft's word for it in 2 % of cases is caught."""
-    original, rng = runner.accepted_path, random.Random(0)
+    walk, merge, rng = runner.accepted_paths, runner.merge_outputs, np.random.default_rng(1)
 
-    def credulous(tree: DraftTree, choices: list[int]) -> list[int]:
-        if len(tree) and rng.random() < BIAS:
-            choices[0] = int(tree.tokens[0])
-        return original(tree, choices)
+    def credulous(forest: DraftForest, at_roots: Ints, at_nodes: Ints) -> Ints:
+        duped = (rng.random(len(forest)) < BIAS) & (forest.sizes > 0)
+        at_roots[duped] = forest.tokens[forest.firsts[:-1][duped]]
+        taken.append(at_roots)
+        return walk(forest, at_roots, at_nodes)
 
+    def emit(roots: SamplerOutput, nodes: Any, forest: Any, rows: Any, paths: Any) -> Any:
+        roots.sampled_token_ids[torch.from_numpy(rows), 0] = torch.from_numpy(taken.pop())
+        return merge(roots, nodes, forest, rows, paths)
+
+    taken: list[Ints] = []
     if biased:
-        monkeypatch.setattr(runner, "accepted_path", credulous)
+        monkeypatch.setattr(runner, "accepted_paths", credulous)
+        monkeypatch.setattr(runner, "merge_outputs", emit)
     with engine(llama, {"proposer": "planned"}, max_num_seqs=128) as llm:
         counts = sample(llm)
         counters = drafter_of(llm).counters

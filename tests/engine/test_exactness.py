@@ -111,7 +111,7 @@ def test_aborted_requests_disturb_no_other(llama: Path) -> None:
             else:
                 assert answer == expected
         assert generate(llm, prompts) == vanilla
-        assert not [r for r in drafter_of(llm)._lengths if r.startswith("staggered")]
+        assert not [r for r in drafter_of(llm)._live if r.startswith("staggered")]
 
 
 SEEDED = [

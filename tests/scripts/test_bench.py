@@ -349,7 +349,7 @@ def test_the_json_holds_the_promised_keys() -> None:
 
 
 def test_the_profile_splits_a_step() -> None:
-    seconds = {"draft": 1.0, "attention": 2.0, "verify": 0.5, "kv_moves": 0.5, "step": 10.0}
+    seconds = {"draft": 1.0, "attention": 2.0, "verify": 0.5, "compaction": 0.5, "step": 10.0}
     assert shares(seconds) == {
         "drafting": 0.1,
         "tree attention": 0.2,

@@ -288,7 +288,7 @@ def test_a_proposer_has_the_settings_of_its_name_and_the_simulator_s_budget() ->
     assert (options.budget, options.num_speculative_tokens) == (24, 24)
     curve = CostCurve([1, 2], [1.0, 3.0])
     costed: Any = choose_drafters(name)[name](24, curve)
-    assert costed.proposer.options.budget == "auto" and costed.proposer.curve is curve
+    assert costed.proposer.options.budget == "auto" and costed.proposer.cost.curve is curve
 
 
 def test_all_that_is_listed_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,7 +155,7 @@ def drafted(cache: Path, tokenizer: Any, said: str, namespace: str = "") -> list
     proposer = NGramTrieProposer(LookaheadOptions(max_nodes=len(arrays["edges"]), budget=16))
     proposer.restore(arrays, facts)
     proposer.start("first", [], namespace)
-    proposer.extend("first", ids(said))
+    proposer.extend({"first": ids(said)})
     (tree,) = proposer.propose([DraftRequest("first", 16, 16, may_branch=False)])
     return tree.tokens.tolist()
 
@@ -233,7 +233,7 @@ def test_frequent_ngrams_are_as_long_as_they_are_frequent() -> None:
     for first, times in ((10, 6), (20, 3)):
         for i in range(times):
             proposer.start("r", [])
-            proposer.extend("r", [first, first + 1, first + 2, 40 + i])
+            proposer.extend({"r": [first, first + 1, first + 2, 40 + i]})
     space = proposer.snapshot()[1]["namespaces"][digest_of("")]
     found = cache_report.frequent_ngrams(proposer.trie, space, 64)
     assert found == [([10, 11, 12], 6), ([20, 21, 22], 3)]

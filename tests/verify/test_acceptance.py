@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+import numpy as np
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
-from lookahead_vllm.verify.acceptance import accepted_path
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
+from lookahead_vllm.verify.acceptance import accepted_paths
+
+
+def accepted_path(tree: DraftTree, choices: list[int]) -> list[int]:
+    """The path in this tree, which stands between two others."""
+    forest = DraftForest.of([DraftTree.chain([9]), tree, DraftTree.chain([9, 9])])
+    at_nodes = np.array([9, *choices[1:], 9, 9], np.int32)
+    paths = accepted_paths(forest, np.array([9, choices[0], 8], np.int32), at_nodes)
+    assert [node for node in paths[0].tolist() if node >= 0] == [0]
+    assert (paths[2] == -1).all()
+    return [node for node in paths[1].tolist() if node >= 0]
 
 
 @st.composite
@@ -26,6 +37,7 @@ def trees_with_choices(draw: st.DrawFn) -> tuple[DraftTree, list[int]]:
     return DraftTree.from_lists(tokens, parents), choices
 
 
+@settings(deadline=None)  # the first example compiles
 @given(trees_with_choices())
 def test_the_path_follows_the_choices_as_far_as_the_tree_goes(case) -> None:
     tree, choices = case

@@ -1,6 +1,8 @@
 """Tree attention is exact attention: each row over the context, its ancestors and itself."""
 
+import functools
 import math
+import platform
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -207,6 +209,14 @@ def test_every_head_size(impl, dtype, head_size):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+def test_every_number_of_rows(impl, dtype):
+    for nodes in range(30):
+        tree = draw_tree(np.random.default_rng(nodes), nodes)
+        Scene([tree], [20], heads=1, kv_heads=1, dtype=dtype).check(impl)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_a_tree_of_256_nodes_beside_an_empty_one(impl):
     trees = [draw_tree(np.random.default_rng(1), 256), DraftTree.chain([])]
     Scene(trees, [100, 5], heads=3, kv_heads=1).check(impl)
@@ -247,8 +257,9 @@ def test_a_sick_node_harms_only_those_who_see_it(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_extreme_scores_stay_exact(impl):
-    scene = Scene([draw_tree(np.random.default_rng(3), 8)], [90])
+@pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+def test_extreme_scores_stay_exact(impl, dtype):
+    scene = Scene([draw_tree(np.random.default_rng(3), 8)], [90], dtype=dtype)
     scene.query *= 200
     scene.check(impl, atol=1e-3)
 
@@ -346,6 +357,21 @@ def test_a_damaged_build_is_made_again(tmp_path, monkeypatch):
     path.write_bytes(b"not a library")
     assert native.load.__wrapped__() is not None
     assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 processors")
+@pytest.mark.parametrize("flag", ["-mno-avx512bf16", "-mno-avx512f", "-march=x86-64"])
+def test_older_processors_get_it_right_too(flag, tmp_path, monkeypatch):
+    if not native.available():
+        pytest.skip("no C++ compiler")
+    monkeypatch.setenv("LOOKAHEAD_VLLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, "_FLAGS", [*native._FLAGS, flag])
+    monkeypatch.setattr(native, "load", functools.cache(native.load.__wrapped__))
+    trees = [draw_tree(np.random.default_rng(4), 17), DraftTree.chain(range(3))]
+    options = {"window": 150, "alibi": True, "soft_cap": 30.0, "sinks": True, "sick_node": True}
+    for dtype in ROUNDING:
+        Scene(trees, [300, 5], head_size=80, block_size=48, dtype=dtype).check("native")
+        Scene(trees, [300, 5], head_size=64, dtype=dtype, **options).check("native")
 
 
 def test_without_a_compiler_torch_serves(tmp_path, monkeypatch, caplog):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
@@ -30,6 +30,7 @@ def attended(mask: torch.Tensor) -> set[int]:
     return {32 * w + b for w, word in enumerate(words) for b in range(32) if word >> b & 1}
 
 
+@settings(deadline=None)  # the first example compiles
 @given(st.lists(trees(), max_size=4))
 def test_a_row_attends_to_its_ancestors_and_itself(forest):
     t = len(forest)

@@ -1,0 +1,260 @@
+"""What a step costs on this device: measured when an engine starts, kept for the next start.
+
+Source: the critical decoding length, Lookahead (KDD 2024), section 3.2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import vllm
+from tqdm import tqdm
+from vllm import envs
+from vllm.distributed.parallel_state import is_global_first_rank
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from lookahead_vllm.draft.budget import CostCurve, StepCost
+from lookahead_vllm.draft.cache_file import set_aside
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
+
+if TYPE_CHECKING:
+    from lookahead_vllm.engine.runner import LookaheadRunner
+
+logger = init_logger(f"vllm.{__name__}")
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Tokens of the forward passes that are timed without attention to a context."""
+
+SECONDS = 10.0
+"""When so many are used up, what was not measured yet is left out."""
+
+CONTEXT = 1024
+"""Tokens that each row attends to where attention is timed; fewer where they do not fit."""
+
+KEPT = 64  # files
+
+
+class Batch(NamedTuple):
+    """A step whose attention is timed."""
+
+    requests: int
+    rows: int
+    """Tokens of each: a root and its draft."""
+    trees: bool
+
+
+BATCHES = (
+    Batch(1, 1, False),
+    Batch(8, 1, False),
+    Batch(32, 1, False),
+    Batch(1, 4, False),
+    Batch(1, 16, False),
+    Batch(8, 4, False),
+    Batch(1, 4, True),
+    Batch(1, 16, True),
+    Batch(8, 4, True),
+)
+
+
+def step_cost(runner: LookaheadRunner) -> StepCost:
+    """Of this engine's model here, in seconds: read from a file, or measured and written to it."""
+    path = _file_of(runner)
+    facts = _read(path)
+    if facts is None:
+        facts = measure(runner)
+        _write(path, facts)
+    cost = StepCost(
+        CostCurve(facts["sizes"], facts["times"]), facts["request"], facts["causal"], facts["trees"]
+    )
+    logger.info_once(
+        "Lookahead: the critical decoding length is %d tokens here; a forward pass costs, in ms, "
+        "%s; a request %.3f, a thousand tokens of context %.3f a row (%.3f in trees). Kept in %s.",
+        cost.curve.critical_decoding_length,
+        CostCurve(facts["sizes"], [1e3 * t for t in facts["times"]]),
+        1e3 * facts["request"],
+        1e6 * facts["causal"],
+        1e6 * facts["trees"],
+        path,
+    )
+    return cost
+
+
+def measure(runner: LookaheadRunner) -> dict[str, Any]:
+    """Time forward passes over 1, 2, 4, ... tokens, logits included, then attention in chains and
+    in trees; seconds."""
+    deadline = time.perf_counter() + SECONDS
+    limit = runner.scheduler_config.max_num_seqs, runner.max_num_tokens
+    sizes = [size for size in SIZES if size <= limit[1]]
+    batches = [b for b in BATCHES if b.requests <= limit[0] and b.requests * b.rows <= limit[1]]
+    if not runner.drafter.may_branch:
+        batches = [batch for batch in batches if not batch.trees]
+    context = min(CONTEXT, runner.max_model_len - max(b.rows for b in batches))
+    timed: dict[int, float] = {}
+    attention: list[tuple[Batch, float]] = []
+    with tqdm(
+        total=len(sizes) + len(batches),
+        desc="Measuring the cost of a step",
+        disable=not is_global_first_rank(),
+    ) as bar:
+        for size in sizes:
+            if len(timed) < 3 or time.perf_counter() < deadline:
+                timed[size] = _fastest(lambda size=size: _forward(runner, size))
+            bar.update()
+        for batch in batches:
+            if time.perf_counter() < deadline:
+                with _context(runner, batch, context):
+                    attention.append((batch, _fastest(lambda b=batch: _attend(runner, b, context))))
+            bar.update()
+    curve = CostCurve(list(timed), list(timed.values()))
+    request, causal, trees = _fit(curve, attention, context)
+    return dict(
+        sizes=list(timed), times=list(timed.values()), request=request, causal=causal, trees=trees
+    )
+
+
+def _fit(
+    curve: CostCurve, attention: list[tuple[Batch, float]], context: int
+) -> tuple[float, float, float]:
+    """What a request costs, and a row for each token of its context, in chains and in trees."""
+    features, beyond = [], []
+    for batch, seconds in attention:
+        work = float(batch.requests * batch.rows * context)
+        row = [float(batch.requests), 0.0 if batch.trees else work, work if batch.trees else 0.0]
+        # Every pass counts alike, however long it is.
+        features.append(np.array(row) / seconds)
+        beyond.append(1 - float(curve(batch.requests * batch.rows)) / seconds)
+    if not features:
+        return 0.0, 0.0, 0.0
+    request, causal, trees = np.linalg.lstsq(np.array(features), np.array(beyond))[0].clip(0)
+    return float(request), float(causal), float(trees or causal)
+
+
+def _fastest(run: Any) -> float:
+    times = []
+    for _ in range(4):  # the first one warms up
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _forward(runner: LookaheadRunner, num_tokens: int, **kwargs: Any) -> None:
+    hidden, last = runner._dummy_run(num_tokens, skip_eplb=True, **kwargs)
+    # Adapters are laid out for one row of logits a request.
+    runner.model.compute_logits(last if runner.lora_config else hidden[:num_tokens])
+    runner._sync_device()
+
+
+def _attend(runner: LookaheadRunner, batch: Batch, context: int) -> None:
+    num_tokens = batch.requests * batch.rows
+    if batch.trees:
+        # Every node but the first two hangs from the one two before it.
+        tree = DraftTree.from_lists([0] * (batch.rows - 1), [-1, -1, *range(batch.rows - 3)])
+        rows = np.arange(batch.requests)
+        runner.expect(
+            DraftForest.of([tree] * batch.requests),
+            rows,
+            rows * batch.rows,
+            np.full(batch.requests, context),
+        )
+    _forward(runner, num_tokens, force_attention=True, profile_seq_lens=context + batch.rows)
+
+
+@contextmanager
+def _context(runner: LookaheadRunner, batch: Batch, context: int) -> Iterator[None]:
+    """Let a dummy run have so many requests, each with blocks of its own to attend to."""
+    config, tables = runner.scheduler_config, runner.input_batch.block_table.block_tables
+    saved = config.max_num_seqs
+    config.max_num_seqs = batch.requests
+    for table, group in zip(tables, runner.kv_cache_config.kv_cache_groups, strict=True):
+        width = -(-(context + batch.rows) // table.block_size)
+        ids = np.arange(batch.requests * width) % runner.kv_cache_config.num_blocks
+        assert group.layer_names
+        table.block_table.np[: batch.requests, :width] = ids.reshape(batch.requests, width)
+    try:
+        yield
+    finally:
+        config.max_num_seqs = saved
+        runner.expect(None)
+        for table in tables:
+            table.block_table.np[: batch.requests] = 0
+            table.commit_block_table(batch.requests)
+
+
+def _file_of(runner: LookaheadRunner) -> Path:
+    """By all that the cost depends on: the config with the model, the device, the versions."""
+    device = current_platform.get_device_name()
+    if current_platform.is_cpu():
+        device = f"{_processor()}, {torch.get_num_threads()} threads"
+    key = [
+        runner.vllm_config.compute_hash(),
+        runner.model_config.model,
+        str(runner.model_config.dtype),
+        device,
+        torch.__version__,
+        vllm.__version__,
+        version("lookahead-vllm"),
+    ]
+    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    return Path(envs.VLLM_CACHE_ROOT) / "lookahead_step_cost" / f"{name}.json"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """What was measured earlier; a file that does not hold that is set aside."""
+    try:
+        facts = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        problem: object = error
+    else:
+        try:
+            curve = CostCurve(facts["sizes"], facts["times"])
+            StepCost(curve, facts["request"], facts["causal"], facts["trees"])
+            return dict(facts)
+        except (LookupError, TypeError, ValueError) as error:
+            problem = error
+    with suppress(OSError):
+        set_aside(path)
+    logger.warning(
+        "Lookahead: %s does not hold the cost of a step (%s); it is set aside, and the cost is "
+        "measured anew.",
+        path,
+        problem,
+    )
+    return None
+
+
+def _write(path: Path, facts: dict[str, Any]) -> None:
+    """Keep it for the next start; the oldest files go."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(f".{os.getpid()}")
+        new.write_text(json.dumps(facts))
+        new.replace(path)
+        files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
+        for file in files[:-KEPT]:
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("Lookahead: the cost of a step could not be kept in %s: %s.", path, error)
