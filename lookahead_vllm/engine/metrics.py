@@ -8,9 +8,7 @@ several front-ends: whoever adds them up, nothing is lost and nothing counted tw
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,39 +65,19 @@ class StepReport:
         for length in lengths:
             self.lengths[length] = self.lengths.get(length, 0) + 1
 
-    @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """Add the wall time of the block to a part's."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[part] += time.perf_counter() - start
-
 
 class TrieWatch:
-    """Looks at a proposer's trie for the reports; nothing is reported of one that has none.
+    """Looks at a proposer's trie for the reports; nothing is reported of one that has none."""
 
-    Parameters
-    ----------
-    proposer : Proposer
-    interval : float
-        The least seconds between two looks, because counting n-grams goes through all of them.
-    """
-
-    def __init__(self, proposer: Any, interval: float = 10) -> None:
+    def __init__(self, proposer: Any) -> None:
         self._proposer = proposer
         self._trie = getattr(proposer, "trie", None)
         self._pruned = 0 if self._trie is None else self._trie.num_pruned
-        self._interval = interval
-        self._next = 0.0
 
     def look(self, report: StepReport) -> None:
         """Put into `report` what the trie holds, and what went since the last look."""
-        now = time.monotonic()
-        if self._trie is None or now < self._next:
+        if self._trie is None:
             return
-        self._next = now + self._interval
         pruned = self._trie.num_pruned
         report.evictions += pruned - self._pruned
         self._pruned = pruned

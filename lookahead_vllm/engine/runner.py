@@ -169,6 +169,8 @@ class LookaheadRunner(_Base):
         self._scheduled = scheduled = self._recall(scheduler_output, num_scheduled_tokens)
         self._work = self._work_of(num_scheduled_tokens, scheduled)
         forest = scheduled.forest
+        if self._wanted or forest.num_nodes:
+            self.report.budgets.append(forest.num_nodes)
         if forest.branching.any():
             # KV slots are made from the linear positions and stay as they are.
             nodes = scheduled.starts[forest.owners] + 1 + forest.places
@@ -422,6 +424,7 @@ class LookaheadRunner(_Base):
                     plain.append(length)
             load = Load(len(plain), sum(plain), min(prefill, self.max_num_tokens))
             drafts = drafter.draft(wants, load)
+        self._wanted = bool(wants)
         self._observe_step()
         return [drafts.get(request_id, []) for request_id in batch.req_ids]
 
@@ -440,7 +443,6 @@ class LookaheadRunner(_Base):
         if last is None or work is None:
             return
         profile.seconds["step"] += now - last
-        self.report.budgets.append(work.nodes)
         cost = self.drafter.proposer.cost
         if cost is not None and work.tokens <= cost.curve.sizes[-1]:
             self.report.costs.append((cost.observe(work, now - last), now - last))
