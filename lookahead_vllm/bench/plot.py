@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,17 +55,18 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
     pyplot.close(figure)
 
 
+def colours(methods: Iterable[str]) -> dict[str, str]:
+    """A colour for each method; plain vLLM is grey."""
+    others = [name for name in dict.fromkeys(methods) if name != BASELINE]
+    return {BASELINE: "grey", **{name: f"C{number}" for number, name in enumerate(others)}}
+
+
 def _series(rows: Sequence[Row], key: Panel) -> dict[str, dict[int, Row]]:
     series: dict[str, dict[int, Row]] = {}
     for row in sorted(rows, key=lambda row: row["batch_size"]):
         if row[key] is not None:
             series.setdefault(row["method"], {})[row["batch_size"]] = row
     return series
-
-
-def _colours(rows: Sequence[Row]) -> dict[str, str]:
-    others = [name for name in dict.fromkeys(row["method"] for row in rows) if name != BASELINE]
-    return {BASELINE: "grey", **{name: f"C{number}" for number, name in enumerate(others)}}
 
 
 def _whiskers(row: Row, key: Panel) -> tuple[float, float]:
@@ -76,7 +77,7 @@ def _whiskers(row: Row, key: Panel) -> tuple[float, float]:
 
 def _bars(axis: Any, rows: Sequence[Row], sizes: Sequence[int], key: Panel) -> None:
     series = _series(rows, key)
-    colours = _colours(rows)
+    colour = colours(row["method"] for row in rows)
     width = 0.8 / max(len(series), 1)
     for place, (method, of_size) in enumerate(series.items()):
         where = [sizes.index(size) + (place - (len(series) - 1) / 2) * width for size in of_size]
@@ -88,7 +89,7 @@ def _bars(axis: Any, rows: Sequence[Row], sizes: Sequence[int], key: Panel) -> N
             heights,
             width * 0.92,
             label=method,
-            color=colours[method],
+            color=colour[method],
             yerr=(low, high) if repeated else None,
         )
         axis.bar_label(bars, fmt="%.2f" if key == "ratio" else "%.0f", padding=2, fontsize=8)
@@ -102,7 +103,7 @@ def _lines(axis: Any, rows: Sequence[Row], sizes: Sequence[int], key: Panel) -> 
         for method, of_size in _series(rows, key).items()
         if key == "tokens_per_s" or method != BASELINE
     }
-    colours = _colours(rows)
+    colour = colours(row["method"] for row in rows)
     for place, (method, of_size) in enumerate(series.items()):
         heights = [row[key] or 0.0 for row in of_size.values()]
         low, high = zip(*(_whiskers(row, key) for row in of_size.values()), strict=True)
@@ -115,7 +116,7 @@ def _lines(axis: Any, rows: Sequence[Row], sizes: Sequence[int], key: Panel) -> 
             markersize=4,
             capsize=2,
             elinewidth=1,
-            color=colours[method],
+            color=colour[method],
             label=method,
         )
     axis.set_xscale("log", base=2)

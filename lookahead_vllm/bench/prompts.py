@@ -130,3 +130,11 @@ def model_tokenizer(model: str) -> Tokenize:
         )
 
     return tokenize
+
+
+def as_texts(prompts: Sequence[Prompt], model: str) -> list[str]:
+    """The prompts as the model's tokenizer says them, special tokens included."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [tokenizer.decode(prompt.token_ids) for prompt in prompts]

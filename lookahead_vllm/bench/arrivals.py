@@ -1,0 +1,143 @@
+"""Requests that arrive at a server over time: `vllm bench serve`, and what it measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+LONGEST_PROMPT = 1024
+"""Tokens; `vllm bench serve` leaves longer prompts of its ShareGPT format out."""
+
+
+class Latencies(TypedDict):
+    """What a client saw, in milliseconds and tokens a second.
+
+    tpot_mean, tpot_p99
+        Time per output token of a request: from its first token to its last, over the tokens after
+        the first; the mean and the 99th percentile of the requests.
+    ttft_mean, ttft_p99
+        Time to first token, likewise.
+    tokens_per_s
+        Emitted tokens over the time from the first request to the end of the last answer.
+    requests_per_s
+        Answers over the same time.
+    """
+
+    tpot_mean: float
+    tpot_p99: float
+    ttft_mean: float
+    ttft_p99: float
+    tokens_per_s: float
+    requests_per_s: float
+
+
+class LoadFailed(Exception):
+    """The requests were not all answered; the message says why."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests, and when they arrive.
+
+    Parameters
+    ----------
+    count : int
+        How many.
+    rate : float, optional
+        Requests a second, a Poisson process; without it, a closed loop of `concurrency` clients,
+        each of which asks again as soon as it has its answer.
+    concurrency : int, optional
+        Of the closed loop.
+    seed : int
+        Decides which of the prompts are sent, in what order and when.
+    """
+
+    count: int
+    rate: float | None = None
+    concurrency: int | None = None
+    seed: int = 0
+
+
+def write_requests(texts: Sequence[str], path: Path) -> None:
+    """Write prompts as `vllm bench serve` reads them.
+
+    As ShareGPT's conversations: for its format `custom` it needs pandas, which serves nothing else.
+    """
+    turns = [{"conversations": [{"value": text}, {"value": ""}]} for text in texts]
+    path.write_text(json.dumps(turns))
+
+
+def bench_serve(
+    url: str, model: str, requests: Path, load: Load, max_tokens: int, salt: str, log: Path
+) -> Latencies:
+    """Send the load to a server and wait for the answers, which are greedy.
+
+    Parameters
+    ----------
+    url : str
+        The server's, as in http://127.0.0.1:8000.
+    model : str
+        The served model, with whose tokenizer prompts are counted.
+    requests : Path
+        What `write_requests` wrote.
+    max_tokens : int
+        Of each answer.
+    salt : str
+        The requests' `cache_salt`: whatever the server keeps of requests with another one, KV of
+        their prompts or n-grams of their answers, is of no use to these.
+    log : Path
+        Gets all that the client prints.
+
+    Raises
+    ------
+    LoadFailed
+        The client failed, or the server did not answer every request.
+    """
+    result = log.with_suffix(".json")
+    result.unlink(missing_ok=True)
+    when = ["--request-rate", "inf" if load.rate is None else str(load.rate)]
+    if load.concurrency is not None:
+        when += ["--max-concurrency", str(load.concurrency)]
+    command = [
+        *(str(Path(sys.executable).parent / "vllm"), "bench", "serve", "--disable-tqdm"),
+        *("--base-url", url, "--model", model, "--backend", "openai"),
+        *("--dataset-name", "sharegpt", "--dataset-path", str(requests), "--no-oversample"),
+        *("--num-prompts", str(load.count), "--seed", str(load.seed), *when),
+        *("--sharegpt-output-len", str(max_tokens), "--temperature", "0"),
+        *("--extra-body", json.dumps({"cache_salt": salt})),
+        *("--percentile-metrics", "ttft,tpot", "--metric-percentiles", "99"),
+        *("--save-result", "--result-dir", str(log.parent), "--result-filename", result.name),
+    ]
+    with log.open("w") as output:
+        status = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ},
+        ).returncode
+    if status != 0 or not result.is_file():
+        end = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+        raise LoadFailed(f"`vllm bench serve` ended with status {status}; its log, {log}:\n{end}")
+    return _latencies(json.loads(result.read_text()), load.count, log)
+
+
+def _latencies(measured: dict[str, Any], count: int, log: Path) -> Latencies:
+    if measured["completed"] != count:
+        raise LoadFailed(
+            f"{count - measured['completed']} of {count} requests were not answered; see {log}"
+        )
+    return {
+        "tpot_mean": measured["mean_tpot_ms"],
+        "tpot_p99": measured["p99_tpot_ms"],
+        "ttft_mean": measured["mean_ttft_ms"],
+        "ttft_p99": measured["p99_ttft_ms"],
+        "tokens_per_s": measured["output_throughput"],
+        "requests_per_s": measured["request_throughput"],
+    }
