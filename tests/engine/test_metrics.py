@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from prometheus_client import REGISTRY
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -22,7 +25,7 @@ from lookahead_vllm.engine import metrics, stat_logger
 from lookahead_vllm.engine.metrics import PARTS, SOURCES, StepReport, TrieWatch
 from lookahead_vllm.engine.stat_logger import PREFIX, LookaheadStatLogger, ReportingOutputs
 from tests.engine import proposers  # noqa: F401  (registers them)
-from tests.engine.driving import engine, generate, generate_staggered, random_prompts
+from tests.engine.driving import GREEDY, engine, generate, generate_staggered, random_prompts
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs" / "metrics.md"
@@ -36,6 +39,19 @@ def _no_metrics_left() -> Iterator[None]:
     stat_logger.unregister()
 
 
+@pytest.fixture
+def _over_the_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine in this process sends its stats as one in a process of its own does."""
+    original = LookaheadStatLogger.record
+
+    def record(self: LookaheadStatLogger, stats: Any, *args: Any, **kwargs: Any) -> None:
+        sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
+        got = MsgpackDecoder(ReportingOutputs).decode(sent).scheduler_stats
+        original(self, got, *args, **kwargs)
+
+    monkeypatch.setattr(LookaheadStatLogger, "record", record)
+
+
 def stat_logger_of(*engines: int) -> LookaheadStatLogger:
     config: Any = SimpleNamespace(model_config=SimpleNamespace(served_model_name="m"))
     return LookaheadStatLogger(config, list(engines))
@@ -45,14 +61,18 @@ def record(logger: LookaheadStatLogger, report: StepReport, engine_idx: int = 0)
     logger.record(metrics.with_report(SchedulerStats(), report), None, engine_idx=engine_idx)
 
 
-def samples(prefix: str = PREFIX) -> Counter[str]:
-    """What is exposed, by the name of the sample; all labels together."""
+def samples(prefix: str = PREFIX, by: str | None = None) -> Counter[str]:
+    """What is exposed by the name of the sample, or by the value of a label."""
     totals: Counter[str] = Counter()
     for family in REGISTRY.collect():
         for sample in family.samples:
             if sample.name.startswith(prefix) and not sample.name.endswith("_created"):
-                totals[sample.name] += sample.value
+                totals[sample.labels[by] if by else sample.name] += sample.value
     return totals
+
+
+def accepted_by_source() -> Counter[str]:
+    return samples(PREFIX + "nodes_accepted_total", by="source")
 
 
 def value(name: str, engine: int = 0, **labels: str) -> float | None:
@@ -183,6 +203,7 @@ def test_a_proposer_may_have_no_trie() -> None:
 # ---- in an engine --------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("_over_the_wire")
 def test_nothing_is_lost_and_vllm_agrees(llama: Path) -> None:
     prompts = [*ECHO, *random_prompts(3, 30), *ECHO]
     with engine(llama, {"budget": 8}, disable_log_stats=False, max_num_batched_tokens=32) as llm:
@@ -205,13 +226,32 @@ def test_nothing_is_lost_and_vllm_agrees(llama: Path) -> None:
     assert drafts + accepted <= tokens - len(answers) - 2
     assert ours["lookahead_vllm:trie_nodes"] > 0
     assert ours["lookahead_vllm:trie_bytes"] > 0
-    for part in ("draft", "verify"):
-        assert any(
-            s.value > 0 and s.labels["part"] == part
-            for family in REGISTRY.collect()
-            for s in family.samples
-            if s.name == "lookahead_vllm:part_seconds_total"
-        )
+    seconds = samples(PREFIX + "part_seconds_total", by="part")
+    assert set(seconds) == set(PARTS)
+    assert seconds["draft"] > 0 and seconds["verify"] > 0
+
+
+def test_every_node_has_its_source(llama: Path) -> None:
+    prompt = random_prompts(1, 30, seed=3)
+    forced = StructuredOutputsParams(regex=r"(x|y) the age is 100\.")
+    with engine(llama, {"budget": 8}, disable_log_stats=False, skip_tokenizer_init=False) as llm:
+        (answer,) = generate(llm, prompt)
+        assert accepted_by_source()["answers"] == 0
+        generate(llm, prompt)
+        assert accepted_by_source()["answers"] > 20
+        assert accepted_by_source()["reference"] == 0
+
+        from_reference = copy(GREEDY)
+        from_reference.extra_args = {"lookahead": {"reference": answer, "namespace": "other"}}
+        generate(llm, prompt, from_reference)
+        assert accepted_by_source()["reference"] > 20
+        assert accepted_by_source()["grammar"] == 0
+
+        generate(llm, prompt, SamplingParams(temperature=0, structured_outputs=forced))
+        assert accepted_by_source()["grammar"] > 0
+    # Some text came again in its own request.
+    assert accepted_by_source()["own"] > 0
+    assert accepted_by_source().total() == samples()["lookahead_vllm:nodes_accepted_total"]
 
 
 def test_a_step_that_sends_nothing_is_a_step_with_a_budget_of_0(llama: Path) -> None:
