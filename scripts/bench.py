@@ -12,12 +12,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from lookahead_vllm.bench import profile
+from lookahead_vllm.bench import generate, profile
 from lookahead_vllm.bench.command_line import check_outputs, key_value, positive
 from lookahead_vllm.bench.fresh_engine import FreshEngine, RunFailed, cpu_runtime, is_cpu_build
 from lookahead_vllm.bench.generate import Job, Turn
@@ -278,9 +279,9 @@ class Benchmark:
                         continue
                     with self._failing_alone(method, size, lap):
                         chosen = range(part, count, self.options.turns)
-                        turns[method].append(engines[method].answer(chosen))
+                        turns[method].append(Turn.read(engines[method].ask(list(chosen))))
         for method, engine in engines.items():
-            run = Run(turns[method], engine.bound_threads())
+            run = Run(turns[method], engine.bound_cores())
             self.outcomes[method, size].setdefault(lap, Outcome(run))
 
     def _engine(self, method: str, size: int, lap: int, progress: Progress) -> FreshEngine:
@@ -290,7 +291,8 @@ class Benchmark:
         prompts = [prompt.token_ids for prompt in self.prompts[size]]
         job = Job(args, prompts, self.options.max_tokens, self.options.adversarial)
         progress.show({"event": "starting"})
-        return FreshEngine(job, self.environment, self._log(method, size, lap), progress.show)
+        log = self._log(method, size, lap)
+        return FreshEngine(generate.__name__, asdict(job), self.environment, log, progress.show)
 
     def _log(self, method: str, size: int, lap: int) -> Path:
         return self.logs / f"{method}-{size}-{lap}.log".replace("/", "_")
@@ -333,7 +335,7 @@ class Benchmark:
             "versions": versions(),
             "cpu": cpu_name(),
             "cores": os.cpu_count(),
-            "threads": run.threads if run else None,
+            "worker_cores": run.cores if run else None,
             "environment": {
                 **inherited,
                 **self.environment,
@@ -369,12 +371,14 @@ def report(benchmark: Benchmark, argv: Sequence[str]) -> list[Row]:
     options, rows, meta = benchmark.options, benchmark.rows(), benchmark.meta(argv)
     if not rows:
         return rows
+    bound = meta["worker_cores"]
+    threads = f"on {', '.join(map(str, bound))}" if bound else "not bound"
     counts = sorted({row["prompts"] for row in rows})
     prompts = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else counts[0]
     print(
         f"\n{Path(options.model).name}{', adversarial' * options.adversarial}, {meta['dtype']}, "
         f"{prompts} prompts, up to {options.max_tokens} tokens, {meta['cpu']} "
-        f"({meta['cores']} cores; {meta['threads']})\n"
+        f"({meta['cores']} cores; the worker {threads})\n"
     )
     print(main_table(rows, options.check_exact))
     if by_category := category_tables(rows):

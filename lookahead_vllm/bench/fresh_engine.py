@@ -10,14 +10,11 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-from lookahead_vllm.bench.generate import Generation, Job, Turn
 
 PRELOADED = ("libtcmalloc_minimal.so.4", "libiomp5.so")
 """The libraries that vLLM asks to have preloaded on CPU."""
@@ -64,25 +61,28 @@ def cpu_runtime(base: Mapping[str, str]) -> dict[str, str]:
 
 
 class FreshEngine:
-    """vLLM in a new process, which answers prompts when it is asked to.
+    """vLLM in a new process, which answers when it is asked.
 
     A context manager: the process and all that it started end with the block.
 
     Parameters
     ----------
-    job : Job
-        What to run.
+    module : str
+        What runs in the process; see `engine_process`.
+    job : Any
+        What it has to know before it starts, as JSON can say it.
     environment : mapping
         Added to this process's own.
     log : Path
         Gets all that vLLM prints. The job is written beside it.
     on_event : callable
-        Called with each event of `generate`: warm-up, generating, finished.
+        Called with each event but answers, such as that of a finished request.
     """
 
     def __init__(
         self,
-        job: Job,
+        module: str,
+        job: Any,
         environment: Mapping[str, str],
         log: Path,
         on_event: Callable[[dict[str, Any]], None],
@@ -90,10 +90,10 @@ class FreshEngine:
         self._log = log
         self._on_event = on_event
         job_path = log.with_suffix(".job.json")
-        job_path.write_text(json.dumps(asdict(job)))
+        job_path.write_text(json.dumps(job))
         with log.open("w") as log_file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lookahead_vllm.bench.generate", str(job_path)],
+                [sys.executable, "-m", module, str(job_path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log_file,
@@ -118,21 +118,19 @@ class FreshEngine:
         """Wait until it has started and is warm; RunFailed if it does not."""
         self._wait_for("ready")
 
-    def answer(self, chosen: Sequence[int]) -> Turn:
-        """Let it answer the prompts of these indices; RunFailed if it dies."""
+    def ask(self, question: Any) -> Any:
+        """What it answers, as JSON; RunFailed if it dies."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it died meanwhile, and its log says why
-            self._process.stdin.write(json.dumps(list(chosen)) + "\n")
+            self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
-        content = self._wait_for("turn")["turn"]
-        generations = [Generation(**generation) for generation in content.pop("generations")]
-        return Turn(generations=generations, **content)
+        return self._wait_for("answer")["answer"]
 
-    def bound_threads(self) -> str:
+    def bound_cores(self) -> list[int]:
         """The cores that vLLM bound its worker's OpenMP threads to, one thread each."""
         text = self._log.read_text(errors="replace")
-        cores = re.findall(r"local_rank=\d+, core ids=(\[[\d, ]+\])", text)
-        return f"threads on cores {', '.join(cores)}" if cores else "threads not bound"
+        found = re.findall(r"local_rank=\d+, core ids=\[([\d, ]+)\]", text)
+        return [int(core) for cores in found for core in cores.split(",")]
 
     def _wait_for(self, name: str) -> dict[str, Any]:
         reason = ""

@@ -1,23 +1,18 @@
 """One method, one batch size, one fresh engine: the process that holds the engine.
 
-`python -m lookahead_vllm.bench.generate JOB.json` reads one turn a line from its standard input, a
-JSON list of the prompts to answer, until it ends. It writes one JSON event a line to its standard
-output; everything that vLLM prints goes to its standard error.
+It is asked for turns: a list of the prompts to answer.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+from lookahead_vllm.bench.engine_process import answer_questions
 from lookahead_vllm.bench.profile import Seconds, profiled_seconds
 
 WARM_UP_TOKENS = 16
@@ -85,6 +80,12 @@ class Turn:
     full_seconds: float
     dtype: str
     profile: Seconds
+
+    @classmethod
+    def read(cls, answer: dict[str, Any]) -> Turn:
+        """The turn that the process answered with."""
+        generations = [Generation(**generation) for generation in answer["generations"]]
+        return cls(**{**answer, "generations": generations})
 
 
 def warm_up_prompts(job: Job, vocabulary: int) -> list[list[int]]:
@@ -176,24 +177,8 @@ def run(job: Job, turns: Iterable[Sequence[int]], emit: Callable[..., None]) -> 
             part: total - before.get(part, 0.0) for part, total in profiled_seconds(llm).items()
         }
         turn = Turn(generations, seconds, full_seconds, dtype, profile)
-        emit("turn", turn=asdict(turn))
-
-
-def main(job_path: str) -> int:
-    """Run the job in the file; 0 if it succeeded."""
-    events = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM and its processes print joins the log
-
-    def emit(event: str, **content: Any) -> None:
-        print(json.dumps({"event": event, **content}), file=events, flush=True)
-
-    try:
-        run(Job(**json.loads(Path(job_path).read_text())), map(json.loads, sys.stdin), emit)
-    except Exception as error:
-        emit("failed", reason=f"{type(error).__name__}: {error}")
-        raise
-    return 0
+        emit("answer", answer=asdict(turn))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    answer_questions(lambda job, turns, emit: run(Job(**job), turns, emit))

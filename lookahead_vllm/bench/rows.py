@@ -72,7 +72,8 @@ class Run:
     """
 
     turns: list[Turn]
-    threads: str = ""
+    cores: Sequence[int] = ()
+    """That vLLM bound its worker's threads to."""
 
     @cached_property
     def generations(self) -> list[Generation]:

@@ -7,6 +7,7 @@ test_bench_serve.py.
 import json
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import pairwise
 from pathlib import Path
 
 
@@ -30,7 +31,7 @@ def serve(arguments: list[str]) -> None:
 
 
 def bench(arguments: list[str]) -> None:
-    given = dict(zip(arguments, arguments[1:], strict=False))
+    given = dict(pairwise(arguments))
     note(json.dumps(given))
     if given["--seed"] == "13":
         sys.exit("unlucky")

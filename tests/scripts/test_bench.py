@@ -382,10 +382,11 @@ class FakeEngine:
     alive: ClassVar[list[str]] = []
     log: ClassVar[list[str]] = []
 
-    def __init__(self, job: Job, environment: Any, log: Path, on_event: Any) -> None:
-        config = job.engine_args.get("speculative_config") or {"method": "none"}
-        self.name = f"{config['method']} {job.engine_args['max_num_seqs']}"
-        self.prompts, self.show = job.prompts, on_event
+    def __init__(self, module: str, job: Any, environment: Any, log: Path, on_event: Any) -> None:
+        assert module == "lookahead_vllm.bench.generate"
+        config = job["engine_args"].get("speculative_config") or {"method": "none"}
+        self.name = f"{config['method']} {job['engine_args']['max_num_seqs']}"
+        self.prompts, self.show = job["prompts"], on_event
         log.write_text("what it said\n")
 
     def __enter__(self) -> FakeEngine:
@@ -400,14 +401,14 @@ class FakeEngine:
             raise fresh_engine.RunFailed("it broke")
         self.show({"event": "warm-up"})
 
-    def answer(self, chosen: Sequence[int]) -> Turn:
+    def ask(self, chosen: Sequence[int]) -> Any:
         self.log.append(f"{self.name}: {[self.prompts[i][0] for i in chosen]} of {len(self.alive)}")
         for event in ({"event": "generating"}, {"event": "finished", "done": len(chosen)}):
             self.show(event)
-        return turn(*(generation(11, 10, seconds=1.0) for _ in chosen), full=1.0)
+        return asdict(turn(*(generation(11, 10, seconds=1.0) for _ in chosen), full=1.0))
 
-    def bound_threads(self) -> str:
-        return "threads on cores [0]"
+    def bound_cores(self) -> list[int]:
+        return [0]
 
 
 def run_benchmark(
@@ -502,24 +503,24 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
 
 
 def engine_of(log: Path, on_event: Callable[[dict[str, Any]], None] = lambda _: None) -> Any:
-    return fresh_engine.FreshEngine(Job({}, [[1]], 1), {}, log, on_event)
+    return fresh_engine.FreshEngine("a.module", {"max_tokens": 1}, {}, log, on_event)
 
 
-def test_an_engine_answers_turn_by_turn_until_its_time_is_over(tmp_path: Path, script: Any) -> None:
-    said = asdict(turn(Generation(["LINE"])))  # type: ignore[list-item]
-    (tmp_path / "turn").write_text(json.dumps({"event": "turn", "turn": said}) + "\n")
-    script(f"""echo '{{"event": "warm-up"}}'; echo '{{"event": "ready"}}'
+def test_an_engine_answers_until_its_time_is_over(tmp_path: Path, script: Any) -> None:
+    script(f"""cd {tmp_path}; echo "$@" > arguments
+        echo '{{"event": "warm-up"}}'; echo '{{"event": "ready"}}'
         echo 'local_rank=0, core ids=[0, 1]' >&2
-        cd {tmp_path}
-        while read line; do sed 's/\\["LINE"\\]/'"$line"/ turn; done; touch left""")
+        while read line; do echo '{{"event": "answer", "answer": '$line'}}'; done; touch left""")
     seen: list[dict[str, Any]] = []
     with engine_of(tmp_path / "log", seen.append) as engine:
         engine.wait_until_ready()
-        turns = [engine.answer([0, 2]), engine.answer(range(1, 4, 2))]
+        assert engine.ask([0, 2]) == [0, 2]
+        assert engine.ask({"a": 1}) == {"a": 1}
     assert seen == [{"event": "warm-up"}]
-    assert [turn.generations[0].token_ids for turn in turns] == [[0, 2], [1, 3]]
     assert (tmp_path / "left").exists()
-    assert engine.bound_threads() == "threads on cores [0, 1]"
+    assert engine.bound_cores() == [0, 1]
+    assert (tmp_path / "arguments").read_text() == f"-m a.module {tmp_path / 'log.job.json'}\n"
+    assert json.loads((tmp_path / "log.job.json").read_text()) == {"max_tokens": 1}
 
 
 def test_an_engine_that_dies_is_reported(tmp_path: Path, script: Any) -> None:
@@ -538,7 +539,7 @@ def test_an_engine_that_dies_is_reported(tmp_path: Path, script: Any) -> None:
         engine_of(tmp_path / "log") as engine,
     ):
         engine.wait_until_ready()
-        engine.answer([0])
+        engine.ask([0])
 
 
 def test_an_engine_that_is_left_is_ended(tmp_path: Path, script: Any) -> None:
