@@ -19,8 +19,16 @@ from typing import Any
 from tqdm import tqdm
 
 from lookahead_vllm.bench import generate, profile
-from lookahead_vllm.bench.command_line import check_outputs, key_value, positive
-from lookahead_vllm.bench.fresh_engine import FreshEngine, RunFailed, cpu_runtime, is_cpu_build
+from lookahead_vllm.bench.command_line import (
+    PROMPT_LINES,
+    add_engine_arg,
+    check_outputs,
+    engine_environment,
+    engine_parser,
+    kv_cache_bytes,
+    positive,
+)
+from lookahead_vllm.bench.fresh_engine import FreshEngine, RunFailed
 from lookahead_vllm.bench.generate import Job, Turn
 from lookahead_vllm.bench.machine import cpu_name, versions
 from lookahead_vllm.bench.methods import (
@@ -40,7 +48,7 @@ from lookahead_vllm.bench.prompts import (
 from lookahead_vllm.bench.rows import Outcome, Row, Run, make_row
 from lookahead_vllm.bench.tables import category_tables, main_table, profile_table
 
-TEACH = """\
+TEACH = f"""\
 examples:
   python scripts/bench.py --model .cache/models/SmolLM2-135M-Instruct \\
       --prompts prompts.jsonl --limit 48 --max-tokens 128 --batch-sizes 1,8 \\
@@ -52,9 +60,7 @@ examples:
   where no draft is ever right, nothing may be lost
       --methods none,lookahead --batch-sizes 1,8,32 --adversarial --turns 3
 
-a line of the prompts:
-  {"prompt_token_ids": [1, 9690, ...], "category": "qa"}
-  or `prompt` (text) or `messages` (a chat) in place of the ids; the category is optional.
+{PROMPT_LINES}
 
 columns:
   full         the share of the time in which the batch was full: its end is spent on the last few
@@ -95,27 +101,9 @@ The exit status is 0 if any run finished, 1 if none did, 2 for wrong options, 13
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = argparse.ArgumentParser(
-        description=__doc__, epilog=TEACH, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    result = engine_parser(__doc__, TEACH, ",".join(KNOWN))
     add = result.add_argument
-    add("--model", required=True, metavar="DIR", help="the model's folder, or its name on a hub")
-    add("--prompts", required=True, type=Path, metavar="FILE.jsonl", help="see below")
-    add(
-        "--methods",
-        default=",".join(KNOWN),
-        metavar="A,B",
-        help=f"any of {', '.join(KNOWN)} (default: all)",
-    )
-    add(
-        "--config",
-        action="append",
-        default=[],
-        metavar="NAME=JSON",
-        help="also run this `speculative_config`, as a method of that name; repeatable",
-    )
     add("--batch-sizes", type=positives, default=[1], metavar="N,M", help="default: 1")
-    add("--max-tokens", type=positive, default=128, metavar="N", help="default: 128")
     add(
         "--limit",
         type=limits,
@@ -128,35 +116,14 @@ def parser() -> argparse.ArgumentParser:
     add("--adversarial", action="store_true", help="requests on which no draft is right")
     add("--check-exact", action="store_true", help="compare every answer with plain vLLM's")
     add("--profile", action="store_true", help="print the shares of a step; costs a little time")
-    add("--json", type=Path, metavar="OUT.json", help="write everything there")
-    add("--plot", type=Path, metavar="OUT.png", help="draw tokens/s and ratio")
-    add("--dtype", default="auto", help="as for vLLM: auto, float32, bfloat16, ...")
     add(
         "--max-model-len",
         type=positive,
         metavar="N",
         help="default: what the longest prompt needs",
     )
-    add(
-        "--kv-cache-gib",
-        type=float,
-        metavar="G",
-        help="default: 1 on CPU, vLLM's choice elsewhere",
-    )
     add("--prefix-caching", action="store_true", help="let methods share the KV of equal prefixes")
-    add(
-        "--threads",
-        metavar="BIND",
-        help="VLLM_CPU_OMP_THREADS_BIND: auto, nobind, or cores as in 0-7 (default: vLLM's, auto)",
-    )
-    add(
-        "--engine-arg",
-        action="append",
-        type=engine_arg,
-        default=[],
-        metavar="KEY=VALUE",
-        help="a further argument of `vllm.LLM`, for every method; repeatable",
-    )
+    add_engine_arg(result)
     return result
 
 
@@ -168,14 +135,6 @@ def positives(text: str) -> list[int]:
 def limits(text: str) -> list[int]:
     """Numbers of at least 1, separated by commas."""
     return [positive(part) for part in text.split(",")]
-
-
-def engine_arg(text: str) -> tuple[str, Any]:
-    """`KEY=VALUE` with a value in JSON, or else a string."""
-    pair = key_value(text)
-    if pair is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, as in enforce_eager=true")
-    return pair
 
 
 def engine_args(options: argparse.Namespace, prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -194,9 +153,8 @@ def engine_args(options: argparse.Namespace, prompts: Sequence[Prompt]) -> dict[
         "enable_prefix_caching": options.prefix_caching,
         "seed": 0,
     }
-    gib = options.kv_cache_gib or (1 if is_cpu_build() else None)
-    if gib:
-        args["kv_cache_memory_bytes"] = int(gib * 2**30)
+    if size := kv_cache_bytes(options):
+        args["kv_cache_memory_bytes"] = size
     if options.adversarial:
         args["load_format"] = "dummy"
     return {**args, **dict(options.engine_arg)}
@@ -239,9 +197,7 @@ class Benchmark:
         self.methods = methods
         self.prompts = prompts
         self.args = engine_args(options, max(prompts.values(), key=len))
-        self.environment = cpu_runtime(os.environ)
-        if options.threads:
-            self.environment["VLLM_CPU_OMP_THREADS_BIND"] = options.threads
+        self.environment = engine_environment(options)
         if options.profile:
             self.environment.update(profile.ENVIRONMENT)
         self.outcomes: dict[tuple[str, int], dict[int, Outcome]] = {

@@ -25,8 +25,14 @@ from lookahead_vllm.bench.arrivals import (
     bench_serve,
     write_requests,
 )
-from lookahead_vllm.bench.command_line import check_outputs, positive
-from lookahead_vllm.bench.fresh_engine import is_cpu_build
+from lookahead_vllm.bench.command_line import (
+    PROMPT_LINES,
+    check_outputs,
+    engine_environment,
+    engine_parser,
+    kv_cache_bytes,
+    positive,
+)
 from lookahead_vllm.bench.latencies import Measured, conclusion, plot, table
 from lookahead_vllm.bench.machine import cpu_name, versions
 from lookahead_vllm.bench.methods import BASELINE, MethodError, SpeculativeConfig, choose_methods
@@ -48,10 +54,8 @@ examples:
   a quick look
       --rates 0.5 --seconds 20 --rounds 1 --server-arg=--enforce-eager
 
-a line of the prompts:
-  {{"prompt_token_ids": [1, 9690, ...], "category": "qa"}}
-  or `prompt` (text) or `messages` (a chat) in place of the ids. `vllm bench serve` leaves out
-  prompts of more than {LONGEST_PROMPT} tokens.
+{PROMPT_LINES}
+  `vllm bench serve` leaves out prompts of more than {LONGEST_PROMPT} tokens.
 
 what is printed, for each rate:
   TPOT      time per output token of a request, from its first token to its last
@@ -85,25 +89,8 @@ after Ctrl-C; what has finished is reported in any case.
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = argparse.ArgumentParser(
-        description=__doc__, epilog=TEACH, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    result = engine_parser(__doc__, TEACH, "none,lookahead")
     add = result.add_argument
-    add("--model", required=True, metavar="DIR", help="the model's folder, or its name on a hub")
-    add("--prompts", required=True, type=Path, metavar="FILE.jsonl", help="see below")
-    add(
-        "--methods",
-        default="none,lookahead",
-        metavar="A,B",
-        help="as in scripts/bench.py (default: none,lookahead)",
-    )
-    add(
-        "--config",
-        action="append",
-        default=[],
-        metavar="NAME=JSON",
-        help="also serve with this `speculative_config`, as a method of that name; repeatable",
-    )
     add("--rates", type=numbers, metavar="A,B", help="requests a second (default: see --loads)")
     add(
         "--loads",
@@ -113,31 +100,8 @@ def parser() -> argparse.ArgumentParser:
         help="shares of plain vLLM's saturation (default: 0.25,0.5,1)",
     )
     add("--rounds", type=positive, default=5, metavar="N", help="default: 5")
-    add(
-        "--seconds",
-        type=positive,
-        default=45,
-        metavar="N",
-        help="of arrivals in a run; default: 45",
-    )
-    add("--max-tokens", type=positive, default=128, metavar="N", help="default: 128")
-    add(
-        "--max-num-seqs", type=positive, default=32, metavar="N", help="of each server; default: 32"
-    )
-    add("--json", type=Path, metavar="OUT.json", help="write everything there")
-    add("--plot", type=Path, metavar="OUT.png", help="draw TPOT, TTFT and tokens/s over the rates")
-    add("--dtype", default="auto", help="as for vLLM: auto, float32, bfloat16, ...")
-    add(
-        "--kv-cache-gib",
-        type=float,
-        metavar="G",
-        help="of each server (default: 1 on CPU, vLLM's choice elsewhere)",
-    )
-    add(
-        "--threads",
-        metavar="BIND",
-        help="VLLM_CPU_OMP_THREADS_BIND: auto, nobind, or cores as in 0-7 (default: vLLM's, auto)",
-    )
+    add("--seconds", type=positive, default=45, metavar="N", help="of a run (default: 45)")
+    add("--max-num-seqs", type=positive, default=32, metavar="N", help="of a server (default: 32)")
     add(
         "--server-arg",
         action="append",
@@ -168,8 +132,8 @@ def server_command(
     command = ["vllm", "serve", options.model, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", options.dtype, "--max-model-len", str(length)]
     command += ["--max-num-seqs", str(options.max_num_seqs)]
-    if gib := options.kv_cache_gib or (1 if is_cpu_build() else None):
-        command += ["--kv-cache-memory-bytes", str(int(gib * 2**30))]
+    if size := kv_cache_bytes(options):
+        command += ["--kv-cache-memory-bytes", str(size)]
     if config is not None:
         command += ["--speculative-config", json.dumps(config)]
     return command + options.server_arg
@@ -199,14 +163,13 @@ class ServingBenchmark:
     def run(self) -> None:
         """Start the servers, find the rates, and send the requests of all rounds."""
         write_requests(as_texts(self.prompts, self.options.model), self.requests)
-        binding = {"VLLM_CPU_OMP_THREADS_BIND": self.options.threads}
         with ExitStack() as stack:
             urls = {}
             for method, config in self.methods.items():
                 port = free_port()
                 command = server_command(self.options, config, self.length, port)
                 log = self.folder / f"{method}.log".replace("/", "_")
-                server = serving(command, port, log, binding if self.options.threads else None)
+                server = serving(command, port, log, engine_environment(self.options))
                 urls[method] = stack.enter_context(server)
             print(flush=True)
             self._warm_up(urls)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lookahead_vllm.bench.engine_process import answer_questions
+from lookahead_vllm.bench.engine_process import Emit, answer_questions
 from lookahead_vllm.bench.profile import Seconds, profiled_seconds
 
 WARM_UP_TOKENS = 16
@@ -88,14 +88,15 @@ class Turn:
         return cls(**{**answer, "generations": generations})
 
 
-def warm_up_prompts(job: Job, vocabulary: int) -> list[list[int]]:
-    """Prompts like the job's in number and length, and unlike them in content.
+def warm_up_prompts(
+    prompts: Sequence[list[int]], batch_size: int, vocabulary: int
+) -> list[list[int]]:
+    """As many as the batch has room for and one more, as long as these, and of other content.
 
     Each is a random pattern said four times, so that every drafter drafts and the verification
     of drafts is warm too, while nothing that a drafter keeps can help with the real prompts.
     """
-    length = min(int(statistics.median(len(prompt) for prompt in job.prompts)), WARM_UP_PROMPT)
-    batch_size = job.engine_args["max_num_seqs"]
+    length = min(int(statistics.median(len(prompt) for prompt in prompts)), WARM_UP_PROMPT)
     source = random.Random(0)
     return [
         [source.randrange(vocabulary) for _ in range(max(length // 4, 2))] * 4
@@ -142,7 +143,16 @@ def answer(
     return list(generations.values()), time.perf_counter() - start, full
 
 
-def run(job: Job, turns: Iterable[Sequence[int]], emit: Callable[..., None]) -> None:
+def warm_up(engine: Any, prompts: Sequence[list[int]], batch_size: int) -> None:
+    """Answer the warm-up's prompts."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
+    others = warm_up_prompts(prompts, batch_size, engine.model_config.get_vocab_size())
+    answer(engine, others, [params] * len(others), batch_size)
+
+
+def run(job: Job, turns: Iterable[Sequence[int]], emit: Emit) -> None:
     """Start an engine, warm it up, and answer the prompts of each turn when it comes."""
     from vllm import LLM, SamplingParams
 
@@ -152,9 +162,7 @@ def run(job: Job, turns: Iterable[Sequence[int]], emit: Callable[..., None]) -> 
     llm = LLM(**args)
     emit("warm-up")
     batch_size = args["max_num_seqs"]
-    warm_up = warm_up_prompts(job, llm.llm_engine.model_config.get_vocab_size())
-    brief = SamplingParams(temperature=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
-    answer(llm.llm_engine, warm_up, [brief] * len(warm_up), batch_size)
+    warm_up(llm.llm_engine, job.prompts, batch_size)
     before = profiled_seconds(llm)
     dtype = str(llm.llm_engine.model_config.dtype).removeprefix("torch.")
     emit("ready")

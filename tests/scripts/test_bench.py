@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from lookahead_vllm.bench import fresh_engine
-from lookahead_vllm.bench.generate import Generation, Job, Turn, answer, warm_up_prompts
+from lookahead_vllm.bench.generate import Generation, Turn, answer, warm_up_prompts
 from lookahead_vllm.bench.methods import KNOWN, MethodError, choose_methods
 from lookahead_vllm.bench.profile import shares
 from lookahead_vllm.bench.prompts import PromptError, load_prompts, spread
@@ -241,10 +241,10 @@ def test_the_steps_of_a_request_are_those_that_gave_it_tokens_less_its_prefill()
 
 
 def test_the_warm_up_shares_nothing_with_the_prompts_and_fills_the_batch() -> None:
-    job = Job({"max_num_seqs": 3}, [[5] * 40, [6] * 60, [7] * 80], max_tokens=4)
-    warm_up = warm_up_prompts(job, vocabulary=1000)
+    prompts = [[5] * 40, [6] * 60, [7] * 80]
+    warm_up = warm_up_prompts(prompts, 3, vocabulary=1000)
     assert len(warm_up) == 4 and {len(prompt) for prompt in warm_up} == {60}
-    assert warm_up == warm_up_prompts(job, vocabulary=1000)
+    assert warm_up == warm_up_prompts(prompts, 3, vocabulary=1000)
     assert all(prompt[:15] * 4 == prompt for prompt in warm_up)  # said four times: drafters draft
 
 
