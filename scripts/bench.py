@@ -55,16 +55,17 @@ examples:
       --methods none,ngram,suffix,lookahead --check-exact --json out.json --plot out.png
 
   over batch sizes, with ratios of few percent told from noise: engines of a size take turns
-      --batch-sizes 1,2,4,8,16,32,64 --limit 24,24,36,48,96,128,192 --turns 3
+      --batch-sizes 1,2,4,8,16,32,64 --limit 24,24,36,48,96,192,240 --turns 3,3,3,3,3,3,2
 
   where no draft is ever right, nothing may be lost
-      --methods none,lookahead --batch-sizes 1,8,32 --adversarial --turns 3
+      --methods none,lookahead --batch-sizes 1,8,32 --limit 24,96,192 --adversarial --turns 6
 
 {PROMPT_LINES}
 
 columns:
-  full         the share of the time in which the batch was full: its end is spent on the last few
-               answers, so large batches need many prompts (--limit), two or more for each place
+  full         the share of the time in which the batch was full: the end goes to the last few
+               answers, so that large batches need many prompts (--limit), in each turn two or
+               more for each place
   tokens/s     emitted tokens over wall time, prefills included, start-up not
   ratio        tokens/s over plain vLLM's (`none`) in the same round
   steps        decode steps of a request, summed over the requests
@@ -86,7 +87,7 @@ how it measures:
   interleaved; the table shows medians and, in brackets, the smallest and largest.
   --turns N takes drift out of the ratios, and costs no further starts: the engines of one batch
   size live at the same time, and answer one N-th of the prompts (every N-th line) in turn, in
-  one order and then in the other, while the others sleep. In brackets are then the turns. There
+  one order and then in the other, while the others wait. In brackets are then the turns. There
   has to be memory for all methods at once.
   --adversarial gives the model random weights next to zero, which costs the same time, and
   samples, each request with a seed of its own, always --max-tokens tokens: every token is as
@@ -112,7 +113,13 @@ def parser() -> argparse.ArgumentParser:
         help="take N prompts, spread evenly over the categories; or so many for each batch size",
     )
     add("--repeat", type=positive, default=1, metavar="N", help="rounds (default: 1)")
-    add("--turns", type=positive, default=1, metavar="N", help="turns of each engine (default: 1)")
+    add(
+        "--turns",
+        type=limits,
+        default=[1],
+        metavar="N[,M]",
+        help="turns of each engine (default: 1); or so many for each batch size",
+    )
     add("--adversarial", action="store_true", help="requests on which no draft is right")
     add("--check-exact", action="store_true", help="compare every answer with plain vLLM's")
     add("--profile", action="store_true", help="print the shares of a step; costs a little time")
@@ -133,8 +140,19 @@ def positives(text: str) -> list[int]:
 
 
 def limits(text: str) -> list[int]:
-    """Numbers of at least 1, separated by commas."""
+    """Numbers of at least 1, separated by commas: one for each batch size, or one for all."""
     return [positive(part) for part in text.split(",")]
+
+
+def by_size(name: str, options: argparse.Namespace) -> dict[int, Any]:
+    """What an option says of each batch size; PromptError if that cannot be known."""
+    sizes, given = options.batch_sizes, getattr(options, name)
+    if len(given) not in (1, len(sizes)):
+        raise PromptError(
+            f"--{name}: {len(given)} numbers for {len(sizes)} batch sizes; give one for all, or "
+            "one for each"
+        )
+    return dict(zip(sizes, given * (len(sizes) // len(given)), strict=True))
 
 
 def engine_args(options: argparse.Namespace, prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -184,7 +202,7 @@ class Progress:
 class Benchmark:
     """All runs of one call, and what has come of them so far.
 
-    `prompts` are those of each batch size.
+    `prompts` are those of each batch size, and `turns` the turns in which they are answered.
     """
 
     def __init__(
@@ -192,10 +210,12 @@ class Benchmark:
         options: argparse.Namespace,
         methods: dict[str, SpeculativeConfig | None],
         prompts: dict[int, list[Prompt]],
+        turns: dict[int, int],
     ) -> None:
         self.options = options
         self.methods = methods
         self.prompts = prompts
+        self.turns = turns
         self.args = engine_args(options, max(prompts.values(), key=len))
         self.environment = engine_environment(options)
         if options.profile:
@@ -207,10 +227,10 @@ class Benchmark:
 
     def run(self) -> None:
         """Run every method at every batch size, round by round."""
-        together = self.options.turns > 1
         for lap in range(self.options.repeat):
             methods = list(self.methods)[:: -1 if lap % 2 else 1]
             for size in self.prompts:
+                together = self.turns[size] > 1
                 for group in [methods] if together else [[method] for method in methods]:
                     self._run_group(group, size, lap)
 
@@ -229,12 +249,12 @@ class Benchmark:
                     engine = self._engine(method, size, lap, Progress(bar, f"{method}, {name}"))
                     engines[method] = stack.enter_context(engine)
                     engine.wait_until_ready()
-            for part in range(self.options.turns):
+            for part in range(self.turns[size]):
                 for method in methods[:: -1 if part % 2 else 1]:
                     if lap in self.outcomes[method, size]:  # it has failed
                         continue
                     with self._failing_alone(method, size, lap):
-                        chosen = range(part, count, self.options.turns)
+                        chosen = range(part, count, self.turns[size])
                         turns[method].append(Turn.read(engines[method].ask(list(chosen))))
         for method, engine in engines.items():
             run = Run(turns[method], engine.bound_cores())
@@ -308,7 +328,7 @@ class Benchmark:
             "adversarial": self.options.adversarial,
             "max_tokens": self.options.max_tokens,
             "rounds": self.options.repeat,
-            "turns": self.options.turns,
+            "turns": self.turns,
             "methods": self.methods,
             "engine_args": self.args,
             "argv": list(argv),
@@ -356,23 +376,16 @@ def prepare(options: argparse.Namespace) -> Benchmark:
     if options.check_exact and BASELINE not in methods:
         raise MethodError(f"--check-exact compares with `{BASELINE}`: add it to --methods")
     check_outputs(options, MethodError)
-    sizes, limits = options.batch_sizes, options.limit
-    if len(limits) not in (1, len(sizes)):
-        raise PromptError(
-            f"--limit: {len(limits)} numbers for {len(sizes)} batch sizes; give one for all, or "
-            "one for each"
-        )
+    turns = by_size("turns", options)
     tokenize = model_tokenizer(options.model)
     prompts = {
         size: load_prompts(options.prompts, tokenize, limit)
-        for size, limit in zip(sizes, limits * (len(sizes) // len(limits)), strict=True)
+        for size, limit in by_size("limit", options).items()
     }
     for size, chosen in prompts.items():
-        if len(chosen) < options.turns:
-            raise PromptError(
-                f"--turns {options.turns}: batch size {size} has {len(chosen)} prompts"
-            )
-    return Benchmark(options, methods, prompts)
+        if len(chosen) < turns[size]:
+            raise PromptError(f"--turns {turns[size]}: batch size {size} has {len(chosen)} prompts")
+    return Benchmark(options, methods, prompts, turns)
 
 
 def main(argv: Sequence[str]) -> int:

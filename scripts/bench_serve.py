@@ -70,7 +70,7 @@ what is printed, for each rate:
 how it measures:
   `vllm serve` is started once for each method, and all servers live until the end. They are
   asked in turn, every other round in the other order, so that whatever else the machine does
-  reaches all of them; the others sleep. Before, every server answers a closed loop of
+  reaches all of them; the others wait. Before, every server answers a closed loop of
   --max-num-seqs clients; what plain vLLM answers a second there is taken for its saturation,
   and --loads are shares of it. A run lasts about --seconds: so many requests arrive, as a
   Poisson process, through `vllm bench serve`, and are answered greedily up to the end of

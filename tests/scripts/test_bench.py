@@ -176,7 +176,7 @@ def test_the_command_line_is_read() -> None:
         (["--methods", "medusa"], "there is no method 'medusa'"),
         (["--methods", "ngram", "--check-exact"], "add it to --methods"),
         (["--json", "/nowhere/out.json"], "there is no folder /nowhere"),
-        (["--limit", "8,16,24"], "3 numbers for 1 batch sizes"),
+        (["--turns", "2,2,3", "--batch-sizes", "1,8"], "--turns: 3 numbers for 2 batch sizes"),
     ],
 )
 def test_wrong_options_stop_before_any_engine_starts(
@@ -443,13 +443,15 @@ def test_engines_that_take_turns_live_together_and_one_that_fails_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, written = run_benchmark(
-        tmp_path, monkeypatch, "--methods", "none,suffix,ngram", "--turns", "2"
-    )
+        tmp_path, monkeypatch, "--methods", "none,suffix,ngram", "--batch-sizes", "1,2",
+        "--turns", "2,1",
+    )  # fmt: skip
     assert log == [
         "none 1: [0, 2] of 3", "ngram 1: [0, 2] of 3",
         "ngram 1: [1, 3] of 3", "none 1: [1, 3] of 3",
+        "none 2: [0, 1, 2, 3] of 1", "ngram 2: [0, 1, 2, 3] of 1",
     ]  # fmt: skip
-    rows = {row["method"]: row for row in written["rows"]}
+    rows = {row["method"]: row for row in written["rows"] if row["batch_size"] == 1}
     assert rows["suffix"]["error"] == "it broke" and rows["suffix"]["ratio"] is None
     assert rows["ngram"]["ratio_runs"] == [1, 1] and rows["ngram"]["prompts"] == 4
     assert "suffix, batch 1 failed: it broke" in capsys.readouterr().err
