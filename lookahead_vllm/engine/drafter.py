@@ -19,7 +19,7 @@ from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree, DraftT
 from lookahead_vllm.engine import config, request_options, shutdown
 from lookahead_vllm.engine.cache import open_cache
 from lookahead_vllm.engine.request_options import RequestOptions
-from lookahead_vllm.engine.shapes import Shape
+from lookahead_vllm.engine.shapes import Proposed, Sent
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,17 +71,7 @@ class Live:
     """Tokens that end it."""
 
 
-@dataclass(slots=True)
-class _Sent:
-    """A request's last draft."""
-
-    forest: DraftForest
-    tree: int
-    """Its number in the forest."""
-    tokens: list[int]
-
-
-_NOTHING = _Sent(DraftForest.of([EMPTY_TREE]), 0, [])
+_NOTHING = Sent(DraftForest.of([EMPTY_TREE]), 0, [])
 _UNKNOWN = Live("", 0, frozenset())
 
 
@@ -107,7 +97,8 @@ class LookaheadDrafter:
         self._options: dict[str, RequestOptions] = {}
         self._live: dict[str, Live | None] = {}
         self._with_grammar: set[str] = set()
-        self._sent: dict[str, _Sent] = {}
+        self._sent: dict[str, Sent] = {}
+        """Each request's last draft."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """There is no draft model to load."""
@@ -195,7 +186,7 @@ class LookaheadDrafter:
             zip(wants, pairwise(forest.firsts.tolist()), strict=True)
         ):
             drafts[want.request_id] = own = tokens[first:end]
-            self._sent[want.request_id] = _Sent(forest, i, own)
+            self._sent[want.request_id] = Sent(forest, i, own)
         return drafts
 
     def recall(self, scheduled: Sequence[tuple[str, list[int]]]) -> DraftForest:
@@ -212,25 +203,11 @@ class LookaheadDrafter:
             ]
         )
 
-    @property
-    def least_beside_prompt(self) -> float:
-        """What a node's probability must be to pay in a step that reads a prompt as well."""
-        return getattr(self.proposer, "least_beside_prompt", 0.0)
-
-    def shapes(self, request_ids: Sequence[str]) -> dict[str, Shape]:
-        """What the last drafts of these requests are beside their tokens."""
-        shapes: dict[str, Shape] = {}
-        lists: dict[int, list[list[Any]]] = {}
-        for request_id in request_ids:
-            if (sent := self._sent.get(request_id)) is None or not sent.tokens:
-                continue
-            forest = sent.forest
-            if id(forest) not in lists:
-                fields = (forest.parents, forest.probs, forest.sources)
-                lists[id(forest)] = [field.tolist() for field in fields]
-            own = slice(int(forest.firsts[sent.tree]), int(forest.firsts[sent.tree + 1]))
-            shapes[request_id] = Shape(*(values[own] for values in lists[id(forest)]))
-        return shapes
+    def proposed(self) -> Proposed:
+        """What the scheduler has to know of the drafts."""
+        return Proposed(
+            self._sent, self.has_grammars, getattr(self.proposer, "least_beside_prompt", 0.0)
+        )
 
     def finish(self, request_id: str) -> None:
         """The request has ended; a preempted one has not."""

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice, takewhile
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
-
-
-class _Draft(NamedTuple):
-    request: Request
-    probs: Sequence[float]
-    """Of its nodes, in order."""
 
 
 class DraftRoom:
@@ -38,14 +32,14 @@ class DraftRoom:
         """Blocks are of the text alone, and nobody is sending them anywhere."""
 
     def make(
-        self, probs: dict[str, Sequence[float]], least_beside_prompt: float
+        self, probs_of: Callable[[str], Sequence[float]], least_beside_prompt: float
     ) -> dict[str, list[int]]:
         """Cut `spec_token_ids` of the running requests.
 
         Parameters
         ----------
-        probs
-            Of the nodes of each draft.
+        probs_of
+            Tells the probabilities of the nodes of a request's draft, in order.
         least_beside_prompt
             What a node's probability has to be where a prompt is read in the same step.
 
@@ -56,22 +50,21 @@ class DraftRoom:
             still has in each KV cache group.
         """
         scheduler = self._scheduler
-        drafts = [
-            _Draft(request, probs.get(request.request_id, ()))
-            for request in scheduler.running
-            if request.spec_token_ids
-        ]
-        if not drafts:
+        drafted = [request for request in scheduler.running if request.spec_token_ids]
+        if not drafted:
             return {}
         waiting = list(self._admissible())
         if waiting:
-            for request, own in drafts:
+            for request in drafted:
+                own = probs_of(request.request_id)
                 worth = sum(1 for _ in takewhile(lambda p: p >= least_beside_prompt, own))
-                del request.spec_token_ids[worth:]
+                request.spec_token_ids = request.spec_token_ids[:worth]
         room = scheduler.max_num_scheduled_tokens
         room -= sum(map(_own_tokens, scheduler.running)) + sum(map(_own_tokens, waiting))
-        self._cut_to_tokens(drafts, room)
-        return self._cut_to_blocks(drafts, waiting)
+        over = sum(len(request.spec_token_ids) for request in drafted) - max(room, 0)
+        if over > 0:
+            self._cut_tokens(drafted, over, probs_of)
+        return self._cut_to_blocks(drafted, waiting, probs_of)
 
     def _admissible(self) -> Iterator[Request]:
         """The waiting requests that could start in this step."""
@@ -86,22 +79,25 @@ class DraftRoom:
             if tokens <= 0:
                 return
 
-    def _cut_to_tokens(self, drafts: list[_Draft], room: int) -> None:
-        """Keep the likeliest `room` nodes of all."""
-        over = sum(len(draft.request.spec_token_ids) for draft in drafts) - max(room, 0)
-        if over <= 0:
-            return
-        ends = [
-            (_prob(draft, place), place, i)
-            for i, draft in enumerate(drafts)
-            for place in range(len(draft.request.spec_token_ids))
+    def _cut_tokens(
+        self, drafted: Sequence[Request], over: int, probs_of: Callable[[str], Sequence[float]]
+    ) -> None:
+        """Take the `over` least likely nodes of all away."""
+        nodes = [
+            (prob, -place, i)
+            for i, request in enumerate(drafted)
+            for place, prob in enumerate(probs_of(request.request_id))
+            if place < len(request.spec_token_ids)
         ]
-        # A node is never kept without those before it, even where their probabilities rise.
-        for _, place, i in sorted(ends, key=lambda end: (end[0], -end[1]))[:over]:
-            del drafts[i].request.spec_token_ids[place:]
+        for _, place, i in sorted(nodes)[:over]:
+            # No node is kept without those before it, even where their probabilities rise.
+            drafted[i].spec_token_ids = drafted[i].spec_token_ids[:-place]
 
     def _cut_to_blocks(
-        self, drafts: list[_Draft], waiting: Sequence[Request]
+        self,
+        drafted: Sequence[Request],
+        waiting: Sequence[Request],
+        probs_of: Callable[[str], Sequence[float]],
     ) -> dict[str, list[int]]:
         scheduler, pool = self._scheduler, self._scheduler.kv_cache_manager.block_pool
         free = pool.get_num_free_blocks() - scheduler.kv_cache_manager.watermark_blocks
@@ -122,12 +118,13 @@ class DraftRoom:
         free -= sum(self._missing(request, 0) for request in scheduler.running)
         free -= sum(-(-request.num_tokens // size) for request in waiting for size in sizes)
         # Who gains most from a block of its own comes first.
-        for draft in sorted(drafts, key=lambda draft: -sum(draft.probs)):
-            nodes = draft.request.spec_token_ids
-            own = self._missing(draft.request, 0)
-            while nodes and (more := self._missing(draft.request, len(nodes)) - own) > max(free, 0):
-                nodes.pop()
-            free -= more if nodes else 0
+        for request in sorted(drafted, key=lambda request: -sum(probs_of(request.request_id))):
+            nodes = len(request.spec_token_ids)
+            own = self._missing(request, 0)
+            while nodes and self._missing(request, nodes) - own > max(free, 0):
+                nodes -= 1
+            free -= self._missing(request, nodes) - own
+            request.spec_token_ids = request.spec_token_ids[:nodes]
         return kept
 
     def _missing(self, request: Request, num_nodes: int) -> int:
@@ -164,7 +161,3 @@ def _own_tokens(request: Request) -> int:
     """Tokens that plain vLLM would have it compute."""
     tokens: int = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
     return tokens
-
-
-def _prob(draft: _Draft, place: int) -> float:
-    return draft.probs[place] if place < len(draft.probs) else 0.0

@@ -18,7 +18,7 @@ from vllm.v1.worker import gpu_model_runner
 
 from lookahead_vllm.draft.budget import Load, StepWork
 from lookahead_vllm.draft.tree import DraftForest, DraftTree, Ints, Words
-from lookahead_vllm.engine import metrics, profile
+from lookahead_vllm.engine import metrics, profile, shapes
 from lookahead_vllm.engine.attention import TREE_ISAS, TreeAttentionBackend
 from lookahead_vllm.engine.drafter import Live, LookaheadDrafter
 from lookahead_vllm.engine.metrics import SOURCES, StepReport, TrieWatch
@@ -28,14 +28,16 @@ from lookahead_vllm.engine.sampler import (
     NodeThinking,
     merge_outputs,
     node_metadata,
+    spread_metadata,
     tapes_for,
     with_every_processor,
 )
-from lookahead_vllm.engine.shapes import Shape, Shapes, attach, attached
+from lookahead_vllm.engine.shapes import Shape
 from lookahead_vllm.engine.step_cost import step_cost
 from lookahead_vllm.verify import tree_attention
 from lookahead_vllm.verify.acceptance import accepted_paths
 from lookahead_vllm.verify.kv_moves import KVMover
+from lookahead_vllm.verify.noise import DrawTape
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
 if TYPE_CHECKING:
@@ -150,7 +152,7 @@ class LookaheadRunner(_Base):
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         for request in scheduler_output.scheduled_new_reqs:
             request.sampling_params = self.drafter.announce(request.req_id, request.sampling_params)
-        for request_id, counts in attached(scheduler_output).kept_blocks.items():
+        for request_id, counts in shapes.changed(scheduler_output).kept_blocks.items():
             self._give_back_blocks(request_id, counts)
         return super()._update_states(scheduler_output)
 
@@ -187,7 +189,7 @@ class LookaheadRunner(_Base):
         drafts = scheduler_output.scheduled_spec_decode_tokens
         if not drafts:
             return _NO_DRAFTS
-        batch, shapes = self.input_batch, attached(scheduler_output).by_request
+        batch, changed = self.input_batch, shapes.changed(scheduler_output).shapes
         by_row = sorted((batch.req_id_to_index[i], i, tokens) for i, tokens in drafts.items())
         rows = np.array([row for row, *_ in by_row])
         scheduled = [(request_id, tokens) for _, request_id, tokens in by_row]
@@ -197,7 +199,7 @@ class LookaheadRunner(_Base):
         if leads.any() or self.drafter.has_grammars:
             forest = DraftForest.of(
                 [
-                    self._recall_one(request_id, tokens, lead, shapes)
+                    self._recall_one(request_id, tokens, lead, changed)
                     for (request_id, tokens), lead in zip(scheduled, leads, strict=True)
                 ]
             )
@@ -208,10 +210,10 @@ class LookaheadRunner(_Base):
         return Scheduled(forest, rows, starts.astype(np.int64), contexts.astype(np.int64))
 
     def _recall_one(
-        self, request_id: str, tokens: list[int], lead: int, shapes: Mapping[str, Shape]
+        self, request_id: str, tokens: list[int], lead: int, changed: Mapping[str, Shape]
     ) -> DraftTree:
-        if request_id in shapes:
-            n, shape = len(tokens), shapes[request_id]
+        if request_id in changed:
+            n, shape = len(tokens), changed[request_id]
             return DraftTree.from_lists(
                 tokens, shape.parents[:n], shape.probs[:n], shape.sources[:n]
             )
@@ -290,29 +292,37 @@ class LookaheadRunner(_Base):
         root_rows = np.cumsum(num_nodes + 1) - num_nodes - 1
         node_rows = np.delete(np.arange(len(logits)), root_rows)
         nodes = NodeRows([self.requests[i] for i in self.input_batch.req_ids], forest, rows)
-
         metadata = replace(self.input_batch.sampling_metadata, spec_token_ids=None)
-        at_roots = self.sampler(logits[torch.from_numpy(root_rows).to(device)], metadata)
-        tapes = tapes_for(self.sampler, metadata.generators, nodes, logits.shape[-1])
+        tapes: dict[int, DrawTape] = {}
         thinking = None
-        if (holder := metadata.thinking_budget_state_holder) is not None:
-            thinking = NodeThinking(holder, nodes)
-        at_nodes = self.sampler(
-            logits[torch.from_numpy(node_rows).to(device)],
-            node_metadata(
-                metadata,
-                nodes,
-                {
-                    node: tape.after(depth - 1)
-                    for row, tape in tapes.items()
-                    for node, depth in zip(
-                        nodes.of(row), nodes.tree(row).depths.tolist(), strict=True
-                    )
-                },
-                self._node_processors.place(nodes),
-                thinking,
-            ),
-        )
+        if self._node_processors.rows_are_alike(metadata, nodes):
+            owners = np.repeat(np.arange(len(num_nodes)), num_nodes + 1)
+            sampled = self.sampler(logits, spread_metadata(metadata, owners)).sampled_token_ids
+            at_roots, at_nodes = (
+                SamplerOutput(sampled[torch.from_numpy(some).to(device)], None)
+                for some in (root_rows, node_rows)
+            )
+        else:
+            at_roots = self.sampler(logits[torch.from_numpy(root_rows).to(device)], metadata)
+            tapes = tapes_for(self.sampler, metadata.generators, nodes, logits.shape[-1])
+            if (holder := metadata.thinking_budget_state_holder) is not None:
+                thinking = NodeThinking(holder, nodes)
+            at_nodes = self.sampler(
+                logits[torch.from_numpy(node_rows).to(device)],
+                node_metadata(
+                    metadata,
+                    nodes,
+                    {
+                        node: tape.after(depth - 1)
+                        for row, tape in tapes.items()
+                        for node, depth in zip(
+                            nodes.of(row), nodes.tree(row).depths.tolist(), strict=True
+                        )
+                    },
+                    self._node_processors.place(nodes),
+                    thinking,
+                ),
+            )
 
         paths = accepted_paths(
             forest,
@@ -431,8 +441,7 @@ class LookaheadRunner(_Base):
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         drafts = super().take_draft_token_ids()
         if drafts is not None:
-            shapes = self.drafter.shapes(drafts.req_ids)
-            attach(drafts, Shapes(shapes, self.drafter.least_beside_prompt))
+            shapes.attach(drafts, self.drafter.proposed())
         return drafts
 
     def _observe_step(self) -> None:

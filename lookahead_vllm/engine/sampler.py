@@ -136,6 +136,21 @@ class NodeProcessors:
     def _concerns(self, params: SamplingParams) -> bool:
         return bool(self._has_custom or params.min_tokens or params.logit_bias or params.min_p)
 
+    def rows_are_alike(self, metadata: SamplingMetadata, nodes: NodeRows) -> bool:
+        """Whether a node is sampled as its request's root is: nothing looks at the history, no
+        generator and no logprobs have to be kept apart. Then one call samples them all."""
+        thinking = metadata.thinking_budget_state_holder
+        return (
+            not metadata.generators
+            and metadata.no_penalties
+            and metadata.allowed_token_ids_mask is None
+            and not metadata.bad_words_token_ids
+            and metadata.max_num_logprobs is None
+            and not metadata.logprob_token_ids
+            and (thinking is None or not thinking.has_tracked_requests())
+            and not any(self._concerns(request.sampling_params) for request in nodes.requests)
+        )
+
     def place(self, nodes: NodeRows) -> LogitsProcessors:
         """The processors, told of the nodes of this step; none where they concern no node."""
         added = [
@@ -206,6 +221,25 @@ class NodeThinking:
             self._roots._state[row] = self._holder._state[node]
 
 
+def spread_metadata(metadata: SamplingMetadata, owners: Words) -> SamplingMetadata:
+    """The sampling metadata of rows int64 [n] that belong to the requests `owners`, without what
+    is known of single requests."""
+
+    def pick(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor[torch.from_numpy(owners).to(tensor.device)]
+
+    return replace(
+        metadata,
+        temperature=pick(metadata.temperature),
+        top_p=pick(metadata.top_p),
+        top_k=pick(metadata.top_k),
+        output_token_ids=[],
+        logitsprocs=LogitsProcessors(),
+        spec_token_ids=None,
+        thinking_budget_state_holder=None,
+    )
+
+
 def node_metadata(
     metadata: SamplingMetadata,
     nodes: NodeRows,
@@ -234,10 +268,7 @@ def node_metadata(
         own = nodes.of(row)
         histories[own.start : own.stop] = nodes.histories(row)
     return replace(
-        metadata,
-        temperature=pick(metadata.temperature),
-        top_p=pick(metadata.top_p),
-        top_k=pick(metadata.top_k),
+        spread_metadata(metadata, nodes.owners),
         generators=generators,
         prompt_token_ids=pick(metadata.prompt_token_ids) if penalties else None,
         frequency_penalties=pick(metadata.frequency_penalties) if penalties else None,
@@ -248,7 +279,6 @@ def node_metadata(
         bad_words_token_ids=spread(bad_words),
         logitsprocs=processors,
         logprob_token_ids=spread(metadata.logprob_token_ids or {}),
-        spec_token_ids=None,
         thinking_budget_state_holder=thinking,
     )
 

@@ -13,7 +13,7 @@ from vllm.v1.outputs import DraftTokenIds
 from lookahead_vllm.engine import metrics, request_options, shapes
 from lookahead_vllm.engine.grammar import GrammarDraft, GrammarWalk, take_bursts_one_by_one
 from lookahead_vllm.engine.room import DraftRoom
-from lookahead_vllm.engine.shapes import Shape, Shapes
+from lookahead_vllm.engine.shapes import Changed, Shape
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -30,15 +30,18 @@ class LookaheadScheduler(Scheduler):
         # that has one token to compute with placeholder drafts, and waits until all of them fit.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._room = DraftRoom(self)
-        self._shapes = shapes.NONE
-        """Of the drafts that were proposed last."""
+        self._proposed = shapes.NOTHING_PROPOSED
+        """What came with the last drafts."""
         self._grammar_drafts: dict[str, GrammarDraft] = {}
         """Of requests that wait for the step in which it is verified, or are in it."""
         self._report: metrics.StepReport | None = None
         """Of the step whose output is being processed."""
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        self._shapes = proposed = shapes.attached(draft_token_ids)
+        self._proposed = proposed = shapes.proposed(draft_token_ids)
+        if not proposed.has_grammars:
+            super().update_draft_token_ids(draft_token_ids)
+            return
         others = DraftTokenIds([], [])
         for req_id, tokens in zip(
             draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True
@@ -57,7 +60,7 @@ class LookaheadScheduler(Scheduler):
                 self.structured_output_manager,
                 request,
                 tokens,
-                proposed.by_request.get(req_id, Shape([], [], [])),
+                proposed.drafts[req_id].shape if tokens else shapes.EMPTY,
                 *self._bounds(request),
             ).run()
             self._grammar_drafts[req_id] = draft
@@ -73,25 +76,27 @@ class LookaheadScheduler(Scheduler):
         return nodes, min(nodes, request.max_tokens - request.num_output_tokens - 1)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        probs: dict[str, Sequence[float]] = {
-            req_id: shape.probs for req_id, shape in self._shapes.by_request.items()
-        }
-        for req_id, draft in self._grammar_drafts.items():
-            probs[req_id] = draft.shape.probs
-        kept_blocks = self._room.make(probs, self._shapes.least_beside_prompt)
+        kept_blocks = self._room.make(self._probs, self._proposed.least_beside_prompt)
         output = super().schedule(*args, **kwargs)
-        changed: dict[str, Shape] = {}
+        by_grammar: dict[str, Shape] = {}
         # A request that is left out of this step keeps its draft for a later one.
         for req_id in self._grammar_drafts.keys() & output.num_scheduled_tokens.keys():
             draft = self._grammar_drafts[req_id]
             scheduled = output.scheduled_spec_decode_tokens.get(req_id, [])
             n = len(scheduled)
             if output.num_scheduled_tokens[req_id] == 1 + n and draft.tokens[:n] == scheduled:
-                changed[req_id] = draft.shape
+                by_grammar[req_id] = draft.shape
             else:  # it comes back from preemption
                 del self._grammar_drafts[req_id]
-        shapes.attach(output, Shapes(changed, kept_blocks=kept_blocks))
+        shapes.attach(output, Changed(by_grammar, kept_blocks))
         return output
+
+    def _probs(self, req_id: str) -> Sequence[float]:
+        """The probabilities of the nodes that the request's next step would verify."""
+        if req_id in self._grammar_drafts:
+            return self._grammar_drafts[req_id].shape.probs
+        sent = self._proposed.drafts.get(req_id)
+        return sent.shape.probs if sent else ()
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         drafts = self._grammar_drafts

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from lookahead_vllm.draft.tree import DraftForest
 
 
 class Shape(NamedTuple):
@@ -13,26 +16,59 @@ class Shape(NamedTuple):
     sources: list[int]
 
 
-class Shapes(NamedTuple):
-    """The shapes of a step's drafts."""
+EMPTY = Shape([], [], [])
 
-    by_request: dict[str, Shape]
+
+class Sent(NamedTuple):
+    """A draft as it was proposed."""
+
+    forest: DraftForest
+    tree: int
+    """Its number in the forest."""
+    tokens: list[int]
+
+    @property
+    def shape(self) -> Shape:
+        """What it is beside its tokens."""
+        tree = self.forest[self.tree]
+        return Shape(tree.parents.tolist(), tree.probs.tolist(), tree.sources.tolist())
+
+
+class Proposed(NamedTuple):
+    """What comes to the scheduler with `DraftTokenIds`."""
+
+    drafts: Mapping[str, Sent]
+    """By request id."""
+    has_grammars: bool = False
+    """Whether any live request is under a grammar."""
     least_beside_prompt: float = 0.0
     """What a node's probability must be at least to pay in a step that reads a prompt too."""
-    kept_blocks: dict[str, list[int]] = {}  # noqa: RUF012
+
+
+class Changed(NamedTuple):
+    """What goes to the runner with `SchedulerOutput`."""
+
+    shapes: Mapping[str, Shape]
+    """Of the drafts that a grammar changed, by request id."""
+    kept_blocks: Mapping[str, list[int]]
     """Requests that gave KV blocks back, and how many each still has in each KV cache group."""
 
 
-NONE = Shapes({})
-_ATTRIBUTE = "lookahead_shapes"
+NOTHING_PROPOSED = Proposed({})
+NOTHING_CHANGED = Changed({}, {})
+_ATTRIBUTE = "lookahead"
 
 
-def attach(carrier: Any, shapes: Shapes) -> None:
-    """Send `shapes` along: with `DraftTokenIds` to the scheduler all drafts as they were proposed,
-    with `SchedulerOutput` to the runner those that a grammar changed."""
-    setattr(carrier, _ATTRIBUTE, shapes)
+def attach(carrier: Any, what: Proposed | Changed) -> None:
+    """Send `what` along with an object of vLLM's."""
+    setattr(carrier, _ATTRIBUTE, what)
 
 
-def attached(carrier: Any) -> Shapes:
-    """What was sent along."""
-    return getattr(carrier, _ATTRIBUTE, NONE)
+def proposed(draft_token_ids: Any) -> Proposed:
+    """What came along with `DraftTokenIds`."""
+    return getattr(draft_token_ids, _ATTRIBUTE, NOTHING_PROPOSED)
+
+
+def changed(scheduler_output: Any) -> Changed:
+    """What came along with `SchedulerOutput`."""
+    return getattr(scheduler_output, _ATTRIBUTE, NOTHING_CHANGED)
