@@ -1,9 +1,10 @@
 // Attention of draft trees over a paged KV cache, on CPU.
 //
 // A task is (tree, KV head, rows, span of keys). Its rows are the query heads that share the KV
-// head, so each tile of K and V is converted to float32 once for all of them. Softmax is on line,
-// tile by tile. A tree whose keys are split between tasks leaves partial results (max, sum, sum of
-// p * v), which the last task of the group merges.
+// head, so what is loaded of K and V serves many of them. Everything is added up in float32, and
+// only queries times keys may be multiplied as bfloat16, which is exact. Softmax is on line, tile by
+// tile. A tree whose keys are split between tasks leaves partial results (max, sum, sum of p * v),
+// which the last task of the group merges.
 //
 // Cache of one (block, head): K transposed [head_size, block_size], then V [block_size, head_size].
 
@@ -15,11 +16,16 @@
 #include <cstring>
 #include <type_traits>
 #include <vector>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int VL = 16, MR = 8;  // floats a vector, rows a register tile (x 2 vectors)
+constexpr int VL = 16, MR = 12;  // floats a vector, rows a register tile (x 2 vectors)
 #elif defined(__AVX__)
 constexpr int VL = 8, MR = 6;
 #elif defined(__aarch64__)
@@ -33,7 +39,6 @@ constexpr int QUERY_ROW = 528;  // floats from one row of queries to the next: a
 constexpr float LOWEST = -FLT_MAX;
 
 typedef float vf __attribute__((vector_size(VL * 4)));
-typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
 typedef uint16_t vh __attribute__((vector_size(VL * 2)));
 
@@ -48,20 +53,52 @@ inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
 inline vf splat(float x) { return x - vf{}; }
 inline vf as_float(vu v) { return (vf)v; }
 
-struct BF16 { uint16_t bits; };
-struct FP16 { uint16_t bits; };
-
-inline vf load_float(const float* p) { return load(p); }
-inline vf load_float(const BF16* p) {
-  return as_float(__builtin_convertvector(load_as<vh>(p), vu) << 16);
-}
-inline vf load_float(const FP16* p) {
-  const vu h = __builtin_convertvector(load_as<vh>(p), vu);
+// What processors do in one instruction and GCC 12 in several. vmax gives b where one is NaN.
+#if defined(__AVX512F__)
+inline vu widen(vh v) { return (vu)_mm512_cvtepu16_epi32((__m256i)v); }
+inline vf widen_half(vh v) { return _mm512_cvtph_ps((__m256i)v); }
+inline vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
+#elif defined(__AVX2__) && defined(__F16C__)
+inline vu widen(vh v) { return (vu)_mm256_cvtepu16_epi32((__m128i)v); }
+inline vf widen_half(vh v) { return _mm256_cvtph_ps((__m128i)v); }
+inline vf vmax(vf a, vf b) { return _mm256_max_ps(a, b); }
+#else
+inline vu widen(vh v) { return __builtin_convertvector(v, vu); }
+inline vf vmax(vf a, vf b) { return a > b ? a : b; }
+#if defined(__aarch64__)
+inline vf widen_half(vh v) { return (vf)vcvt_f32_f16((float16x4_t)v); }
+#else
+inline vf widen_half(vh v) {
+  const vu h = widen(v);
   const vu sign = (h & 0x8000u) << 16;
   const vf scaled = as_float((h & 0x7fffu) << 13) * 0x1p112f;
   const vu special = (vu)((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;  // inf, nan
   return as_float((vu)scaled | special | sign);
 }
+#endif
+#endif
+
+inline float hmax(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(v);
+#else
+  float m = v[0];
+  for (int i = 1; i < VL; ++i) m = std::max(m, v[i]);
+  return m;
+#endif
+}
+inline float hsum(vf v) {
+  float s = 0;
+  for (int i = 0; i < VL; ++i) s += v[i];
+  return s;
+}
+
+struct BF16 { uint16_t bits; };
+struct FP16 { uint16_t bits; };
+
+inline vf load_float(const float* p) { return load(p); }
+inline vf load_float(const BF16* p) { return as_float(widen(load_as<vh>(p)) << 16); }
+inline vf load_float(const FP16* p) { return widen_half(load_as<vh>(p)); }
 
 inline void store_float(float* p, float x) { *p = x; }
 inline void store_float(BF16* p, float x) {
@@ -90,34 +127,21 @@ inline void store_float(FP16* p, float x) {
   p->bits = sign | h;
 }
 
-inline vf vmax(vf a, vf b) { return a > b ? a : b; }
-inline float hmax(vf v) {
-  float m = v[0];
-  for (int i = 1; i < VL; ++i) m = std::max(m, v[i]);
-  return m;
-}
-inline float hsum(vf v) {
-  float s = 0;
-  for (int i = 0; i < VL; ++i) s += v[i];
-  return s;
-}
-
 // exp(x) for x <= 0; -inf gives 0 and NaN stays NaN.
 inline vf exp_neg(vf x) {
+  const float log2e = 1.44269504088896341f;
   const vf magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
-  const vf t = x * 1.44269504088896341f + magic;
-  const vf n = t - magic;
-  vf r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  vf p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.f;
-  const vf scale = as_float(((vu)t << 23) + 0x3f800000u);
-  return x < splat(-87.f) ? vf{} : p * scale;
+  x = vmax(splat(-88.f), x);
+  const vf t = x * log2e + magic;
+  const vf r = x * log2e - (t - magic);
+  vf p = splat(1.5353362e-4f);  // 2^r
+  p = p * r + 1.33988745e-3f;
+  p = p * r + 9.61843736e-3f;
+  p = p * r + 5.55033247e-2f;
+  p = p * r + 2.40226479e-1f;
+  p = p * r + 6.93147203e-1f;
+  p = p * r + 1.f;
+  return p * as_float(((vu)t << 23) + 0x3f800000u);  // 2^-127 is 0
 }
 inline float exp_neg1(float x) { return exp_neg(splat(x))[0]; }
 
@@ -127,53 +151,89 @@ inline vf tanh_vec(vf x) {
   return x < vf{} ? -t : t;
 }
 
+// How a matrix product reads its right side, b: one row at a time, as floats.
+template <typename T>
+struct ByRow {
+  typedef T B;
+  typedef float A;
+  typedef vf V;
+  static constexpr int ROWS = 1;
+  static vf load(const T* b, int64_t) { return load_float(b); }
+  static vf multiply_add(vf c, float a, vf b) { return c + a * b; }
+};
+
+#if defined(__AVX512BF16__)
+// Two rows at a time, interleaved: their products with two elements of a are exact, and are added
+// in float32. Subnormal numbers count as 0.
+struct ByRowPair {
+  typedef BF16 B;
+  typedef uint32_t A;
+  typedef vu V;
+  static constexpr int ROWS = 2;
+  static vu load(const BF16* b, int64_t ldb) {
+    return widen(load_as<vh>(b)) | widen(load_as<vh>(b + ldb)) << 16;
+  }
+  static vf multiply_add(vf c, uint32_t a, vu b) {
+    return _mm512_dpbf16_ps(c, (__m512bh)_mm512_set1_epi32(a), (__m512bh)b);
+  }
+};
+template <typename T>
+using QueryKey = std::conditional_t<std::is_same_v<T, BF16>, ByRowPair, ByRow<T>>;
+#else
+template <typename T>
+using QueryKey = ByRow<T>;
+#endif
+
 // c[M, N vectors] (+)= a[M, depth] b[depth, N vectors]; with ACC, c is first scaled by rescale[M].
-template <int M, int N, int A_ROW, bool ACC>
-inline void gemm_tile(const float* a, const float* b, int64_t ldb, float* c, int64_t ldc, int depth,
-                      const float* rescale) {
+// Meanwhile fetches what lies `ahead` bytes after b.
+template <typename P, int M, int N, int A_ROW, bool ACC>
+inline void gemm_tile(const typename P::A* a, const typename P::B* b, int64_t ldb, int64_t ahead,
+                      float* c, int64_t ldc, int depth, const float* rescale) {
   vf acc[M][N];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
     for (int n = 0; n < N; ++n) acc[m][n] = ACC ? load(c + m * ldc + n * VL) * rescale[m] : vf{};
-  for (int k = 0; k < depth; ++k, b += ldb, ++a) {
-    vf bv[N];
+  for (int k = 0; k < depth; k += P::ROWS, b += P::ROWS * ldb, ++a) {
+    for (int i = 0; i < P::ROWS; ++i)
+      for (size_t line = 0; line < N * VL * sizeof(*b); line += 64)
+        __builtin_prefetch((const char*)(b + i * ldb) + ahead + line, 0, 2);
+    typename P::V bv[N];
 #pragma GCC unroll 2
-    for (int n = 0; n < N; ++n) bv[n] = load(b + n * VL);
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      const vf av = splat(a[m * A_ROW]);
+    for (int n = 0; n < N; ++n) bv[n] = P::load(b + n * VL, ldb);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
-      for (int n = 0; n < N; ++n) acc[m][n] += av * bv[n];
-    }
+      for (int n = 0; n < N; ++n) acc[m][n] = P::multiply_add(acc[m][n], a[m * A_ROW], bv[n]);
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
     for (int n = 0; n < N; ++n) store(c + m * ldc + n * VL, acc[m][n]);
 }
 
-template <int N, int A_ROW, bool ACC, int M = MR>
-inline void gemm_rows(int rows, const float* a, const float* b, int64_t ldb, float* c, int64_t ldc,
-                      int depth, const float* rescale) {
-  if (rows == M) return gemm_tile<M, N, A_ROW, ACC>(a, b, ldb, c, ldc, depth, rescale);
+template <typename P, int N, int A_ROW, bool ACC, int M = MR>
+inline void gemm_rows(int rows, const typename P::A* a, const typename P::B* b, int64_t ldb,
+                      int64_t ahead, float* c, int64_t ldc, int depth, const float* rescale) {
+  if (rows == M) return gemm_tile<P, M, N, A_ROW, ACC>(a, b, ldb, ahead, c, ldc, depth, rescale);
   if constexpr (M > 1)
-    gemm_rows<N, A_ROW, ACC, M - 1>(rows, a, b, ldb, c, ldc, depth, rescale);
+    gemm_rows<P, N, A_ROW, ACC, M - 1>(rows, a, b, ldb, ahead, c, ldc, depth, rescale);
 }
 
 // c[rows, cols] (+)= a[rows, depth] b[depth, cols]
-template <int A_ROW, bool ACC>
-void gemm(int rows, int cols, const float* a, const float* b, int64_t ldb, float* c, int64_t ldc,
-          int depth, const float* rescale) {
+template <typename P, int A_ROW, bool ACC>
+void gemm(int rows, int cols, const typename P::A* a, const typename P::B* b, int64_t ldb,
+          int64_t ahead, float* c, int64_t ldc, int depth, const float* rescale) {
+  const int tiles = (rows + MR - 1) / MR, step = (rows + tiles - 1) / tiles;
   for (int n = 0; n < cols; n += 2 * VL)
-    for (int r = 0; r < rows; r += MR) {
-      const int m = std::min(MR, rows - r);
-      const float* ar = a + r * A_ROW;
+    for (int r = 0; r < rows; r += step) {
+      const int m = std::min(step, rows - r);
+      const typename P::A* ar = a + r * A_ROW;
       float* cr = c + r * ldc + n;
       if (cols - n >= 2 * VL)
-        gemm_rows<2, A_ROW, ACC>(m, ar, b + n, ldb, cr, ldc, depth, rescale + r);
+        gemm_rows<P, 2, A_ROW, ACC>(m, ar, b + n, ldb, ahead, cr, ldc, depth, rescale + r);
       else
-        gemm_rows<1, A_ROW, ACC>(m, ar, b + n, ldb, cr, ldc, depth, rescale + r);
+        gemm_rows<P, 1, A_ROW, ACC>(m, ar, b + n, ldb, ahead, cr, ldc, depth, rescale + r);
     }
 }
 
@@ -246,16 +306,15 @@ struct Work {
     q = take(MAX_ROWS * QUERY_ROW);
     acc = take(MAX_ROWS * hs);
     scores = take(MAX_ROWS * TILE);
-    k = take(TILE * hs);
-    v = take(TILE * hs);
     max = take(MAX_ROWS);
+    top = take(MAX_ROWS);
     rescale = take(MAX_ROWS);
     sum = take(MAX_ROWS * VL);
     positions = take(TILE);
     end = p;
   }
   static size_t bytes(int hs) { return Work(nullptr, hs).end - static_cast<char*>(nullptr); }
-  float *q, *acc, *scores, *k, *v, *max, *rescale, *sum, *positions;
+  float *q, *acc, *scores, *max, *top, *rescale, *sum, *positions;
   char* end;
 };
 
@@ -288,30 +347,29 @@ struct Kernel {
     return bits;
   }
 
-  template <bool CHECK>
-  bool copy_tile(const Tree& t, int head, int key, int count, int lo, int hi, Work& w) const {
-    const int bs = call.block_size;
-    vu special{};
-    for (int i = 0; i < count;) {
-      const int off = (key + i) % bs, run = std::min(bs - off, count - i);
-      const T* base = static_cast<const T*>(call.cache) +
-                      t.table[(key + i) / bs] * call.cache_block + head * call.cache_head;
-      for (int d = 0; d < hs; ++d)
-        for (int c = 0; c < run; c += VL)
-          store(w.k + d * TILE + i + c, load_float(base + d * bs + off + c));
-      const T* values = base + (int64_t)bs * hs;
-      for (int c = std::max(0, lo - i); c < std::min(run, hi - i); ++c)
-        for (int d = 0; d < hs; d += VL) {
-          const vf x = load_float(values + (off + c) * hs + d);
-          if (CHECK) special |= (vu)(((vu)x & 0x7f800000u) == 0x7f800000u);
-          store(w.v + (i + c) * hs + d, x);
-        }
-      i += run;
+  // The block that holds a key: K, then V.
+  const T* block(const Tree& t, int head, int key) const {
+    return static_cast<const T*>(call.cache) +
+           t.table[key / call.block_size] * call.cache_block + head * call.cache_head;
+  }
+
+  // part(first, count, block, offset in it) for the keys lo..hi of a tile, cut where a block ends.
+  template <typename F>
+  void by_block(const Tree& t, int head, int key, int lo, int hi, F part) const {
+    for (int i = lo, n; i < hi; i += n) {
+      const int off = (key + i) % call.block_size;
+      n = std::min(call.block_size - off, hi - i);
+      part(i, n, block(t, head, key + i), off);
     }
+  }
+
+  bool finite(const T* p, int n) const {
+    vu special{};
+    for (int i = 0; i < n; i += VL)
+      special |= (vu)(((vu)load_float(p + i) & 0x7f800000u) == 0x7f800000u);
     uint32_t any = 0;
-    if (CHECK)
-      for (int i = 0; i < VL; ++i) any |= special[i];
-    return any;
+    for (int i = 0; i < VL; ++i) any |= special[i];
+    return any == 0;
   }
 
   void run(const Task& task, Group& g, Work& w) const {
@@ -326,8 +384,11 @@ struct Kernel {
       const int token = (g.row0 + r) / group_size, head = (g.row0 + r) % group_size;
       const T* q = static_cast<const T*>(call.query) + (t.start + token) * call.query_token +
                    (g.head * group_size + head) * call.query_head;
-      for (int d = 0; d < hs; d += VL)
-        store(w.q + r * QUERY_ROW + d, load_float(q + d) * call.scale);
+      float* row = w.q + r * QUERY_ROW;
+      if constexpr (QueryKey<T>::ROWS == 2)
+        std::memcpy(row, q, sizeof(T) * hs);
+      else
+        for (int d = 0; d < hs; d += VL) store(row + d, load_float(q + d));
     }
     std::memset(w.acc, 0, sizeof(float) * rows * hs);
     std::memset(w.sum, 0, sizeof(float) * rows * VL);
@@ -339,33 +400,34 @@ struct Kernel {
       const int lo = std::max(0, t.key0 - key), hi = std::min(TILE, end - key);
       const bool masked = lo > 0 || key + TILE > t.context || window0 > key;
       const int count = (hi + VL - 1) / VL * VL;
-      const float *k = w.k, *v = w.v;
-      int64_t ldk = TILE;
-      bool special = false;
-      if (masked) {
-        special = copy_tile<true>(t, g.head, key, count, lo, hi, w);
-      } else if (std::is_same_v<T, float> && bs % TILE == 0) {
-        k = reinterpret_cast<const float*>(call.cache) + t.table[key / bs] * call.cache_block +
-            g.head * call.cache_head;
-        v = k + (int64_t)bs * hs + key % bs * hs;
-        k += key % bs;
-        ldk = bs;
-      } else {
-        copy_tile<false>(t, g.head, key, count, lo, hi, w);
-      }
-      gemm<QUERY_ROW, false>(rows, count, w.q, k, ldk, w.scores, TILE, hs, w.rescale);
+      const int next = tile + 1 < task.tile1 ? key + TILE : key;
+      const auto ahead = [&](int i, const T* here) {  // bytes to the same place in the next tile
+        return (intptr_t)block(t, g.head, std::min(next + i, end - 1)) - (intptr_t)here;
+      };
+      by_block(t, g.head, key, 0, count, [&](int i, int n, const T* block, int off) {
+        gemm<QueryKey<T>, QUERY_ROW, false>(rows, n, (const typename QueryKey<T>::A*)w.q,
+                                            block + off, bs, ahead(i, block), w.scores + i, TILE,
+                                            hs, w.rescale);
+      });
       softmax(t, g, key, count, masked, w);
-      if (special)
-        weigh_values_one_by_one(rows, lo, hi, w);
-      else
-        gemm<TILE, true>(rows, hs, w.scores + lo, v + lo * hs, hs, w.acc, hs, hi - lo, w.rescale);
+      by_block(t, g.head, key, lo, hi, [&](int i, int n, const T* block, int off) {
+        const T* v = block + (int64_t)(bs + off) * hs;
+        if (masked && !finite(v, n * hs))
+          weigh_values_one_by_one(rows, n, w.scores + i, v, w);
+        else
+          gemm<ByRow<T>, TILE, true>(rows, hs, w.scores + i, v, hs, ahead(i, block), w.acc, hs, n,
+                                     w.rescale);
+        std::fill_n(w.rescale, rows, 1.f);
+      });
     }
     finish(task, g, w);
   }
 
   // Scores of a tile become p = exp(score - max), and w.rescale what older sums are worth.
   void softmax(const Tree& t, const Group& g, int key, int count, bool masked, Work& w) const {
-    if (call.alibi)
+    const float scale = call.scale, soft_cap = call.soft_cap;
+    const bool alibi = call.alibi;
+    if (alibi)
       for (int i = 0; i < count; ++i) {
         const int j = key + i - t.context;
         w.positions[i] = j < 0 ? key + i : t.context + (j < t.size ? t.depths[j] : 0);
@@ -382,27 +444,26 @@ struct Kernel {
         bits_token = token;
       }
       vf top = splat(w.max[r]);
-      if (masked || call.alibi || call.soft_cap > 0) {
-        const float slope = call.alibi ? call.alibi[g.head * group_size + head] : 0;
-        const float position = t.context + t.depths[token];
-        for (int i = 0; i < count; i += VL) {
-          vf x = load(s + i);
-          if (call.soft_cap > 0) x = call.soft_cap * tanh_vec(x / call.soft_cap);
-          if (call.alibi) x += slope * (load(w.positions + i) - position);
-          if (masked) x = ((bits[i / VL] + vu{}) & lane) != 0 ? x : splat(-INFINITY);
-          top = vmax(x, top);
-          store(s + i, x);
-        }
-      } else {
-        for (int i = 0; i < count; i += VL) top = vmax(load(s + i), top);
+      const float slope = call.alibi ? call.alibi[g.head * group_size + head] : 0;
+      const float position = t.context + t.depths[token];
+      for (int i = 0; i < count; i += VL) {
+        vf x = load(s + i) * scale;
+        if (soft_cap > 0) x = soft_cap * tanh_vec(x / soft_cap);
+        if (alibi) x += slope * (load(w.positions + i) - position);
+        if (masked) x = ((bits[i / VL] + vu{}) & lane) != 0 ? x : splat(-INFINITY);
+        top = vmax(x, top);
+        store(s + i, x);
       }
-      const float max = hmax(top);
-      float rescale = 1;
-      if (max != w.max[r]) {
-        rescale = exp_neg1(w.max[r] - max);
-        w.max[r] = max;
-      }
-      w.rescale[r] = rescale;
+      w.top[r] = hmax(top);
+    }
+    for (int r = 0; r < g.rows; r += VL) {
+      const vf top = load(w.top + r);
+      store(w.rescale + r, exp_neg(load(w.max + r) - top));
+      store(w.max + r, top);
+    }
+    for (int r = 0; r < g.rows; ++r) {
+      float* s = w.scores + r * TILE;
+      const float max = w.max[r], rescale = w.rescale[r];
       vf sum = load(w.sum + r * VL) * rescale;
       for (int i = 0; i < count; i += VL) {
         const vf p = exp_neg(load(s + i) - max);
@@ -415,13 +476,14 @@ struct Kernel {
 
   // The slow way, where a value is inf or NaN: a masked key must not reach the rows that
   // do not see it.
-  void weigh_values_one_by_one(int rows, int lo, int hi, Work& w) const {
-    for (int r = 0; r < rows; ++r) {
-      float *acc = w.acc + r * hs, *p = w.scores + r * TILE;
+  void weigh_values_one_by_one(int rows, int n, const float* p, const T* v, Work& w) const {
+    for (int r = 0; r < rows; ++r, p += TILE) {
+      float* acc = w.acc + r * hs;
       for (int d = 0; d < hs; ++d) acc[d] *= w.rescale[r];
-      for (int i = lo; i < hi; ++i)
+      for (int i = 0; i < n; ++i)
         if (p[i] != 0)
-          for (int d = 0; d < hs; ++d) acc[d] += p[i] * w.v[i * hs + d];
+          for (int d = 0; d < hs; d += VL)
+            store(acc + d, load(acc + d) + p[i] * load_float(v + i * hs + d));
     }
   }
 
