@@ -263,8 +263,8 @@ SEAMS = (
     Seam(
         _RUNNER,
         "GPUModelRunner._dummy_run",
-        ("num_tokens",),
-        "called: measures the cost of a forward pass by its number of tokens",
+        ("num_tokens", "force_attention", "profile_seq_lens", "skip_eplb"),
+        "called: measures the cost of a step by its tokens, requests and contexts",
         "vLLM measures it",
     ),
     # The end of an engine process, which saves the cache file.
@@ -317,8 +317,9 @@ SEAMS = (
         "vllm.v1.core.sched.scheduler",
         "Scheduler.schedule",
         (),
-        "overridden: sends the pruned tree's shape along with its tokens",
-        "as above",
+        "overridden: cuts drafts so that they take nothing from any request (room.py); sends the "
+        "shape of a tree under a grammar along with its tokens",
+        "vLLM cuts drafts before it preempts or delays a request",
     ),
     Seam(
         "vllm.v1.core.sched.scheduler",
@@ -344,9 +345,51 @@ SEAMS = (
             "max_model_len",
             "max_num_running_reqs",
             "dynamic_sd_lookup",
+            "running",
+            "waiting",
+            "kv_holding_waiting",
+            "max_num_active_reqs",
+            "max_num_scheduled_tokens",
+            "kv_cache_manager",
+            "connector",
         ),
-        "read: the requests whose drafts a grammar looks at; set: dynamic_sd_lookup, so that no "
-        "request is padded with placeholder drafts",
+        "read: the requests whose drafts a grammar looks at, what the next step has room for; set: "
+        "dynamic_sd_lookup, so that no request is padded with placeholder drafts",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager",
+        ("coordinator", "block_pool", "watermark_blocks"),
+        "read: free blocks; called: takes back those that hold rejected tokens alone",
+        "vLLM takes them back",
+    ),
+    Seam(
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "SingleTypeKVCacheManager",
+        ("block_size", "req_to_blocks"),
+        "as above",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.core.block_pool",
+        "BlockPool",
+        ("get_num_free_blocks", "free_blocks"),
+        "as above",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.request",
+        "Request",
+        ("spec_token_ids", "num_tokens", "num_computed_tokens", "num_output_placeholders"),
+        "read: what plain vLLM would schedule; set: the draft, cut",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.worker.block_table",
+        "BlockTable",
+        ("block_size", "block_table", "num_blocks_per_row", "slot_mapping", "commit_block_table"),
+        "set: the rows of requests that gave blocks back; filled while attention is measured",
         "as above",
     ),
     Seam(
@@ -374,7 +417,7 @@ SEAMS = (
         _RUNNER,
         "GPUModelRunner.take_draft_token_ids",
         (),
-        "overridden: sends the shapes of trees under a grammar to the scheduler",
+        "overridden: sends the shapes and probabilities of drafts to the scheduler",
         "as above",
     ),
     # Metrics: a step's report rides on its output and its stats, to a logger beside vLLM's own.
