@@ -1,0 +1,123 @@
+"""What a step costs is measured once, kept, and never trusted blindly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lookahead_vllm.draft.budget import CostCurve
+from lookahead_vllm.engine import step_cost
+from lookahead_vllm.engine.step_cost import BATCHES, Batch
+from tests.engine.driving import drafter_of, engine, generate, random_prompts, runner_of
+
+AUTO = {"proposer": "ngram_trie"}
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where engines keep what they measured."""
+    monkeypatch.setattr(step_cost, "envs", SimpleNamespace(VLLM_CACHE_ROOT=str(tmp_path)))
+    return tmp_path / "lookahead_step_cost"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Every measurement that is made."""
+    found: list[dict[str, Any]] = []
+    original = step_cost.measure
+
+    def measure(runner: Any) -> dict[str, Any]:
+        found.append(original(runner))
+        return found[-1]
+
+    monkeypatch.setattr(step_cost, "measure", measure)
+    return found
+
+
+def test_an_engine_measures_once(llama: Path, kept: Path, measured: list[dict[str, Any]]) -> None:
+    prompts = random_prompts(3, 30)
+    with engine(llama) as plain:
+        vanilla = generate(plain, prompts)
+    for _ in range(2):
+        with engine(llama, AUTO) as llm:
+            cost = drafter_of(llm).proposer.cost
+            assert cost is not None and cost.curve.sizes.tolist() == [
+                1,
+                2,
+                4,
+                8,
+                16,
+                32,
+                64,
+                128,
+                256,
+            ]
+            # The dummy runs left nothing behind.
+            runner = runner_of(llm)
+            assert runner.scheduler_config.max_num_seqs == 16
+            assert not runner.input_batch.block_table.block_tables[0].block_table.np.any()
+            assert generate(llm, prompts) == vanilla
+    assert len(measured) == 1
+    (file,) = kept.iterdir()
+    facts = json.loads(file.read_text())
+    assert facts == measured[0] and min(facts["times"]) > 0
+    assert max(facts["causal"], facts["trees"]) < facts["times"][0]  # of one row and one token
+
+    with engine(llama, AUTO, max_num_seqs=8):
+        pass
+    assert len(measured) == 2 and len(list(kept.iterdir())) == 2  # another config
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    ["", "[1, 2]", "{}", '{"sizes": [1], "times": [-1], "request": 0, "causal": 0, "trees": 0}'],
+)
+def test_a_damaged_file_is_set_aside(
+    damaged: str, llama: Path, kept: Path, measured: list[dict[str, Any]]
+) -> None:
+    with engine(llama, AUTO):
+        (file,) = kept.iterdir()
+    file.write_text(damaged)
+    with engine(llama, AUTO) as llm:
+        assert drafter_of(llm).proposer.cost is not None
+    assert len(measured) == 2
+    assert json.loads(file.read_text()) == measured[1]
+    (aside,) = set(kept.iterdir()) - {file}
+    assert aside.read_text() == damaged
+
+
+def test_where_nothing_can_be_kept_the_engine_starts_all_the_same(
+    llama: Path, kept: Path, measured: list[dict[str, Any]]
+) -> None:
+    kept.write_text("a file where the folder should be")
+    with engine(llama, AUTO) as llm:
+        assert drafter_of(llm).proposer.cost is not None
+
+
+def test_a_fixed_budget_measures_nothing(
+    llama: Path, kept: Path, measured: list[dict[str, Any]]
+) -> None:
+    with engine(llama, AUTO | {"budget": 4}) as llm:
+        assert drafter_of(llm).proposer.cost is None
+    assert not measured and not kept.exists()
+
+
+def test_attention_is_told_from_the_forward_pass() -> None:
+    curve = CostCurve([1, 64], [0.010, 0.073])
+
+    def seconds(batch: Batch) -> float:
+        rows = batch.requests * batch.rows
+        row = 2e-6 if batch.trees else 1e-6
+        return float(curve(rows)) + 1e-4 * batch.requests + rows * 1000 * row
+
+    request, causal, trees = step_cost._fit(curve, [(b, seconds(b)) for b in BATCHES], 1000)
+    assert request == pytest.approx(1e-4, rel=1e-3)
+    assert causal == pytest.approx(1e-6, rel=1e-3)
+    assert trees == pytest.approx(2e-6, rel=1e-3)
+    chains = [(b, seconds(b)) for b in BATCHES if not b.trees]
+    assert step_cost._fit(curve, chains, 1000)[2] == pytest.approx(1e-6, rel=1e-3)
+    assert step_cost._fit(curve, [], 1000) == (0, 0, 0)
