@@ -87,8 +87,9 @@ how it measures:
   interleaved; the table shows medians and, in brackets, the smallest and largest.
   --turns N takes drift out of the ratios, and costs no further starts: the engines of one batch
   size live at the same time, and answer one N-th of the prompts (every N-th line) in turn, in
-  one order and then in the other, while the others wait. In brackets are then the turns. There
-  has to be memory for all methods at once.
+  one order and then in the other. In brackets are then the turns, whose prompts differ. There
+  has to be memory for all methods at once, and engines that wait take 1 to 2 % of a core each:
+  from all methods alike, so that it does not show in the ratios.
   --adversarial gives the model random weights next to zero, which costs the same time, and
   samples, each request with a seed of its own, always --max-tokens tokens: every token is as
   likely as any other, so that a draft is right once in the size of the vocabulary.
