@@ -435,7 +435,7 @@ class LookaheadRunner(_Base):
             load = Load(len(plain), sum(plain), min(prefill, self.max_num_tokens))
             drafts = drafter.draft(wants, load)
         self._wanted = bool(wants)
-        self._observe_step()
+        self._observe_step(scheduler_output)
         return [drafts.get(request_id, []) for request_id in batch.req_ids]
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
@@ -444,16 +444,16 @@ class LookaheadRunner(_Base):
             shapes.attach(drafts, self.drafter.proposed())
         return drafts
 
-    def _observe_step(self) -> None:
+    def _observe_step(self, scheduler_output: SchedulerOutput) -> None:
         """A step lasts from the end of the last one, unless the engine may have waited between."""
         now, last = time.perf_counter(), self._last_step_end
         self._last_step_end = now
         work, self._work = self._work, None
-        if last is None or work is None:
+        if last is None or scheduler_output.scheduled_new_reqs:
             return
         profile.seconds["step"] += now - last
         cost = self.drafter.proposer.cost
-        if cost is not None and work.tokens <= cost.curve.sizes[-1]:
+        if work is not None and cost is not None and work.tokens <= cost.curve.sizes[-1]:
             self.report.costs.append((cost.observe(work, now - last), now - last))
 
     def sample_tokens(self, grammar_output: Any) -> Any:
