@@ -93,6 +93,8 @@ class StepWork(NamedTuple):
     requests: int
     nodes: int
     """Those of the tokens that were drafts."""
+    context: float
+    """Tokens that the requests attend to, together: what is read, whoever attends to it."""
     causal: float
     """Rows of plain requests and chains times the context of each, summed."""
     trees: float
@@ -103,7 +105,8 @@ class StepCost:
     """The time of a step: measured at first, then corrected by every real step.
 
     It is a weighted sum: the curve at the step's tokens, a constant, and so much for each request,
-    each node, and each context token that a row attends to, in chains and in trees. The weights
+    each node, each token of context, and each that a row attends to, in chains and in trees. The
+    weights
     are found by least squares over the last MEMORY seconds, beside what was measured at start:
     whatever the load does not tell apart stays as it was.
 
@@ -111,27 +114,26 @@ class StepCost:
     ----------
     curve : CostCurve
         The forward pass without attention to a context.
-    request : float
-        The time of one request more, in the unit of the curve.
+    context : float
+        The time of one token of a request's context, in the unit of the curve.
     causal, trees : float
         The time of one row for each token of context, in a chain and in a branching tree.
     """
 
     def __init__(
-        self, curve: CostCurve, request: float = 0.0, causal: float = 0.0, trees: float = 0.0
+        self, curve: CostCurve, context: float = 0.0, causal: float = 0.0, trees: float = 0.0
     ) -> None:
-        if not 0 <= min(request, causal, trees) <= max(request, causal, trees) < math.inf:
-            raise ValueError(f"a cost is a number of at least 0: {request}, {causal}, {trees}")
+        if not 0 <= min(context, causal, trees) <= max(context, causal, trees) < math.inf:
+            raise ValueError(f"a cost is a number of at least 0: {context}, {causal}, {trees}")
         self.curve = curve
-        self._start = np.array([1.0, 0.0, request, 0.0, causal, trees])
+        self._start = np.array([1.0, 0.0, 0.0, 0.0, context, causal, trees])
         one = float(curve(1))
         # How far from the start a weight may well be.
-        spread = np.array(
-            [0.5, 0.3 * one, 0.01 * one, 0.01 * one, 0.5 * causal, 0.5 * trees], np.float64
-        )
+        row = 0.5 * max(causal, trees)
+        spread = np.array([0.3, 0.3 * one, 0.02 * one, 0.02 * one, 0.5 * context, row, row])
         self._trust = np.diag(1 / np.maximum(spread, 1e-9 * one) ** 2)
-        self._seen = np.zeros((6, 6))
-        self._told = np.zeros(6)
+        self._seen = np.zeros((7, 7))
+        self._told = np.zeros(7)
         self.weights: Floats = self._start.copy()
 
     def predict(self, work: StepWork) -> float:
@@ -157,7 +159,7 @@ class StepCost:
 
     def _features(self, work: StepWork) -> Floats:
         forward = self.curve.between(work.tokens, work.tokens)[0]
-        return np.array([forward, 1.0, work.requests, work.nodes, work.causal, work.trees])
+        return np.array([forward, 1.0, *work[1:]])
 
     def prices(
         self, contexts: Words, load: Load, num_nodes: int
@@ -181,7 +183,7 @@ class StepCost:
             What a node of each request adds beside, in a chain and in a tree, and what its root
             adds when it moves from the one to the other.
         """
-        scale, fixed, request, node, causal, trees = self.weights.tolist()
+        scale, fixed, request, node, read, causal, trees = self.weights.tolist()
         decodes = len(contexts) + load.decodes
         forward = scale * self.curve.between(
             decodes + load.prefill, decodes + load.prefill + num_nodes
@@ -190,14 +192,14 @@ class StepCost:
             scale * float(self.curve.between(decodes, decodes)[0])
             + fixed
             + request * decodes
-            + causal * (float(contexts.sum()) + load.context)
+            + (read + causal) * (float(contexts.sum()) + load.context)
         )
         chain, tree = node + causal * contexts, node + trees * contexts
         return base, forward - forward[0], chain, tree, np.maximum(tree - chain, 0.0)
 
     def marginal(self, context: float) -> float:
         """What a node adds to a step that is large already."""
-        scale, _, _, node, causal, _ = self.weights.tolist()
+        scale, _, _, node, _, causal, _ = self.weights.tolist()
         return float(scale * self.curve.last_slope + node + causal * context)
 
 

@@ -229,10 +229,16 @@ class LookaheadRunner(_Base):
         nodes[scheduled.rows] = scheduled.forest.sizes
         if (rows != 1 + nodes).any():
             return None
-        work = rows * self.input_batch.num_computed_tokens_cpu[: len(rows)]
+        contexts = self.input_batch.num_computed_tokens_cpu[: len(rows)]
+        work = rows * contexts
         in_trees = int(work[scheduled.rows[scheduled.forest.branching]].sum())
         return StepWork(
-            int(rows.sum()), len(rows), int(nodes.sum()), int(work.sum()) - in_trees, in_trees
+            int(rows.sum()),
+            len(rows),
+            int(nodes.sum()),
+            int(contexts.sum()),
+            int(work.sum()) - in_trees,
+            in_trees,
         )
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:

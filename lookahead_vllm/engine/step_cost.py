@@ -76,14 +76,14 @@ def step_cost(runner: LookaheadRunner) -> StepCost:
         facts = measure(runner)
         _write(path, facts)
     cost = StepCost(
-        CostCurve(facts["sizes"], facts["times"]), facts["request"], facts["causal"], facts["trees"]
+        CostCurve(facts["sizes"], facts["times"]), facts["context"], facts["causal"], facts["trees"]
     )
     logger.info_once(
         "Lookahead: the critical decoding length is %d tokens here; a forward pass costs, in ms, "
-        "%s; a request %.3f, a thousand tokens of context %.3f a row (%.3f in trees). Kept in %s.",
+        "%s; a thousand tokens of context %.3f, and %.3f for each row (%.3f in trees). Kept in %s.",
         cost.curve.critical_decoding_length,
         CostCurve(facts["sizes"], [1e3 * t for t in facts["times"]]),
-        1e3 * facts["request"],
+        1e6 * facts["context"],
         1e6 * facts["causal"],
         1e6 * facts["trees"],
         path,
@@ -118,27 +118,28 @@ def measure(runner: LookaheadRunner) -> dict[str, Any]:
                     attention.append((batch, _fastest(lambda b=batch: _attend(runner, b, context))))
             bar.update()
     curve = CostCurve(list(timed), list(timed.values()))
-    request, causal, trees = _fit(curve, attention, context)
+    read, causal, trees = _fit(curve, attention, context)
     return dict(
-        sizes=list(timed), times=list(timed.values()), request=request, causal=causal, trees=trees
+        sizes=list(timed), times=list(timed.values()), context=read, causal=causal, trees=trees
     )
 
 
 def _fit(
     curve: CostCurve, attention: list[tuple[Batch, float]], context: int
 ) -> tuple[float, float, float]:
-    """What a request costs, and a row for each token of its context, in chains and in trees."""
+    """What a token of context costs, and what each row that attends to it, in chains and trees."""
     features, beyond = [], []
     for batch, seconds in attention:
         work = float(batch.requests * batch.rows * context)
-        row = [float(batch.requests), 0.0 if batch.trees else work, work if batch.trees else 0.0]
+        read = float(batch.requests * context)
+        row = [read, 0.0 if batch.trees else work, work if batch.trees else 0.0]
         # Every pass counts alike, however long it is.
         features.append(np.array(row) / seconds)
         beyond.append(1 - float(curve(batch.requests * batch.rows)) / seconds)
     if not features:
         return 0.0, 0.0, 0.0
-    request, causal, trees = np.linalg.lstsq(np.array(features), np.array(beyond))[0].clip(0)
-    return float(request), float(causal), float(trees or causal)
+    read, causal, trees = np.linalg.lstsq(np.array(features), np.array(beyond))[0].clip(0)
+    return float(read), float(causal), float(trees or causal)
 
 
 def _fastest(run: Any) -> float:
@@ -231,7 +232,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     else:
         try:
             curve = CostCurve(facts["sizes"], facts["times"])
-            StepCost(curve, facts["request"], facts["causal"], facts["trees"])
+            StepCost(curve, facts["context"], facts["causal"], facts["trees"])
             return dict(facts)
         except (LookupError, TypeError, ValueError) as error:
             problem = error

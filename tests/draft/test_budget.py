@@ -118,14 +118,19 @@ curves = st.lists(st.floats(0.1, 100), min_size=1, max_size=6).map(
 def test_no_other_prefixes_emit_more_in_the_time(requests, curve, plain, attention):
     rows = [row for row, _ in requests]
     contexts = np.array([context for _, context in requests])
-    cost = StepCost(curve, causal=attention, trees=attention)
+    cost = StepCost(curve, context=3 * attention, causal=attention, trees=attention)
     kept = allot(chains(*rows), contexts, cost, Load(decodes=plain)).sizes.tolist()
 
     def rate(sizes):
         emitted = len(rows) + plain + sum(sum(r[:n]) for r, n in zip(rows, sizes, strict=True))
         rows_of = [1 + n for n in sizes]
         work = StepWork(
-            sum(rows_of) + plain, len(rows) + plain, sum(sizes), float(contexts @ rows_of), 0.0
+            sum(rows_of) + plain,
+            len(rows) + plain,
+            sum(sizes),
+            float(contexts.sum()),
+            float(contexts @ rows_of),
+            0.0,
         )
         return emitted / cost.predict(work)
 
@@ -134,7 +139,8 @@ def test_no_other_prefixes_emit_more_in_the_time(requests, curve, plain, attenti
 
 
 def work(tokens, requests=1, context=100):
-    return StepWork(tokens, requests, tokens - requests, float(tokens * context), 0.0)
+    total = float(requests * context)
+    return StepWork(tokens, requests, tokens - requests, total, float(tokens * context), 0.0)
 
 
 def test_what_was_measured_at_start_is_predicted_until_real_steps_say_otherwise():

@@ -167,7 +167,7 @@ def test_a_torn_file_is_refused(good, place):
         (lambda c: b"", "is empty"),
         (lambda c: b"\x89PNG" + c[4:], "is not a cache of lookahead"),
         (lambda c: b"some text\n" * 100, "is not a cache of lookahead"),
-        (lambda c: c[:8] + struct.pack("<I", 2) + c[12:], "of format 2, and this release"),
+        (lambda c: c[:8] + struct.pack("<I", 99) + c[12:], "of format 99, and this release"),
         (lambda c: c[:12] + struct.pack("<I", 2**32 - 1) + c[16:], "longer than the file"),
         (lambda c: c[:-1] + bytes([c[-1] ^ 1]), "its weights are not what was written"),
     ],

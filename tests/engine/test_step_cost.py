@@ -74,7 +74,7 @@ def test_an_engine_measures_once(llama: Path, kept: Path, measured: list[dict[st
 
 @pytest.mark.parametrize(
     "damaged",
-    ["", "[1, 2]", "{}", '{"sizes": [1], "times": [-1], "request": 0, "causal": 0, "trees": 0}'],
+    ["", "[1, 2]", "{}", '{"sizes": [1], "times": [-1], "context": 0, "causal": 0, "trees": 0}'],
 )
 def test_a_damaged_file_is_set_aside(
     damaged: str, llama: Path, kept: Path, measured: list[dict[str, Any]]
@@ -112,10 +112,10 @@ def test_attention_is_told_from_the_forward_pass() -> None:
     def seconds(batch: Batch) -> float:
         rows = batch.requests * batch.rows
         row = 2e-6 if batch.trees else 1e-6
-        return float(curve(rows)) + 1e-4 * batch.requests + rows * 1000 * row
+        return float(curve(rows)) + 1000 * (5e-6 * batch.requests + rows * row)
 
-    request, causal, trees = step_cost._fit(curve, [(b, seconds(b)) for b in BATCHES], 1000)
-    assert request == pytest.approx(1e-4, rel=1e-3)
+    read, causal, trees = step_cost._fit(curve, [(b, seconds(b)) for b in BATCHES], 1000)
+    assert read == pytest.approx(5e-6, rel=1e-3)
     assert causal == pytest.approx(1e-6, rel=1e-3)
     assert trees == pytest.approx(2e-6, rel=1e-3)
     chains = [(b, seconds(b)) for b in BATCHES if not b.trees]

@@ -298,9 +298,8 @@ def branching_requests() -> Iterator[set[int]]:
 
     def recall(self: Any, *args: Any, **kwargs: Any) -> Any:
         scheduled = original(self, *args, **kwargs)
-        for draft in scheduled.values():
-            if not draft.tree.is_chain:
-                seen.add(request_index(draft.request_id))
+        for row in scheduled.rows[scheduled.forest.branching].tolist():
+            seen.add(request_index(self.input_batch.req_ids[row]))
         return scheduled
 
     LookaheadRunner._recall = recall  # type: ignore[method-assign]
