@@ -106,9 +106,8 @@ class StepCost:
 
     It is a weighted sum: the curve at the step's tokens, a constant, and so much for each request,
     each node, each token of context, and each that a row attends to, in chains and in trees. The
-    weights
-    are found by least squares over the last MEMORY seconds, beside what was measured at start:
-    whatever the load does not tell apart stays as it was.
+    weights are found by least squares over the last MEMORY seconds, beside what was measured at
+    start: whatever the load does not tell apart stays as it was.
 
     Parameters
     ----------
