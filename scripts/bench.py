@@ -91,8 +91,8 @@ how it measures:
   has to be memory for all methods at once, and engines that wait take 1 to 2 % of a core each:
   from all methods alike, so that it does not show in the ratios.
   --adversarial gives the model random weights next to zero, which costs the same time, and
-  samples, each request with a seed of its own, always --max-tokens tokens: every token is as
-  likely as any other, so that a draft is right once in the size of the vocabulary.
+  samples, always --max-tokens tokens: every token is as likely as any other, so that a draft is
+  right once in the size of the vocabulary.
   On CPU, Intel's OpenMP and tcmalloc are preloaded where they are found. Threads are bound as
   vLLM does by default, which leaves a core to its front end: on a machine with few cores
   compare with --threads nobind.

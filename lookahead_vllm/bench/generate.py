@@ -27,7 +27,7 @@ class Job:
     """What a run needs to know.
 
     `engine_args` are those of `vllm.LLM`, with `max_num_seqs` the batch size; `prompts` are token
-    ids. Decoding is greedy; `sampled` requests draw with a seed of their own, and to the last of
+    ids. Decoding is greedy; `sampled` requests draw, without a seed, and to the last of
     `max_tokens`.
     """
 
@@ -107,11 +107,11 @@ def warm_up_prompts(
 def answer(
     engine: Any,
     prompts: Sequence[list[int]],
-    params: Sequence[Any],
+    params: Any,
     batch_size: int,
     finished: Callable[[int], None] = lambda _: None,
 ) -> tuple[list[Generation], float, float]:
-    """Answer all prompts, each with its parameters.
+    """Answer all prompts with the same sampling parameters.
 
     All are queued at once and the engine's `max_num_seqs` lets in the batch size: a request starts
     in the very step after another ends, so the batch is full until the queue is empty.
@@ -123,8 +123,8 @@ def answer(
     """
     generations = {str(index): Generation() for index in range(len(prompts))}
     start = last = time.perf_counter()
-    for request_id, prompt, how in zip(generations, prompts, params, strict=True):
-        engine.add_request(request_id, {"prompt_token_ids": prompt}, how)
+    for request_id, prompt in zip(generations, prompts, strict=True):
+        engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
     done = 0
     full = 0.0
     while engine.has_unfinished_requests():
@@ -149,7 +149,7 @@ def warm_up(engine: Any, prompts: Sequence[list[int]], batch_size: int) -> None:
 
     params = SamplingParams(temperature=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
     others = warm_up_prompts(prompts, batch_size, engine.model_config.get_vocab_size())
-    answer(engine, others, [params] * len(others), batch_size)
+    answer(engine, others, params, batch_size)
 
 
 def run(job: Job, turns: Iterable[Sequence[int]], emit: Emit) -> None:
@@ -167,17 +167,18 @@ def run(job: Job, turns: Iterable[Sequence[int]], emit: Emit) -> None:
     dtype = str(llm.llm_engine.model_config.dtype).removeprefix("torch.")
     emit("ready")
 
-    def params(index: int) -> SamplingParams:
-        if job.sampled:
-            return SamplingParams(seed=index, max_tokens=job.max_tokens, ignore_eos=True)
-        return SamplingParams(temperature=0, max_tokens=job.max_tokens)
+    if job.sampled:
+        # Without seeds: on CPU vLLM 0.32 does not survive one whose prompt comes in chunks.
+        params = SamplingParams(max_tokens=job.max_tokens, ignore_eos=True)
+    else:
+        params = SamplingParams(temperature=0, max_tokens=job.max_tokens)
 
     for chosen in turns:
         emit("generating")
         generations, seconds, full_seconds = answer(
             llm.llm_engine,
             [job.prompts[index] for index in chosen],
-            [params(index) for index in chosen],
+            params,
             batch_size,
             lambda done: emit("finished", done=done),
         )

@@ -232,7 +232,7 @@ class ScriptedEngine:
 def test_the_steps_of_a_request_are_those_that_gave_it_tokens_less_its_prefill() -> None:
     engine = ScriptedEngine({"0": 1}, {"0": 3, "1": 1}, {}, {"0": 0, "1": 2}, {"0": 2})
     done: list[int] = []
-    (first, second), seconds, full = answer(engine, [[1], [2]], [None, None], 2, done.append)
+    (first, second), seconds, full = answer(engine, [[1], [2]], None, 2, done.append)
     assert (first.steps, len(first.token_ids)) == (2, 6)
     assert (second.steps, len(second.token_ids)) == (1, 3)
     assert (first.drafts, first.accepted, first.draft_tokens) == (3, 4, 9)
