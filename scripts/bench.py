@@ -30,7 +30,6 @@ from lookahead_vllm.bench.command_line import (
 )
 from lookahead_vllm.bench.fresh_engine import FreshEngine, RunFailed
 from lookahead_vllm.bench.generate import Job, Turn
-from lookahead_vllm.bench.machine import cpu_name, versions
 from lookahead_vllm.bench.methods import (
     BASELINE,
     KNOWN,
@@ -47,6 +46,7 @@ from lookahead_vllm.bench.prompts import (
 )
 from lookahead_vllm.bench.rows import Outcome, Row, Run, make_row
 from lookahead_vllm.bench.tables import category_tables, main_table, profile_table
+from lookahead_vllm.machine import cpu_name, versions
 
 TEACH = f"""\
 examples:

@@ -32,9 +32,9 @@ from lookahead_vllm.bench.command_line import (
 from lookahead_vllm.bench.fresh_engine import FreshEngine, RunFailed
 from lookahead_vllm.bench.load import LoadJob, Step
 from lookahead_vllm.bench.load_report import Phase, by_phase, plot, table
-from lookahead_vllm.bench.machine import cpu_name, versions
 from lookahead_vllm.bench.methods import MethodError, SpeculativeConfig, choose_methods
 from lookahead_vllm.bench.prompts import PromptError, context_length, load_prompts, model_tokenizer
+from lookahead_vllm.machine import cpu_name, versions
 
 PHASES = "1:20,64:40,64:20:busy,64:10,1:30,1:15:busy,1:15"
 

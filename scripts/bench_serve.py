@@ -34,7 +34,6 @@ from lookahead_vllm.bench.command_line import (
     positive,
 )
 from lookahead_vllm.bench.latencies import Measured, conclusion, plot, table
-from lookahead_vllm.bench.machine import cpu_name, versions
 from lookahead_vllm.bench.methods import BASELINE, MethodError, SpeculativeConfig, choose_methods
 from lookahead_vllm.bench.prompts import (
     Prompt,
@@ -45,6 +44,7 @@ from lookahead_vllm.bench.prompts import (
     model_tokenizer,
 )
 from lookahead_vllm.bench.serving import ServerError, free_port, serving
+from lookahead_vllm.machine import cpu_name, versions
 
 TEACH = f"""\
 examples:

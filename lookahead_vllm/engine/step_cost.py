@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,6 +27,7 @@ from vllm.platforms import current_platform
 from lookahead_vllm.draft.budget import CostCurve, StepCost
 from lookahead_vllm.draft.cache_file import set_aside
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.machine import cpu_name
 
 if TYPE_CHECKING:
     from lookahead_vllm.engine.runner import LookaheadRunner
@@ -198,7 +198,7 @@ def _file_of(runner: LookaheadRunner) -> Path:
     """By all that the cost depends on: the config with the model, the device, the versions."""
     device = current_platform.get_device_name()
     if current_platform.is_cpu():
-        device = f"{_processor()}, {torch.get_num_threads()} threads"
+        device = f"{cpu_name()}, {torch.get_num_threads()} threads"
     key = [
         runner.vllm_config.compute_hash(),
         runner.model_config.model,
@@ -210,15 +210,6 @@ def _file_of(runner: LookaheadRunner) -> Path:
     ]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     return Path(envs.VLLM_CACHE_ROOT) / "lookahead_step_cost" / f"{name}.json"
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _read(path: Path) -> dict[str, Any] | None:
