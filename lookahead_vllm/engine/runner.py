@@ -224,22 +224,15 @@ class LookaheadRunner(_Base):
     def _work_of(
         self, num_scheduled_tokens: NDArray[np.int32], scheduled: Scheduled
     ) -> StepWork | None:
-        rows = np.array(num_scheduled_tokens, np.int64)
-        nodes = np.zeros_like(rows)
-        nodes[scheduled.rows] = scheduled.forest.sizes
-        if (rows != 1 + nodes).any():
+        forest, num_reqs = scheduled.forest, len(num_scheduled_tokens)
+        num_tokens = int(num_scheduled_tokens.sum())
+        if num_tokens != num_reqs + forest.num_nodes:  # a prompt is read
             return None
-        contexts = self.input_batch.num_computed_tokens_cpu[: len(rows)]
-        work = rows * contexts
-        in_trees = int(work[scheduled.rows[scheduled.forest.branching]].sum())
-        return StepWork(
-            int(rows.sum()),
-            len(rows),
-            int(nodes.sum()),
-            int(contexts.sum()),
-            int(work.sum()) - in_trees,
-            in_trees,
-        )
+        context = int(self.input_batch.num_computed_tokens_cpu[:num_reqs].sum())
+        rows = (1 + forest.sizes) * scheduled.contexts
+        in_trees = int(rows[forest.branching].sum())
+        causal = context + int(rows.sum() - scheduled.contexts.sum()) - in_trees
+        return StepWork(num_tokens, num_reqs, forest.num_nodes, context, causal, in_trees)
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         scheduled = self._scheduled
