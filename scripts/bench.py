@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -25,8 +24,10 @@ from lookahead_vllm.bench.command_line import (
     check_outputs,
     engine_environment,
     engine_parser,
+    interrupted,
     kv_cache_bytes,
     positive,
+    positives,
 )
 from lookahead_vllm.bench.fresh_engine import FreshEngine, RunFailed
 from lookahead_vllm.bench.generate import Job, Turn
@@ -133,11 +134,6 @@ def parser() -> argparse.ArgumentParser:
     add("--prefix-caching", action="store_true", help="let methods share the KV of equal prefixes")
     add_engine_arg(result)
     return result
-
-
-def positives(text: str) -> list[int]:
-    """Numbers of at least 1, separated by commas, each once."""
-    return list(dict.fromkeys(positive(part) for part in text.split(",")))
 
 
 def limits(text: str) -> list[int]:
@@ -397,16 +393,10 @@ def main(argv: Sequence[str]) -> int:
         benchmark = prepare(options)
     except (MethodError, PromptError) as error:
         arguments.error(str(error))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    interrupted = False
-    try:
-        benchmark.run()
-    except KeyboardInterrupt:
-        interrupted = True
-        print("\ninterrupted; this is what had finished", file=sys.stderr)
+    stopped = interrupted(benchmark.run)
     rows = report(benchmark, argv)
     benchmark.clean_up()
-    if interrupted:
+    if stopped:
         return 130
     return 0 if any(row["tokens_per_s"] for row in rows) else 1
 

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from lookahead_vllm.bench.command_line import (
     check_outputs,
     engine_environment,
     engine_parser,
+    interrupted,
     kv_cache_bytes,
     positive,
 )
@@ -248,13 +248,7 @@ def main(argv: Sequence[str]) -> int:
         benchmark = prepare(options)
     except (MethodError, PromptError) as error:
         arguments.error(str(error))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    status = 0
-    try:
-        benchmark.run()
-    except KeyboardInterrupt:
-        status = 130
-        print("\ninterrupted; this is what had finished", file=sys.stderr)
+    status = 130 if interrupted(benchmark.run) else 0
     report(benchmark, argv)
     if benchmark.failed:
         return status or 1

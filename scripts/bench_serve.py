@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from lookahead_vllm.bench.command_line import (
     check_outputs,
     engine_environment,
     engine_parser,
+    interrupted,
     kv_cache_bytes,
     positive,
 )
@@ -283,17 +283,8 @@ def main(argv: Sequence[str]) -> int:
         benchmark = prepare(options)
     except (MethodError, PromptError) as error:
         arguments.error(str(error))
-    # Also where it was started with SIGINT ignored, as with `&` in a script.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-    status = 0
     try:
-        benchmark.run()
-    except KeyboardInterrupt:
-        status = 130
-        print(
-            "\ninterrupted; the servers are stopped, and this is what had finished", file=sys.stderr
-        )
+        status = 130 if interrupted(benchmark.run) else 0
     except (ServerError, LoadFailed) as error:
         status = 1
         print(f"\nfailed: {error}\nall logs are in {benchmark.folder}", file=sys.stderr)

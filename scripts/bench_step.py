@@ -13,9 +13,10 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from lookahead_vllm.bench.command_line import positive
+from lookahead_vllm.bench.command_line import positive, positives
 from lookahead_vllm.bench.tables import markdown
 
 TEACH = """\
@@ -61,17 +62,15 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         description=__doc__, epilog=TEACH, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    result.add_argument("--batch-sizes", default="1,16,64", metavar="N,M", help="default: 1,16,64")
+    result.add_argument(
+        "--batch-sizes", type=positives, default=[1, 16, 64], metavar="N,M", help="default: 1,16,64"
+    )
     result.add_argument(
         "--nodes", type=positive, default=16, metavar="N", help="of each draft (default: 16)"
     )
     result.add_argument("--json", type=Path, metavar="OUT.json", help="write everything there")
     result.add_argument("--one", nargs=2, metavar=("SIZE", "METHOD"), help=argparse.SUPPRESS)
     return result
-
-
-def median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 class Watch:
@@ -178,18 +177,19 @@ def measure(size: int, nodes: int, lookahead: bool) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Measure each batch size; 1 if an engine did not get through."""
     options = parser().parse_args(argv)
     if options.one:
         size, method = options.one
         print(json.dumps(measure(int(size), options.nodes, method == "lookahead")))
         return 0
     rows: list[dict[str, float]] = []
-    for size in options.batch_sizes.split(","):
+    for size in options.batch_sizes:
         found: dict[str, dict[str, float]] = {}
         for method in ("plain", "lookahead"):
             command = [sys.executable, __file__, "--nodes", str(options.nodes)]
             run = subprocess.run(
-                [*command, "--one", size, method], capture_output=True, text=True, check=False
+                [*command, "--one", str(size), method], capture_output=True, text=True, check=False
             )
             if run.returncode:
                 print(run.stderr[-3000:], file=sys.stderr)
@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found[method] = json.loads(run.stdout.splitlines()[-1])
         plain, ours = found["plain"]["outside"], found["lookahead"].pop("outside")
         rows.append(
-            {"batch": int(size), "plain": plain, "lookahead": ours, "added": ours - plain}
+            {"batch": size, "plain": plain, "lookahead": ours, "added": ours - plain}
             | found["lookahead"]
         )
         print(f"batch {size}: {ours - plain:.2f} ms a step", file=sys.stderr)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,11 @@ def positive(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
+
+
+def positives(text: str) -> list[int]:
+    """Numbers of at least 1, separated by commas, each once."""
+    return list(dict.fromkeys(positive(part) for part in text.split(",")))
 
 
 def key_value(text: str) -> tuple[str, Any] | None:
@@ -113,6 +121,21 @@ def engine_environment(options: argparse.Namespace) -> dict[str, str]:
     """What is added to the environment of every engine."""
     binding = {"VLLM_CPU_OMP_THREADS_BIND": options.threads} if options.threads else {}
     return {**cpu_runtime(os.environ), **binding}
+
+
+def interrupted(run: Callable[[], None]) -> bool:
+    """Run to the end, or to Ctrl-C or a SIGTERM; then it says so and returns True.
+
+    Also where this was started with SIGINT ignored, as with `&` in a script.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        run()
+    except KeyboardInterrupt:
+        print("\ninterrupted; this is what had finished", file=sys.stderr)
+        return True
+    return False
 
 
 def check_outputs(options: argparse.Namespace, error: type[ValueError]) -> None:

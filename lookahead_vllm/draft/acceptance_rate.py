@@ -30,9 +30,9 @@ from lookahead_vllm.draft.continuation import (
     SPARSE_OWN,
     TOKEN,
 )
-from lookahead_vllm.draft.kernel import kernel
+from lookahead_vllm.draft.kernel import Ints, kernel
 from lookahead_vllm.draft.suffix import ORDERS
-from lookahead_vllm.draft.trie import NOWHERE, Ints
+from lookahead_vllm.draft.trie import NOWHERE
 
 Rates = NDArray[np.float32]
 Weights = NDArray[np.float32]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.kernel import kernel
-from lookahead_vllm.draft.tree import DraftForest, Ints, Words
+from lookahead_vllm.draft.kernel import Ints, Words, kernel
+from lookahead_vllm.draft.tree import DraftForest
 
 MEMORY = 5.0  # seconds after which a step counts 1/e of what it did
 NOISE = 0.1  # of the time of a step that no model foresees

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lookahead_vllm.draft.kernel import kernel
+from lookahead_vllm.draft.kernel import Ints, Words, kernel
 from lookahead_vllm.draft.suffix import NUM_SPARSE, NUM_SUFFIXES, ORDERS, Hashes
 from lookahead_vllm.draft.trie import (
     COUNT_SHIFT,
@@ -16,8 +16,6 @@ from lookahead_vllm.draft.trie import (
     NOWHERE,
     TOKEN_BITS,
     USE,
-    Ints,
-    Words,
     locate,
     matches,
     region_of,

@@ -21,9 +21,8 @@ from lookahead_vllm.draft.continuation import (
     find_continuations,
     room_for_continuations,
 )
-from lookahead_vllm.draft.kernel import kernel
+from lookahead_vllm.draft.kernel import Ints, Words, kernel
 from lookahead_vllm.draft.suffix import ROW, Hashes, advance
-from lookahead_vllm.draft.trie import Ints, Words
 
 LEAST_PROBABILITY = 0.001  # a node less likely than this is never drafted
 

@@ -9,8 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
+from numpy.typing import NDArray
 
 from lookahead_vllm.compiled import cache_dir
+
+Ints = NDArray[np.int32]
+Words = NDArray[np.int64]
 
 
 def kernel(function: Callable[..., Any]) -> Any:

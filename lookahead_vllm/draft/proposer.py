@@ -32,7 +32,7 @@ from lookahead_vllm.draft.continuation import (
     room_for_continuations,
 )
 from lookahead_vllm.draft.growth import HIERARCHICAL, PARALLEL, SINGLE, grow_all
-from lookahead_vllm.draft.kernel import kernel
+from lookahead_vllm.draft.kernel import Ints, Words, kernel
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.suffix import (
     NUM_SPARSE,
@@ -45,7 +45,7 @@ from lookahead_vllm.draft.suffix import (
     row_of,
 )
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.draft.trie import BYTES_PER_NODE, NOWHERE, Ints, Trie, Words, count
+from lookahead_vllm.draft.trie import BYTES_PER_NODE, NOWHERE, Trie, count
 
 INDEX_AT_ONCE = 4096
 """Tokens of prompts that one step inserts, some 3 ms; more where 8 times as many wait."""
@@ -86,6 +86,8 @@ class Proposer(Protocol):
 
     cost: StepCost | None
     """What a step costs; None while it is not known, and then no tree is cut."""
+    least_beside_prompt: float
+    """What a node's probability must be to pay in a step that reads a prompt as well."""
 
     def start(
         self,
@@ -175,7 +177,6 @@ class NGramTrieProposer:
         self.options = options
         self.cost = cost
         self.least_beside_prompt = 0.0
-        """What a node's probability must be to pay in a step that reads a prompt as well."""
         max_nodes = options.max_nodes
         if options.max_bytes is not None:
             max_nodes = min(max_nodes, options.max_bytes // BYTES_PER_NODE)

@@ -10,10 +10,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.kernel import kernel
-
-Ints = NDArray[np.int32]
-Words = NDArray[np.int64]
+from lookahead_vllm.draft.kernel import Ints, Words, kernel
 
 
 class DraftTreeError(ValueError):
@@ -101,11 +98,6 @@ class DraftTree:
             self.tokens[:n], self.parents[:n], self.probs[:n], self.depths[:n], self.sources[:n]
         )
 
-    def best_chain(self) -> DraftTree:
-        """The branch that takes the first, and so the likeliest, child of every node."""
-        forest = DraftForest.of([self])
-        return forest.cut(np.array([len(self)]), np.array([True]))[0]
-
     def check(self, vocab_size: int, max_nodes: int) -> None:
         """Refuse what would make verification wrong: DraftTreeError says what is off."""
         fault = int(DraftForest.of([self]).faults(vocab_size, np.array([max_nodes]))[0])
@@ -123,7 +115,7 @@ _FAULTS = {
 }
 
 
-@dataclass(slots=False, eq=False)
+@dataclass(eq=False)
 class DraftForest(Sequence[DraftTree]):
     """The draft trees of one step, one after another, so that one call does for all.
 

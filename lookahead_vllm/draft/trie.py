@@ -18,13 +18,9 @@ simple:
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lookahead_vllm.draft.kernel import kernel
+from lookahead_vllm.draft.kernel import Ints, Words, kernel
 from lookahead_vllm.draft.suffix import NUM_SUFFIXES, Hashes, advance, key_of
-
-Ints = NDArray[np.int32]
-Words = NDArray[np.int64]
 
 # Columns of `Trie.edges`. NAME is a part of the suffix's hash above the number of its space. USE
 # is, from below, the token (32 bits), how often it followed (16, saturating), and the time of the

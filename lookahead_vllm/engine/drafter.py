@@ -205,9 +205,7 @@ class LookaheadDrafter:
 
     def proposed(self) -> Proposed:
         """What the scheduler has to know of the drafts."""
-        return Proposed(
-            self._sent, self.has_grammars, getattr(self.proposer, "least_beside_prompt", 0.0)
-        )
+        return Proposed(self._sent, self.has_grammars, self.proposer.least_beside_prompt)
 
     def finish(self, request_id: str) -> None:
         """The request has ended; a preempted one has not."""

@@ -17,7 +17,8 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker import gpu_model_runner
 
 from lookahead_vllm.draft.budget import Load, StepWork
-from lookahead_vllm.draft.tree import DraftForest, DraftTree, Ints, Words
+from lookahead_vllm.draft.kernel import Ints, Words
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine import metrics, profile, shapes
 from lookahead_vllm.engine.attention import TREE_ISAS, TreeAttentionBackend
 from lookahead_vllm.engine.drafter import Live, LookaheadDrafter
@@ -143,9 +144,13 @@ class LookaheadRunner(_Base):
             self.drafter.proposer.cost = step_cost(self)
         set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
 
-    def expect(self, *scheduled: Any) -> None:
-        """Let the next dummy run have these drafts, the fields of `Scheduled`; or none again."""
-        self._scheduled = Scheduled(*scheduled) if len(scheduled) > 1 else _NO_DRAFTS
+    def expect(self, trees: Sequence[DraftTree], context: int = 0) -> None:
+        """Let dummy runs have a request for each of these drafts, `context` tokens behind it."""
+        forest = DraftForest.of(trees)
+        tree = np.arange(len(forest))
+        self._scheduled = Scheduled(
+            forest, tree, forest.firsts[:-1] + tree, np.full(len(forest), context)
+        )
 
     # ---- recall and place ------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
-from lookahead_vllm.draft.tree import DraftForest, DraftTree, Ints, Words
+from lookahead_vllm.draft.kernel import Ints, Words
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.verify.noise import DrawTape
 
 if TYPE_CHECKING:
@@ -221,13 +223,14 @@ class NodeThinking:
             self._roots._state[row] = self._holder._state[node]
 
 
+def _of_rows(owners: Words, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor[torch.from_numpy(owners).to(tensor.device)]
+
+
 def spread_metadata(metadata: SamplingMetadata, owners: Words) -> SamplingMetadata:
     """The sampling metadata of rows int64 [n] that belong to the requests `owners`, without what
     is known of single requests."""
-
-    def pick(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor[torch.from_numpy(owners).to(tensor.device)]
-
+    pick = partial(_of_rows, owners)
     return replace(
         metadata,
         temperature=pick(metadata.temperature),
@@ -248,10 +251,7 @@ def node_metadata(
     thinking: NodeThinking | None,
 ) -> SamplingMetadata:
     """The sampling metadata of node rows, made from that of the requests."""
-    owners = torch.from_numpy(nodes.owners)
-
-    def pick(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor[owners.to(tensor.device)]
+    pick = partial(_of_rows, nodes.owners)
 
     def spread(by_row: Mapping[int, Any]) -> dict[int, Any]:
         return {node: value for row, value in by_row.items() for node in nodes.of(row)}

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,7 +27,7 @@ from vllm.platforms import current_platform
 
 from lookahead_vllm.draft.budget import CostCurve, StepCost
 from lookahead_vllm.draft.cache_file import set_aside
-from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.machine import cpu_name
 
 if TYPE_CHECKING:
@@ -75,9 +76,7 @@ def step_cost(runner: LookaheadRunner) -> StepCost:
     if facts is None:
         facts = measure(runner)
         _write(path, facts)
-    cost = StepCost(
-        CostCurve(facts["sizes"], facts["times"]), facts["context"], facts["causal"], facts["trees"]
-    )
+    cost = _cost_of(facts)
     logger.info_once(
         "Lookahead: the critical decoding length is %d tokens here; a forward pass costs, in ms, "
         "%s; a thousand tokens of context %.3f, and %.3f for each row (%.3f in trees). Kept in %s.",
@@ -89,6 +88,11 @@ def step_cost(runner: LookaheadRunner) -> StepCost:
         path,
     )
     return cost
+
+
+def _cost_of(facts: dict[str, Any]) -> StepCost:
+    curve = CostCurve(facts["sizes"], facts["times"])
+    return StepCost(curve, facts["context"], facts["causal"], facts["trees"])
 
 
 def measure(runner: LookaheadRunner) -> dict[str, Any]:
@@ -110,12 +114,19 @@ def measure(runner: LookaheadRunner) -> dict[str, Any]:
     ) as bar:
         for size in sizes:
             if len(timed) < 3 or time.perf_counter() < deadline:
-                timed[size] = _fastest(lambda size=size: _forward(runner, size))
+                timed[size] = _fastest(partial(_forward, runner, size))
             bar.update()
         for batch in batches:
             if time.perf_counter() < deadline:
                 with _context(runner, batch, context):
-                    attention.append((batch, _fastest(lambda b=batch: _attend(runner, b, context))))
+                    attend = partial(
+                        _forward,
+                        runner,
+                        batch.requests * batch.rows,
+                        force_attention=True,
+                        profile_seq_lens=context + batch.rows,
+                    )
+                    attention.append((batch, _fastest(attend)))
             bar.update()
     curve = CostCurve(list(timed), list(timed.values()))
     read, causal, trees = _fit(curve, attention, context)
@@ -158,37 +169,25 @@ def _forward(runner: LookaheadRunner, num_tokens: int, **kwargs: Any) -> None:
     runner._sync_device()
 
 
-def _attend(runner: LookaheadRunner, batch: Batch, context: int) -> None:
-    num_tokens = batch.requests * batch.rows
-    if batch.trees:
-        # Every node but the first two hangs from the one two before it.
-        tree = DraftTree.from_lists([0] * (batch.rows - 1), [-1, -1, *range(batch.rows - 3)])
-        rows = np.arange(batch.requests)
-        runner.expect(
-            DraftForest.of([tree] * batch.requests),
-            rows,
-            rows * batch.rows,
-            np.full(batch.requests, context),
-        )
-    _forward(runner, num_tokens, force_attention=True, profile_seq_lens=context + batch.rows)
-
-
 @contextmanager
 def _context(runner: LookaheadRunner, batch: Batch, context: int) -> Iterator[None]:
     """Let a dummy run have so many requests, each with blocks of its own to attend to."""
     config, tables = runner.scheduler_config, runner.input_batch.block_table.block_tables
     saved = config.max_num_seqs
     config.max_num_seqs = batch.requests
-    for table, group in zip(tables, runner.kv_cache_config.kv_cache_groups, strict=True):
+    for table in tables:
         width = -(-(context + batch.rows) // table.block_size)
         ids = np.arange(batch.requests * width) % runner.kv_cache_config.num_blocks
-        assert group.layer_names
         table.block_table.np[: batch.requests, :width] = ids.reshape(batch.requests, width)
+    if batch.trees:
+        # Every node but the first two hangs from the one two before it.
+        tree = DraftTree.from_lists([0] * (batch.rows - 1), [-1, -1, *range(batch.rows - 3)])
+        runner.expect([tree] * batch.requests, context)
     try:
         yield
     finally:
         config.max_num_seqs = saved
-        runner.expect(None)
+        runner.expect([])
         for table in tables:
             table.block_table.np[: batch.requests] = 0
             table.commit_block_table(batch.requests)
@@ -215,18 +214,13 @@ def _file_of(runner: LookaheadRunner) -> Path:
 def _read(path: Path) -> dict[str, Any] | None:
     """What was measured earlier; a file that does not hold that is set aside."""
     try:
-        facts = json.loads(path.read_text())
+        facts: dict[str, Any] = json.loads(path.read_text())
+        _cost_of(facts)
+        return facts
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        problem: object = error
-    else:
-        try:
-            curve = CostCurve(facts["sizes"], facts["times"])
-            StepCost(curve, facts["context"], facts["causal"], facts["trees"])
-            return dict(facts)
-        except (LookupError, TypeError, ValueError) as error:
-            problem = error
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        problem = error
     with suppress(OSError):
         set_aside(path)
     logger.warning(

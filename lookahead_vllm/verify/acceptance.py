@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from lookahead_vllm.draft.kernel import kernel
-from lookahead_vllm.draft.tree import DraftForest, Ints, Words
+from lookahead_vllm.draft.kernel import Ints, Words, kernel
+from lookahead_vllm.draft.tree import DraftForest
 
 
 def accepted_paths(forest: DraftForest, at_roots: Ints, at_nodes: Ints) -> Ints:

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from lookahead_vllm.draft.kernel import kernel
-from lookahead_vllm.draft.tree import DraftForest, DraftTree, Ints, Words
+from lookahead_vllm.draft.kernel import Ints, Words, kernel
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.verify.native import TreeBatchView
 
 

@@ -32,6 +32,7 @@ class TestProposer:
 
     def __init__(self, options: LookaheadOptions) -> None:
         self.cost = None
+        self.least_beside_prompt = 0.0
         self.prompts: dict[str, tuple[int, ...]] = {}
         self.outputs: dict[str, list[int]] = {}
 

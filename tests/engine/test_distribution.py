@@ -16,7 +16,8 @@ import torch
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.v1.outputs import SamplerOutput
 
-from lookahead_vllm.draft.tree import DraftForest, DraftTree, Ints
+from lookahead_vllm.draft.kernel import Ints
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine import runner
 from tests.engine.driving import drafter_of, engine
 from tests.engine.proposers import Planned
