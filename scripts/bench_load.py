@@ -8,7 +8,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -97,32 +96,6 @@ def phases(text: str) -> list[Phase]:
     return found
 
 
-class BusyCore:
-    """A process that computes on one core, while it is on."""
-
-    def __init__(self, core: int) -> None:
-        self._core = core
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def set(self, on: bool) -> None:
-        """Start or end the process."""
-        if on and self._process is None:
-            self._process = subprocess.Popen([sys.executable, "-c", _COMPUTE, str(self._core)])
-        elif not on and self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-
-_COMPUTE = """
-import os, sys
-os.sched_setaffinity(0, {int(sys.argv[1])})
-parent = os.getppid()
-while os.getppid() == parent:  # it never outlives it
-    sum(range(1_000_000))
-"""
-
-
 class LoadBenchmark:
     """The runs of one call, and what has come of them so far."""
 
@@ -167,7 +140,6 @@ class LoadBenchmark:
             args["speculative_config"] = self.methods[method]
         job = asdict(LoadJob(args, list(self.prompts), self.options.max_tokens))
         plan: list[Phase] = self.options.phases
-        busy: BusyCore | None = None
         with tqdm(total=len(plan), desc=f"{method}: starting", unit="phase") as bar:
 
             def show(event: dict[str, Any]) -> None:
@@ -177,16 +149,13 @@ class LoadBenchmark:
                 phase = plan[event["phase"]]
                 bar.update(event["phase"] - bar.n)
                 bar.set_description(f"{method}: {phase}")
-                assert busy is not None
-                busy.set(phase.busy)
 
             with FreshEngine(load.__name__, job, self.environment, log, show) as engine:
                 engine.wait_until_ready()
-                busy = BusyCore(self._busy_core(engine))
-                try:
-                    steps = engine.ask([(phase.batch_size, phase.seconds) for phase in plan])
-                finally:
-                    busy.set(False)
+                core = self._busy_core(engine)
+                steps = engine.ask(
+                    [(p.batch_size, p.seconds, core if p.busy else None) for p in plan]
+                )
             bar.update(len(plan) - bar.n)
         return [Step(**step) for step in steps]
 

@@ -1,11 +1,13 @@
 """A load that changes in mid-run: the process that holds the engine, and writes down every step.
 
-It is asked for phases, a list of [batch size, seconds], and keeps the batch at that size for that
-time. What happens is read from outside: from what the engine's core sends after each step.
+It is asked for phases, a list of [batch size, seconds, core], keeps the batch at that size for that
+time, and that core busy with something else where it is not null. What happens is read from outside: from what the engine's core sends after each step.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -15,8 +17,8 @@ from typing import Any, TypeAlias
 from lookahead_vllm.bench.engine_process import Emit, answer_questions
 from lookahead_vllm.bench.generate import warm_up
 
-PhaseTimes: TypeAlias = Sequence[tuple[int, float]]
-"""Batch size and seconds of each phase."""
+PhaseTimes: TypeAlias = Sequence[tuple[int, float, int | None]]
+"""Of each phase the batch size, the seconds, and the core that another process keeps busy."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,35 @@ class Step:
     seconds: float | None
     nodes: int | None
     predicted: float | None
+
+
+class BusyCore:
+    """A process that computes on one core.
+
+    It begins in the engine's session: Linux shares a core between sessions first, and was seen to
+    leave another session's process next to nothing beside vLLM's worker.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def set(self, core: int | None) -> None:
+        """Let it compute there, or nowhere."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        if core is not None:
+            self._process = subprocess.Popen([sys.executable, "-c", _COMPUTE, str(core)])
+
+
+_COMPUTE = """
+import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+parent = os.getppid()
+while os.getppid() == parent:  # it never outlives it
+    sum(range(1_000_000))
+"""
 
 
 class StepWatch:
@@ -124,7 +155,7 @@ def play(
     watch.steps.clear()
     watch.start = end = clock()
     running: set[str] = set()
-    for watch.phase, (batch_size, seconds) in enumerate(phases):
+    for watch.phase, (batch_size, seconds, _) in enumerate(phases):
         begin(watch.phase)
         end += seconds
         while clock() < end:
@@ -156,9 +187,18 @@ def run(job: LoadJob, questions: Iterable[PhaseTimes], emit: Emit) -> None:
             prompt = {"prompt_token_ids": job.prompts[index], "cache_salt": f"lap {lap}"}
             yield str(number), prompt, params
 
+    busy = BusyCore()
     emit("ready")
     for phases in questions:
-        steps = play(engine, watch, phases, requests(), lambda phase: emit("phase", phase=phase))
+
+        def begin(phase: int, phases: PhaseTimes = phases) -> None:
+            busy.set(phases[phase][2])
+            emit("phase", phase=phase)
+
+        try:
+            steps = play(engine, watch, phases, requests(), begin)
+        finally:
+            busy.set(None)
         emit("answer", answer=[asdict(step) for step in steps])
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lookahead_vllm.bench.fresh_engine import RunFailed
-from lookahead_vllm.bench.load import Step, StepWatch, play
+from lookahead_vllm.bench.load import BusyCore, Step, StepWatch, play
 from lookahead_vllm.bench.load_report import Phase, by_phase, figures, plot, table
 from tests.scripts.loading import load_script
 
@@ -86,7 +86,7 @@ def step(**changes: Any) -> Step:
 def test_a_batch_is_kept_at_its_size_and_a_larger_one_comes_to_its_end() -> None:
     engine = FakeEngine()
     begun: list[int] = []
-    phases = [(1, 4.0), (3, 4.0), (1, 4.0)]
+    phases = [(1, 4.0, None), (3, 4.0, None), (1, 4.0, None)]
     steps = play(engine, StepWatch(engine), phases, requests(), begun.append, engine.clock)
     assert begun == [0, 1, 2]
     assert [step.running for step in steps] == [1, 1, 1, 1, 3, 3, 3, 3, 3, 2, 1, 1]
@@ -97,7 +97,9 @@ def test_a_batch_is_kept_at_its_size_and_a_larger_one_comes_to_its_end() -> None
 
 def test_a_step_is_timed_where_it_read_no_prompt() -> None:
     engine = FakeEngine()
-    steps = play(engine, StepWatch(engine), [(1, 4.0)], requests(), lambda _: None, engine.clock)
+    steps = play(
+        engine, StepWatch(engine), [(1, 4.0, None)], requests(), lambda _: None, engine.clock
+    )
     assert [step.seconds for step in steps] == [None, 1, 1, None]
     assert {(step.tokens, step.nodes, step.predicted) for step in steps} == {(2, 4, 0.9)}
 
@@ -124,7 +126,9 @@ def test_a_step_is_not_timed_while_another_request_is_still_reading() -> None:
 
 def test_of_plain_vllm_there_are_no_nodes() -> None:
     engine = FakeEngine(report=False)
-    steps = play(engine, StepWatch(engine), [(1, 1.0)], requests(), lambda _: None, engine.clock)
+    steps = play(
+        engine, StepWatch(engine), [(1, 1.0, None)], requests(), lambda _: None, engine.clock
+    )
     assert steps[0].nodes is None and steps[0].predicted is None
 
 
@@ -188,16 +192,16 @@ def test_a_phase_that_is_none_is_refused(
 
 
 def test_another_process_computes_while_a_core_is_busy() -> None:
-    busy = script.BusyCore(min(os.sched_getaffinity(0)))
-    busy.set(False)
-    busy.set(True)
-    busy.set(True)
+    busy = BusyCore()
+    busy.set(None)
+    busy.set(min(os.sched_getaffinity(0)))
     process = busy._process
+    assert process is not None
     deadline = time.monotonic() + 20
     while Path(f"/proc/{process.pid}/stat").read_text().split()[13] == "0":  # CPU time
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
-    busy.set(False)
+    busy.set(None)
     assert process.poll() is not None
 
 
@@ -207,8 +211,6 @@ def test_another_process_computes_while_a_core_is_busy() -> None:
 def test_methods_play_the_same_phases_and_one_that_fails_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    switched: list[bool] = []
-
     class Fresh:
         def __init__(self, module: str, job: Any, environment: Any, log: Path, show: Any) -> None:
             assert module == "lookahead_vllm.bench.load"
@@ -230,19 +232,17 @@ def test_methods_play_the_same_phases_and_one_that_fails_is_reported(
             return [0]
 
         def ask(self, phases: Any) -> Any:
-            assert phases == [(1, 1.0), (8, 2.0)]
+            assert phases == [(1, 1.0, None), (8, 2.0, 0)]
             for number in range(2):
                 self.show({"event": "phase", "phase": number})
             return [asdict(one) for one in RUNS["lookahead" if self.config else "none"]]
 
     monkeypatch.setattr(script, "FreshEngine", Fresh)
-    monkeypatch.setattr(script.BusyCore, "set", lambda self, on: switched.append(on))
     prompts, out = tmp_path / "p.jsonl", tmp_path / "out.json"
     prompts.write_text("\n".join(json.dumps({"prompt_token_ids": [i]}) for i in range(3)))
     arguments = ["--model", "m", "--prompts", str(prompts), "--json", str(out)]
     arguments += ["--phases", "1:1,8:2:busy"]
     assert script.main(arguments) == 0
-    assert switched == [False, True, False] * 2
     written = json.loads(out.read_text())
     assert written["steps"]["lookahead"] == [asdict(RUNS["lookahead"][0])]
     assert written["by_phase"] == by_phase(RUNS, PHASES)
