@@ -1,7 +1,8 @@
 """A load that changes in mid-run: the process that holds the engine, and writes down every step.
 
-It is asked for phases, a list of [batch size, seconds, core], keeps the batch at that size for that
-time, and that core busy with something else where it is not null. What happens is read from outside: from what the engine's core sends after each step.
+It is asked for phases, a list of [batch size, seconds, core]: it keeps the batch at that size for
+that time, and that core busy with something else where it is not null. What happens is read from
+outside: from what the engine's core sends after each step.
 """
 
 from __future__ import annotations

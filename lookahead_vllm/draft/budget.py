@@ -14,6 +14,8 @@ from lookahead_vllm.draft.tree import DraftForest
 
 MEMORY = 5.0  # seconds after which a step counts 1/e of what it did
 NOISE = 0.1  # of the time of a step that no model foresees
+DRIFT = 0.1  # of the time predicted; where the last FEW steps are off by more on average,
+FEW = 5  # all steps before count together as so many
 HICCUP = 3.0  # a step that took so many times what was predicted was held up by something else
 CRITICAL = 1.25  # the critical decoding length costs so many times what one token does
 
@@ -133,6 +135,8 @@ class StepCost:
         self._trust = np.diag(1 / np.maximum(spread, 1e-9 * one) ** 2)
         self._seen = np.zeros((7, 7))
         self._told = np.zeros(7)
+        self._count = 1.0
+        self._drift = 0.0
         self.weights: Floats = self._start.copy()
 
     def predict(self, work: StepWork) -> float:
@@ -148,9 +152,15 @@ class StepCost:
         predicted = float(self.weights @ features)
         time = min(time, HICCUP * predicted)
         fade = math.exp(-(time if seconds is None else seconds) / MEMORY)
-        scaled = features / (NOISE * time)
+        error = min(max(time / predicted - 1, -0.5), 0.5)  # one hiccup is no drift
+        self._drift += (error - self._drift) / FEW
+        if abs(self._drift) > DRIFT:  # the load on the machine has changed
+            fade = min(fade, FEW / self._count)
+        # By what was predicted, not by the time: else a slow step would count less than a fast one.
+        scaled = features / (NOISE * predicted)
+        self._count = fade * self._count + 1
         self._seen = fade * self._seen + np.outer(scaled, scaled)
-        self._told = fade * self._told + scaled / NOISE
+        self._told = fade * self._told + scaled * time / (NOISE * predicted)
         weights = np.linalg.solve(self._seen + self._trust, self._told + self._trust @ self._start)
         # Nothing is free or pays, whatever noise says.
         self.weights = np.clip(weights, 0.2 * self._start, None)

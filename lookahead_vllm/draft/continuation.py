@@ -94,8 +94,8 @@ def room_for_continuations() -> tuple[Ints, Ints, Words]:
 
 
 @kernel
-def _look(edges: Words, live: Ints, spaces: Ints, row: Hashes, places: Words) -> None:
-    """Match all suffixes in all sources."""
+def look_up(edges: Words, live: Ints, spaces: Ints, row: Hashes, places: Words) -> None:
+    """Match all suffixes in all sources; see `find_continuations`."""
     for source in range(NUM_SOURCES):
         if spaces[source] != NOWHERE:
             first, lines = region_of(edges, live, spaces[source])
@@ -128,12 +128,12 @@ def _total(edges: Words, slot: int, slots: int) -> int:
 
 
 @kernel
-def _place(token: int, found: Ints, size: int, may_add: bool) -> tuple[int, int]:
+def _place(token: int, found: Ints, size: int, may_add: bool, most: int) -> tuple[int, int]:
     """Where `token` stands among those found, and how many those are now; -1 for nowhere."""
     for i in range(size):
         if found[i, TOKEN] == token:
             return i, size
-    if not may_add or size == MAX_CONTINUATIONS:
+    if not may_add or size == most:
         return -1, size
     for column in range(TOKEN):
         found[size, column] = 0
@@ -150,6 +150,7 @@ def find_continuations(
     found: Ints,
     longest: Ints,
     places: Words,
+    most: int,
 ) -> int:
     """Collect what followed the longest suffix, the next one, the shortest and the sparse ones.
 
@@ -167,13 +168,15 @@ def find_continuations(
     places : int64 [3, NUM_SOURCES, NUM_SUFFIXES]
         Gets the NAMES of the suffixes, the first SLOT of each and which slots are HELD by its
         edges.
+    most : int
+        How many may be found, at most MAX_CONTINUATIONS.
 
     Returns
     -------
     int
         How many were found.
     """
-    _look(edges, live, spaces, row, places)
+    look_up(edges, live, spaces, row, places)
     size = 0
     for source in range(NUM_SOURCES):
         longest[source] = 0
@@ -195,7 +198,7 @@ def find_continuations(
                     use = edges[slot, USE]
                     share = _share(use >> COUNT_SHIFT & MOST, total)
                     # What seldom follows a single token is not worth looking at.
-                    at, size = _place(use & TOKEN_BITS, found, size, suffix > 0 or share > 0)
+                    at, size = _place(use & TOKEN_BITS, found, size, suffix > 0 or share > 0, most)
                     if at >= 0 and found[at, source] == 0:
                         found[at, source] = _kind(suffix, share, gap, rank)
                     rank = 1
@@ -211,7 +214,7 @@ def find_continuations(
             while slots:
                 if slots & 1:
                     use = edges[slot, USE]
-                    at, size = _place(use & TOKEN_BITS, found, size, True)
+                    at, size = _place(use & TOKEN_BITS, found, size, True, most)
                     if at >= 0:
                         share = _share(use >> COUNT_SHIFT & MOST, total)
                         part = 1 + min(share // 2, _SPARSE_SHARES - 2)

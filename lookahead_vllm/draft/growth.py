@@ -6,8 +6,6 @@ prefix share its nodes, and the best nodes are kept where there are too many.
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,6 +23,9 @@ from lookahead_vllm.draft.kernel import Ints, Words, kernel
 from lookahead_vllm.draft.suffix import ROW, Hashes, advance
 
 LEAST_PROBABILITY = 0.001  # a node less likely than this is never drafted
+
+FEWEST = 6
+"""So many continuations of a node are looked at, however unlikely it is."""
 
 SINGLE, PARALLEL, HIERARCHICAL = range(3)
 """Where a tree may branch: nowhere, at the root alone, everywhere."""
@@ -122,14 +123,14 @@ def _grow(
     falling or equal. A node's probability is its parent's times the learned acceptance rate of
     its evidence; siblings never add up to more than their parent.
     """
-    # The buds, likeliest first: nodes that may be taken next.
-    buds = [(np.float32(0), np.int32(0), np.int32(0), np.uint8(0)) for _ in range(0)]
-
-    size, here, depth, prob = 0, -1, 0, np.float32(1.0)
+    size, num_buds = 0, 0  # a bud is a node that may be taken next; they stand behind the nodes
+    here, depth, prob = -1, 0, np.float32(1.0)
     while size < max_nodes:
         if depth < max_depth:
+            # Of an unlikely node only the likeliest children can matter.
+            most = FEWEST + np.int64((MAX_CONTINUATIONS - FEWEST) * prob)
             num_found = find_continuations(
-                edges, live, spaces, rows[here + 1], found, longest, places
+                edges, live, spaces, rows[here + 1], found, longest, places, most
             )
             chosen = weight_set(longest, spaces)
             total = np.float32(0)
@@ -142,19 +143,26 @@ def _grow(
             scale = prob / max(total, np.float32(1))
             alone = branching == SINGLE or (branching == PARALLEL and here >= 0)
             for i in range(num_found):
-                if shares[i] * scale >= least and (i == best or not alone):
-                    source = np.uint8(
-                        REFERENCE if found[i, REFERENCE] else OWN if found[i, OWN] else ANSWERS
-                    )
-                    bud = (-shares[i] * scale, np.int32(here), found[i, TOKEN], source)
-                    heapq.heappush(buds, bud)
-        if len(buds) == 0:
+                likely = shares[i] * scale
+                if likely < least or (alone and i != best):
+                    continue
+                if size + num_buds < max_nodes:
+                    num_buds += 1
+                elif likely <= probs[max_nodes - 1]:
+                    continue
+                at = size + num_buds - 1
+                while at > size and probs[at - 1] < likely:
+                    probs[at], sources[at] = probs[at - 1], sources[at - 1]
+                    nodes[0, at], nodes[1, at] = nodes[0, at - 1], nodes[1, at - 1]
+                    at -= 1
+                probs[at], nodes[0, at], nodes[1, at] = likely, found[i, TOKEN], here
+                sources[at] = (
+                    REFERENCE if found[i, REFERENCE] else OWN if found[i, OWN] else ANSWERS
+                )
+        if num_buds == 0:
             break
-        minus_prob, parent, token, source = heapq.heappop(buds)
-        depth = 1 if parent < 0 else nodes[2, parent] + 1
-        here, prob = size, -minus_prob
-        nodes[0, here], nodes[1, here], nodes[2, here], probs[here] = token, parent, depth, prob
-        sources[here] = source
-        advance(rows[parent + 1], token, rows[here + 1])
-        size += 1
+        here, parent, prob = size, nodes[1, size], probs[size]
+        nodes[2, here] = depth = 1 if parent < 0 else nodes[2, parent] + 1
+        advance(rows[parent + 1], nodes[0, here], rows[here + 1])
+        size, num_buds = size + 1, num_buds - 1
     return size

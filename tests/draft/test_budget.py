@@ -165,6 +165,26 @@ def test_real_steps_correct_it_within_seconds():
         assert cost.predict(work(tokens)) == pytest.approx(slow(work(tokens)), rel=0.1)
 
 
+def test_another_load_on_the_machine_is_followed_within_seconds():
+    cost = StepCost(CPU, causal=1e-3)
+    rng = np.random.default_rng(0)
+
+    def play(times, seconds):
+        """Some seconds of steps that take so many times as long; how far off the last were."""
+        off, elapsed = [], 0.0
+        while elapsed < seconds:
+            step = work(int(rng.integers(1, 17)), context=300)
+            time = times * float(CPU(step.tokens)) * rng.normal(1, 0.05)
+            off.append(cost.observe(step, time, time / 1000) / time - 1)
+            elapsed += time / 1000
+        return np.abs(off[-10:]).mean()
+
+    assert play(1.0, 10) < 0.1
+    assert play(2.4, 3) < 0.15
+    assert play(2.4, 10) < 0.1
+    assert play(1.0, 3) < 0.15
+
+
 def test_one_hiccup_changes_little():
     cost = StepCost(CPU)
     for _ in range(100):
