@@ -94,23 +94,25 @@ def room_for_continuations() -> tuple[Ints, Ints, Words]:
 
 
 @kernel
-def look_up(edges: Words, live: Ints, spaces: Ints, row: Hashes, places: Words) -> None:
+def look_up(
+    edges: Words, live: Ints, spaces: Ints, row: Hashes, places: Words, suffixes: int
+) -> None:
     """Match all suffixes in all sources; see `find_continuations`."""
     for source in range(NUM_SOURCES):
         if spaces[source] != NOWHERE:
             first, lines = region_of(edges, live, spaces[source])
-            for suffix in range(NUM_SUFFIXES):
+            for suffix in range(suffixes):
                 name, slot = locate(first, lines, spaces[source], row, suffix)
                 places[NAMES, source, suffix], places[SLOT, source, suffix] = name, slot
     # One look at every line in a loop as small as can be: the processor then waits for all of
     # them together.
     for source in range(NUM_SOURCES):
         if spaces[source] != NOWHERE:
-            for suffix in range(NUM_SUFFIXES):
+            for suffix in range(suffixes):
                 places[HELD, source, suffix] = edges[places[SLOT, source, suffix], NAME]
     for source in range(NUM_SOURCES):
         if spaces[source] != NOWHERE:
-            for suffix in range(NUM_SUFFIXES):
+            for suffix in range(suffixes):
                 places[HELD, source, suffix] = matches(
                     edges, places[NAMES, source, suffix], places[SLOT, source, suffix]
                 )
@@ -151,6 +153,7 @@ def find_continuations(
     longest: Ints,
     places: Words,
     most: int,
+    suffixes: int,
 ) -> int:
     """Collect what followed the longest suffix, the next one, the shortest and the sparse ones.
 
@@ -170,13 +173,15 @@ def find_continuations(
         edges.
     most : int
         How many may be found, at most MAX_CONTINUATIONS.
+    suffixes : int
+        How many are looked up: all NUM_SUFFIXES, or the contiguous ones alone.
 
     Returns
     -------
     int
         How many were found.
     """
-    look_up(edges, live, spaces, row, places)
+    look_up(edges, live, spaces, row, places, suffixes)
     size = 0
     for source in range(NUM_SOURCES):
         longest[source] = 0
@@ -207,7 +212,7 @@ def find_continuations(
             stage += 1
         if source == REFERENCE:
             continue
-        for sparse in range(NUM_SPARSE):
+        for sparse in range(suffixes - len(ORDERS)):
             slots = places[HELD, source, len(ORDERS) + sparse]
             slot = places[SLOT, source, len(ORDERS) + sparse]
             total = _total(edges, slot, slots)

@@ -20,12 +20,14 @@ from lookahead_vllm.draft.continuation import (
     room_for_continuations,
 )
 from lookahead_vllm.draft.kernel import Ints, Words, kernel
-from lookahead_vllm.draft.suffix import ROW, Hashes, advance
+from lookahead_vllm.draft.suffix import NUM_SUFFIXES, ORDERS, ROW, Hashes, advance
 
 LEAST_PROBABILITY = 0.001  # a node less likely than this is never drafted
 
 FEWEST = 6
 """So many continuations of a node are looked at, however unlikely it is."""
+SPARSE_FROM = 0.2
+"""The probability from which on a node's sparse contexts are looked at too."""
 
 SINGLE, PARALLEL, HIERARCHICAL = range(3)
 """Where a tree may branch: nowhere, at the root alone, everywhere."""
@@ -129,8 +131,9 @@ def _grow(
         if depth < max_depth:
             # Of an unlikely node only the likeliest children can matter.
             most = FEWEST + np.int64((MAX_CONTINUATIONS - FEWEST) * prob)
+            suffixes = NUM_SUFFIXES if prob >= SPARSE_FROM else len(ORDERS)
             num_found = find_continuations(
-                edges, live, spaces, rows[here + 1], found, longest, places, most
+                edges, live, spaces, rows[here + 1], found, longest, places, most, suffixes
             )
             chosen = weight_set(longest, spaces)
             total = np.float32(0)

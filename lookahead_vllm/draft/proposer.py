@@ -390,10 +390,18 @@ def _extend(
         for at in range(first, end):
             token = tokens[at]
             if at % apart:
-                look_up(edges, live, spaces, row, places)
+                look_up(edges, live, spaces, row, places, NUM_SUFFIXES)
             else:
                 size = find_continuations(
-                    edges, live, spaces, row, found, longest, places, MAX_CONTINUATIONS
+                    edges,
+                    live,
+                    spaces,
+                    row,
+                    found,
+                    longest,
+                    places,
+                    MAX_CONTINUATIONS,
+                    NUM_SUFFIXES,
                 )
                 chosen = weight_set(longest, spaces)
                 learn_token(found, size, token, rates, trials, weights, chosen, which, inputs)

@@ -10,7 +10,7 @@ import numpy as np
 
 from lookahead_vllm.draft import acceptance_rate as learned
 from lookahead_vllm.draft.continuation import MAX_CONTINUATIONS
-from lookahead_vllm.draft.growth import LEAST_PROBABILITY
+from lookahead_vllm.draft.growth import FEWEST, LEAST_PROBABILITY, SPARSE_FROM
 from lookahead_vllm.draft.suffix import NUM_SPARSE, ORDERS
 
 SUFFIXES = range(len(ORDERS) + NUM_SPARSE)
@@ -75,12 +75,12 @@ class ProposerModel:
         self.trials = {}
         self.weights = defaultdict(lambda: np.array(learned._FIRST_WEIGHTS))
 
-    def continuations(self, spaces, text):
+    def continuations(self, spaces, text, most=MAX_CONTINUATIONS, sparse=True):
         """Evidence by token, in the order of finding, and the longest matches."""
         found, longest = {}, [0, 0, 0]
 
         def place(token, may_add=True):
-            if token not in found and may_add and len(found) < MAX_CONTINUATIONS:
+            if token not in found and may_add and len(found) < most:
                 found[token] = [None, None, None, 0, 0]
             return found.get(token)
 
@@ -100,13 +100,13 @@ class ProposerModel:
                     if row and row[source] is None:
                         row[source] = (suffix, share, min(stage, 2), min(rank, 1))
                 stage += 1
-            for sparse in range(NUM_SPARSE) if source < 2 else ():
-                followers = self.trie.followers(space, text, len(ORDERS) + sparse)
+            for skipped in range(NUM_SPARSE) if source < 2 and sparse else ():
+                followers = self.trie.followers(space, text, len(ORDERS) + skipped)
                 total = sum(count for _, count in followers)
                 for token, count in followers:
                     row = place(token)
                     if row:
-                        row[3 + source] += (1 + share_of(count, total) // 2) * 6**sparse
+                        row[3 + source] += (1 + share_of(count, total) // 2) * 6**skipped
         return found, longest
 
     def rate(self, key, guess):
@@ -170,7 +170,8 @@ class ProposerModel:
         while len(nodes) < max_nodes:
             if len(path) < max_depth:
                 longer = [*text, *path]
-                found, longest = self.continuations(spaces, longer)
+                most = FEWEST + int((MAX_CONTINUATIONS - FEWEST) * prob)
+                found, longest = self.continuations(spaces, longer, most, prob >= SPARSE_FROM)
                 weights = self.weights[spaces[2] is not None, longest[0], longest[1]]
                 probs = {t: self.judge(t, row, weights)[0] for t, row in found.items()}
                 scale = prob / max(1.0, sum(probs.values()))
