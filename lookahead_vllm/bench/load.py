@@ -138,7 +138,7 @@ def play(
     watch: StepWatch,
     phases: PhaseTimes,
     requests: Iterator[tuple[str, Any, Any]],
-    begin: Callable[[int], None],
+    begin: Callable[[int, int | None], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Step]:
     """Keep as many requests running as each phase asks for; those left over at the end are aborted.
@@ -151,13 +151,13 @@ def play(
     requests : iterator
         Identifier, prompt and parameters of each, for ever.
     begin : callable
-        Called with the number of each phase when it begins.
+        Called with the number and the core of each phase when it begins.
     """
     watch.steps.clear()
     watch.start = end = clock()
     running: set[str] = set()
-    for watch.phase, (batch_size, seconds, _) in enumerate(phases):
-        begin(watch.phase)
+    for watch.phase, (batch_size, seconds, core) in enumerate(phases):
+        begin(watch.phase, core)
         end += seconds
         while clock() < end:
             while len(running) < batch_size:
@@ -189,13 +189,13 @@ def run(job: LoadJob, questions: Iterable[PhaseTimes], emit: Emit) -> None:
             yield str(number), prompt, params
 
     busy = BusyCore()
+
+    def begin(phase: int, core: int | None) -> None:
+        busy.set(core)
+        emit("phase", phase=phase)
+
     emit("ready")
     for phases in questions:
-
-        def begin(phase: int, phases: PhaseTimes = phases) -> None:
-            busy.set(phases[phase][2])
-            emit("phase", phase=phase)
-
         try:
             steps = play(engine, watch, phases, requests(), begin)
         finally:

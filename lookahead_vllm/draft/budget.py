@@ -14,9 +14,9 @@ from lookahead_vllm.draft.tree import DraftForest
 
 MEMORY = 5.0  # seconds after which a step counts 1/e of what it did
 NOISE = 0.1  # of the time of a step that no model foresees
-DRIFT = 0.1  # of the time predicted; where the last FEW steps are off by more on average,
-FEW = 5
-FEWER = 2  # all steps before count together as so many
+DRIFT = 0.1  # of the time predicted, by which steps are off on average where the load has changed:
+DRIFT_STEPS = 5  # the last ones, about so many;
+KEPT_STEPS = 2  # then all steps before count together as so many
 HICCUP = 3.0  # a step that took so many times what was predicted was held up by something else
 CRITICAL = 1.25  # the critical decoding length costs so many times what one token does
 
@@ -154,9 +154,9 @@ class StepCost:
         time = min(time, HICCUP * predicted)
         fade = math.exp(-(time if seconds is None else seconds) / MEMORY)
         error = min(max(time / predicted - 1, -0.5), 0.5)  # one hiccup is no drift
-        self._drift += (error - self._drift) / FEW
+        self._drift += (error - self._drift) / DRIFT_STEPS
         if abs(self._drift) > DRIFT:  # the load on the machine has changed
-            fade = min(fade, FEWER / self._count)
+            fade = min(fade, KEPT_STEPS / self._count)
         # By what was predicted, not by the time: else a slow step would count less than a fast one.
         scaled = features / (NOISE * predicted)
         self._count = fade * self._count + 1

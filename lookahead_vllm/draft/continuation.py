@@ -97,7 +97,16 @@ def room_for_continuations() -> tuple[Ints, Ints, Words]:
 def look_up(
     edges: Words, live: Ints, spaces: Ints, row: Hashes, places: Words, suffixes: int
 ) -> None:
-    """Match all suffixes in all sources; see `find_continuations`."""
+    """Match the first `suffixes` of NUM_SUFFIXES suffixes in all sources.
+
+    Parameters
+    ----------
+    spaces : int32 [NUM_SOURCES]
+        Where to look.
+    places : int64 [3, NUM_SOURCES, NUM_SUFFIXES]
+        Gets the NAMES of the suffixes, the first SLOT of each and which slots are HELD by its
+        edges.
+    """
     for source in range(NUM_SOURCES):
         if spaces[source] != NOWHERE:
             first, lines = region_of(edges, live, spaces[source])
@@ -146,9 +155,7 @@ def _place(token: int, found: Ints, size: int, may_add: bool, most: int) -> tupl
 @kernel
 def find_continuations(
     edges: Words,
-    live: Ints,
     spaces: Ints,
-    row: Hashes,
     found: Ints,
     longest: Ints,
     places: Words,
@@ -160,7 +167,7 @@ def find_continuations(
     Parameters
     ----------
     spaces : int32 [NUM_SOURCES]
-        Where to look.
+        Where was looked.
     found : int32 [MAX_CONTINUATIONS, NUM_COLUMNS]
         Gets a row for each continuation: its token, and the kind of evidence for it in each
         source, which tells four things apart: the longest suffix that the token followed there,
@@ -169,19 +176,17 @@ def find_continuations(
     longest : int32 [NUM_SOURCES]
         Gets the longest suffix seen in each source, plus 1.
     places : int64 [3, NUM_SOURCES, NUM_SUFFIXES]
-        Gets the NAMES of the suffixes, the first SLOT of each and which slots are HELD by its
-        edges.
+        What `look_up` found.
     most : int
         How many may be found, at most MAX_CONTINUATIONS.
     suffixes : int
-        How many are looked up: all NUM_SUFFIXES, or the contiguous ones alone.
+        How many were looked up: all NUM_SUFFIXES, or the contiguous ones alone.
 
     Returns
     -------
     int
         How many were found.
     """
-    look_up(edges, live, spaces, row, places, suffixes)
     size = 0
     for source in range(NUM_SOURCES):
         longest[source] = 0

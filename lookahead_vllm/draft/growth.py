@@ -17,6 +17,7 @@ from lookahead_vllm.draft.continuation import (
     REFERENCE,
     TOKEN,
     find_continuations,
+    look_up,
     room_for_continuations,
 )
 from lookahead_vllm.draft.kernel import Ints, Words, kernel
@@ -132,9 +133,8 @@ def _grow(
             # Of an unlikely node only the likeliest children can matter.
             most = FEWEST + np.int64((MAX_CONTINUATIONS - FEWEST) * prob)
             suffixes = NUM_SUFFIXES if prob >= SPARSE_FROM else len(ORDERS)
-            num_found = find_continuations(
-                edges, live, spaces, rows[here + 1], found, longest, places, most, suffixes
-            )
+            look_up(edges, live, spaces, rows[here + 1], places, suffixes)
+            num_found = find_continuations(edges, spaces, found, longest, places, most, suffixes)
             chosen = weight_set(longest, spaces)
             total = np.float32(0)
             best = 0

@@ -389,19 +389,10 @@ def _extend(
         first, end = end, end + sizes[i]
         for at in range(first, end):
             token = tokens[at]
-            if at % apart:
-                look_up(edges, live, spaces, row, places, NUM_SUFFIXES)
-            else:
+            look_up(edges, live, spaces, row, places, NUM_SUFFIXES)
+            if at % apart == 0:
                 size = find_continuations(
-                    edges,
-                    live,
-                    spaces,
-                    row,
-                    found,
-                    longest,
-                    places,
-                    MAX_CONTINUATIONS,
-                    NUM_SUFFIXES,
+                    edges, spaces, found, longest, places, MAX_CONTINUATIONS, NUM_SUFFIXES
                 )
                 chosen = weight_set(longest, spaces)
                 learn_token(found, size, token, rates, trials, weights, chosen, which, inputs)

@@ -85,10 +85,14 @@ def step(**changes: Any) -> Step:
 
 def test_a_batch_is_kept_at_its_size_and_a_larger_one_comes_to_its_end() -> None:
     engine = FakeEngine()
-    begun: list[int] = []
-    phases = [(1, 4.0, None), (3, 4.0, None), (1, 4.0, None)]
-    steps = play(engine, StepWatch(engine), phases, requests(), begun.append, engine.clock)
-    assert begun == [0, 1, 2]
+    begun: list[tuple[int, int | None]] = []
+    phases = [(1, 4.0, None), (3, 4.0, 5), (1, 4.0, None)]
+
+    def begin(phase: int, core: int | None) -> None:
+        begun.append((phase, core))
+
+    steps = play(engine, StepWatch(engine), phases, requests(), begin, engine.clock)
+    assert begun == [(0, None), (1, 5), (2, None)]
     assert [step.running for step in steps] == [1, 1, 1, 1, 3, 3, 3, 3, 3, 2, 1, 1]
     assert [step.phase for step in steps] == [0] * 4 + [1] * 4 + [2] * 4
     assert [step.time for step in steps] == list(range(1, 13))
@@ -98,7 +102,7 @@ def test_a_batch_is_kept_at_its_size_and_a_larger_one_comes_to_its_end() -> None
 def test_a_step_is_timed_where_it_read_no_prompt() -> None:
     engine = FakeEngine()
     steps = play(
-        engine, StepWatch(engine), [(1, 4.0, None)], requests(), lambda _: None, engine.clock
+        engine, StepWatch(engine), [(1, 4.0, None)], requests(), lambda *_: None, engine.clock
     )
     assert [step.seconds for step in steps] == [None, 1, 1, None]
     assert {(step.tokens, step.nodes, step.predicted) for step in steps} == {(2, 4, 0.9)}
@@ -127,7 +131,7 @@ def test_a_step_is_not_timed_while_another_request_is_still_reading() -> None:
 def test_of_plain_vllm_there_are_no_nodes() -> None:
     engine = FakeEngine(report=False)
     steps = play(
-        engine, StepWatch(engine), [(1, 1.0, None)], requests(), lambda _: None, engine.clock
+        engine, StepWatch(engine), [(1, 1.0, None)], requests(), lambda *_: None, engine.clock
     )
     assert steps[0].nodes is None and steps[0].predicted is None
 
