@@ -203,9 +203,12 @@ class LookaheadDrafter:
             ]
         )
 
-    def proposed(self) -> Proposed:
-        """What the scheduler has to know of the drafts."""
-        return Proposed(self._sent, self.has_grammars, self.proposer.least_beside_prompt)
+    def proposed(self, req_ids: Sequence[str]) -> Proposed | None:
+        """What the scheduler has to know of the drafts of a step; None if there are none."""
+        sent = {request_id: sent for request_id, sent in self._sent.items() if sent.tokens}
+        if not sent and not self.has_grammars:
+            return None
+        return Proposed(sent, req_ids, self.has_grammars, self.proposer.least_beside_prompt)
 
     def finish(self, request_id: str) -> None:
         """The request has ended; a preempted one has not."""

@@ -92,15 +92,9 @@ class ReportingStats(SchedulerStats):
     lookahead: StepReport | None = None
 
 
-def attach(output: Any, report: StepReport) -> bool:
-    """Send `report` with a `ModelRunnerOutput`; False where it has to wait for the next one.
-
-    An output without requests is a constant of vLLM's that all such steps share.
-    """
-    if not output.req_ids:
-        return False
+def attach(output: Any, report: StepReport) -> None:
+    """Send `report` with a `ModelRunnerOutput`."""
     setattr(output, _REPORT, report)
-    return True
 
 
 def attached(output: Any) -> StepReport | None:

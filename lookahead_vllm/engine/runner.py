@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplerOutput
+from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker import gpu_model_runner
 
 from lookahead_vllm.draft.budget import Load, StepWork
@@ -442,12 +442,6 @@ class LookaheadRunner(_Base):
         self._observe_step(scheduler_output)
         return [drafts.get(request_id, []) for request_id in batch.req_ids]
 
-    def take_draft_token_ids(self) -> DraftTokenIds | None:
-        drafts = super().take_draft_token_ids()
-        if drafts is not None:
-            shapes.attach(drafts, self.drafter.proposed())
-        return drafts
-
     def _observe_step(self, scheduler_output: SchedulerOutput) -> None:
         """A step lasts from the end of the last one, unless the engine may have waited between."""
         now, last = time.perf_counter(), self._last_step_end
@@ -462,10 +456,13 @@ class LookaheadRunner(_Base):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
-        if isinstance(output, ModelRunnerOutput):
+        # One without requests is a constant of vLLM's that all such steps share.
+        if isinstance(output, ModelRunnerOutput) and output.req_ids:
+            if (proposed := self.drafter.proposed(output.req_ids)) is not None:
+                shapes.attach(output, proposed)
             self._trie_watch.look(self.report)
-            if metrics.attach(output, self.report):
-                self.report = StepReport()
+            metrics.attach(output, self.report)
+            self.report = StepReport()
         return output
 
     @contextmanager

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import DraftTokenIds
 
 from lookahead_vllm.engine import metrics, request_options, shapes
 from lookahead_vllm.engine.grammar import GrammarDraft, GrammarWalk, take_bursts_one_by_one
 from lookahead_vllm.engine.room import DraftRoom
-from lookahead_vllm.engine.shapes import Changed, Shape
+from lookahead_vllm.engine.shapes import Changed, Proposed, Shape
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -26,6 +28,7 @@ class LookaheadScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         take_bursts_one_by_one()
+        _ask_for_no_drafts()
         # The same number for every batch size. Without a schedule of its own, vLLM pads a request
         # that has one token to compute with placeholder drafts, and waits until all of them fit.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
@@ -37,15 +40,11 @@ class LookaheadScheduler(Scheduler):
         self._report: metrics.StepReport | None = None
         """Of the step whose output is being processed."""
 
-    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        self._proposed = proposed = shapes.proposed(draft_token_ids)
-        if not proposed.has_grammars:
-            super().update_draft_token_ids(draft_token_ids)
-            return
+    def _take_drafts(self, proposed: Proposed) -> None:
+        self._proposed = proposed
         others = DraftTokenIds([], [])
-        for req_id, tokens in zip(
-            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True
-        ):
+        for req_id in proposed.req_ids:
+            tokens = proposed.drafts[req_id].tokens if req_id in proposed.drafts else []
             request = self.requests.get(req_id)
             if (
                 request is None
@@ -65,7 +64,7 @@ class LookaheadScheduler(Scheduler):
             ).run()
             self._grammar_drafts[req_id] = draft
             request.spec_token_ids = draft.tokens
-        super().update_draft_token_ids(others)
+        self.update_draft_token_ids(others)
 
     def _bounds(self, request: Request) -> tuple[int, int]:
         """The most nodes and levels that the request's next step may have."""
@@ -88,7 +87,8 @@ class LookaheadScheduler(Scheduler):
                 by_grammar[req_id] = draft.shape
             else:  # it comes back from preemption
                 del self._grammar_drafts[req_id]
-        shapes.attach(output, Changed(by_grammar, kept_blocks))
+        if by_grammar or kept_blocks:
+            shapes.attach(output, Changed(by_grammar, kept_blocks))
         return output
 
     def _probs(self, req_id: str) -> Sequence[float]:
@@ -130,7 +130,10 @@ class LookaheadScheduler(Scheduler):
         for req_id in scheduler_output.num_scheduled_tokens:
             self._grammar_drafts.pop(req_id, None)
         self._report = metrics.attached(model_runner_output)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if (proposed := shapes.proposed(model_runner_output)) is not None:
+            self._take_drafts(proposed)
+        return outputs
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         report, self._report = self._report, None
@@ -141,3 +144,16 @@ class LookaheadScheduler(Scheduler):
         for req_id in self._grammar_drafts.keys() - self.requests.keys():
             del self._grammar_drafts[req_id]
         return finished
+
+
+@functools.cache
+def _ask_for_no_drafts() -> None:
+    """Drafts come with a step's output: no call to the worker after every step, only for them."""
+    original = EngineCore.post_step
+
+    @functools.wraps(original)
+    def post_step(self: EngineCore, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(self.scheduler, LookaheadScheduler):
+            original(self, *args, **kwargs)
+
+    EngineCore.post_step = post_step

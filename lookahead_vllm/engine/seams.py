@@ -301,10 +301,25 @@ SEAMS = (
     # The scheduler: drafts under a grammar are trees.
     Seam(
         "vllm.v1.core.sched.scheduler",
+        "Scheduler.update_from_output",
+        ("scheduler_output",),
+        "overridden: the masks of a step end with it; takes the next drafts, of which a grammar "
+        "prunes the tree, adds what it dictates, and masks every node",
+        "structured output knows of trees",
+    ),
+    Seam(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.finish_requests",
+        (),
+        "overridden: those of a request end with it",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.core.sched.scheduler",
         "Scheduler.update_draft_token_ids",
         ("draft_token_ids",),
-        "overridden: a grammar prunes the tree, adds what it dictates, and masks every node",
-        "structured output knows of trees",
+        "called: gives requests the drafts that no grammar looks at",
+        "as above",
     ),
     Seam(
         "vllm.v1.core.sched.scheduler",
@@ -320,20 +335,6 @@ SEAMS = (
         "overridden: cuts drafts so that they take nothing from any request (room.py); sends the "
         "shape of a tree under a grammar along with its tokens",
         "vLLM cuts drafts before it preempts or delays a request",
-    ),
-    Seam(
-        "vllm.v1.core.sched.scheduler",
-        "Scheduler.update_from_output",
-        ("scheduler_output",),
-        "overridden: the masks of a step end with it",
-        "as above",
-    ),
-    Seam(
-        "vllm.v1.core.sched.scheduler",
-        "Scheduler.finish_requests",
-        (),
-        "overridden: so do those of a request",
-        "as above",
     ),
     Seam(
         "vllm.v1.core.sched.scheduler",
@@ -414,18 +415,18 @@ SEAMS = (
         "as above",
     ),
     Seam(
-        _RUNNER,
-        "GPUModelRunner.take_draft_token_ids",
-        (),
-        "overridden: sends the shapes and probabilities of drafts to the scheduler",
-        "as above",
+        "vllm.v1.engine.core",
+        "EngineCore.post_step",
+        ("model_executed",),
+        "wrapped: our drafts come with the output of their step, so nobody asks for them",
+        "drafts come with the output of their step",
     ),
     # Metrics: a step's report rides on its output and its stats, to a logger beside vLLM's own.
     Seam(
         _RUNNER,
         "GPUModelRunner.sample_tokens",
         ("grammar_output",),
-        "overridden: attaches the step's report to its output",
+        "overridden: attaches the next drafts and the step's report to its output",
         "custom proposers may report stats",
     ),
     Seam(

@@ -1,8 +1,8 @@
-"""What a draft is beside its tokens, which are all that vLLM carries to the scheduler."""
+"""Drafts on their way to the scheduler, and what it changes of them on their way back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lookahead_vllm.draft.tree import DraftForest
@@ -35,10 +35,12 @@ class Sent(NamedTuple):
 
 
 class Proposed(NamedTuple):
-    """What comes to the scheduler with `DraftTokenIds`."""
+    """What comes to the scheduler with `ModelRunnerOutput`."""
 
     drafts: Mapping[str, Sent]
-    """By request id."""
+    """By request id; also of requests that were not in the step, and wait with theirs."""
+    req_ids: Sequence[str]
+    """The requests of the step."""
     has_grammars: bool = False
     """Whether any live request is under a grammar."""
     least_beside_prompt: float = 0.0
@@ -54,7 +56,7 @@ class Changed(NamedTuple):
     """Requests that gave KV blocks back, and how many each still has in each KV cache group."""
 
 
-NOTHING_PROPOSED = Proposed({})
+NOTHING_PROPOSED = Proposed({}, ())
 NOTHING_CHANGED = Changed({}, {})
 _ATTRIBUTE = "lookahead"
 
@@ -64,9 +66,9 @@ def attach(carrier: Any, what: Proposed | Changed) -> None:
     setattr(carrier, _ATTRIBUTE, what)
 
 
-def proposed(draft_token_ids: Any) -> Proposed:
-    """What came along with `DraftTokenIds`."""
-    return getattr(draft_token_ids, _ATTRIBUTE, NOTHING_PROPOSED)
+def proposed(model_runner_output: Any) -> Proposed | None:
+    """What came along with `ModelRunnerOutput`; None: the step made no drafts."""
+    return getattr(model_runner_output, _ATTRIBUTE, None)
 
 
 def changed(scheduler_output: Any) -> Changed:

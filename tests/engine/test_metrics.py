@@ -18,7 +18,6 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from lookahead_vllm.engine import metrics, stat_logger
@@ -170,15 +169,6 @@ def test_what_a_plain_engine_sends_is_read_as_before() -> None:
     got = MsgpackDecoder(ReportingOutputs).decode(sent)
     assert got.scheduler_stats.num_running_reqs == 2
     assert got.scheduler_stats.lookahead is None
-
-
-def test_a_report_waits_for_an_output_with_requests() -> None:
-    report = full_report()
-    assert not metrics.attach(EMPTY_MODEL_RUNNER_OUTPUT, report)
-    assert metrics.attached(EMPTY_MODEL_RUNNER_OUTPUT) is None
-    output = SimpleNamespace(req_ids=["a"])
-    assert metrics.attach(output, report)
-    assert metrics.attached(output) is report
 
 
 def test_where_stats_are_off_nothing_is_sent() -> None:
