@@ -280,7 +280,10 @@ class NGramTrieProposer:
                 self._least,
             )
         )
-        if self.cost is None or self.options.budget != "auto" or not len(wants):
+        if self.cost is None or self.options.budget != "auto":
+            return forest
+        if not forest.num_nodes:
+            self._least /= 2  # nothing comes near it, so the next trees are grown further down
             return forest
         contexts = np.array([want.context for want in wants], np.int64)
         allotment = allot(forest, contexts, self.cost, load)

@@ -98,7 +98,7 @@ class LookaheadDrafter:
         self._live: dict[str, Live | None] = {}
         self._with_grammar: set[str] = set()
         self._sent: dict[str, Sent] = {}
-        """Each request's last draft."""
+        """The drafts that wait to be verified."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """There is no draft model to load."""
@@ -150,9 +150,13 @@ class LookaheadDrafter:
         return live
 
     def commit(self, emitted: Sequence[tuple[Live, list[int]]]) -> None:
-        """Tell the proposer what was emitted, up to the first token that ends the request."""
+        """Tell the proposer what was emitted, up to the first token that ends the request.
+
+        What was drafted for these requests is verified, or out of date.
+        """
         tokens: dict[str, list[int]] = {}
         for live, burst in emitted:
+            self._sent.pop(live.request_id, None)
             if len(burst) > live.remaining:
                 burst = burst[: live.remaining]
             if not live.stops.isdisjoint(burst):
@@ -175,18 +179,22 @@ class LookaheadDrafter:
         return DraftRequest(live.request_id, max_nodes, max_depth, self.may_branch, num_tokens)
 
     def draft(self, wants: Sequence[DraftRequest], load: Load) -> dict[str, list[int]]:
-        """One tree for each want, remembered until it is verified; returns the nodes' tokens.
+        """The trees for these wants, remembered until they are verified; returns their tokens.
 
-        `load` is what the next step has to do beside the wants.
+        A want that gets no node is left out. `load` is what the next step has to do beside them.
         """
-        forest = self._checked(DraftForest.of(self.proposer.propose(wants, load)), wants)
+        forest = DraftForest.of(self.proposer.propose(wants, load))
+        if not forest.num_nodes:
+            return {}
+        forest = self._checked(forest, wants)
         tokens = forest.tokens.tolist()
         drafts: dict[str, list[int]] = {}
         for i, (want, (first, end)) in enumerate(
             zip(wants, pairwise(forest.firsts.tolist()), strict=True)
         ):
-            drafts[want.request_id] = own = tokens[first:end]
-            self._sent[want.request_id] = Sent(forest, i, own)
+            if first < end:
+                drafts[want.request_id] = own = tokens[first:end]
+                self._sent[want.request_id] = Sent(forest, i, own)
         return drafts
 
     def recall(self, scheduled: Sequence[tuple[str, list[int]]]) -> DraftForest:
@@ -205,10 +213,9 @@ class LookaheadDrafter:
 
     def proposed(self, req_ids: Sequence[str]) -> Proposed | None:
         """What the scheduler has to know of the drafts of a step; None if there are none."""
-        sent = {request_id: sent for request_id, sent in self._sent.items() if sent.tokens}
-        if not sent and not self.has_grammars:
+        if not self._sent and not self.has_grammars:
             return None
-        return Proposed(sent, req_ids, self.has_grammars, self.proposer.least_beside_prompt)
+        return Proposed(self._sent, req_ids, self.has_grammars, self.proposer.least_beside_prompt)
 
     def finish(self, request_id: str) -> None:
         """The request has ended; a preempted one has not."""
