@@ -15,7 +15,7 @@ from vllm.v1.outputs import DraftTokenIds
 from lookahead_vllm.engine import metrics, request_options, shapes
 from lookahead_vllm.engine.grammar import GrammarDraft, GrammarWalk, take_bursts_one_by_one
 from lookahead_vllm.engine.room import DraftRoom
-from lookahead_vllm.engine.shapes import Changed, Proposed, Shape
+from lookahead_vllm.engine.shapes import Changed, Proposed, Sent, Shape
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -42,29 +42,32 @@ class LookaheadScheduler(Scheduler):
 
     def _take_drafts(self, proposed: Proposed) -> None:
         self._proposed = proposed
-        others = DraftTokenIds([], [])
-        for req_id in proposed.req_ids:
-            tokens = proposed.drafts[req_id].tokens if req_id in proposed.drafts else []
-            request = self.requests.get(req_id)
-            if (
-                request is None
-                or request.is_finished()
-                or request.is_prefill_chunk
-                or not request.use_structured_output
-            ):
-                others.req_ids.append(req_id)
-                others.draft_token_ids.append(tokens)
-                continue
-            draft = GrammarWalk(
-                self.structured_output_manager,
-                request,
-                tokens,
-                proposed.drafts[req_id].shape if tokens else shapes.EMPTY,
-                *self._bounds(request),
-            ).run()
-            self._grammar_drafts[req_id] = draft
-            request.spec_token_ids = draft.tokens
-        self.update_draft_token_ids(others)
+        drafts = {i: proposed.drafts[i] for i in proposed.req_ids if i in proposed.drafts}
+        if proposed.has_grammars:
+            for req_id in proposed.req_ids:
+                request = self.requests.get(req_id)
+                if (
+                    request is not None
+                    and request.use_structured_output
+                    and not request.is_prefill_chunk
+                    and not request.is_finished()
+                ):
+                    self._walk(request, drafts.pop(req_id, None))
+        self.update_draft_token_ids(
+            DraftTokenIds(list(drafts), [draft.tokens for draft in drafts.values()])
+        )
+
+    def _walk(self, request: Request, sent: Sent | None) -> None:
+        """Prune a draft, or nothing, to what the request's grammar allows."""
+        draft = GrammarWalk(
+            self.structured_output_manager,
+            request,
+            sent.tokens if sent else [],
+            sent.shape if sent else shapes.EMPTY,
+            *self._bounds(request),
+        ).run()
+        self._grammar_drafts[request.request_id] = draft
+        request.spec_token_ids = draft.tokens
 
     def _bounds(self, request: Request) -> tuple[int, int]:
         """The most nodes and levels that the request's next step may have."""
