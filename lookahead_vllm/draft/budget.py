@@ -160,11 +160,10 @@ class StepCost:
         # By what was predicted, not by the time: else a slow step would count less than a fast one.
         scaled = features / (NOISE * predicted)
         self._count = fade * self._count + 1
-        self._seen = fade * self._seen + np.outer(scaled, scaled)
-        self._told = fade * self._told + scaled * time / (NOISE * predicted)
-        weights = np.linalg.solve(self._seen + self._trust, self._told + self._trust @ self._start)
-        # Nothing is free or pays, whatever noise says.
-        self.weights = np.clip(weights, 0.2 * self._start, None)
+        target = time / (NOISE * predicted)
+        _learn_step(
+            scaled, target, fade, self._seen, self._told, self._trust, self._start, self.weights
+        )
         return predicted
 
     def _features(self, work: StepWork) -> Floats:
@@ -211,6 +210,46 @@ class StepCost:
         """What a node adds to a step that is large already."""
         scale, _, _, node, _, causal, _ = self.weights.tolist()
         return float(scale * self.curve.last_slope + node + causal * context)
+
+
+@kernel
+def _learn_step(
+    features: Floats,
+    target: float,
+    fade: float,
+    seen: Floats,
+    told: Floats,
+    trust: Floats,
+    start: Floats,
+    weights: Floats,
+) -> None:
+    """Another row of the least squares: fills `weights` float64 [7], and `seen` and `told` go on.
+
+    Solves (seen + trust) weights = told + trust start by Cholesky's method; `trust` is diagonal
+    and above 0.
+    """
+    n = len(features)
+    lower = np.empty((n, n))
+    ahead = np.empty(n)
+    for i in range(n):
+        told[i] = fade * told[i] + features[i] * target
+        right = told[i] + trust[i, i] * start[i]
+        for j in range(n):
+            seen[i, j] = fade * seen[i, j] + features[i] * features[j]
+        for j in range(i + 1):
+            rest = seen[i, j] + trust[i, j]
+            for k in range(j):
+                rest -= lower[i, k] * lower[j, k]
+            lower[i, j] = math.sqrt(rest) if i == j else rest / lower[j, j]
+        for k in range(i):
+            right -= lower[i, k] * ahead[k]
+        ahead[i] = right / lower[i, i]
+    for i in range(n - 1, -1, -1):
+        for k in range(i + 1, n):
+            ahead[i] -= lower[k, i] * ahead[k]
+        ahead[i] /= lower[i, i]
+    for i in range(n):  # nothing is free or pays, whatever noise says
+        weights[i] = max(ahead[i], 0.2 * start[i])
 
 
 class Allotment(NamedTuple):

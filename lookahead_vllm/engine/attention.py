@@ -47,19 +47,20 @@ class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> TreeAttentionMetadata:
+    ) -> CPUAttentionMetadata:
         trees = self.trees
-        if trees is not None:
-            # The native kernel still runs over a mixed batch. Told that a tree's request has no
-            # context, it spends next to nothing on rows that tree attention overwrites.
-            seq_lens = common_attn_metadata.seq_lens.clone()
-            seq_lens[trees.rows.long()] = trees.sizes.to(seq_lens.dtype)
-            common_attn_metadata = replace(common_attn_metadata, seq_lens=seq_lens)
+        if trees is None:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        # The native kernel still runs over a mixed batch. Told that a tree's request has no
+        # context, it spends next to nothing on rows that tree attention overwrites.
+        seq_lens = common_attn_metadata.seq_lens.clone()
+        seq_lens[trees.rows.long()] = trees.sizes.to(seq_lens.dtype)
+        common_attn_metadata = replace(common_attn_metadata, seq_lens=seq_lens)
         built = super().build(common_prefix_len, common_attn_metadata, fast_build)
         return TreeAttentionMetadata(
             **{f.name: getattr(built, f.name) for f in fields(built)},
             trees=trees,
-            all_trees=trees is not None and len(trees.rows) == common_attn_metadata.num_reqs,
+            all_trees=len(trees.rows) == common_attn_metadata.num_reqs,
         )
 
 

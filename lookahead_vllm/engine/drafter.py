@@ -71,6 +71,11 @@ class Live:
     """Tokens that end it."""
 
 
+REST_AFTER = 16
+"""Steps in a row in which no node was worth sending; from then on,"""
+REST = 3
+"""so many steps are passed over before the next one is looked at."""
+
 _NOTHING = Sent(DraftForest.of([EMPTY_TREE]), 0, [])
 _UNKNOWN = Live("", 0, frozenset())
 
@@ -99,6 +104,12 @@ class LookaheadDrafter:
         self._with_grammar: set[str] = set()
         self._sent: dict[str, Sent] = {}
         """The drafts that wait to be verified."""
+        self._unsaid: dict[str, list[int]] = {}
+        """Tokens that the proposer has not been told of yet."""
+        self._fruitless = 0
+        """Steps in a row without a node."""
+        self.rest_left = 0
+        """How many of the next steps are passed over."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """There is no draft model to load."""
@@ -149,6 +160,22 @@ class LookaheadDrafter:
                 self._live[request_id] = live = Live(request_id, remaining, frozenset(stops))
         return live
 
+    def rest(self, request_ids: Sequence[str], emitted: Sequence[list[int]]) -> bool:
+        """Whether this step is passed over, because nothing has been worth sending for a while.
+
+        What was emitted is kept for the next step that is not.
+        """
+        if not self.rest_left:
+            return False
+        if self._sent or not self._live.keys() >= set(request_ids):  # somebody is new
+            self.rest_left = 0
+            return False
+        self.rest_left -= 1
+        for request_id, tokens in zip(request_ids, emitted, strict=True):
+            if self._live[request_id] is not None:
+                self._unsaid.setdefault(request_id, []).extend(tokens)
+        return True
+
     def commit(self, emitted: Sequence[tuple[Live, list[int]]]) -> None:
         """Tell the proposer what was emitted, up to the first token that ends the request.
 
@@ -157,6 +184,8 @@ class LookaheadDrafter:
         tokens: dict[str, list[int]] = {}
         for live, burst in emitted:
             self._sent.pop(live.request_id, None)
+            if live.request_id in self._unsaid:
+                burst = self._unsaid.pop(live.request_id) + burst
             if len(burst) > live.remaining:
                 burst = burst[: live.remaining]
             if not live.stops.isdisjoint(burst):
@@ -185,7 +214,13 @@ class LookaheadDrafter:
         """
         forest = DraftForest.of(self.proposer.propose(wants, load))
         if not forest.num_nodes:
+            self._fruitless += 1
+            # A grammar has something to say in every step.
+            may_rest = self.options.budget == "auto" and not self._with_grammar
+            if self._fruitless >= REST_AFTER and may_rest:
+                self.rest_left = REST
             return {}
+        self._fruitless = 0
         forest = self._checked(forest, wants)
         tokens = forest.tokens.tolist()
         drafts: dict[str, list[int]] = {}
@@ -220,10 +255,14 @@ class LookaheadDrafter:
     def finish(self, request_id: str) -> None:
         """The request has ended; a preempted one has not."""
         self._options.pop(request_id, None)
-        self._sent.pop(request_id, None)
         self._with_grammar.discard(request_id)
-        if self._live.pop(request_id, None) is not None:
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            if request_id in self._unsaid:
+                self.commit([(live, [])])
             self.proposer.finish(request_id)
+        self._unsaid.pop(request_id, None)
+        self._sent.pop(request_id, None)
 
     def shutdown(self) -> None:
         """The engine ends: save what was learned, where that was asked for."""

@@ -42,6 +42,7 @@ from lookahead_vllm.verify.noise import DrawTape
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
 if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as _Base
@@ -71,6 +72,7 @@ class LookaheadRunner(_Base):
     """Mixed into one of vLLM's V1 model runners, in front of it."""
 
     drafter: LookaheadDrafter
+    speculative_config: SpeculativeConfig | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         original = gpu_model_runner.build_logitsprocs
@@ -172,9 +174,16 @@ class LookaheadRunner(_Base):
                 table.num_blocks_per_row[row] = count
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: Any) -> Any:
-        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        config = self.speculative_config
+        if not scheduler_output.scheduled_spec_decode_tokens and not self.model_config.is_hybrid:
+            self.speculative_config = None  # vLLM's shorter way; recurrent states need the other
+        try:
+            prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        finally:
+            self.speculative_config = config
         self._scheduled = scheduled = self._recall(scheduler_output, num_scheduled_tokens)
-        self._work = self._work_of(num_scheduled_tokens, scheduled)
+        if not self.drafter.rest_left:
+            self._work = self._work_of(num_scheduled_tokens, scheduled)
         forest = scheduled.forest
         if self._wanted or forest.num_nodes:
             self.report.budgets.append(forest.num_nodes)
@@ -408,6 +417,9 @@ class LookaheadRunner(_Base):
         **kwargs: Any,
     ) -> list[list[int]]:
         batch, drafter = self.input_batch, self.drafter
+        if drafter.rest(batch.req_ids, sampled_token_ids):
+            self._observe_step(scheduler_output)
+            return [[] for _ in batch.req_ids]
         with self._timed("draft"):
             emitted: list[tuple[Live, list[int]]] = []
             lengths: list[int] = []
@@ -457,7 +469,7 @@ class LookaheadRunner(_Base):
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
         # One without requests is a constant of vLLM's that all such steps share.
-        if isinstance(output, ModelRunnerOutput) and output.req_ids:
+        if isinstance(output, ModelRunnerOutput) and output.req_ids and not self.drafter.rest_left:
             if (proposed := self.drafter.proposed(output.req_ids)) is not None:
                 shapes.attach(output, proposed)
             self._trie_watch.look(self.report)
