@@ -186,6 +186,8 @@ SEAMS = (
             "uses_mrope",
             "lora_config",
             "sampler",
+            "speculative_config",
+            "model_config",
         ),
         "read: the batch that is being verified",
         "custom proposers may return trees",
@@ -201,7 +203,8 @@ SEAMS = (
         _RUNNER,
         "GPUModelRunner._prepare_inputs",
         ("scheduler_output", "num_scheduled_tokens"),
-        "overridden: recalls each scheduled draft's tree and sets positions by depth",
+        "overridden: recalls each scheduled draft's tree and sets positions by depth; hides "
+        "speculative_config in a step without drafts, so that it costs what a plain one does",
         "as above",
     ),
     Seam(
