@@ -133,7 +133,7 @@ class StepCost:
         # How far from the start a weight may well be.
         row = 0.5 * max(causal, trees)
         spread = np.array([0.3, 0.3 * one, 0.02 * one, 0.02 * one, 0.5 * context, row, row])
-        self._trust = np.diag(1 / np.maximum(spread, 1e-9 * one) ** 2)
+        self._trust = 1 / np.maximum(spread, 1e-9 * one) ** 2
         self._seen = np.zeros((7, 7))
         self._told = np.zeros(7)
         self._count = 1.0
@@ -225,19 +225,19 @@ def _learn_step(
 ) -> None:
     """Another row of the least squares: fills `weights` float64 [7], and `seen` and `told` go on.
 
-    Solves (seen + trust) weights = told + trust start by Cholesky's method; `trust` is diagonal
-    and above 0.
+    Solves (seen + trust) weights = told + trust start by Cholesky's method; `trust` float64 [7] is
+    the diagonal of its matrix, above 0.
     """
     n = len(features)
     lower = np.empty((n, n))
     ahead = np.empty(n)
     for i in range(n):
         told[i] = fade * told[i] + features[i] * target
-        right = told[i] + trust[i, i] * start[i]
+        right = told[i] + trust[i] * start[i]
         for j in range(n):
             seen[i, j] = fade * seen[i, j] + features[i] * features[j]
         for j in range(i + 1):
-            rest = seen[i, j] + trust[i, j]
+            rest = seen[i, j] + trust[i] if i == j else seen[i, j]
             for k in range(j):
                 rest -= lower[i, k] * lower[j, k]
             lower[i, j] = math.sqrt(rest) if i == j else rest / lower[j, j]

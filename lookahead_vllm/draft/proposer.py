@@ -20,7 +20,7 @@ from lookahead_vllm.draft.acceptance_rate import (
     room_for_judging,
     weight_set,
 )
-from lookahead_vllm.draft.budget import CostCurve, Load, StepCost, allot
+from lookahead_vllm.draft.budget import CostCurve, Load, StepCost, StepWork, allot
 from lookahead_vllm.draft.continuation import (
     ANSWERS,
     MAX_CONTINUATIONS,
@@ -52,8 +52,8 @@ from lookahead_vllm.draft.trie import BYTES_PER_NODE, NOWHERE, Trie, count
 INDEX_AT_ONCE = 4096
 """Tokens of prompts that one step inserts, some 3 ms; more where 8 times as many wait."""
 
-LEARN_AT_ONCE = 128
-"""Tokens of a step from which acceptance rates are learned, some 0.2 ms; every second one, or third
+LEARN_AT_ONCE = 64
+"""Tokens of a step from which acceptance rates are learned, some 0.1 ms; every second one, or third
 one and so on where there are more."""
 
 MAX_NAMESPACES = 1 << 16
@@ -361,7 +361,9 @@ class NGramTrieProposer:
         self.extend({"": []})
         self.propose([DraftRequest("", 1, 1)])
         trees = DraftForest.of([DraftTree.chain([0])])
-        trees.cut(allot(trees, np.array([1]), StepCost(CostCurve([1], [1.0])), NO_LOAD).sizes)
+        cost = StepCost(CostCurve([1], [1.0]))
+        trees.cut(allot(trees, np.array([1]), cost, NO_LOAD).sizes)
+        cost.observe(StepWork(1, 1, 0, 0.0, 0.0, 0.0), 1.0)
         trees.faults(1, np.array([1]))
         self.finish("")
 

@@ -22,11 +22,12 @@ TREE_ISAS = ("vec", "vec16")
 """vLLM's instruction sets whose KV layout tree attention reads."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TreeAttentionMetadata(CPUAttentionMetadata):
-    trees: TreeBatch | None = None
-    """The branching trees of this step."""
-    all_trees: bool = False
+    """Of a step with branching trees."""
+
+    trees: TreeBatch
+    all_trees: bool
     """Every request of the batch has one, so that nothing is left for the native kernel."""
 
 
@@ -77,8 +78,10 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        trees = getattr(attn_metadata, "trees", None)
-        if trees is None or self.attn_type != AttentionType.DECODER:
+        if (
+            not isinstance(attn_metadata, TreeAttentionMetadata)
+            or self.attn_type != AttentionType.DECODER
+        ):
             return super().forward(
                 layer,
                 query,
@@ -90,7 +93,6 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
                 output_scale,
                 output_block_scale,
             )
-        assert isinstance(attn_metadata, TreeAttentionMetadata)
         if not attn_metadata.all_trees:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
         with profile.timed("attention"):
@@ -99,7 +101,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
                 kv_cache,
                 output,
                 attn_metadata.block_table,
-                trees,
+                attn_metadata.trees,
                 scale=self.scale,
                 sliding_window=self.sliding_window,
                 alibi_slopes=self.alibi_slopes,

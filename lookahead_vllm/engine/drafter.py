@@ -77,7 +77,6 @@ REST = 3
 """so many steps are passed over before the next one is looked at."""
 
 _NOTHING = Sent(DraftForest.of([EMPTY_TREE]), 0, [])
-_UNKNOWN = Live("", 0, frozenset())
 
 
 class LookaheadDrafter:
@@ -105,7 +104,7 @@ class LookaheadDrafter:
         self._sent: dict[str, Sent] = {}
         """The drafts that wait to be verified."""
         self._unsaid: dict[str, list[int]] = {}
-        """Tokens that the proposer has not been told of yet."""
+        """Tokens of live requests that the proposer has not been told of yet."""
         self._fruitless = 0
         """Steps in a row without a node."""
         self.rest_left = 0
@@ -139,25 +138,33 @@ class LookaheadDrafter:
         """Whether this one is."""
         return request_id in self._with_grammar
 
+    def live(self, request_id: str) -> Live | None:
+        """The request's record; None for one that gets no drafts.
+
+        Raises
+        ------
+        KeyError
+            It is not followed yet.
+        """
+        return self._live[request_id]
+
     def follow(
         self, request_id: str, prompt: Sequence[int], params: SamplingParams | None
     ) -> Live | None:
-        """The request's record, made at its first token; None for one that gets no drafts.
+        """Make the record of a request, at its first token.
 
         The proposer never hears of a request that turned lookahead off, nor of one that asks for
         one token: that can have no draft, and may be a beam search's, whose namespace is not known.
         """
-        live = self._live.get(request_id, _UNKNOWN)
-        if live is not _UNKNOWN:
-            return live
-        self._live[request_id] = live = None
+        live = None
         if params is not None and params.max_tokens != 1:  # None: a pooling request
             options = self._options[request_id]
             if options.enabled:
                 self.proposer.start(request_id, prompt, options.namespace, options.references)
                 remaining = self._max_model_len if params.max_tokens is None else params.max_tokens
                 stops = {params.eos_token_id, *(params.stop_token_ids or ())}
-                self._live[request_id] = live = Live(request_id, remaining, frozenset(stops))
+                live = Live(request_id, remaining, frozenset(stops))
+        self._live[request_id] = live
         return live
 
     def rest(self, request_ids: Sequence[str], emitted: Sequence[list[int]]) -> bool:
@@ -255,14 +262,13 @@ class LookaheadDrafter:
     def finish(self, request_id: str) -> None:
         """The request has ended; a preempted one has not."""
         self._options.pop(request_id, None)
+        self._sent.pop(request_id, None)
         self._with_grammar.discard(request_id)
         live = self._live.pop(request_id, None)
         if live is not None:
             if request_id in self._unsaid:
                 self.commit([(live, [])])
             self.proposer.finish(request_id)
-        self._unsaid.pop(request_id, None)
-        self._sent.pop(request_id, None)
 
     def shutdown(self) -> None:
         """The engine ends: save what was learned, where that was asked for."""

@@ -434,8 +434,10 @@ class LookaheadRunner(_Base):
                     computed += scheduler_output.num_scheduled_tokens[request_id]
                     prefill += num_tokens[row] - computed
                     continue
-                prompt = batch.token_ids_cpu[row, : batch.num_prompt_tokens[row]]
-                live = drafter.follow(request_id, prompt, self.requests[request_id].sampling_params)
+                try:
+                    live = drafter.live(request_id)
+                except KeyError:
+                    live = self._follow(request_id, row)
                 if live is None:
                     plain.append(num_tokens[row])
                 else:
@@ -453,6 +455,11 @@ class LookaheadRunner(_Base):
         self._wanted = bool(wants)
         self._observe_step(scheduler_output)
         return [drafts.get(request_id, []) for request_id in batch.req_ids]
+
+    def _follow(self, request_id: str, row: int) -> Live | None:
+        prompt = self.input_batch.token_ids_cpu[row, : self.input_batch.num_prompt_tokens[row]]
+        params = self.requests[request_id].sampling_params
+        return self.drafter.follow(request_id, prompt, params)
 
     def _observe_step(self, scheduler_output: SchedulerOutput) -> None:
         """A step lasts from the end of the last one, unless the engine may have waited between."""

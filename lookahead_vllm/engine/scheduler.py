@@ -151,7 +151,7 @@ class LookaheadScheduler(Scheduler):
 
 @functools.cache
 def _ask_for_no_drafts() -> None:
-    """Drafts come with a step's output: no call to the worker after every step, only for them."""
+    """Spare the call to the worker after every step: our drafts come with the step's output."""
     original = EngineCore.post_step
 
     @functools.wraps(original)

@@ -424,6 +424,13 @@ SEAMS = (
         "wrapped: our drafts come with the output of their step, so nobody asks for them",
         "drafts come with the output of their step",
     ),
+    Seam(
+        "vllm.v1.engine.core",
+        "EngineCore",
+        ("scheduler",),
+        "read: whether the engine is ours",
+        "as above",
+    ),
     # Metrics: a step's report rides on its output and its stats, to a logger beside vLLM's own.
     Seam(
         _RUNNER,

@@ -51,8 +51,8 @@ class TrieModel:
 
 
 def share_of(count, total):
-    for step, bound in enumerate((0.05, 0.1, 0.3, 0.6, 0.95)):
-        if count < bound * total:
+    for step, bound in enumerate((5, 10, 30, 60, 95)):
+        if 100 * count < bound * total:
             return step
     return 5 if total == 1 else 6 if total == 2 else 7 if total < 5 else 8
 

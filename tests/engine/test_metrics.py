@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,10 +18,12 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from lookahead_vllm.engine import metrics, stat_logger
 from lookahead_vllm.engine.metrics import PARTS, SOURCES, StepReport, TrieWatch
+from lookahead_vllm.engine.runner import LookaheadRunner
 from lookahead_vllm.engine.stat_logger import PREFIX, LookaheadStatLogger, ReportingOutputs
 from tests.engine import proposers  # noqa: F401  (registers them)
 from tests.engine.driving import GREEDY, engine, generate, generate_staggered, random_prompts
@@ -169,6 +171,33 @@ def test_what_a_plain_engine_sends_is_read_as_before() -> None:
     got = MsgpackDecoder(ReportingOutputs).decode(sent)
     assert got.scheduler_stats.num_running_reqs == 2
     assert got.scheduler_stats.lookahead is None
+
+
+class Sampled:
+    """Stands in for vLLM's runner."""
+
+    output: ModelRunnerOutput
+
+    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
+        return self.output
+
+
+class Runner(LookaheadRunner, Sampled):
+    def __init__(self, report: StepReport) -> None:
+        self.report = report
+        self.drafter = cast(Any, SimpleNamespace(rest_left=0, proposed=lambda _: None))
+        self._trie_watch = cast(Any, SimpleNamespace(look=lambda _: None))
+
+
+def test_a_report_waits_for_an_output_with_requests() -> None:
+    report = full_report()
+    runner = Runner(report)
+    runner.output = EMPTY_MODEL_RUNNER_OUTPUT
+    assert runner.sample_tokens(None) is EMPTY_MODEL_RUNNER_OUTPUT
+    assert metrics.attached(EMPTY_MODEL_RUNNER_OUTPUT) is None and runner.report is report
+    runner.output = output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
+    runner.sample_tokens(None)
+    assert metrics.attached(output) is report and runner.report == StepReport()
 
 
 def test_where_stats_are_off_nothing_is_sent() -> None:
