@@ -18,6 +18,10 @@ DRIFT = 0.1  # of the time predicted, by which steps are off on average where th
 DRIFT_STEPS = 5  # the last ones, about so many;
 KEPT_STEPS = 2  # then all steps before count together as so many
 HICCUP = 3.0  # a step that took so many times what was predicted was held up by something else
+LEAST_PART = 0.2  # of what was measured at start, that a cost may fall to
+SWEEPS = 30  # over the costs, after each step
+LOOK_AFTER = 16  # steps in a row with drafts that promise less than
+WORTH_A_LOOK = 1.3  # times the tokens per time of a plain step, what one costs is looked at again
 CRITICAL = 1.25  # the critical decoding length costs so many times what one token does
 
 Floats = NDArray[np.float64]
@@ -138,6 +142,8 @@ class StepCost:
         self._told = np.zeros(7)
         self._count = 1.0
         self._drift = 0.0
+        self.drafting = 0
+        """Steps with drafts since the last one without: alone they do not tell what drafts cost."""
         self.weights: Floats = self._start.copy()
 
     def predict(self, work: StepWork) -> float:
@@ -149,6 +155,7 @@ class StepCost:
 
         `seconds` is the time once more where the curve's unit is another.
         """
+        self.drafting = self.drafting + 1 if work.nodes else 0
         features = self._features(work)
         predicted = float(self.weights @ features)
         time = min(time, HICCUP * predicted)
@@ -225,31 +232,22 @@ def _learn_step(
 ) -> None:
     """Another row of the least squares: fills `weights` float64 [7], and `seen` and `told` go on.
 
-    Solves (seen + trust) weights = told + trust start by Cholesky's method; `trust` float64 [7] is
-    the diagonal of its matrix, above 0.
+    The least squares of (seen + trust) weights = told + trust start, where nothing is free or pays,
+    whatever noise says: no weight falls below LEAST_PART of its start. `trust` float64 [7] is the
+    diagonal of its matrix, above 0. By Gauss and Seidel's method, from the last weights on.
     """
     n = len(features)
-    lower = np.empty((n, n))
-    ahead = np.empty(n)
     for i in range(n):
         told[i] = fade * told[i] + features[i] * target
-        right = told[i] + trust[i] * start[i]
         for j in range(n):
             seen[i, j] = fade * seen[i, j] + features[i] * features[j]
-        for j in range(i + 1):
-            rest = seen[i, j] + trust[i] if i == j else seen[i, j]
-            for k in range(j):
-                rest -= lower[i, k] * lower[j, k]
-            lower[i, j] = math.sqrt(rest) if i == j else rest / lower[j, j]
-        for k in range(i):
-            right -= lower[i, k] * ahead[k]
-        ahead[i] = right / lower[i, i]
-    for i in range(n - 1, -1, -1):
-        for k in range(i + 1, n):
-            ahead[i] -= lower[k, i] * ahead[k]
-        ahead[i] /= lower[i, i]
-    for i in range(n):  # nothing is free or pays, whatever noise says
-        weights[i] = max(ahead[i], 0.2 * start[i])
+    for _ in range(SWEEPS):
+        for i in range(n):
+            rest = told[i] + trust[i] * start[i]
+            for j in range(n):
+                if j != i:
+                    rest -= seen[i, j] * weights[j]
+            weights[i] = max(rest / (seen[i, i] + trust[i]), LEAST_PART * start[i])
 
 
 class Allotment(NamedTuple):
@@ -270,7 +268,8 @@ def allot(forest: DraftForest, contexts: Words, cost: StepCost, load: Load) -> A
 
     A step is expected to emit a token for each decoding request and the sum of the probabilities
     of all nodes; the quotient of that and the step's time is maximised (Dinkelbach's method). A
-    tree that is not worth its attention is cut to its best chain.
+    tree that is not worth its attention is cut to its best chain. Now and then, where not much is
+    at stake, nothing is given, so that what a step without drafts costs stays known.
 
     Parameters
     ----------
@@ -293,6 +292,8 @@ def allot(forest: DraftForest, contexts: Words, cost: StepCost, load: Load) -> A
         tree,
         root,
     )
+    if cost.drafting >= LOOK_AFTER and rate * base < WORTH_A_LOOK * decodes:
+        sizes = np.zeros_like(sizes)
     return Allotment(sizes, chained, rate, least)
 
 

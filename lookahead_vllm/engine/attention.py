@@ -14,12 +14,12 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from lookahead_vllm.engine import config, profile
+from lookahead_vllm.engine import profile
 from lookahead_vllm.verify.tree_attention import tree_attention
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
-TREE_ISAS = ("vec", "vec16")
-"""vLLM's instruction sets whose KV layout tree attention reads."""
+PACKED = {"vec": False, "vec16": False, "amx": True}
+"""vLLM's instruction sets whose KV layout tree attention reads, and which of the two it is."""
 
 
 @dataclass(kw_only=True)
@@ -38,10 +38,6 @@ class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         super().__init__(*args, **kwargs)
         self.isa: str
         self.trees: TreeBatch | None = None
-        if self.isa == "amx" and config.is_lookahead(self.vllm_config):
-            # AMX packs K in an order of its own.
-            self.isa = "vec"
-            self._set_isa_to_layers(self.layer_names)
 
     def build(
         self,
@@ -106,6 +102,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
                 sliding_window=self.sliding_window,
                 alibi_slopes=self.alibi_slopes,
                 logits_soft_cap=self.logits_soft_cap,
+                packed=PACKED[layer.isa],
                 sinks=self.sinks,
             )
         return output

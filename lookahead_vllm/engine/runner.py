@@ -20,7 +20,7 @@ from lookahead_vllm.draft.budget import Load, StepWork
 from lookahead_vllm.draft.kernel import Ints, Words
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine import metrics, profile, shapes
-from lookahead_vllm.engine.attention import TREE_ISAS, TreeAttentionBackend
+from lookahead_vllm.engine.attention import PACKED, TreeAttentionBackend
 from lookahead_vllm.engine.drafter import Live, LookaheadDrafter
 from lookahead_vllm.engine.metrics import SOURCES, StepReport, TrieWatch
 from lookahead_vllm.engine.sampler import (
@@ -117,7 +117,8 @@ class LookaheadRunner(_Base):
             # Layers that share their KV with an earlier one hold the same tensor.
             caches = {c.data_ptr(): c for c in (layers[n].kv_cache for n in group.layer_names)}
             first = next(iter(caches.values()))
-            self._movers.append(KVMover(list(caches.values()), first.shape[2]))
+            packed = PACKED[layers[group.layer_names[0]].isa]
+            self._movers.append(KVMover(list(caches.values()), first.shape[2], packed=packed))
 
     def _branching_obstacle(self) -> str | None:
         """Why this engine's attention cannot verify branching trees, or None if it can."""
@@ -132,11 +133,12 @@ class LookaheadRunner(_Base):
             if group.backend is not TreeAttentionBackend:
                 return f"there is no tree attention for the backend {group.backend.__name__}"
             builder = group.get_metadata_builder()
-            if builder.isa not in TREE_ISAS:
+            if builder.isa not in PACKED:
                 return f"the KV layout of instruction set {builder.isa!r} is unknown"
             if self.cache_config.cache_dtype.startswith("fp8"):
                 return "there is no tree attention over an fp8 KV cache"
-            if not tree_attention.supported(builder.head_dim, builder.dtype, builder.block_size):
+            packed, size = PACKED[builder.isa], builder.block_size
+            if not tree_attention.supported(builder.head_dim, builder.dtype, size, packed):
                 return f"there is no tree attention for heads of {builder.head_dim} {builder.dtype}"
         return None
 

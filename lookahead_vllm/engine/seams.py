@@ -486,7 +486,7 @@ SEAMS = (
         _CPU_ATTENTION,
         "CPUAttentionMetadataBuilder",
         ("build", "isa", "_set_isa_to_layers"),
-        "overridden: carries the trees; keeps K in the layout of `vec` where AMX would pack it",
+        "overridden: carries the trees; read: which layout the KV cache of its layers has",
         "as above",
     ),
     Seam(

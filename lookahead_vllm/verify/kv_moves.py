@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lookahead_vllm.verify import native
+from lookahead_vllm.verify.tree_attention import keys_and_values
 
 
 class KVMover:
@@ -23,6 +24,8 @@ class KVMover:
         Slots per block.
     impl : {"auto", "torch", "native"}
         "auto" takes the compiled kernel where it is available, on CPU tensors.
+    packed : bool
+        The caches, 2 bytes an element, are in vLLM's layout for `amx`.
 
     Raises
     ------
@@ -36,6 +39,7 @@ class KVMover:
         kv_caches: Sequence[Tensor],
         block_size: int,
         impl: Literal["auto", "torch", "native"] = "auto",
+        packed: bool = False,
     ) -> None:
         for cache in kv_caches:
             _, _, size, width = cache.shape
@@ -48,6 +52,8 @@ class KVMover:
         element_sizes = {cache.element_size() for cache in kv_caches}
         if len(element_sizes) > 1 or not element_sizes <= {2, 4}:
             raise ValueError(f"KV caches share one element size, 2 or 4 bytes; got {element_sizes}")
+        if packed and element_sizes != {2}:
+            raise ValueError(f"a packed KV cache has 2 bytes an element; got {element_sizes}")
         if impl not in ("auto", "torch", "native"):
             raise ValueError(f"impl is {impl!r}; choose 'auto', 'torch' or 'native'")
         on_cpu = all(cache.device.type == "cpu" for cache in kv_caches)
@@ -56,6 +62,7 @@ class KVMover:
             raise ValueError("the compiled kernel is not available here; use impl='auto'")
         self._kv_caches = list(kv_caches)
         self._block_size = block_size
+        self._packed = packed
         self._num_slots = block_size * min((len(c) for c in kv_caches), default=0)
         self._element_size = next(iter(element_sizes), 4)
         self._layers = (native.LayerCache * len(self._kv_caches))(
@@ -102,16 +109,15 @@ class KVMover:
             src.data_ptr(),
             dst.data_ptr(),
             torch.get_num_threads(),
+            self._packed,
         )
 
     def _move_torch(self, src: Tensor, dst: Tensor) -> None:
         for cache in self._kv_caches:
-            head_size = cache.shape[3] // 2
             flat = cache.flatten(2)  # a view: the last two dimensions are contiguous
-            split = self._block_size * head_size
-            k = flat[..., :split].unflatten(-1, (head_size, self._block_size))
-            v = flat[..., split:].unflatten(-1, (self._block_size, head_size))
-            to_block, to = dst // self._block_size, dst % self._block_size
-            from_block, at = src // self._block_size, src % self._block_size
-            k[to_block, :, :, to] = k[from_block, :, :, at]
-            v[to_block, :, to] = v[from_block, :, at]
+            for part in keys_and_values(flat, cache.shape[3] // 2, self._block_size, self._packed):
+                pack = part.shape[3]
+                to, at = dst % self._block_size, src % self._block_size
+                part[dst // self._block_size, :, to // pack, to % pack] = part[
+                    src // self._block_size, :, at // pack, at % pack
+                ]

@@ -68,6 +68,7 @@ class AttentionCall(ctypes.Structure):
         ("alibi", _pointer),
         ("sinks", _pointer),
         ("threads", _i32),
+        ("packed", _i32),
     ]
 
 
@@ -117,6 +118,12 @@ def available() -> bool:
     return load() is not None
 
 
+def reads_packed() -> bool:
+    """Whether the compiled tree attention can read the packed layout: with AVX512-BF16."""
+    library = load()
+    return library is not None and bool(library.lookahead_reads_packed())
+
+
 def _compiler() -> str | None:
     names = filter(None, (os.environ.get("CXX"), "g++", "c++"))
     return next(filter(None, map(shutil.which, names)), None)
@@ -152,7 +159,9 @@ def _open(path: Path) -> ctypes.CDLL:
     library.lookahead_tree_attention.restype = None
     library.lookahead_move_kv.argtypes = [
         *(_pointer, _i64, _i64, _i64),
-        *(_i64, _pointer, _pointer, _i32),
+        *(_i64, _pointer, _pointer, _i32, _i32),
     ]
     library.lookahead_move_kv.restype = None
+    library.lookahead_reads_packed.argtypes = []
+    library.lookahead_reads_packed.restype = _i32
     return library

@@ -16,13 +16,14 @@ Impl = Literal["auto", "torch", "native"]
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-def supported(head_size: int, dtype: torch.dtype, block_size: int) -> bool:
+def supported(head_size: int, dtype: torch.dtype, block_size: int, packed: bool = False) -> bool:
     """Whether tree attention can serve a layer of this shape; for the engine, at start-up."""
     return (
         head_size % 16 == 0
         and 32 <= head_size <= 512
         and dtype in _DTYPES
         and (block_size % 16 == 0)
+        and (not packed or dtype == torch.bfloat16)
     )
 
 
@@ -38,6 +39,7 @@ def tree_attention(
     alibi_slopes: Tensor | None = None,
     logits_soft_cap: float = 0.0,
     sinks: Tensor | None = None,
+    packed: bool = False,
     impl: Impl = "auto",
 ) -> None:
     """Write the attention of every tree's rows to `output`; other rows are left alone.
@@ -53,7 +55,7 @@ def tree_attention(
     kv_cache : [num_blocks, num_kv_heads, block_size, 2 * head_size], the query's dtype
         vLLM's CPU layout for the instruction sets `vec` and `vec16`: for each block and head, K
         transposed [head_size, block_size], then V [block_size, head_size]. May be strided in the
-        first two dimensions.
+        first two dimensions. Where it is `packed`, see there.
     output : [num_tokens, num_heads, head_size] or [num_tokens, num_heads * head_size]
         The query's dtype; written in place.
     block_table : int32 [num_reqs, max_blocks]
@@ -69,6 +71,10 @@ def tree_attention(
         c > 0 turns a score x into c * tanh(x / c).
     sinks : [num_heads], optional
         One more score per head in the softmax, with no value.
+    packed : bool
+        The cache, bfloat16, is in vLLM's layout for `amx`: for each block and head, K
+        [block_size / 16, head_size / 2, 16, 2], the last two a key and a dimension, then V
+        [head_size / 16, block_size / 2, 16, 2], the last two a dimension and a key.
     impl : {"auto", "torch", "native"}
         "auto" takes the compiled kernel where it is available, on CPU tensors.
 
@@ -77,11 +83,12 @@ def tree_attention(
     ValueError
         Shapes, dtypes or options that do not fit, or `impl="native"` where it is not available.
     """
-    _check(query, kv_cache, output, block_table, batch, sliding_window)
+    _check(query, kv_cache, output, block_table, batch, sliding_window, packed)
     if sinks is not None and sinks.dtype != torch.float32:
         sinks = sinks.float()
     if impl == "auto":
-        impl = "native" if query.device.type == "cpu" and native.available() else "torch"
+        available = native.reads_packed if packed else native.available
+        impl = "native" if query.device.type == "cpu" and available() else "torch"
     if impl == "torch":
         run = _attend_torch
     elif impl == "native":
@@ -90,7 +97,7 @@ def tree_attention(
         raise ValueError(f"impl is {impl!r}; choose 'auto', 'torch' or 'native'")
     run(
         query, kv_cache, output, block_table, batch,
-        scale, sliding_window, alibi_slopes, logits_soft_cap, sinks,
+        scale, sliding_window, alibi_slopes, logits_soft_cap, sinks, packed,
     )  # fmt: skip
 
 
@@ -101,11 +108,14 @@ def _check(
     block_table: Tensor,
     batch: TreeBatch,
     sliding_window: int,
+    packed: bool,
 ) -> None:
     tokens, heads, head_size = query.shape
     _, kv_heads, block_size, kv_width = kv_cache.shape
     dtype = query.dtype
-    if not supported(head_size, dtype, block_size):
+    if packed and dtype != torch.bfloat16:
+        raise ValueError(f"a packed cache holds bfloat16, not {dtype}")
+    if not supported(head_size, dtype, block_size, packed):
         raise ValueError(
             f"head size {head_size}, {dtype}, block size {block_size}: tree attention takes head "
             "sizes of 32 to 512 in steps of 16, float32, bfloat16 or float16, and block sizes "
@@ -152,9 +162,10 @@ def _attend_native(
     alibi_slopes: Tensor | None,
     soft_cap: float,
     sinks: Tensor | None,
+    packed: bool,
 ) -> None:
     library = native.load()
-    if library is None:
+    if library is None or (packed and not native.reads_packed()):
         raise ValueError("the compiled kernel is not available here; use impl='auto' or 'torch'")
     _, heads, head_size = query.shape
     _, kv_heads, block_size, _ = kv_cache.shape
@@ -168,7 +179,7 @@ def _attend_native(
         heads, kv_heads, head_size, block_size,
         scale, sliding_window, soft_cap,
         _float_vector(alibi_slopes, heads), _float_vector(sinks, heads),
-        torch.get_num_threads(),
+        torch.get_num_threads(), packed,
     )  # fmt: skip
     library.lookahead_tree_attention(
         ctypes.byref(batch.view), ctypes.byref(call), _DTYPES[query.dtype]
@@ -194,12 +205,12 @@ def _attend_torch(
     alibi_slopes: Tensor | None,
     soft_cap: float,
     sinks: Tensor | None,
+    packed: bool,
 ) -> None:
     _, heads, head_size = query.shape
     _, kv_heads, block_size, _ = kv_cache.shape
     group = heads // kv_heads
     blocks_flat = kv_cache.flatten(2)
-    split = block_size * head_size
     if output.dim() == 2:
         output = output.unflatten(1, (heads, head_size))
     shifts = torch.arange(32, dtype=torch.int32, device=query.device)
@@ -213,8 +224,9 @@ def _attend_torch(
         first = max(0, context - sliding_window + 1) // block_size if sliding_window > 0 else 0
         last = (context + size - 1) // block_size + 1
         kv = blocks_flat[block_table[row, first:last].long()]
-        k = kv[..., :split].unflatten(-1, (head_size, block_size)).float()
-        v = kv[..., split:].unflatten(-1, (block_size, head_size)).float()
+        k, v = keys_and_values(kv, head_size, block_size, packed)
+        k = k.flatten(2, 3).flatten(3).transpose(-1, -2).float()
+        v = v.flatten(2, 3).flatten(3).float()
 
         # Keys [first * block_size, last * block_size): their positions, and who may see them.
         base = context - first * block_size
@@ -245,6 +257,29 @@ def _attend_torch(
         result = _weigh(weights.flatten(1, 2), v, allowed.repeat_interleave(group, dim=0))
         result = result.unflatten(1, (size, group)).transpose(0, 1).flatten(1, 2)
         output[start : start + size] = result.to(output.dtype)
+
+
+def keys_and_values(
+    blocks: Tensor, head_size: int, block_size: int, packed: bool
+) -> tuple[Tensor, Tensor]:
+    """Views of what blocks hold, in the same order whatever the layout is.
+
+    Parameters
+    ----------
+    blocks : [blocks, kv_heads, 2 * block_size * head_size]
+
+    Returns
+    -------
+    [blocks, kv_heads, keys, keys in a pack, dimensions, dimensions in a pack]
+        Of K, and the same of V.
+    """
+    keys, values = blocks.split(block_size * head_size, dim=-1)
+    if not packed:
+        keys = keys.unflatten(-1, (head_size, 1, block_size, 1)).permute(0, 1, 4, 5, 2, 3)
+        return keys, values.unflatten(-1, (block_size, 1, head_size, 1))
+    keys = keys.unflatten(-1, (block_size // 16, head_size // 2, 16, 2)).permute(0, 1, 2, 4, 3, 5)
+    values = values.unflatten(-1, (head_size // 16, block_size // 2, 16, 2))
+    return keys, values.permute(0, 1, 3, 5, 2, 4)
 
 
 def _weigh(weights: Tensor, v: Tensor, allowed: Tensor) -> Tensor:

@@ -200,3 +200,26 @@ def test_steps_that_tell_nothing_apart_leave_the_marginal_cost_alone():
         cost.observe(work(4), 27.0, 0.027)
     after = cost.predict(work(32)) - cost.predict(work(16))
     assert after == pytest.approx(before, rel=0.15)
+
+
+def test_a_cost_that_cannot_fall_further_does_not_spoil_the_others():
+    """Steps without an attention that was measured as dear: what is left explains them."""
+    cost = StepCost(CPU, context=1e-3, causal=5e-4)
+    rng = np.random.default_rng(0)
+    steps = [work(int(rng.integers(1, 40)), context=1000) for _ in range(200)]
+    off = [cost.observe(step, float(CPU(step.tokens)), 0.03) for step in steps]
+    times = np.array([float(CPU(step.tokens)) for step in steps])
+    assert np.mean(off[-50:] / times[-50:]) == pytest.approx(1, abs=0.03)
+
+
+def test_what_a_plain_step_costs_is_looked_at_now_and_then_where_little_is_at_stake():
+    def given_after(drafting, probs):
+        cost = StepCost(CostCurve([1, 64], [20.0, 40.0]))
+        for _ in range(drafting):
+            cost.observe(work(3), 20.5, 0.02)
+        return allot(chains(probs), np.array([100]), cost, Load()).sizes.tolist()
+
+    little, much = [0.2], [0.9, 0.8]
+    assert given_after(0, little) == given_after(15, little) == [1]
+    assert given_after(16, little) == [0]
+    assert given_after(16, much) == [2]

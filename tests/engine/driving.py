@@ -37,6 +37,7 @@ def engine(model: Path, lookahead: dict[str, Any] | None = None, **kwargs: Any) 
         max_model_len=256,
         max_num_seqs=16,
         enable_prefix_caching=False,
+        attention_backend="CPU_MLA",  # of latent attention alone: AMX has none for float32
     )
     llm = LLM(model=str(model), **{**settings, **config, **kwargs})
     try:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from lookahead_vllm.verify import native
 from lookahead_vllm.verify.kv_moves import KVMover
+from tests.verify.packing import pack, unpack
 
 IMPLS = ["torch", pytest.param("native", marks=pytest.mark.skipif(
     not native.available(), reason="no C++ compiler"))]  # fmt: skip
@@ -54,14 +55,20 @@ def moves(draw, slots):
     strided=st.booleans(),
     heads=st.integers(1, 3),
     layers=st.integers(1, 3),
+    packed=st.booleans(),
 )
-def test_moves_are_those_of_a_dict(impl, moves, dtype, strided, heads, layers):
+def test_moves_are_those_of_a_dict(impl, moves, dtype, strided, heads, layers, packed):
     src, dst = moves
+    packed = packed and dtype == torch.bfloat16
     caches = [make_cache(5, heads, 16, 32, dtype, strided) for _ in range(layers)]
     expected = [slots_of(cache) for cache in caches]
     for model in expected:
         model.update({to: model[at] for at, to in zip(src, dst, strict=True)})
-    KVMover(caches, 16, impl).move(torch.tensor(src).long(), torch.tensor(dst).long())
+    for cache in caches if packed else []:
+        pack(cache)
+    KVMover(caches, 16, impl, packed).move(torch.tensor(src).long(), torch.tensor(dst).long())
+    for cache in caches if packed else []:
+        unpack(cache)
     assert [slots_of(cache) for cache in caches] == expected
 
 
@@ -95,6 +102,8 @@ def test_what_does_not_fit_is_refused(impl):
     ]:
         with pytest.raises(ValueError, match="KV cache"):
             KVMover(caches, block_size, impl)
+    with pytest.raises(ValueError, match="packed KV cache has 2 bytes"):
+        KVMover([cache], 16, impl, packed=True)
     with pytest.raises(ValueError, match="impl"):
         KVMover([cache], 16, "cuda")  # type: ignore[arg-type]
     mover = KVMover([cache], 16, impl)

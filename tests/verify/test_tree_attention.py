@@ -19,6 +19,7 @@ from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.verify import native
 from lookahead_vllm.verify.tree_attention import supported, tree_attention
 from lookahead_vllm.verify.tree_batch import TreeBatch
+from tests.verify.packing import pack
 
 IMPLS = ["torch", pytest.param("native", marks=pytest.mark.skipif(
     not native.available(), reason="no C++ compiler"))]  # fmt: skip
@@ -43,6 +44,7 @@ class Scene:
     poison: float = math.nan
     gap: int = 1  # query tokens of other requests before each tree
     fused: bool = False
+    packed: bool = False  # as vLLM does for AMX; with bfloat16 alone
     sick_node: bool = False  # the last node of each tree has a NaN key and inf values
     seed: int = 0
     keys: list[torch.Tensor] = field(default_factory=list)
@@ -91,6 +93,9 @@ class Scene:
             v_cache[blocks_of, :, slots % self.block_size] = v[slots]
             self.keys.append(k)
             self.values.append(v)
+        self.packed = self.packed and self.dtype == torch.bfloat16
+        if self.packed:
+            pack(self.kv_cache)
 
     @property
     def scale(self) -> float:
@@ -105,6 +110,8 @@ class Scene:
         return torch.linspace(-1, 2, self.heads).to(self.dtype) if self.sinks else None
 
     def run(self, impl: str, batch: TreeBatch | None = None) -> torch.Tensor:
+        if self.packed and impl == "native" and not native.reads_packed():
+            impl = "auto"
         tree_attention(
             self.query,
             self.kv_cache,
@@ -116,6 +123,7 @@ class Scene:
             alibi_slopes=self.alibi_slopes,
             logits_soft_cap=self.soft_cap,
             sinks=self.sink_logits,
+            packed=self.packed,
             impl=impl,
         )
         return self.output.view(len(self.query), self.heads, self.head_size)
@@ -188,6 +196,7 @@ def scenes(draw):
         poison=draw(st.sampled_from([math.nan, math.inf, -math.inf])),
         gap=draw(st.integers(0, 2)),
         fused=draw(st.booleans()),
+        packed=draw(st.booleans()),
         sick_node=draw(st.sampled_from([False, False, True])),
         seed=seed,
     )
@@ -205,7 +214,8 @@ def test_equals_brute_force_and_touches_nothing_else(impl, scene):
 @pytest.mark.parametrize("head_size", [32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512])
 def test_every_head_size(impl, dtype, head_size):
     tree = draw_tree(np.random.default_rng(head_size), 6)
-    Scene([tree], [33], head_size=head_size, dtype=dtype).check(impl)
+    for packed in {False, dtype == torch.bfloat16}:
+        Scene([tree], [33], head_size=head_size, dtype=dtype, packed=packed).check(impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -213,7 +223,8 @@ def test_every_head_size(impl, dtype, head_size):
 def test_every_number_of_rows(impl, dtype):
     for nodes in range(30):
         tree = draw_tree(np.random.default_rng(nodes), nodes)
-        Scene([tree], [20], heads=1, kv_heads=1, dtype=dtype).check(impl)
+        for packed in {False, dtype == torch.bfloat16}:
+            Scene([tree], [20], heads=1, kv_heads=1, dtype=dtype, packed=packed).check(impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -297,11 +308,24 @@ def test_a_chain_gives_what_vllm_gives(impl, dtype, options):
     torch.testing.assert_close(scene.run(impl), expected, rtol=2 * ROUNDING[dtype], atol=1e-5)
 
 
-@pytest.mark.parametrize("isa, head_size", [("vec", 64), ("vec16", 80), ("vec16", 48)])
+@pytest.mark.parametrize(
+    "isa, head_size", [("vec", 64), ("vec16", 80), ("vec16", 48), ("amx", 64), ("amx", 96)]
+)
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
 def test_the_cache_layout_is_what_vllm_writes(isa, head_size, dtype):
     ops = pytest.importorskip("vllm._custom_ops")
-    scene = Scene([DraftTree.chain([1, 2])], [40], head_size=head_size, dtype=dtype, gap=0)
+    packed = isa == "amx"
+    if packed and (dtype != torch.bfloat16 or not torch.cpu._is_amx_tile_supported()):
+        pytest.skip("AMX, where there is one, is for bfloat16")
+    scene = Scene(
+        [DraftTree.chain([1, 2])],
+        [40],
+        head_size=head_size,
+        block_size=32 if packed else 16,
+        dtype=dtype,
+        gap=0,
+        packed=packed,
+    )
     cache = torch.full_like(scene.kv_cache, scene.poison)
     blocks, kv_heads, block_size, _ = cache.shape
     k, v = cache.view(blocks, kv_heads, 2 * block_size, -1).chunk(2, dim=2)
@@ -323,6 +347,8 @@ def test_what_does_not_fit_is_refused():
     assert not supported(16, torch.bfloat16, 128)
     assert not supported(64, torch.float64, 128)
     assert not supported(64, torch.float32, 24)
+    assert supported(64, torch.bfloat16, 32, packed=True)
+    assert not supported(64, torch.float16, 32, packed=True)
     scene = Scene([DraftTree.chain([1])], [4])
 
     def call(**changes):
@@ -342,6 +368,7 @@ def test_what_does_not_fit_is_refused():
         ({"sliding_window": 0}, "sliding_window"),
         ({"batch": far}, "slot 10001"),
         ({"impl": "cuda"}, "impl"),
+        ({"packed": True}, "packed cache holds bfloat16"),
     ]:
         with pytest.raises(ValueError, match=message):
             call(**changes)

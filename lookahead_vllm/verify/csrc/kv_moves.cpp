@@ -1,6 +1,8 @@
 // Moves of K and V between slots of a paged KV cache, in all layers with one call.
 //
 // Cache of one (block, head): K transposed [head_size, block_size], then V [block_size, head_size].
+// Packed, as AMX reads it: K [block_size / 16, head_size / 2, 16 keys, 2 dimensions], then
+// V [head_size / 16, block_size / 2, 16 dimensions, 2 keys].
 
 #include <cstdint>
 #include <cstring>
@@ -17,7 +19,7 @@ struct LayerCache {
 
 namespace {
 
-template <typename T>
+template <typename T, bool PACKED = false>
 void move_layer(const LayerCache& c, int64_t block_size, int64_t moves, const int64_t* src,
                 const int64_t* dst) {
   for (int64_t h = 0; h < c.heads; ++h)
@@ -28,8 +30,19 @@ void move_layer(const LayerCache& c, int64_t block_size, int64_t moves, const in
       const T* from = block(src[i]);
       T* to = block(dst[i]);
       const int64_t a = src[i] % block_size, b = dst[i] % block_size;
-      for (int64_t d = 0; d < c.head_size; ++d) to[d * block_size + b] = from[d * block_size + a];
       const int64_t values = block_size * c.head_size;
+      if (PACKED) {
+        auto key = [&](int64_t at) { return at / 16 * 16 * c.head_size + at % 16 * 2; };
+        auto value = [&](int64_t at) { return values + at / 2 * 32 + at % 2; };
+        for (int64_t d = 0; d < c.head_size; d += 2)
+          std::memmove(to + key(b) + d * 16, from + key(a) + d * 16, 2 * sizeof(T));
+        for (int64_t d = 0; d < c.head_size; ++d) {
+          const int64_t here = d / 16 * 16 * block_size + d % 16 * 2;
+          to[value(b) + here] = from[value(a) + here];
+        }
+        continue;
+      }
+      for (int64_t d = 0; d < c.head_size; ++d) to[d * block_size + b] = from[d * block_size + a];
       std::memmove(to + values + b * c.head_size, from + values + a * c.head_size,
                    c.head_size * sizeof(T));
     }
@@ -40,9 +53,11 @@ void move_layer(const LayerCache& c, int64_t block_size, int64_t moves, const in
 // The i-th slot of src is copied to the i-th of dst, one after the other, in every layer.
 extern "C" void lookahead_move_kv(const LayerCache* layers, int64_t num_layers, int64_t block_size,
                                   int64_t element_size, int64_t moves, const int64_t* src,
-                                  const int64_t* dst, int32_t threads) {
+                                  const int64_t* dst, int32_t threads, int32_t packed) {
   auto move = [&](int64_t i) {
-    if (element_size == 2)
+    if (packed)
+      move_layer<uint16_t, true>(layers[i], block_size, moves, src, dst);
+    else if (element_size == 2)
       move_layer<uint16_t>(layers[i], block_size, moves, src, dst);
     else
       move_layer<uint32_t>(layers[i], block_size, moves, src, dst);

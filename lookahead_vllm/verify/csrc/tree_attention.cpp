@@ -7,6 +7,8 @@
 // which the last task of the group merges.
 //
 // Cache of one (block, head): K transposed [head_size, block_size], then V [block_size, head_size].
+// Packed, as AMX reads it: K [block_size / 16, head_size / 2, 16 keys, 2 dimensions], then
+// V [head_size / 16, block_size / 2, 16 dimensions, 2 keys].
 
 #include <algorithm>
 #include <cfloat>
@@ -158,6 +160,9 @@ struct ByRow {
   typedef float A;
   typedef vf V;
   static constexpr int ROWS = 1;
+  static constexpr bool PACKED = false;
+  static int64_t step(int64_t ldb) { return ldb; }
+  static const T* column(const T* b, int n, int64_t) { return b + n; }
   static vf load(const T* b, int64_t) { return load_float(b); }
   static vf multiply_add(vf c, float a, vf b) { return c + a * b; }
 };
@@ -170,6 +175,9 @@ struct ByRowPair {
   typedef uint32_t A;
   typedef vu V;
   static constexpr int ROWS = 2;
+  static constexpr bool PACKED = false;
+  static int64_t step(int64_t ldb) { return 2 * ldb; }
+  static const BF16* column(const BF16* b, int n, int64_t) { return b + n; }
   static vu load(const BF16* b, int64_t ldb) {
     return widen(load_as<vh>(b)) | widen(load_as<vh>(b + ldb)) << 16;
   }
@@ -177,9 +185,36 @@ struct ByRowPair {
     return _mm512_dpbf16_ps(c, (__m512bh)_mm512_set1_epi32(a), (__m512bh)b);
   }
 };
+// The same of a packed b: 16 columns of two rows lie together, ldb from one such column of pairs to
+// the next.
+struct PackedKey : ByRowPair {
+  static constexpr bool PACKED = true;
+  static int64_t step(int64_t) { return 2 * VL; }
+  static const BF16* column(const BF16* b, int n, int64_t ldb) { return b + n / VL * ldb; }
+  static vu load(const BF16* b, int64_t) { return load_as<vu>(b); }
+};
+// And with an a of floats.
+struct PackedValue {
+  struct A { float even, odd; };
+  struct V { vf even, odd; };
+  typedef BF16 B;
+  static constexpr int ROWS = 2;
+  static constexpr bool PACKED = true;
+  static int64_t step(int64_t) { return 2 * VL; }
+  static const BF16* column(const BF16* b, int n, int64_t ldb) { return b + n / VL * ldb; }
+  static V load(const BF16* b, int64_t) {
+    const vu pairs = load_as<vu>(b);
+    return {as_float(pairs << 16), as_float(pairs & 0xffff0000u)};
+  }
+  static vf multiply_add(vf c, A a, V b) { return c + a.even * b.even + a.odd * b.odd; }
+};
+constexpr bool READS_PACKED = true;
 template <typename T>
 using QueryKey = std::conditional_t<std::is_same_v<T, BF16>, ByRowPair, ByRow<T>>;
 #else
+struct PackedKey : ByRow<BF16> {};  // never read
+struct PackedValue : ByRow<BF16> {};
+constexpr bool READS_PACKED = false;
 template <typename T>
 using QueryKey = ByRow<T>;
 #endif
@@ -194,13 +229,16 @@ inline void gemm_tile(const typename P::A* a, const typename P::B* b, int64_t ld
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
     for (int n = 0; n < N; ++n) acc[m][n] = ACC ? load(c + m * ldc + n * VL) * rescale[m] : vf{};
-  for (int k = 0; k < depth; k += P::ROWS, b += P::ROWS * ldb, ++a) {
-    for (int i = 0; i < P::ROWS; ++i)
-      for (size_t line = 0; line < N * VL * sizeof(*b); line += 64)
-        __builtin_prefetch((const char*)(b + i * ldb) + ahead + line, 0, 2);
+  for (int k = 0; k < depth; k += P::ROWS, b += P::step(ldb), ++a) {
     typename P::V bv[N];
 #pragma GCC unroll 2
-    for (int n = 0; n < N; ++n) bv[n] = P::load(b + n * VL, ldb);
+    for (int n = 0; n < N; ++n) {
+      const typename P::B* bn = P::column(b, n * VL, ldb);
+      if (P::PACKED || n * VL * sizeof(*b) % 64 == 0)
+        for (int i = 0; i < (P::PACKED ? 1 : P::ROWS); ++i)
+          __builtin_prefetch((const char*)(bn + i * ldb) + ahead, 0, 2);
+      bv[n] = P::load(bn, ldb);
+    }
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
@@ -230,10 +268,11 @@ void gemm(int rows, int cols, const typename P::A* a, const typename P::B* b, in
       const int m = std::min(step, rows - r);
       const typename P::A* ar = a + r * A_ROW;
       float* cr = c + r * ldc + n;
+      const typename P::B* bn = P::column(b, n, ldb);
       if (cols - n >= 2 * VL)
-        gemm_rows<P, 2, A_ROW, ACC>(m, ar, b + n, ldb, ahead, cr, ldc, depth, rescale + r);
+        gemm_rows<P, 2, A_ROW, ACC>(m, ar, bn, ldb, ahead, cr, ldc, depth, rescale + r);
       else
-        gemm_rows<P, 1, A_ROW, ACC>(m, ar, b + n, ldb, ahead, cr, ldc, depth, rescale + r);
+        gemm_rows<P, 1, A_ROW, ACC>(m, ar, bn, ldb, ahead, cr, ldc, depth, rescale + r);
     }
 }
 
@@ -275,7 +314,7 @@ struct AttentionCall {
   int32_t window;
   float soft_cap;
   const float *alibi, *sinks;
-  int32_t threads;
+  int32_t threads, packed;
 };
 
 }  // extern "C"
@@ -318,8 +357,10 @@ struct Work {
   char* end;
 };
 
-template <typename T>
+template <typename T, bool PACKED>
 struct Kernel {
+  typedef std::conditional_t<PACKED, PackedKey, QueryKey<T>> Key;
+  typedef std::conditional_t<PACKED, PackedValue, ByRow<T>> Value;
   const AttentionCall& call;
   const std::vector<Tree>& trees;
   float* partials;
@@ -363,10 +404,32 @@ struct Kernel {
     }
   }
 
-  bool finite(const T* p, int n) const {
+  // Where the value of the key at an offset in its block begins; of an even offset, if packed.
+  const T* value(const T* block, int off) const {
+    return block + (int64_t)call.block_size * hs + (int64_t)off * (PACKED ? VL : hs);
+  }
+  // From one element of it to the next: d is the dimension, i counts keys.
+  int64_t element(int i, int d) const {
+    if (!PACKED) return (int64_t)i * hs + d;
+    return (int64_t)(d / VL) * VL * call.block_size + i / 2 * 2 * VL + d % VL * 2 + i % 2;
+  }
+
+  // VL dimensions, from d on, of the i-th value.
+  vf load_value(const T* v, int i, int d) const {
+    if constexpr (PACKED && READS_PACKED) {
+      const auto pairs = PackedValue::load(v + element(i & ~1, d), 0);
+      return i % 2 ? pairs.odd : pairs.even;
+    } else {
+      return load_float(v + element(i, d));
+    }
+  }
+
+  bool finite(const T* v, int n) const {
     vu special{};
-    for (int i = 0; i < n; i += VL)
-      special |= (vu)(((vu)load_float(p + i) & 0x7f800000u) == 0x7f800000u);
+    const int run = PACKED ? n * VL : n * hs;
+    for (int d = 0; d < hs; d += PACKED ? VL : hs)
+      for (int i = 0; i < run; i += VL)
+        special |= (vu)(((vu)load_float(v + element(0, d) + i) & 0x7f800000u) == 0x7f800000u);
     uint32_t any = 0;
     for (int i = 0; i < VL; ++i) any |= special[i];
     return any == 0;
@@ -385,7 +448,7 @@ struct Kernel {
       const T* q = static_cast<const T*>(call.query) + (t.start + token) * call.query_token +
                    (g.head * group_size + head) * call.query_head;
       float* row = w.q + r * QUERY_ROW;
-      if constexpr (QueryKey<T>::ROWS == 2)
+      if constexpr (Key::ROWS == 2)
         std::memcpy(row, q, sizeof(T) * hs);
       else
         for (int d = 0; d < hs; d += VL) store(row + d, load_float(q + d));
@@ -405,18 +468,21 @@ struct Kernel {
         return (intptr_t)block(t, g.head, std::min(next + i, end - 1)) - (intptr_t)here;
       };
       by_block(t, g.head, key, 0, count, [&](int i, int n, const T* block, int off) {
-        gemm<QueryKey<T>, QUERY_ROW, false>(rows, n, (const typename QueryKey<T>::A*)w.q,
-                                            block + off, bs, ahead(i, block), w.scores + i, TILE,
-                                            hs, w.rescale);
+        gemm<Key, QUERY_ROW, false>(rows, n, (const typename Key::A*)w.q,
+                                    block + (int64_t)off * (PACKED ? hs : 1), PACKED ? VL * hs : bs,
+                                    ahead(i, block), w.scores + i, TILE, hs, w.rescale);
       });
       softmax(t, g, key, count, masked, w);
-      by_block(t, g.head, key, lo, hi, [&](int i, int n, const T* block, int off) {
-        const T* v = block + (int64_t)(bs + off) * hs;
-        if (masked && !finite(v, n * hs))
+      // Packed keys come in pairs; the weight of one that is outside is 0.
+      const int first = PACKED ? lo & ~1 : lo, last = PACKED ? (hi + 1) & ~1 : hi;
+      by_block(t, g.head, key, first, last, [&](int i, int n, const T* block, int off) {
+        const T* v = value(block, off);
+        if (masked && !finite(v, n))
           weigh_values_one_by_one(rows, n, w.scores + i, v, w);
         else
-          gemm<ByRow<T>, TILE, true>(rows, hs, w.scores + i, v, hs, ahead(i, block), w.acc, hs, n,
-                                     w.rescale);
+          gemm<Value, TILE / Value::ROWS, true>(
+              rows, hs, (const typename Value::A*)(w.scores + i), v, PACKED ? VL * bs : hs,
+              ahead(i, block), w.acc, hs, n, w.rescale);
         std::fill_n(w.rescale, rows, 1.f);
       });
     }
@@ -483,7 +549,7 @@ struct Kernel {
       for (int i = 0; i < n; ++i)
         if (p[i] != 0)
           for (int d = 0; d < hs; d += VL)
-            store(acc + d, load(acc + d) + p[i] * load_float(v + i * hs + d));
+            store(acc + d, load(acc + d) + p[i] * load_value(v, i, d));
     }
   }
 
@@ -550,7 +616,7 @@ const int32_t* windowed_masks(const TreeBatchView& b, int window, std::vector<in
   return copy.data();
 }
 
-template <typename T>
+template <typename T, bool PACKED = false>
 void attend(const TreeBatchView& b, const AttentionCall& call) {
   static thread_local std::vector<Tree> trees;
   static thread_local std::vector<Group> groups;
@@ -595,7 +661,7 @@ void attend(const TreeBatchView& b, const AttentionCall& call) {
       }
   }
   float* partials = reinterpret_cast<float*>(partial_buffer.reserve(partial * sizeof(float)));
-  const Kernel<T> kernel{call, trees, partials, b.words, hs, group_size};
+  const Kernel<T, PACKED> kernel{call, trees, partials, b.words, hs, group_size};
   const Task* task = tasks.data();
   Group* group = groups.data();
   const int n = tasks.size();
@@ -615,10 +681,13 @@ void attend(const TreeBatchView& b, const AttentionCall& call) {
 
 }  // namespace
 
-// dtype: 0 float32, 1 bfloat16, 2 float16, of query, cache and output alike.
+extern "C" int32_t lookahead_reads_packed() { return READS_PACKED; }
+
+// dtype: 0 float32, 1 bfloat16, 2 float16, of query, cache and output alike; packed: bfloat16 alone.
 extern "C" void lookahead_tree_attention(const TreeBatchView* batch, const AttentionCall* call,
                                          int32_t dtype) {
   if (dtype == 0) attend<float>(*batch, *call);
-  if (dtype == 1) attend<BF16>(*batch, *call);
+  if (dtype == 1 && call->packed) attend<BF16, true>(*batch, *call);
+  if (dtype == 1 && !call->packed) attend<BF16>(*batch, *call);
   if (dtype == 2) attend<FP16>(*batch, *call);
 }
