@@ -1,20 +1,23 @@
 """Lossless speculative decoding for vLLM that needs no draft model and no training."""
 
+import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from lookahead_vllm.draft.registry import PROPOSERS
 
 try:
     __version__ = version("lookahead-vllm")
 except PackageNotFoundError:  # a source tree on sys.path, not installed
     __version__ = "0.0.0"
 
-__all__ = ["NGramTrieProposer", "__version__"]
+__all__ = ["HybridProposer", "JacobiWindowProposer", "NGramTrieProposer", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     # vLLM loads this package in every process; numba only comes with the proposer.
-    if name == "NGramTrieProposer":
-        from lookahead_vllm.draft.proposer import NGramTrieProposer
-
-        return NGramTrieProposer
+    for path in PROPOSERS.values():
+        module, _, proposer = path.rpartition(".")
+        if name == proposer:
+            return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

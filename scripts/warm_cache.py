@@ -15,8 +15,8 @@ from tqdm import tqdm
 from lookahead_vllm.draft import cache_file
 from lookahead_vllm.draft.cache_file import CacheFileError
 from lookahead_vllm.draft.cache_report import describe
+from lookahead_vllm.draft.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
-from lookahead_vllm.draft.proposer import NGramTrieProposer
 from lookahead_vllm.draft.warming import TextError, learn, read_texts
 
 TEACH = """\

@@ -18,19 +18,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.continuation import (
-    ANSWERS,
+    CHOICES,
+    CHOSEN,
     COARSE,
     NUM_COARSE,
     NUM_KINDS,
     NUM_SOURCES,
     NUM_SPARSE_KINDS,
-    OWN,
-    REFERENCE,
     SPARSE_ANSWERS,
     SPARSE_OWN,
     TOKEN,
 )
 from lookahead_vllm.draft.kernel import Ints, kernel
+from lookahead_vllm.draft.recycling import NUM_CHOICE_KINDS, NUM_LENGTHS, first_rates
+from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
 from lookahead_vllm.draft.suffix import ORDERS
 from lookahead_vllm.draft.trie import NOWHERE
 
@@ -58,9 +59,10 @@ _LEAST_SHARE, _MOST_SHARE = _float(0.0005), _float(0.999)
 _LEAST_GUESS, _MOST_GUESS = _float(-5.8), _float(3.5)
 
 # Inputs of the mixer: a rate each, and a constant.
-_PAIR, _TOKEN, _SPARSE, _BIAS = range(NUM_SOURCES, NUM_SOURCES + 4)
+_PAIR, _TOKEN, _SPARSE, _CHOICE, _CHOICE_LEVEL, _BIAS = range(NUM_SOURCES, NUM_SOURCES + 6)
 NUM_INPUTS = _BIAS + 1
-_FIRST_WEIGHTS = (0.2, 0.2, 0.6, 0.2, 0.2, 0.2, 0.0)
+_FIRST_WEIGHTS = (0.2, 0.2, 0.6, 0.2, 0.2, 0.2, 0.0, 0.0, 0.0)
+_FIRST_WEIGHTS_WITH_CHOICES = (0.1, 0.1, 0.6, 0.1, 0.1, 0.1, 0.4, 0.4, 0.0)
 _BIAS_INPUT = _float(0.4)
 
 # Where each input's rates begin.
@@ -73,9 +75,12 @@ _STARTS = np.cumsum(
         NUM_COARSE**2,
         _TOKENS * _LEVELS,
         NUM_SPARSE_KINDS**2 * _LEVELS,
+        NUM_CHOICE_KINDS,
+        NUM_CHOICE_KINDS * _LEVELS,
     ]
 )
 _SETS = len(ORDERS) + 1
+_CHOICE_SETS = NUM_LENGTHS + 1
 
 
 class AcceptanceRate:
@@ -88,7 +93,8 @@ class AcceptanceRate:
     trials : float32 [num_rates, 2]
         HITS and TRIALS, priors included.
     weights : float32 [num_sets, NUM_INPUTS]
-        The mixer's, by the longest matches in the request's own text and in other answers.
+        The mixer's, by the longest matches in the request's own text, in other answers, and
+        among the model's choices.
     """
 
     def __init__(self) -> None:
@@ -98,9 +104,12 @@ class AcceptanceRate:
             kinds = slice(_STARTS[source], _STARTS[source + 1])
             self.rates[kinds] = math.log(rate / (1 - rate))
             self.trials[kinds] = rate * PRIOR_TRIALS, PRIOR_TRIALS
-        self.weights: Weights = np.tile(
-            np.array(_FIRST_WEIGHTS, np.float32), (2 * _SETS * _SETS, 1)
-        )
+        kinds = slice(_STARTS[_CHOICE], _STARTS[_CHOICE_LEVEL])
+        rates = first_rates()
+        self.rates[kinds] = np.log(rates / (1 - rates))
+        self.trials[kinds] = np.stack([rates * PRIOR_TRIALS, np.full_like(rates, PRIOR_TRIALS)], 1)
+        weights = [_FIRST_WEIGHTS, *[_FIRST_WEIGHTS_WITH_CHOICES] * NUM_LENGTHS]
+        self.weights: Weights = np.tile(np.array(weights, np.float32), (2 * _SETS * _SETS, 1))
 
     @property
     def num_bytes(self) -> int:
@@ -116,7 +125,8 @@ def _squash(log_odds: np.float32) -> np.float32:
 def weight_set(longest: Ints, spaces: Ints) -> int:
     """Which weights a text's continuations are judged by, all of them."""
     has_reference = np.int64(spaces[REFERENCE] != NOWHERE)
-    return (has_reference * _SETS + longest[OWN]) * _SETS + longest[ANSWERS]
+    in_trie = (has_reference * _SETS + longest[OWN]) * _SETS + longest[ANSWERS]
+    return in_trie * _CHOICE_SETS + longest[CHOICES]
 
 
 @kernel
@@ -155,6 +165,13 @@ def judge(
     which[_TOKEN] = _STARTS[_TOKEN] + hashed * _LEVELS + level
     sparse = found[i, SPARSE_OWN] * NUM_SPARSE_KINDS + found[i, SPARSE_ANSWERS]
     which[_SPARSE] = _STARTS[_SPARSE] + sparse * _LEVELS + level
+    choice = found[i, CHOSEN]
+    which[_CHOICE] = _STARTS[_CHOICE] + choice
+    which[_CHOICE_LEVEL] = _STARTS[_CHOICE_LEVEL] + choice * _LEVELS + level
+    inputs[_CHOICE] = rates[which[_CHOICE]] if choice else _float(0)
+    inputs[_CHOICE_LEVEL] = (
+        _learned_or(rates, which[_CHOICE_LEVEL], inputs[_CHOICE]) if choice else _float(0)
+    )
     inputs[OWN] = own_odds
     inputs[ANSWERS] = answers_odds
     inputs[REFERENCE] = reference_odds
@@ -226,5 +243,8 @@ def learn_token(
         )
         for narrow in (_TOKEN, _SPARSE):
             _record(rates, trials, which[narrow], hit, inputs[_PAIR], NARROW_TRIALS)
+        if found[i, CHOSEN]:
+            _record(rates, trials, which[_CHOICE], hit, inputs[_CHOICE], PRIOR_TRIALS)
+            _record(rates, trials, which[_CHOICE_LEVEL], hit, inputs[_CHOICE], NARROW_TRIALS)
         for j in range(NUM_INPUTS):
             weights[chosen, j] += LEARNING_RATE * (hit - prob) * inputs[j]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from lookahead_vllm.draft.kernel import Ints, Words, kernel
+from lookahead_vllm.draft.sources import REFERENCE
 from lookahead_vllm.draft.suffix import NUM_SPARSE, NUM_SUFFIXES, ORDERS, Hashes
 from lookahead_vllm.draft.trie import (
     COUNT_SHIFT,
@@ -21,14 +22,16 @@ from lookahead_vllm.draft.trie import (
     region_of,
 )
 
-OWN, ANSWERS, REFERENCE = range(3)
-"""Sources: the request's own text, other answers of its namespace, texts it was given to copy."""
 NUM_SOURCES = 3
+"""Those in the trie: OWN, ANSWERS and REFERENCE."""
+CHOICES = 3
+"""And the model's choices, see `recycling.py`, among a text's spaces and longest matches."""
+NUM_SPACES = 4
 
-# The columns of what was found: the sources, and two more.
-SPARSE_OWN, SPARSE_ANSWERS = 3, 4
-TOKEN = 5
-NUM_COLUMNS = 6
+# The columns of what was found: the sources in the trie, and more.
+SPARSE_OWN, SPARSE_ANSWERS, CHOSEN = 3, 4, 5
+TOKEN = 6
+NUM_COLUMNS = 7
 
 NAMES, SLOT, HELD = range(3)  # of the places where a suffix is looked for
 
@@ -85,7 +88,7 @@ def room_for_continuations() -> tuple[Ints, Ints, Words]:
     """`found`, `longest` and `places` for `find_continuations`, to be used again and again."""
     return (
         np.empty((MAX_CONTINUATIONS, NUM_COLUMNS), np.int32),
-        np.empty(NUM_SOURCES, np.int32),
+        np.zeros(NUM_SPACES, np.int32),
         np.empty((3, NUM_SOURCES, NUM_SUFFIXES), np.int64),
     )
 
@@ -98,8 +101,8 @@ def look_up(
 
     Parameters
     ----------
-    spaces : int32 [NUM_SOURCES]
-        Where to look.
+    spaces : int32 [NUM_SPACES]
+        Where to look; the first ones are the trie's.
     places : int64 [3, NUM_SOURCES, NUM_SUFFIXES]
         Gets the NAMES of the suffixes, the first SLOT of each and which slots are HELD by its
         edges.
@@ -163,14 +166,14 @@ def find_continuations(
 
     Parameters
     ----------
-    spaces : int32 [NUM_SOURCES]
+    spaces : int32 [NUM_SPACES]
         Where was looked.
     found : int32 [MAX_CONTINUATIONS, NUM_COLUMNS]
         Gets a row for each continuation: its token, and the kind of evidence for it in each
         source, which tells four things apart: the longest suffix that the token followed there,
         its share of what followed, how many longer suffixes were seen that it never followed, and
         whether it was the last to follow.
-    longest : int32 [NUM_SOURCES]
+    longest : int32 [NUM_SPACES]
         Gets the longest suffix seen in each source, plus 1.
     places : int64 [3, NUM_SOURCES, NUM_SUFFIXES]
         What `look_up` found.

@@ -11,16 +11,17 @@ from numpy.typing import NDArray
 
 from lookahead_vllm.draft.acceptance_rate import Rates, Weights, judge, room_for_judging, weight_set
 from lookahead_vllm.draft.continuation import (
-    ANSWERS,
+    CHOICES,
+    CHOSEN,
     MAX_CONTINUATIONS,
-    OWN,
-    REFERENCE,
     TOKEN,
     find_continuations,
     look_up,
     room_for_continuations,
 )
 from lookahead_vllm.draft.kernel import Ints, Words, kernel
+from lookahead_vllm.draft.recycling import find_choices, is_from_cell
+from lookahead_vllm.draft.sources import ANSWERS, OWN, RECYCLED, REFERENCE, WINDOW
 from lookahead_vllm.draft.suffix import NUM_SUFFIXES, ORDERS, ROW, Hashes, advance
 
 LEAST_PROBABILITY = 0.001  # a node less likely than this is never drafted
@@ -38,6 +39,7 @@ SINGLE, PARALLEL, HIERARCHICAL = range(3)
 def grow_all(
     edges: Words,
     live: Ints,
+    lines: Ints,
     all_spaces: Ints,
     all_rows: Hashes,
     texts: Words,
@@ -50,6 +52,7 @@ def grow_all(
 ) -> tuple[Ints, Ints, NDArray[np.float32], Ints, NDArray[np.uint8], Words]:
     """Grow a tree for each of `texts` int64 [t], which are rows of `all_spaces` and `all_rows`.
 
+    `edges` and `live` are the trie's, `lines` those of `recycling.py`, possibly none.
     `max_nodes`, `max_depths` and `branching` are int64 [t]; nodes less likely than `least` are
     left out. Returns the fields of a DraftForest.
     """
@@ -69,6 +72,7 @@ def grow_all(
         size += _grow(
             edges,
             live,
+            lines,
             all_spaces[text],
             rows,
             rates,
@@ -99,9 +103,21 @@ def grow_all(
 
 
 @kernel
+def _source_of(evidence: Ints) -> int:
+    if evidence[REFERENCE]:
+        return REFERENCE
+    if evidence[OWN]:
+        return OWN
+    if evidence[ANSWERS] or evidence[CHOSEN] == 0:
+        return ANSWERS
+    return WINDOW if is_from_cell(evidence[CHOSEN]) else RECYCLED
+
+
+@kernel
 def _grow(
     edges: Words,
     live: Ints,
+    lines: Ints,
     spaces: Ints,
     rows: Hashes,
     rates: Rates,
@@ -135,6 +151,9 @@ def _grow(
             suffixes = NUM_SUFFIXES if prob >= SPARSE_FROM else len(ORDERS)
             look_up(edges, live, spaces, rows[here + 1], places, suffixes)
             num_found = find_continuations(edges, spaces, found, longest, places, most, suffixes)
+            longest[CHOICES], num_found = find_choices(
+                lines, spaces[CHOICES], rows[here + 1], found, num_found, most
+            )
             chosen = weight_set(longest, spaces)
             total = np.float32(0)
             best = 0
@@ -159,9 +178,7 @@ def _grow(
                     nodes[0, at], nodes[1, at] = nodes[0, at - 1], nodes[1, at - 1]
                     at -= 1
                 probs[at], nodes[0, at], nodes[1, at] = likely, found[i, TOKEN], here
-                sources[at] = (
-                    REFERENCE if found[i, REFERENCE] else OWN if found[i, OWN] else ANSWERS
-                )
+                sources[at] = _source_of(found[i])
         if num_buds == 0:
             break
         here, parent, prob = size, nodes[1, size], probs[size]

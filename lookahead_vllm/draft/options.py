@@ -8,11 +8,22 @@ from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from lookahead_vllm.draft.registry import KEEP_CACHE, PROPOSERS
+from lookahead_vllm.draft.registry import HAVE_WINDOW, KEEP_CACHE, PROPOSERS
+from lookahead_vllm.draft.window_shape import (
+    MAX_GUESS_SET_SIZE,
+    MAX_NGRAM_SIZE,
+    MAX_WINDOW_SIZE,
+    PAPER_NGRAM_SIZE,
+    WindowShape,
+    paper_window_size,
+)
 
 DRAFTS = ("hierarchical", "parallel", "single")
-SOURCES = ("both", "prompt", "output")
+SOURCES = ("both", "prompt", "output", "none")
 SHARES = ("none", "namespace", "all")
+SHIFTS = ("one", "hits", "paper")
+
+MAX_DECODING_LENGTH = 128
 
 WEEK = 7 * 24 * 3600
 
@@ -28,7 +39,8 @@ class LookaheadOptions:
     Attributes
     ----------
     num_speculative_tokens : int
-        The decoding length: the most nodes of one draft tree, 1 to 128.
+        The decoding length: the most nodes of one draft tree, 1 to 128. By default 16; 64 with
+        the proposer "hybrid"; with "jacobi_window" what both branches take.
     branch_length : int
         The longest branch below the root, in tokens, 1 to 64.
     max_nodes : int
@@ -39,13 +51,25 @@ class LookaheadOptions:
     draft : "hierarchical", "parallel" or "single"
         The paper's drafts: branches merged into a tree, branches that part at the root alone, or
         one branch. Source: Lookahead (KDD 2024), section 4.1.
-    sources : "both", "prompt" or "output"
+    sources : "both", "prompt", "output" or "none"
         What is inserted into the trie. Source: the same paper's ablation, section 5.4.
     proposer : str
         Who grows the trees: a key of `registry.PROPOSERS`.
     budget : "auto" or int
         "auto": every step sends only the nodes that the measured cost of a step is worth.
         A number: that many nodes for each request, always.
+    window_size : "auto" or int
+        W of the lookahead branch, 0 to 128; 0 is none. "auto": by the size of the model, as in
+        Lookahead Decoding (ICML 2024), Table 4, and no more than there are nodes for.
+    ngram_size : int
+        N, 2 to 16; 2 is Jacobi decoding.
+    guess_set_size : "auto" or int
+        G, 1 to 128: candidates that the pool of "jacobi_window" gives a step; "auto" is W.
+    pool_from_prompt : bool
+        Whether the n-grams of the prompt are put into that pool, too.
+    window_shift : "one", "hits" or "paper"
+        What becomes of the window when several tokens are accepted at once: it moves on as after
+        one, by as many positions, or by as many levels (Algorithm 2).
     share : "none", "namespace" or "all"
         Which requests learn from each other's answers: none, those of one namespace, or all.
     cache_path : str or None
@@ -54,7 +78,7 @@ class LookaheadOptions:
         Seconds between two saves of it, 0 to a week; 0: only when the server ends.
     """
 
-    num_speculative_tokens: int = 16
+    num_speculative_tokens: int = None  # type: ignore[assignment]  # until __post_init__
     branch_length: int = 64
     max_nodes: int = 4_000_000
     max_bytes: int | None = None
@@ -62,24 +86,35 @@ class LookaheadOptions:
     sources: str = "both"
     proposer: str = "ngram_trie"
     budget: str | int = "auto"
+    window_size: str | int = "auto"
+    ngram_size: int = PAPER_NGRAM_SIZE
+    guess_set_size: str | int = "auto"
+    pool_from_prompt: bool = False
+    window_shift: str = "one"
     share: str = "namespace"
     cache_path: str | None = None
     cache_interval: float = 300
 
     def __post_init__(self) -> None:
-        self._check_int("num_speculative_tokens", 1, 128)
+        if not isinstance(self.proposer, str) or self.proposer not in PROPOSERS:
+            raise _wrong("proposer", self.proposer, f"one of {', '.join(PROPOSERS)}", "ngram_trie")
+        self._check_window()
+        if self.num_speculative_tokens is None:
+            object.__setattr__(self, "num_speculative_tokens", self._default_length())
+        if not _is_int(self.num_speculative_tokens, 1, MAX_DECODING_LENGTH):
+            allowed = f"a whole number from 1 to {MAX_DECODING_LENGTH}"
+            raise _wrong("num_speculative_tokens", self.num_speculative_tokens, allowed, 16)
         self._check_int("branch_length", 1, 64)
         self._check_int("max_nodes", 1024, 2**30 - 1)
         if self.max_bytes is not None:
             self._check_int("max_bytes", 16_384, 2**40)
         self._check_choice("draft", DRAFTS)
         self._check_choice("sources", SOURCES)
-        if not isinstance(self.proposer, str) or self.proposer not in PROPOSERS:
-            raise _wrong("proposer", self.proposer, f"one of {', '.join(PROPOSERS)}", "ngram_trie")
         most = self.num_speculative_tokens
         if self.budget != "auto" and not _is_int(self.budget, 1, most):
             allowed = f'"auto" or 1 to num_speculative_tokens={most} nodes'
             raise _wrong("budget", self.budget, allowed, "auto")
+        self._check_comb()
         self._check_choice("share", SHARES)
         path = self.cache_path
         if path is not None and (not isinstance(path, str) or not path or "\0" in path):
@@ -145,6 +180,78 @@ class LookaheadOptions:
                 "path of a file in another directory"
             )
         return replace(self, cache_path=str(path))
+
+    def for_model(self, num_parameters: float) -> LookaheadOptions:
+        """The same without an "auto" in the window, for a model of that size.
+
+        The paper's W where there are nodes for it: for the comb and G candidates in the proposer
+        "jacobi_window", for the comb and as much again in "hybrid".
+        """
+        if self.proposer not in HAVE_WINDOW:
+            return self
+        size, guesses = self.window_size, self.guess_set_size
+        if size == "auto":
+            room = self._comb_room
+            paper = paper_window_size(num_parameters)
+            fitting = [w for w in range(paper + 1) if WindowShape(w, self.ngram_size).nodes <= room]
+            size = fitting[-1]
+        if guesses == "auto":
+            guesses = max(1, int(size))
+        return replace(self, window_size=size, guess_set_size=guesses)
+
+    @property
+    def window(self) -> WindowShape:
+        """W and N, where W is no longer "auto"."""
+        return WindowShape(int(self.window_size), self.ngram_size)
+
+    @property
+    def _comb_room(self) -> int:
+        """The nodes that a comb of "auto" size may have."""
+        most = self.num_speculative_tokens if self.budget == "auto" else int(self.budget)
+        return most // 2
+
+    def _default_length(self) -> int:
+        if self.proposer == "hybrid":
+            return 64
+        if self.proposer != "jacobi_window":
+            return 16
+        size = paper_window_size(0) if self.window_size == "auto" else int(self.window_size)
+        guesses = size if self.guess_set_size == "auto" else int(self.guess_set_size)
+        comb = WindowShape(size, self.ngram_size).nodes
+        return min(MAX_DECODING_LENGTH, max(1, comb + guesses * (self.ngram_size - 1)))
+
+    def _check_window(self) -> None:
+        self._check_int("ngram_size", 2, MAX_NGRAM_SIZE)
+        for name, low, high in (
+            ("window_size", 0, MAX_WINDOW_SIZE),
+            ("guess_set_size", 1, MAX_GUESS_SET_SIZE),
+        ):
+            value = getattr(self, name)
+            if value != "auto" and not _is_int(value, low, high):
+                raise _wrong(name, value, f'"auto" or {low} to {high}', "auto")
+        if type(self.pool_from_prompt) is not bool:
+            raise _wrong("pool_from_prompt", self.pool_from_prompt, "true or false", False)
+        self._check_choice("window_shift", SHIFTS)
+        if self.proposer in HAVE_WINDOW:
+            return
+        for name in ("window_size", "guess_set_size"):
+            if getattr(self, name) != "auto":
+                raise OptionError(
+                    f"{name}={getattr(self, name)!r} was given, but the proposer "
+                    f"{self.proposer!r} has no window; write proposer='hybrid', or leave it out"
+                )
+
+    def _check_comb(self) -> None:
+        if self.proposer not in HAVE_WINDOW or self.window_size == "auto":
+            return
+        most = self.num_speculative_tokens if self.budget == "auto" else self.budget
+        if self.window.nodes > int(most):
+            name = "num_speculative_tokens" if self.budget == "auto" else "budget"
+            raise OptionError(
+                f"window_size={self.window_size} and ngram_size={self.ngram_size} were given, "
+                f"but their {self.window.nodes} nodes are more than {name}={most}; "
+                "write window_size='auto'"
+            )
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)

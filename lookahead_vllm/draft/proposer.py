@@ -1,76 +1,17 @@
-"""Who guesses: the interface that the engine calls, and the n-gram trie behind it."""
+"""Who guesses: the interface that the engine calls."""
 
 from __future__ import annotations
 
-import hashlib
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.acceptance_rate import (
-    AcceptanceRate,
-    Rates,
-    Weights,
-    learn_token,
-    room_for_judging,
-    weight_set,
-)
-from lookahead_vllm.draft.budget import CostCurve, Load, StepCost, StepWork, allot
-from lookahead_vllm.draft.continuation import (
-    ANSWERS,
-    MAX_CONTINUATIONS,
-    NAMES,
-    NUM_SOURCES,
-    OWN,
-    REFERENCE,
-    SLOT,
-    find_continuations,
-    look_up,
-    room_for_continuations,
-)
-from lookahead_vllm.draft.growth import HIERARCHICAL, PARALLEL, SINGLE, grow_all
-from lookahead_vllm.draft.kernel import Ints, Words, kernel
-from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.suffix import (
-    NUM_SPARSE,
-    NUM_SUFFIXES,
-    ORDERS,
-    ROW,
-    Hashes,
-    advance,
-    empty_row,
-    row_of,
-)
+from lookahead_vllm.draft.budget import Load, StepCost
+from lookahead_vllm.draft.kernel import Ints, Words
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.draft.trie import BYTES_PER_NODE, NOWHERE, Trie, count
-
-INDEX_AT_ONCE = 4096
-"""Tokens of prompts that one step inserts, some 3 ms; more where 8 times as many wait."""
-
-LEARN_AT_ONCE = 64
-"""Tokens of a step from which acceptance rates are learned, some 0.1 ms; every second one, or third
-one and so on where there are more."""
-
-MAX_NAMESPACES = 1 << 16
-"""The one that was not used for longest is forgotten, and its answers with it."""
-
-EXPECTED_ANSWER = 2048  # tokens; there is room for twice as many, then the oldest go
-
-SUFFIXES = [*ORDERS, -NUM_SPARSE]
-"""What the n-grams of a snapshot are."""
-
-_BRANCHING = {"single": SINGLE, "parallel": PARALLEL, "hierarchical": HIERARCHICAL}
-
-
-def digest_of(namespace: str) -> str:
-    """What a namespace is known by here: its name may hold a cache_salt, a secret."""
-    return hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()
-
+from lookahead_vllm.draft.window_shape import NO_WISHES, Wishes
 
 NO_LOAD = Load()
 
@@ -87,6 +28,38 @@ class DraftRequest(NamedTuple):
     """Committed tokens, which every node attends to."""
 
 
+class Verified(NamedTuple):
+    """What the model said of the drafts of one step: its likeliest tokens, accepted or not."""
+
+    request_ids: Sequence[str]
+    forest: DraftForest
+    """The first nodes of what was proposed for each of these requests."""
+    at_roots: Ints
+    """int32 [t, k]: the likeliest tokens after each root, best first; k is `num_choices`."""
+    at_nodes: Ints
+    """int32 [n, k]: and after each node."""
+    gaps: NDArray[np.float32]
+    """float32 [t + n, k]: how far each logit is below the best one, roots first."""
+    accepted: NDArray[np.bool_]
+    """bool [n]: the nodes that became output."""
+    lengths: Words
+    """int64 [t]: how many each tree has of those."""
+
+    @classmethod
+    def nothing(cls, request_ids: Sequence[str], forest: DraftForest, num_choices: int) -> Verified:
+        """No node was accepted, and the model said 0 everywhere: to try a proposer out."""
+        t, n = len(forest), forest.num_nodes
+        return cls(
+            request_ids,
+            forest,
+            np.zeros((t, num_choices), np.int32),
+            np.zeros((n, num_choices), np.int32),
+            np.zeros((t + n, num_choices), np.float32),
+            np.zeros(n, np.bool_),
+            np.zeros(t, np.int64),
+        )
+
+
 class Proposer(Protocol):
     """What the engine calls. A request may be absent from any number of calls: that is no end."""
 
@@ -94,6 +67,8 @@ class Proposer(Protocol):
     """What a step costs; None while it is not known, and then no tree is cut."""
     least_beside_prompt: float
     """What a node's probability must be to pay in a step that reads a prompt as well."""
+    num_choices: int
+    """How many of the model's likeliest tokens at each node `observe` wants to hear of."""
 
     def start(
         self,
@@ -101,6 +76,7 @@ class Proposer(Protocol):
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
+        wishes: Wishes = NO_WISHES,
     ) -> None:
         """A request begins; one that is already known begins anew.
 
@@ -111,6 +87,12 @@ class Proposer(Protocol):
     def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
         """The next output tokens of some requests, in order, as they are committed."""
 
+    def observe(self, verified: Verified) -> None:
+        """What the model said at the nodes of the step whose tokens came with `extend` just now.
+
+        Not called where `num_choices` is 0.
+        """
+
     def propose(self, wants: Sequence[DraftRequest], load: Load = NO_LOAD) -> Sequence[DraftTree]:
         """One tree, possibly empty, for each of `wants`: the requests of one step.
 
@@ -119,298 +101,3 @@ class Proposer(Protocol):
 
     def finish(self, request_id: str) -> None:
         """The request has ended; an unknown one is ignored."""
-
-
-class _Texts:
-    """The live requests: how each text ends, and the spaces of the trie that it reads and writes.
-
-    Attributes
-    ----------
-    rows : uint64 [room, ROW]
-    spaces : int32 [room, NUM_SOURCES]
-    """
-
-    def __init__(self) -> None:
-        self.rows: Hashes = np.zeros((64, ROW), np.uint64)
-        self.spaces: Ints = np.zeros((64, NUM_SOURCES), np.int32)
-        self._numbers: dict[str, int] = {}
-        self._free = list(range(64))
-
-    def add(self, request_id: str) -> int:
-        """The number of a new text."""
-        if not self._free:
-            room = len(self.rows)
-            self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
-            self.spaces = np.concatenate([self.spaces, np.zeros_like(self.spaces)])
-            self._free = list(range(room, 2 * room))
-        self._numbers[request_id] = number = self._free.pop()
-        return number
-
-    def pop(self, request_id: str) -> int | None:
-        """The number that the text had; None for an unknown one."""
-        number = self._numbers.pop(request_id, None)
-        if number is not None:
-            self._free.append(number)
-        return number
-
-    def numbers(self, request_ids: Iterable[str]) -> Words:
-        """int64 [t]"""
-        return np.array([self._numbers[i] for i in request_ids], np.int64)
-
-
-@dataclass(slots=True)
-class _Job:
-    """Tokens that are still to be inserted, after the text of `row`, into a space."""
-
-    space: int
-    row: Hashes
-    tokens: Ints
-
-
-class NGramTrieProposer:
-    """Trees from what this request and earlier answers said after the same words.
-
-    Source: Lookahead (KDD 2024), Algorithm 1. Answers are inserted as they come and stay, until
-    they are pruned; a request's own text is eliminated when the request ends.
-
-    Raises
-    ------
-    KeyError
-        `extend` or `propose` for a request that was not started.
-    """
-
-    def __init__(self, options: LookaheadOptions, cost: StepCost | None = None) -> None:
-        self.options = options
-        self.cost = cost
-        self.least_beside_prompt = 0.0
-        max_nodes = options.max_nodes
-        if options.max_bytes is not None:
-            max_nodes = min(max_nodes, options.max_bytes // BYTES_PER_NODE)
-        self.trie = Trie(max_nodes)
-        self.rate = AcceptanceRate()
-        self._branching = _BRANCHING[options.draft]
-        self._max_nodes = options.num_speculative_tokens
-        if isinstance(options.budget, int):
-            self._max_nodes = options.budget
-        self._least = 0.0
-        self._namespaces: dict[str, int] = {}
-        self._texts = _Texts()
-        self._backlog: deque[_Job] = deque()
-        self._left = INDEX_AT_ONCE
-        self._compile()
-
-    @property
-    def num_bytes(self) -> int:
-        """What the tables take; it does not grow."""
-        return self.trie.num_bytes + self.rate.num_bytes
-
-    def start(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        namespace: str | None = "",
-        references: Sequence[Sequence[int]] = (),
-    ) -> None:
-        """See Proposer. The prompt is indexed whole: an end of sequence in it is a token.
-
-        What is long is indexed in parts, by the next calls of `propose`, so that no step waits.
-        """
-        self.finish(request_id)
-        tokens = np.array(prompt, np.int32)  # copies: the caller's memory may not stay as it is
-        texts = [np.array(reference, np.int32) for reference in references]
-        length = sum(map(len, texts))
-        number = self._texts.add(request_id)
-        spaces = self._texts.spaces[number]
-        spaces[:] = NOWHERE
-        spaces[OWN] = self.trie.new_private(len(tokens) + length + EXPECTED_ANSWER)
-        if namespace is not None:
-            spaces[ANSWERS] = self._space_of(namespace)
-        if texts:
-            spaces[REFERENCE] = self.trie.new_private(length)
-        self._texts.rows[number] = row = row_of(tokens)
-        # A reference may be the answer itself, so it is one that begins where the answer does.
-        for reference in texts:
-            for source in (REFERENCE, OWN):
-                self._backlog.append(_Job(int(spaces[source]), row.copy(), reference))
-        if self.options.sources != "output":
-            self._backlog.append(_Job(int(spaces[OWN]), empty_row(), tokens))
-        self._work_off()
-
-    def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
-        """See Proposer. What was just said can be drafted at once."""
-        trie, rate = self.trie, self.rate
-        _extend(
-            trie.edges,
-            trie.live,
-            trie.counters,
-            self._texts.spaces,
-            self._texts.rows,
-            self._texts.numbers(tokens),
-            np.fromiter(chain.from_iterable(tokens.values()), np.int32),
-            np.fromiter(map(len, tokens.values()), np.int64),
-            rate.rates,
-            rate.trials,
-            rate.weights,
-            self.options.sources != "prompt",
-        )
-
-    def propose(self, wants: Sequence[DraftRequest], load: Load = NO_LOAD) -> DraftForest:
-        """See Proposer."""
-        if self._backlog:
-            self._work_off()
-            waiting = sum(len(job.tokens) for job in self._backlog)
-            self._left = max(INDEX_AT_ONCE, waiting // 8)
-        else:
-            self._left = INDEX_AT_ONCE
-        limits = np.array(
-            [(nodes, depth, branch) for _, nodes, depth, branch, _ in wants], np.int64
-        ).reshape(-1, 3)
-        forest = DraftForest(
-            *grow_all(
-                self.trie.edges,
-                self.trie.live,
-                self._texts.spaces,
-                self._texts.rows,
-                self._texts.numbers(want.request_id for want in wants),
-                self.rate.rates,
-                self.rate.weights,
-                limits[:, 0].clip(0, self._max_nodes),
-                limits[:, 1].clip(0, self.options.branch_length),
-                np.where(limits[:, 2], self._branching, SINGLE),
-                self._least,
-            )
-        )
-        if self.cost is None or self.options.budget != "auto":
-            return forest
-        if not forest.num_nodes:
-            self._least /= 2  # nothing comes near it, so the next trees are grown further down
-            return forest
-        contexts = np.array([want.context for want in wants], np.int64)
-        allotment = allot(forest, contexts, self.cost, load)
-        # What is far from being sent is not worth growing next time.
-        self._least = allotment.least / 2
-        self.least_beside_prompt = allotment.rate * self.cost.marginal(contexts.mean())
-        return forest.cut(allotment.sizes, allotment.chained)
-
-    def finish(self, request_id: str) -> None:
-        """See Proposer. O(1): nothing that another request counted on is touched."""
-        number = self._texts.pop(request_id)
-        if number is not None:
-            for source in (OWN, REFERENCE):
-                self.trie.eliminate(int(self._texts.spaces[number, source]))
-
-    def snapshot(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-        """What was learned: the live arrays by name, and what else there is to know, as JSON.
-
-        Another proposer with the same `max_nodes` can `restore` it.
-        """
-        arrays: dict[str, NDArray[Any]] = {
-            "edges": self.trie.edges,
-            "counters": self.trie.counters,
-            "rates": self.rate.rates,
-            "trials": self.rate.trials,
-            "weights": self.rate.weights,
-        }
-        return arrays, {"namespaces": dict(self._namespaces), "suffixes": SUFFIXES}
-
-    def restore(self, arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> None:
-        """Go on from a snapshot. The requests that were live then are not live now.
-
-        Raises
-        ------
-        ValueError
-            The snapshot is of another shape; nothing has changed.
-        """
-        own, own_facts = self.snapshot()
-        if facts.get("suffixes") != own_facts["suffixes"]:
-            raise ValueError("it holds n-grams of other lengths than this release of lookahead")
-        for name, array in own.items():
-            given = arrays.get(name)
-            if given is None or given.shape != array.shape or given.dtype != array.dtype:
-                raise ValueError(
-                    f"its {name} are {None if given is None else (given.dtype, given.shape)}, "
-                    f"where {(array.dtype, array.shape)} is needed"
-                )
-        for name, array in own.items():
-            array[:] = arrays[name]
-        self._namespaces = {str(name): int(space) for name, space in facts["namespaces"].items()}
-
-    def _space_of(self, namespace: str) -> int:
-        digest = digest_of(namespace)
-        space = self._namespaces.pop(digest, None) or self.trie.new_shared()
-        self._namespaces[digest] = space  # as the latest
-        if len(self._namespaces) > MAX_NAMESPACES:
-            del self._namespaces[next(iter(self._namespaces))]
-        return space
-
-    def _work_off(self) -> None:
-        """Insert what is waiting, as far as this step may."""
-        while self._backlog and self._left > 0:
-            job = self._backlog[0]
-            if self.trie.is_live(job.space):
-                now, job.tokens = job.tokens[: self._left], job.tokens[self._left :]
-                self.trie.insert(job.space, job.row, now)
-                self._left -= len(now)
-                if len(job.tokens):
-                    continue
-            self._backlog.popleft()
-
-    def _compile(self) -> None:
-        """Run every kernel on nothing, so that no request waits for the compiler."""
-        self.start("", [0])
-        self.extend({"": []})
-        self.propose([DraftRequest("", 1, 1)])
-        trees = DraftForest.of([DraftTree.chain([0])])
-        cost = StepCost(CostCurve([1], [1.0]))
-        trees.cut(allot(trees, np.array([1]), cost, NO_LOAD).sizes)
-        cost.observe(StepWork(1, 1, 0, 0.0, 0.0, 0.0), 1.0)
-        trees.faults(1, np.array([1]))
-        self.finish("")
-
-
-@kernel
-def _extend(
-    edges: Words,
-    live: Ints,
-    counters: Words,
-    all_spaces: Ints,
-    all_rows: Hashes,
-    texts: Words,
-    tokens: Ints,
-    sizes: Words,
-    rates: Rates,
-    trials: Rates,
-    weights: Weights,
-    is_source: bool,
-) -> None:
-    """`tokens` int32 [sum(sizes)] of the texts int64 [t], `sizes` int64 [t] of each."""
-    following = np.empty(ROW, np.uint64)
-    found, longest, places = room_for_continuations()
-    which, inputs = room_for_judging()
-    apart = -(-len(tokens) // LEARN_AT_ONCE)
-    end = 0
-    for i, text in enumerate(texts):
-        spaces, row = all_spaces[text], all_rows[text]
-        first, end = end, end + sizes[i]
-        for at in range(first, end):
-            token = tokens[at]
-            look_up(edges, live, spaces, row, places, NUM_SUFFIXES)
-            if at % apart == 0:
-                size = find_continuations(
-                    edges, spaces, found, longest, places, MAX_CONTINUATIONS, NUM_SUFFIXES
-                )
-                chosen = weight_set(longest, spaces)
-                learn_token(found, size, token, rates, trials, weights, chosen, which, inputs)
-            for source in (OWN, ANSWERS):
-                if is_source and spaces[source] != NOWHERE:
-                    for suffix in range(NUM_SUFFIXES):
-                        count(
-                            edges,
-                            live,
-                            counters,
-                            places[NAMES, source, suffix],
-                            places[SLOT, source, suffix],
-                            token,
-                        )
-            advance(row, token, following)
-            row[:] = following

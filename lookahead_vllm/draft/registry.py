@@ -10,10 +10,17 @@ if TYPE_CHECKING:
     from lookahead_vllm.draft.options import LookaheadOptions
     from lookahead_vllm.draft.proposer import Proposer
 
-PROPOSERS = {"ngram_trie": "lookahead_vllm.draft.proposer.NGramTrieProposer"}
+PROPOSERS = {
+    "ngram_trie": "lookahead_vllm.draft.ngram_trie.NGramTrieProposer",
+    "jacobi_window": "lookahead_vllm.draft.jacobi_window.JacobiWindowProposer",
+    "hybrid": "lookahead_vllm.draft.hybrid.HybridProposer",
+}
 """Dotted paths of proposer classes, imported only when one is used: their kernels need numba."""
 
-KEEP_CACHE = {"ngram_trie"}
+HAVE_WINDOW = {"jacobi_window", "hybrid"}
+"""Those of them that have a lookahead branch, and so need a model's choices."""
+
+KEEP_CACHE = {"ngram_trie", "hybrid"}
 """Those of them that have `snapshot` and `restore`, see `cache_keeper.KeepsCache`."""
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lookahead_vllm.draft.proposer import NGramTrieProposer
+from lookahead_vllm.draft.ngram_trie import NGramTrieProposer
 
 PIECE = 4096  # tokens between two steps of the progress bar
 RESPONSES = ("response", "completion")

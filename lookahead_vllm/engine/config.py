@@ -7,16 +7,19 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
+from lookahead_vllm.draft.registry import PROPOSERS
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 KEY = "lookahead"
 """Where our options ride in `VllmConfig.additional_config`."""
 
 NAMES = ("lookahead", "[lookahead]")
-PROPOSER_PATHS = {"lookahead_vllm.NGramTrieProposer": "ngram_trie"}
+PROPOSER_PATHS = {
+    f"lookahead_vllm.{path.rpartition('.')[2]}": name for name, path in PROPOSERS.items()
+}
 DRAFTER_PATH = "lookahead_vllm.engine.drafter.LookaheadDrafter"
 
 WORKERS = {
@@ -135,10 +138,17 @@ def apply(config: VllmConfig, options: LookaheadOptions) -> None:
             "additional_config is not a dict, so lookahead's options cannot ride in it; "
             "write a JSON object"
         )
-    options = options.with_checked_cache()
+    options = options.with_checked_cache().for_model(_num_parameters(config.model_config))
     scheduler.scheduler_cls = SCHEDULER
     parallel.worker_cls = WORKERS[parallel.worker_cls]
     config.additional_config = {**config.additional_config, KEY: options.to_dict()}
+
+
+def _num_parameters(model_config: ModelConfig) -> float:
+    """About so many, of a dense model of that shape: 12 matrices of hidden size a layer."""
+    hidden = model_config.get_hidden_size()
+    layers = model_config.get_total_num_hidden_layers()
+    return 12.0 * layers * hidden**2 + float(model_config.get_vocab_size() * hidden)
 
 
 def options_of(config: VllmConfig) -> LookaheadOptions:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from llvmlite.binding import ffi
+from numpy.typing import NDArray
 from vllm.logger import init_logger
 
 from lookahead_vllm.draft.budget import Load
-from lookahead_vllm.draft.proposer import DraftRequest, Proposer
+from lookahead_vllm.draft.proposer import DraftRequest, Proposer, Verified
 from lookahead_vllm.draft.registry import make_proposer
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree, DraftTreeError
 from lookahead_vllm.engine import config, request_options, shutdown
@@ -160,7 +161,9 @@ class LookaheadDrafter:
         if params is not None and params.max_tokens != 1:  # None: a pooling request
             options = self._options[request_id]
             if options.enabled:
-                self.proposer.start(request_id, prompt, options.namespace, options.references)
+                self.proposer.start(
+                    request_id, prompt, options.namespace, options.references, options.wishes
+                )
                 remaining = self._max_model_len if params.max_tokens is None else params.max_tokens
                 stops = {params.eos_token_id, *(params.stop_token_ids or ())}
                 live = Live(request_id, remaining, frozenset(stops))
@@ -183,10 +186,13 @@ class LookaheadDrafter:
                 self._unsaid.setdefault(request_id, []).extend(tokens)
         return True
 
-    def commit(self, emitted: Sequence[tuple[Live, list[int]]]) -> None:
+    def commit(
+        self, emitted: Sequence[tuple[Live, list[int]]], verified: Verified | None = None
+    ) -> None:
         """Tell the proposer what was emitted, up to the first token that ends the request.
 
-        What was drafted for these requests is verified, or out of date.
+        And what the model said at the nodes, if it wants to know. What was drafted for these
+        requests is verified, or out of date.
         """
         tokens: dict[str, list[int]] = {}
         for live, burst in emitted:
@@ -201,6 +207,8 @@ class LookaheadDrafter:
             live.remaining -= len(burst)
             tokens[live.request_id] = burst
         self.proposer.extend(tokens)
+        if verified is not None:
+            self.proposer.observe(verified)
 
     def want(self, live: Live, num_tokens: int) -> DraftRequest | None:
         """How large a tree this request may get; None where it gets no draft at all.
@@ -239,19 +247,26 @@ class LookaheadDrafter:
                 self._sent[want.request_id] = Sent(forest, i, own)
         return drafts
 
-    def recall(self, scheduled: Sequence[tuple[str, list[int]]]) -> DraftForest:
-        """The trees whose nodes were scheduled, possibly cut; a chain of what is not its own."""
+    def recall(
+        self, scheduled: Sequence[tuple[str, list[int]]]
+    ) -> tuple[DraftForest, NDArray[np.bool_]]:
+        """The trees whose nodes were scheduled, possibly cut; a chain of what is not its own.
+
+        Also which ones are the proposer's: bool [t].
+        """
         sent = [self._sent.get(request_id, _NOTHING) for request_id, _ in scheduled]
         known = [s.tokens[: len(t)] == t for s, (_, t) in zip(sent, scheduled, strict=True)]
+        own = np.array(known, np.bool_)
         if all(known) and len({id(s.forest) for s in sent}) == 1:  # of one step, as a rule
             trees = np.array([s.tree for s in sent])
-            return sent[0].forest.take(trees, np.array([len(t) for _, t in scheduled]))
-        return DraftForest.of(
+            return sent[0].forest.take(trees, np.array([len(t) for _, t in scheduled])), own
+        forest = DraftForest.of(
             [
-                s.forest[s.tree].prefix(len(tokens)) if own else DraftTree.chain(tokens)
-                for s, own, (_, tokens) in zip(sent, known, scheduled, strict=True)
+                s.forest[s.tree].prefix(len(tokens)) if mine else DraftTree.chain(tokens)
+                for s, mine, (_, tokens) in zip(sent, known, scheduled, strict=True)
             ]
         )
+        return forest, own
 
     def proposed(self, req_ids: Sequence[str]) -> Proposed | None:
         """What the scheduler has to know of the drafts of a step; None if there are none."""

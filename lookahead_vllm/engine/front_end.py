@@ -130,7 +130,11 @@ def serving_every_parameter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _options(engine: Any, extra_args: Mapping[str, Any] | None) -> RequestOptions:
-    options = request_options.given(extra_args, engine.model_config.get_vocab_size())
+    options = request_options.given(
+        extra_args,
+        engine.model_config.get_vocab_size(),
+        config.options_of(engine.vllm_config),
+    )
     if _texts(options) and engine.renderer.tokenizer is None:
         raise RequestError(
             "a text was given as lookahead's reference, but this engine has no tokenizer "

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 
-from lookahead_vllm.engine.metrics import SOURCES
+from lookahead_vllm.draft.sources import GRAMMAR
 from lookahead_vllm.engine.shapes import Shape
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class GrammarWalk:
             self._parents.append(node)
             self._tokens.append(token)
             self._probs.append(self._probs[node] if node >= 0 else 1.0)
-            self._sources.append(SOURCES.index("grammar"))
+            self._sources.append(GRAMMAR)
             self._room -= 1
             node = len(self._tokens) - 1
             self._fill(node)

@@ -14,10 +14,7 @@ from typing import Any
 
 from vllm.v1.metrics.stats import SchedulerStats
 
-SOURCES = ("own", "answers", "reference", "grammar")
-"""Who guessed a node: the request's own prompt and output, other requests' answers, a reference
-that the request was given, a grammar that allows one text only. The number of a source is its
-place here."""
+from lookahead_vllm.draft.sources import NAMES
 
 PARTS = ("draft", "verify", "compaction")
 """What is timed: growing the trees, sampling and matching their nodes, moving accepted KV."""
@@ -33,9 +30,9 @@ class StepReport:
     It crosses a process boundary as msgpack, which knows Python's numbers and not NumPy's.
     """
 
-    verified: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
+    verified: list[int] = field(default_factory=lambda: [0] * len(NAMES))
     """Nodes that went through the model, by source."""
-    accepted: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
+    accepted: list[int] = field(default_factory=lambda: [0] * len(NAMES))
     """Those of them that became output, by source."""
     lengths: dict[int, int] = field(default_factory=dict)
     """How many requests with a draft emitted so many tokens (accepted nodes and one more)."""
@@ -55,7 +52,7 @@ class StepReport:
     """What the proposer's tables take; None: as above."""
 
     def count_nodes(self, verified: Iterable[int], accepted: Iterable[int]) -> None:
-        """Add nodes by source, in the order of SOURCES, as `np.bincount(sources, minlength=4)`."""
+        """Add nodes by source, in the order of `sources.NAMES`."""
         for total, counts in ((self.verified, verified), (self.accepted, accepted)):
             for source, count in enumerate(counts):
                 total[source] += int(count)

@@ -1,7 +1,7 @@
 """What one request may ask of lookahead, and how that reaches the worker.
 
 A user writes it into `SamplingParams.extra_args` (over HTTP: `vllm_xargs`), as one dict under
-`lookahead` or flat as `lookahead_reference`, `lookahead_namespace` and `lookahead_enabled`. The
+`lookahead` or flat as `lookahead_reference`, `lookahead_namespace` and so on. The
 front-end checks it, tokenizes texts, and writes the one dict back for the worker.
 """
 
@@ -16,9 +16,12 @@ from typing import Any, TypeAlias
 
 from vllm.exceptions import VLLMValidationError
 
+from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.registry import HAVE_WINDOW
+from lookahead_vllm.draft.window_shape import NO_WISHES, Wishes
 from lookahead_vllm.engine.config import KEY
 
-NAMES = ("reference", "namespace", "enabled")
+NAMES = ("reference", "namespace", "enabled", *Wishes._fields)
 FLAT = {f"{KEY}_{name}": name for name in NAMES}
 
 MAX_REFERENCES = 64
@@ -47,15 +50,23 @@ class RequestOptions:
         None shares with nobody.
     enabled : bool
         False: no drafts, and nothing is learned from the request.
+    wishes : Wishes
+        What proposes for it, and how large its lookahead branch is.
     """
 
     references: Sequence[Any] = ()
     namespace: str | None = None
     enabled: bool = True
+    wishes: Wishes = NO_WISHES
 
 
-def given(extra_args: Mapping[str, Any] | None, vocab_size: int) -> RequestOptions:
-    """What the user asks for.
+_DEFAULT = LookaheadOptions()
+
+
+def given(
+    extra_args: Mapping[str, Any] | None, vocab_size: int, server: LookaheadOptions = _DEFAULT
+) -> RequestOptions:
+    """What the user asks for, of a server with these options.
 
     Raises
     ------
@@ -80,6 +91,11 @@ def given(extra_args: Mapping[str, Any] | None, vocab_size: int) -> RequestOptio
         options["namespace"] = _namespace(spellings["namespace"], values["namespace"])
     if "enabled" in values:
         options["enabled"] = _enabled(spellings["enabled"], values["enabled"])
+    wishes = {name: values[name] for name in Wishes._fields if name in values}
+    if wishes:
+        options["wishes"] = Wishes(
+            **{name: _wish(spellings[name], name, wishes[name], server) for name in wishes}
+        )
     return RequestOptions(**options)
 
 
@@ -92,6 +108,7 @@ def sent(extra_args: Mapping[str, Any] | None, options: RequestOptions) -> dict[
             "reference": list(options.references),
             "namespace": options.namespace,
             "enabled": options.enabled,
+            **{k: v for k, v in options.wishes._asdict().items() if v is not None},
         },
     }
 
@@ -107,7 +124,11 @@ def received(
     written = (extra_args or {}).get(KEY)
     if written is None:
         return RequestOptions(), others
-    return RequestOptions(written["reference"], written["namespace"], written["enabled"]), others
+    wishes = Wishes(**{name: written.get(name) for name in Wishes._fields})
+    return (
+        RequestOptions(written["reference"], written["namespace"], written["enabled"], wishes),
+        others,
+    )
 
 
 def shared_namespace(
@@ -216,6 +237,37 @@ def _namespace(spelling: str, value: Any) -> str:
             f'{MAX_NAMESPACE} characters; write for instance "team-a", or leave it out'
         )
     return value
+
+
+def _wish(spelling: str, name: str, value: Any, server: LookaheadOptions) -> Any:
+    if server.proposer not in HAVE_WINDOW or (name == "proposer" and server.proposer != "hybrid"):
+        raise RequestError(
+            f"{spelling}={reprlib.repr(value)} was given, but this server's proposer is "
+            f"{server.proposer!r}; leave it out, or start the server with "
+            '"proposer": "hybrid"'
+        )
+    if name == "proposer":
+        if value not in (choices := ("hybrid", "ngram_trie", "jacobi_window")):
+            raise RequestError(
+                f"{spelling}={reprlib.repr(value)} was given, but it must be one of "
+                f"{', '.join(choices)}; write hybrid, or leave it out"
+            )
+        return value
+    if name == "pool_from_prompt":
+        return _enabled(spelling, value)
+    low = {"window_size": 0, "ngram_size": 2, "guess_set_size": 1}[name]
+    high = getattr(server, name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise RequestError(
+            f"{spelling}={reprlib.repr(value)} was given, but it must be a whole number from "
+            f"{low} to the server's {high}; write {high}, or leave it out"
+        )
+    if value != int(value):
+        raise RequestError(
+            f"{spelling}={reprlib.repr(value)} was given, but it must be a whole number; "
+            f"write {int(value)}"
+        )
+    return int(value)
 
 
 def _enabled(spelling: str, value: Any) -> bool:

@@ -16,13 +16,15 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker import gpu_model_runner
 
+from lookahead_vllm.draft import sources
 from lookahead_vllm.draft.budget import Load, StepWork
 from lookahead_vllm.draft.kernel import Ints, Words
+from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine import metrics, profile, shapes
 from lookahead_vllm.engine.attention import PACKED, TreeAttentionBackend
 from lookahead_vllm.engine.drafter import Live, LookaheadDrafter
-from lookahead_vllm.engine.metrics import SOURCES, StepReport, TrieWatch
+from lookahead_vllm.engine.metrics import StepReport, TrieWatch
 from lookahead_vllm.engine.sampler import (
     NodeProcessors,
     NodeRows,
@@ -37,6 +39,7 @@ from lookahead_vllm.engine.shapes import Shape
 from lookahead_vllm.engine.step_cost import step_cost
 from lookahead_vllm.verify import tree_attention
 from lookahead_vllm.verify.acceptance import accepted_paths
+from lookahead_vllm.verify.choices import Choices, likeliest
 from lookahead_vllm.verify.kv_moves import KVMover
 from lookahead_vllm.verify.noise import DrawTape
 from lookahead_vllm.verify.tree_batch import TreeBatch
@@ -63,9 +66,12 @@ class Scheduled:
     """int64 [t]: index of each root in the step's flattened tokens; the nodes follow."""
     contexts: Words
     """int64 [t]: committed tokens before the root, which is the root's position."""
+    own: NDArray[np.bool_]
+    """bool [t]: the trees that are the proposer's, and not a grammar's or what is left of them."""
 
 
-_NO_DRAFTS = Scheduled(DraftForest.of([]), *(np.empty(0, np.int64) for _ in range(3)))
+_NOTHING: Words = np.empty(0, np.int64)
+_NO_DRAFTS = Scheduled(DraftForest.of([]), _NOTHING, _NOTHING, _NOTHING, np.empty(0, np.bool_))
 
 
 class LookaheadRunner(_Base):
@@ -91,6 +97,8 @@ class LookaheadRunner(_Base):
         """The drafts of the step under way."""
         self._work: StepWork | None = None
         """What that step does; None if it reads a prompt."""
+        self._verified: Verified | None = None
+        """What the model said in that step, until the proposer hears of it."""
         self._movers: list[KVMover] = []
         """One for each KV cache group, where trees may branch."""
         self._last_step_end: float | None = None
@@ -153,7 +161,11 @@ class LookaheadRunner(_Base):
         forest = DraftForest.of(trees)
         tree = np.arange(len(forest))
         self._scheduled = Scheduled(
-            forest, tree, forest.firsts[:-1] + tree, np.full(len(forest), context)
+            forest,
+            tree,
+            forest.firsts[:-1] + tree,
+            np.full(len(forest), context),
+            np.zeros(len(forest), np.bool_),
         )
 
     # ---- recall and place ------------------------------------------------------------------------
@@ -213,29 +225,32 @@ class LookaheadRunner(_Base):
         # Tokens of the prompt may be scheduled before the root.
         leads = num_scheduled_tokens[rows] - sizes - 1
         if leads.any() or self.drafter.has_grammars:
-            forest = DraftForest.of(
-                [
-                    self._recall_one(request_id, tokens, lead, changed)
-                    for (request_id, tokens), lead in zip(scheduled, leads, strict=True)
-                ]
-            )
+            recalled = [
+                self._recall_one(request_id, tokens, lead, changed)
+                for (request_id, tokens), lead in zip(scheduled, leads, strict=True)
+            ]
+            forest = DraftForest.of([tree for tree, _ in recalled])
+            own = np.array([mine for _, mine in recalled], np.bool_)
         else:
-            forest = self.drafter.recall(scheduled)
+            forest, own = self.drafter.recall(scheduled)
         starts = np.cumsum(num_scheduled_tokens)[rows] - num_scheduled_tokens[rows] + leads
         contexts = batch.num_computed_tokens_cpu[rows] + leads
-        return Scheduled(forest, rows, starts.astype(np.int64), contexts.astype(np.int64))
+        return Scheduled(forest, rows, starts.astype(np.int64), contexts.astype(np.int64), own)
 
     def _recall_one(
         self, request_id: str, tokens: list[int], lead: int, changed: Mapping[str, Shape]
-    ) -> DraftTree:
+    ) -> tuple[DraftTree, bool]:
+        """Its tree, and whether that is the proposer's."""
         if request_id in changed:
             n, shape = len(tokens), changed[request_id]
-            return DraftTree.from_lists(
+            tree = DraftTree.from_lists(
                 tokens, shape.parents[:n], shape.probs[:n], shape.sources[:n]
             )
+            return tree, False
         if lead or self.drafter.has_grammar(request_id):
-            return DraftTree.chain(tokens)
-        return self.drafter.recall([(request_id, tokens)])[0]
+            return DraftTree.chain(tokens), False
+        forest, own = self.drafter.recall([(request_id, tokens)])
+        return forest[0], bool(own[0])
 
     def _work_of(
         self, num_scheduled_tokens: NDArray[np.int32], scheduled: Scheduled
@@ -282,6 +297,7 @@ class LookaheadRunner(_Base):
             if spec_decode_metadata is None or not scheduled.forest.num_nodes:
                 return super()._sample(logits, None)
             with self._timed("verify"):
+                choices = self._choices_in(logits, spec_decode_metadata, scheduled)
                 output, paths = self._sample_trees(logits, spec_decode_metadata, scheduled)
         finally:
             for row, state in before.items():
@@ -289,7 +305,47 @@ class LookaheadRunner(_Base):
         with self._timed("compaction"):
             self._move_accepted(scheduled, paths)
         self._count(scheduled.forest, paths)
+        if choices is not None:
+            self._verified = self._verified_in(scheduled, choices, paths)
         return output
+
+    def _choices_in(
+        self,
+        logits: torch.Tensor,
+        spec_decode_metadata: SpecDecodeMetadata,
+        scheduled: Scheduled,
+    ) -> Choices | None:
+        """The model's likeliest tokens at the proposer's own trees: roots first, then nodes.
+
+        None if it does not want to know. Before sampling, which writes to the logits.
+        """
+        num_choices = self.drafter.proposer.num_choices
+        if not num_choices or not scheduled.own.any():
+            return None
+        num_nodes = np.asarray(spec_decode_metadata.num_draft_tokens)
+        root_rows = (np.cumsum(num_nodes + 1) - num_nodes - 1)[scheduled.rows]
+        forest = scheduled.forest
+        node_rows = root_rows[forest.owners] + 1 + forest.places
+        wanted = np.concatenate([root_rows[scheduled.own], node_rows[scheduled.own[forest.owners]]])
+        return likeliest(logits[torch.from_numpy(wanted).to(logits.device)], num_choices)
+
+    def _verified_in(self, scheduled: Scheduled, choices: Choices, paths: Ints) -> Verified:
+        trees = np.flatnonzero(scheduled.own)
+        forest = scheduled.forest
+        if len(trees) < len(forest):
+            forest, paths = forest.take(trees, forest.sizes[trees]), paths[trees]
+        accepted = np.zeros(forest.num_nodes, np.bool_)
+        accepted[(forest.firsts[:-1, None] + paths)[paths >= 0]] = True
+        req_ids = self.input_batch.req_ids
+        return Verified(
+            [req_ids[row] for row in scheduled.rows[trees].tolist()],
+            forest,
+            choices.tokens[: len(trees)],
+            choices.tokens[len(trees) :],
+            choices.gaps,
+            accepted,
+            (paths >= 0).sum(axis=1),
+        )
 
     def _sample_trees(
         self,
@@ -363,8 +419,8 @@ class LookaheadRunner(_Base):
         counters.accepted_nodes += int(lengths.sum())
         accepted = (forest.firsts[:-1, None] + paths)[paths >= 0]
         report.count_nodes(
-            np.bincount(forest.sources, minlength=len(SOURCES)),
-            np.bincount(forest.sources[accepted], minlength=len(SOURCES)),
+            np.bincount(forest.sources, minlength=len(sources.NAMES)),
+            np.bincount(forest.sources[accepted], minlength=len(sources.NAMES)),
         )
         report.count_lengths((1 + lengths[drafted]).tolist())
 
@@ -375,13 +431,13 @@ class LookaheadRunner(_Base):
             return
         self.drafter.counters.moved_tokens += len(trees)
         behind = scheduled.starts[trees] + 1
-        sources = torch.from_numpy(behind + paths[trees, places])
+        origins = torch.from_numpy(behind + paths[trees, places])
         targets = torch.from_numpy(behind + places)
         for mover, table in zip(
             self._movers, self.input_batch.block_table.block_tables, strict=True
         ):
             slots = table.slot_mapping.gpu
-            mover.move(slots[sources], slots[targets])
+            mover.move(slots[origins], slots[targets])
 
     def _generators_of_unfinished_prefills(self) -> dict[int, torch.Generator]:
         """Generators by row whose draw in this step will be thrown away."""
@@ -445,7 +501,8 @@ class LookaheadRunner(_Base):
                 else:
                     emitted.append((live, tokens))
                     lengths.append(num_tokens[row])
-            drafter.commit(emitted)
+            verified, self._verified = self._verified, None
+            drafter.commit(emitted, verified)
             wants = []
             for (live, _), length in zip(emitted, lengths, strict=True):
                 if (want := drafter.want(live, length)) is not None:

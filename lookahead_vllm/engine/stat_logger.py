@@ -16,8 +16,9 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.v1.engine import EngineCoreOutputs, core_client
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, StatLoggerManager
 
+from lookahead_vllm.draft.sources import NAMES
 from lookahead_vllm.engine import config
-from lookahead_vllm.engine.metrics import PARTS, SOURCES, ReportingStats, StepReport
+from lookahead_vllm.engine.metrics import PARTS, ReportingStats, StepReport
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -100,10 +101,13 @@ class EngineMetrics:
     def __init__(self, model: str, engine: int) -> None:
         series = functools.partial(_series, (model, str(engine)))
         self._verified = series(
-            Counter, "nodes_verified", "Draft nodes that went through the model.", source=SOURCES
+            Counter,
+            "nodes_verified",
+            "Draft nodes that went through the model.",
+            source=NAMES,
         )
         self._accepted = series(
-            Counter, "nodes_accepted", "Draft nodes that became output.", source=SOURCES
+            Counter, "nodes_accepted", "Draft nodes that became output.", source=NAMES
         )
         self._lengths = series(
             Histogram,
@@ -137,9 +141,7 @@ class EngineMetrics:
         )
 
     def count(self, report: StepReport) -> None:
-        for source, verified, accepted in zip(
-            SOURCES, report.verified, report.accepted, strict=True
-        ):
+        for source, verified, accepted in zip(NAMES, report.verified, report.accepted, strict=True):
             self._verified[source].inc(verified)
             self._accepted[source].inc(accepted)
         for length, requests in report.lengths.items():

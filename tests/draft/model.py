@@ -130,7 +130,7 @@ class ProposerModel:
         for name, what in (("token", token), ("sparse", (row[3], row[4]))):
             keys.append((name, what, level))
             inputs.append(self.rate(keys[-1], inputs[3]))
-        inputs.append(0.4)
+        inputs += [0.0, 0.0, 0.4]  # the model's choices say nothing here
         odds = float(np.dot(weights, inputs))
         prob = min(max(1 / (1 + math.exp(-odds)), 0.002), 0.995)
         guesses = [*first, both, inputs[3], inputs[3]]

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from lookahead_vllm.draft.acceptance_rate import MEMORY, PRIOR_TRIALS, TRIALS, AcceptanceRate
+from lookahead_vllm.draft.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftRequest, NGramTrieProposer
+from lookahead_vllm.draft.proposer import DraftRequest
 
 
 def answer_in_part(proposer, share, rounds=400):

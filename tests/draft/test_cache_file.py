@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 from lookahead_vllm.draft import cache_file
 from lookahead_vllm.draft.cache_file import CacheFileError, fingerprint, load, read_header, save
+from lookahead_vllm.draft.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftRequest, NGramTrieProposer
+from lookahead_vllm.draft.proposer import DraftRequest
 from lookahead_vllm.draft.suffix import empty_row
 from lookahead_vllm.draft.trie import NAME, TOKEN_BITS, USE, Trie, spaces_of
 

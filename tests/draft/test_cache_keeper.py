@@ -11,8 +11,8 @@ import pytest
 
 from lookahead_vllm.draft import cache_file, cache_keeper
 from lookahead_vllm.draft.cache_keeper import CacheKeeper
+from lookahead_vllm.draft.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import NGramTrieProposer
 
 TOKENIZER = cache_file.fingerprint({"a": 0})
 

@@ -23,7 +23,22 @@ def test_options_survive_the_way_through_a_dict():
     ("given", "says"),
     [
         ({"branch_lenght": 8}, ["'branch_lenght' was given", "did you mean 'branch_length'?"]),
-        ({"window": 8}, ["'window' was given", "knows num_speculative_tokens", "leave it out"]),
+        ({"depth": 8}, ["'depth' was given", "knows num_speculative_tokens", "leave it out"]),
+        ({"window": 8}, ["'window' was given", "did you mean 'window_size'?"]),
+        ({"window_size": 8}, ["'ngram_trie' has no window", "write proposer='hybrid'"]),
+        ({"proposer": "hybrid", "window_size": 129}, ['"auto" or 0 to 128', "write 'auto'"]),
+        ({"proposer": "hybrid", "ngram_size": 1}, ["from 2 to 16", "write 5"]),
+        ({"proposer": "hybrid", "guess_set_size": 0}, ['"auto" or 1 to 128']),
+        ({"pool_from_prompt": 1}, ["=1 was given", "true or false", "write False"]),
+        ({"window_shift": "two"}, ["one of one, hits, paper", "write 'one'"]),
+        (
+            {"proposer": "jacobi_window", "window_size": 15, "num_speculative_tokens": 16},
+            ["window_size=15 and ngram_size=5", "59 nodes", "=16;", "write window_size='auto'"],
+        ),
+        (
+            {"proposer": "hybrid", "window_size": 15, "budget": 16},
+            ["59 nodes are more than budget=16"],
+        ),
         ({"num_speculative_tokens": 0}, ["=0 was given", "from 1 to 128", "write 16"]),
         ({"num_speculative_tokens": 129}, ["=129 was given", "from 1 to 128", "write 16"]),
         ({"num_speculative_tokens": True}, ["=True was given", "a whole number", "write 16"]),
@@ -33,7 +48,10 @@ def test_options_survive_the_way_through_a_dict():
         ({"max_nodes": 1023}, ["=1023 was given", "from 1024", "write 4000000"]),
         ({"max_bytes": 100}, ["=100 was given", "from 16384", "write None"]),
         ({"draft": "tree"}, ["='tree' was given", "one of hierarchical, parallel, single"]),
-        ({"sources": "all"}, ["='all' was given", "one of both, prompt, output", "write 'both'"]),
+        (
+            {"sources": "all"},
+            ["='all' was given", "one of both, prompt, output, none", "write 'both'"],
+        ),
         ({"proposer": "ngram"}, ["='ngram' was given", "one of ngram_trie", "write 'ngram_trie'"]),
         ({"proposer": 3}, ["=3 was given", "one of ngram_trie", "write 'ngram_trie'"]),
         ({"budget": "fast"}, ["='fast' was given", '"auto" or 1 to', "write 'auto'"]),
@@ -92,3 +110,23 @@ def test_a_cache_path_is_the_same_in_every_process(tmp_path, monkeypatch):
         options = LookaheadOptions(cache_path=given).with_checked_cache()
         assert options.cache_path == str((tmp_path / "a.cache").resolve())
     assert LookaheadOptions().with_checked_cache() == LookaheadOptions()
+
+
+@pytest.mark.parametrize(
+    ("given", "parameters", "length", "window", "guesses"),
+    [
+        ({"proposer": "jacobi_window"}, 7e9, 119, (15, 5), 15),
+        ({"proposer": "jacobi_window"}, 13e9, 119, (10, 5), 10),
+        ({"proposer": "jacobi_window"}, 34e9, 119, (7, 5), 7),
+        ({"proposer": "jacobi_window", "num_speculative_tokens": 32}, 7e9, 32, (4, 5), 4),
+        ({"proposer": "jacobi_window", "window_size": 5, "ngram_size": 4}, 7e9, 29, (5, 4), 5),
+        ({"proposer": "hybrid"}, 7e9, 64, (8, 5), 8),
+        ({"proposer": "hybrid", "budget": 8}, 7e9, 64, (0, 5), 1),
+        ({"proposer": "hybrid", "window_size": 0}, 7e9, 64, (0, 5), 1),
+    ],
+)
+def test_what_is_left_to_us_follows_the_papers_table_4(given, parameters, length, window, guesses):
+    options = LookaheadOptions.from_dict(given).for_model(parameters)
+    assert options.num_speculative_tokens == length
+    assert options.window == window and options.guess_set_size == guesses
+    assert LookaheadOptions.from_dict(options.to_dict()) == options

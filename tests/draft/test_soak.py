@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lookahead_vllm.draft.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftRequest, NGramTrieProposer
+from lookahead_vllm.draft.proposer import DraftRequest
 
 REQUESTS, AT_A_TIME = 20_000, 8
 PHRASES = 4000

@@ -97,7 +97,7 @@ streams = st.lists(
 @settings(deadline=None)
 @given(streams)
 def test_without_pruning_it_is_a_dict_of_suffixes(streams):
-    trie, model, texts = Trie(1 << 18), TrieModel(), {}
+    trie, model, texts = Trie(1 << 24), TrieModel(), {}  # no line will ever be full
     spaces = [trie.new_shared(), trie.new_private(1 << 20), trie.new_private(1 << 20)]
     for which, tokens in streams:
         text = texts.setdefault(which, [])

@@ -10,9 +10,10 @@ import numpy as np
 
 from lookahead_vllm.draft.budget import Load
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import NO_LOAD, DraftRequest
+from lookahead_vllm.draft.proposer import NO_LOAD, DraftRequest, Verified
 from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
+from lookahead_vllm.draft.window_shape import NO_WISHES, Wishes
 
 VOCAB = 128
 RECORDED: dict[tuple[int, ...], list[list[int]]] = {}
@@ -29,6 +30,7 @@ class TestProposer:
     """Follows each request; subclasses only say which tree to grow."""
 
     __test__ = False
+    num_choices = 0
 
     def __init__(self, options: LookaheadOptions) -> None:
         self.cost = None
@@ -42,6 +44,7 @@ class TestProposer:
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
+        wishes: Wishes = NO_WISHES,
     ) -> None:
         self.prompts[request_id] = tuple(int(t) for t in prompt)
         self.outputs[request_id] = []
@@ -49,6 +52,9 @@ class TestProposer:
     def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
         for request_id, new in tokens.items():
             self.outputs[request_id] += new
+
+    def observe(self, verified: Verified) -> None:
+        raise AssertionError("nobody asked for choices")
 
     def finish(self, request_id: str) -> None:
         del self.prompts[request_id], self.outputs[request_id]

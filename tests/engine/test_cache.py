@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
 from lookahead_vllm.draft import cache_file
+from lookahead_vllm.draft.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import NGramTrieProposer
 from lookahead_vllm.engine import shutdown
 from lookahead_vllm.engine.cache import fingerprint_of, open_cache
 from tests.engine.driving import drafter_of, engine, generate, random_prompts

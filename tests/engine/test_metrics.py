@@ -21,8 +21,9 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from lookahead_vllm.draft.sources import NAMES
 from lookahead_vllm.engine import metrics, stat_logger
-from lookahead_vllm.engine.metrics import PARTS, SOURCES, StepReport, TrieWatch
+from lookahead_vllm.engine.metrics import PARTS, StepReport, TrieWatch
 from lookahead_vllm.engine.runner import LookaheadRunner
 from lookahead_vllm.engine.stat_logger import PREFIX, LookaheadStatLogger, ReportingOutputs
 from tests.engine import proposers  # noqa: F401  (registers them)
@@ -102,8 +103,8 @@ def test_every_number_of_a_report_is_counted() -> None:
     for _ in range(2):
         record(logger, full_report())
 
-    verified = [value("nodes_verified_total", source=source) for source in SOURCES]
-    accepted = [value("nodes_accepted_total", source=source) for source in SOURCES]
+    verified = [value("nodes_verified_total", source=source) for source in NAMES]
+    accepted = [value("nodes_accepted_total", source=source) for source in NAMES]
     assert (verified, accepted) == ([16, 8, 4, 2], [8, 4, 2, 0])
     assert value("acceptance_length_count") == 6
     assert value("acceptance_length_sum") == 14

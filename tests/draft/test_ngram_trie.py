@@ -10,10 +10,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lookahead_vllm.draft import proposer as proposer_module
+from lookahead_vllm.draft import ngram_trie as trie_module
 from lookahead_vllm.draft.budget import CostCurve, StepCost
+from lookahead_vllm.draft.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftRequest, NGramTrieProposer
+from lookahead_vllm.draft.proposer import DraftRequest
 from tests.draft.model import ProposerModel
 
 DOCUMENT = list(range(100, 180))
@@ -315,7 +316,7 @@ def test_names_of_namespaces_are_not_kept():
 
 
 def test_the_namespace_that_was_used_last_long_ago_is_forgotten(monkeypatch):
-    monkeypatch.setattr(proposer_module, "MAX_NAMESPACES", 3)
+    monkeypatch.setattr(trie_module, "MAX_NAMESPACES", 3)
     proposer = NGramTrieProposer(LookaheadOptions())
     for namespace in ("kept", "forgotten"):
         proposer.start("r", [1], namespace)

@@ -1,0 +1,113 @@
+"""The engine takes the steps that the paper's algorithms take, and emits what plain vLLM does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import LLM, SamplingParams
+
+from lookahead_vllm.engine.drafter import LookaheadDrafter
+from tests.engine.driving import drafter_of, engine, generate, generate_staggered, random_prompts
+from tests.engine.lookahead_decoding import bursts
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+SEEDED = SamplingParams(temperature=0.7, seed=5, max_tokens=24, ignore_eos=True, detokenize=False)
+ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+PROMPTS = random_prompts(2, 30, vocab=12, seed=3)  # few tokens, so that n-grams come again
+
+SHAPES: list[dict[str, Any]] = [
+    dict(window_size=5, ngram_size=4, guess_set_size=2),
+    dict(window_size=5, ngram_size=4, guess_set_size=5, pool_from_prompt=True),
+    dict(window_size=7, ngram_size=2, guess_set_size=3),
+    dict(window_size=1, ngram_size=5, guess_set_size=7, pool_from_prompt=True),
+    dict(window_size=4, ngram_size=3, guess_set_size=4, window_shift="hits"),
+    dict(window_size=4, ngram_size=3, guess_set_size=4, window_shift="paper"),
+]
+
+
+def reference(
+    llm: LLM, prompt: list[int], answer: list[int], options: dict[str, Any]
+) -> list[list[int]]:
+    def choose(texts: list[list[int]]) -> list[int]:
+        return [tokens[0] for (tokens,) in generate(llm, texts, ONE)] if texts else []
+
+    shape = {key: value for key, value in options.items() if key != "window_shift"}
+    return bursts(prompt, answer, choose, shift=options.get("window_shift", "one"), **shape)
+
+
+def test_every_step_is_that_of_the_papers_algorithms(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected: dict[tuple[int, str], list[list[list[int]]]] = {}
+    with engine(llama, max_num_seqs=64) as plain:
+        vanilla = {
+            name: generate(plain, PROMPTS, params)
+            for name, params in (("greedy", GREEDY), ("seeded", SEEDED))
+        }
+        for i, options in enumerate(SHAPES):
+            for name, answers in vanilla.items():
+                expected[i, name] = [
+                    reference(plain, prompt, answer, options)
+                    for prompt, (answer,) in zip(PROMPTS, answers, strict=True)
+                ]
+    assert sum(len(b) < 24 for steps in expected.values() for b in steps) > len(SHAPES)
+
+    emitted: dict[str, list[list[int]]] = {}
+    original = LookaheadDrafter.commit
+
+    def commit(self: LookaheadDrafter, bursts: Any, *args: Any) -> None:
+        for live, burst in bursts:
+            emitted.setdefault(live.request_id, []).append(list(burst))
+        original(self, bursts, *args)
+
+    monkeypatch.setattr(LookaheadDrafter, "commit", commit)
+    for i, options in enumerate(SHAPES):
+        lookahead = {
+            "proposer": "jacobi_window",
+            "num_speculative_tokens": 64,
+            "budget": 64,
+            **options,
+        }
+        with engine(llama, lookahead) as llm:
+            for name, params in (("greedy", GREEDY), ("seeded", SEEDED)):
+                emitted.clear()
+                assert generate(llm, PROMPTS, params) == vanilla[name]
+                assert list(emitted.values()) == expected[i, name], (options, name)
+
+
+@pytest.mark.parametrize("proposer", ["jacobi_window", "hybrid"])
+def test_the_text_is_plain_vllms_whatever_each_request_wishes(proposer: str, llama: Path) -> None:
+    prompts = random_prompts(12, 40, vocab=20, seed=9)
+    wishes: list[dict[str, Any]] = [{}, {"window_size": 2, "ngram_size": 3}, {"window_size": 0}]
+    wishes += [{"guess_set_size": 1, "pool_from_prompt": True}, {"enabled": False}]
+    if proposer == "hybrid":
+        wishes += [{"proposer": "ngram_trie"}, {"proposer": "jacobi_window"}]
+    params = [
+        SamplingParams(
+            temperature=0.8 if i % 2 else 0,
+            seed=i,
+            max_tokens=40,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"lookahead": wishes[i % len(wishes)]},
+        )
+        for i in range(12)
+    ]
+    plain_params = [p.clone() for p in params]
+    for p in plain_params:
+        p.extra_args = None
+    with engine(llama) as plain:
+        vanilla = generate(plain, prompts, plain_params)
+        staggered = generate_staggered(plain, prompts, GREEDY)
+    with engine(llama, {"proposer": proposer, "window_size": 4, "budget": 40,
+                        "num_speculative_tokens": 40}) as llm:  # fmt: skip
+        assert generate(llm, prompts, params) == vanilla
+        assert generate_staggered(llm, prompts, GREEDY) == staggered
+        counters = drafter_of(llm).counters
+        assert counters.accepted_nodes > 50 and counters.branching_trees > 50
+        assert counters.refused_trees == 0
+        generate(llm, prompts[:1])  # that the others have ended is heard in the next step
+        windows = drafter_of(llm).proposer.branch.windows  # type: ignore[attr-defined]
+        assert len(windows.roster._numbers) == 1, "a window outlived its request"
