@@ -28,6 +28,7 @@ class HybridProposer(NGramTrieProposer):
     """
 
     num_choices = NUM_CHOICES
+    hears_roots = True
     num_lines = NUM_LINES
 
     def __init__(self, options: LookaheadOptions, cost: StepCost | None = None) -> None:

@@ -69,6 +69,7 @@ class JacobiWindowProposer:
     """
 
     num_choices = 1
+    hears_roots = False
 
     def __init__(self, options: LookaheadOptions, cost: StepCost | None = None) -> None:
         self.options = options = options.for_model(0)

@@ -113,7 +113,9 @@ class LookaheadBranch:
         """
         forest = verified.forest
         all_numbers = self.windows.roster.numbers_or(verified.request_ids, NOBODY)
-        with_comb = np.flatnonzero((all_numbers >= 0) & self._sent[all_numbers])
+        with_comb = np.flatnonzero(
+            (all_numbers >= 0) & self._sent[all_numbers] & (forest.sizes > 0)
+        )
         if not len(with_comb):
             return np.empty((0, 0), np.int32), np.empty(0, np.int64)
         numbers = all_numbers[with_comb]

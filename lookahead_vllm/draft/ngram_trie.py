@@ -122,6 +122,7 @@ class NGramTrieProposer:
     """
 
     num_choices = 0
+    hears_roots = False
     num_lines = 0
     """Of the table in `recycling.py`."""
 

@@ -33,7 +33,8 @@ class Verified(NamedTuple):
 
     request_ids: Sequence[str]
     forest: DraftForest
-    """The first nodes of what was proposed for each of these requests."""
+    """The first nodes of what was proposed for each of these requests; where `hears_roots`, also of
+    those that were proposed nothing."""
     at_roots: Ints
     """int32 [t, k]: the likeliest tokens after each root, best first; k is `num_choices`."""
     at_nodes: Ints
@@ -69,6 +70,8 @@ class Proposer(Protocol):
     """What a node's probability must be to pay in a step that reads a prompt as well."""
     num_choices: int
     """How many of the model's likeliest tokens at each node `observe` wants to hear of."""
+    hears_roots: bool
+    """Whether it wants to hear of requests without a node, too."""
 
     def start(
         self,

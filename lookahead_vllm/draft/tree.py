@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, overload
 
@@ -214,6 +214,10 @@ class DraftForest(Sequence[DraftTree]):
         return DraftForest(
             self.tokens[kept], parents, self.probs[kept], depths, self.sources[kept], firsts
         )
+
+    def with_empty(self, count: int) -> DraftForest:
+        """The same trees, and so many without a node behind them."""
+        return replace(self, firsts=np.append(self.firsts, np.full(count, self.num_nodes)))
 
     def faults(self, vocab_size: int, max_nodes: Words) -> Words:
         """int64 [t]: 0 for every tree that is one; `max_nodes` int64 [t] are allowed."""

@@ -106,6 +106,8 @@ class LookaheadDrafter:
         """The drafts that wait to be verified."""
         self._unsaid: dict[str, list[int]] = {}
         """Tokens of live requests that the proposer has not been told of yet."""
+        self.asked: frozenset[str] = frozenset()
+        """The requests that the proposer was asked for in the last step."""
         self._fruitless = 0
         """Steps in a row without a node."""
         self.rest_left = 0
@@ -181,6 +183,7 @@ class LookaheadDrafter:
             self.rest_left = 0
             return False
         self.rest_left -= 1
+        self.asked = frozenset()
         for request_id, tokens in zip(request_ids, emitted, strict=True):
             if self._live[request_id] is not None:
                 self._unsaid.setdefault(request_id, []).extend(tokens)
@@ -228,6 +231,7 @@ class LookaheadDrafter:
         A want that gets no node is left out. `load` is what the next step has to do beside them.
         """
         forest = DraftForest.of(self.proposer.propose(wants, load))
+        self.asked = frozenset(want.request_id for want in wants)
         if not forest.num_nodes:
             self._fruitless += 1
             # A grammar has something to say in every step.

@@ -39,7 +39,7 @@ from lookahead_vllm.engine.shapes import Shape
 from lookahead_vllm.engine.step_cost import step_cost
 from lookahead_vllm.verify import tree_attention
 from lookahead_vllm.verify.acceptance import accepted_paths
-from lookahead_vllm.verify.choices import Choices, likeliest
+from lookahead_vllm.verify.choices import likeliest
 from lookahead_vllm.verify.kv_moves import KVMover
 from lookahead_vllm.verify.noise import DrawTape
 from lookahead_vllm.verify.tree_batch import TreeBatch
@@ -295,62 +295,71 @@ class LookaheadRunner(_Base):
         before = {row: generator.get_state() for row, generator in discarded.items()}
         try:
             if spec_decode_metadata is None or not scheduled.forest.num_nodes:
+                if self.drafter.proposer.hears_roots:
+                    plain = np.zeros(self.input_batch.num_reqs, np.int64)
+                    self._verified = self._hear(logits, plain, _NO_DRAFTS)
                 return super()._sample(logits, None)
             with self._timed("verify"):
-                choices = self._choices_in(logits, spec_decode_metadata, scheduled)
-                output, paths = self._sample_trees(logits, spec_decode_metadata, scheduled)
+                num_nodes = np.asarray(spec_decode_metadata.num_draft_tokens)
+                self._verified = verified = self._hear(logits, num_nodes, scheduled)
+                output, paths = self._sample_trees(logits, num_nodes, scheduled)
         finally:
             for row, state in before.items():
                 discarded[row].set_state(state)
         with self._timed("compaction"):
             self._move_accepted(scheduled, paths)
         self._count(scheduled.forest, paths)
-        if choices is not None:
-            self._verified = self._verified_in(scheduled, choices, paths)
+        if verified is not None:
+            own = paths[scheduled.own]
+            verified.lengths[: len(own)] = (own >= 0).sum(axis=1)
+            firsts = verified.forest.firsts[: len(own), None]
+            verified.accepted[(firsts + own)[own >= 0]] = True
         return output
 
-    def _choices_in(
-        self,
-        logits: torch.Tensor,
-        spec_decode_metadata: SpecDecodeMetadata,
-        scheduled: Scheduled,
-    ) -> Choices | None:
-        """The model's likeliest tokens at the proposer's own trees: roots first, then nodes.
+    def _hear(
+        self, logits: torch.Tensor, num_nodes: Words, scheduled: Scheduled
+    ) -> Verified | None:
+        """What the proposer wants to know of this step, but what is accepted; None for nothing.
 
-        None if it does not want to know. Before sampling, which writes to the logits.
+        Before sampling, which writes to the logits. `num_nodes` int64 [requests].
         """
-        num_choices = self.drafter.proposer.num_choices
-        if not num_choices or not scheduled.own.any():
+        drafter, req_ids = self.drafter, self.input_batch.req_ids
+        if not drafter.proposer.num_choices:
             return None
-        num_nodes = np.asarray(spec_decode_metadata.num_draft_tokens)
-        root_rows = (np.cumsum(num_nodes + 1) - num_nodes - 1)[scheduled.rows]
-        forest = scheduled.forest
-        node_rows = root_rows[forest.owners] + 1 + forest.places
-        wanted = np.concatenate([root_rows[scheduled.own], node_rows[scheduled.own[forest.owners]]])
-        return likeliest(logits[torch.from_numpy(wanted).to(logits.device)], num_choices)
-
-    def _verified_in(self, scheduled: Scheduled, choices: Choices, paths: Ints) -> Verified:
         trees = np.flatnonzero(scheduled.own)
         forest = scheduled.forest
         if len(trees) < len(forest):
-            forest, paths = forest.take(trees, forest.sizes[trees]), paths[trees]
-        accepted = np.zeros(forest.num_nodes, np.bool_)
-        accepted[(forest.firsts[:-1, None] + paths)[paths >= 0]] = True
-        req_ids = self.input_batch.req_ids
+            forest = forest.take(trees, forest.sizes[trees])
+        rows = scheduled.rows[trees]
+        if drafter.proposer.hears_roots and drafter.asked:
+            bare = [
+                row
+                for row in np.flatnonzero(num_nodes == 0).tolist()
+                if req_ids[row] in drafter.asked
+            ]
+            rows = np.concatenate([rows, np.array(bare, np.int64)])
+            forest = forest.with_empty(len(bare))
+        if not len(rows):
+            return None
+        roots = (np.cumsum(num_nodes + 1) - num_nodes - 1)[rows]
+        nodes = roots[forest.owners] + 1 + forest.places
+        wanted = torch.from_numpy(np.concatenate([roots, nodes])).to(logits.device)
+        choices = likeliest(logits[wanted], drafter.proposer.num_choices)
+        t, n = len(forest), forest.num_nodes
         return Verified(
-            [req_ids[row] for row in scheduled.rows[trees].tolist()],
+            [req_ids[row] for row in rows.tolist()],
             forest,
-            choices.tokens[: len(trees)],
-            choices.tokens[len(trees) :],
+            choices.tokens[:t],
+            choices.tokens[t:],
             choices.gaps,
-            accepted,
-            (paths >= 0).sum(axis=1),
+            np.zeros(n, np.bool_),
+            np.zeros(t, np.int64),
         )
 
     def _sample_trees(
         self,
         logits: torch.Tensor,
-        spec_decode_metadata: SpecDecodeMetadata,
+        num_nodes: Words,
         scheduled: Scheduled,
     ) -> tuple[SamplerOutput, Ints]:
         """Sample at every root and node, then match.
@@ -359,7 +368,7 @@ class LookaheadRunner(_Base):
         returns the accepted nodes, int32 [t, longest path].
         """
         forest, rows = scheduled.forest, scheduled.rows
-        num_nodes, device = np.asarray(spec_decode_metadata.num_draft_tokens), logits.device
+        device = logits.device
         root_rows = np.cumsum(num_nodes + 1) - num_nodes - 1
         node_rows = np.delete(np.arange(len(logits)), root_rows)
         nodes = NodeRows([self.requests[i] for i in self.input_batch.req_ids], forest, rows)

@@ -25,10 +25,10 @@ class Choices(NamedTuple):
 
 
 def likeliest(logits: Tensor, k: int) -> Choices:
-    """The `k` largest of each row of logits [n, vocabulary], whatever device they are on."""
-    if k == 1:
-        tokens = logits.argmax(-1, keepdim=True)
-        return Choices(_tokens(tokens), np.zeros((len(logits), 1), np.float32))
+    """The `k` largest of each row of logits [n, vocabulary], whatever device they are on.
+
+    On CPU several times as fast as `topk` or `argmax` of whole rows.
+    """
     whole = logits.shape[-1] // _PART * _PART
     if whole > k * _PART:
         parts = logits[:, :whole].unflatten(-1, (-1, _PART))
@@ -43,8 +43,5 @@ def likeliest(logits: Tensor, k: int) -> Choices:
     else:
         values, tokens = logits.topk(k)
     values = values.float()
-    return Choices(_tokens(tokens), (values[:, :1] - values).nan_to_num().cpu().numpy())
-
-
-def _tokens(tokens: Tensor) -> Ints:
-    return tokens.int().cpu().numpy()
+    gaps = (values[:, :1] - values).nan_to_num()
+    return Choices(tokens.int().cpu().numpy(), gaps.cpu().numpy())

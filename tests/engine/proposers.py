@@ -31,6 +31,7 @@ class TestProposer:
 
     __test__ = False
     num_choices = 0
+    hears_roots = False
 
     def __init__(self, options: LookaheadOptions) -> None:
         self.cost = None

@@ -181,7 +181,9 @@ def draw_round(
     if has("priority scheduling", 0.3):
         stress["scheduling_policy"] = "priority"
 
-    proposer = rng.choice([*["hidden_path"] * 4, "ngram_trie", "always_right"])
+    proposer = rng.choice(
+        [*["hidden_path"] * 4, "ngram_trie", "always_right", *["jacobi_window", "hybrid"] * 2]
+    )
     features.add(f"proposer {proposer}")
     nodes = rng.choice([1, 4, 8, 16, 16, 32])
     if lora and "chunked prefill" in features:  # vLLM wants room for all drafts beside adapters
@@ -190,6 +192,12 @@ def draw_round(
     if proposer == "ngram_trie":
         lookahead["draft"] = rng.choice(["hierarchical", "parallel", "single"])
         lookahead["share"] = rng.choice(["all", "namespace", "none"])
+    if proposer in ("jacobi_window", "hybrid"):
+        lookahead["ngram_size"] = rng.choice([2, 3, 4, 5, 5])
+        lookahead["window_shift"] = rng.choice(["one", "hits", "paper"])
+        lookahead["pool_from_prompt"] = rng.random() < 0.5
+        if proposer == "hybrid":
+            lookahead["sources"] = rng.choice(["both", "both", "prompt", "output", "none"])
 
     prefix = _words(rng, rng.randint(0, 40), text)
     requests = [
