@@ -121,6 +121,7 @@ class Recorder(TestProposer):
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
+        wishes: Wishes = NO_WISHES,
     ) -> None:
         super().start(request_id, prompt, namespace, references)
         self.STARTED.append(

@@ -85,7 +85,7 @@ def value(name: str, engine: int = 0, **labels: str) -> float | None:
 
 def full_report() -> StepReport:
     report = StepReport()
-    report.count_nodes(np.array([8, 4, 2, 1]), np.array([4, 2, 1, 0]))
+    report.count_nodes(np.array([8, 4, 2, 1, 7, 3]), np.array([4, 2, 1, 0, 5, 1]))
     report.count_lengths([1, 3, 3])
     report.budgets += [15, 0]
     report.costs += [(0.010, 0.012), (0.010, 0.008)]
@@ -105,7 +105,7 @@ def test_every_number_of_a_report_is_counted() -> None:
 
     verified = [value("nodes_verified_total", source=source) for source in NAMES]
     accepted = [value("nodes_accepted_total", source=source) for source in NAMES]
-    assert (verified, accepted) == ([16, 8, 4, 2], [8, 4, 2, 0])
+    assert (verified, accepted) == ([16, 8, 4, 2, 14, 6], [8, 4, 2, 0, 10, 2])
     assert value("acceptance_length_count") == 6
     assert value("acceptance_length_sum") == 14
     assert value("acceptance_length_bucket", le="1.0") == 2

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.window_shape import Wishes
 from lookahead_vllm.engine.request_options import (
     RequestError,
     RequestOptions,
@@ -52,7 +54,9 @@ def test_every_spelling_is_read(extra_args: dict[str, Any] | None, means: Reques
         ({"lookahead_refrence": "x"}, ["lookahead_refrence was", "mean lookahead_reference?"]),
         ({"lookahead-enabled": 1}, ["lookahead-enabled was", "did you mean lookahead_enabled?"]),
         ({"lookahead": {"references": "x"}}, ["['references'] was", "did you mean reference?"]),
-        ({"lookahead": {"window": 3}}, ["['window'] was", "reference, namespace, enabled", "out"]),
+        ({"lookahead": {"depth": 3}}, ["['depth'] was", "reference, namespace, enabled", "out"]),
+        ({"lookahead_window": 3}, ["lookahead_window was", "mean lookahead_window_size?"]),
+        ({"lookahead_window_size": 3}, ["proposer is 'ngram_trie'", '"proposer": "hybrid"']),
         ({"lookahead": "off"}, ["lookahead='off' was", "a dict", '{"lookahead_enabled": false}']),
         ({"lookahead_enabled": "false"}, ["='false' was", "true or false", "write true"]),
         ({"lookahead": {"enabled": 2}}, ["['enabled']=2 was", "true or false"]),
@@ -82,6 +86,47 @@ def test_a_wrong_request_says_what_to_write(extra_args: dict[str, Any], says: li
         assert part in str(error.value)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 300
+
+
+HYBRID = LookaheadOptions(proposer="hybrid").for_model(7e9)
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "means"),
+    [
+        ({"lookahead_window_size": 3.0}, Wishes(window_size=3)),  # HTTP makes floats of numbers
+        ({"lookahead": {"window_size": 0}}, Wishes(window_size=0)),
+        ({"lookahead_ngram_size": 2, "lookahead_guess_set_size": 1}, Wishes(None, None, 2, 1)),
+        ({"lookahead_pool_from_prompt": 1}, Wishes(pool_from_prompt=True)),
+        ({"lookahead_proposer": "ngram_trie"}, Wishes("ngram_trie")),
+    ],
+)
+def test_what_is_wished_of_the_window(extra_args: dict[str, Any], means: Wishes) -> None:
+    options = given(extra_args, VOCAB, HYBRID)
+    assert options == RequestOptions(wishes=means)
+    on_its_way = sent(extra_args, options)
+    assert received(on_its_way)[0].wishes == means
+    assert given(on_its_way, VOCAB, HYBRID).wishes == means
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "says"),
+    [
+        ({"lookahead_window_size": 9}, ["=9 was", "from 0 to the server's 8", "write 8"]),
+        ({"lookahead_window_size": 2.5}, ["=2.5 was", "a whole number", "write 2"]),
+        ({"lookahead_window_size": "all"}, ["='all' was", "from 0 to the server's 8"]),
+        ({"lookahead_ngram_size": 1}, ["=1 was", "from 2 to the server's 5"]),
+        ({"lookahead_guess_set_size": True}, ["=True was", "a whole number from 1"]),
+        ({"lookahead_pool_from_prompt": "yes"}, ["='yes' was", "true or false"]),
+        ({"lookahead_proposer": "suffix"}, ["='suffix' was", "hybrid, ngram_trie, jacobi_window"]),
+    ],
+)
+def test_a_wrong_wish_says_what_to_write(extra_args: dict[str, Any], says: list[str]) -> None:
+    with pytest.raises(RequestError) as error:
+        given(extra_args, VOCAB, HYBRID)
+    for part in says:
+        assert part in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_the_largest_reference_is_allowed() -> None:

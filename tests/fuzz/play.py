@@ -164,7 +164,7 @@ class Rounds:
             branching_requests() as branching,
             self._engine(round_, round_.lookahead, **round_.stress) as llm,
         ):
-            if round_.lookahead["proposer"] == "ngram_trie":
+            if round_.lookahead["proposer"] in ("ngram_trie", "hybrid"):
                 play(llm, round_.requests, self._adapters)
             replies = play(llm, round_.requests, self._adapters)
             refused = sum(reply.refused is not None for reply in replies)

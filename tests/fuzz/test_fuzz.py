@@ -27,7 +27,10 @@ def test_everything_is_drawn() -> None:
     drawn |= set[str]().union(*(q.features for r in rounds for q in r.requests))
     assert drawn >= REQUEST_FEATURES.keys()
     assert drawn >= {f"model {name}" for name in TINY}
-    assert drawn >= {f"proposer {p}" for p in ("hidden_path", "ngram_trie", "always_right")}
+    assert drawn >= {
+        *("proposer ngram_trie", "proposer jacobi_window", "proposer hybrid"),
+        *("proposer hidden_path", "proposer always_right"),
+    }
     assert drawn >= {
         *("greedy", "seeded", "n > 1", "streamed", "aborted", "lora adapter", "preemption"),
         *("chunked prefill", "prefix caching", "priority scheduling", "large blocks"),
