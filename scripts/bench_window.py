@@ -87,7 +87,7 @@ SETS = {
         tree("hybrid", "hybrid"),
     ],
     "shifts": [jacobi(5, 15, 15, window_shift=shift) for shift in ("one", "hits", "paper")],
-    "scaling": [jacobi(5, w, w) for w in (1, 2, 4, 8, 15)],
+    "scaling": [jacobi(5, w, w) for w in (1, 2, 4, 8, 16)],
 }
 
 TEACH = f"""\
@@ -102,7 +102,7 @@ sets:
   table     the paper's Table 3: (N, W, G), with and without the prompt's n-grams in the pool
   sources   trees of 64 nodes from the trie, from the model's recycled choices, from a window
   shifts    what becomes of the window when several tokens are accepted at once
-  scaling   W = G from 1 to 15, the paper's Figure 4
+  scaling   W = G from 1 to 16, the paper's Figure 4
 
 columns:
   S       tokens a step, the prefill's step and token left out; the bonus token included

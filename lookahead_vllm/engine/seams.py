@@ -60,6 +60,13 @@ SEAMS = (
         "as above",
     ),
     Seam(
+        "vllm.config.model",
+        "ModelConfig",
+        ("get_hidden_size", "get_total_num_hidden_layers", "get_vocab_size"),
+        "called: how large the model is, by which the paper chooses a window",
+        "never: it is public",
+    ),
+    Seam(
         "vllm.v1.spec_decode.custom_class_proposer",
         "create_custom_proposer",
         ("vllm_config",),
