@@ -88,7 +88,7 @@ class HybridProposer(NGramTrieProposer):
         texts = self._texts.numbers(want.request_id for want in wants)
         self._root_rows[texts] = self._texts.rows[texts]
         self._grown[texts] = forest.sizes
-        return self.branch.join(forest, numbers, wants, self._max_nodes)
+        return self.branch.join(forest, numbers, wants, self._max_nodes, cost)
 
     def finish(self, request_id: str) -> None:
         """See Proposer."""

@@ -146,7 +146,7 @@ class JacobiWindowProposer:
             kept = forest.sizes
         for want, some, size in zip(wants, ranks, kept, strict=True):
             self._texts[want.request_id].ranks = some[:size]
-        return self.branch.join(forest, numbers, wants, self._max_nodes)
+        return self.branch.join(forest, numbers, wants, self._max_nodes, cost)
 
     def finish(self, request_id: str) -> None:
         """See Proposer."""

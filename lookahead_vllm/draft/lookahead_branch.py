@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lookahead_vllm.draft.budget import Load, StepCost
+from lookahead_vllm.draft.budget import LOOK_AFTER, Load, StepCost
 from lookahead_vllm.draft.kernel import Ints, Words
 from lookahead_vllm.draft.options import SHIFTS, LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftRequest, Verified
@@ -97,10 +97,22 @@ class LookaheadBranch:
         return self.windows.comb_nodes(numbers)
 
     def join(
-        self, forest: DraftForest, numbers: Words, wants: Sequence[DraftRequest], max_nodes: int
+        self,
+        forest: DraftForest,
+        numbers: Words,
+        wants: Sequence[DraftRequest],
+        max_nodes: int,
+        cost: StepCost | None = None,
     ) -> DraftForest:
-        """The trees, best first, with the combs that `choose` chose behind them."""
-        if not (numbers >= 0).any():
+        """The trees, best first, with the combs that `choose` chose behind them.
+
+        Where nothing else is sent and a look at a plain step is due, there are none.
+        """
+        some = numbers[numbers >= 0]
+        if not len(some):
+            return forest
+        if cost is not None and cost.drafting >= LOOK_AFTER and not forest.num_nodes:
+            self._sent[some], self._stale[some] = False, True
             return forest
         nodes = np.array([want.max_nodes for want in wants], np.int64).clip(0, max_nodes)
         depths = np.array([want.max_depth for want in wants], np.int64)
