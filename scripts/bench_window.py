@@ -165,7 +165,10 @@ class Measurement:
             raise PromptError("--plot draws the set `scaling`; name it in --sets")
         self.options = options
         self.prompts = load_prompts(options.prompts, model_tokenizer(options.model), options.limit)
-        self.settings = {setting.name: setting for name in options.sets for setting in SETS[name]}
+        self.settings: dict[str, Setting] = {}
+        for name in options.sets:
+            for setting in SETS[name]:
+                self.settings.setdefault(setting.name, setting)
         self.turns: dict[str, Turn] = {}
         self.failed: dict[str, str] = {}
 

@@ -20,8 +20,8 @@ _SHIFTS = dict(zip(SHIFTS, (SHIFT_ONE, SHIFT_HITS, SHIFT_LEVELS), strict=True))
 COMB_PROB = 0.0005
 """Of a node that only the comb sends: it is there to be learned from."""
 
-PRIOR = 0.6  # tokens a step that a window is believed to bring a request until it was tried,
-MEMORY = 500  # after about so many tries,
+PRIOR = 0.3  # tokens a step that a window is believed to bring a request until it was tried,
+MEMORY = 100  # after about so many tries,
 FORGET = 2000  # and again after about so many steps without
 NOBODY = -1
 

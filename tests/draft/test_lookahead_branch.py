@@ -60,7 +60,7 @@ def test_a_busy_step_has_no_combs():
 
 def test_a_window_that_brings_nothing_is_given_up_and_tried_again_later():
     branch = branch_of(["r"])
-    cost = StepCost(CostCurve([1, 256], [20.0, 80.0]))
+    cost = StepCost(CostCurve([1, 256], [20.0, 50.0]))
     sent = []
     for _ in range(6000):
         numbers = choose(branch, ["r"], cost)
