@@ -139,7 +139,7 @@ def _total(edges: Words, slot: int, slots: int) -> int:
 
 
 @kernel
-def _place(token: int, found: Ints, size: int, may_add: bool, most: int) -> tuple[int, int]:
+def place(token: int, found: Ints, size: int, may_add: bool, most: int) -> tuple[int, int]:
     """Where `token` stands among those found, and how many those are now; -1 for nowhere."""
     for i in range(size):
         if found[i, TOKEN] == token:
@@ -208,7 +208,7 @@ def find_continuations(
                     use = edges[slot, USE]
                     share = _share(use >> COUNT_SHIFT & MOST, total)
                     # What seldom follows a single token is not worth looking at.
-                    at, size = _place(use & TOKEN_BITS, found, size, suffix > 0 or share > 0, most)
+                    at, size = place(use & TOKEN_BITS, found, size, suffix > 0 or share > 0, most)
                     if at >= 0 and found[at, source] == 0:
                         found[at, source] = _kind(suffix, share, gap, rank)
                     rank = 1
@@ -225,7 +225,7 @@ def find_continuations(
             while slots:
                 if slots & 1:
                     use = edges[slot, USE]
-                    at, size = _place(use & TOKEN_BITS, found, size, True, most)
+                    at, size = place(use & TOKEN_BITS, found, size, True, most)
                     if at >= 0:
                         share = _share(use >> COUNT_SHIFT & MOST, total)
                         part = 1 + min(share // 2, _SPARSE_SHARES - 2)

@@ -80,9 +80,7 @@ class JacobiWindowProposer:
         self._texts: dict[str, _Text] = {}
         self._roots: dict[str, int] = {}
         """The last token before the step that is verified."""
-        self._max_nodes = options.num_speculative_tokens
-        if isinstance(options.budget, int):
-            self._max_nodes = options.budget
+        self._max_nodes = options.most_nodes
         self._compile()
 
     def start(
@@ -185,7 +183,10 @@ class JacobiWindowProposer:
 
     def _learn(self, verified: Verified) -> None:
         forest = verified.forest
-        own = [self._texts[i].ranks[:n] for i, n in zip(verified.request_ids, forest.sizes)]  # noqa: B905
+        own = [
+            self._texts[request_id].ranks[:size]
+            for request_id, size in zip(verified.request_ids, forest.sizes, strict=True)
+        ]
         sizes = np.array([len(ranks) for ranks in own], np.int64)
         nodes = np.flatnonzero(forest.places < sizes[forest.owners])
         parents = forest.parents[nodes]

@@ -137,9 +137,7 @@ class NGramTrieProposer:
         self.rate = AcceptanceRate()
         self._lines = make_lines(self.num_lines)
         self._branching = _BRANCHING[options.draft]
-        self._max_nodes = options.num_speculative_tokens
-        if isinstance(options.budget, int):
-            self._max_nodes = options.budget
+        self._max_nodes = options.most_nodes
         self._least = 0.0
         self._namespaces: dict[str, int] = {}
         self._texts = _Texts()

@@ -200,6 +200,11 @@ class LookaheadOptions:
         return replace(self, window_size=size, guess_set_size=guesses)
 
     @property
+    def most_nodes(self) -> int:
+        """Of one tree: the budget, where it is fixed."""
+        return self.num_speculative_tokens if self.budget == "auto" else int(self.budget)
+
+    @property
     def window(self) -> WindowShape:
         """W and N, where W is no longer "auto"."""
         return WindowShape(int(self.window_size), self.ngram_size)
@@ -207,8 +212,7 @@ class LookaheadOptions:
     @property
     def _comb_room(self) -> int:
         """The nodes that a comb of "auto" size may have."""
-        most = self.num_speculative_tokens if self.budget == "auto" else int(self.budget)
-        return most // 2
+        return self.most_nodes // 2
 
     def _default_length(self) -> int:
         if self.proposer == "hybrid":
@@ -244,8 +248,8 @@ class LookaheadOptions:
     def _check_comb(self) -> None:
         if self.proposer not in HAVE_WINDOW or self.window_size == "auto":
             return
-        most = self.num_speculative_tokens if self.budget == "auto" else self.budget
-        if self.window.nodes > int(most):
+        most = self.most_nodes
+        if self.window.nodes > most:
             name = "num_speculative_tokens" if self.budget == "auto" else "budget"
             raise OptionError(
                 f"window_size={self.window_size} and ngram_size={self.ngram_size} were given, "

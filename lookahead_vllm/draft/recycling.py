@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.continuation import CHOSEN, TOKEN
+from lookahead_vllm.draft.continuation import CHOSEN, place
 from lookahead_vllm.draft.kernel import Ints, Words, kernel
 from lookahead_vllm.draft.suffix import Hashes, advance, key_of
 from lookahead_vllm.draft.trie import NOWHERE
@@ -39,6 +39,12 @@ NUM_CHOICE_KINDS = _LISTED + NUM_LENGTHS * NUM_CHOICES * NUM_GAPS * 2
 """How many kinds of evidence a line gives; 0 is none."""
 
 
+@kernel
+def _kind(length: int, rank: int, gap: int) -> int:
+    """And the next one: at a cell of a window."""
+    return _LISTED + 2 * ((length * NUM_CHOICES + rank) * NUM_GAPS + gap)
+
+
 def first_rates() -> NDArray[np.float64]:
     """float64 [NUM_CHOICE_KINDS]: what evidence of each kind is believed until it was tried."""
     rates = np.full(NUM_CHOICE_KINDS, 0.02)
@@ -47,7 +53,7 @@ def first_rates() -> NDArray[np.float64]:
             best = (0.3, 0.4, 0.55, 0.75)[gap]
             others = (0.2, 0.12, 0.05, 0.02)[gap] / max(rank, 1)
             for length in range(NUM_LENGTHS):
-                kind = _LISTED + 2 * ((length * NUM_CHOICES + rank) * NUM_GAPS + gap)
+                kind = _kind.py_func(length, rank, gap)
                 rates[kind : kind + 2] = others if rank else best
     return rates
 
@@ -98,23 +104,10 @@ def find_choices(
             token = lines[line, _FIRST + rank]
             if token < 0:
                 break
-            at = -1
-            for i in range(size):
-                if found[i, TOKEN] == token:
-                    at = i
-                    break
-            if at < 0:
-                if size == most:
-                    continue
-                at = size
-                for column in range(TOKEN):
-                    found[at, column] = 0
-                found[at, TOKEN] = token
-                size += 1
-            if found[at, CHOSEN] == 0:
+            at, size = place(token, found, size, True, most)
+            if at >= 0 and found[at, CHOSEN] == 0:
                 gap = lines[line, _SURENESS] >> (2 * rank) & 3
-                kind = (length * NUM_CHOICES + rank) * NUM_GAPS + gap
-                found[at, CHOSEN] = _LISTED + 2 * kind + lines[line, _AT_CELL]
+                found[at, CHOSEN] = _kind(length, rank, gap) + lines[line, _AT_CELL]
     if longest:
         for i in range(size):
             if found[i, CHOSEN] == 0:

@@ -22,9 +22,6 @@ class Roster:
         self._numbers: dict[str, int] = {}
         self._free = list(range(self.room))
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._numbers
-
     def add(self, request_id: str) -> int:
         """The number of a new request."""
         if not self._free:

@@ -84,7 +84,7 @@ class Windows:
     def comb_nodes(self, numbers: Words) -> Words:
         """int64 [t]: the nodes of each one's comb as it is now; 0 for a number below 0."""
         size, ngram, filled = self.shapes[numbers].astype(np.int64).T
-        return np.where(numbers < 0, 0, filled * (size + ngram - 1 - filled) - 1)
+        return np.where(numbers < 0, 0, filled * columns_of(size, ngram, filled) - 1)
 
     def add_combs(
         self,
