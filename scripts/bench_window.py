@@ -160,9 +160,9 @@ class Measurement:
     """All settings of one call, and what came of them so far."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        check_outputs(options, PromptError)
         if options.plot and "scaling" not in options.sets:
             raise PromptError("--plot draws the set `scaling`; name it in --sets")
+        check_outputs(options, PromptError)
         self.options = options
         self.prompts = load_prompts(options.prompts, model_tokenizer(options.model), options.limit)
         self.settings: dict[str, Setting] = {}

@@ -58,8 +58,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--http",
         action="store_true",
-        help="two real servers for each round, and clients that all ask at once; the proposer is "
-        "ngram_trie, which hears everything twice",
+        help="two real servers for each round, and clients that all ask at once; lookahead hears "
+        "everything twice, and has a proposer of its own, not one of the tests'",
     )
     parser.add_argument(
         "--models", default=None, help="names from tests/engine/models.py (default: all)"

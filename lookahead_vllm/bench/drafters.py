@@ -14,7 +14,7 @@ from lookahead_vllm.bench.traces import Ints
 from lookahead_vllm.draft.budget import CostCurve, StepCost
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.draft.proposer import DraftRequest
-from lookahead_vllm.draft.registry import PROPOSERS, make_proposer
+from lookahead_vllm.draft.registry import HAVE_WINDOW, PROPOSERS, make_proposer
 from lookahead_vllm.draft.tree import DraftTree
 
 
@@ -120,10 +120,12 @@ GROUPS = {
 }
 """Names that stand for several."""
 
+OURS = [name for name in PROPOSERS if name not in HAVE_WINDOW]
+
 
 def describe() -> str:
     """Every name, a line each."""
-    ours = dict.fromkeys(PROPOSERS, "of this package")
+    ours = dict.fromkeys(OURS, "of this package")
     rivals = {name: rival.about for name, rival in RIVALS.items()}
     lines = {**ours, **rivals, "suffix_sweep": "all of arctic-inference's above"}
     width = max(map(len, lines))
@@ -165,13 +167,18 @@ def _maker(spec: str) -> Make:
         options = _options(rival.options, given)
         rival.drafter(options)  # it has to be installed
         return lambda budget, curve: rival.drafter(options)
-    if name in PROPOSERS:
+    if name in HAVE_WINDOW:
+        raise OptionError(
+            "it learns from what a model says to its drafts, and a recording says nothing; "
+            "measure it with scripts/bench_window.py"
+        )
+    if name in OURS:
         for key in ("num_speculative_tokens", "budget", "proposer"):
             if key in given:
                 raise OptionError(f"{key} is the simulator's to set; leave it out")
         LookaheadOptions.from_dict(given)
         return partial(Lookahead, {"proposer": name, **given})
-    known = list(dict.fromkeys([*PROPOSERS, *RIVALS, *GROUPS]))
+    known = list(dict.fromkeys([*OURS, *RIVALS, *GROUPS]))
     raise OptionError(f"there is no such proposer; {_hint(name, known)}")
 
 

@@ -343,8 +343,7 @@ class LookaheadRunner(_Base):
             return None
         roots = (np.cumsum(num_nodes + 1) - num_nodes - 1)[rows]
         nodes = roots[forest.owners] + 1 + forest.places
-        wanted = torch.from_numpy(np.concatenate([roots, nodes])).to(logits.device)
-        choices = likeliest(logits[wanted], drafter.proposer.num_choices)
+        choices = likeliest(logits, np.concatenate([roots, nodes]), drafter.proposer.num_choices)
         t, n = len(forest), forest.num_nodes
         return Verified(
             [req_ids[row] for row in rows.tolist()],

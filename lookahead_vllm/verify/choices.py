@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lookahead_vllm.draft.kernel import Ints
+from lookahead_vllm.draft.kernel import Ints, Words
+from lookahead_vllm.verify import native
 
-_PART = 128
-"""Logits are searched in parts of so many: the likeliest ones are in the parts of the largest."""
+MAX_CHOICES = 16
+
+_NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Choices(NamedTuple):
@@ -24,24 +26,48 @@ class Choices(NamedTuple):
     """float32 [n, k]: how far each one's logit is below the first one's."""
 
 
-def likeliest(logits: Tensor, k: int) -> Choices:
-    """The `k` largest of each row of logits [n, vocabulary], whatever device they are on.
+def likeliest(
+    logits: Tensor, rows: Words, k: int, impl: Literal["auto", "torch", "native"] = "auto"
+) -> Choices:
+    """The `k` largest of some rows of the logits.
 
-    On CPU several times as fast as `topk` or `argmax` of whole rows.
+    Parameters
+    ----------
+    logits : float32, bfloat16 or float16 [m, vocabulary]
+        On any device; contiguous in its last dimension.
+    rows : int64 [n]
+    k : int
+        At most MAX_CHOICES, and the vocabulary.
+    impl : {"auto", "torch", "native"}
+        "auto" takes the compiled kernel where it is available, on CPU tensors.
+
+    Raises
+    ------
+    ValueError
+        Another `impl`, or "native" where it is not available.
     """
-    whole = logits.shape[-1] // _PART * _PART
-    if whole > k * _PART:
-        parts = logits[:, :whole].unflatten(-1, (-1, _PART))
-        best = parts.amax(-1).topk(k, sorted=False).indices
-        found = parts.gather(1, best[..., None].expand(-1, -1, _PART)).flatten(1)
-        places = best[..., None] * _PART + torch.arange(_PART, device=logits.device)
-        rest = torch.arange(whole, logits.shape[-1], device=logits.device).expand(len(logits), -1)
-        found = torch.cat((found, logits[:, whole:]), dim=1)
-        places = torch.cat((places.flatten(1), rest), dim=1)
-        values, at = found.topk(k)
-        tokens = places.gather(1, at)
+    if impl not in ("auto", "torch", "native"):
+        raise ValueError(f"impl is {impl!r}; choose 'auto', 'torch' or 'native'")
+    wanted = torch.from_numpy(rows).to(logits.device)
+    fits = logits.device.type == "cpu" and logits.dtype in _NATIVE
+    library = native.load() if impl != "torch" and fits else None
+    if library is None:
+        if impl == "native":
+            raise ValueError("the compiled kernel is not available here; use impl='auto'")
+        tokens = logits[wanted].topk(k).indices
     else:
-        values, tokens = logits.topk(k)
-    values = values.float()
+        tokens = torch.empty(len(rows), k, dtype=torch.int32)
+        library.lookahead_likeliest(
+            logits.data_ptr(),
+            logits.element_size(),
+            logits.stride(0),
+            logits.shape[1],
+            len(rows),
+            wanted.contiguous().data_ptr(),
+            k,
+            torch.get_num_threads(),
+            tokens.data_ptr(),
+        )
+    values = logits[wanted[:, None], tokens.long()].float()
     gaps = (values[:, :1] - values).nan_to_num()
     return Choices(tokens.int().cpu().numpy(), gaps.cpu().numpy())

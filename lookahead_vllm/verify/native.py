@@ -162,6 +162,11 @@ def _open(path: Path) -> ctypes.CDLL:
         *(_i64, _pointer, _pointer, _i32, _i32),
     ]
     library.lookahead_move_kv.restype = None
+    library.lookahead_likeliest.argtypes = [
+        *(_pointer, _i32, _i64, _i64),
+        *(_i64, _pointer, _i32, _i32, _pointer),
+    ]
+    library.lookahead_likeliest.restype = None
     library.lookahead_reads_packed.argtypes = []
     library.lookahead_reads_packed.restype = _i32
     return library

@@ -33,29 +33,35 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model("llama", tmp_path_factory.mktemp("models"))
 
 
-def serve_once(model: Path, cache: Path) -> tuple[int, list[list[list[int]]]]:
+def serve_once(
+    model: Path, cache: Path, proposer: str = "ngram_trie"
+) -> tuple[int, list[list[list[int]]]]:
     """How many drafted nodes were accepted in the life of an engine, and its answers."""
-    settings = {"cache_path": str(cache), "cache_interval": 0, "budget": 8, "max_nodes": 50_000}
+    settings = {
+        **{"proposer": proposer, "budget": 8, "max_nodes": 50_000},
+        **{"cache_path": str(cache), "cache_interval": 0},
+    }
     with engine(model, settings) as llm:
         answers = generate(llm, PROMPTS)
         return drafter_of(llm).counters.accepted_nodes, answers
 
 
+@pytest.mark.parametrize("proposer", ["ngram_trie", "hybrid"])
 def test_a_second_engine_starts_warm_and_a_damaged_file_is_set_aside(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, proposer: str
 ) -> None:
     cache = tmp_path / "a.cache"
-    cold, answers = serve_once(model, cache)
+    cold, answers = serve_once(model, cache, proposer)
     assert cache_file.read_header(cache).namespaces == 1
 
-    warm, same_answers = serve_once(model, cache)
+    warm, same_answers = serve_once(model, cache, proposer)
     assert same_answers == answers
     assert warm > cold + 50
 
     content = bytearray(cache.read_bytes())
     content[len(content) // 2] ^= 1
     cache.write_bytes(content)
-    cold_again, same_answers = serve_once(model, cache)
+    cold_again, same_answers = serve_once(model, cache, proposer)
     assert same_answers == answers and cold_again == cold
     (refused,) = tmp_path.glob("a.cache.refused-*")
     assert refused.read_bytes() == content

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.registry import HAVE_WINDOW
+
 VOCAB = 128
 SPECIAL = 5
 """Token ids below are special, see tests/engine/tokenizer.py."""
@@ -192,7 +195,7 @@ def draw_round(
     if proposer == "ngram_trie":
         lookahead["draft"] = rng.choice(["hierarchical", "parallel", "single"])
         lookahead["share"] = rng.choice(["all", "namespace", "none"])
-    if proposer in ("jacobi_window", "hybrid"):
+    if proposer in HAVE_WINDOW:
         lookahead["ngram_size"] = rng.choice([2, 3, 4, 5, 5])
         lookahead["window_shift"] = rng.choice(["one", "hits", "paper"])
         lookahead["pool_from_prompt"] = rng.random() < 0.5
@@ -204,7 +207,25 @@ def draw_round(
         _draw_request(rng, prefix, text, features, settings, lora)
         for _ in range(rng.randint(16, 40))
     ]
+    if proposer in HAVE_WINDOW:
+        server = LookaheadOptions.from_dict(lookahead).for_model(0)
+        for request in rng.sample(requests, len(requests) // 2):
+            request.features.add("wishes")
+            request.params.setdefault("extra_args", {}).update(_wishes(rng, server))
     return Round(model, settings, stress, lookahead, requests, features)
+
+
+def _wishes(rng: random.Random, server: LookaheadOptions) -> dict[str, Any]:
+    """What one request may want otherwise than the server does, in part."""
+    wishes: dict[str, Any] = dict(
+        window_size=rng.randint(0, server.window.window_size),
+        ngram_size=rng.randint(2, server.ngram_size),
+        guess_set_size=rng.randint(1, int(server.guess_set_size)),
+        pool_from_prompt=rng.random() < 0.5,
+    )
+    if server.proposer == "hybrid":
+        wishes["proposer"] = rng.choice(["hybrid", "ngram_trie", "jacobi_window"])
+    return {f"lookahead_{name}": wish for name, wish in wishes.items() if rng.random() < 0.6}
 
 
 def _words(rng: random.Random, count: int, text: list[int] | None) -> list[int]:

@@ -14,6 +14,7 @@ from openai import APIError, APIStatusError, OpenAI
 from transformers import AutoTokenizer
 
 from lookahead_vllm.bench.answers import Answer, assembled, compared, draft_counters
+from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.engine.drafter import Counters
 from tests.engine.models import save_tiny_model
 from tests.engine.servers import serve
@@ -37,7 +38,9 @@ class Servers:
 
     def compare(self, round_: Round, clients: int = 8) -> Played:
         """Ask both servers; lookahead hears everything twice, and knows it the second time."""
-        speculative = {"method": "lookahead", **round_.lookahead, "proposer": "ngram_trie"}
+        speculative = {"method": "lookahead", **round_.lookahead}
+        if speculative["proposer"] not in PROPOSERS:  # the tests' own
+            speculative["proposer"] = "ngram_trie"
         settings = self._settings(round_)
         with (
             serve(self._model, self._folder / "plain.log", *_flags(settings)) as plain_url,

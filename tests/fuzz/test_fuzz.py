@@ -35,7 +35,7 @@ def test_everything_is_drawn() -> None:
         *("greedy", "seeded", "n > 1", "streamed", "aborted", "lora adapter", "preemption"),
         *("chunked prefill", "prefix caching", "priority scheduling", "large blocks"),
         *(f"structured output, {k}" for k in ("json", "regex", "choice", "grammar", "xgrammar")),
-        "structured output after reasoning",
+        *("structured output after reasoning", "wishes"),
     }
 
 

@@ -307,6 +307,7 @@ def test_all_that_is_listed_can_be_chosen(capsys: pytest.CaptureFixture[str]) ->
     [
         ("", "name at least one"),
         ("ngram_tri", "no such proposer; did you mean 'ngram_trie'?"),
+        ("hybrid", "measure it with scripts/bench_window.py"),
         ("medusa", "no such proposer; there are ngram_trie, "),
         ("ngram_trie,ngram_trie", "given twice"),
         ("ngram_trie:branch_length", "'branch_length' is not KEY=VALUE"),
