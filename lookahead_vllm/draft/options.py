@@ -211,8 +211,8 @@ class LookaheadOptions:
 
     @property
     def _comb_room(self) -> int:
-        """The nodes that a comb of "auto" size may have."""
-        return self.most_nodes // 2
+        """The nodes that a comb of "auto" size may have: fewer where other sources compete."""
+        return self.most_nodes // (4 if self.proposer == "hybrid" else 2)
 
     def _default_length(self) -> int:
         if self.proposer == "hybrid":

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lookahead_vllm.verify import native
+from lookahead_vllm.verify.attention_by_the_book import attend_rows
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
 Impl = Literal["auto", "torch", "native"]
@@ -208,8 +209,7 @@ def _attend_torch(
     packed: bool,
 ) -> None:
     _, heads, head_size = query.shape
-    _, kv_heads, block_size, _ = kv_cache.shape
-    group = heads // kv_heads
+    block_size = kv_cache.shape[2]
     blocks_flat = kv_cache.flatten(2)
     if output.dim() == 2:
         output = output.unflatten(1, (heads, head_size))
@@ -224,39 +224,31 @@ def _attend_torch(
         first = max(0, context - sliding_window + 1) // block_size if sliding_window > 0 else 0
         last = (context + size - 1) // block_size + 1
         kv = blocks_flat[block_table[row, first:last].long()]
-        k, v = keys_and_values(kv, head_size, block_size, packed)
-        k = k.flatten(2, 3).flatten(3).transpose(-1, -2).float()
-        v = v.flatten(2, 3).flatten(3).float()
-
+        k, v = (
+            part.flatten(2, 3).flatten(3).transpose(0, 1).flatten(1, 2).float()
+            for part in keys_and_values(kv, head_size, block_size, packed)
+        )
         # Keys [first * block_size, last * block_size): their positions, and who may see them.
         base = context - first * block_size
         key_position = torch.arange(len(kv) * block_size, device=query.device)
         key_position += first * block_size
         key_position[base : base + size] = context + depths
-        position = (context + depths)[:, None]
         allowed = torch.zeros(size, len(key_position), dtype=torch.bool, device=query.device)
         allowed[:, :base] = True
         bits = (masks[:, :, None] >> shifts & 1).bool().flatten(1)
         allowed[:, base : base + size] = bits[:, :size]
-        if sliding_window > 0:
-            allowed &= key_position > position - sliding_window
-
-        q = query[start : start + size].unflatten(1, (kv_heads, group)).transpose(0, 1)
-        scores = (q.flatten(1, 2).float() * scale) @ k  # [blocks, kv_heads, size * group, block]
-        scores = scores.permute(1, 2, 0, 3).reshape(kv_heads, size, group, -1)
-        if soft_cap > 0:
-            scores = soft_cap * torch.tanh(scores / soft_cap)
-        if alibi_slopes is not None:
-            distance = (key_position - position).float()
-            scores += alibi_slopes.view(kv_heads, 1, group, 1) * distance[:, None, :]
-        scores.masked_fill_(~allowed[:, None, :], -torch.inf)
-        if sinks is not None:
-            sink = sinks.view(kv_heads, 1, group, 1).expand(-1, size, -1, -1)
-            scores = torch.cat((scores, sink), dim=-1)
-        weights = scores.softmax(dim=-1)[..., : len(key_position)]
-        result = _weigh(weights.flatten(1, 2), v, allowed.repeat_interleave(group, dim=0))
-        result = result.unflatten(1, (size, group)).transpose(0, 1).flatten(1, 2)
-        output[start : start + size] = result.to(output.dtype)
+        output[start : start + size] = attend_rows(
+            query[start : start + size],
+            k,
+            v,
+            allowed,
+            key_position - (context + depths)[:, None],
+            scale=scale,
+            sliding_window=sliding_window,
+            alibi_slopes=alibi_slopes,
+            soft_cap=soft_cap,
+            sinks=sinks,
+        ).to(output.dtype)
 
 
 def keys_and_values(
@@ -280,21 +272,3 @@ def keys_and_values(
     keys = keys.unflatten(-1, (block_size // 16, head_size // 2, 16, 2)).permute(0, 1, 2, 4, 3, 5)
     values = values.unflatten(-1, (head_size // 16, block_size // 2, 16, 2))
     return keys, values.permute(0, 1, 3, 5, 2, 4)
-
-
-def _weigh(weights: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """Sum of weights [kv_heads, rows, keys] x v [blocks, kv_heads, block_size, head_size].
-
-    Only where `allowed` [rows, keys]: the other weights are 0, but 0 * NaN is NaN.
-    """
-    by_block = weights.unflatten(-1, (len(v), -1)).permute(2, 0, 1, 3)
-    finite = v.isfinite().all(-1)
-    if finite.all():
-        return (by_block @ v).sum(0)
-    result = (by_block @ v.masked_fill(~finite[..., None], 0)).sum(0)
-    v = v.transpose(0, 1).flatten(1, 2)
-    finite = finite.transpose(0, 1).flatten(1)
-    for head, key in (~finite & allowed.any(0)).nonzero().tolist():
-        seen = allowed[:, key]
-        result[head, seen] += weights[head, seen, key, None] * v[head, key]
-    return result

@@ -120,7 +120,7 @@ def test_a_cache_path_is_the_same_in_every_process(tmp_path, monkeypatch):
         ({"proposer": "jacobi_window"}, 34e9, 119, (7, 5), 7),
         ({"proposer": "jacobi_window", "num_speculative_tokens": 32}, 7e9, 32, (4, 5), 4),
         ({"proposer": "jacobi_window", "window_size": 5, "ngram_size": 4}, 7e9, 29, (5, 4), 5),
-        ({"proposer": "hybrid"}, 7e9, 64, (8, 5), 8),
+        ({"proposer": "hybrid"}, 7e9, 64, (4, 5), 4),
         ({"proposer": "hybrid", "budget": 8}, 7e9, 64, (0, 5), 1),
         ({"proposer": "hybrid", "window_size": 0}, 7e9, 64, (0, 5), 1),
     ],

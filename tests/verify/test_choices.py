@@ -7,7 +7,6 @@ import torch
 from lookahead_vllm.verify import native
 from lookahead_vllm.verify.choices import likeliest
 
-
 IMPLS = ["torch", pytest.param("native", marks=pytest.mark.skipif(
     not native.available(), reason="no C++ compiler"))]  # fmt: skip
 

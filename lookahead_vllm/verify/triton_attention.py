@@ -1,0 +1,338 @@
+"""Tree attention over a paged KV cache on a GPU, in Triton.
+
+All rows of a request that share a KV head make one tile, so that each K/V page is read once for as
+many of them as a tile has room for. The context is split over programs (flash-decoding), and only
+the draft block, at the end of it, knows of masks. Online softmax: FlashAttention-2 (Dao 2023).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lookahead_vllm.verify.paged_batch import PagedBatch
+
+_LOG2E = 1.4426950408889634
+MAX_SPLITS = 32
+KEYS_PER_SPLIT = 256
+"""A split is not worth its merging for fewer."""
+_WAVES = 2  # programs for each multiprocessor, at least, where the context can be split so far
+_INTERPRETED_MULTIPROCESSORS = 4
+
+
+def attend(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    output: Tensor,
+    block_table: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    sliding_window: int,
+    alibi_slopes: Tensor | None,
+    logits_soft_cap: float,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    num_splits: int | None = None,
+) -> None:
+    """See `paged_attention`; `num_splits` is chosen by the size of the device if it is not given.
+
+    Nothing here waits for the device, and what is launched depends on the shapes, `max_size` and
+    `max_context` of the batch alone: it can be captured in a CUDA graph over fixed buffers.
+    """
+    tokens, heads, head_size = query.shape
+    _, block_size, kv_heads, _ = key_cache.shape
+    group = heads // kv_heads
+    rows = batch.max_size * group
+    block_m = min(max(triton.next_power_of_2(rows), 16), 128)
+    block_n = 32 if query.dtype == torch.float32 or head_size > 128 else 64
+    tiles = triton.cdiv(rows, block_m)
+    if num_splits is None:
+        num_splits = _num_splits(len(batch) * tiles * kv_heads, batch.max_context, query.device)
+    partial = (
+        torch.empty(
+            (num_splits, tokens, heads, head_size + 2), dtype=torch.float32, device=query.device
+        )
+        if num_splits > 1
+        else query
+    )
+    output = output.view(output.shape[0], heads, head_size)
+    has_scales = k_scale is not None
+    _attend_tile[(len(batch) * tiles, kv_heads, num_splits)](
+        query, key_cache, value_cache, output, partial, block_table,
+        batch.rows, batch.starts, batch.sizes, batch.contexts, batch.firsts,
+        batch.depths, batch.masks,
+        query if alibi_slopes is None else alibi_slopes,
+        query if sinks is None else sinks,
+        k_scale if has_scales else query,
+        v_scale if has_scales else query,
+        scale, logits_soft_cap, sliding_window,
+        *query.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        *output.stride()[:2],
+        block_table.stride(0), batch.masks.stride(0), tokens, tiles,
+        HEADS=heads,
+        GROUP=group,
+        HEAD_SIZE=head_size,
+        BLOCK_SIZE=block_size,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_D=triton.next_power_of_2(head_size),
+        NUM_SPLITS=num_splits,
+        HAS_WINDOW=sliding_window > 0,
+        HAS_ALIBI=alibi_slopes is not None,
+        HAS_CAP=logits_soft_cap > 0,
+        HAS_SINKS=sinks is not None,
+        HAS_SCALES=has_scales,
+        num_warps=8 if block_m == 128 else 4,
+        num_stages=2,
+    )  # fmt: skip
+    if num_splits > 1:
+        _merge_splits[(len(batch) * batch.max_size, heads)](
+            partial, output, batch.starts, batch.sizes,
+            query if sinks is None else sinks,
+            query if v_scale is None else v_scale,
+            *output.stride()[:2], tokens, batch.max_size,
+            HEADS=heads,
+            HEAD_SIZE=head_size,
+            BLOCK_D=triton.next_power_of_2(head_size),
+            NUM_SPLITS=num_splits,
+            BLOCK_S=triton.next_power_of_2(num_splits),
+            HAS_SINKS=sinks is not None,
+            HAS_SCALES=has_scales,
+            num_warps=2,
+        )  # fmt: skip
+
+
+def _num_splits(programs: int, max_context: int, device: torch.device) -> int:
+    multiprocessors = _INTERPRETED_MULTIPROCESSORS
+    if device.type == "cuda":
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    wanted = triton.cdiv(_WAVES * multiprocessors, max(programs, 1))
+    return max(1, min(wanted, max_context // KEYS_PER_SPLIT, MAX_SPLITS))
+
+
+@triton.jit
+def _attend_tile(
+    query, key_cache, value_cache, output, partial, block_table,
+    rows, starts, sizes, contexts, firsts, depths, masks,
+    alibi_slopes, sinks, k_scale, v_scale,
+    scale, soft_cap, window,
+    query_token, query_head,
+    key_block, key_slot, key_head,
+    value_block, value_slot, value_head,
+    output_token, output_head,
+    table_row, mask_row, num_tokens, tiles,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows of one request and KV head, over one split of what they attend to."""
+    entry = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    size = tl.load(sizes + entry)
+    if tile * BLOCK_M >= size * GROUP:
+        return
+    start = tl.load(starts + entry)
+    context = tl.load(contexts + entry)
+    first = tl.load(firsts + entry)
+    table = block_table + tl.load(rows + entry).to(tl.int64) * table_row
+
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    node = m // GROUP
+    head = kv_head * GROUP + m % GROUP
+    is_row = node < size
+    d = tl.arange(0, BLOCK_D)
+    is_dim = d < HEAD_SIZE
+    token = (start + node).to(tl.int64)
+    q = tl.load(
+        query + token[:, None] * query_token + head[:, None] * query_head + d[None, :],
+        mask=is_row[:, None] & is_dim[None, :],
+        other=0.0,
+    )
+    has_mask = first + node >= node  # the same for all: not -1, which is a chain or a prompt
+    depth = tl.load(depths + first + node, mask=is_row & has_mask, other=0)
+    depth = tl.where(has_mask, depth, node)
+    position = context + depth
+    slope = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_ALIBI:
+        slope = tl.load(alibi_slopes + head, mask=is_row, other=0.0)
+    factor = scale
+    if HAS_SCALES:
+        factor = scale * tl.load(k_scale)
+
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    # The context: all of it, but for what has left the window of the tile's first row.
+    oldest = 0
+    if HAS_WINDOW:
+        oldest = tl.maximum(tl.min(position, axis=0) - window + 1, 0)
+    parts = tl.cdiv(tl.maximum(context - oldest, 0), BLOCK_N)
+    parts_each = tl.cdiv(parts, NUM_SPLITS)
+    low = oldest + split * parts_each * BLOCK_N
+    high = tl.minimum(low + parts_each * BLOCK_N, context)
+    for at in range(low, high, BLOCK_N):
+        slot = at + tl.arange(0, BLOCK_N)
+        is_key = slot < high
+        block = tl.load(table + slot // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+        inside = slot % BLOCK_SIZE
+        k = tl.load(
+            key_cache + block[None, :] * key_block + inside[None, :] * key_slot
+            + kv_head * key_head + d[:, None],
+            mask=is_key[None, :] & is_dim[:, None],
+            other=0.0,
+        )  # fmt: skip
+        scores = _scores(q, k, factor, soft_cap, slope, slot, position, HAS_CAP, HAS_ALIBI)
+        seen = is_row[:, None] & is_key[None, :]
+        if HAS_WINDOW:
+            seen = seen & (slot[None, :] > position[:, None] - window)
+        v = tl.load(
+            value_cache + block[:, None] * value_block + inside[:, None] * value_slot
+            + kv_head * value_head + d[None, :],
+            mask=is_key[:, None] & is_dim[None, :],
+            other=0.0,
+        )  # fmt: skip
+        best, total, acc = _add(scores, seen, v.to(q.dtype), best, total, acc)
+
+    # The draft block, or the rows of a chain or a prompt themselves.
+    if split == NUM_SPLITS - 1:
+        end = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, size)
+        for at in range(0, end, BLOCK_N):
+            column = at + tl.arange(0, BLOCK_N)
+            is_key = column < end
+            slot = context + column
+            block = tl.load(table + slot // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+            inside = slot % BLOCK_SIZE
+            k = tl.load(
+                key_cache + block[None, :] * key_block + inside[None, :] * key_slot
+                + kv_head * key_head + d[:, None],
+                mask=is_key[None, :] & is_dim[:, None],
+                other=0.0,
+            )  # fmt: skip
+            is_masked = first + column >= column
+            key_depth = tl.load(depths + first + column, mask=is_key & is_masked, other=0)
+            key_position = context + tl.where(is_masked, key_depth, column)
+            scores = _scores(
+                q, k, factor, soft_cap, slope, key_position, position, HAS_CAP, HAS_ALIBI
+            )
+            words = tl.load(
+                masks + (first + node[:, None]).to(tl.int64) * mask_row + column[None, :] // 32,
+                mask=is_row[:, None] & (is_key & is_masked)[None, :],
+                other=0,
+            )
+            ancestors = ((words >> (column[None, :] % 32)) & 1) != 0
+            before = column[None, :] <= node[:, None]
+            seen = tl.where(is_masked[None, :], ancestors, before)
+            seen = seen & is_row[:, None] & is_key[None, :]
+            if HAS_WINDOW:
+                seen = seen & (key_position[None, :] > position[:, None] - window)
+            v = tl.load(
+                value_cache + block[:, None] * value_block + inside[:, None] * value_slot
+                + kv_head * value_head + d[None, :],
+                mask=is_key[:, None] & is_dim[None, :],
+                other=0.0,
+            )  # fmt: skip
+            best, total, acc = _add(scores, seen, v.to(q.dtype), best, total, acc)
+
+    if NUM_SPLITS > 1:
+        row = (split * num_tokens + token) * HEADS + head
+        place = partial + row * (HEAD_SIZE + 2)
+        tl.store(place[:, None] + d[None, :], acc, mask=is_row[:, None] & is_dim[None, :])
+        tl.store(place + HEAD_SIZE, best, mask=is_row)
+        tl.store(place + HEAD_SIZE + 1, total, mask=is_row)
+    else:
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
+            higher = tl.maximum(best, sink)
+            total = total * tl.exp2(best - higher) + tl.exp2(sink - higher)
+            acc = acc * tl.exp2(best - higher)[:, None]
+        result = acc / total[:, None]
+        if HAS_SCALES:
+            result = result * tl.load(v_scale)
+        tl.store(
+            output + token[:, None] * output_token + head[:, None] * output_head + d[None, :],
+            result.to(output.dtype.element_ty),
+            mask=is_row[:, None] & is_dim[None, :],
+        )
+
+
+@triton.jit
+def _scores(
+    q, k, factor, soft_cap, slope, key_position, position,
+    HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+):  # fmt: skip
+    """float32 [BLOCK_M, BLOCK_N], times log2(e)."""
+    scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * factor
+    if HAS_CAP:
+        # tanh, without an overflow on either side
+        raised = tl.exp2(tl.abs(scores) * (-2.0 * 1.4426950408889634 / soft_cap))
+        bounded = soft_cap * (1.0 - raised) / (1.0 + raised)
+        scores = tl.where(scores < 0, -bounded, bounded)
+    if HAS_ALIBI:
+        scores += slope[:, None] * (key_position[None, :] - position[:, None]).to(tl.float32)
+    return scores * 1.4426950408889634
+
+
+@triton.jit
+def _add(scores, seen, v, best, total, acc):
+    """One block of keys into the running softmax."""
+    scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(best, tl.max(scores, axis=1))
+    # Of a row that has seen nothing yet, nothing is to be subtracted.
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - base[:, None])
+    fade = tl.exp2(best - base)
+    total = total * fade + tl.sum(weights, axis=1)
+    acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return higher, total, acc
+
+
+@triton.jit
+def _merge_splits(
+    partial, output, starts, sizes, sinks, v_scale,
+    output_token, output_head, num_tokens, max_size,
+    HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
+):  # fmt: skip
+    """One row and head: its splits, by their log-sum-exps."""
+    entry = tl.program_id(0) // max_size
+    node = tl.program_id(0) % max_size
+    head = tl.program_id(1)
+    if node >= tl.load(sizes + entry):
+        return
+    token = (tl.load(starts + entry) + node).to(tl.int64)
+    split = tl.arange(0, BLOCK_S)
+    is_split = split < NUM_SPLITS
+    d = tl.arange(0, BLOCK_D)
+    is_dim = d < HEAD_SIZE
+    place = partial + ((split * num_tokens + token) * HEADS + head) * (HEAD_SIZE + 2)
+    best = tl.load(place + HEAD_SIZE, mask=is_split, other=float("-inf"))
+    total = tl.load(place + HEAD_SIZE + 1, mask=is_split, other=0.0)
+    acc = tl.load(place[:, None] + d[None, :], mask=is_split[:, None] & is_dim[None, :], other=0.0)
+    highest = tl.max(best, axis=0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        highest = tl.maximum(highest, sink)
+    fade = tl.exp2(best - highest)
+    sum_of_all = tl.sum(total * fade, axis=0)
+    if HAS_SINKS:
+        sum_of_all += tl.exp2(sink - highest)
+    result = tl.sum(acc * fade[:, None], axis=0) / sum_of_all
+    if HAS_SCALES:
+        result = result * tl.load(v_scale)
+    tl.store(
+        output + token * output_token + head * output_head + d,
+        result.to(output.dtype.element_ty),
+        mask=is_dim,
+    )
