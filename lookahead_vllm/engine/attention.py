@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,7 +16,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from lookahead_vllm.engine import profile
-from lookahead_vllm.verify.tree_attention import tree_attention
+from lookahead_vllm.verify.kv_moves import KVMover
+from lookahead_vllm.verify.tree_attention import supported, tree_attention
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
 PACKED = {"vec": False, "vec16": False, "amx": True}
@@ -116,3 +118,23 @@ class TreeAttentionBackend(CPUAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[TreeAttentionMetadataBuilder]:
         return TreeAttentionMetadataBuilder
+
+
+def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
+    """Why the layers of an attention group cannot verify branching trees, or None if they can."""
+    # A layer that changes what its rows see (chunks, an encoder) derives a backend of ours.
+    if group.backend is not TreeAttentionBackend:
+        return f"there is no tree attention for the backend {group.backend.__name__}"
+    builder = group.get_metadata_builder()
+    if builder.isa not in PACKED:
+        return f"the KV layout of instruction set {builder.isa!r} is unknown"
+    if cache_dtype.startswith("fp8"):
+        return "there is no tree attention over an fp8 KV cache"
+    if not supported(builder.head_dim, builder.dtype, builder.block_size, PACKED[builder.isa]):
+        return f"there is no tree attention for heads of {builder.head_dim} {builder.dtype}"
+    return None
+
+
+def mover(kv_caches: Sequence[torch.Tensor], layer: Any) -> KVMover:
+    """For the caches of a KV cache group, of which `layer` is one."""
+    return KVMover(kv_caches, kv_caches[0].shape[2], packed=PACKED[layer.isa])

@@ -10,12 +10,15 @@ from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from lookahead_vllm.engine import attention
 from lookahead_vllm.engine.runner import LookaheadRunner
 from lookahead_vllm.verify import native
 
 
 class LookaheadCPUModelRunner(LookaheadRunner, CPUModelRunner):
     """vLLM's CPU runner with lookahead."""
+
+    attention = attention
 
 
 class LookaheadCPUWorker(cpu_worker.CPUWorker):

@@ -1,21 +1,64 @@
-"""vLLM's CUDA worker with a lookahead runner inside. Chains only; not run on a GPU yet."""
+"""vLLM's CUDA worker with a lookahead runner inside. Not run on a GPU yet."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from lookahead_vllm.engine import gpu_attention
 from lookahead_vllm.engine.runner import LookaheadRunner
 
 
 class LookaheadGPUModelRunner(LookaheadRunner, gpu_model_runner.GPUModelRunner):
     """vLLM's CUDA runner with lookahead."""
 
+    attention = gpu_attention
+
+    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
+        """Trees have masks of their own in each step, which a graph of all layers knows nothing of.
+
+        They run between the pieces of a piecewise graph; chains keep what vLLM has for them.
+        """
+        run = functools.partial(super()._determine_batch_execution_and_padding, *args, **kwargs)
+        return determine_in_pieces(self, run)
+
+
+def determine_in_pieces(runner: Any, run: Callable[[], Any]) -> Any:
+    """`run()`, which asks the dispatcher for a graph; for trees it gets none of the whole model."""
+    if not runner._scheduled.forest.branching.any():
+        return run()
+    dispatcher = runner.cudagraph_dispatcher
+    original = dispatcher.dispatch
+
+    def dispatch(*args: Any, invalid_modes: Any = None, **kwargs: Any) -> Any:
+        return original(*args, invalid_modes={*(invalid_modes or ()), CUDAGraphMode.FULL}, **kwargs)
+
+    dispatcher.dispatch = dispatch
+    try:
+        return run()
+    finally:
+        dispatcher.dispatch = original
+
 
 class LookaheadGPUWorker(Worker):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for backend, name in (
+            (AttentionBackendEnum.FLASH_ATTN, "TreeFlashAttentionBackend"),
+            (AttentionBackendEnum.TRITON_ATTN, "TreeTritonAttentionBackend"),
+        ):
+            register_backend(backend, f"{gpu_attention.__name__}.{name}")
+        # A plain engine in this process may have selected the backend already.
+        selector._cached_get_attn_backend.cache_clear()
+
     def _make_model_runner(self) -> Any:
         original = gpu_model_runner.GPUModelRunner
         gpu_model_runner.GPUModelRunner = LookaheadGPUModelRunner

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from lookahead_vllm.draft.kernel import Ints, Words
 from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine import metrics, profile, shapes
-from lookahead_vllm.engine.attention import PACKED, TreeAttentionBackend
 from lookahead_vllm.engine.drafter import Live, LookaheadDrafter
 from lookahead_vllm.engine.metrics import StepReport, TrieWatch
 from lookahead_vllm.engine.sampler import (
@@ -37,10 +37,8 @@ from lookahead_vllm.engine.sampler import (
 )
 from lookahead_vllm.engine.shapes import Shape
 from lookahead_vllm.engine.step_cost import step_cost
-from lookahead_vllm.verify import tree_attention
 from lookahead_vllm.verify.acceptance import accepted_paths
 from lookahead_vllm.verify.choices import likeliest
-from lookahead_vllm.verify.kv_moves import KVMover
 from lookahead_vllm.verify.noise import DrawTape
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
@@ -77,6 +75,8 @@ _NO_DRAFTS = Scheduled(DraftForest.of([]), _NOTHING, _NOTHING, _NOTHING, np.empt
 class LookaheadRunner(_Base):
     """Mixed into one of vLLM's V1 model runners, in front of it."""
 
+    attention: ModuleType
+    """What tree attention is on this device: `attention.py` or `gpu_attention.py`."""
     drafter: LookaheadDrafter
     speculative_config: SpeculativeConfig | None
 
@@ -99,7 +99,7 @@ class LookaheadRunner(_Base):
         """What that step does; None if it reads a prompt."""
         self._verified: Verified | None = None
         """What the model said in that step, until the proposer hears of it."""
-        self._movers: list[KVMover] = []
+        self._movers: list[Any] = []
         """One for each KV cache group, where trees may branch."""
         self._last_step_end: float | None = None
         self.report = StepReport()
@@ -124,9 +124,8 @@ class LookaheadRunner(_Base):
         for group in self.kv_cache_config.kv_cache_groups:
             # Layers that share their KV with an earlier one hold the same tensor.
             caches = {c.data_ptr(): c for c in (layers[n].kv_cache for n in group.layer_names)}
-            first = next(iter(caches.values()))
-            packed = PACKED[layers[group.layer_names[0]].isa]
-            self._movers.append(KVMover(list(caches.values()), first.shape[2], packed=packed))
+            first = layers[group.layer_names[0]]
+            self._movers.append(self.attention.mover(list(caches.values()), first))
 
     def _branching_obstacle(self) -> str | None:
         """Why this engine's attention cannot verify branching trees, or None if it can."""
@@ -136,18 +135,11 @@ class LookaheadRunner(_Base):
             return "the model attends to an encoder as well"
         if self.vllm_config.kv_transfer_config is not None:
             return "KV leaves the engine before accepted tokens are compacted"
+        layers = self.compilation_config.static_forward_context
         for group in self._attn_group_iterator():
-            # A layer that changes what its rows see (chunks, an encoder) derives a backend of ours.
-            if group.backend is not TreeAttentionBackend:
-                return f"there is no tree attention for the backend {group.backend.__name__}"
-            builder = group.get_metadata_builder()
-            if builder.isa not in PACKED:
-                return f"the KV layout of instruction set {builder.isa!r} is unknown"
-            if self.cache_config.cache_dtype.startswith("fp8"):
-                return "there is no tree attention over an fp8 KV cache"
-            packed, size = PACKED[builder.isa], builder.block_size
-            if not tree_attention.supported(builder.head_dim, builder.dtype, size, packed):
-                return f"there is no tree attention for heads of {builder.head_dim} {builder.dtype}"
+            own = [layers[name] for name in group.layer_names]
+            if reason := self.attention.obstacle(group, own, self.cache_config.cache_dtype):
+                return str(reason)
         return None
 
     def warm_up_drafting(self) -> None:

@@ -500,8 +500,61 @@ SEAMS = (
         "vllm.v1.attention.backends.registry",
         "register_backend",
         ("backend", "class_path"),
-        "called: puts our backend in the place of CPU_ATTN, in workers that serve lookahead",
+        "called: puts our backends in the places of CPU_ATTN, FLASH_ATTN and TRITON_ATTN, in "
+        "workers that serve lookahead",
         "the CPU attention backend can be chosen by flag",
+    ),
+    # Attention on CUDA.
+    *(
+        row
+        for module, name in (("flash_attn", "FlashAttention"), ("triton_attn", "TritonAttention"))
+        for row in (
+            Seam(
+                f"vllm.v1.attention.backends.{module}",
+                f"{name}Backend",
+                ("get_impl_cls", "get_builder_cls"),
+                "overridden: names the two classes below",
+                "as above",
+            ),
+            Seam(
+                f"vllm.v1.attention.backends.{module}",
+                f"{name}MetadataBuilder.build",
+                ("common_prefix_len", "common_attn_metadata", "fast_build"),
+                "overridden: lays out the trees; tells vLLM's kernel that they have no context",
+                "as above",
+            ),
+            Seam(
+                f"vllm.v1.attention.backends.{module}",
+                f"{name}Impl.forward",
+                ("query", "kv_cache", "attn_metadata", "output"),
+                "overridden: afterwards the rows of branching trees are overwritten",
+                "attention metadata carries a mask for each request",
+            ),
+            Seam(
+                f"vllm.v1.attention.backends.{module}",
+                f"{name}Impl",
+                (
+                    *("head_size", "scale", "sliding_window", "alibi_slopes"),
+                    *("logits_soft_cap", "sinks", "attn_type"),
+                ),
+                "read: what a layer's attention is",
+                "as above",
+            ),
+        )
+    ),
+    Seam(
+        _RUNNER,
+        "GPUModelRunner._determine_batch_execution_and_padding",
+        (),
+        "wrapped: no CUDA graph of the whole model for a step with trees",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.cudagraph_dispatcher",
+        "CudagraphDispatcher.dispatch",
+        ("invalid_modes",),
+        "wrapped during that call",
+        "as above",
     ),
     Seam(
         "vllm.triton_utils.dispatcher",

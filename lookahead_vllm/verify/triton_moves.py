@@ -53,25 +53,25 @@ class PagedKVMover:
         Parameters
         ----------
         src, dst : int64 [m]
-            A slot is `block * block_size + offset`. On the CPU.
+            A slot is `block * block_size + offset`. On the CPU, or on the caches' device.
 
         Raises
         ------
         ValueError
-            Slots that the caches do not have.
+            Slots that the caches do not have, where they are on the CPU: the device is not asked.
         """
         first = self._kv_caches[0]
         num_blocks, heads, block_size, width = first.shape
-        slots = torch.stack((src, dst))
-        if src.dtype != torch.int64 or slots.device.type != "cpu":
-            raise ValueError("src and dst are int64, on the CPU")
+        if src.dtype != torch.int64 or dst.dtype != torch.int64 or src.shape != dst.shape:
+            raise ValueError("src and dst are int64 and equally long")
         if not len(src):
             return
-        if slots.min() < 0 or slots.max() >= num_blocks * block_size:
-            raise ValueError(f"slots lie in 0..{num_blocks * block_size - 1}; got {slots.tolist()}")
-        if first.is_cuda:
-            slots = slots.pin_memory()
-        slots = slots.to(first.device, non_blocking=True)
+        slots = torch.stack((src, dst))
+        if slots.device.type == "cpu":
+            end = num_blocks * block_size
+            if slots.min() < 0 or slots.max() >= end:
+                raise ValueError(f"slots lie in 0..{end - 1}; got {slots.tolist()}")
+            slots = slots.to(first.device)
         shape = (len(src), len(self._kv_caches), heads, width)
         held = torch.empty(shape, dtype=_WORDS[first.element_size()], device=first.device)
         for places, is_write in ((slots[0], False), (slots[1], True)):

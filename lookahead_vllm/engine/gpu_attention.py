@@ -1,0 +1,172 @@
+"""vLLM's attention backends for CUDA, with the rows of branching trees taken over by ours.
+
+Not run on a GPU yet. FlashAttention's and Triton's backends have the same cache layout, and the
+same fields where it matters here, so both get the same two halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
+
+from lookahead_vllm.engine import profile
+from lookahead_vllm.verify.paged_attention import paged_attention
+from lookahead_vllm.verify.paged_batch import PagedBatch
+from lookahead_vllm.verify.tree_batch import TreeBatch
+from lookahead_vllm.verify.triton_moves import PagedKVMover
+
+MAX_HEAD_SIZE = 256
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import AttentionImpl as _Impl
+    from vllm.v1.attention.backend import AttentionMetadataBuilder as _Builder
+else:
+    _Builder = _Impl = object
+
+
+class _TreeBuilder(_Builder):
+    """Carries the step's trees, which the runner sets, to the layers."""
+
+    trees: TreeBatch | None = None
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        if self.trees is None:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        batch = PagedBatch.build(self.trees, self.device)
+        # vLLM's kernel still runs over the batch. Told that a tree's request has no context, it
+        # spends next to nothing on rows that tree attention overwrites.
+        seq_lens = common_attn_metadata.seq_lens.clone()
+        seq_lens[batch.rows.long()] = batch.sizes.to(seq_lens.dtype)
+        common_attn_metadata = replace(common_attn_metadata, seq_lens=seq_lens)
+        built = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        built.trees = batch
+        return built
+
+
+class _TreeImpl(_Impl):
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        result = super().forward(
+            layer,
+            query,
+            key,
+            value,
+            kv_cache,
+            attn_metadata,
+            output,
+            output_scale,
+            output_block_scale,
+        )
+        trees = getattr(attn_metadata, "trees", None)
+        if trees is None or self.attn_type != AttentionType.DECODER:
+            return result
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        left, _ = self.sliding_window
+        with profile.timed("attention"):
+            paged_attention(
+                query,
+                keys,
+                values,
+                output,
+                attn_metadata.block_table,
+                trees,
+                scale=self.scale,
+                sliding_window=left + 1 if left >= 0 else -1,
+                alibi_slopes=self.alibi_slopes,
+                logits_soft_cap=self.logits_soft_cap,
+                sinks=self.sinks,
+            )
+        return result
+
+
+class TreeFlashAttentionMetadataBuilder(_TreeBuilder, FlashAttentionMetadataBuilder):
+    """FlashAttention's."""
+
+
+class TreeFlashAttentionImpl(_TreeImpl, FlashAttentionImpl):
+    """FlashAttention's."""
+
+
+class TreeFlashAttentionBackend(FlashAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        return TreeFlashAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
+        return TreeFlashAttentionMetadataBuilder
+
+
+class TreeTritonAttentionMetadataBuilder(_TreeBuilder, TritonAttentionMetadataBuilder):
+    """Triton's."""
+
+
+class TreeTritonAttentionImpl(_TreeImpl, TritonAttentionImpl):
+    """Triton's."""
+
+
+class TreeTritonAttentionBackend(TritonAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[TritonAttentionImpl]:
+        return TreeTritonAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
+        return TreeTritonAttentionMetadataBuilder
+
+
+def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
+    """Why the layers of an attention group cannot verify branching trees, or None if they can."""
+    # A layer that changes what its rows see (chunks, an encoder) derives a backend of ours.
+    if group.backend not in (TreeFlashAttentionBackend, TreeTritonAttentionBackend):
+        return f"there is no tree attention for the backend {group.backend.__name__}"
+    builder = group.get_metadata_builder()
+    if is_quantized_kv_cache(cache_dtype):
+        return f"there is no tree attention over a KV cache of {cache_dtype}"
+    if builder.headdim > MAX_HEAD_SIZE:
+        return f"there is no tree attention for heads of {builder.headdim}"
+    if getattr(builder, "dcp_world_size", 1) > 1:
+        return "contexts are split over devices"
+    config = builder.vllm_config.model_config
+    if config.rswa_window is not None or config.is_mm_prefix_lm:
+        return "rows see others than those before them"
+    if any(getattr(layer.impl, "use_alibi_sqrt", False) for layer in layers):
+        return "its ALiBi is of another kind"
+    if any(getattr(layer.impl, "chunk_lookback", -1) > -1 for layer in layers):
+        return "rows see a chunk of the context alone"
+    return None
+
+
+def mover(kv_caches: Sequence[torch.Tensor], layer: Any) -> PagedKVMover:
+    """For the caches of a KV cache group, of which `layer` is one."""
+    return PagedKVMover(kv_caches)

@@ -1,0 +1,230 @@
+"""What the CUDA path builds, checked without a GPU: batches, who is overwritten, and by what.
+
+The kernels have their own tests (`tests/verify/test_paged_attention.py`); here they are stood in
+for by plain torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionType
+
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.engine import attention, gpu_attention, gpu_worker
+from lookahead_vllm.verify.paged_attention import paged_attention
+from lookahead_vllm.verify.paged_batch import PagedBatch
+from lookahead_vllm.verify.tree_attention import keys_and_values
+from lookahead_vllm.verify.tree_batch import TreeBatch
+from tests.engine.driving import drafter_of, engine, generate, random_prompts
+from tests.engine.proposers import record
+from tests.verify.test_paged_attention import PagedScene
+from tests.verify.test_tree_attention import draw_tree
+
+UNTOUCHED = 7.0
+
+
+@dataclass
+class Common:
+    """The part of vLLM's CommonAttentionMetadata that counts here."""
+
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+
+
+class PlainBuilder:
+    device = torch.device("cpu")
+
+    def build(self, common_prefix_len: int, common: Common, fast_build: bool = False) -> Any:
+        return SimpleNamespace(**vars(common))
+
+
+class Builder(gpu_attention._TreeBuilder, PlainBuilder):
+    pass
+
+
+class PlainImpl:
+    def forward(self, layer: Any, query: Any, key: Any, value: Any, kv: Any, metadata: Any,
+                output: torch.Tensor, *more: Any) -> torch.Tensor:  # fmt: skip
+        return output.fill_(UNTOUCHED)
+
+
+class Impl(gpu_attention._TreeImpl, PlainImpl):
+    attn_type = AttentionType.DECODER
+
+    def __init__(self, scene: PagedScene) -> None:
+        self.head_size, self.scale = scene.head_size, scene.scale
+        # As vLLM's two backends keep them.
+        self.sliding_window = (scene.window - 1, 0) if scene.window > 0 else (-1, -1)
+        self.alibi_slopes, self.logits_soft_cap = scene.alibi_slopes, scene.soft_cap
+        self.sinks = scene.sink_logits
+
+
+@pytest.mark.parametrize("layout", ["tokens first", "heads first"])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 20, "sinks": True}, {"alibi": True, "soft_cap": 5.0}], ids=str
+)
+def test_rows_of_trees_are_overwritten_and_no_others(layout: str, options: dict[str, Any]) -> None:
+    trees = [draw_tree(np.random.default_rng(i), 9 * i + 1) for i in range(3)]
+    scene = PagedScene(trees, [70, 3, 33], layout=layout, head_size=64, gap=2, **options)
+    lengths = torch.full((len(scene.block_table),), 100, dtype=torch.int32)
+    common = Common(lengths, scene.block_table)
+    builder = Builder()
+    plain = builder.build(0, common)
+    assert torch.equal(plain.seq_lens, lengths) and not hasattr(plain, "trees")
+
+    builder.trees = scene.batch
+    metadata = builder.build(0, common)
+    # vLLM's own kernel is told that a tree has no context.
+    rows = scene.batch.rows.long()
+    assert torch.equal(metadata.seq_lens[rows], scene.batch.sizes)
+    assert (lengths == 100).all() and (metadata.seq_lens == 100).sum() == 2
+
+    # vLLM's logical order; memory is in the other one where tokens come first.
+    kv_cache = torch.cat((scene.key_cache, scene.value_cache), dim=-1).transpose(1, 2)
+    output = torch.empty_like(scene.query)
+    Impl(scene).forward(None, scene.query, None, None, kv_cache, metadata, output)
+    expected = scene.reference()
+    is_tree = expected.isfinite().flatten(1).all(1)
+    torch.testing.assert_close(output[is_tree].double(), expected[is_tree], rtol=1e-5, atol=1e-5)
+    assert (output[~is_tree] == UNTOUCHED).all() and len(output) - is_tree.sum() == 8
+
+    Impl(scene).forward(None, scene.query, None, None, kv_cache, plain, output)
+    assert (output == UNTOUCHED).all()
+    Impl(scene).forward(None, scene.query, None, None, kv_cache, None, output)  # a profile run
+
+
+def paged_stand_in(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    output: torch.Tensor,
+    block_table: torch.Tensor,
+    batch: TreeBatch,
+    *,
+    packed: bool,
+    **options: Any,
+) -> None:
+    """Tree attention by way of the CUDA path: its batch, its layout, its function."""
+    blocks, kv_heads, block_size, width = kv_cache.shape
+    parts = keys_and_values(kv_cache.flatten(2), width // 2, block_size, packed)
+    cache = torch.cat([part.flatten(2, 3).flatten(3) for part in parts], dim=-1)
+    keys, values = cache.transpose(1, 2).split(width // 2, dim=-1)
+    assert keys.shape == (blocks, block_size, kv_heads, width // 2)
+    paged_attention(
+        query, keys, values, output, block_table, PagedBatch.build(batch), impl="torch", **options
+    )
+
+
+def test_an_engine_that_attends_by_way_of_the_cuda_path_says_the_same(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = random_prompts(6, 50, seed=11)
+    with engine(llama) as plain:
+        vanilla = generate(plain, prompts)
+    record(prompts, vanilla)
+    steps: list[int] = []
+
+    def count(*args: Any, **kwargs: Any) -> None:
+        steps.append(len(args[4]))
+        paged_stand_in(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "tree_attention", count)
+    with engine(llama, {"proposer": "hidden_path", "budget": 12}) as llm:
+        assert generate(llm, prompts) == vanilla
+        assert drafter_of(llm).counters.moved_tokens > 20
+    assert len(steps) > 10 and max(steps) > 1
+
+
+class Dispatcher:
+    def dispatch(self, num_tokens: int, **kwargs: Any) -> Any:
+        return kwargs
+
+
+@pytest.mark.parametrize(
+    ("tree", "invalid"),
+    [(DraftTree.chain([1, 2]), None),
+     (DraftTree.from_lists([1, 2], [-1, -1]), {CUDAGraphMode.FULL})],
+)  # fmt: skip
+def test_steps_with_trees_run_no_graph_of_the_whole_model(tree: DraftTree, invalid: Any) -> None:
+    dispatcher = Dispatcher()
+    runner = SimpleNamespace(
+        _scheduled=SimpleNamespace(forest=DraftForest.of([tree])), cudagraph_dispatcher=dispatcher
+    )
+    asked = gpu_worker.determine_in_pieces(
+        runner, lambda: dispatcher.dispatch(4, uniform_decode=True, invalid_modes=None)
+    )
+    assert asked == {"uniform_decode": True, "invalid_modes": invalid}
+    assert dispatcher.dispatch(4) == {}
+
+
+LAYER = SimpleNamespace(impl=SimpleNamespace())
+
+
+def group(
+    backend: type = gpu_attention.TreeFlashAttentionBackend, head_size: int = 128, **model: Any
+) -> Any:
+    config = SimpleNamespace(**{"rswa_window": None, "is_mm_prefix_lm": False, **model})
+    builder = SimpleNamespace(
+        headdim=head_size, vllm_config=SimpleNamespace(model_config=config), dcp_world_size=1
+    )
+    return SimpleNamespace(backend=backend, get_metadata_builder=lambda: builder)
+
+
+def test_what_has_no_tree_attention_gets_chains() -> None:
+    obstacle = gpu_attention.obstacle
+    assert obstacle(group(), [LAYER], "auto") is None
+    triton = group(gpu_attention.TreeTritonAttentionBackend)
+    assert obstacle(triton, [LAYER], "bfloat16") is None
+    for case, layer, cache, says in (
+        (group(PlainImpl), LAYER, "auto", "for the backend PlainImpl"),
+        (group(), LAYER, "fp8_e4m3", "over a KV cache of fp8_e4m3"),
+        (group(head_size=512), LAYER, "auto", "for heads of 512"),
+        (group(is_mm_prefix_lm=True), LAYER, "auto", "rows see others"),
+        (triton, SimpleNamespace(impl=SimpleNamespace(chunk_lookback=4)), "auto", "a chunk"),
+        (triton, SimpleNamespace(impl=SimpleNamespace(use_alibi_sqrt=True)), "auto", "ALiBi"),
+    ):
+        assert says in str(obstacle(case, [layer], cache))
+
+
+def test_the_trees_of_a_step_are_laid_out_as_the_cpu_reads_them() -> None:
+    """One copy to the device says what the reference's tables say, chains and prompts beside."""
+    trees = [draw_tree(np.random.default_rng(i), 20 + 30 * i) for i in range(3)]
+    batch = TreeBatch.build(trees, [4, 0, 2], [10, 40, 95], [7, 0, 300])
+    paged = PagedBatch.build(batch, others=([1, 3], [0, 9], [9, 1], [50, 2]))
+    for name in ("rows", "starts", "sizes", "contexts"):
+        assert torch.equal(getattr(paged, name)[:3], getattr(batch, name))
+    assert torch.equal(paged.masks, batch.masks) and torch.equal(paged.depths, batch.depths)
+    assert paged.firsts.tolist() == [0, 21, 72, -1, -1]
+    assert (paged.max_size, paged.max_context) == (81, 300)
+    assert paged.sizes.tolist()[3:] == [9, 1] and paged.contexts.tolist()[3:] == [50, 2]
+
+
+def test_recorded_steps_keep_their_shape(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of a real engine: what the CUDA path builds of each is what was scheduled."""
+    seen: list[TreeBatch] = []
+    original = attention.tree_attention
+
+    def look(query: Any, cache: Any, output: Any, table: torch.Tensor, batch: TreeBatch,
+             **kwargs: Any) -> None:  # fmt: skip
+        seen.append(batch)
+        original(query, cache, output, table, batch, **kwargs)
+
+    monkeypatch.setattr(attention, "tree_attention", look)
+    prompts = random_prompts(5, 40, seed=4)
+    with engine(llama) as plain:
+        record(prompts, generate(plain, prompts))
+    with engine(llama, {"proposer": "hidden_path", "budget": 8}) as llm:
+        generate(llm, prompts)
+    assert len(seen) > 10
+    for batch in seen:
+        paged = PagedBatch.build(batch)
+        ends = paged.starts + paged.sizes
+        assert (ends[:-1] <= paged.starts[1:]).all()  # rows of one request, then of the next
+        assert int(paged.firsts[-1] + paged.sizes[-1]) == len(paged.depths)
