@@ -586,13 +586,19 @@ def check(root: Path | None = None) -> None:
     SeamError
         One sentence: the first place that differs, and what to install.
     """
+    for problem in problems(root):
+        raise SeamError(
+            f"this lookahead-vllm works with vLLM {SUPPORTED}, but in the installed vLLM "
+            f"{problem}; install vllm=={SUPPORTED}.* or a lookahead-vllm release made for yours"
+        )
+
+
+def problems(root: Path | None = None) -> Iterator[str]:
+    """All places that differ, see `check`."""
     package = _package(root)
     for seam in SEAMS:
         if problem := _problem(package, seam):
-            raise SeamError(
-                f"this lookahead-vllm works with vLLM {SUPPORTED}, but in the installed vLLM "
-                f"{problem}; install vllm=={SUPPORTED}.* or a lookahead-vllm release made for yours"
-            )
+            yield problem
 
 
 def _package(root: Path | None) -> Path:

@@ -23,7 +23,9 @@ class NoRepeat(LogitsProcessor):
             self.requests,
             batch_update,
             lambda params, prompt, output: (
-                (prompt, output, params.extra_args["ban"]) if params.extra_args else None
+                (prompt, output, params.extra_args["ban"])
+                if "ban" in (params.extra_args or {})
+                else None
             ),
         )
 
