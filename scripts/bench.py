@@ -47,6 +47,7 @@ from lookahead_vllm.bench.prompts import (
 )
 from lookahead_vllm.bench.rows import Outcome, Row, Run, make_row
 from lookahead_vllm.bench.tables import category_tables, main_table, profile_table
+from lookahead_vllm.draft.registry import HAVE_WINDOW
 from lookahead_vllm.machine import cpu_name, versions
 
 TEACH = f"""\
@@ -57,6 +58,10 @@ examples:
 
   over batch sizes, with ratios of few percent told from noise: engines of a size take turns
       --batch-sizes 1,2,4,8,16,32,64 --limit 24,24,36,48,96,192,240 --turns 3,3,3,3,3,3,2
+
+  a model of another size, without its weights, on answers that were recorded
+      --model FOLDER_WITH_A_CONFIG --engine-arg load_format=dummy --target-guided \\
+      --engine-arg skip_tokenizer_init=true
 
   where no draft is ever right, nothing may be lost
       --methods none,lookahead --batch-sizes 1,8,32 --limit 24,96,192 --adversarial --turns 6
@@ -94,6 +99,9 @@ how it measures:
   --adversarial gives the model random weights next to zero, which costs the same time, and
   samples, always --max-tokens tokens: every token is as likely as any other, so that a draft is
   right once in the size of the vocabulary.
+  --target-guided makes the recorded token (`output_token_ids`) the likeliest at every position, so
+  that any model says what was recorded, and accepts what the model that said it would have: a
+  large one with made-up weights, too (--engine-arg load_format=dummy). LLMA, section 3.2.
   On CPU, Intel's OpenMP and tcmalloc are preloaded where they are found. Threads are bound as
   vLLM does by default, which leaves a core to its front end: on a machine with few cores
   compare with --threads nobind.
@@ -123,6 +131,7 @@ def parser() -> argparse.ArgumentParser:
         help="turns of each engine (default: 1); or so many for each batch size",
     )
     add("--adversarial", action="store_true", help="requests on which no draft is right")
+    add("--target-guided", action="store_true", help="any model follows the recorded answers")
     add("--check-exact", action="store_true", help="compare every answer with plain vLLM's")
     add("--profile", action="store_true", help="print the shares of a step; costs a little time")
     add(
@@ -217,6 +226,8 @@ class Benchmark:
         self.environment = engine_environment(options)
         if options.profile:
             self.environment.update(profile.ENVIRONMENT)
+        if options.target_guided:
+            self.environment.update(profile.SENDING_FUNCTIONS)
         self.outcomes: dict[tuple[str, int], dict[int, Outcome]] = {
             (method, size): {} for size in prompts for method in methods
         }
@@ -262,7 +273,14 @@ class Benchmark:
         if self.methods[method] is not None:
             args["speculative_config"] = self.methods[method]
         prompts = [prompt.token_ids for prompt in self.prompts[size]]
-        job = Job(args, prompts, self.options.max_tokens, self.options.adversarial)
+        answers = [prompt.answer or [] for prompt in self.prompts[size]]
+        job = Job(
+            args,
+            prompts,
+            self.options.max_tokens,
+            self.options.adversarial,
+            answers if self.options.target_guided else None,
+        )
         progress.show({"event": "starting"})
         log = self._log(method, size, lap)
         return FreshEngine(generate.__name__, asdict(job), self.environment, log, progress.show)
@@ -323,6 +341,7 @@ class Benchmark:
                 },
             },
             "adversarial": self.options.adversarial,
+            "target_guided": self.options.target_guided,
             "max_tokens": self.options.max_tokens,
             "rounds": self.options.repeat,
             "turns": self.turns,
@@ -349,7 +368,8 @@ def report(benchmark: Benchmark, argv: Sequence[str]) -> list[Row]:
     counts = sorted({row["prompts"] for row in rows})
     prompts = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else counts[0]
     print(
-        f"\n{Path(options.model).name}{', adversarial' * options.adversarial}, {meta['dtype']}, "
+        f"\n{Path(options.model).name}{', adversarial' * options.adversarial}"
+        f"{', target-guided' * options.target_guided}, {meta['dtype']}, "
         f"{prompts} prompts, up to {options.max_tokens} tokens, {meta['cpu']} "
         f"({meta['cores']} cores; the worker {threads})\n"
     )
@@ -382,7 +402,31 @@ def prepare(options: argparse.Namespace) -> Benchmark:
     for size, chosen in prompts.items():
         if len(chosen) < turns[size]:
             raise PromptError(f"--turns {turns[size]}: batch size {size} has {len(chosen)} prompts")
+    if options.target_guided:
+        check_target_guided(options, methods, prompts)
     return Benchmark(options, methods, prompts, turns)
+
+
+def check_target_guided(
+    options: argparse.Namespace,
+    methods: dict[str, SpeculativeConfig | None],
+    prompts: dict[int, list[Prompt]],
+) -> None:
+    """Every prompt has its answer, and no method needs more of the model than that."""
+    if options.adversarial:
+        raise MethodError("--target-guided follows answers, --adversarial has none: leave one out")
+    for name, config in methods.items():
+        if config and config.get("proposer") in HAVE_WINDOW:
+            raise MethodError(
+                f"--target-guided: {name} learns from what a model says to its drafts, and "
+                "only the answers were recorded; leave it out"
+            )
+    for prompt in max(prompts.values(), key=len):
+        if prompt.answer is None:
+            raise PromptError(
+                f"{options.prompts}, line {prompt.line}: --target-guided follows recorded answers, "
+                "and there are no `output_token_ids`"
+            )
 
 
 def main(argv: Sequence[str]) -> int:

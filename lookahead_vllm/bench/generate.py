@@ -28,13 +28,14 @@ class Job:
 
     `engine_args` are those of `vllm.LLM`, with `max_num_seqs` the batch size; `prompts` are token
     ids. Decoding is greedy; `sampled` requests draw, without a seed, and to the last of
-    `max_tokens`.
+    `max_tokens`. With `answers`, each prompt gets its own, as far as `max_tokens` go.
     """
 
     engine_args: dict[str, Any]
     prompts: list[list[int]]
     max_tokens: int
     sampled: bool = False
+    answers: list[list[int]] | None = None
 
 
 @dataclass
@@ -107,11 +108,11 @@ def warm_up_prompts(
 def answer(
     engine: Any,
     prompts: Sequence[list[int]],
-    params: Any,
+    params: Sequence[Any],
     batch_size: int,
     finished: Callable[[int], None] = lambda _: None,
 ) -> tuple[list[Generation], float, float]:
-    """Answer all prompts with the same sampling parameters.
+    """Answer all prompts, each with its own sampling parameters.
 
     All are queued at once and the engine's `max_num_seqs` lets in the batch size: a request starts
     in the very step after another ends, so the batch is full until the queue is empty.
@@ -123,8 +124,8 @@ def answer(
     """
     generations = {str(index): Generation() for index in range(len(prompts))}
     start = last = time.perf_counter()
-    for request_id, prompt in zip(generations, prompts, strict=True):
-        engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+    for request_id, prompt, own in zip(generations, prompts, params, strict=True):
+        engine.add_request(request_id, {"prompt_token_ids": prompt}, own)
     done = 0
     full = 0.0
     while engine.has_unfinished_requests():
@@ -149,7 +150,7 @@ def warm_up(engine: Any, prompts: Sequence[list[int]], batch_size: int) -> None:
 
     params = SamplingParams(temperature=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
     others = warm_up_prompts(prompts, batch_size, engine.model_config.get_vocab_size())
-    answer(engine, others, params, batch_size)
+    answer(engine, others, [params] * len(others), batch_size)
 
 
 def run(job: Job, turns: Iterable[Sequence[int]], emit: Emit) -> None:
@@ -165,20 +166,27 @@ def run(job: Job, turns: Iterable[Sequence[int]], emit: Emit) -> None:
     warm_up(llm.llm_engine, job.prompts, batch_size)
     before = profiled_seconds(llm)
     dtype = str(llm.llm_engine.model_config.dtype).removeprefix("torch.")
+    if job.answers is not None:
+        from lookahead_vllm.bench import guided
+
+        guided.follow(llm, job.prompts, job.answers)
     emit("ready")
 
-    if job.sampled:
-        # Without seeds: on CPU vLLM 0.32 does not survive one whose prompt comes in chunks.
-        params = SamplingParams(max_tokens=job.max_tokens, ignore_eos=True)
-    else:
-        params = SamplingParams(temperature=0, max_tokens=job.max_tokens)
+    def params_of(index: int) -> Any:
+        if job.answers is not None:
+            length = min(job.max_tokens, len(job.answers[index]))
+            return SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        if job.sampled:
+            # Without seeds: on CPU vLLM 0.32 does not survive one whose prompt comes in chunks.
+            return SamplingParams(max_tokens=job.max_tokens, ignore_eos=True)
+        return SamplingParams(temperature=0, max_tokens=job.max_tokens)
 
     for chosen in turns:
         emit("generating")
         generations, seconds, full_seconds = answer(
             llm.llm_engine,
             [job.prompts[index] for index in chosen],
-            params,
+            [params_of(index) for index in chosen],
             batch_size,
             lambda done: emit("finished", done=done),
         )

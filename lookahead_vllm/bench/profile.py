@@ -15,11 +15,10 @@ PARTS = {
     "compaction": "KV moves",
 }
 
-ENVIRONMENT = {
-    "LOOKAHEAD_VLLM_PROFILE": "1",
-    # vLLM sends a function to its worker only where this is set.
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-}
+SENDING_FUNCTIONS = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""The environment in which vLLM sends a function to its worker."""
+
+ENVIRONMENT = {"LOOKAHEAD_VLLM_PROFILE": "1", **SENDING_FUNCTIONS}
 
 
 def profiled_seconds(llm: Any) -> Seconds:

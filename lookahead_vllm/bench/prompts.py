@@ -23,13 +23,15 @@ class Prompt:
     token_ids: list[int]
     category: str
     line: int
+    answer: list[int] | None = None
+    """What was recorded after it."""
 
 
 def load_prompts(path: Path, tokenize: Tokenize, limit: int | None = None) -> list[Prompt]:
     """Read a JSON-lines file.
 
     Each line holds `prompt_token_ids` (a list), `prompt` (text) or `messages` (a chat),
-    and may name its `category`, or else its `suite`.
+    and may name its `category`, or else its `suite`, and its answer, `output_token_ids`.
 
     Parameters
     ----------
@@ -53,7 +55,12 @@ def load_prompts(path: Path, tokenize: Tokenize, limit: int | None = None) -> li
         raise PromptError(f"{path} is empty: one JSON object a line is expected")
     categories = [str(line.get("category") or line.get("suite") or "all") for _, line in lines]
     return [
-        Prompt(_token_ids(path, lines[i], tokenize), categories[i], lines[i][0])
+        Prompt(
+            _token_ids(path, lines[i], tokenize),
+            categories[i],
+            lines[i][0],
+            _answer(path, lines[i]),
+        )
         for i in spread(categories, limit)
     ]
 
@@ -104,9 +111,19 @@ def _token_ids(path: Path, line: tuple[int, dict[str, Any]], tokenize: Tokenize)
             ids = tokenize(content)
         except Exception as error:
             raise PromptError(f"{path}, line {number}: cannot be tokenized: {error}") from error
+    return _checked(path, number, "prompt_token_ids", ids)
+
+
+def _answer(path: Path, line: tuple[int, dict[str, Any]]) -> list[int] | None:
+    number, content = line
+    ids = content.get("output_token_ids")
+    return None if ids is None else _checked(path, number, "output_token_ids", ids)
+
+
+def _checked(path: Path, number: int, name: str, ids: Any) -> list[int]:
     if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
         raise PromptError(
-            f"{path}, line {number}: `prompt_token_ids` must be a list of at least one token id"
+            f"{path}, line {number}: `{name}` must be a list of at least one token id"
         )
     return ids
 

@@ -123,6 +123,29 @@ def test_a_limit_is_spread_evenly_in_file_order(
     assert spread(categories, limit) == expected
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "line 2: --target-guided follows recorded answers, and there are no `output_tok"),
+        (["--adversarial"], "leave one out"),
+        (["--config", 'h={"method":"lookahead","proposer":"hybrid"}'], "h learns from what a mod"),
+    ],
+)
+def test_only_what_was_recorded_can_guide(
+    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(
+        '{"prompt_token_ids": [1], "output_token_ids": [2, 3]}\n{"prompt_token_ids": [4]}\n'
+    )
+    first, second = load_prompts(path, no_tokenizer)
+    assert (first.answer, second.answer) == ([2, 3], None)
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(["--model", "m", "--prompts", str(path), "--target-guided", *more])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 # Methods and the command line.
 
 
@@ -232,7 +255,7 @@ class ScriptedEngine:
 def test_the_steps_of_a_request_are_those_that_gave_it_tokens_less_its_prefill() -> None:
     engine = ScriptedEngine({"0": 1}, {"0": 3, "1": 1}, {}, {"0": 0, "1": 2}, {"0": 2})
     done: list[int] = []
-    (first, second), seconds, full = answer(engine, [[1], [2]], None, 2, done.append)
+    (first, second), seconds, full = answer(engine, [[1], [2]], [None, None], 2, done.append)
     assert (first.steps, len(first.token_ids)) == (2, 6)
     assert (second.steps, len(second.token_ids)) == (1, 3)
     assert (first.drafts, first.accepted, first.draft_tokens) == (3, 4, 9)

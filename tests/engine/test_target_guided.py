@@ -1,0 +1,36 @@
+"""A model that follows recorded answers says them, with drafts and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+
+from lookahead_vllm.bench.guided import follow
+from tests.engine.driving import drafter_of, engine, generate, random_prompts
+
+
+@pytest.mark.parametrize("lookahead", [None, {"budget": 8}], ids=["plain", "lookahead"])
+def test_recorded_answers_are_followed(lookahead: dict | None, llama: Path) -> None:
+    rng = np.random.default_rng(0)
+    prompts = random_prompts(5, 30, seed=21)
+    # A phrase again and again, so that there is something to draft.
+    phrase = rng.integers(5, 100, 6).tolist()
+    answers = [[*rng.integers(5, 100, 3 + i).tolist(), *phrase * 4] for i in range(5)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=len(a), ignore_eos=True, detokenize=False)
+        for a in answers
+    ]
+    with engine(llama, lookahead, max_num_seqs=3, seed=5) as llm:
+        follow(llm, prompts, answers)
+        assert [said for [said] in generate(llm, prompts, params)] == answers
+        other = random_prompts(1, 9, seed=99)
+        unguided = generate(llm, other)
+        if lookahead:
+            assert drafter_of(llm).counters.accepted_nodes > 30
+        with pytest.raises(ValueError, match="an answer has the token 4096, but the model knows"):
+            follow(llm, prompts[:1], [[4096]])
+    with engine(llama, seed=5) as llm:
+        assert generate(llm, other) == unguided
