@@ -48,7 +48,7 @@ def attend(
         "alibi_slopes": alibi_slopes is not None,
         "logits_soft_cap": logits_soft_cap > 0,
         "sinks": sinks is not None,
-        "an fp8 cache": k_scale is not None,
+        "fp8 caches": k_scale is not None,
     }
     if given := [name for name, is_given in options.items() if is_given]:
         raise ValueError(f"impl='xformers' has no {' and no '.join(given)}; write impl='triton'")
