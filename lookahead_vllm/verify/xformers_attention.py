@@ -57,7 +57,8 @@ def attend(
     for cache in (key_cache, value_cache):
         if cache.stride(0) != block_size * cache.stride(1):
             raise ValueError(
-                "impl='xformers' reads pages with tokens before heads; write impl='triton'"
+                "impl='xformers' reads pages that lie one after the other, tokens before heads; "
+                "write impl='triton'"
             )
     group = heads // kv_heads
     requests, widest = len(batch), batch.max_size
