@@ -54,6 +54,7 @@ examples:
 ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 """How far from float64 a row may be, relative to its length."""
 PARTS = ("kernels", "timings", "bench")
+DEVICE = "cuda"
 
 
 def numbers(text: str) -> list[int]:
@@ -154,18 +155,18 @@ class Case:
         self.sizes = sizes
 
         def ints(values: Any) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32, device="cuda")
+            return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
         self.batch = PagedBatch(
             ints(range(count)), ints(self.starts), ints(sizes), ints(self.contexts), ints(firsts),
             ints(depths), ints(masks).view(-1, words), max(sizes), max(self.contexts),
         )  # fmt: skip
         pages = max(c + s for c, s in zip(self.contexts, sizes, strict=True)) // self.page_size + 1
-        self.block_table = torch.randperm(count * pages, device="cuda").int().view(count, pages)
+        self.block_table = torch.randperm(count * pages, device=DEVICE).int().view(count, pages)
         shape = (count * pages, self.page_size, self.kv_heads, 2 * self.head_size)
         if self.heads_first:
             shape = (shape[0], shape[2], shape[1], shape[3])
-        whole = torch.full(shape, math.nan, device="cuda", dtype=self.dtype)
+        whole = torch.full(shape, math.nan, device=DEVICE, dtype=self.dtype)
         if self.fp8:
             whole = whole.to(torch.float8_e4m3fn)
         if self.heads_first:
@@ -173,20 +174,20 @@ class Case:
         self.cache = whole
         self.key_cache, self.value_cache = whole.split(self.head_size, dim=-1)
         for row, (context, size) in enumerate(zip(self.contexts, sizes, strict=True)):
-            slots = torch.arange(context + size, device="cuda")
+            slots = torch.arange(context + size, device=DEVICE)
             place = self.block_table[row, slots // self.page_size].long(), slots % self.page_size
-            values = torch.randn(len(slots), self.kv_heads, 2 * self.head_size, device="cuda")
+            values = torch.randn(len(slots), self.kv_heads, 2 * self.head_size, device=DEVICE)
             whole[place] = values.to(whole.dtype)
         self.query = torch.randn(
-            tokens, self.heads, self.head_size, device="cuda", dtype=self.dtype
+            tokens, self.heads, self.head_size, device=DEVICE, dtype=self.dtype
         )
         self.output = torch.full_like(self.query, math.nan)
         self.arguments = {"sliding_window": -1, "logits_soft_cap": 0.0, **self.options}
         self.arguments["scale"] = self.head_size**-0.5
         for name in ("alibi_slopes", "sinks"):
-            values = torch.linspace(0.01, 1, self.heads, device="cuda")
+            values = torch.linspace(0.01, 1, self.heads, device=DEVICE)
             self.arguments[name] = values if self.options.get(name) else None
-        ones = torch.ones(1, device="cuda")
+        ones = torch.ones(1, device=DEVICE)
         self.arguments.update(dict.fromkeys(("k_scale", "v_scale"), ones if self.fp8 else None))
 
     def run(self, impl: str) -> None:
@@ -203,13 +204,13 @@ class Case:
         for i, (start, size, context) in enumerate(
             zip(self.starts, self.sizes, self.contexts, strict=True)
         ):
-            slots = torch.arange(context + size, device="cuda")
+            slots = torch.arange(context + size, device=DEVICE)
             place = self.block_table[i, slots // self.page_size].long(), slots % self.page_size
             k, v = (
                 cache[place].double().transpose(0, 1)
                 for cache in (self.key_cache.float(), self.value_cache.float())
             )
-            nodes = torch.arange(size, device="cuda")
+            nodes = torch.arange(size, device=DEVICE)
             first = int(self.batch.firsts[i])
             depths, below = nodes, nodes[None, :] <= nodes[:, None]
             if first != CAUSAL:
@@ -293,7 +294,7 @@ def check_kernels(results: dict[str, Any]) -> bool:
 
 def flash_attention(case: Case) -> tuple[str, Callable[[], Any]]:
     """FlashAttention over the same tokens as chains, by the best that is installed."""
-    starts = torch.tensor([*case.starts, len(case.query)], dtype=torch.int32, device="cuda")
+    starts = torch.tensor([*case.starts, len(case.query)], dtype=torch.int32, device=DEVICE)
     lengths = case.batch.contexts + case.batch.sizes
     longest = int(lengths.max())
     try:
@@ -321,7 +322,7 @@ def flash_attention(case: Case) -> tuple[str, Callable[[], Any]]:
     from torch.nn.attention.bias import causal_lower_right
 
     shape = (count, case.kv_heads, longest, case.head_size)
-    k, v = (torch.randn(shape, device="cuda", dtype=case.dtype) for _ in range(2))
+    k, v = (torch.randn(shape, device=DEVICE, dtype=case.dtype) for _ in range(2))
 
     def run() -> torch.Tensor:
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
@@ -338,7 +339,7 @@ def flash_attention(case: Case) -> tuple[str, Callable[[], Any]]:
 
 def bandwidth() -> float:
     """Bytes a second that a copy reads and writes."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * source.numel() / (triton.testing.do_bench(lambda: target.copy_(source)) * 1e-3)
 
