@@ -112,9 +112,9 @@ def test_what_is_wished_of_the_window(extra_args: dict[str, Any], means: Wishes)
 @pytest.mark.parametrize(
     ("extra_args", "says"),
     [
-        ({"lookahead_window_size": 9}, ["=9 was", "from 0 to the server's 8", "write 8"]),
+        ({"lookahead_window_size": 9}, ["=9 was", "from 0 to the server's 4", "write 4"]),
         ({"lookahead_window_size": 2.5}, ["=2.5 was", "a whole number", "write 2"]),
-        ({"lookahead_window_size": "all"}, ["='all' was", "from 0 to the server's 8"]),
+        ({"lookahead_window_size": "all"}, ["='all' was", "from 0 to the server's 4"]),
         ({"lookahead_ngram_size": 1}, ["=1 was", "from 2 to the server's 5"]),
         ({"lookahead_guess_set_size": True}, ["=True was", "a whole number from 1"]),
         ({"lookahead_pool_from_prompt": "yes"}, ["='yes' was", "true or false"]),

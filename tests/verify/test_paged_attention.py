@@ -61,6 +61,7 @@ class PagedScene(Scene):
             if self.layout == "heads first":
                 whole = whole.transpose(1, 2)
             self.key_cache, self.value_cache = whole.split(width, dim=-1)
+        self.whole = whole
         if self.fp8:
             self.scales = {"k_scale": torch.tensor([0.02]), "v_scale": torch.tensor([0.05])}
             for name, texts in (("k_scale", self.keys), ("v_scale", self.values)):
