@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lookahead_vllm.verify.attention_by_the_book import attend_rows
-from lookahead_vllm.verify.paged_batch import CAUSAL, PagedBatch
+from lookahead_vllm.verify.paged_batch import CAUSAL, PagedBatch, PagedCall
 
 Impl = Literal["auto", "torch", "triton", "xformers"]
 IMPLS = ("auto", "torch", "triton", "xformers")
@@ -78,43 +78,36 @@ def paged_attention(
     ValueError
         Shapes, dtypes or options that do not fit, or an implementation that cannot do it.
     """
-    _check(query, key_cache, value_cache, output, block_table, sliding_window, k_scale, v_scale)
-    if impl not in IMPLS:
-        raise ValueError(f"impl is {impl!r}; choose one of {', '.join(IMPLS)}")
-    if not len(batch) or not batch.max_size:
-        return
-    run: Callable[..., None] = _attend_torch
-    if impl == "triton" or (impl == "auto" and query.device.type == "cuda"):
-        from lookahead_vllm.verify.triton_attention import attend as run
-    elif impl == "xformers":
-        from lookahead_vllm.verify.xformers_attention import attend as run
-    run(
+    call = PagedCall(
         query,
         key_cache,
         value_cache,
         output,
         block_table,
         batch,
-        scale=scale,
-        sliding_window=sliding_window,
-        alibi_slopes=alibi_slopes,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        scale,
+        sliding_window,
+        alibi_slopes,
+        logits_soft_cap,
+        sinks,
+        k_scale,
+        v_scale,
     )
+    _check(call)
+    if impl not in IMPLS:
+        raise ValueError(f"impl is {impl!r}; choose one of {', '.join(IMPLS)}")
+    if not len(batch) or not batch.max_size:
+        return
+    attend: Callable[[PagedCall], None] = _attend_torch
+    if impl == "triton" or (impl == "auto" and query.device.type == "cuda"):
+        from lookahead_vllm.verify.triton_attention import attend
+    elif impl == "xformers":
+        from lookahead_vllm.verify.xformers_attention import attend
+    attend(call)
 
 
-def _check(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    output: Tensor,
-    block_table: Tensor,
-    sliding_window: int,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
+def _check(call: PagedCall) -> None:
+    query, key_cache, value_cache, output, block_table = call[:5]
     _, heads, head_size = query.shape
     kv_heads = key_cache.shape[2]
     if query.dtype not in _QUERY_DTYPES or output.dtype != query.dtype:
@@ -128,7 +121,7 @@ def _check(
             f"the caches hold {key_cache.dtype} and {value_cache.dtype}; they hold the query's "
             f"{query.dtype}, or fp8"
         )
-    if (k_scale is None) != (v_scale is None) or is_fp8 != (k_scale is not None):
+    if {call.k_scale is not None, call.v_scale is not None} != {is_fp8}:
         raise ValueError("k_scale and v_scale are given with an fp8 cache, and with no other")
     if key_cache.shape != value_cache.shape or key_cache.shape[3] != head_size:
         raise ValueError(
@@ -144,27 +137,14 @@ def _check(
         raise ValueError(f"output is {list(output.shape)} for a query of {list(query.shape)}")
     if block_table.dtype != torch.int32:
         raise ValueError(f"block_table is int32, not {block_table.dtype}")
-    if sliding_window != -1 and sliding_window < 1:
-        raise ValueError(f"sliding_window is {sliding_window}; use -1 for none, or at least 1")
+    if call.sliding_window != -1 and call.sliding_window < 1:
+        raise ValueError(f"sliding_window is {call.sliding_window}; use -1 for none, or at least 1")
 
 
-def _attend_torch(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    output: Tensor,
-    block_table: Tensor,
-    batch: PagedBatch,
-    *,
-    scale: float,
-    sliding_window: int,
-    alibi_slopes: Tensor | None,
-    logits_soft_cap: float,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
+def _attend_torch(call: PagedCall) -> None:
     """One request after the other; waits for the device."""
+    query, key_cache, value_cache, output, block_table, batch = call[:6]
+    window = call.sliding_window
     block_size = key_cache.shape[1]
     output = output.view(len(output), *query.shape[1:])
     for row, start, size, context, first in torch.stack(
@@ -172,13 +152,13 @@ def _attend_torch(
     ).tolist():
         if not size:
             continue
-        oldest = max(0, context - sliding_window + 1) if sliding_window > 0 else 0
+        oldest = max(0, context - window + 1) if window > 0 else 0
         slots = torch.arange(oldest, context + size, device=query.device)
         blocks = block_table[row, slots // block_size].long()
         k = key_cache[blocks, slots % block_size].float()
         v = value_cache[blocks, slots % block_size].float()
-        if k_scale is not None and v_scale is not None:
-            k, v = k * k_scale, v * v_scale
+        if call.k_scale is not None and call.v_scale is not None:
+            k, v = k * call.k_scale, v * call.v_scale
         nodes = torch.arange(size, device=query.device)
         depths, below = nodes, nodes[None, :] <= nodes[:, None]
         if first != CAUSAL:
@@ -195,9 +175,9 @@ def _attend_torch(
             v.transpose(0, 1),
             allowed,
             key_positions - (context + depths)[:, None],
-            scale=scale,
-            sliding_window=sliding_window,
-            alibi_slopes=alibi_slopes,
-            soft_cap=logits_soft_cap,
-            sinks=sinks,
+            scale=call.scale,
+            sliding_window=window,
+            alibi_slopes=call.alibi_slopes,
+            soft_cap=call.logits_soft_cap,
+            sinks=call.sinks,
         ).to(output.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -136,3 +136,21 @@ class PagedBatch:
             "max_size": self.max_size,
             "max_context": self.max_context,
         }
+
+
+class PagedCall(NamedTuple):
+    """What `paged_attention` was given, checked; see there."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    output: Tensor
+    block_table: Tensor
+    batch: PagedBatch
+    scale: float
+    sliding_window: int
+    alibi_slopes: Tensor | None
+    logits_soft_cap: float
+    sinks: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None

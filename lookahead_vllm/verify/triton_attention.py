@@ -10,40 +10,29 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from lookahead_vllm.verify.paged_batch import PagedBatch
+from lookahead_vllm.verify.paged_batch import PagedCall
 
 _LOG2E = 1.4426950408889634
 MAX_SPLITS = 32
 KEYS_PER_SPLIT = 256
 """A split is not worth its merging for fewer."""
+MAX_PARTIAL = 256 << 20
+"""Bytes for what the splits of one launch hold; where prompts are in it, these are fewer."""
 _WAVES = 2  # programs for each multiprocessor, at least, where the context can be split so far
 _INTERPRETED_MULTIPROCESSORS = 4
 
 
-def attend(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    output: Tensor,
-    block_table: Tensor,
-    batch: PagedBatch,
-    *,
-    scale: float,
-    sliding_window: int,
-    alibi_slopes: Tensor | None,
-    logits_soft_cap: float,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    num_splits: int | None = None,
-) -> None:
+def attend(call: PagedCall, num_splits: int | None = None) -> None:
     """See `paged_attention`; `num_splits` is chosen by the size of the device if it is not given.
 
     Nothing here waits for the device, and what is launched depends on the shapes, `max_size` and
     `max_context` of the batch alone: it can be captured in a CUDA graph over fixed buffers.
     """
+    query, key_cache, value_cache, output, block_table, batch = call[:6]
+    alibi_slopes, sinks, k_scale, v_scale = (
+        call.alibi_slopes, call.sinks, call.k_scale, call.v_scale
+    )  # fmt: skip
     tokens, heads, head_size = query.shape
     _, block_size, kv_heads, _ = key_cache.shape
     group = heads // kv_heads
@@ -53,6 +42,7 @@ def attend(
     tiles = triton.cdiv(rows, block_m)
     if num_splits is None:
         num_splits = _num_splits(len(batch) * tiles * kv_heads, batch.max_context, query.device)
+        num_splits = max(1, min(num_splits, MAX_PARTIAL // (query.numel() * 4)))
     partial = (
         torch.empty(
             (num_splits, tokens, heads, head_size + 2), dtype=torch.float32, device=query.device
@@ -70,7 +60,7 @@ def attend(
         query if sinks is None else sinks,
         k_scale if has_scales else query,
         v_scale if has_scales else query,
-        scale, logits_soft_cap, sliding_window,
+        call.scale, call.logits_soft_cap, call.sliding_window,
         *query.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
@@ -84,9 +74,9 @@ def attend(
         BLOCK_N=block_n,
         BLOCK_D=triton.next_power_of_2(head_size),
         NUM_SPLITS=num_splits,
-        HAS_WINDOW=sliding_window > 0,
+        HAS_WINDOW=call.sliding_window > 0,
         HAS_ALIBI=alibi_slopes is not None,
-        HAS_CAP=logits_soft_cap > 0,
+        HAS_CAP=call.logits_soft_cap > 0,
         HAS_SINKS=sinks is not None,
         HAS_SCALES=has_scales,
         num_warps=8 if block_m == 128 else 4,
@@ -184,24 +174,14 @@ def _attend_tile(
     for at in range(low, high, BLOCK_N):
         slot = at + tl.arange(0, BLOCK_N)
         is_key = slot < high
-        block = tl.load(table + slot // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-        inside = slot % BLOCK_SIZE
-        k = tl.load(
-            key_cache + block[None, :] * key_block + inside[None, :] * key_slot
-            + kv_head * key_head + d[:, None],
-            mask=is_key[None, :] & is_dim[:, None],
-            other=0.0,
+        k, v = _load(
+            key_cache, value_cache, table, slot, is_key, d, is_dim, kv_head,
+            key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE,
         )  # fmt: skip
         scores = _scores(q, k, factor, soft_cap, slope, slot, position, HAS_CAP, HAS_ALIBI)
         seen = is_row[:, None] & is_key[None, :]
         if HAS_WINDOW:
             seen = seen & (slot[None, :] > position[:, None] - window)
-        v = tl.load(
-            value_cache + block[:, None] * value_block + inside[:, None] * value_slot
-            + kv_head * value_head + d[None, :],
-            mask=is_key[:, None] & is_dim[None, :],
-            other=0.0,
-        )  # fmt: skip
         best, total, acc = _add(scores, seen, v.to(q.dtype), best, total, acc)
 
     # The draft block, or the rows of a chain or a prompt themselves.
@@ -211,13 +191,9 @@ def _attend_tile(
             column = at + tl.arange(0, BLOCK_N)
             is_key = column < end
             slot = context + column
-            block = tl.load(table + slot // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-            inside = slot % BLOCK_SIZE
-            k = tl.load(
-                key_cache + block[None, :] * key_block + inside[None, :] * key_slot
-                + kv_head * key_head + d[:, None],
-                mask=is_key[None, :] & is_dim[:, None],
-                other=0.0,
+            k, v = _load(
+                key_cache, value_cache, table, slot, is_key, d, is_dim, kv_head,
+                key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE,
             )  # fmt: skip
             is_masked = first + column >= column
             key_depth = tl.load(depths + first + column, mask=is_key & is_masked, other=0)
@@ -236,12 +212,6 @@ def _attend_tile(
             seen = seen & is_row[:, None] & is_key[None, :]
             if HAS_WINDOW:
                 seen = seen & (key_position[None, :] > position[:, None] - window)
-            v = tl.load(
-                value_cache + block[:, None] * value_block + inside[:, None] * value_slot
-                + kv_head * value_head + d[None, :],
-                mask=is_key[:, None] & is_dim[None, :],
-                other=0.0,
-            )  # fmt: skip
             best, total, acc = _add(scores, seen, v.to(q.dtype), best, total, acc)
 
     if NUM_SPLITS > 1:
@@ -264,6 +234,26 @@ def _attend_tile(
             result.to(output.dtype.element_ty),
             mask=is_row[:, None] & is_dim[None, :],
         )
+
+
+@triton.jit
+def _load(
+    key_cache, value_cache, table, slot, is_key, d, is_dim, kv_head,
+    key_block, key_slot, key_head, value_block, value_slot, value_head,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """K [BLOCK_D, BLOCK_N] and V [BLOCK_N, BLOCK_D] of these slots; 0 where there is no key."""
+    block = tl.load(table + slot // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+    inside = slot % BLOCK_SIZE
+    key = block * key_block + inside * key_slot + kv_head * key_head
+    value = block * value_block + inside * value_slot + kv_head * value_head
+    k = tl.load(
+        key_cache + key[None, :] + d[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0
+    )
+    v = tl.load(
+        value_cache + value[:, None] + d[None, :], mask=is_key[:, None] & is_dim[None, :], other=0.0
+    )
+    return k, v
 
 
 @triton.jit

@@ -10,25 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lookahead_vllm.verify.paged_batch import PagedBatch
+from lookahead_vllm.verify.paged_batch import PagedBatch, PagedCall
 
 
-def attend(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    output: Tensor,
-    block_table: Tensor,
-    batch: PagedBatch,
-    *,
-    scale: float,
-    sliding_window: int,
-    alibi_slopes: Tensor | None,
-    logits_soft_cap: float,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
+def attend(call: PagedCall) -> None:
     """See `paged_attention`; pages with tokens before heads, and none of its options.
 
     Raises
@@ -44,14 +29,15 @@ def attend(
             "impl='xformers' needs xformers: pip install xformers, or write impl='triton'"
         ) from None
     options = {
-        "sliding_window": sliding_window > 0,
-        "alibi_slopes": alibi_slopes is not None,
-        "logits_soft_cap": logits_soft_cap > 0,
-        "sinks": sinks is not None,
-        "fp8 caches": k_scale is not None,
+        "sliding_window": call.sliding_window > 0,
+        "alibi_slopes": call.alibi_slopes is not None,
+        "logits_soft_cap": call.logits_soft_cap > 0,
+        "sinks": call.sinks is not None,
+        "fp8 caches": call.k_scale is not None,
     }
     if given := [name for name, is_given in options.items() if is_given]:
         raise ValueError(f"impl='xformers' has no {' and no '.join(given)}; write impl='triton'")
+    query, key_cache, value_cache, output, block_table, batch = call[:6]
     _, heads, head_size = query.shape
     num_blocks, block_size, kv_heads, _ = key_cache.shape
     for cache in (key_cache, value_cache):
@@ -86,7 +72,7 @@ def attend(
             page_size=block_size,
             device=query.device,
         ),
-        scale=scale,
+        scale=call.scale,
     )
     before = before.view(requests, widest, kv_heads, group, head_size)
     before_lse = before_lse.view(kv_heads, group, requests, widest).permute(2, 0, 1, 3)
@@ -101,7 +87,11 @@ def attend(
         for cache in (key_cache, value_cache)
     )
     own, own_lse = fmha.memory_efficient_attention_partial(
-        q, k, v, attn_bias=_bias(batch, nodes, is_row, kv_heads, group, query.dtype), scale=scale
+        q,
+        k,
+        v,
+        attn_bias=_bias(batch, nodes, is_row, kv_heads, group, query.dtype),
+        scale=call.scale,
     )
     merged, _ = fmha.merge_attentions(
         [before, own], [before_lse, own_lse], write_lse=False, output_dtype=query.dtype

@@ -29,6 +29,9 @@ LOGPROB_TOLERANCE = 1e-3
 MOST_STEPS = 20_000
 IMPOSSIBLE = -1e6
 """A logprob below this is that of a token that something forbids."""
+NEVER = 104.0
+"""So far below the best, a token's probability is 0 in float32: where others in the batch have a
+top-p, vLLM forbids it."""
 
 
 @dataclass
@@ -256,15 +259,19 @@ def _same_alternatives(a: dict[int, Any], b: dict[int, Any]) -> bool:
     """The logprobs of one place: the last of equally likely tokens may be another one."""
     if len(a) != len(b):
         return False
-    for one, other in ((a, b), (b, a)):
-        least = min(v.logprob for v in other.values())
-        for token, value in one.items():
-            if token in other:
-                if not _close(value.logprob, other[token].logprob):
-                    return False
-            elif not _close(value.logprob, least):
-                return False
+    for one, other in ((_likely(a), _likely(b)), (_likely(b), _likely(a))):
+        least = min(other.values())
+        if not all(_close(value, other.get(token, least)) for token, value in one.items()):
+            return False
     return True
+
+
+def _likely(place: dict[int, Any]) -> dict[int, float]:
+    """The logprobs by token; what is never drawn is forbidden."""
+    best = max(v.logprob for v in place.values())
+    return {
+        token: -math.inf if v.logprob < best - NEVER else v.logprob for token, v in place.items()
+    }
 
 
 def _close(a: float, b: float) -> bool:

@@ -73,6 +73,8 @@ def logprobs(**values: float) -> dict[str, SimpleNamespace]:
         (logprobs(a=-1.0, b=-2.0), logprobs(a=-1.0, c=-2.5), False),
         (logprobs(a=-1.0, b=-2.0), logprobs(a=-1.0), False),
         (logprobs(a=float("-inf")), logprobs(a=-1.25e9), True),
+        (logprobs(a=1e9, b=1.6), logprobs(a=1e9, c=float("-inf")), True),
+        (logprobs(a=100.0, b=1.6), logprobs(a=100.0, b=float("-inf")), False),
         (logprobs(a=float("nan")), logprobs(a=float("nan")), True),
         (logprobs(a=float("nan")), logprobs(a=-1.0), False),
     ],

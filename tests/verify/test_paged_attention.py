@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.verify.paged_attention import paged_attention
-from lookahead_vllm.verify.paged_batch import PagedBatch
+from lookahead_vllm.verify.paged_batch import PagedBatch, PagedCall
 from lookahead_vllm.verify.tree_batch import TreeBatch
 from tests.verify.test_tree_attention import Scene, draw_tree
 
@@ -91,28 +91,27 @@ class PagedScene(Scene):
         )
 
     def run(self, impl: str, batch: PagedBatch | None = None) -> torch.Tensor:
-        more = {} if self.num_splits is None else {"num_splits": self.num_splits}
-        attend = paged_attention
-        if more:
-            from lookahead_vllm.verify.triton_attention import attend
+        arguments = {
+            "query": self.query,
+            "key_cache": self.key_cache,
+            "value_cache": self.value_cache,
+            "output": self.output,
+            "block_table": self.block_table,
+            "batch": self.paged if batch is None else batch,
+            "scale": self.scale,
+            "sliding_window": self.window,
+            "alibi_slopes": self.alibi_slopes,
+            "logits_soft_cap": self.soft_cap,
+            "sinks": self.sink_logits,
+            "k_scale": self.scales.get("k_scale"),
+            "v_scale": self.scales.get("v_scale"),
+        }
+        if self.num_splits is None:
+            paged_attention(**arguments, impl=impl)
         else:
-            more = {"impl": impl}
-        attend(
-            self.query,
-            self.key_cache,
-            self.value_cache,
-            self.output,
-            self.block_table,
-            self.paged if batch is None else batch,
-            scale=self.scale,
-            sliding_window=self.window,
-            alibi_slopes=self.alibi_slopes,
-            logits_soft_cap=self.soft_cap,
-            sinks=self.sink_logits,
-            k_scale=self.scales.get("k_scale"),
-            v_scale=self.scales.get("v_scale"),
-            **more,
-        )
+            from lookahead_vllm.verify.triton_attention import attend
+
+            attend(PagedCall(**arguments), self.num_splits)
         return self.output.view(len(self.query), self.heads, self.head_size)
 
     def check(self, impl: str) -> None:
