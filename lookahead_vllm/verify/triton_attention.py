@@ -13,7 +13,7 @@ import triton.language as tl
 
 from lookahead_vllm.verify.paged_batch import PagedCall
 
-_LOG2E = 1.4426950408889634
+_LOG2E = tl.constexpr(1.4426950408889635)
 MAX_SPLITS = 32
 KEYS_PER_SPLIT = 256
 """A split is not worth its merging for fewer."""
@@ -222,7 +222,7 @@ def _attend_tile(
         tl.store(place + HEAD_SIZE + 1, total, mask=is_row)
     else:
         if HAS_SINKS:
-            sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
+            sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * _LOG2E
             higher = tl.maximum(best, sink)
             total = total * tl.exp2(best - higher) + tl.exp2(sink - higher)
             acc = acc * tl.exp2(best - higher)[:, None]
@@ -265,12 +265,12 @@ def _scores(
     scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * factor
     if HAS_CAP:
         # tanh, without an overflow on either side
-        raised = tl.exp2(tl.abs(scores) * (-2.0 * 1.4426950408889634 / soft_cap))
+        raised = tl.exp2(tl.abs(scores) * (-2.0 * _LOG2E / soft_cap))
         bounded = soft_cap * (1.0 - raised) / (1.0 + raised)
         scores = tl.where(scores < 0, -bounded, bounded)
     if HAS_ALIBI:
         scores += slope[:, None] * (key_position[None, :] - position[:, None]).to(tl.float32)
-    return scores * 1.4426950408889634
+    return scores * _LOG2E
 
 
 @triton.jit
@@ -312,7 +312,7 @@ def _merge_splits(
     acc = tl.load(place[:, None] + d[None, :], mask=is_split[:, None] & is_dim[None, :], other=0.0)
     highest = tl.max(best, axis=0)
     if HAS_SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks + head).to(tl.float32) * _LOG2E
         highest = tl.maximum(highest, sink)
     fade = tl.exp2(best - highest)
     sum_of_all = tl.sum(total * fade, axis=0)
