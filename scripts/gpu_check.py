@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import json
 import math
@@ -13,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ try:
     import torch
     import triton.testing
 
-    from lookahead_vllm.verify.attention_by_the_book import attend_rows
-    from lookahead_vllm.verify.paged_attention import paged_attention
-    from lookahead_vllm.verify.paged_batch import CAUSAL, PagedBatch
+    from lookahead_vllm.bench.command_line import check_outputs, positive, positives
+    from lookahead_vllm.verify.paged_attention import by_the_book, paged_attention
+    from lookahead_vllm.verify.paged_batch import CAUSAL, PagedBatch, PagedCall
 except ImportError as error:
     sys.exit(f"gpu_check.py needs torch, triton and numpy, and nothing else: {error}")
 
@@ -57,27 +57,19 @@ PARTS = ("kernels", "timings", "bench")
 DEVICE = "cuda"
 
 
-def numbers(text: str) -> list[int]:
-    """Whole numbers above 0, separated by commas."""
-    values = [int(part) for part in text.split(",")]
-    if min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{min(values)} is not above 0")
-    return values
-
-
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=TEACH, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--only", choices=PARTS, action="append", help="this part alone; repeatable")
-    add("--contexts", type=numbers, default=[256, 1024, 4096, 8192, 32768], metavar="N,M")
-    add("--requests", type=numbers, default=[1, 8, 64], metavar="N,M")
-    add("--nodes", type=numbers, default=[1, 16, 32, 64, 128], metavar="N,M")
-    add("--heads", type=int, default=32, help="query heads (default: 32)")
-    add("--kv-heads", type=int, default=8, help="KV heads (default: 8)")
-    add("--head-size", type=int, default=128, help="default: 128")
-    add("--page-size", type=int, default=16, help="tokens of a page (default: 16)")
+    add("--contexts", type=positives, default=[256, 1024, 4096, 8192, 32768], metavar="N,M")
+    add("--requests", type=positives, default=[1, 8, 64], metavar="N,M")
+    add("--nodes", type=positives, default=[1, 16, 32, 64, 128], metavar="N,M")
+    add("--heads", type=positive, default=32, help="query heads (default: 32)")
+    add("--kv-heads", type=positive, default=8, help="KV heads (default: 8)")
+    add("--head-size", type=positive, default=128, help="default: 128")
+    add("--page-size", type=positive, default=16, help="tokens of a page (default: 16)")
     add("--dtype", default="bfloat16", choices=("float16", "bfloat16"), help="of the timings")
     add("--json", type=Path, metavar="OUT.json", help="write everything there")
     add("--plot", type=Path, metavar="OUT.png", help="draw the timings there")
@@ -91,9 +83,10 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         )
     if options.heads % options.kv_heads:
         parser.error(f"--heads {options.heads} is no multiple of --kv-heads {options.kv_heads}")
-    for path in (options.json, options.plot):
-        if path and not path.parent.is_dir():
-            parser.error(f"there is no folder {path.parent} to write {path.name} in")
+    try:
+        check_outputs(options, ValueError)
+    except ValueError as error:
+        parser.error(str(error))
     return options
 
 
@@ -182,52 +175,29 @@ class Case:
             tokens, self.heads, self.head_size, device=DEVICE, dtype=self.dtype
         )
         self.output = torch.full_like(self.query, math.nan)
-        self.arguments = {"sliding_window": -1, "logits_soft_cap": 0.0, **self.options}
-        self.arguments["scale"] = self.head_size**-0.5
-        for name in ("alibi_slopes", "sinks"):
-            values = torch.linspace(0.01, 1, self.heads, device=DEVICE)
-            self.arguments[name] = values if self.options.get(name) else None
-        ones = torch.ones(1, device=DEVICE)
-        self.arguments.update(dict.fromkeys(("k_scale", "v_scale"), ones if self.fp8 else None))
+        each = torch.linspace(0.01, 1, self.heads, device=DEVICE)
+        one = torch.ones(1, device=DEVICE) if self.fp8 else None
+        self.call = PagedCall(
+            self.query, self.key_cache, self.value_cache, self.output, self.block_table, self.batch,
+            scale=self.head_size**-0.5,
+            sliding_window=self.options.get("sliding_window", -1),
+            alibi_slopes=each if self.options.get("alibi_slopes") else None,
+            logits_soft_cap=self.options.get("logits_soft_cap", 0.0),
+            sinks=each if self.options.get("sinks") else None,
+            k_scale=one,
+            v_scale=one,
+        )  # fmt: skip
 
     def run(self, impl: str) -> None:
-        paged_attention(
-            self.query, self.key_cache, self.value_cache, self.output, self.block_table,
-            self.batch, impl=impl, **self.arguments,  # type: ignore[arg-type]
-        )  # fmt: skip
+        paged_attention(**self.call._asdict(), impl=impl)  # type: ignore[arg-type]
 
     def error(self, impl: str) -> float:
         """The largest distance of a row from float64, relative to its length."""
         self.output.fill_(math.nan)
         self.run(impl)
         worst = 0.0
-        for i, (start, size, context) in enumerate(
-            zip(self.starts, self.sizes, self.contexts, strict=True)
-        ):
-            slots = torch.arange(context + size, device=DEVICE)
-            place = self.block_table[i, slots // self.page_size].long(), slots % self.page_size
-            k, v = (
-                cache[place].double().transpose(0, 1)
-                for cache in (self.key_cache.float(), self.value_cache.float())
-            )
-            nodes = torch.arange(size, device=DEVICE)
-            first = int(self.batch.firsts[i])
-            depths, below = nodes, nodes[None, :] <= nodes[:, None]
-            if first != CAUSAL:
-                depths = self.batch.depths[first : first + size]
-                below = (self.batch.masks[first : first + size][:, nodes // 32] >> nodes % 32) & 1
-            positions = torch.cat((slots[:context], context + depths))
-            allowed = torch.cat((slots.new_ones(size, context), below), dim=1).bool()
-            expected = attend_rows(
-                self.query[start : start + size].double(), k, v, allowed,
-                positions - (context + depths)[:, None],
-                scale=self.arguments["scale"],
-                sliding_window=self.arguments["sliding_window"],
-                alibi_slopes=self.arguments["alibi_slopes"],
-                soft_cap=self.arguments["logits_soft_cap"],
-                sinks=self.arguments["sinks"],
-            )  # fmt: skip
-            got = self.output[start : start + size].double()
+        for start, expected in by_the_book(self.call, torch.float64):
+            got = self.output[start : start + len(expected)].double()
             distance = ((got - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
             worst = max(worst, math.inf if math.isnan(distance) else distance)
         return worst
@@ -303,7 +273,7 @@ def flash_attention(case: Case) -> tuple[str, Callable[[], Any]]:
         return "vLLM's", lambda: flash_attn_varlen_func(
             case.query, case.key_cache, case.value_cache, out=case.output, cu_seqlens_q=starts,
             max_seqlen_q=max(case.sizes), seqused_k=lengths, max_seqlen_k=longest,
-            softmax_scale=case.arguments["scale"], causal=True, block_table=case.block_table,
+            softmax_scale=case.call.scale, causal=True, block_table=case.block_table,
         )  # fmt: skip
     except ImportError:
         pass
@@ -360,17 +330,8 @@ def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
     speed = bandwidth()
     results["bandwidth"] = speed
     print(f"\na copy moves {speed / 1e12:.2f} TB/s\n")
-    head = [
-        "requests",
-        "context",
-        "nodes",
-        "floor",
-        "flash",
-        "triton",
-        "/flash",
-        "xformers",
-        "torch",
-    ]
+    head = ["requests", "context", "nodes"]
+    head += ["floor", "flash", "triton", "/flash", "xformers", "torch"]
     print(" | ".join(name.rjust(8) for name in head))
     rows = results["timings"] = []
     for requests, context, nodes in itertools.product(
@@ -443,11 +404,11 @@ def plot(results: dict[str, Any], path: Path) -> None:
 def bench(options: argparse.Namespace) -> bool:
     """scripts/bench.py, where it can run."""
     try:
-        vllm = importlib.import_module("vllm")
-    except ImportError:
+        release = version("vllm")
+    except PackageNotFoundError:
         print("\nbench: vLLM is not installed, so it is left out")
         return True
-    if "cpu" in vllm.__version__ or not (options.model and options.prompts):
+    if "cpu" in release or not (options.model and options.prompts):
         print("\nbench: needs vLLM with CUDA, --model and --prompts, so it is left out")
         return True
     command = [

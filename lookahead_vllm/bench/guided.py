@@ -82,11 +82,8 @@ class Guide:
         behind = self._texts.shape[1] - 1
         places = (runner.positions[rows.long()].long() + 1).clamp(max=behind)
         said = self._texts[texts.to(self._texts.device), places]
-        row, known = torch.arange(len(said), device=said.device), said >= 0
-        target = said.clamp(min=0)
-        logits[row, target] = torch.where(
-            known, torch.full_like(logits[row, target], LIKELIEST), logits[row, target]
-        )
+        place = torch.arange(len(said), device=said.device), said.clamp(min=0)
+        logits[place] = logits[place].masked_fill(said >= 0, LIKELIEST)
 
     def _text_of(self, request_id: str, requests: Mapping[str, Any]) -> int:
         found = self._of_request.get(request_id)

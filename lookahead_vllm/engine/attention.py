@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from lookahead_vllm.engine import profile
+from lookahead_vllm.engine.tree_rows import without_contexts
 from lookahead_vllm.verify.kv_moves import KVMover
 from lookahead_vllm.verify.tree_attention import supported, tree_attention
 from lookahead_vllm.verify.tree_batch import TreeBatch
@@ -50,12 +51,8 @@ class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         trees = self.trees
         if trees is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        # The native kernel still runs over a mixed batch. Told that a tree's request has no
-        # context, it spends next to nothing on rows that tree attention overwrites.
-        seq_lens = common_attn_metadata.seq_lens.clone()
-        seq_lens[trees.rows.long()] = trees.sizes.to(seq_lens.dtype)
-        common_attn_metadata = replace(common_attn_metadata, seq_lens=seq_lens)
-        built = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        told = without_contexts(common_attn_metadata, trees.rows, trees.sizes)
+        built = super().build(common_prefix_len, told, fast_build)
         return TreeAttentionMetadata(
             **{f.name: getattr(built, f.name) for f in fields(built)},
             trees=trees,

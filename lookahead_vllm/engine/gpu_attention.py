@@ -7,7 +7,6 @@ same fields where it matters here, so both get the same two halves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +24,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from lookahead_vllm.engine import profile
+from lookahead_vllm.engine.tree_rows import without_contexts
 from lookahead_vllm.verify.paged_attention import paged_attention
 from lookahead_vllm.verify.paged_batch import PagedBatch
 from lookahead_vllm.verify.tree_batch import TreeBatch
@@ -53,12 +53,8 @@ class _TreeBuilder(_Builder):
         if self.trees is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         batch = PagedBatch.build(self.trees, self.device)
-        # vLLM's kernel still runs over the batch. Told that a tree's request has no context, it
-        # spends next to nothing on rows that tree attention overwrites.
-        seq_lens = common_attn_metadata.seq_lens.clone()
-        seq_lens[batch.rows.long()] = batch.sizes.to(seq_lens.dtype)
-        common_attn_metadata = replace(common_attn_metadata, seq_lens=seq_lens)
-        built = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        told = without_contexts(common_attn_metadata, batch.rows, batch.sizes)
+        built = super().build(common_prefix_len, told, fast_build)
         built.trees = batch
         return built
 

@@ -44,8 +44,10 @@ def likeliest(
     Raises
     ------
     ValueError
-        Another `impl`, or "native" where it is not available.
+        Another `k` or `impl`, or "native" where it is not available.
     """
+    if not 0 < k <= min(MAX_CHOICES, logits.shape[1]):
+        raise ValueError(f"k is {k}; there are 1 to {min(MAX_CHOICES, logits.shape[1])} choices")
     if impl not in ("auto", "torch", "native"):
         raise ValueError(f"impl is {impl!r}; choose 'auto', 'torch' or 'native'")
     wanted = torch.from_numpy(rows).to(logits.device)

@@ -6,7 +6,7 @@ compared with. vLLM's cache on CPU has another layout, see `tree_attention.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
@@ -142,11 +142,21 @@ def _check(call: PagedCall) -> None:
 
 
 def _attend_torch(call: PagedCall) -> None:
-    """One request after the other; waits for the device."""
-    query, key_cache, value_cache, output, block_table, batch = call[:6]
+    output = call.output.view(len(call.output), *call.query.shape[1:])
+    for start, rows in by_the_book(call):
+        output[start : start + len(rows)] = rows.to(output.dtype)
+
+
+def by_the_book(
+    call: PagedCall, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[int, Tensor]]:
+    """The first row of each request, and what all its rows get: [rows, heads, head_size].
+
+    One request after the other, computed in `dtype`; waits for the device.
+    """
+    query, key_cache, value_cache, _, block_table, batch = call[:6]
     window = call.sliding_window
     block_size = key_cache.shape[1]
-    output = output.view(len(output), *query.shape[1:])
     for row, start, size, context, first in torch.stack(
         (batch.rows, batch.starts, batch.sizes, batch.contexts, batch.firsts), dim=1
     ).tolist():
@@ -155,8 +165,8 @@ def _attend_torch(call: PagedCall) -> None:
         oldest = max(0, context - window + 1) if window > 0 else 0
         slots = torch.arange(oldest, context + size, device=query.device)
         blocks = block_table[row, slots // block_size].long()
-        k = key_cache[blocks, slots % block_size].float()
-        v = value_cache[blocks, slots % block_size].float()
+        k = key_cache[blocks, slots % block_size].to(dtype)
+        v = value_cache[blocks, slots % block_size].to(dtype)
         if call.k_scale is not None and call.v_scale is not None:
             k, v = k * call.k_scale, v * call.v_scale
         nodes = torch.arange(size, device=query.device)
@@ -169,15 +179,18 @@ def _attend_torch(call: PagedCall) -> None:
         key_positions[context - oldest :] = context + depths
         allowed = torch.ones(size, len(slots), dtype=torch.bool, device=query.device)
         allowed[:, context - oldest :] = below
-        output[start : start + size] = attend_rows(
-            query[start : start + size],
-            k.transpose(0, 1),
-            v.transpose(0, 1),
-            allowed,
-            key_positions - (context + depths)[:, None],
-            scale=call.scale,
-            sliding_window=window,
-            alibi_slopes=call.alibi_slopes,
-            soft_cap=call.logits_soft_cap,
-            sinks=call.sinks,
-        ).to(output.dtype)
+        yield (
+            start,
+            attend_rows(
+                query[start : start + size],
+                k.transpose(0, 1),
+                v.transpose(0, 1),
+                allowed,
+                key_positions - (context + depths)[:, None],
+                scale=call.scale,
+                sliding_window=window,
+                alibi_slopes=call.alibi_slopes,
+                soft_cap=call.logits_soft_cap,
+                sinks=call.sinks,
+            ),
+        )

@@ -22,7 +22,7 @@ from lookahead_vllm.bench.traces import Trace, TraceError, TraceFile, load_trace
 from lookahead_vllm.draft.budget import CostCurve
 from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.draft.proposer import DraftRequest
-from lookahead_vllm.draft.registry import PROPOSERS
+from lookahead_vllm.draft.registry import HAVE_WINDOW, PROPOSERS
 from lookahead_vllm.draft.tree import DraftTree
 from tests.scripts.loading import load_script
 
@@ -297,7 +297,7 @@ def test_all_that_is_listed_can_be_chosen(capsys: pytest.CaptureFixture[str]) ->
         script_module.main(["--list"])
     assert not stopped.value.code
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert set(names) == {*PROPOSERS, *RIVALS, *GROUPS}
+    assert set(names) == {*PROPOSERS, *RIVALS, *GROUPS} - HAVE_WINDOW
     for name in names:
         assert list(choose_drafters(name)) == GROUPS.get(name, [name])
 

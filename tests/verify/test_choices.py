@@ -39,6 +39,12 @@ def test_no_rows_no_choices(impl):
     assert likeliest(torch.empty(3, 49_152), none, 8, impl).tokens.shape == (0, 8)
 
 
+@pytest.mark.parametrize("k", [0, 9, 17])
+def test_no_more_than_there_are(k):
+    with pytest.raises(ValueError, match=f"k is {k}; there are 1 to 8 choices"):
+        likeliest(torch.zeros(1, 8), np.zeros(1, np.int64), k)
+
+
 def test_an_unknown_implementation_is_named():
     with pytest.raises(ValueError, match="'cuda'; choose 'auto', 'torch' or 'native'"):
         likeliest(torch.zeros(1, 8), np.zeros(1, np.int64), 1, impl="cuda")

@@ -4,11 +4,13 @@ import sys
 from dataclasses import dataclass
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
 from lookahead_vllm.draft.tree import DraftTree
-from tests.verify.test_paged_attention import PagedScene, draw_tree, np
+from tests.verify.test_paged_attention import PagedScene
+from tests.verify.test_tree_attention import draw_tree
 
 
 @dataclass
