@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.budget import Load, StepCost
 from lookahead_vllm.draft.kernel import Ints, Words
-from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
 from lookahead_vllm.draft.window_shape import NO_WISHES, Wishes
 
 NO_LOAD = Load()
@@ -104,3 +104,28 @@ class Proposer(Protocol):
 
     def finish(self, request_id: str) -> None:
         """The request has ended; an unknown one is ignored."""
+
+
+class NoProposer:
+    """Guesses nothing and learns nothing: who proposes where another one's drafts are verified."""
+
+    cost: StepCost | None = None
+    least_beside_prompt = 0.0
+    num_choices = 0
+    hears_roots = False
+
+    def start(self, request_id: str, prompt: Sequence[int], *more: Any) -> None:
+        """Pass over it."""
+
+    def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
+        """Pass over them."""
+
+    def observe(self, verified: Verified) -> None:
+        """Pass over it."""
+
+    def propose(self, wants: Sequence[DraftRequest], load: Load = NO_LOAD) -> Sequence[DraftTree]:
+        """No node for anybody."""
+        return [EMPTY_TREE] * len(wants)
+
+    def finish(self, request_id: str) -> None:
+        """Pass over it."""

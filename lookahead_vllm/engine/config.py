@@ -100,12 +100,12 @@ def apply(config: VllmConfig, options: LookaheadOptions) -> None:
         The config asks for something that lookahead cannot serve exactly.
     """
     parallel = config.parallel_config
-    for name in ("pipeline_parallel_size", "tensor_parallel_size"):
-        if (size := getattr(parallel, name)) > 1:
-            raise OptionError(
-                f"{name}={size} was given, but lookahead serves 1 for now; write {name}=1, or "
-                "leave lookahead out of the speculative config"
-            )
+    if (size := parallel.pipeline_parallel_size) > 1:
+        raise OptionError(
+            f"pipeline_parallel_size={size} was given, but only the last stage knows which drafts "
+            "were accepted, and all have to move their KV; write tensor_parallel_size instead, or "
+            "leave lookahead out of the speculative config"
+        )
     if parallel.worker_cls not in WORKERS:
         raise OptionError(
             f"worker_cls={parallel.worker_cls!r} was given, but lookahead brings its own worker "

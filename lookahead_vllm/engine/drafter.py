@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from llvmlite.binding import ffi
-from numpy.typing import NDArray
 from vllm.logger import init_logger
 
 from lookahead_vllm.draft.budget import Load
-from lookahead_vllm.draft.proposer import DraftRequest, Proposer, Verified
+from lookahead_vllm.draft.proposer import DraftRequest, NoProposer, Proposer, Verified
 from lookahead_vllm.draft.registry import make_proposer
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree, DraftTreeError
 from lookahead_vllm.engine import config, request_options, shutdown
 from lookahead_vllm.engine.cache import open_cache
+from lookahead_vllm.engine.exchange import Proposed, Sent
 from lookahead_vllm.engine.request_options import RequestOptions
-from lookahead_vllm.engine.shapes import Proposed, Sent
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -77,8 +76,6 @@ REST_AFTER = 16
 REST = 3
 """so many steps are passed over before the next one is looked at."""
 
-_NOTHING = Sent(DraftForest.of([EMPTY_TREE]), 0, [])
-
 
 class LookaheadDrafter:
     """What vLLM builds from ``{"method": "custom_class"}`` and calls `runner.drafter`."""
@@ -93,8 +90,10 @@ class LookaheadDrafter:
         self.counters = Counters()
         self.may_branch = False
         """Whether this engine's attention can verify branching trees; the runner finds out."""
-        self.proposer: Proposer = make_proposer(self.options)
-        self._cache = open_cache(vllm_config, self.options, self.proposer)
+        # Of the ranks that share a model, one drafts: its drafts come to all, see `exchange`.
+        self.leads = vllm_config.parallel_config.rank == 0
+        self.proposer: Proposer = make_proposer(self.options) if self.leads else NoProposer()
+        self._cache = open_cache(vllm_config, self.options, self.proposer) if self.leads else None
         if self._cache is not None:
             shutdown.before_teardown(self.shutdown)
         self._max_model_len = vllm_config.model_config.max_model_len
@@ -136,10 +135,6 @@ class LookaheadDrafter:
     def has_grammars(self) -> bool:
         """Whether a live request is under a grammar."""
         return bool(self._with_grammar)
-
-    def has_grammar(self, request_id: str) -> bool:
-        """Whether this one is."""
-        return request_id in self._with_grammar
 
     def live(self, request_id: str) -> Live | None:
         """The request's record; None for one that gets no drafts.
@@ -250,27 +245,6 @@ class LookaheadDrafter:
                 drafts[want.request_id] = own = tokens[first:end]
                 self._sent[want.request_id] = Sent(forest, i, own)
         return drafts
-
-    def recall(
-        self, scheduled: Sequence[tuple[str, list[int]]]
-    ) -> tuple[DraftForest, NDArray[np.bool_]]:
-        """The trees whose nodes were scheduled, possibly cut; a chain of what is not its own.
-
-        Also which ones are the proposer's: bool [t].
-        """
-        sent = [self._sent.get(request_id, _NOTHING) for request_id, _ in scheduled]
-        known = [s.tokens[: len(t)] == t for s, (_, t) in zip(sent, scheduled, strict=True)]
-        own = np.array(known, np.bool_)
-        if all(known) and len({id(s.forest) for s in sent}) == 1:  # of one step, as a rule
-            trees = np.array([s.tree for s in sent])
-            return sent[0].forest.take(trees, np.array([len(t) for _, t in scheduled])), own
-        forest = DraftForest.of(
-            [
-                s.forest[s.tree].prefix(len(tokens)) if mine else DraftTree.chain(tokens)
-                for s, mine, (_, tokens) in zip(sent, known, scheduled, strict=True)
-            ]
-        )
-        return forest, own
 
     def proposed(self, req_ids: Sequence[str]) -> Proposed | None:
         """What the scheduler has to know of the drafts of a step; None if there are none."""

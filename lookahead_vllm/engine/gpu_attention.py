@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
@@ -87,6 +88,13 @@ class _TreeImpl(_Impl):
         if trees is None or self.attn_type != AttentionType.DECODER:
             return result
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        scales = {}
+        if is_quantized_kv_cache(self.kv_cache_dtype):
+            fp8 = current_platform.fp8_dtype()
+            keys, values = keys.view(fp8), values.view(fp8)
+            scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+            if query.dtype == fp8:  # the layer did that, where vLLM's kernel wants it
+                query = (query.float() * layer._q_scale).to(output.dtype)
         left, _ = self.sliding_window
         with profile.timed("attention"):
             paged_attention(
@@ -101,8 +109,13 @@ class _TreeImpl(_Impl):
                 alibi_slopes=self.alibi_slopes,
                 logits_soft_cap=self.logits_soft_cap,
                 sinks=self.sinks,
+                **scales,
             )
         return result
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """What is overwritten is not quantized yet."""
+        return False
 
 
 class TreeFlashAttentionMetadataBuilder(_TreeBuilder, FlashAttentionMetadataBuilder):
@@ -147,12 +160,10 @@ def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
     if group.backend not in (TreeFlashAttentionBackend, TreeTritonAttentionBackend):
         return f"there is no tree attention for the backend {group.backend.__name__}"
     builder = group.get_metadata_builder()
-    if is_quantized_kv_cache(cache_dtype):
+    if is_quantized_kv_cache(cache_dtype) and cache_dtype not in ("fp8", "fp8_e4m3"):
         return f"there is no tree attention over a KV cache of {cache_dtype}"
     if builder.headdim > MAX_HEAD_SIZE:
         return f"there is no tree attention for heads of {builder.headdim}"
-    if getattr(builder, "dcp_world_size", 1) > 1:
-        return "contexts are split over devices"
     config = builder.vllm_config.model_config
     if config.rswa_window is not None or config.is_mm_prefix_lm:
         return "rows see others than those before them"

@@ -22,6 +22,10 @@ class LookaheadGPUModelRunner(LookaheadRunner, gpu_model_runner.GPUModelRunner):
 
     attention = gpu_attention
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        capture_steps_without_drafts(self)
+
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
         """Trees have masks of their own in each step, which a graph of all layers knows nothing of.
 
@@ -29,6 +33,16 @@ class LookaheadGPUModelRunner(LookaheadRunner, gpu_model_runner.GPUModelRunner):
         """
         run = functools.partial(super()._determine_batch_execution_and_padding, *args, **kwargs)
         return determine_in_pieces(self, run)
+
+
+def capture_steps_without_drafts(runner: Any) -> None:
+    """Let graphs of the whole model be those that plain vLLM has: of one token a request.
+
+    vLLM would make them for requests that all have the longest draft, which is never so here, and
+    round the sizes of all graphs, those of steps without a draft included, up to multiples of that.
+    """
+    runner.uniform_decode_query_len = 1
+    runner.cudagraph_dispatcher.uniform_decode_query_len = 1
 
 
 def determine_in_pieces(runner: Any, run: Callable[[], Any]) -> Any:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 
 from lookahead_vllm.draft.sources import GRAMMAR
-from lookahead_vllm.engine.shapes import Shape
+from lookahead_vllm.draft.tree import DraftTree
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -25,14 +25,13 @@ class GrammarDraft(NamedTuple):
 
     Attributes
     ----------
-    tokens, shape
-        As in `DraftTree`; what the grammar forbids is gone, what it dictates may be added.
+    tree
+        What the grammar forbids is gone, what it dictates may be added.
     bitmask : int32 [n + 1, ceil(vocabulary / 32)]
         The tokens allowed after the root, then after each node.
     """
 
-    tokens: list[int]
-    shape: Shape
+    tree: DraftTree
     bitmask: NDArray[np.int32]
 
 
@@ -53,8 +52,7 @@ class GrammarWalk:
         self,
         manager: StructuredOutputManager,
         request: Request,
-        tokens: Sequence[int],
-        shape: Shape,
+        tree: DraftTree,
         max_nodes: int,
         max_depth: int,
     ) -> None:
@@ -62,18 +60,18 @@ class GrammarWalk:
         self._manager = manager
         self._request = request
         self._grammar: StructuredOutputGrammar = request.structured_output_request.grammar
-        self._tokens = list(tokens)
-        self._children: list[list[int]] = [[] for _ in range(len(tokens) + 1)]
-        for node, parent in enumerate(shape.parents):
+        self._tokens: list[int] = tree.tokens.tolist()
+        self._parents: list[int] = tree.parents.tolist()
+        self._probs: list[float] = tree.probs.tolist()
+        self._sources: list[int] = tree.sources.tolist()
+        self._children: list[list[int]] = [[] for _ in range(len(tree) + 1)]
+        for node, parent in enumerate(self._parents):
             self._children[parent + 1].append(node)
-        self._parents = list(shape.parents)
-        self._probs = list(shape.probs)
-        self._sources = list(shape.sources)
         self._kept: set[int] = set()
-        self._room = max(max_nodes - len(tokens), 0)
+        self._room = max(max_nodes - len(tree), 0)
         self._max_depth = max_depth
         self._mask: torch.Tensor = manager.backend.allocate_token_bitmask(
-            1 + len(tokens) + self._room
+            1 + len(tree) + self._room
         )
         self._bits: NDArray[np.int32] = self._mask.numpy()
         self._always = manager._get_constraint_bounds(request, ()).constraint_start == 0
@@ -84,8 +82,8 @@ class GrammarWalk:
         kept = [*sorted(self._kept), *range(proposed, len(self._tokens))]
         place = {-1: -1} | {node: i for i, node in enumerate(kept)}
         return GrammarDraft(
-            [self._tokens[node] for node in kept],
-            Shape(
+            DraftTree.from_lists(
+                [self._tokens[node] for node in kept],
                 [place[self._parents[node]] for node in kept],
                 [self._probs[node] for node in kept],
                 [self._sources[node] for node in kept],

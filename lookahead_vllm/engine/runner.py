@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -22,7 +22,7 @@ from lookahead_vllm.draft.budget import Load, StepWork
 from lookahead_vllm.draft.kernel import Ints, Words
 from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine import metrics, profile, shapes
+from lookahead_vllm.engine import exchange, metrics, profile
 from lookahead_vllm.engine.drafter import Live, LookaheadDrafter
 from lookahead_vllm.engine.metrics import StepReport, TrieWatch
 from lookahead_vllm.engine.sampler import (
@@ -35,7 +35,6 @@ from lookahead_vllm.engine.sampler import (
     tapes_for,
     with_every_processor,
 )
-from lookahead_vllm.engine.shapes import Shape
 from lookahead_vllm.engine.step_cost import step_cost
 from lookahead_vllm.verify.acceptance import accepted_paths
 from lookahead_vllm.verify.choices import likeliest
@@ -135,6 +134,9 @@ class LookaheadRunner(_Base):
             return "the model attends to an encoder as well"
         if self.vllm_config.kv_transfer_config is not None:
             return "KV leaves the engine before accepted tokens are compacted"
+        parallel = self.parallel_config
+        if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
+            return "the KV of a text is spread over several ranks"
         layers = self.compilation_config.static_forward_context
         for group in self._attn_group_iterator():
             own = [layers[name] for name in group.layer_names]
@@ -165,7 +167,7 @@ class LookaheadRunner(_Base):
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         for request in scheduler_output.scheduled_new_reqs:
             request.sampling_params = self.drafter.announce(request.req_id, request.sampling_params)
-        for request_id, counts in shapes.changed(scheduler_output).kept_blocks.items():
+        for request_id, counts in exchange.to_verify(scheduler_output).kept_blocks.items():
             self._give_back_blocks(request_id, counts)
         return super()._update_states(scheduler_output)
 
@@ -206,43 +208,21 @@ class LookaheadRunner(_Base):
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int32]
     ) -> Scheduled:
         """The drafts of this step."""
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        if not drafts:
+        drafts = exchange.to_verify(scheduler_output)
+        if not drafts.req_ids:
             return _NO_DRAFTS
-        batch, changed = self.input_batch, shapes.changed(scheduler_output).shapes
-        by_row = sorted((batch.req_id_to_index[i], i, tokens) for i, tokens in drafts.items())
-        rows = np.array([row for row, *_ in by_row])
-        scheduled = [(request_id, tokens) for _, request_id, tokens in by_row]
-        sizes = np.array([len(tokens) for _, tokens in scheduled])
+        batch = self.input_batch
+        rows = np.array([batch.req_id_to_index[req_id] for req_id in drafts.req_ids])
+        forest, own = drafts.forest, drafts.own
+        order = np.argsort(rows)
+        if (np.diff(order) < 0).any():
+            rows, own = rows[order], own[order]
+            forest = forest.take(order, forest.sizes[order])
         # Tokens of the prompt may be scheduled before the root.
-        leads = num_scheduled_tokens[rows] - sizes - 1
-        if leads.any() or self.drafter.has_grammars:
-            recalled = [
-                self._recall_one(request_id, tokens, lead, changed)
-                for (request_id, tokens), lead in zip(scheduled, leads, strict=True)
-            ]
-            forest = DraftForest.of([tree for tree, _ in recalled])
-            own = np.array([mine for _, mine in recalled], np.bool_)
-        else:
-            forest, own = self.drafter.recall(scheduled)
+        leads = num_scheduled_tokens[rows] - forest.sizes - 1
         starts = np.cumsum(num_scheduled_tokens)[rows] - num_scheduled_tokens[rows] + leads
         contexts = batch.num_computed_tokens_cpu[rows] + leads
         return Scheduled(forest, rows, starts.astype(np.int64), contexts.astype(np.int64), own)
-
-    def _recall_one(
-        self, request_id: str, tokens: list[int], lead: int, changed: Mapping[str, Shape]
-    ) -> tuple[DraftTree, bool]:
-        """Its tree, and whether that is the proposer's."""
-        if request_id in changed:
-            n, shape = len(tokens), changed[request_id]
-            tree = DraftTree.from_lists(
-                tokens, shape.parents[:n], shape.probs[:n], shape.sources[:n]
-            )
-            return tree, False
-        if lead or self.drafter.has_grammar(request_id):
-            return DraftTree.chain(tokens), False
-        forest, own = self.drafter.recall([(request_id, tokens)])
-        return forest[0], bool(own[0])
 
     def _work_of(
         self, num_scheduled_tokens: NDArray[np.int32], scheduled: Scheduled
@@ -537,7 +517,7 @@ class LookaheadRunner(_Base):
         # One without requests is a constant of vLLM's that all such steps share.
         if isinstance(output, ModelRunnerOutput) and output.req_ids and not self.drafter.rest_left:
             if (proposed := self.drafter.proposed(output.req_ids)) is not None:
-                shapes.attach(output, proposed)
+                exchange.attach(output, proposed)
             self._trie_watch.look(self.report)
             metrics.attach(output, self.report)
             self.report = StepReport()

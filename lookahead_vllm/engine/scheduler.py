@@ -12,10 +12,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import DraftTokenIds
 
-from lookahead_vllm.engine import metrics, request_options, shapes
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
+from lookahead_vllm.engine import exchange, metrics, request_options
+from lookahead_vllm.engine.exchange import Proposed
 from lookahead_vllm.engine.grammar import GrammarDraft, GrammarWalk, take_bursts_one_by_one
 from lookahead_vllm.engine.room import DraftRoom
-from lookahead_vllm.engine.shapes import Changed, Proposed, Sent, Shape
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -33,7 +34,7 @@ class LookaheadScheduler(Scheduler):
         # that has one token to compute with placeholder drafts, and waits until all of them fit.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._room = DraftRoom(self)
-        self._proposed = shapes.NOTHING_PROPOSED
+        self._proposed = exchange.NOTHING_PROPOSED
         """What came with the last drafts."""
         self._grammar_drafts: dict[str, GrammarDraft] = {}
         """Of requests that wait for the step in which it is verified, or are in it."""
@@ -52,22 +53,18 @@ class LookaheadScheduler(Scheduler):
                     and not request.is_prefill_chunk
                     and not request.is_finished()
                 ):
-                    self._walk(request, drafts.pop(req_id, None))
+                    sent = drafts.pop(req_id, None)
+                    self._walk(request, sent.tree if sent else EMPTY_TREE)
         self.update_draft_token_ids(
             DraftTokenIds(list(drafts), [draft.tokens for draft in drafts.values()])
         )
 
-    def _walk(self, request: Request, sent: Sent | None) -> None:
-        """Prune a draft, or nothing, to what the request's grammar allows."""
-        draft = GrammarWalk(
-            self.structured_output_manager,
-            request,
-            sent.tokens if sent else [],
-            sent.shape if sent else shapes.EMPTY,
-            *self._bounds(request),
-        ).run()
+    def _walk(self, request: Request, tree: DraftTree) -> None:
+        """Prune a draft to what the request's grammar allows."""
+        manager = self.structured_output_manager
+        draft = GrammarWalk(manager, request, tree, *self._bounds(request)).run()
         self._grammar_drafts[request.request_id] = draft
-        request.spec_token_ids = draft.tokens
+        request.spec_token_ids = draft.tree.tokens.tolist()
 
     def _bounds(self, request: Request) -> tuple[int, int]:
         """The most nodes and levels that the request's next step may have."""
@@ -80,26 +77,33 @@ class LookaheadScheduler(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         kept_blocks = self._room.make(self._probs, self._proposed.least_beside_prompt)
         output = super().schedule(*args, **kwargs)
-        by_grammar: dict[str, Shape] = {}
+        drafts = output.scheduled_spec_decode_tokens
+        others: dict[str, DraftTree] = {}
         # A request that is left out of this step keeps its draft for a later one.
         for req_id in self._grammar_drafts.keys() & output.num_scheduled_tokens.keys():
-            draft = self._grammar_drafts[req_id]
-            scheduled = output.scheduled_spec_decode_tokens.get(req_id, [])
-            n = len(scheduled)
-            if output.num_scheduled_tokens[req_id] == 1 + n and draft.tokens[:n] == scheduled:
-                by_grammar[req_id] = draft.shape
+            tree, tokens = self._grammar_drafts[req_id].tree, drafts.get(req_id, [])
+            n = len(tokens)
+            as_sent = tree.tokens[:n].tolist() == tokens
+            if output.num_scheduled_tokens[req_id] == 1 + n and as_sent:
+                others[req_id] = tree
             else:  # it comes back from preemption
                 del self._grammar_drafts[req_id]
-        if by_grammar or kept_blocks:
-            shapes.attach(output, Changed(by_grammar, kept_blocks))
+        for req_id, tokens in drafts.items():
+            # Behind tokens of the prompt, or under a grammar that has not looked at it.
+            reads_prompt = output.num_scheduled_tokens[req_id] > 1 + len(tokens)
+            if reads_prompt or self.requests[req_id].use_structured_output:
+                others.setdefault(req_id, DraftTree.chain(tokens))
+        if drafts or kept_blocks:
+            exchange.attach(
+                output, exchange.recall(drafts, self._proposed.drafts, others, kept_blocks)
+            )
         return output
 
     def _probs(self, req_id: str) -> Sequence[float]:
         """The probabilities of the nodes that the request's next step would verify."""
-        if req_id in self._grammar_drafts:
-            return self._grammar_drafts[req_id].shape.probs
-        sent = self._proposed.drafts.get(req_id)
-        return sent.shape.probs if sent else ()
+        draft = self._grammar_drafts.get(req_id) or self._proposed.drafts.get(req_id)
+        probs: list[float] = draft.tree.probs.tolist() if draft else []
+        return probs
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         drafts = self._grammar_drafts
@@ -134,7 +138,7 @@ class LookaheadScheduler(Scheduler):
             self._grammar_drafts.pop(req_id, None)
         self._report = metrics.attached(model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if (proposed := shapes.proposed(model_runner_output)) is not None:
+        if (proposed := exchange.proposed(model_runner_output)) is not None:
             self._take_drafts(proposed)
         return outputs
 

@@ -277,6 +277,21 @@ SEAMS = (
         "called: measures the cost of a step by its tokens, requests and contexts",
         "vLLM measures it",
     ),
+    # Where ranks share a model, the first one drafts, and says what all of them measure.
+    Seam(
+        "vllm.config.parallel",
+        "ParallelConfig",
+        ("rank", "decode_context_parallel_size", "prefill_context_parallel_size"),
+        "read: which rank of its engine a worker is, and whether a text's KV is on one rank",
+        "never: it is public",
+    ),
+    Seam(
+        "vllm.distributed.parallel_state",
+        "GroupCoordinator.broadcast_object",
+        ("obj",),
+        "called: all ranks run the same forward passes when the cost of a step is measured",
+        "vLLM measures it",
+    ),
     # The end of an engine process, which saves the cache file.
     Seam(
         "vllm.v1.engine.core",
@@ -535,7 +550,7 @@ SEAMS = (
                 f"{name}Impl",
                 (
                     *("head_size", "scale", "sliding_window", "alibi_slopes"),
-                    *("logits_soft_cap", "sinks", "attn_type"),
+                    *("logits_soft_cap", "sinks", "attn_type", "kv_cache_dtype"),
                 ),
                 "read: what a layer's attention is",
                 "as above",
@@ -547,6 +562,21 @@ SEAMS = (
         "GPUModelRunner._determine_batch_execution_and_padding",
         (),
         "wrapped: no CUDA graph of the whole model for a step with trees",
+        "as above",
+    ),
+    Seam(
+        _RUNNER,
+        "GPUModelRunner",
+        ("cudagraph_dispatcher", "uniform_decode_query_len"),
+        "set to 1, in the dispatcher too: graphs of the whole model are for steps without drafts, "
+        "and those of its pieces keep their sizes",
+        "capture sizes of decodes and of other steps are two lists",
+    ),
+    Seam(
+        "vllm.v1.cudagraph_dispatcher",
+        "CudagraphDispatcher",
+        ("uniform_decode_query_len",),
+        "as above",
         "as above",
     ),
     Seam(

@@ -21,7 +21,7 @@ import torch
 import vllm
 from tqdm import tqdm
 from vllm import envs
-from vllm.distributed.parallel_state import is_global_first_rank
+from vllm.distributed import get_world_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -72,10 +72,12 @@ BATCHES = (
 def step_cost(runner: LookaheadRunner) -> StepCost:
     """Of this engine's model here, in seconds: read from a file, or measured and written to it."""
     path = _file_of(runner)
-    facts = _read(path)
+    leads = get_world_group().is_first_rank
+    facts = _agreed(_read(path) if leads else None)
     if facts is None:
         facts = measure(runner)
-        _write(path, facts)
+        if leads:
+            _write(path, facts)
     cost = _cost_of(facts)
     logger.info_once(
         "Lookahead: the critical decoding length is %d tokens here; a forward pass costs, in ms, "
@@ -88,6 +90,11 @@ def step_cost(runner: LookaheadRunner) -> StepCost:
         path,
     )
     return cost
+
+
+def _agreed(what: Any) -> Any:
+    """What the first rank says: where a model is spread over several, all run the same passes."""
+    return get_world_group().broadcast_object(what)
 
 
 def _cost_of(facts: dict[str, Any]) -> StepCost:
@@ -110,14 +117,14 @@ def measure(runner: LookaheadRunner) -> dict[str, Any]:
     with tqdm(
         total=len(sizes) + len(batches),
         desc="Measuring the cost of a step",
-        disable=not is_global_first_rank(),
+        disable=not get_world_group().is_first_rank,
     ) as bar:
         for size in sizes:
-            if len(timed) < 3 or time.perf_counter() < deadline:
+            if len(timed) < 3 or _agreed(time.perf_counter() < deadline):
                 timed[size] = _fastest(partial(_forward, runner, size))
             bar.update()
         for batch in batches:
-            if time.perf_counter() < deadline:
+            if _agreed(time.perf_counter() < deadline):
                 with _context(runner, batch, context):
                     attend = partial(
                         _forward,

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.config import CUDAGraphMode
-from vllm.v1.attention.backend import AttentionType
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine import attention, gpu_attention, gpu_worker
@@ -65,11 +66,14 @@ class Impl(gpu_attention._TreeImpl, PlainImpl):
         self.sliding_window = (scene.window - 1, 0) if scene.window > 0 else (-1, -1)
         self.alibi_slopes, self.logits_soft_cap = scene.alibi_slopes, scene.soft_cap
         self.sinks = scene.sink_logits
+        self.kv_cache_dtype = "fp8" if scene.fp8 else "auto"
 
 
 @pytest.mark.parametrize("layout", ["tokens first", "heads first"])
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 20, "sinks": True}, {"alibi": True, "soft_cap": 5.0}], ids=str
+    "options",
+    [{}, {"window": 20, "sinks": True}, {"alibi": True, "soft_cap": 5.0}, {"fp8": True}],
+    ids=str,
 )
 def test_rows_of_trees_are_overwritten_and_no_others(layout: str, options: dict[str, Any]) -> None:
     trees = [draw_tree(np.random.default_rng(i), 9 * i + 1) for i in range(3)]
@@ -88,16 +92,22 @@ def test_rows_of_trees_are_overwritten_and_no_others(layout: str, options: dict[
     assert (lengths == 100).all() and (metadata.seq_lens == 100).sum() == 2
 
     kv_cache = scene.whole.transpose(1, 2)  # vLLM's logical order, whatever the memory's is
-    output = torch.empty_like(scene.query)
-    Impl(scene).forward(None, scene.query, None, None, kv_cache, metadata, output)
+    output, query, layer = torch.empty_like(scene.query), scene.query, None
+    if scene.fp8:
+        kv_cache = kv_cache.view(torch.uint8)
+        layer = SimpleNamespace(_q_scale=torch.tensor(0.01))
+        layer._k_scale, layer._v_scale = scene.scales["k_scale"], scene.scales["v_scale"]
+        query = (query / 0.01).to(torch.float8_e4m3fn)
+        scene.query = query.float() * 0.01
+    Impl(scene).forward(layer, query, None, None, kv_cache, metadata, output)
     expected = scene.reference()
     is_tree = expected.isfinite().flatten(1).all(1)
     torch.testing.assert_close(output[is_tree].double(), expected[is_tree], rtol=1e-5, atol=1e-5)
     assert (output[~is_tree] == UNTOUCHED).all() and len(output) - is_tree.sum() == 8
 
-    Impl(scene).forward(None, scene.query, None, None, kv_cache, plain, output)
+    Impl(scene).forward(layer, query, None, None, kv_cache, plain, output)
     assert (output == UNTOUCHED).all()
-    Impl(scene).forward(None, scene.query, None, None, kv_cache, None, output)  # a profile run
+    Impl(scene).forward(layer, query, None, None, kv_cache, None, output)  # a profile run
 
 
 def paged_stand_in(
@@ -141,26 +151,58 @@ def test_an_engine_that_attends_by_way_of_the_cuda_path_says_the_same(
     assert len(steps) > 10 and max(steps) > 1
 
 
-class Dispatcher:
-    def dispatch(self, num_tokens: int, **kwargs: Any) -> Any:
-        return kwargs
+SIZES = [1, 2, 4, *range(8, 257, 8)]
 
 
-@pytest.mark.parametrize(
-    ("tree", "invalid"),
-    [(DraftTree.chain([1, 2]), None),
-     (DraftTree.from_lists([1, 2], [-1, -1]), {CUDAGraphMode.FULL})],
-)  # fmt: skip
-def test_steps_with_trees_run_no_graph_of_the_whole_model(tree: DraftTree, invalid: Any) -> None:
-    dispatcher = Dispatcher()
-    runner = SimpleNamespace(
-        _scheduled=SimpleNamespace(forest=DraftForest.of([tree])), cudagraph_dispatcher=dispatcher
+@pytest.fixture
+def runner() -> SimpleNamespace:
+    """What decides on graphs in a runner whose drafts have up to 64 nodes."""
+    graphs = CompilationConfig(
+        mode=CompilationMode.VLLM_COMPILE,
+        cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+        cudagraph_capture_sizes=SIZES,
+        max_cudagraph_capture_size=SIZES[-1],
     )
-    asked = gpu_worker.determine_in_pieces(
-        runner, lambda: dispatcher.dispatch(4, uniform_decode=True, invalid_modes=None)
+    graphs.set_splitting_ops_for_v1(all2all_backend="")
+    config = SimpleNamespace(
+        compilation_config=graphs,
+        num_speculative_tokens=64,
+        lora_config=None,
+        scheduler_config=SimpleNamespace(max_num_seqs=64),
     )
-    assert asked == {"uniform_decode": True, "invalid_modes": invalid}
-    assert dispatcher.dispatch(4) == {}
+    dispatcher = CudagraphDispatcher(config)
+    runner = SimpleNamespace(uniform_decode_query_len=65, cudagraph_dispatcher=dispatcher)
+    gpu_worker.capture_steps_without_drafts(runner)
+    # As vLLM's runner does when it has chosen a backend.
+    length = runner.uniform_decode_query_len
+    mode = graphs.resolve_cudagraph_mode_and_sizes(AttentionCGSupport.ALWAYS, None, length)
+    dispatcher.initialize_cudagraph_keys(mode, length)
+    return runner
+
+
+def graph_of(runner: Any, trees: list[DraftTree], uniform: bool) -> tuple[CUDAGraphMode, int]:
+    """How a step with these drafts runs, and the size to which it is padded."""
+    runner._scheduled = SimpleNamespace(forest=DraftForest.of(trees))
+    tokens = sum(1 + len(tree) for tree in trees)
+    mode, batch = gpu_worker.determine_in_pieces(
+        runner, lambda: runner.cudagraph_dispatcher.dispatch(tokens, uniform_decode=uniform)
+    )
+    return mode, batch.num_tokens
+
+
+def test_steps_without_drafts_run_the_graphs_of_plain_vllm(runner: SimpleNamespace) -> None:
+    for requests, size in ((1, 1), (3, 4), (8, 8), (33, 40)):
+        plain = [DraftTree.chain([])] * requests
+        assert graph_of(runner, plain, uniform=True) == (CUDAGraphMode.FULL, size)
+    chains = [DraftTree.chain([1, 2]), DraftTree.chain([])]
+    assert graph_of(runner, chains, uniform=False) == (CUDAGraphMode.PIECEWISE, 4)
+
+
+def test_steps_with_trees_run_no_graph_of_the_whole_model(runner: SimpleNamespace) -> None:
+    tree = DraftTree.from_lists([1, 2], [-1, -1])
+    assert graph_of(runner, [tree], uniform=True) == (CUDAGraphMode.PIECEWISE, 4)
+    # Afterwards everything is as it was.
+    assert graph_of(runner, [DraftTree.chain([])], uniform=True) == (CUDAGraphMode.FULL, 1)
 
 
 LAYER = SimpleNamespace(impl=SimpleNamespace())
@@ -170,9 +212,7 @@ def group(
     backend: type = gpu_attention.TreeFlashAttentionBackend, head_size: int = 128, **model: Any
 ) -> Any:
     config = SimpleNamespace(**{"rswa_window": None, "is_mm_prefix_lm": False, **model})
-    builder = SimpleNamespace(
-        headdim=head_size, vllm_config=SimpleNamespace(model_config=config), dcp_world_size=1
-    )
+    builder = SimpleNamespace(headdim=head_size, vllm_config=SimpleNamespace(model_config=config))
     return SimpleNamespace(backend=backend, get_metadata_builder=lambda: builder)
 
 
@@ -180,10 +220,12 @@ def test_what_has_no_tree_attention_gets_chains() -> None:
     obstacle = gpu_attention.obstacle
     assert obstacle(group(), [LAYER], "auto") is None
     triton = group(gpu_attention.TreeTritonAttentionBackend)
-    assert obstacle(triton, [LAYER], "bfloat16") is None
+    for cache in ("bfloat16", "fp8", "fp8_e4m3"):
+        assert obstacle(triton, [LAYER], cache) is None
     for case, layer, cache, says in (
         (group(PlainImpl), LAYER, "auto", "for the backend PlainImpl"),
-        (group(), LAYER, "fp8_e4m3", "over a KV cache of fp8_e4m3"),
+        (group(), LAYER, "fp8_e5m2", "over a KV cache of fp8_e5m2"),
+        (triton, LAYER, "fp8_per_token_head", "over a KV cache of fp8_per_token_head"),
         (group(head_size=512), LAYER, "auto", "for heads of 512"),
         (group(is_mm_prefix_lm=True), LAYER, "auto", "rows see others"),
         (triton, SimpleNamespace(impl=SimpleNamespace(chunk_lookback=4)), "auto", "a chunk"),

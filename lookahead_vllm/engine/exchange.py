@@ -1,0 +1,116 @@
+"""What runner and scheduler send each other beside what vLLM has them send.
+
+Drafts are made by one runner, the first of those that share a model. They go to the scheduler with
+the output of the step that made them, and come back with the step in which they are verified, to
+all runners. So every rank verifies the same trees, whatever its clock says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
+
+
+class Sent(NamedTuple):
+    """A draft as it was proposed."""
+
+    forest: DraftForest
+    """All that were proposed in the same step."""
+    place: int
+    """Its place among them."""
+    tokens: list[int]
+
+    @property
+    def tree(self) -> DraftTree:
+        """The draft itself."""
+        return self.forest[self.place]
+
+
+class Proposed(NamedTuple):
+    """What comes to the scheduler with `ModelRunnerOutput`."""
+
+    drafts: Mapping[str, Sent]
+    """By request id; also of requests that were not in the step, and wait with theirs."""
+    req_ids: Sequence[str]
+    """The requests of the step."""
+    has_grammars: bool = False
+    """Whether any live request is under a grammar."""
+    least_beside_prompt: float = 0.0
+    """What a node's probability must be at least to pay in a step that reads a prompt too."""
+
+
+class ToVerify(NamedTuple):
+    """What goes to every runner with `SchedulerOutput`."""
+
+    req_ids: Sequence[str]
+    """Requests whose drafts are verified in this step."""
+    forest: DraftForest
+    """Their drafts, in that order, as many nodes of each as were scheduled."""
+    own: NDArray[np.bool_]
+    """bool [t]: the trees that are the proposer's, and not a grammar's or what is left of them."""
+    kept_blocks: Mapping[str, list[int]]
+    """Requests that gave KV blocks back, and how many each still has in each KV cache group."""
+
+
+NOTHING_PROPOSED = Proposed({}, ())
+NOTHING_TO_VERIFY = ToVerify((), DraftForest.of([]), np.empty(0, np.bool_), {})
+_NOTHING_SENT = Sent(DraftForest.of([EMPTY_TREE]), 0, [])
+_ATTRIBUTE = "lookahead"
+
+
+def recall(
+    scheduled: Mapping[str, list[int]],
+    sent: Mapping[str, Sent],
+    others: Mapping[str, DraftTree],
+    kept_blocks: Mapping[str, list[int]],
+) -> ToVerify:
+    """The trees whose nodes were `scheduled`, possibly cut; a chain of what nobody knows.
+
+    Parameters
+    ----------
+    scheduled
+        Tokens by request id.
+    sent
+        What was proposed; it is recognized by its tokens.
+    others
+        Trees that take the place of those.
+    kept_blocks
+        Goes along.
+    """
+    drafts = [
+        _NOTHING_SENT if req_id in others else sent.get(req_id, _NOTHING_SENT)
+        for req_id in scheduled
+    ]
+    own = [d.tokens[: len(t)] == t for d, t in zip(drafts, scheduled.values(), strict=True)]
+    if all(own) and len({id(draft.forest) for draft in drafts}) == 1:  # of one step, as a rule
+        places = np.array([draft.place for draft in drafts])
+        sizes = np.array([len(tokens) for tokens in scheduled.values()])
+        forest = drafts[0].forest.take(places, sizes)
+    else:
+        forest = DraftForest.of(
+            [
+                (d.tree if mine else others.get(req_id) or DraftTree.chain(t)).prefix(len(t))
+                for d, mine, (req_id, t) in zip(drafts, own, scheduled.items(), strict=True)
+            ]
+        )
+    return ToVerify(list(scheduled), forest, np.array(own, np.bool_), kept_blocks)
+
+
+def attach(carrier: Any, what: Proposed | ToVerify) -> None:
+    """Send `what` along with an object of vLLM's."""
+    setattr(carrier, _ATTRIBUTE, what)
+
+
+def proposed(model_runner_output: Any) -> Proposed | None:
+    """What came along with `ModelRunnerOutput`; None: the step made no drafts."""
+    return getattr(model_runner_output, _ATTRIBUTE, None)
+
+
+def to_verify(scheduler_output: Any) -> ToVerify:
+    """What came along with `SchedulerOutput`."""
+    return getattr(scheduler_output, _ATTRIBUTE, NOTHING_TO_VERIFY)

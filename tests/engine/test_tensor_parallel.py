@@ -1,0 +1,86 @@
+"""Two ranks share a model: one drafts, both verify the same trees, and the text is plain vLLM's."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from lookahead_vllm.draft import cache_file
+from lookahead_vllm.draft.proposer import NoProposer
+from tests.engine.driving import engine, generate, generate_staggered, random_prompts
+
+PROMPTS = random_prompts(6, 40, seed=31)
+GREEDY = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, detokenize=False)
+SEEDED = [
+    SamplingParams(temperature=0.7, top_p=0.9, seed=i, max_tokens=60, detokenize=False)
+    for i in range(len(PROMPTS))
+]
+
+
+def watch(worker: Any) -> None:
+    """In a worker: let it remember what it verifies, step by step."""
+    runner = worker.model_runner
+    original, runner.watched = runner._recall, []
+
+    def recall(*args: Any) -> Any:
+        scheduled = original(*args)
+        forest = scheduled.forest
+        if forest.num_nodes:
+            arrays = (forest.tokens, forest.parents, forest.firsts, scheduled.rows)
+            digest = hashlib.sha256(b"|".join(array.tobytes() for array in arrays)).hexdigest()
+            runner.watched.append((digest, bool(forest.branching.any())))
+        return scheduled
+
+    runner._recall = recall
+
+
+def send_all(worker: Any) -> None:
+    """In a worker: cut no tree from now on, whatever it costs."""
+    worker.model_runner.drafter.proposer.cost = None
+
+
+def seen(worker: Any) -> tuple[list[tuple[str, bool]], dict[str, int], bool]:
+    """In a worker: what it verified, what came of it, and whether it guesses itself."""
+    runner = worker.model_runner
+    drafter = runner.drafter
+    return runner.watched, vars(drafter.counters), not isinstance(drafter.proposer, NoProposer)
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Settings of an engine whose ranks have a process and a core each, and nothing in store."""
+    cores = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    return {"tensor_parallel_size": 2}
+
+
+def test_ranks_verify_the_same_trees(
+    llama: Path, tmp_path: Path, two_ranks: dict[str, Any]
+) -> None:
+    """Though each has a clock of its own, by which `budget` "auto" decides."""
+    with engine(llama, **two_ranks) as plain:
+        greedy, seeded = generate(plain, PROMPTS, GREEDY), generate(plain, PROMPTS, SEEDED)
+    cache = tmp_path / "learned.cache"
+    lookahead = {"proposer": "hybrid", "budget": "auto", "cache_path": str(cache)}
+    with engine(llama, lookahead, **two_ranks) as llm:
+        llm.collective_rpc(watch)
+        assert generate_staggered(llm, PROMPTS, GREEDY) == greedy
+        llm.collective_rpc(send_all)
+        assert generate(llm, PROMPTS, GREEDY) == greedy
+        assert generate(llm, PROMPTS, SEEDED) == seeded
+        (trees, counters, guesses), (same_trees, same_counters, guesses_too) = llm.collective_rpc(
+            seen
+        )
+    assert (guesses, guesses_too) == (True, False)
+    assert trees == same_trees and counters == same_counters
+    assert sum(branching for _, branching in trees) > 20
+    assert counters["moved_tokens"] > 20
+    assert len(list(tmp_path.glob("lookahead_step_cost/*"))) == 1
+    assert cache_file.read_header(cache).namespaces == 1
