@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare the table of vLLM's places that lookahead uses with a release of vLLM, not installed."""
+"""Compare what lookahead uses of vLLM with a release of vLLM that is not installed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from lookahead_vllm.engine import seams  # noqa: E402
+from lookahead_vllm.engine import release  # noqa: E402
+from lookahead_vllm.engine.seams import SEAMS  # noqa: E402
 
 TEACH = """\
-Names and parameters are compared, as at every start of an engine with lookahead. That they are
-there does not say that they mean the same: a release is supported once its tests pass.
+Names and parameters of the table in lookahead_vllm/engine/seams.py are compared, and all that is
+imported from vLLM, as at every start of an engine with lookahead. That they are there does not say
+that they mean the same: a release is supported once its tests pass.
 
 examples:
   pip download --no-deps vllm==0.33.0 && python scripts/check_seams.py vllm-0.33.0-*.whl
@@ -30,12 +32,11 @@ The exit status is 0 if everything is there, 1 if something is not, 2 for wrong 
 def compare(place: Path) -> list[str]:
     """What a wheel, or a folder with the package `vllm` in it, does not have."""
     if place.is_dir():
-        return list(seams.problems(place))
-    modules = {"/".join(seam.module.split(".")) + ".py" for seam in seams.SEAMS}
+        return list(release.problems(place))
     with zipfile.ZipFile(place) as wheel, tempfile.TemporaryDirectory() as folder:
-        for name in modules.intersection(wheel.namelist()):
-            wheel.extract(name, folder)
-        return list(seams.problems(Path(folder)))
+        sources = [name for name in wheel.namelist() if name.endswith(".py")]
+        wheel.extractall(folder, sources)
+        return list(release.problems(Path(folder)))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     for place in places:
         missing = compare(place)
         found += len(missing)
-        print(f"{place.name}: {len(seams.SEAMS)} places, {len(missing)} differ")
+        print(f"{place.name}: {len(SEAMS)} places, {len(missing)} differ")
         for problem in missing:
             print(f"  {problem}")
     return 1 if found else 0

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -23,6 +22,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionImpl,
     TritonAttentionMetadataBuilder,
 )
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from lookahead_vllm.engine import profile
 from lookahead_vllm.engine.tree_rows import without_contexts

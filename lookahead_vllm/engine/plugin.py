@@ -11,7 +11,7 @@ import functools
 import logging
 from typing import Any
 
-from lookahead_vllm.engine import config, front_end, seams, shutdown
+from lookahead_vllm.engine import config, front_end, release, shutdown
 
 logger = logging.getLogger("vllm.lookahead")
 
@@ -69,7 +69,7 @@ def _wrap_create_engine_config(engine_args: Any) -> None:
         options = config.requested_options(self)
         if options is None:
             return original(self, *args, **kwargs)
-        seams.check()
+        release.check()
         with config.as_custom_class(self, options):
             vllm_config = original(self, *args, **kwargs)
         config.apply(vllm_config, options)

@@ -1,23 +1,8 @@
-"""Every place where lookahead-vllm touches vLLM, in one table that is checked at start-up.
-
-The check reads vLLM's source files without importing them, so it costs milliseconds, runs before
-any worker starts, and works on an unpacked wheel too (`check(root=...)`).
-"""
+"""Every place where lookahead-vllm touches vLLM, in one table; `release.py` checks it."""
 
 from __future__ import annotations
 
-import ast
-import functools
-import importlib.util
-from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
-
-SUPPORTED = "0.32"
-
-
-class SeamError(RuntimeError):
-    """This vLLM release is not shaped as lookahead-vllm relies on; the message names the place."""
 
 
 class Seam(NamedTuple):
@@ -601,91 +586,3 @@ SEAMS = (
         "as above",
     ),
 )
-
-
-def check(root: Path | None = None) -> None:
-    """Compare the table with vLLM's sources.
-
-    Parameters
-    ----------
-    root
-        Folder that holds the `vllm` package; the installed one by default.
-
-    Raises
-    ------
-    SeamError
-        One sentence: the first place that differs, and what to install.
-    """
-    for problem in problems(root):
-        raise SeamError(
-            f"this lookahead-vllm works with vLLM {SUPPORTED}, but in the installed vLLM "
-            f"{problem}; install vllm=={SUPPORTED}.* or a lookahead-vllm release made for yours"
-        )
-
-
-def problems(root: Path | None = None) -> Iterator[str]:
-    """All places that differ, see `check`."""
-    package = _package(root)
-    for seam in SEAMS:
-        if problem := _problem(package, seam):
-            yield problem
-
-
-def _package(root: Path | None) -> Path:
-    if root is not None:
-        return root / "vllm"
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        raise SeamError(f"vLLM is not installed; install vllm=={SUPPORTED}.*")
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
-def _problem(package: Path, seam: Seam) -> str | None:
-    path = package.joinpath(*seam.module.split(".")[1:]).with_suffix(".py")
-    if not path.is_file():
-        return f"there is no module {seam.module}"
-    scope: ast.AST = _parse(path)
-    for part in seam.name.split("."):
-        found = next((n for n in _definitions(scope) if n.name == part), None)
-        if found is None:
-            return f"{seam.module} has no {seam.name}"
-        scope = found
-    if isinstance(scope, ast.ClassDef):
-        missing = set(seam.needs) - set(_members(scope))
-        kind = "attribute"
-    else:
-        assert isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef)
-        arguments = scope.args
-        missing = set(seam.needs) - {
-            a.arg for a in arguments.posonlyargs + arguments.args + arguments.kwonlyargs
-        }
-        kind = "parameter"
-    if missing:
-        return f"{seam.name} has no {kind} {min(missing)!r}"
-    return None
-
-
-@functools.lru_cache(maxsize=32)
-def _parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def _definitions(
-    scope: ast.AST,
-) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in getattr(scope, "body", ()):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
-
-
-def _members(cls: ast.ClassDef) -> Iterator[str]:
-    """Methods, class attributes, and what the methods assign to `self`."""
-    for node in ast.walk(cls):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name
-        elif isinstance(node, ast.AnnAssign | ast.Assign):
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                if isinstance(target, ast.Attribute):
-                    yield target.attr
-                elif isinstance(target, ast.Name):
-                    yield target.id
