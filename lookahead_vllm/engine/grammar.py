@@ -75,6 +75,10 @@ class GrammarWalk:
         )
         self._bits: NDArray[np.int32] = self._mask.numpy()
         self._always = manager._get_constraint_bounds(request, ()).constraint_start == 0
+        self._no_ends: Sequence[int] = ()
+        """Tokens with which the reasoning cannot end, as the grammar cannot begin with them."""
+        if not self._always and hasattr(manager, "_masked_reasoning_ends"):  # vLLM 0.33
+            self._no_ends = manager._masked_reasoning_ends(request)
 
     def run(self) -> GrammarDraft:
         proposed = len(self._tokens)
@@ -95,6 +99,10 @@ class GrammarWalk:
         """The grammar stands behind `path`, which leads to `node`."""
         if constrained:
             self._fill(node)
+        else:
+            words = self._bits[node + 1].view(np.uint32)
+            for token in self._no_ends:
+                words[token // 32] &= ~np.uint32(1 << token % 32)
         has_child = False
         for child in self._children[node + 1]:
             if self._step(node, child, path, constrained, best and not has_child):

@@ -196,13 +196,16 @@ class LookaheadRunner(_Base):
         if self._wanted or forest.num_nodes:
             self.report.budgets.append(forest.num_nodes)
         if forest.branching.any():
-            # KV slots are made from the linear positions and stay as they are.
-            nodes = scheduled.starts[forest.owners] + 1 + forest.places
-            positions = scheduled.contexts[forest.owners] + forest.depths
-            self.positions[torch.from_numpy(nodes)] = torch.from_numpy(positions).to(
-                self.positions.dtype
-            )
+            self._place(scheduled)
         return prepared
+
+    def _place(self, scheduled: Scheduled) -> None:
+        """Set the nodes' positions. KV slots are made from the linear ones and stay as they are."""
+        forest, device = scheduled.forest, self.positions.device
+        nodes = scheduled.starts[forest.owners] + 1 + forest.places
+        positions = scheduled.contexts[forest.owners] + forest.depths
+        nodes_there, positions_there = torch.from_numpy(np.stack((nodes, positions))).to(device)
+        self.positions[nodes_there] = positions_there
 
     def _recall(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int32]
@@ -411,8 +414,8 @@ class LookaheadRunner(_Base):
             return
         self.drafter.counters.moved_tokens += len(trees)
         behind = scheduled.starts[trees] + 1
-        origins = torch.from_numpy(behind + paths[trees, places])
-        targets = torch.from_numpy(behind + places)
+        ends = torch.from_numpy(np.stack((behind + paths[trees, places], behind + places)))
+        origins, targets = ends.to(self.device)
         for mover, table in zip(
             self._movers, self.input_batch.block_table.block_tables, strict=True
         ):

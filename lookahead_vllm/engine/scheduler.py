@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import vllm
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
+
+EQUALLY_MANY_MASKS = vllm.__version_tuple__ >= (0, 33)
+"""Whether a runner looks for the masks of each request at multiples of one number of rows."""
 
 
 class LookaheadScheduler(Scheduler):
@@ -123,12 +127,15 @@ class LookaheadScheduler(Scheduler):
             else:
                 mask = self.structured_output_manager.grammar_bitmask(
                     self.requests, [req_id], scheduled
-                ).copy()
+                )[: 1 + len(tokens)].copy()
             req_ids.append(req_id)
             masks.append(mask)
             acceptable.append(len(tokens))
         if not req_ids:
             return None
+        if EQUALLY_MANY_MASKS:
+            most = max(map(len, masks))
+            masks = [np.pad(mask, ((0, most - len(mask)), (0, 0))) for mask in masks]
         return GrammarOutput(req_ids, np.concatenate(masks), acceptable)
 
     def update_from_output(
