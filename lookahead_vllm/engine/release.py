@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lookahead_vllm.engine.seams import SEAMS, Seam
 
-SUPPORTED = "0.32"
+SUPPORTED = ("0.32", "0.33")
 
 
 class SeamError(RuntimeError):
@@ -36,8 +36,9 @@ def check(root: Path | None = None) -> None:
     """
     for problem in problems(root):
         raise SeamError(
-            f"this lookahead-vllm works with vLLM {SUPPORTED}, but in the installed vLLM "
-            f"{problem}; install vllm=={SUPPORTED}.* or a lookahead-vllm release made for yours"
+            f"this lookahead-vllm works with vLLM {' and '.join(SUPPORTED)}, but in the installed "
+            f"vLLM {problem}; install vllm=={SUPPORTED[-1]}.* or a lookahead-vllm release made for "
+            "yours"
         )
 
 
@@ -60,7 +61,7 @@ def _package(root: Path | None) -> Path:
         return root / "vllm"
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
-        raise SeamError(f"vLLM is not installed; install vllm=={SUPPORTED}.*")
+        raise SeamError(f"vLLM is not installed; install vllm=={SUPPORTED[-1]}.*")
     return Path(next(iter(spec.submodule_search_locations)))
 
 

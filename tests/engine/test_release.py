@@ -69,7 +69,7 @@ def test_another_release_is_refused(
     with pytest.raises(release.SeamError) as error:
         release.check(other_release)
     assert says in str(error.value)
-    assert "install vllm==0.32.*" in str(error.value)
+    assert f"install vllm=={release.SUPPORTED[-1]}.*" in str(error.value)
     assert "\n" not in str(error.value)
 
 

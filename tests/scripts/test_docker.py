@@ -5,12 +5,13 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
-from lookahead_vllm.engine import seams
+from lookahead_vllm.engine import release
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -44,7 +45,7 @@ def test_what_is_copied_is_there_and_in_the_context(name: str) -> None:
 def test_the_gpu_image_is_the_supported_release_and_keeps_its_entrypoint() -> None:
     found = instructions("Dockerfile")
     version = next(rest for name, rest in found if name == "ARG")
-    assert version.startswith(f"VLLM_VERSION=v{seams.SUPPORTED}.")
+    assert version.removeprefix("VLLM_VERSION=v").rpartition(".")[0] in release.SUPPORTED
     assert [rest for name, rest in found if name == "FROM"] == [
         "vllm/vllm-openai:${VLLM_VERSION} AS wheel",
         "vllm/vllm-openai:${VLLM_VERSION}",
@@ -52,6 +53,7 @@ def test_the_gpu_image_is_the_supported_release_and_keeps_its_entrypoint() -> No
     assert not {"ENTRYPOINT", "CMD"} & {name for name, _ in found}
     install = [rest for name, rest in found if name == "RUN"][-1]
     assert "--no-deps" in install  # vLLM's own torch stays
+    exec(shlex.split(install)[-1])  # what the image is asked when it is built
 
 
 def test_the_cpu_image_runs_scripts_that_exist() -> None:
