@@ -7,6 +7,8 @@ the draft block, at the end of it, knows of masks. Online softmax: FlashAttentio
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,7 @@ import triton.language as tl
 from lookahead_vllm.verify.paged_batch import PagedCall
 
 _LOG2E = tl.constexpr(1.4426950408889635)
+NUM_STAGES = 2
 MAX_SPLITS = 32
 KEYS_PER_SPLIT = 256
 """A split is not worth its merging for fewer."""
@@ -21,6 +24,16 @@ MAX_PARTIAL = 256 << 20
 """Bytes for what the splits of one launch hold; where prompts are in it, these are fewer."""
 _WAVES = 2  # programs for each multiprocessor, at least, where the context can be split so far
 _INTERPRETED_MULTIPROCESSORS = 4
+
+
+class Tile(NamedTuple):
+    """How much one program holds."""
+
+    block_m: int
+    """Rows of a request that share a KV head."""
+    block_n: int
+    """Keys of one turn of the loop."""
+    num_warps: int
 
 
 def attend(call: PagedCall, num_splits: int | None = None) -> None:
@@ -37,8 +50,7 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
     _, block_size, kv_heads, _ = key_cache.shape
     group = heads // kv_heads
     rows = batch.max_size * group
-    block_m = min(max(triton.next_power_of_2(rows), 16), 128)
-    block_n = 32 if query.dtype == torch.float32 or head_size > 128 else 64
+    block_m, block_n, num_warps = tile_of(rows, query.dtype, head_size)
     tiles = triton.cdiv(rows, block_m)
     if num_splits is None:
         num_splits = _num_splits(len(batch) * tiles * kv_heads, batch.max_context, query.device)
@@ -79,8 +91,8 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
         HAS_CAP=call.logits_soft_cap > 0,
         HAS_SINKS=sinks is not None,
         HAS_SCALES=has_scales,
-        num_warps=8 if block_m == 128 else 4,
-        num_stages=2,
+        num_warps=num_warps,
+        num_stages=NUM_STAGES,
     )  # fmt: skip
     if num_splits > 1:
         _merge_splits[(len(batch) * batch.max_size, heads)](
@@ -97,6 +109,20 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
             HAS_SCALES=has_scales,
             num_warps=2,
         )  # fmt: skip
+
+
+def tile_of(rows: int, dtype: torch.dtype, head_size: int) -> Tile:
+    """For so many rows that share a KV head: what ptxas fits into the registers, and into the
+    shared memory of every device since Ampere (99 KiB), see `test_triton_compiles.py`."""
+    if dtype == torch.float32:
+        most, block_n = 32, 32
+    elif head_size > 128:
+        most, block_n = 64, 32
+    else:
+        most, block_n = 128, 64
+    block_m = min(max(triton.next_power_of_2(rows), 16), most)
+    is_large = block_m * triton.next_power_of_2(head_size) >= 128 * 128
+    return Tile(block_m, block_n, 8 if is_large else 4)
 
 
 def _num_splits(programs: int, max_context: int, device: torch.device) -> int:
@@ -201,12 +227,14 @@ def _attend_tile(
             scores = _scores(
                 q, k, factor, soft_cap, slope, key_position, position, HAS_CAP, HAS_ALIBI
             )
+            word = at // 32 + tl.arange(0, BLOCK_N // 32)
             words = tl.load(
-                masks + (first + node[:, None]).to(tl.int64) * mask_row + column[None, :] // 32,
-                mask=is_row[:, None] & (is_key & is_masked)[None, :],
+                masks + (first + node[:, None]).to(tl.int64) * mask_row + word[None, :],
+                mask=(is_row & has_mask)[:, None] & (word * 32 < end)[None, :],
                 other=0,
             )
-            ancestors = ((words >> (column[None, :] % 32)) & 1) != 0
+            bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
+            ancestors = tl.reshape(bits, [BLOCK_M, BLOCK_N]) != 0
             before = column[None, :] <= node[:, None]
             seen = tl.where(is_masked[None, :], ancestors, before)
             seen = seen & is_row[:, None] & is_key[None, :]

@@ -1,0 +1,145 @@
+"""The kernels become machine code for GPUs that this machine does not have, and fit into them."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.verify.test_paged_attention import PagedScene
+from tests.verify.test_tree_attention import draw_tree
+
+triton = pytest.importorskip("triton")
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles nothing"),
+    pytest.mark.skipif(not (TOOLS / "ptxas").is_file(), reason="Triton came without ptxas"),
+]
+
+SHARED = 99 << 10  # bytes a block may have on every device since Ampere
+NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.int8: "i8",
+    torch.int16: "i16",
+}
+
+
+class Launches:
+    """Stands in for a kernel: takes down what it is launched with."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.calls: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self._launch
+
+    def _launch(self, *args: Any, **kwargs: Any) -> None:
+        names = inspect.signature(self.kernel.fn).parameters
+        self.calls.append(dict(zip(names, args, strict=False)) | kwargs)
+
+    def compile(self, capability: int) -> tuple[Any, int]:
+        """The last launch, compiled; and how many bytes a thread keeps beside its registers."""
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        call = dict(self.calls[-1])
+        options = {k: call.pop(k) for k in ("num_warps", "num_stages") if k in call}
+        names = list(inspect.signature(self.kernel.fn).parameters)
+        signature, constants, aligned = {}, {}, {}
+        for place, name in enumerate(names):
+            value = call[name]
+            if name.isupper():
+                signature[name], constants[(place,)] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[name] = f"*{NAMES[value.dtype]}"
+            else:
+                signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, torch.Tensor) or (signature[name] == "i32" and value % 16 == 0):
+                aligned[(place,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, signature, constants, aligned)
+        compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options)
+        return compiled, stack_of(compiled.asm["cubin"])
+
+
+def stack_of(cubin: bytes) -> int:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(TOOLS / "cuobjdump"), "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    return int(re.findall(r"STACK:(\d+)", said)[-1])
+
+
+EVERYTHING = dict(window=20, alibi=True, soft_cap=5.0, sinks=True)
+
+
+@pytest.mark.parametrize(
+    ("capability", "nodes", "context", "options"),
+    [
+        (90, 100, 4000, {}),
+        (90, 3, 4000, {}),
+        (90, 100, 4000, {"head_size": 256}),
+        (90, 100, 4000, {"head_size": 64, "fp8": True}),
+        (90, 100, 100, {"dtype": torch.float32}),
+        (80, 100, 4000, {}),
+        (120, 100, 4000, {"dtype": torch.float16, **EVERYTHING}),
+    ],
+    ids=str,
+)
+def test_tree_attention(
+    capability: int,
+    nodes: int,
+    context: int,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from lookahead_vllm.verify import triton_attention
+
+    attend = Launches(triton_attention._attend_tile)
+    merge = Launches(triton_attention._merge_splits)
+    monkeypatch.setattr(triton_attention, "_attend_tile", attend)
+    monkeypatch.setattr(triton_attention, "_merge_splits", merge)
+    monkeypatch.setattr(triton_attention, "_INTERPRETED_MULTIPROCESSORS", 132)
+    tree = draw_tree(np.random.default_rng(0), nodes)
+    scene = PagedScene(
+        [tree], [context], **{"dtype": torch.bfloat16, "head_size": 128, "heads": 8, **options}
+    )
+    scene.run("triton")
+
+    compiled, stack = attend.compile(capability)
+    assert compiled.metadata.shared <= SHARED
+    is_float32 = scene.dtype == torch.float32  # without tensor cores
+    assert stack <= (1024 if is_float32 else 512)
+    rows = (nodes + 1) * scene.heads // scene.kv_heads
+    assert ("wgmma" in compiled.asm["ptx"]) == (capability == 90 and rows >= 64 and not is_float32)
+    if not is_float32:
+        assert "mma" in compiled.asm["ptx"] and "cp.async" in compiled.asm["ptx"]
+    assert bool(merge.calls) == (context >= 2 * triton_attention.KEYS_PER_SPLIT)
+    if merge.calls:
+        assert merge.compile(capability)[1] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_kv_moves(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lookahead_vllm.verify import triton_moves
+
+    copy = Launches(triton_moves._copy)
+    monkeypatch.setattr(triton_moves, "_copy", copy)
+    caches = [torch.zeros(4, 2, 16, 256, dtype=dtype) for _ in range(3)]
+    triton_moves.PagedKVMover(caches).move(torch.tensor([1, 2]), torch.tensor([5, 6]))
+    assert len(copy.calls) == 2
+    assert copy.compile(90)[1] == 0
