@@ -67,9 +67,10 @@ def recall(
     scheduled: Mapping[str, list[int]],
     sent: Mapping[str, Sent],
     others: Mapping[str, DraftTree],
-    kept_blocks: Mapping[str, list[int]],
-) -> ToVerify:
+) -> tuple[DraftForest, NDArray[np.bool_]]:
     """The trees whose nodes were `scheduled`, possibly cut; a chain of what nobody knows.
+
+    Also which ones are the proposer's: bool [t].
 
     Parameters
     ----------
@@ -79,26 +80,24 @@ def recall(
         What was proposed; it is recognized by its tokens.
     others
         Trees that take the place of those.
-    kept_blocks
-        Goes along.
     """
     drafts = [
         _NOTHING_SENT if req_id in others else sent.get(req_id, _NOTHING_SENT)
         for req_id in scheduled
     ]
-    own = [d.tokens[: len(t)] == t for d, t in zip(drafts, scheduled.values(), strict=True)]
-    if all(own) and len({id(draft.forest) for draft in drafts}) == 1:  # of one step, as a rule
+    known = [d.tokens[: len(t)] == t for d, t in zip(drafts, scheduled.values(), strict=True)]
+    own = np.array(known, np.bool_)
+    if all(known) and len({id(draft.forest) for draft in drafts}) == 1:  # of one step, as a rule
         places = np.array([draft.place for draft in drafts])
         sizes = np.array([len(tokens) for tokens in scheduled.values()])
-        forest = drafts[0].forest.take(places, sizes)
-    else:
-        forest = DraftForest.of(
-            [
-                (d.tree if mine else others.get(req_id) or DraftTree.chain(t)).prefix(len(t))
-                for d, mine, (req_id, t) in zip(drafts, own, scheduled.items(), strict=True)
-            ]
-        )
-    return ToVerify(list(scheduled), forest, np.array(own, np.bool_), kept_blocks)
+        return drafts[0].forest.take(places, sizes), own
+    forest = DraftForest.of(
+        [
+            (d.tree if mine else others.get(req_id) or DraftTree.chain(t)).prefix(len(t))
+            for d, mine, (req_id, t) in zip(drafts, known, scheduled.items(), strict=True)
+        ]
+    )
+    return forest, own
 
 
 def attach(carrier: Any, what: Proposed | ToVerify) -> None:

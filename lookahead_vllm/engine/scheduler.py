@@ -15,7 +15,7 @@ from vllm.v1.outputs import DraftTokenIds
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine import exchange, metrics, request_options
-from lookahead_vllm.engine.exchange import Proposed
+from lookahead_vllm.engine.exchange import Proposed, ToVerify
 from lookahead_vllm.engine.grammar import GrammarDraft, GrammarWalk, take_bursts_one_by_one
 from lookahead_vllm.engine.room import DraftRoom
 
@@ -98,9 +98,8 @@ class LookaheadScheduler(Scheduler):
             if reads_prompt or self.requests[req_id].use_structured_output:
                 others.setdefault(req_id, DraftTree.chain(tokens))
         if drafts or kept_blocks:
-            exchange.attach(
-                output, exchange.recall(drafts, self._proposed.drafts, others, kept_blocks)
-            )
+            forest, own = exchange.recall(drafts, self._proposed.drafts, others)
+            exchange.attach(output, ToVerify(list(drafts), forest, own, kept_blocks))
         return output
 
     def _probs(self, req_id: str) -> Sequence[float]:
