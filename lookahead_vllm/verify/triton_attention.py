@@ -185,6 +185,11 @@ def _attend_tile(
     if HAS_SCALES:
         factor = scale * tl.load(k_scale)
 
+    # Plain scores are multiplied by their factor within the exponential.
+    unit = 1.0
+    if not (HAS_CAP or HAS_ALIBI):
+        unit = factor * _LOG2E
+
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -196,19 +201,34 @@ def _attend_tile(
     parts = tl.cdiv(tl.maximum(context - oldest, 0), BLOCK_N)
     parts_each = tl.cdiv(parts, NUM_SPLITS)
     low = oldest + split * parts_each * BLOCK_N
-    high = tl.minimum(low + parts_each * BLOCK_N, context)
-    for at in range(low, high, BLOCK_N):
+    high = tl.maximum(tl.minimum(low + parts_each * BLOCK_N, context), low)
+    # Blocks of which every row sees every key come first: they need no mask.
+    whole = low
+    if not HAS_WINDOW:
+        whole = low + (high - low) // BLOCK_N * BLOCK_N
+    for at in range(low, whole, BLOCK_N):
+        slot = at + tl.arange(0, BLOCK_N)
+        k, v = _load(
+            key_cache, value_cache, table, slot, slot >= 0, d, is_dim, kv_head,
+            key_block, key_slot, key_head, value_block, value_slot, value_head,
+            BLOCK_SIZE, False, HEAD_SIZE < BLOCK_D,
+        )  # fmt: skip
+        scores = _scores(q, k, factor, soft_cap, slope, slot, position, HAS_CAP, HAS_ALIBI)
+        best, total, acc = _add(scores, unit, v.to(q.dtype), best, total, acc)
+    for at in range(whole, high, BLOCK_N):
         slot = at + tl.arange(0, BLOCK_N)
         is_key = slot < high
         k, v = _load(
             key_cache, value_cache, table, slot, is_key, d, is_dim, kv_head,
-            key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE,
+            key_block, key_slot, key_head, value_block, value_slot, value_head,
+            BLOCK_SIZE, True, HEAD_SIZE < BLOCK_D,
         )  # fmt: skip
         scores = _scores(q, k, factor, soft_cap, slope, slot, position, HAS_CAP, HAS_ALIBI)
         seen = is_row[:, None] & is_key[None, :]
         if HAS_WINDOW:
             seen = seen & (slot[None, :] > position[:, None] - window)
-        best, total, acc = _add(scores, seen, v.to(q.dtype), best, total, acc)
+        scores = tl.where(seen, scores, float("-inf"))
+        best, total, acc = _add(scores, unit, v.to(q.dtype), best, total, acc)
 
     # The draft block, or the rows of a chain or a prompt themselves.
     if split == NUM_SPLITS - 1:
@@ -219,7 +239,8 @@ def _attend_tile(
             slot = context + column
             k, v = _load(
                 key_cache, value_cache, table, slot, is_key, d, is_dim, kv_head,
-                key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE,
+                key_block, key_slot, key_head, value_block, value_slot, value_head,
+                BLOCK_SIZE, True, HEAD_SIZE < BLOCK_D,
             )  # fmt: skip
             is_masked = first + column >= column
             key_depth = tl.load(depths + first + column, mask=is_key & is_masked, other=0)
@@ -240,7 +261,8 @@ def _attend_tile(
             seen = seen & is_row[:, None] & is_key[None, :]
             if HAS_WINDOW:
                 seen = seen & (key_position[None, :] > position[:, None] - window)
-            best, total, acc = _add(scores, seen, v.to(q.dtype), best, total, acc)
+            scores = tl.where(seen, scores, float("-inf"))
+            best, total, acc = _add(scores, unit, v.to(q.dtype), best, total, acc)
 
     if NUM_SPLITS > 1:
         row = (split * num_tokens + token) * HEADS + head
@@ -268,19 +290,22 @@ def _attend_tile(
 def _load(
     key_cache, value_cache, table, slot, is_key, d, is_dim, kv_head,
     key_block, key_slot, key_head, value_block, value_slot, value_head,
-    BLOCK_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SOME_KEYS: tl.constexpr, SOME_DIMS: tl.constexpr,
 ):  # fmt: skip
     """K [BLOCK_D, BLOCK_N] and V [BLOCK_N, BLOCK_D] of these slots; 0 where there is no key."""
-    block = tl.load(table + slot // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+    if SOME_KEYS:
+        block = tl.load(table + slot // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+    else:
+        block = tl.load(table + slot // BLOCK_SIZE).to(tl.int64)
     inside = slot % BLOCK_SIZE
-    key = block * key_block + inside * key_slot + kv_head * key_head
-    value = block * value_block + inside * value_slot + kv_head * value_head
-    k = tl.load(
-        key_cache + key[None, :] + d[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0
-    )
-    v = tl.load(
-        value_cache + value[:, None] + d[None, :], mask=is_key[:, None] & is_dim[None, :], other=0.0
-    )
+    key = key_cache + block * key_block + inside * key_slot + kv_head * key_head
+    value = value_cache + block * value_block + inside * value_slot + kv_head * value_head
+    if SOME_KEYS or SOME_DIMS:
+        k = tl.load(key[None, :] + d[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0)
+        v = tl.load(value[:, None] + d[None, :], mask=is_key[:, None] & is_dim[None, :], other=0.0)
+    else:
+        k = tl.load(key[None, :] + d[:, None])
+        v = tl.load(value[:, None] + d[None, :])
     return k, v
 
 
@@ -289,26 +314,28 @@ def _scores(
     q, k, factor, soft_cap, slope, key_position, position,
     HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BLOCK_M, BLOCK_N], times log2(e)."""
-    scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * factor
-    if HAS_CAP:
-        # tanh, without an overflow on either side
-        raised = tl.exp2(tl.abs(scores) * (-2.0 * _LOG2E / soft_cap))
-        bounded = soft_cap * (1.0 - raised) / (1.0 + raised)
-        scores = tl.where(scores < 0, -bounded, bounded)
-    if HAS_ALIBI:
-        scores += slope[:, None] * (key_position[None, :] - position[:, None]).to(tl.float32)
-    return scores * _LOG2E
+    """float32 [BLOCK_M, BLOCK_N]; with a cap or ALiBi times log2(e), else without any factor."""
+    scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+    if HAS_CAP or HAS_ALIBI:
+        scores *= factor
+        if HAS_CAP:
+            # tanh, without an overflow on either side
+            raised = tl.exp2(tl.abs(scores) * (-2.0 * _LOG2E / soft_cap))
+            bounded = soft_cap * (1.0 - raised) / (1.0 + raised)
+            scores = tl.where(scores < 0, -bounded, bounded)
+        if HAS_ALIBI:
+            scores += slope[:, None] * (key_position[None, :] - position[:, None]).to(tl.float32)
+        scores *= _LOG2E
+    return scores
 
 
 @triton.jit
-def _add(scores, seen, v, best, total, acc):
-    """One block of keys into the running softmax."""
-    scores = tl.where(seen, scores, float("-inf"))
-    higher = tl.maximum(best, tl.max(scores, axis=1))
+def _add(scores, unit, v, best, total, acc):
+    """One block of keys into the running softmax; `unit` is what the scores are multiplied by."""
+    higher = tl.maximum(best, tl.max(scores, axis=1) * unit)
     # Of a row that has seen nothing yet, nothing is to be subtracted.
     base = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(scores - base[:, None])
+    weights = tl.exp2(scores * unit - base[:, None])
     fade = tl.exp2(best - base)
     total = total * fade + tl.sum(weights, axis=1)
     acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
