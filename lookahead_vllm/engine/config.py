@@ -106,6 +106,12 @@ def apply(config: VllmConfig, options: LookaheadOptions) -> None:
             "were accepted, and all have to move their KV; write tensor_parallel_size instead, or "
             "leave lookahead out of the speculative config"
         )
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        raise OptionError(
+            "distributed_executor_backend='external_launcher' was given, under which every rank "
+            "schedules for itself, but lookahead's ranks share what one of them drafts; write 'mp' "
+            "or 'ray', or leave lookahead out of the speculative config"
+        )
     if parallel.worker_cls not in WORKERS:
         raise OptionError(
             f"worker_cls={parallel.worker_cls!r} was given, but lookahead brings its own worker "

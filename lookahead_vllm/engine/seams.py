@@ -266,7 +266,10 @@ SEAMS = (
     Seam(
         "vllm.config.parallel",
         "ParallelConfig",
-        ("rank", "decode_context_parallel_size", "prefill_context_parallel_size"),
+        (
+            *("rank", "world_size", "distributed_executor_backend"),
+            *("decode_context_parallel_size", "prefill_context_parallel_size"),
+        ),
         "read: which rank of its engine a worker is, and whether a text's KV is on one rank",
         "never: it is public",
     ),

@@ -99,6 +99,9 @@ def test_help_lists_the_flags() -> None:
 ELSEWHERE = "vllm.v1.worker.worker_base.WorkerBase"
 
 
+LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+
+
 @pytest.mark.parametrize(
     ("speculative", "others", "given", "write"),
     [
@@ -110,6 +113,7 @@ ELSEWHERE = "vllm.v1.worker.worker_base.WorkerBase"
         ({"method": "ngram", "model": "[lookahead]"}, {}, "ngram", '"method": "lookahead"'),
         ({"num_speculative_tokens": 4}, {"spec_tokens": 5}, "5", "once"),
         ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2", "tensor_parallel_size"),
+        ({}, LAUNCHED, "external_launcher", "'mp'"),
         ({}, {"worker_cls": ELSEWHERE}, ELSEWHERE, "worker_cls='auto'"),
         ({}, {"scheduler_cls": ELSEWHERE}, ELSEWHERE, "leave scheduler_cls out"),
         ({}, {"runner": "pooling"}, "pooling", "leave lookahead out"),
