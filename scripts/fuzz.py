@@ -38,6 +38,7 @@ examples:
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --seed 7 --round 12
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 2 --plant kv
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 10 --http --ranks 2
 """
 
 
@@ -62,6 +63,13 @@ def parse_args() -> argparse.Namespace:
         "everything twice, and has a proposer of its own, not one of the tests'",
     )
     parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --http: each server is spread over so many processes, by tensor parallelism",
+    )
+    parser.add_argument(
         "--models", default=None, help="names from tests/engine/models.py (default: all)"
     )
     parser.add_argument(
@@ -73,6 +81,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.plant and args.http:
         parser.error("--plant reaches engines in this process, not servers; leave --http out")
+    if args.ranks != 1 and not args.http:
+        parser.error("--ranks is for servers; write --http, too")
     if args.model and not (args.model / "config.json").is_file():
         parser.error(f"--model: there is no {args.model / 'config.json'}")
     if args.round is not None and args.seed is None:
@@ -108,7 +118,9 @@ def main() -> int:
     deadline = time.monotonic() + 60 * args.minutes
     number = 0 if args.round is None else args.round
     with tempfile.TemporaryDirectory() as folder, planted(args.plant):
-        side_by_side = Servers(Path(folder), args.model) if args.http else Rounds(Path(folder))
+        side_by_side = (
+            Servers(Path(folder), args.model, args.ranks) if args.http else Rounds(Path(folder))
+        )
         while args.round is not None or time.monotonic() < deadline:
             round_ = draw_round(f"{seed}-{number}", models, text, args.http)
             try:
@@ -138,6 +150,7 @@ def repeat(seed: int, number: int, args: argparse.Namespace) -> str:
     command += f" --models {args.models}" if args.models else ""
     command += f" --model {args.model}" if args.model else ""
     command += " --http" if args.http else ""
+    command += f" --ranks {args.ranks}" if args.ranks != 1 else ""
     command += f" --plant {args.plant}" if args.plant else ""
     return f"\nrepeat it with:\n  {command}\n"
 

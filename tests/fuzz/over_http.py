@@ -28,10 +28,19 @@ ALONE = ("n", "seed", "temperature", "top_p", "max_tokens", "stop", "presence_pe
 
 
 class Servers:
-    """Plays rounds over HTTP, with a pair of servers for each. Nobody aborts."""
+    """Plays rounds over HTTP, with a pair of servers for each. Nobody aborts.
 
-    def __init__(self, folder: Path, model: str | None) -> None:
+    A server has `ranks` processes that share its model, each with cores of its own.
+    """
+
+    def __init__(self, folder: Path, model: str | None, ranks: int = 1) -> None:
         self._folder = folder
+        self._ranks = ranks
+        if ranks > 1:
+            cores = sorted(os.sched_getaffinity(0))
+            shares = (cores[rank::ranks] or cores[:1] for rank in range(ranks))
+            binding = "|".join(",".join(map(str, share)) for share in shares)
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = binding
         self._model = Path(model) if model else save_tokenizer(save_tiny_model("llama", folder))
         self._tokenizer = AutoTokenizer.from_pretrained(self._model)
         os.environ["PYTHONPATH"] = str(ROOT)  # the servers import a logits processor of the tests
@@ -39,7 +48,7 @@ class Servers:
     def compare(self, round_: Round, clients: int = 8) -> Played:
         """Ask both servers; lookahead hears everything twice, and knows it the second time."""
         speculative = {"method": "lookahead", **round_.lookahead}
-        if speculative["proposer"] not in PROPOSERS:  # the tests' own
+        if PROPOSERS[speculative["proposer"]].startswith("tests."):  # no server knows those
             speculative["proposer"] = "ngram_trie"
         settings = self._settings(round_)
         with (
@@ -78,6 +87,7 @@ class Servers:
     def _settings(self, round_: Round) -> dict[str, Any]:
         settings = dict(round_.settings, dtype="float32", enforce_eager=True)
         settings.update(kv_cache_memory_bytes=256 << 20, served_model_name="m")
+        settings["tensor_parallel_size"] = self._ranks
         if "custom_logits_processor" in round_.features:
             settings["logits_processors"] = "tests.engine.processors:NoRepeat"
         if "priority scheduling" in round_.features:
