@@ -16,7 +16,8 @@ import triton.language as tl
 from lookahead_vllm.verify.paged_batch import PagedCall
 
 _LOG2E = tl.constexpr(1.4426950408889635)
-NUM_STAGES = 2
+NUM_STAGES = 3
+"""Page numbers are fetched a turn of the loop before their keys, and these one before the dots."""
 MAX_SPLITS = 32
 KEYS_PER_SPLIT = 256
 """A split is not worth its merging for fewer."""
