@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tqdm import tqdm
+from vllm.distributed.parallel_state import is_global_first_rank
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
@@ -87,6 +89,20 @@ class _TreeImpl(_Impl):
         trees = getattr(attn_metadata, "trees", None)
         if trees is None or self.attn_type != AttentionType.DECODER:
             return result
+        with profile.timed("attention"):
+            self.attend_trees(layer, query, kv_cache, output, attn_metadata.block_table, trees)
+        return result
+
+    def attend_trees(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+        block_table: torch.Tensor,
+        trees: PagedBatch,
+    ) -> None:
+        """Overwrite the rows of trees in `output`."""
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         scales = {}
         if is_quantized_kv_cache(self.kv_cache_dtype):
@@ -96,22 +112,20 @@ class _TreeImpl(_Impl):
             if query.dtype == fp8:  # the layer did that, where vLLM's kernel wants it
                 query = (query.float() * layer._q_scale).to(output.dtype)
         left, _ = self.sliding_window
-        with profile.timed("attention"):
-            paged_attention(
-                query,
-                keys,
-                values,
-                output,
-                attn_metadata.block_table,
-                trees,
-                scale=self.scale,
-                sliding_window=left + 1 if left >= 0 else -1,
-                alibi_slopes=self.alibi_slopes,
-                logits_soft_cap=self.logits_soft_cap,
-                sinks=self.sinks,
-                **scales,
-            )
-        return result
+        paged_attention(
+            query,
+            keys,
+            values,
+            output,
+            block_table,
+            trees,
+            scale=self.scale,
+            sliding_window=left + 1 if left >= 0 else -1,
+            alibi_slopes=self.alibi_slopes,
+            logits_soft_cap=self.logits_soft_cap,
+            sinks=self.sinks,
+            **scales,
+        )
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """What is overwritten is not quantized yet."""
@@ -177,3 +191,20 @@ def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
 def mover(kv_caches: Sequence[torch.Tensor], layer: Any) -> PagedKVMover:
     """For the caches of a KV cache group, of which `layer` is one."""
     return PagedKVMover(kv_caches)
+
+
+def warm_up(layers: Sequence[Any], movers: Sequence[PagedKVMover], dtype: torch.dtype) -> None:
+    """Compile the kernels of a step with trees, so that no request waits for it."""
+    from lookahead_vllm.verify.triton_attention import batches_of_every_kind
+
+    for layer in tqdm(layers, "Compiling tree attention", disable=not is_global_first_rank()):
+        impl, device = layer.impl, layer.kv_cache.device
+        query = torch.zeros(1, impl.num_heads, impl.head_size, dtype=dtype, device=device)
+        block_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+        for batch in batches_of_every_kind(
+            impl.num_heads, impl.num_kv_heads, impl.head_size, dtype, device
+        ):
+            impl.attend_trees(layer, query, layer.kv_cache, query.clone(), block_table, batch)
+    for mover in movers:
+        first = torch.zeros(1, dtype=torch.int64, device=mover.device)
+        mover.move(first, first)  # onto itself

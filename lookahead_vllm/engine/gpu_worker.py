@@ -26,6 +26,13 @@ class LookaheadGPUModelRunner(LookaheadRunner, gpu_model_runner.GPUModelRunner):
         super().__init__(*args, **kwargs)
         capture_steps_without_drafts(self)
 
+    def compile_tree_kernels(self) -> None:
+        """Where trees may branch."""
+        if self.drafter.may_branch:
+            context = self.compilation_config.static_forward_context
+            names = [n for group in self._attn_group_iterator() for n in group.layer_names]
+            gpu_attention.warm_up([context[n] for n in names], self._movers, self.dtype)
+
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
         """Trees have masks of their own in each step, which a graph of all layers knows nothing of.
 
@@ -83,5 +90,6 @@ class LookaheadGPUWorker(Worker):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         times = super().compile_or_warm_up_model()
+        self.model_runner.compile_tree_kernels()
         self.model_runner.warm_up_drafting()
         return times

@@ -539,6 +539,7 @@ SEAMS = (
                 (
                     *("head_size", "scale", "sliding_window", "alibi_slopes"),
                     *("logits_soft_cap", "sinks", "attn_type", "kv_cache_dtype"),
+                    *("num_heads", "num_kv_heads"),
                 ),
                 "read: what a layer's attention is",
                 "as above",

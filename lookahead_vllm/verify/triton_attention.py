@@ -7,13 +7,14 @@ the draft block, at the end of it, knows of masks. Online softmax: FlashAttentio
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from lookahead_vllm.verify.paged_batch import PagedCall
+from lookahead_vllm.verify.paged_batch import PagedBatch, PagedCall
 
 _LOG2E = tl.constexpr(1.4426950408889635)
 NUM_STAGES = 3
@@ -78,7 +79,7 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
         *output.stride()[:2],
-        block_table.stride(0), batch.masks.stride(0), tokens, tiles,
+        block_table.stride(0), batch.masks.stride(0), tokens, tiles, num_splits,
         HEADS=heads,
         GROUP=group,
         HEAD_SIZE=head_size,
@@ -86,7 +87,7 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=triton.next_power_of_2(head_size),
-        NUM_SPLITS=num_splits,
+        IS_SPLIT=num_splits > 1,
         HAS_WINDOW=call.sliding_window > 0,
         HAS_ALIBI=alibi_slopes is not None,
         HAS_CAP=call.logits_soft_cap > 0,
@@ -100,16 +101,33 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
             partial, output, batch.starts, batch.sizes,
             query if sinks is None else sinks,
             query if v_scale is None else v_scale,
-            *output.stride()[:2], tokens, batch.max_size,
+            *output.stride()[:2], tokens, batch.max_size, num_splits,
             HEADS=heads,
             HEAD_SIZE=head_size,
             BLOCK_D=triton.next_power_of_2(head_size),
-            NUM_SPLITS=num_splits,
-            BLOCK_S=triton.next_power_of_2(num_splits),
+            BLOCK_S=MAX_SPLITS,
             HAS_SINKS=sinks is not None,
             HAS_SCALES=has_scales,
             num_warps=2,
         )  # fmt: skip
+
+
+def batches_of_every_kind(
+    heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[PagedBatch]:
+    """Batches of requests without a row, one for each kernel that any batch can need.
+
+    Whoever attends to all of them has compiled everything, and has written nothing.
+    """
+    zeros = torch.zeros(1, dtype=torch.int32, device=device)
+    group, rows = heads // kv_heads, 16
+    while rows <= tile_of(1 << 20, dtype, head_size).block_m:
+        size = max(rows // group, 1)
+        for max_context in (0, 1 << 20):  # that of one program, and that which is split
+            yield PagedBatch(
+                zeros, zeros, zeros, zeros, zeros, zeros, zeros[None], size, max_context
+            )
+        rows *= 2
 
 
 def tile_of(rows: int, dtype: torch.dtype, head_size: int) -> Tile:
@@ -134,7 +152,14 @@ def _num_splits(programs: int, max_context: int, device: torch.device) -> int:
     return max(1, min(wanted, max_context // KEYS_PER_SPLIT, MAX_SPLITS))
 
 
-@triton.jit
+# What changes from step to step is no reason to compile anew: no integer, and no view's alignment.
+_LAYOUT = ["rows", "starts", "sizes", "contexts", "firsts", "depths", "masks"]
+
+
+@triton.jit(
+    do_not_specialize=["table_row", "mask_row", "num_tokens", "tiles", "num_splits"],
+    do_not_specialize_on_alignment=_LAYOUT,
+)
 def _attend_tile(
     query, key_cache, value_cache, output, partial, block_table,
     rows, starts, sizes, contexts, firsts, depths, masks,
@@ -144,9 +169,9 @@ def _attend_tile(
     key_block, key_slot, key_head,
     value_block, value_slot, value_head,
     output_token, output_head,
-    table_row, mask_row, num_tokens, tiles,
+    table_row, mask_row, num_tokens, tiles, num_splits,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, IS_SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
@@ -200,7 +225,7 @@ def _attend_tile(
     if HAS_WINDOW:
         oldest = tl.maximum(tl.min(position, axis=0) - window + 1, 0)
     parts = tl.cdiv(tl.maximum(context - oldest, 0), BLOCK_N)
-    parts_each = tl.cdiv(parts, NUM_SPLITS)
+    parts_each = tl.cdiv(parts, num_splits)
     low = oldest + split * parts_each * BLOCK_N
     high = tl.maximum(tl.minimum(low + parts_each * BLOCK_N, context), low)
     # Blocks of which every row sees every key come first: they need no mask.
@@ -232,7 +257,7 @@ def _attend_tile(
         best, total, acc = _add(scores, unit, v.to(q.dtype), best, total, acc)
 
     # The draft block, or the rows of a chain or a prompt themselves.
-    if split == NUM_SPLITS - 1:
+    if split == num_splits - 1:
         end = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, size)
         for at in range(0, end, BLOCK_N):
             column = at + tl.arange(0, BLOCK_N)
@@ -265,7 +290,7 @@ def _attend_tile(
             scores = tl.where(seen, scores, float("-inf"))
             best, total, acc = _add(scores, unit, v.to(q.dtype), best, total, acc)
 
-    if NUM_SPLITS > 1:
+    if IS_SPLIT:
         row = (split * num_tokens + token) * HEADS + head
         place = partial + row * (HEAD_SIZE + 2)
         tl.store(place[:, None] + d[None, :], acc, mask=is_row[:, None] & is_dim[None, :])
@@ -343,12 +368,14 @@ def _add(scores, unit, v, best, total, acc):
     return higher, total, acc
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_tokens", "max_size", "num_splits"],
+    do_not_specialize_on_alignment=["starts", "sizes"],
+)
 def _merge_splits(
     partial, output, starts, sizes, sinks, v_scale,
-    output_token, output_head, num_tokens, max_size,
-    HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+    output_token, output_head, num_tokens, max_size, num_splits,
+    HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """One row and head: its splits, by their log-sum-exps."""
@@ -359,7 +386,7 @@ def _merge_splits(
         return
     token = (tl.load(starts + entry) + node).to(tl.int64)
     split = tl.arange(0, BLOCK_S)
-    is_split = split < NUM_SPLITS
+    is_split = split < num_splits
     d = tl.arange(0, BLOCK_D)
     is_dim = d < HEAD_SIZE
     place = partial + ((split * num_tokens + token) * HEADS + head) * (HEAD_SIZE + 2)

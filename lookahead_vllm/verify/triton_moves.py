@@ -47,6 +47,11 @@ class PagedKVMover:
         pointers = [cache.data_ptr() for cache in kv_caches]
         self._pointers = torch.tensor(pointers, dtype=torch.int64, device=first.device)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the caches are."""
+        return self._kv_caches[0].device
+
     def move(self, src: Tensor, dst: Tensor) -> None:
         """Copy the K/V of slot `src[i]` to slot `dst[i]` in every layer: all read, then written.
 

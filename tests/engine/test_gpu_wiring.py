@@ -110,6 +110,37 @@ def test_rows_of_trees_are_overwritten_and_no_others(layout: str, options: dict[
     Impl(scene).forward(layer, query, None, None, kv_cache, None, output)  # a profile run
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_start_attends_to_every_kind_of_batch_and_changes_nothing(
+    fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = PagedScene([draw_tree(np.random.default_rng(0), 9)], [70], fp8=fp8)
+    impl = Impl(scene)
+    impl.num_heads, impl.num_kv_heads = scene.heads, scene.kv_heads
+    kv_cache = scene.whole.transpose(1, 2)
+    layer = SimpleNamespace(impl=impl, kv_cache=kv_cache.view(torch.uint8) if fp8 else kv_cache)
+    layer._k_scale, layer._v_scale = scene.scales.get("k_scale"), scene.scales.get("v_scale")
+    before = layer.kv_cache.clone()
+    kinds: list[tuple[int, int]] = []
+    moved: list[list[int]] = []
+
+    def count(*args: Any, **options: Any) -> None:
+        batch = args[5]
+        kinds.append((batch.max_size, batch.max_context))
+        output = args[3].clone()
+        paged_attention(*args, **options)
+        assert torch.equal(args[3], output)
+
+    monkeypatch.setattr(gpu_attention, "paged_attention", count)
+    mover: Any = SimpleNamespace(
+        device=torch.device("cpu"), move=lambda *ends: moved.extend(end.tolist() for end in ends)
+    )
+    gpu_attention.warm_up([layer, layer], [mover], scene.dtype)
+    assert len(set(kinds)) * 2 == len(kinds) == 8  # 16 and 32 rows, split or not, in two layers
+    assert moved == [[0], [0]]
+    assert torch.equal(before.view(torch.uint8), layer.kv_cache.view(torch.uint8))
+
+
 def paged_stand_in(
     query: torch.Tensor,
     kv_cache: torch.Tensor,

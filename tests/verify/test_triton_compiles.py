@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from lookahead_vllm.verify.paged_batch import PagedBatch
 from tests.verify.test_paged_attention import PagedScene
 from tests.verify.test_tree_attention import draw_tree
 
@@ -162,3 +163,56 @@ def test_kv_moves(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     triton_moves.PagedKVMover(caches).move(torch.tensor([1, 2]), torch.tensor([5, 6]))
     assert len(copy.calls) == 2
     assert not spills(instructions_of(copy.compile(90)))
+
+
+def test_nothing_is_compiled_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a start attends to is of every kind that a batch can be of later."""
+    from lookahead_vllm.verify import triton_attention
+
+    kernels = [Launches(triton_attention._attend_tile), Launches(triton_attention._merge_splits)]
+    monkeypatch.setattr(triton_attention, "_attend_tile", kernels[0])
+    monkeypatch.setattr(triton_attention, "_merge_splits", kernels[1])
+    monkeypatch.setattr(triton_attention, "_INTERPRETED_MULTIPROCESSORS", 132)
+
+    def kinds() -> set[tuple[Any, ...]]:
+        """What Triton compiles by: constants, types, and how values divide, where it looks."""
+        found = set()
+        for kernel in kernels:
+            params = {param.name: param for param in kernel.kernel.params}
+            for call in kernel.calls:
+                kind: list[Any] = [kernel.kernel.fn.__name__]
+                for name, value in call.items():
+                    param = params.get(name)
+                    if param is None or param.is_constexpr:
+                        kind.append((name, value))
+                    elif isinstance(value, torch.Tensor):
+                        looks = not param.do_not_specialize_on_alignment
+                        kind.append((name, value.dtype, looks and value.data_ptr() % 16 == 0))
+                    elif isinstance(value, int) and not param.do_not_specialize:
+                        kind.append((name, value == 1 or value % 16 == 0))
+                found.add(tuple(kind))
+            kernel.calls.clear()
+        return found
+
+    scenes = [
+        PagedScene(
+            [draw_tree(np.random.default_rng(nodes), nodes) for nodes in sizes],
+            contexts,
+            **{"dtype": torch.bfloat16, "head_size": 128, "heads": 6, "layout": "heads first"},
+        )
+        for sizes, contexts in (
+            ([1], [10]), ([8], [5000]), ([15], [100]),
+            ([3, 90], [700, 40]), ([40] * 5, [3000] * 5), ([200], [9000]),
+        )
+    ]  # fmt: skip
+    scene = scenes[0]
+    batches = triton_attention.batches_of_every_kind(6, 2, 128, torch.bfloat16, torch.device("cpu"))
+    for batch in batches:
+        scene.run("triton", batch)
+    compiled = kinds()
+    assert len(compiled) == 9  # four sizes of tiles, split or not, and the merge
+    for scene in scenes:
+        scene.run("triton")
+        scene.run("triton", PagedBatch.build(scene.batch))
+    needed = kinds()
+    assert len(needed) > 4 and needed <= compiled, needed - compiled
