@@ -81,6 +81,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.plant and args.http:
         parser.error("--plant reaches engines in this process, not servers; leave --http out")
+    if args.ranks < 1:
+        parser.error(f"--ranks {args.ranks} was given, but a server has 1 or more")
     if args.ranks != 1 and not args.http:
         parser.error("--ranks is for servers; write --http, too")
     if args.model and not (args.model / "config.json").is_file():

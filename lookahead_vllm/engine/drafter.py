@@ -91,9 +91,9 @@ class LookaheadDrafter:
         self.may_branch = False
         """Whether this engine's attention can verify branching trees; the runner finds out."""
         # Of the ranks that share a model, one drafts: its drafts come to all, see `exchange`.
-        leads = vllm_config.parallel_config.rank == 0
-        self.proposer: Proposer = make_proposer(self.options) if leads else NoProposer()
-        self._cache = open_cache(vllm_config, self.options, self.proposer) if leads else None
+        self.leads = vllm_config.parallel_config.rank == 0
+        self.proposer: Proposer = make_proposer(self.options) if self.leads else NoProposer()
+        self._cache = open_cache(vllm_config, self.options, self.proposer) if self.leads else None
         if self._cache is not None:
             shutdown.before_teardown(self.shutdown)
         self._max_model_len = vllm_config.model_config.max_model_len

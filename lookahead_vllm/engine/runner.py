@@ -147,7 +147,9 @@ class LookaheadRunner(_Base):
     def warm_up_drafting(self) -> None:
         """Learn what a step costs on this device, so that only drafts that pay are sent."""
         if self.drafter.options.budget == "auto":
-            self.drafter.proposer.cost = step_cost(self)
+            cost = step_cost(self)  # every rank takes part
+            if self.drafter.leads:
+                self.drafter.proposer.cost = cost
         set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
 
     def expect(self, trees: Sequence[DraftTree], context: int = 0) -> None:

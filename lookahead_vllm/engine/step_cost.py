@@ -21,7 +21,7 @@ import torch
 import vllm
 from tqdm import tqdm
 from vllm import envs
-from vllm.distributed import get_world_group
+from vllm.distributed.parallel_state import get_world_group, is_global_first_rank
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -72,7 +72,7 @@ BATCHES = (
 def step_cost(runner: LookaheadRunner) -> StepCost:
     """Of this engine's model here, in seconds: read from a file, or measured and written to it."""
     path = _file_of(runner)
-    leads = get_world_group().is_first_rank
+    leads = is_global_first_rank()
     facts = _agreed(_read(path) if leads else None)
     if facts is None:
         facts = measure(runner)
@@ -117,7 +117,7 @@ def measure(runner: LookaheadRunner) -> dict[str, Any]:
     with tqdm(
         total=len(sizes) + len(batches),
         desc="Measuring the cost of a step",
-        disable=not get_world_group().is_first_rank,
+        disable=not is_global_first_rank(),
     ) as bar:
         for size in sizes:
             if len(timed) < 3 or _agreed(time.perf_counter() < deadline):

@@ -21,6 +21,13 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def cores_of(ranks: int) -> str:
+    """VLLM_CPU_OMP_THREADS_BIND of so many processes that share a model and this machine."""
+    cores = sorted(os.sched_getaffinity(0))
+    shares = (cores[rank::ranks] or cores[:1] for rank in range(ranks))
+    return "|".join(",".join(map(str, share)) for share in shares)
+
+
 @contextmanager
 def serve(model: Path, log: Path, *flags: str) -> Iterator[str]:
     """The base URL of a healthy server; the whole process group ends with the block."""

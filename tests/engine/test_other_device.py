@@ -111,9 +111,8 @@ def sample(kind: str, logits: torch.Tensor, device: Any) -> tuple[list[Any], np.
 def test_trees_are_sampled_there(kind: str) -> None:
     logits = torch.randn(len(ROWS) + 1 + TREES.num_nodes, VOCABULARY)
     # Let some nodes be right.
-    roots = np.cumsum(NUM_NODES + 1) - NUM_NODES - 1
-    for row, tree in zip(ROWS, TREES, strict=True):
-        logits[roots[row], tree.tokens[0]] = 99
+    for root, tree in zip(STARTS, TREES, strict=True):
+        logits[root, tree.tokens[0]] = 99
     here, paths = sample(kind, logits.clone(), "cpu")
     with other_device() as device:
         there, same_paths = sample(kind, logits.clone(), device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from vllm import SamplingParams
 from lookahead_vllm.draft import cache_file
 from lookahead_vllm.draft.proposer import NoProposer
 from tests.engine.driving import engine, generate, generate_staggered, random_prompts
+from tests.engine.servers import cores_of
 
 PROMPTS = random_prompts(6, 40, seed=31)
 GREEDY = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, detokenize=False)
@@ -54,9 +54,8 @@ def seen(worker: Any) -> tuple[list[tuple[str, bool]], dict[str, int], bool]:
 @pytest.fixture
 def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Settings of an engine whose ranks have a process and a core each, and nothing in store."""
-    cores = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores_of(2))
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     return {"tensor_parallel_size": 2}
 

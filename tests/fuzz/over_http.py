@@ -17,7 +17,7 @@ from lookahead_vllm.bench.answers import Answer, assembled, compared, draft_coun
 from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.engine.drafter import Counters
 from tests.engine.models import save_tiny_model
-from tests.engine.servers import serve
+from tests.engine.servers import cores_of, serve
 from tests.engine.tokenizer import save_tokenizer
 from tests.fuzz.draw import Request, Round
 from tests.fuzz.play import Difference, Played
@@ -37,10 +37,7 @@ class Servers:
         self._folder = folder
         self._ranks = ranks
         if ranks > 1:
-            cores = sorted(os.sched_getaffinity(0))
-            shares = (cores[rank::ranks] or cores[:1] for rank in range(ranks))
-            binding = "|".join(",".join(map(str, share)) for share in shares)
-            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = binding
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores_of(ranks)
         self._model = Path(model) if model else save_tokenizer(save_tiny_model("llama", folder))
         self._tokenizer = AutoTokenizer.from_pretrained(self._model)
         os.environ["PYTHONPATH"] = str(ROOT)  # the servers import a logits processor of the tests

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead_vllm.verify.paged_batch import PagedBatch
 from tests.verify.test_paged_attention import PagedScene
 from tests.verify.test_tree_attention import draw_tree
 
@@ -213,6 +212,5 @@ def test_nothing_is_compiled_while_serving(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(compiled) == 9  # four sizes of tiles, split or not, and the merge
     for scene in scenes:
         scene.run("triton")
-        scene.run("triton", PagedBatch.build(scene.batch))
     needed = kinds()
     assert len(needed) > 4 and needed <= compiled, needed - compiled
