@@ -32,7 +32,8 @@ answers and the command that repeats its round.
 
 Float32 sums depend in their last bits on the shape of a batch. Where two tokens are equally likely
 up to those bits, plain vLLM itself answers differently in other company: a difference that plain
-vLLM shows too, in one of eight other batches, is counted as a tie and not as a mismatch.
+vLLM shows too, in one of eight other batches or of eight times with the last bits of its logits
+drawn anew, is counted as a tie and not as a mismatch.
 
 examples:
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60

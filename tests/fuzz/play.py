@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config.reasoning import ReasoningConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.sample.sampler import Sampler
 
 from lookahead_vllm.engine.drafter import Counters
 from lookahead_vllm.engine.runner import LookaheadRunner
@@ -26,6 +28,8 @@ from tests.engine.tokenizer import save_tokenizer
 from tests.fuzz.draw import Request, Round
 
 LOGPROB_TOLERANCE = 1e-3
+LAST_BITS = 1e-6
+"""What float32 sums over another batch may change in a logit, as a share of the largest."""
 MOST_STEPS = 20_000
 IMPOSSIBLE = -1e6
 """A logprob below this is that of a token that something forbids."""
@@ -175,16 +179,22 @@ class Rounds:
             return Played(replies, counters, branching, len(preempted), refused)
 
     def _plain_says_so_too(self, round_: Round, index: int, reply: Reply) -> bool:
-        """Whether plain vLLM gives this reply as well when the request has other company.
+        """Whether plain vLLM gives this reply as well, up to the last bits of its sums.
 
         Float32 sums depend on the shape of a batch in their last bits, so two tokens that are
-        equally likely up to those bits change places now and then, in plain vLLM too.
+        equally likely up to those bits change places now and then, in plain vLLM too: when the
+        request has other company, or when those bits of its logits are drawn anew.
         """
         request = replace(round_.requests[index], arrival=0)
         others = [replace(r, arrival=0) for i, r in enumerate(round_.requests) if i != index]
         with self._engine(round_) as llm:
             for company in (0, 1, 2, 3, 5, 7, 11, len(others)):
                 said = play(llm, [request, *others[:company]], self._adapters)[0]
+                if not differences([request], [said], [reply]):
+                    return True
+            for seed in range(8):
+                with shaken_logits(seed):
+                    said = play(llm, [request], self._adapters)[0]
                 if not differences([request], [said], [reply]):
                     return True
         return False
@@ -280,6 +290,24 @@ def _close(a: float, b: float) -> bool:
     if max(a, b) < IMPOSSIBLE:  # minus infinity, where others in the batch have a top-k
         return True
     return a == b or math.isclose(a, b, rel_tol=LOGPROB_TOLERANCE, abs_tol=LOGPROB_TOLERANCE)
+
+
+@contextmanager
+def shaken_logits(seed: int) -> Iterator[None]:
+    """Draw the last bits of all logits anew, before they are sampled from."""
+    rng = torch.Generator().manual_seed(seed)
+    original = Sampler.forward
+
+    def forward(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        largest = logits.nan_to_num(0, 0, 0).abs().amax(dim=-1, keepdim=True)
+        noise = (2 * torch.rand(logits.shape, generator=rng) - 1) * LAST_BITS * largest
+        return original(self, logits + noise, *args, **kwargs)
+
+    Sampler.forward = forward
+    try:
+        yield
+    finally:
+        Sampler.forward = original
 
 
 @contextmanager
