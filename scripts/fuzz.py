@@ -71,6 +71,12 @@ def parse_args() -> argparse.Namespace:
         help="with --http: each server is spread over so many processes, by tensor parallelism",
     )
     parser.add_argument(
+        "--second-runner",
+        action="store_true",
+        help="plain vLLM runs on its second model runner, its default on GPUs, under Triton's "
+        "interpreter; an hour of it says what five minutes say without",
+    )
+    parser.add_argument(
         "--models", default=None, help="names from tests/engine/models.py (default: all)"
     )
     parser.add_argument(
@@ -82,6 +88,10 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.plant and args.http:
         parser.error("--plant reaches engines in this process, not servers; leave --http out")
+    if args.second_runner and args.http:
+        parser.error(
+            "--second-runner is for engines in this process, not servers; leave --http out"
+        )
     if args.ranks < 1:
         parser.error(f"--ranks {args.ranks} was given, but a server has 1 or more")
     if args.ranks != 1 and not args.http:
@@ -96,6 +106,10 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     # Engines are not loaded for --help.
+    if args.second_runner:
+        from tests import second_runner
+
+        second_runner.bring(own_noise=True)
     from transformers import AutoTokenizer
 
     from tests.engine.models import TINY
@@ -125,7 +139,7 @@ def main() -> int:
             Servers(Path(folder), args.model, args.ranks) if args.http else Rounds(Path(folder))
         )
         while args.round is not None or time.monotonic() < deadline:
-            round_ = draw_round(f"{seed}-{number}", models, text, args.http)
+            round_ = draw_round(f"{seed}-{number}", models, text, args.http, args.second_runner)
             try:
                 played = side_by_side.compare(round_)
             except Exception:
@@ -154,6 +168,7 @@ def repeat(seed: int, number: int, args: argparse.Namespace) -> str:
     command += f" --model {args.model}" if args.model else ""
     command += " --http" if args.http else ""
     command += f" --ranks {args.ranks}" if args.ranks != 1 else ""
+    command += " --second-runner" if args.second_runner else ""
     command += f" --plant {args.plant}" if args.plant else ""
     return f"\nrepeat it with:\n  {command}\n"
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
+
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.draft.registry import PROPOSERS
 
@@ -69,6 +71,12 @@ def requested_options(args: EngineArgs) -> LookaheadOptions | None:
         )
     if model in PROPOSER_PATHS:
         settings.setdefault("proposer", PROPOSER_PATHS[model])
+    if envs.VLLM_USE_V2_MODEL_RUNNER:
+        raise OptionError(
+            "VLLM_USE_V2_MODEL_RUNNER=1 is set, but only vLLM's first model runner verifies "
+            "lookahead's trees, with the same output; unset it, or leave lookahead out of the "
+            "speculative config"
+        )
     return LookaheadOptions.from_dict(settings)
 
 

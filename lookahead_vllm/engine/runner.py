@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine import exchange, metrics, profile
 from lookahead_vllm.engine.drafter import Live, LookaheadDrafter
+from lookahead_vllm.engine.draws import PositionalDraws
 from lookahead_vllm.engine.metrics import StepReport, TrieWatch
 from lookahead_vllm.engine.sampler import (
     NodeProcessors,
@@ -34,6 +35,7 @@ from lookahead_vllm.engine.sampler import (
     spread_metadata,
     tapes_for,
     with_every_processor,
+    without_speculation,
 )
 from lookahead_vllm.engine.step_cost import step_cost
 from lookahead_vllm.verify.acceptance import accepted_paths
@@ -44,6 +46,7 @@ from lookahead_vllm.verify.tree_batch import TreeBatch
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as _Base
 else:
@@ -86,6 +89,13 @@ class LookaheadRunner(_Base):
             super().__init__(*args, **kwargs)
         finally:
             gpu_model_runner.build_logitsprocs = original
+        self._draws: PositionalDraws | None = None
+        """Where plain vLLM would draw by position; else by generators."""
+        if without_speculation(self.vllm_config).use_v2_model_runner:
+            self._draws = PositionalDraws(self.sampler.topk_topp_sampler)
+            self.sampler.topk_topp_sampler = self._draws
+        self._logits_indices: torch.Tensor | None = None
+        """int64 [rows of logits]: the token of the step that each one follows."""
         self._node_processors = NodeProcessors(
             self.vllm_config,
             self.device,
@@ -146,6 +156,8 @@ class LookaheadRunner(_Base):
 
     def warm_up_drafting(self) -> None:
         """Learn what a step costs on this device, so that only drafts that pay are sent."""
+        if self._draws is not None:
+            self._draws.warm_up(self.model_config.get_vocab_size(), self.device)
         if self.drafter.options.budget == "auto":
             cost = step_cost(self)  # every rank takes part
             if self.drafter.leads:
@@ -191,6 +203,7 @@ class LookaheadRunner(_Base):
             prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         finally:
             self.speculative_config = config
+        self._logits_indices = prepared[0]
         self._scheduled = scheduled = self._recall(scheduler_output, num_scheduled_tokens)
         if not self.drafter.rest_left:
             self._work = self._work_of(num_scheduled_tokens, scheduled)
@@ -268,6 +281,8 @@ class LookaheadRunner(_Base):
         self, logits: torch.Tensor, spec_decode_metadata: SpecDecodeMetadata | None
     ) -> SamplerOutput:
         scheduled, self._scheduled = self._scheduled, _NO_DRAFTS
+        if self._draws is not None and self.input_batch.generators:
+            self._draws.positions = self.positions[self._logits_indices]
         discarded = self._generators_of_unfinished_prefills()
         before = {row: generator.get_state() for row, generator in discarded.items()}
         try:
@@ -351,7 +366,8 @@ class LookaheadRunner(_Base):
         metadata = replace(self.input_batch.sampling_metadata, spec_token_ids=None)
         tapes: dict[int, DrawTape] = {}
         thinking = None
-        if self._node_processors.rows_are_alike(metadata, nodes):
+        no_tapes = self._draws is not None or not metadata.generators
+        if no_tapes and self._node_processors.rows_are_alike(metadata, nodes):
             owners = np.repeat(np.arange(len(num_nodes)), num_nodes + 1)
             sampled = self.sampler(logits, spread_metadata(metadata, owners)).sampled_token_ids
             at_roots, at_nodes = (
@@ -359,12 +375,14 @@ class LookaheadRunner(_Base):
                 for some in (root_rows, node_rows)
             )
         else:
-            at_roots = self.sampler(logits[torch.from_numpy(root_rows).to(device)], metadata)
-            tapes = tapes_for(self.sampler, metadata.generators, nodes, logits.shape[-1])
+            at_roots = self._sample_some(logits, root_rows, metadata)
+            if not no_tapes:
+                tapes = tapes_for(self.sampler, metadata.generators, nodes, logits.shape[-1])
             if (holder := metadata.thinking_budget_state_holder) is not None:
                 thinking = NodeThinking(holder, nodes)
-            at_nodes = self.sampler(
-                logits[torch.from_numpy(node_rows).to(device)],
+            at_nodes = self._sample_some(
+                logits,
+                node_rows,
                 node_metadata(
                     metadata,
                     nodes,
@@ -393,6 +411,14 @@ class LookaheadRunner(_Base):
                 if thinking is not None and length:
                     thinking.accept(row, nodes.of(row)[path[length - 1]])
         return merge_outputs(at_roots, at_nodes, forest, rows, paths), paths
+
+    def _sample_some(
+        self, logits: torch.Tensor, rows: Words, metadata: SamplingMetadata
+    ) -> SamplerOutput:
+        """Sample these rows of the step's logits."""
+        some = torch.from_numpy(rows).to(logits.device)
+        with self._draws.of_rows(some) if self._draws is not None else nullcontext():
+            return self.sampler(logits[some], metadata)
 
     def _count(self, forest: DraftForest, paths: Ints) -> None:
         counters, report = self.drafter.counters, self.report

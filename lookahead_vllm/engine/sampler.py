@@ -139,12 +139,11 @@ class NodeProcessors:
         return bool(self._has_custom or params.min_tokens or params.logit_bias or params.min_p)
 
     def rows_are_alike(self, metadata: SamplingMetadata, nodes: NodeRows) -> bool:
-        """Whether a node is sampled as its request's root is: nothing looks at the history, no
-        generator and no logprobs have to be kept apart. Then one call samples them all."""
+        """Whether a node is sampled as its request's root is: nothing looks at the history, and
+        no logprobs have to be kept apart. Then one call samples them all."""
         thinking = metadata.thinking_budget_state_holder
         return (
-            not metadata.generators
-            and metadata.no_penalties
+            metadata.no_penalties
             and metadata.allowed_token_ids_mask is None
             and not metadata.bad_words_token_ids
             and metadata.max_num_logprobs is None
@@ -229,10 +228,16 @@ def _of_rows(owners: Words, tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def spread_metadata(metadata: SamplingMetadata, owners: Words) -> SamplingMetadata:
     """The sampling metadata of rows int64 [n] that belong to the requests `owners`, without what
-    is known of single requests."""
+    is known of single requests but their seeds."""
     pick = partial(_of_rows, owners)
+    generators = metadata.generators
     return replace(
         metadata,
+        generators={
+            row: generators[owner]
+            for row, owner in enumerate(owners.tolist() if generators else ())
+            if owner in generators
+        },
         temperature=pick(metadata.temperature),
         top_p=pick(metadata.top_p),
         top_k=pick(metadata.top_k),
@@ -246,11 +251,14 @@ def spread_metadata(metadata: SamplingMetadata, owners: Words) -> SamplingMetada
 def node_metadata(
     metadata: SamplingMetadata,
     nodes: NodeRows,
-    generators: dict[int, torch.Generator],
+    generators: Mapping[int, torch.Generator],
     processors: LogitsProcessors,
     thinking: NodeThinking | None,
 ) -> SamplingMetadata:
-    """The sampling metadata of node rows, made from that of the requests."""
+    """The sampling metadata of node rows, made from that of the requests.
+
+    `generators` are the nodes' that have one of their own.
+    """
     pick = partial(_of_rows, nodes.owners)
 
     def spread(by_row: Mapping[int, Any]) -> dict[int, Any]:
@@ -267,9 +275,10 @@ def node_metadata(
     for row in looks_back.intersection(nodes.rows):
         own = nodes.of(row)
         histories[own.start : own.stop] = nodes.histories(row)
+    alike = spread_metadata(metadata, nodes.owners)
     return replace(
-        spread_metadata(metadata, nodes.owners),
-        generators=generators,
+        alike,
+        generators={**alike.generators, **generators},
         prompt_token_ids=pick(metadata.prompt_token_ids) if penalties else None,
         frequency_penalties=pick(metadata.frequency_penalties) if penalties else None,
         presence_penalties=pick(metadata.presence_penalties) if penalties else None,

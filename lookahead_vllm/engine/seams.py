@@ -164,6 +164,23 @@ SEAMS = (
         "copied: every field that has a row for each request gets one for each node",
         "as above",
     ),
+    Seam(
+        "vllm.v1.worker.gpu.sample.gumbel",
+        "gumbel_sample",
+        (
+            "logits",
+            "expanded_idx_mapping",
+            "temperature",
+            "seed",
+            "pos",
+            "apply_temperature",
+            "is_drafting",
+            "use_fp64",
+        ),
+        "called, in the place of the first runner's draws: seeded requests say what they say under "
+        "the second one",
+        "lookahead runs on the second model runner",
+    ),
     # The model runner: what happens to a draft between scheduling and sampling.
     Seam(
         _RUNNER,
@@ -195,7 +212,8 @@ SEAMS = (
         _RUNNER,
         "GPUModelRunner._prepare_inputs",
         ("scheduler_output", "num_scheduled_tokens"),
-        "overridden: recalls each scheduled draft's tree and sets positions by depth; hides "
+        "overridden: recalls each scheduled draft's tree and sets positions by depth; keeps the "
+        "first of what it returns, the tokens that logits are taken at; hides "
         "speculative_config in a step without drafts, so that it costs what a plain one does",
         "as above",
     ),

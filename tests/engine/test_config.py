@@ -130,6 +130,12 @@ def test_a_wrong_option_stops_start_up(
     assert "\n" not in message
 
 
+def test_the_second_runner_is_not_forced(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(OptionError, match=r"VLLM_USE_V2_MODEL_RUNNER=1 is set, .* unset it"):
+        made(model, speculative_config={"method": "lookahead"})
+
+
 def test_registering_loads_no_numba() -> None:
     """A worker of vLLM's CPU backend cannot start once numba is loaded, lookahead or not."""
     code = (

@@ -96,6 +96,8 @@ def sample(kind: str, logits: torch.Tensor, device: Any) -> tuple[list[Any], np.
             req_ids=list(requests), sampling_metadata=metadata_of(kind, device)
         ),
         _node_processors=processors,
+        _draws=None,
+        _sample_some=lambda *args: LookaheadRunner._sample_some(runner, *args),
         sampler=Sampler(),
     )
     draw = runner.sampler.topk_topp_sampler

@@ -122,7 +122,11 @@ ONLY_IN_SOME_ROUNDS = {
 
 
 def draw_round(
-    seed: str, models: list[str], text: list[int] | None = None, http: bool = False
+    seed: str,
+    models: list[str],
+    text: list[int] | None = None,
+    http: bool = False,
+    second_runner: bool = False,
 ) -> Round:
     """The round that this seed stands for, always the same.
 
@@ -132,6 +136,8 @@ def draw_round(
         Token ids that prompts are cut from, for a model that is none of the tiny ones.
     http
         Both engines are servers.
+    second_runner
+        Plain vLLM's runner is the second one, which takes other logits processors than the first.
     """
     rng = random.Random(seed)
     model = rng.choice(models)
@@ -150,7 +156,7 @@ def draw_round(
         settings["logprobs_mode"] = rng.choice(
             ["raw_logits", "processed_logprobs", "processed_logits"]
         )
-    has("custom_logits_processor", 0.25)
+    has("custom_logits_processor", 0.0 if second_runner else 0.25)
     structured = has("structured output", 0.5)
     if structured:
         backend = rng.choice(["xgrammar", "xgrammar", "guidance"])

@@ -17,6 +17,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.sampler import Sampler as SecondSampler
 
 from lookahead_vllm.engine.drafter import Counters
 from lookahead_vllm.engine.runner import LookaheadRunner
@@ -296,18 +297,21 @@ def _close(a: float, b: float) -> bool:
 def shaken_logits(seed: int) -> Iterator[None]:
     """Draw the last bits of all logits anew, before they are sampled from."""
     rng = torch.Generator().manual_seed(seed)
-    original = Sampler.forward
 
-    def forward(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        largest = logits.nan_to_num(0, 0, 0).abs().amax(dim=-1, keepdim=True)
-        noise = (2 * torch.rand(logits.shape, generator=rng) - 1) * LAST_BITS * largest
-        return original(self, logits + noise, *args, **kwargs)
+    def shaking(sample: Any) -> Any:
+        def shaken(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            largest = logits.nan_to_num(0, 0, 0).abs().amax(dim=-1, keepdim=True)
+            noise = (2 * torch.rand(logits.shape, generator=rng) - 1) * LAST_BITS * largest
+            return sample(self, logits + noise, *args, **kwargs)
 
-    Sampler.forward = forward
+        return shaken
+
+    first, second = Sampler.forward, SecondSampler.__call__
+    Sampler.forward, SecondSampler.__call__ = shaking(first), shaking(second)
     try:
         yield
     finally:
-        Sampler.forward = original
+        Sampler.forward, SecondSampler.__call__ = first, second
 
 
 @contextmanager
