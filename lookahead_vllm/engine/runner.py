@@ -147,6 +147,8 @@ class LookaheadRunner(_Base):
         parallel = self.parallel_config
         if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
             return "the KV of a text is spread over several ranks"
+        if parallel.use_ubatching:
+            return "steps run as several batches"
         layers = self.compilation_config.static_forward_context
         for group in self._attn_group_iterator():
             own = [layers[name] for name in group.layer_names]

@@ -286,9 +286,9 @@ SEAMS = (
         "ParallelConfig",
         (
             *("rank", "world_size", "distributed_executor_backend"),
-            *("decode_context_parallel_size", "prefill_context_parallel_size"),
+            *("decode_context_parallel_size", "prefill_context_parallel_size", "use_ubatching"),
         ),
-        "read: which rank of its engine a worker is, and whether a text's KV is on one rank",
+        "read: which rank of its engine a worker is, and whether a step is one batch of them",
         "never: it is public",
     ),
     Seam(

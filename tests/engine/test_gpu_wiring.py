@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, ParallelConfig
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine import attention, gpu_attention, gpu_worker
+from lookahead_vllm.engine.runner import LookaheadRunner
 from lookahead_vllm.verify.paged_attention import paged_attention
 from lookahead_vllm.verify.paged_batch import PagedBatch
 from lookahead_vllm.verify.tree_attention import keys_and_values
@@ -263,6 +264,28 @@ def test_what_has_no_tree_attention_gets_chains() -> None:
         (triton, SimpleNamespace(impl=SimpleNamespace(use_alibi_sqrt=True)), "auto", "ALiBi"),
     ):
         assert says in str(obstacle(case, [layer], cache))
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ({}, None),
+        ({"parallel": ParallelConfig(ubatch_size=2)}, "several batches"),
+        ({"uses_mrope": True}, "several dimensions"),
+        ({"transfer": object()}, "KV leaves the engine"),
+    ],
+)
+def test_engines_that_verify_no_trees(setting: dict[str, Any], says: str | None) -> None:
+    runner: Any = SimpleNamespace(
+        uses_mrope=setting.get("uses_mrope", False),
+        model_config=SimpleNamespace(is_encoder_decoder=False),
+        vllm_config=SimpleNamespace(kv_transfer_config=setting.get("transfer")),
+        parallel_config=setting.get("parallel") or ParallelConfig(),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        _attn_group_iterator=lambda: (),
+    )
+    obstacle = LookaheadRunner._branching_obstacle(runner)
+    assert obstacle is says is None or str(says) in str(obstacle)
 
 
 def test_the_trees_of_a_step_are_laid_out_as_the_cpu_reads_them() -> None:

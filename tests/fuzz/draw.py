@@ -208,6 +208,8 @@ def draw_round(
         if proposer == "hybrid":
             lookahead["sources"] = rng.choice(["both", "both", "prompt", "output", "none"])
 
+    if second_runner and "thinking" in features:
+        features.add("thinking once")
     prefix = _words(rng, rng.randint(0, 40), text)
     requests = [
         _draw_request(rng, prefix, text, features, settings, lora)
@@ -291,6 +293,8 @@ def _draw_request(
         params["min_tokens"] = params["max_tokens"]
     if "structured output after reasoning" in features:
         params["logit_bias"] = {**params.get("logit_bias", {}), END_OF_THINKING: 4.0}
+    if "thinking once" in features:  # a second beginning restarts the second runner's count alone
+        params["logit_bias"] = {**params.get("logit_bias", {}), THINK: -100.0}
     if lora:  # beside adapters, plain vLLM on CPU gives requests without one the last adapter
         request.adapter = rng.randint(1, 2)
         request.features.add("lora adapter")
