@@ -27,7 +27,8 @@ class PositionalDraws(torch.nn.Module):
         super().__init__()
         self._original = original
         self.positions: torch.Tensor | None = None
-        """int64 [rows]: where the next call's rows are drawn, that of the token before."""
+        """int64 [rows]: where the next call's rows are drawn, that of the token before; None where
+        no request has a seed."""
 
     def forward(
         self,

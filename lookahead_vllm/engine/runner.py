@@ -283,8 +283,9 @@ class LookaheadRunner(_Base):
         self, logits: torch.Tensor, spec_decode_metadata: SpecDecodeMetadata | None
     ) -> SamplerOutput:
         scheduled, self._scheduled = self._scheduled, _NO_DRAFTS
-        if self._draws is not None and self.input_batch.generators:
-            self._draws.positions = self.positions[self._logits_indices]
+        if self._draws is not None:
+            seeded = bool(self.input_batch.generators)
+            self._draws.positions = self.positions[self._logits_indices] if seeded else None
         discarded = self._generators_of_unfinished_prefills()
         before = {row: generator.get_state() for row, generator in discarded.items()}
         try:
