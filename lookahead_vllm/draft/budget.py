@@ -111,35 +111,44 @@ class StepWork(NamedTuple):
 class StepCost:
     """The time of a step: measured at first, then corrected by every real step.
 
-    It is a weighted sum: the curve at the step's tokens, a constant, and so much for each request,
-    each node, each token of context, and each that a row attends to, in chains and in trees. The
-    weights are found by least squares over the last MEMORY seconds, beside what was measured at
-    start: whatever the load does not tell apart stays as it was.
+    It is a weighted sum: the curve at the step's tokens, a constant, and so much for having drafts
+    at all, for each request, each node, each token of context, and each that a row attends to, in
+    chains and in trees. The weights are found by least squares over the last MEMORY seconds, beside
+    what was measured at start: whatever the load does not tell apart stays as it was.
 
     Parameters
     ----------
     curve : CostCurve
-        The forward pass without attention to a context.
+        The forward pass without drafts, and without attention to a context.
     context : float
         The time of one token of a request's context, in the unit of the curve.
     causal, trees : float
         The time of one row for each token of context, in a chain and in a branching tree.
+    drafts : float
+        What a step with drafts takes longer, however many they are.
     """
 
     def __init__(
-        self, curve: CostCurve, context: float = 0.0, causal: float = 0.0, trees: float = 0.0
+        self,
+        curve: CostCurve,
+        context: float = 0.0,
+        causal: float = 0.0,
+        trees: float = 0.0,
+        drafts: float = 0.0,
     ) -> None:
-        if not 0 <= min(context, causal, trees) <= max(context, causal, trees) < math.inf:
-            raise ValueError(f"a cost is a number of at least 0: {context}, {causal}, {trees}")
+        costs = (context, causal, trees, drafts)
+        if not 0 <= min(costs) <= max(costs) < math.inf:
+            raise ValueError(f"a cost is a number of at least 0: {costs}")
         self.curve = curve
-        self._start = np.array([1.0, 0.0, 0.0, 0.0, context, causal, trees])
+        self._start = np.array([1.0, 0.0, drafts, 0.0, 0.0, context, causal, trees])
         one = float(curve(1))
         # How far from the start a weight may well be.
         row = 0.5 * max(causal, trees)
-        spread = np.array([0.3, 0.3 * one, 0.02 * one, 0.02 * one, 0.5 * context, row, row])
+        jump = max(0.1 * one, 0.5 * drafts)
+        spread = np.array([0.3, 0.3 * one, jump, 0.02 * one, 0.02 * one, 0.5 * context, row, row])
         self._trust = 1 / np.maximum(spread, 1e-9 * one) ** 2
-        self._seen = np.zeros((7, 7))
-        self._told = np.zeros(7)
+        self._seen = np.zeros((8, 8))
+        self._told = np.zeros(8)
         self._count = 1.0
         self._drift = 0.0
         self.drafting = 0
@@ -175,7 +184,7 @@ class StepCost:
 
     def _features(self, work: StepWork) -> Floats:
         forward = self.curve.between(work.tokens, work.tokens)[0]
-        return np.array([forward, 1.0, *work[1:]])
+        return np.array([forward, 1.0, work.nodes > 0, *work[1:]])
 
     def prices(
         self, contexts: Words, load: Load, num_nodes: int
@@ -194,12 +203,12 @@ class StepCost:
         base : float
             The step without a node; prompts in it are not counted: no draft is to blame for them.
         forward : float64 [num_nodes + 1]
-            What so many nodes add to the curve.
+            What so many nodes add, together; 0 for none.
         chain, tree, root : float64 [t]
             What a node of each request adds beside, in a chain and in a tree, and what its root
             adds when it moves from the one to the other.
         """
-        scale, fixed, request, node, read, causal, trees = self.weights.tolist()
+        scale, fixed, drafts, request, node, read, causal, trees = self.weights.tolist()
         decodes = len(contexts) + load.decodes
         forward = scale * self.curve.between(
             decodes + load.prefill, decodes + load.prefill + num_nodes
@@ -210,12 +219,14 @@ class StepCost:
             + request * decodes
             + (read + causal) * (float(contexts.sum()) + load.context)
         )
+        forward += drafts - forward[0]
+        forward[0] = 0.0
         chain, tree = node + causal * contexts, node + trees * contexts
-        return base, forward - forward[0], chain, tree, np.maximum(tree - chain, 0.0)
+        return base, forward, chain, tree, np.maximum(tree - chain, 0.0)
 
     def marginal(self, context: float) -> float:
         """What a node adds to a step that is large already."""
-        scale, _, _, node, _, causal, _ = self.weights.tolist()
+        scale, _, _, _, node, _, causal, _ = self.weights.tolist()
         return float(scale * self.curve.last_slope + node + causal * context)
 
 
@@ -230,10 +241,10 @@ def _learn_step(
     start: Floats,
     weights: Floats,
 ) -> None:
-    """Another row of the least squares: fills `weights` float64 [7], and `seen` and `told` go on.
+    """Another row of the least squares: fills `weights` float64 [n], and `seen` and `told` go on.
 
     The least squares of (seen + trust) weights = told + trust start, where nothing is free or pays,
-    whatever noise says: no weight falls below LEAST_PART of its start. `trust` float64 [7] is the
+    whatever noise says: no weight falls below LEAST_PART of its start. `trust` float64 [n] is the
     diagonal of its matrix, above 0. By Gauss and Seidel's method, from the last weights on.
     """
     n = len(features)

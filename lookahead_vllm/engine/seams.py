@@ -276,7 +276,7 @@ SEAMS = (
     Seam(
         _RUNNER,
         "GPUModelRunner._dummy_run",
-        ("num_tokens", "force_attention", "profile_seq_lens", "skip_eplb"),
+        ("num_tokens", "force_attention", "profile_seq_lens", "skip_eplb", "uniform_decode"),
         "called: measures the cost of a step by its tokens, requests and contexts",
         "vLLM measures it",
     ),

@@ -81,9 +81,11 @@ def step_cost(runner: LookaheadRunner) -> StepCost:
     cost = _cost_of(facts)
     logger.info_once(
         "Lookahead: the critical decoding length is %d tokens here; a forward pass costs, in ms, "
-        "%s; a thousand tokens of context %.3f, and %.3f for each row (%.3f in trees). Kept in %s.",
+        "%s, and %.3f more with drafts; a thousand tokens of context %.3f, and %.3f for each row "
+        "(%.3f in trees). Kept in %s.",
         cost.curve.critical_decoding_length,
         CostCurve(facts["sizes"], [1e3 * t for t in facts["times"]]),
+        1e3 * facts["drafts"],
         1e6 * facts["context"],
         1e6 * facts["causal"],
         1e6 * facts["trees"],
@@ -99,12 +101,15 @@ def _agreed(what: Any) -> Any:
 
 def _cost_of(facts: dict[str, Any]) -> StepCost:
     curve = CostCurve(facts["sizes"], facts["times"])
-    return StepCost(curve, facts["context"], facts["causal"], facts["trees"])
+    return StepCost(curve, facts["context"], facts["causal"], facts["trees"], facts["drafts"])
 
 
 def measure(runner: LookaheadRunner) -> dict[str, Any]:
     """Time forward passes over 1, 2, 4, ... tokens, logits included, then attention in chains and
-    in trees; seconds."""
+    in trees; seconds.
+
+    Where CUDA graphs of the whole model serve the steps without drafts, these are timed by them.
+    """
     deadline = time.perf_counter() + SECONDS
     limit = runner.scheduler_config.max_num_seqs, runner.max_num_tokens
     sizes = [size for size in SIZES if size <= limit[1]]
@@ -112,7 +117,11 @@ def measure(runner: LookaheadRunner) -> dict[str, Any]:
     if not runner.drafter.may_branch:
         batches = [batch for batch in batches if not batch.trees]
     context = min(CONTEXT, runner.max_model_len - max(b.rows for b in batches))
+    has_graphs = runner.compilation_config.cudagraph_mode.has_full_cudagraphs()
+    in_pieces = partial(_forward, runner, force_attention=has_graphs, profile_seq_lens=1)
+    whole = partial(_forward, runner, uniform_decode=True, profile_seq_lens=1)
     timed: dict[int, float] = {}
+    in_graphs: dict[int, float] = {}
     attention: list[tuple[Batch, float]] = []
     with tqdm(
         total=len(sizes) + len(batches),
@@ -121,7 +130,9 @@ def measure(runner: LookaheadRunner) -> dict[str, Any]:
     ) as bar:
         for size in sizes:
             if len(timed) < 3 or _agreed(time.perf_counter() < deadline):
-                timed[size] = _fastest(partial(_forward, runner, size))
+                timed[size] = _fastest(partial(in_pieces, size))
+                if has_graphs and size <= limit[0]:
+                    in_graphs[size] = _fastest(partial(whole, size))
             bar.update()
         for batch in batches:
             if _agreed(time.perf_counter() < deadline):
@@ -135,11 +146,20 @@ def measure(runner: LookaheadRunner) -> dict[str, Any]:
                     )
                     attention.append((batch, _fastest(attend)))
             bar.update()
-    curve = CostCurve(list(timed), list(timed.values()))
-    read, causal, trees = _fit(curve, attention, context)
+    read, causal, trees = _fit(CostCurve(list(timed), list(timed.values())), attention, context)
+    times, drafts = _without_drafts(timed, in_graphs)
     return dict(
-        sizes=list(timed), times=list(timed.values()), context=read, causal=causal, trees=trees
+        sizes=list(timed), times=times, context=read, causal=causal, trees=trees, drafts=drafts
     )
+
+
+def _without_drafts(
+    in_pieces: dict[int, float], in_graphs: dict[int, float]
+) -> tuple[list[float], float]:
+    """What the passes cost in steps without drafts, and what those with drafts take longer."""
+    longer = [in_pieces[size] - seconds for size, seconds in in_graphs.items()]
+    drafts = max(0.0, float(np.median(longer))) if longer else 0.0
+    return [in_graphs.get(size, seconds - drafts) for size, seconds in in_pieces.items()], drafts
 
 
 def _fit(

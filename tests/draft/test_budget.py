@@ -114,11 +114,12 @@ curves = st.lists(st.floats(0.1, 100), min_size=1, max_size=6).map(
     curves,
     st.integers(0, 20),
     st.floats(0, 0.01),
+    st.sampled_from([0.0, 0.1, 20.0]),
 )
-def test_no_other_prefixes_emit_more_in_the_time(requests, curve, plain, attention):
+def test_no_other_prefixes_emit_more_in_the_time(requests, curve, plain, attention, drafts):
     rows = [row for row, _ in requests]
     contexts = np.array([context for _, context in requests])
-    cost = StepCost(curve, context=3 * attention, causal=attention, trees=attention)
+    cost = StepCost(curve, 3 * attention, attention, attention, drafts)
     kept = allot(chains(*rows), contexts, cost, Load(decodes=plain)).sizes.tolist()
 
     def rate(sizes):
@@ -163,6 +164,23 @@ def test_real_steps_correct_it_within_seconds():
         elapsed += time
     for tokens in (1, 4, 16, 64):
         assert cost.predict(work(tokens)) == pytest.approx(slow(work(tokens)), rel=0.1)
+
+
+def test_what_drafts_cost_at_all_is_told_from_what_each_costs():
+    cost = StepCost(CPU, causal=1e-3)
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        step = work(int(rng.choice([1, 1, 3, 9, 17])), context=300)
+        time = float(CPU(step.tokens)) + 1e-3 * step.causal + 4 * (step.nodes > 0)
+        cost.observe(step, time * rng.normal(1, 0.02), time / 1000)
+    for tokens in (1, 2, 5, 33):
+        step = work(tokens)
+        time = float(CPU(tokens)) + 1e-3 * step.causal + 4 * (tokens > 1)
+        assert cost.predict(step) == pytest.approx(time, rel=0.04)
+    # A node has to be worth 4 of 25, a second one nothing more.
+    contexts = np.array([100])
+    for probs, kept in (([0.1], 0), ([0.3], 1), ([0.3, 0.1], 2), ([0.1, 0.1], 2), ([0.06] * 2, 0)):
+        assert allot(chains(probs), contexts, cost, Load()).sizes.tolist() == [kept]
 
 
 def test_another_load_on_the_machine_is_followed_within_seconds():

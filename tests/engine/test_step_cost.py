@@ -74,7 +74,12 @@ def test_an_engine_measures_once(llama: Path, kept: Path, measured: list[dict[st
 
 @pytest.mark.parametrize(
     "damaged",
-    ["", "[1, 2]", "{}", '{"sizes": [1], "times": [-1], "context": 0, "causal": 0, "trees": 0}'],
+    [
+        "",
+        "[1, 2]",
+        "{}",
+        '{"sizes": [1], "times": [-1], "context": 0, "causal": 0, "trees": 0, "drafts": 0}',
+    ],
 )
 def test_a_damaged_file_is_set_aside(
     damaged: str, llama: Path, kept: Path, measured: list[dict[str, Any]]
@@ -121,3 +126,12 @@ def test_attention_is_told_from_the_forward_pass() -> None:
     chains = [(b, seconds(b)) for b in BATCHES if not b.trees]
     assert step_cost._fit(curve, chains, 1000)[2] == pytest.approx(1e-6, rel=1e-3)
     assert step_cost._fit(curve, [], 1000) == (0, 0, 0)
+
+
+def test_steps_without_drafts_are_timed_by_graphs_of_the_whole_model() -> None:
+    in_pieces = {1: 0.005, 2: 0.0052, 4: 0.0058, 256: 0.02}
+    assert step_cost._without_drafts(in_pieces, {}) == (list(in_pieces.values()), 0.0)
+    times, drafts = step_cost._without_drafts(in_pieces, {1: 0.003, 2: 0.0031, 4: 0.0042})
+    assert drafts == pytest.approx(0.002)
+    assert times == pytest.approx([0.003, 0.0031, 0.0042, 0.018])
+    assert step_cost._without_drafts({1: 0.004}, {1: 0.005}) == ([0.005], 0.0)  # noise

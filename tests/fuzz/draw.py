@@ -162,7 +162,9 @@ def draw_round(
         backend = rng.choice(["xgrammar", "xgrammar", "guidance"])
         features.add(f"structured output, {backend}")
         settings["structured_outputs_config"] = {"backend": backend}
-        if text is None and has("structured output after reasoning", 0.2):
+        # The second runner's masks have no room for a tokenizer with more tokens than the model.
+        plain_text = text is not None or second_runner
+        if not plain_text and has("structured output after reasoning", 0.2):
             settings["reasoning_parser"] = "deepseek_r1"
     lora = model == "llama" and not http and has("lora", 0.7)
     if lora:
