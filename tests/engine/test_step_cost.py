@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import CUDAGraphMode
 
 from lookahead_vllm.draft.budget import CostCurve
 from lookahead_vllm.engine import step_cost
@@ -96,11 +97,17 @@ def test_a_damaged_file_is_set_aside(
 
 
 def test_where_nothing_can_be_kept_the_engine_starts_all_the_same(
-    llama: Path, kept: Path, measured: list[dict[str, Any]]
+    llama: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept.write_text("a file where the folder should be")
     with engine(llama, AUTO) as llm:
         assert drafter_of(llm).proposer.cost is not None
+        # As it is measured where steps without drafts have graphs of the whole model.
+        runner = runner_of(llm)
+        monkeypatch.setattr(runner.compilation_config, "cudagraph_mode", CUDAGraphMode.FULL)
+        facts = step_cost.measure(runner)
+        assert facts["sizes"] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+        assert facts["drafts"] >= 0
 
 
 def test_a_fixed_budget_measures_nothing(
