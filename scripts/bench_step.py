@@ -94,6 +94,7 @@ def measure(size: int, nodes: int, lookahead: bool) -> dict[str, float]:
     """Medians of the steps of one engine, in milliseconds."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["LOOKAHEAD_VLLM_PROFILE"] = "1"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # lookahead's, for plain vLLM too
     import torch
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.model_executor.model_loader import DummyModelLoader, register_model_loader

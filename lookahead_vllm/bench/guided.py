@@ -8,7 +8,7 @@ would have.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ import torch
 
 LIKELIEST = 1e4
 """A logit that no other reaches."""
+NOBODYS = -1
+"""The number of the text of whoever follows none."""
 
 
 def follow(llm: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
@@ -39,19 +41,62 @@ def follow(llm: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequenc
 
 
 def _install(worker: Any, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """In a worker, on either of vLLM's model runners: plain vLLM's is the second one on GPUs."""
     runner = worker.model_runner
     guide = Guide(prompts, answers, runner.device)
+    execute = runner.execute_model
+
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        for request in scheduler_output.scheduled_new_reqs:
+            guide.meet(request.req_id, request.prompt_token_ids)
+        return execute(scheduler_output, *args, **kwargs)
+
+    runner.execute_model = execute_model
+    if hasattr(runner, "_sample"):
+        _guide_first(runner, guide)
+    else:
+        _guide_second(runner, guide)
+
+
+def _guide_first(runner: Any, guide: Guide) -> None:
     original = runner._sample
 
     def sample(logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
-        guide.guide(runner, logits, spec_decode_metadata)
+        req_ids = runner.input_batch.req_ids
+        if spec_decode_metadata is None:
+            rows = runner.query_start_loc.gpu[1 : len(req_ids) + 1] - 1
+            counts = torch.ones(len(req_ids), dtype=torch.int64)
+        else:
+            rows = spec_decode_metadata.logits_indices
+            counts = torch.tensor(spec_decode_metadata.num_draft_tokens) + 1
+        guide.guide(logits, req_ids, counts, runner.positions[rows.long()])
         return original(logits, spec_decode_metadata)
 
     runner._sample = sample
 
 
+def _guide_second(runner: Any, guide: Guide) -> None:
+    original, compute_logits = runner.sample, runner.model.compute_logits
+
+    def sample(hidden_states: torch.Tensor, batch: Any, grammar_output: Any) -> Any:
+        def guided(hidden: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = compute_logits(hidden)
+            counts = torch.from_numpy(batch.cu_num_logits_np).diff().long()
+            positions = batch.positions[batch.logits_indices]
+            guide.guide(logits, batch.req_ids, counts, positions)
+            return logits
+
+        runner.model.compute_logits = guided
+        try:
+            return original(hidden_states, batch, grammar_output)
+        finally:
+            runner.model.compute_logits = compute_logits
+
+    runner.sample = sample
+
+
 class Guide:
-    """The recorded texts, and where each request stands in them."""
+    """The recorded texts, and which of them each request follows."""
 
     def __init__(
         self,
@@ -62,32 +107,40 @@ class Guide:
         texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         self._known = {tuple(prompt): i for i, prompt in enumerate(prompts)}
         self._of_request: dict[str, int] = {}
-        # int64 [texts + 1, longest + 1]: -1 behind the end, and everywhere in the last one, which
-        # nobody recorded.
+        # int64 [texts + 1, longest + 1]: -1 behind the end, and everywhere in NOBODYS.
         table = np.full((len(texts) + 1, max(map(len, texts), default=0) + 1), -1, np.int64)
         for row, text in zip(table, texts, strict=False):
             row[: len(text)] = text
         self._texts = torch.from_numpy(table).to(device)
 
-    def guide(self, runner: Any, logits: torch.Tensor, spec_decode_metadata: Any) -> None:
-        """Raise the recorded next token of every row of the logits, which are those of a step."""
-        req_ids = runner.input_batch.req_ids
-        texts = torch.tensor([self._text_of(i, runner.requests) for i in req_ids])
-        if spec_decode_metadata is None:
-            rows = runner.query_start_loc.gpu[1 : len(req_ids) + 1] - 1
-        else:
-            rows = spec_decode_metadata.logits_indices
-            counts = torch.tensor(spec_decode_metadata.num_draft_tokens) + 1
-            texts = texts.repeat_interleave(counts)
+    def meet(self, request_id: str, prompt: Sequence[int] | None) -> None:
+        """A request begins."""
+        self._of_request[request_id] = self._known.get(tuple(prompt or ()), NOBODYS)
+
+    def guide(
+        self,
+        logits: torch.Tensor,
+        req_ids: Sequence[str],
+        counts: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> None:
+        """Raise the recorded next token of every row of the logits, which are those of a step.
+
+        Parameters
+        ----------
+        logits : float [n, vocabulary]
+        req_ids
+            The requests of the batch.
+        counts : int64 [len(req_ids)]
+            The rows of each, one after another; on the CPU.
+        positions : int [n]
+            That of the token behind which each row is.
+        """
+        texts = torch.tensor([self._of_request.get(i, NOBODYS) for i in req_ids]).repeat_interleave(
+            counts
+        )
         behind = self._texts.shape[1] - 1
-        places = (runner.positions[rows.long()].long() + 1).clamp(max=behind)
+        places = (positions.long() + 1).clamp(max=behind)
         said = self._texts[texts.to(self._texts.device), places]
         place = torch.arange(len(said), device=said.device), said.clamp(min=0)
         logits[place] = logits[place].masked_fill(said >= 0, LIKELIEST)
-
-    def _text_of(self, request_id: str, requests: Mapping[str, Any]) -> int:
-        found = self._of_request.get(request_id)
-        if found is None:
-            prompt = tuple(requests[request_id].prompt_token_ids or ())
-            found = self._of_request[request_id] = self._known.get(prompt, len(self._texts) - 1)
-        return found
