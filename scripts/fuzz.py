@@ -40,6 +40,7 @@ examples:
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --seed 7 --round 12
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 2 --plant kv
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 10 --http --ranks 2
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60 --second-runner
 """
 
 
@@ -74,7 +75,7 @@ def parse_args() -> argparse.Namespace:
         "--second-runner",
         action="store_true",
         help="plain vLLM runs on its second model runner, its default on GPUs, under Triton's "
-        "interpreter; an hour of it says what five minutes say without",
+        "interpreter, which is some five times as slow",
     )
     parser.add_argument(
         "--models", default=None, help="names from tests/engine/models.py (default: all)"
@@ -89,9 +90,7 @@ def parse_args() -> argparse.Namespace:
     if args.plant and args.http:
         parser.error("--plant reaches engines in this process, not servers; leave --http out")
     if args.second_runner and args.http:
-        parser.error(
-            "--second-runner is for engines in this process, not servers; leave --http out"
-        )
+        parser.error("--second-runner is for this process, not for servers; leave --http out")
     if args.ranks < 1:
         parser.error(f"--ranks {args.ranks} was given, but a server has 1 or more")
     if args.ranks != 1 and not args.http:

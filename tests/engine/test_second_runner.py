@@ -52,7 +52,7 @@ def test_second_runner_in_a_process_of_its_own() -> None:
     pytest.importorskip("triton")
     guided = Path(__file__).with_name("test_target_guided.py")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", __file__, f"{guided}"],
+        [sys.executable, "-m", "pytest", "-q", "-x", __file__, str(guided)],
         env={**os.environ, "SECOND_RUNNER": "1"},
         capture_output=True,
         text=True,

@@ -163,8 +163,7 @@ def draw_round(
         features.add(f"structured output, {backend}")
         settings["structured_outputs_config"] = {"backend": backend}
         # The second runner's masks have no room for a tokenizer with more tokens than the model.
-        plain_text = text is not None or second_runner
-        if not plain_text and has("structured output after reasoning", 0.2):
+        if text is None and not second_runner and has("structured output after reasoning", 0.2):
             settings["reasoning_parser"] = "deepseek_r1"
     lora = model == "llama" and not http and has("lora", 0.7)
     if lora:
