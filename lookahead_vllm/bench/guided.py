@@ -136,9 +136,8 @@ class Guide:
         positions : int [n]
             That of the token behind which each row is.
         """
-        texts = torch.tensor([self._of_request.get(i, NOBODYS) for i in req_ids]).repeat_interleave(
-            counts
-        )
+        numbers = [self._of_request.get(req_id, NOBODYS) for req_id in req_ids]
+        texts = torch.tensor(numbers).repeat_interleave(counts)
         behind = self._texts.shape[1] - 1
         places = (positions.long() + 1).clamp(max=behind)
         said = self._texts[texts.to(self._texts.device), places]

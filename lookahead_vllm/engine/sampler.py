@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+T = TypeVar("T")
 BuildLogitsProcessors = Callable[..., LogitsProcessors]
 
 
@@ -226,18 +227,22 @@ def _of_rows(owners: Words, tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor[torch.from_numpy(owners).to(tensor.device)]
 
 
+def _spread(owners: Words, by_request: Mapping[int, T]) -> dict[int, T]:
+    """The same for what is known of some requests, by row."""
+    if not by_request:
+        return {}
+    return {
+        row: by_request[owner] for row, owner in enumerate(owners.tolist()) if owner in by_request
+    }
+
+
 def spread_metadata(metadata: SamplingMetadata, owners: Words) -> SamplingMetadata:
     """The sampling metadata of rows int64 [n] that belong to the requests `owners`, without what
     is known of single requests but their seeds."""
     pick = partial(_of_rows, owners)
-    generators = metadata.generators
     return replace(
         metadata,
-        generators={
-            row: generators[owner]
-            for row, owner in enumerate(owners.tolist() if generators else ())
-            if owner in generators
-        },
+        generators=_spread(owners, metadata.generators),
         temperature=pick(metadata.temperature),
         top_p=pick(metadata.top_p),
         top_k=pick(metadata.top_k),
@@ -260,10 +265,6 @@ def node_metadata(
     `generators` are the nodes' that have one of their own.
     """
     pick = partial(_of_rows, nodes.owners)
-
-    def spread(by_row: Mapping[int, Any]) -> dict[int, Any]:
-        return {node: value for row, value in by_row.items() for node in nodes.of(row)}
-
     penalties = not metadata.no_penalties
     bad_words = metadata.bad_words_token_ids
     looks_back = set(bad_words)
@@ -285,9 +286,9 @@ def node_metadata(
         repetition_penalties=pick(metadata.repetition_penalties) if penalties else None,
         output_token_ids=histories,
         allowed_token_ids_mask=pick(metadata.allowed_token_ids_mask),
-        bad_words_token_ids=spread(bad_words),
+        bad_words_token_ids=_spread(nodes.owners, bad_words),
         logitsprocs=processors,
-        logprob_token_ids=spread(metadata.logprob_token_ids or {}),
+        logprob_token_ids=_spread(nodes.owners, metadata.logprob_token_ids or {}),
         thinking_budget_state_holder=thinking,
     )
 

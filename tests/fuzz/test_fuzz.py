@@ -8,11 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.v1.sample.logits_processor import LogitsProcessors
-from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from tests.engine.models import TINY
+from tests.engine.test_other_device import metadata_of
 from tests.fuzz.draw import REQUEST_FEATURES, draw_round
 from tests.fuzz.plant import BUGS, planted
 from tests.fuzz.play import Answer, Reply, Rounds, alike, differences, shaken_logits
@@ -65,24 +64,7 @@ def test_nothing_is_found_without_one(tmp_path: Path) -> None:
 def test_only_the_last_bits_of_logits_are_shaken() -> None:
     forbidden = float("-inf")
     logits = torch.tensor([[4.0, 4.000001, forbidden], [4.0, 3.9999, forbidden]])
-    greedy = SamplingMetadata(
-        temperature=None,
-        all_greedy=True,
-        all_random=False,
-        top_p=None,
-        top_k=None,
-        generators={},
-        max_num_logprobs=None,
-        no_penalties=True,
-        prompt_token_ids=None,
-        frequency_penalties=torch.zeros(2),
-        presence_penalties=torch.zeros(2),
-        repetition_penalties=torch.ones(2),
-        output_token_ids=[[], []],
-        allowed_token_ids_mask=None,
-        bad_words_token_ids={},
-        logitsprocs=LogitsProcessors(),
-    )
+    greedy = metadata_of("greedy", "cpu")
     drawn = []
     for seed in range(8):
         with shaken_logits(seed):
