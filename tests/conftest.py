@@ -1,6 +1,10 @@
 """Engines in this suite live in the test process, so that tests can look inside."""
 
+import math
 import os
+from collections.abc import Iterator
+
+import pytest
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -11,3 +15,11 @@ if "SECOND_RUNNER" in os.environ:
     from tests import second_runner
 
     second_runner.bring()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _insert_whole_texts() -> Iterator[None]:
+    """No test depends on how much of a text this machine inserts in a millisecond."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lookahead_vllm.draft.insertion.SECONDS", math.inf)
+        yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
@@ -55,6 +56,7 @@ class Lookahead:
         options = LookaheadOptions.from_dict({"num_speculative_tokens": budget, **given})
         self.proposer = make_proposer(options)
         self.proposer.cost = None if curve is None else StepCost(curve)
+        self.proposer.insertion.seconds = math.inf  # a prompt is inserted whole, whatever the clock
         self.start: Callable[[str, Any], None] = self.proposer.start
         self.finish: Callable[[str], None] = self.proposer.finish
 

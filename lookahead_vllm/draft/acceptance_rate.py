@@ -5,9 +5,11 @@ the model emits is a trial for all that could have been drafted in its place, dr
 evidence of a kind is believed as often as it was right. Nothing has to be explored for that.
 
 Several rates judge one continuation: by the evidence in each source, by that of both together,
-by the token itself, by sparse contexts. A logistic mixer weighs them, with weights of its own for
-every pair of longest matches: the weighted sum of their log odds is the log odds of the
-continuation. Source: secondary estimation in PPMd (Shkarin 2002), mixing in PAQ (Mahoney 2005).
+by what both together come to, by sparse contexts. None of them is of a token or a text: rates are
+shared by all namespaces and must not tell one what another's texts hold. A logistic mixer weighs
+them, with weights of its own for every pair of longest matches: the weighted sum of their log odds
+is the log odds of the continuation. Source: secondary estimation in PPMd (Shkarin 2002), mixing in
+PAQ (Mahoney 2005).
 """
 
 from __future__ import annotations
@@ -52,14 +54,14 @@ LEARNING_RATE = _float(0.01)  # of the weights
 LEAST, MOST = _float(0.002), _float(0.995)  # the range of a probability
 HOPELESS = 0.005  # what is less likely is not worth the time of learning from it
 
-_TOKENS, _LEVELS = 1024, 16  # token hashes, and steps of log odds, that have a rate of their own
+_LEVELS = 16  # steps of log odds that have a rate of their own
 
 _ONE = _float(1)
 _LEAST_SHARE, _MOST_SHARE = _float(0.0005), _float(0.999)
 _LEAST_GUESS, _MOST_GUESS = _float(-5.8), _float(3.5)
 
 # Inputs of the mixer: a rate each, and a constant.
-_PAIR, _TOKEN, _SPARSE, _CHOICE, _CHOICE_LEVEL, _BIAS = range(NUM_SOURCES, NUM_SOURCES + 6)
+_PAIR, _LEVEL, _SPARSE, _CHOICE, _CHOICE_LEVEL, _BIAS = range(NUM_SOURCES, NUM_SOURCES + 6)
 NUM_INPUTS = _BIAS + 1
 _FIRST_WEIGHTS = (0.2, 0.2, 0.6, 0.2, 0.2, 0.2, 0.0, 0.0, 0.0)
 _FIRST_WEIGHTS_WITH_CHOICES = (0.1, 0.1, 0.6, 0.1, 0.1, 0.1, 0.4, 0.4, 0.0)
@@ -73,7 +75,7 @@ _STARTS = np.cumsum(
         NUM_KINDS,
         NUM_KINDS,
         NUM_COARSE**2,
-        _TOKENS * _LEVELS,
+        _LEVELS,
         NUM_SPARSE_KINDS**2 * _LEVELS,
         NUM_CHOICE_KINDS,
         NUM_CHOICE_KINDS * _LEVELS,
@@ -161,8 +163,7 @@ def judge(
     which[_PAIR] = _STARTS[_PAIR] + COARSE[own] * NUM_COARSE + COARSE[answers]
     guess = _learned_or(rates, which[_PAIR], _guess(own_odds, answers_odds))
     level = min(max(np.int32(guess + 8), 0), _LEVELS - 1)
-    hashed = (np.int64(found[i, TOKEN]) * 2654435761 >> 7) & (_TOKENS - 1)
-    which[_TOKEN] = _STARTS[_TOKEN] + hashed * _LEVELS + level
+    which[_LEVEL] = _STARTS[_LEVEL] + level
     sparse = found[i, SPARSE_OWN] * NUM_SPARSE_KINDS + found[i, SPARSE_ANSWERS]
     which[_SPARSE] = _STARTS[_SPARSE] + sparse * _LEVELS + level
     choice = found[i, CHOSEN]
@@ -176,7 +177,7 @@ def judge(
     inputs[ANSWERS] = answers_odds
     inputs[REFERENCE] = reference_odds
     inputs[_PAIR] = guess
-    inputs[_TOKEN] = _learned_or(rates, which[_TOKEN], guess)
+    inputs[_LEVEL] = _learned_or(rates, which[_LEVEL], guess)
     inputs[_SPARSE] = _learned_or(rates, which[_SPARSE], guess)
     inputs[_BIAS] = _BIAS_INPUT
     log_odds = _float(0)
@@ -241,7 +242,7 @@ def learn_token(
         _record(
             rates, trials, which[_PAIR], hit, _guess(inputs[OWN], inputs[ANSWERS]), PRIOR_TRIALS
         )
-        for narrow in (_TOKEN, _SPARSE):
+        for narrow in (_LEVEL, _SPARSE):
             _record(rates, trials, which[narrow], hit, inputs[_PAIR], NARROW_TRIALS)
         if found[i, CHOSEN]:
             _record(rates, trials, which[_CHOICE], hit, inputs[_CHOICE], PRIOR_TRIALS)

@@ -33,7 +33,7 @@ from lookahead_vllm import __version__
 from lookahead_vllm.draft.trie import spaces_of
 
 MAGIC = b"LAHCACHE"
-VERSION = 3
+VERSION = 4
 """Raise it when the same bytes come to mean something else: hashes, columns, kinds of evidence."""
 
 CHUNK = 1 << 20

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from lookahead_vllm.draft import cache_file
 from lookahead_vllm.draft.acceptance_rate import HITS, TRIALS, AcceptanceRate
-from lookahead_vllm.draft.ngram_trie import NGramTrieProposer, digest_of
+from lookahead_vllm.draft.namespaces import digest_of
+from lookahead_vllm.draft.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.suffix import ORDERS, row_of
 from lookahead_vllm.draft.trie import Trie, counts_of, spaces_of

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.budget import Load, StepCost, allot
+from lookahead_vllm.draft.insertion import InsertionQueue
 from lookahead_vllm.draft.kernel import Ints, Words, kernel
 from lookahead_vllm.draft.lookahead_branch import LookaheadBranch, shape_for
 from lookahead_vllm.draft.options import LookaheadOptions
@@ -81,6 +82,8 @@ class JacobiWindowProposer:
         self._roots: dict[str, int] = {}
         """The last token before the step that is verified."""
         self._max_nodes = options.most_nodes
+        self.insertion = InsertionQueue()
+        """Prompts and references that are not in their pools yet."""
         self._compile()
 
     def start(
@@ -91,7 +94,10 @@ class JacobiWindowProposer:
         references: Sequence[Sequence[int]] = (),
         wishes: Wishes = NO_WISHES,
     ) -> None:
-        """See Proposer. References are put into the pool, and the prompt if asked."""
+        """See Proposer. References are put into the pool, and the prompt if asked.
+
+        What is long is inserted in parts, by the next calls of `propose`, so that no step waits.
+        """
         self.finish(request_id)
         options = self.options
         shape = shape_for(options, wishes)
@@ -102,9 +108,10 @@ class JacobiWindowProposer:
         pool = NGramPool(shape.ngram_size, guesses)
         from_prompt = wishes.pool_from_prompt
         if options.pool_from_prompt if from_prompt is None else from_prompt:
-            pool.add_text(tokens.tolist(), OWN)
+            self.insertion.add(request_id, pool.inserter(OWN), tokens)
         for reference in references:
-            pool.add_text([int(token) for token in reference], REFERENCE)
+            self.insertion.add(request_id, pool.inserter(REFERENCE), np.array(reference, np.int32))
+        self.insertion.work()
         self._texts[request_id] = _Text(pool, tokens[-shape.ngram_size :].tolist())
         self.branch.start(request_id, tokens, shape)
 
@@ -129,6 +136,7 @@ class JacobiWindowProposer:
 
     def propose(self, wants: Sequence[DraftRequest], load: Load = NO_LOAD) -> DraftForest:
         """See Proposer."""
+        self.insertion.end_step()
         contexts = np.array([want.context for want in wants], np.int64)
         cost = self.cost if self.options.budget == "auto" else None
         numbers = self.branch.choose(wants, contexts, cost, load)
@@ -148,6 +156,7 @@ class JacobiWindowProposer:
 
     def finish(self, request_id: str) -> None:
         """See Proposer."""
+        self.insertion.drop(request_id)
         self._texts.pop(request_id, None)
         self._roots.pop(request_id, None)
         self.branch.finish(request_id)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -32,7 +30,9 @@ from lookahead_vllm.draft.continuation import (
     room_for_continuations,
 )
 from lookahead_vllm.draft.growth import HIERARCHICAL, PARALLEL, SINGLE, grow_all
+from lookahead_vllm.draft.insertion import InsertionQueue
 from lookahead_vllm.draft.kernel import Ints, Words, kernel
+from lookahead_vllm.draft.namespaces import Namespaces
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import NO_LOAD, DraftRequest, Verified
 from lookahead_vllm.draft.recycling import find_choices, make_lines
@@ -49,18 +49,12 @@ from lookahead_vllm.draft.suffix import (
     row_of,
 )
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.draft.trie import BYTES_PER_NODE, NOWHERE, Trie, count
+from lookahead_vllm.draft.trie import BYTES_PER_NODE, NOWHERE, Trie, count, count_by_space
 from lookahead_vllm.draft.window_shape import NO_WISHES, Wishes
-
-INDEX_AT_ONCE = 4096
-"""Tokens of prompts that one step inserts, some 3 ms; more where 8 times as many wait."""
 
 LEARN_AT_ONCE = 64
 """Tokens of a step from which acceptance rates are learned, some 0.1 ms; every second one, or third
 one and so on where there are more."""
-
-MAX_NAMESPACES = 1 << 16
-"""The one that was not used for longest is forgotten, and its answers with it."""
 
 EXPECTED_ANSWER = 2048  # tokens; there is room for twice as many, then the oldest go
 
@@ -68,11 +62,6 @@ SUFFIXES = [*ORDERS, -NUM_SPARSE]
 """What the n-grams of a snapshot are."""
 
 _BRANCHING = {"single": SINGLE, "parallel": PARALLEL, "hierarchical": HIERARCHICAL}
-
-
-def digest_of(namespace: str) -> str:
-    """What a namespace is known by here: its name may hold a cache_salt, a secret."""
-    return hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()
 
 
 class _Texts:
@@ -99,14 +88,9 @@ class _Texts:
         """int64 [t]"""
         return self.roster.numbers(request_ids)
 
-
-@dataclass(slots=True)
-class _Job:
-    """Tokens that are still to be inserted, after the text of `row`, into a space."""
-
-    space: int
-    row: Hashes
-    tokens: Ints
+    def shared_spaces(self) -> set[int]:
+        """Spaces of answers that a text reads or writes; of some that have ended, too."""
+        return set(self.spaces[:, [ANSWERS, CHOICES]].ravel().tolist())
 
 
 class NGramTrieProposer:
@@ -139,10 +123,10 @@ class NGramTrieProposer:
         self._branching = _BRANCHING[options.draft]
         self._max_nodes = options.most_nodes
         self._least = 0.0
-        self._namespaces: dict[str, int] = {}
+        self._namespaces = Namespaces(self.trie)
         self._texts = _Texts()
-        self._backlog: deque[_Job] = deque()
-        self._left = INDEX_AT_ONCE
+        self.insertion = InsertionQueue()
+        """Prompts and references that are not in the trie yet."""
         self._compile()
 
     @property
@@ -160,7 +144,7 @@ class NGramTrieProposer:
     ) -> None:
         """See Proposer. The prompt is indexed whole: an end of sequence in it is a token.
 
-        What is long is indexed in parts, by the next calls of `propose`, so that no step waits.
+        What is long is inserted in parts, by the next calls of `propose`, so that no step waits.
         """
         self.finish(request_id)
         tokens = np.array(prompt, np.int32)  # copies: the caller's memory may not stay as it is
@@ -175,7 +159,9 @@ class NGramTrieProposer:
         if not (with_trie or with_choices):
             return
         own = self.trie.new_private(len(tokens) + length + EXPECTED_ANSWER)
-        shared = NOWHERE if namespace is None else self._space_of(namespace)
+        shared = NOWHERE
+        if namespace is not None:
+            shared = self._namespaces.space_of(namespace, self._texts.shared_spaces)
         if with_choices:
             spaces[CHOICES] = shared or own
         if not with_trie:
@@ -186,10 +172,10 @@ class NGramTrieProposer:
         # A reference may be the answer itself, so it is one that begins where the answer does.
         for reference in texts:
             for source in (REFERENCE, OWN):
-                self._backlog.append(_Job(int(spaces[source]), row.copy(), reference))
+                self._insert_later(number, int(spaces[source]), row.copy(), reference)
         if self.options.sources != "output":
-            self._backlog.append(_Job(own, empty_row(), tokens))
-        self._work_off()
+            self._insert_later(number, own, empty_row(), tokens)
+        self.insertion.work()
 
     def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
         """See Proposer. What was just said can be drafted at once."""
@@ -220,12 +206,7 @@ class NGramTrieProposer:
 
     def _grow(self, wants: Sequence[DraftRequest], max_nodes: Words | int) -> DraftForest:
         """The likeliest trees of at most so many nodes each."""
-        if self._backlog:
-            self._work_off()
-            waiting = sum(len(job.tokens) for job in self._backlog)
-            self._left = max(INDEX_AT_ONCE, waiting // 8)
-        else:
-            self._left = INDEX_AT_ONCE
+        self.insertion.end_step()
         limits = np.array(
             [(nodes, depth, branch) for _, nodes, depth, branch, _ in wants], np.int64
         ).reshape(-1, 3)
@@ -263,6 +244,7 @@ class NGramTrieProposer:
         """See Proposer. O(1): nothing that another request counted on is touched."""
         number = self._texts.roster.pop(request_id)
         if number is not None:
+            self.insertion.drop(number)
             for space in self._texts.spaces[number].tolist():
                 self.trie.eliminate(space)
 
@@ -278,7 +260,7 @@ class NGramTrieProposer:
             "trials": self.rate.trials,
             "weights": self.rate.weights,
         }
-        return arrays, {"namespaces": dict(self._namespaces), "suffixes": SUFFIXES}
+        return arrays, {"namespaces": self._namespaces.to_dict(), "suffixes": SUFFIXES}
 
     def restore(self, arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> None:
         """Go on from a snapshot. The requests that were live then are not live now.
@@ -300,27 +282,12 @@ class NGramTrieProposer:
                 )
         for name, array in own.items():
             array[:] = arrays[name]
-        self._namespaces = {str(name): int(space) for name, space in facts["namespaces"].items()}
+        self._namespaces.restore(facts["namespaces"])
 
-    def _space_of(self, namespace: str) -> int:
-        digest = digest_of(namespace)
-        space = self._namespaces.pop(digest, None) or self.trie.new_shared()
-        self._namespaces[digest] = space  # as the latest
-        if len(self._namespaces) > MAX_NAMESPACES:
-            del self._namespaces[next(iter(self._namespaces))]
-        return space
-
-    def _work_off(self) -> None:
-        """Insert what is waiting, as far as this step may."""
-        while self._backlog and self._left > 0:
-            job = self._backlog[0]
-            if self.trie.is_live(job.space):
-                now, job.tokens = job.tokens[: self._left], job.tokens[self._left :]
-                self.trie.insert(job.space, job.row, now)
-                self._left -= len(now)
-                if len(job.tokens):
-                    continue
-            self._backlog.popleft()
+    def _insert_later(self, number: int, space: int, row: Hashes, tokens: Ints) -> None:
+        """Insert `tokens` behind the text of `row`, as soon as a step has time for it."""
+        if space != NOWHERE:
+            self.insertion.add(number, partial(self.trie.insert, space, row), tokens)
 
     def _compile(self) -> None:
         """Run every kernel on nothing, so that no request waits for the compiler."""
@@ -333,6 +300,7 @@ class NGramTrieProposer:
         cost.observe(StepWork(1, 1, 0, 0.0, 0.0, 0.0), 1.0)
         trees.faults(1, np.array([1]))
         self.finish("")
+        count_by_space(self.trie.edges[:0], [1])
 
 
 @kernel

@@ -6,7 +6,7 @@ token; those that begin with the last token of the text are verified, at most G 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -44,6 +44,17 @@ class NGramPool:
         for start in range(len(tokens) - self.ngram_size + 1):
             first, *rest = tokens[start : start + self.ngram_size]
             self.add(first, tuple(rest), source)
+
+    def inserter(self, source: int) -> Callable[[Ints], None]:
+        """A function that meets the n-grams of a text, which it is given in pieces."""
+        tail: list[int] = []
+
+        def insert(tokens: Ints) -> None:
+            text = [*tail, *tokens.tolist()]
+            self.add_text(text, source)
+            tail[:] = text[1 - self.ngram_size :]
+
+        return insert
 
     def candidates(self, first: int) -> Iterator[tuple[NGram, int]]:
         """What followed that token, the latest met first, each with its source."""

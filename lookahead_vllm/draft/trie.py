@@ -17,6 +17,8 @@ simple:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from lookahead_vllm.draft.kernel import Ints, Words, kernel
@@ -153,6 +155,36 @@ class Trie:
 def spaces_of(edges: Words) -> Ints:
     """The space of each edge: above 0 one of answers, below 0 a request's own, 0 an empty slot."""
     return edges[:, NAME].astype(np.int32)  # the lower half
+
+
+def count_by_space(edges: Words, spaces: Sequence[int]) -> Words:
+    """How many edges each of these spaces of answers has, int64 [n]; looks at every slot."""
+    counts: Words = _count_by_space(edges, np.array(spaces, np.int64))
+    return counts
+
+
+@kernel
+def _count_by_space(edges: Words, spaces: Words) -> Words:
+    size = 16
+    while size < 4 * len(spaces):
+        size *= 2
+    places = np.full(size, -1, np.int64)  # a hash table with open addressing
+    for i, space in enumerate(spaces):
+        at = space * 0x9E3779B1 & (size - 1)
+        while places[at] >= 0:
+            at = (at + 1) & (size - 1)
+        places[at] = i
+    counts = np.zeros(len(spaces), np.int64)
+    for slot in range(len(edges)):
+        space = np.int64(np.int32(edges[slot, NAME] & SPACE_BITS))
+        if space > 0:
+            at = space * 0x9E3779B1 & (size - 1)
+            while places[at] >= 0:
+                if spaces[places[at]] == space:
+                    counts[places[at]] += 1
+                    break
+                at = (at + 1) & (size - 1)
+    return counts
 
 
 def counts_of(edges: Words) -> Words:

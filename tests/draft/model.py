@@ -127,7 +127,7 @@ class ProposerModel:
         keys.append(("pair", coarse(row[0]), coarse(row[1])))
         inputs.append(self.rate(keys[-1], both))
         level = min(max(int(inputs[3] + 8), 0), 15)
-        for name, what in (("token", token), ("sparse", (row[3], row[4]))):
+        for name, what in (("level", None), ("sparse", (row[3], row[4]))):
             keys.append((name, what, level))
             inputs.append(self.rate(keys[-1], inputs[3]))
         inputs += [0.0, 0.0, 0.4]  # the model's choices say nothing here

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lookahead_vllm.draft import ngram_trie as trie_module
+from lookahead_vllm.draft.acceptance_rate import AcceptanceRate
 from lookahead_vllm.draft.budget import CostCurve, StepCost
 from lookahead_vllm.draft.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.options import LookaheadOptions
@@ -315,26 +315,20 @@ def test_names_of_namespaces_are_not_kept():
     assert "salt" not in str(facts) and len(facts["namespaces"]) == 2
 
 
-def test_the_namespace_that_was_used_last_long_ago_is_forgotten(monkeypatch):
-    monkeypatch.setattr(trie_module, "MAX_NAMESPACES", 3)
-    proposer = NGramTrieProposer(LookaheadOptions())
-    for namespace in ("kept", "forgotten"):
-        proposer.start("r", [1], namespace)
-        proposer.extend({"r": [50, 51]})
-    for namespace in ("kept", "new", "newer"):
-        proposer.start("r", [1], namespace)
-    for namespace, is_held in (("kept", True), ("forgotten", False)):
-        proposer.start("r", [1], namespace)
-        proposer.extend({"r": [50]})
-        assert (51 in draft(proposer, "r").tokens) == is_held
+def in_slow_motion(proposer):
+    """Let every turn of inserting take a tenth of a step's time, whatever the machine."""
+    times = iter(range(10**9))
+    proposer.insertion.seconds = 10
+    proposer.insertion.clock = lambda: next(times)
+    return proposer
 
 
-def test_a_long_prompt_is_indexed_over_several_steps():
-    proposer = NGramTrieProposer(LookaheadOptions())
+def test_a_long_prompt_is_inserted_over_several_steps():
+    proposer = in_slow_motion(NGramTrieProposer(LookaheadOptions()))
     prompt = np.random.default_rng(0).permutation(30_000)
     proposer.start("r", prompt)
     seen = []
-    for _ in range(10):
+    for _ in range(13):
         proposer.extend({"r": prompt[29_900:29_902].tolist()})
         seen.append(prompt[29_902] in draft(proposer, "r").tokens)
     assert not seen[0] and seen[-1] and sorted(seen) == seen
@@ -345,15 +339,44 @@ def test_a_long_prompt_is_indexed_over_several_steps():
     assert 11 in draft(proposer, "s").tokens  # what "r" still had to insert went with it
 
 
-def test_what_is_not_yet_indexed_is_kept_as_it_was_given():
-    proposer = NGramTrieProposer(LookaheadOptions())
+def test_a_short_prompt_does_not_wait_for_long_references():
+    proposer = in_slow_motion(NGramTrieProposer(LookaheadOptions()))
+    for i in range(8):
+        proposer.start(f"long-{i}", [1, 2, 3], references=[list(range(5000 * i, 5000 * i + 5000))])
+    proposer.start("short", [10, 11, 10])
+    draft(proposer, "short")
+    assert 11 in draft(proposer, "short").tokens
+
+
+def test_what_is_not_yet_inserted_is_kept_as_it_was_given():
+    proposer = in_slow_motion(NGramTrieProposer(LookaheadOptions()))
     prompt = np.arange(30_000, dtype=np.int32)
     proposer.start("r", prompt)
     prompt[:] = 7  # the engine's buffer gets another request
-    for _ in range(10):
+    for _ in range(15):
         draft(proposer, "r")
     proposer.extend({"r": [29_000, 29_001]})
     assert draft(proposer, "r").tokens[0] == 29_002
+
+
+def test_what_was_learned_of_one_namespace_does_not_depend_on_its_tokens():
+    """Rates are shared by all namespaces: one text or another of the same shape leaves the same."""
+    rng = np.random.default_rng(2)
+    answers = [rng.integers(0, rng.integers(2, 4), 30) for _ in range(12)]
+    renamed = rng.permutation(40_000)
+    learned = []
+    for rename in (np.arange(40_000), renamed):
+        proposer = NGramTrieProposer(LookaheadOptions())
+        for answer in answers:
+            proposer.start("r", rename[answer[:10]].tolist(), "another")
+            for token in rename[answer[10:]].tolist():
+                proposer.extend({"r": [token]})
+            proposer.finish("r")
+        assert not proposer.trie.num_pruned  # which edges share a line is up to their hashes
+        learned.append(proposer.rate)
+    assert learned[0].trials.sum() > AcceptanceRate().trials.sum() + 1000
+    for array in ("rates", "trials", "weights"):
+        np.testing.assert_array_equal(*(getattr(rate, array) for rate in learned))
 
 
 def test_a_restored_proposer_goes_on_where_the_other_was():

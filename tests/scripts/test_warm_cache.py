@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lookahead_vllm.draft import cache_file, cache_report
-from lookahead_vllm.draft.ngram_trie import NGramTrieProposer, digest_of
+from lookahead_vllm.draft.namespaces import digest_of
+from lookahead_vllm.draft.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftRequest
 from lookahead_vllm.draft.warming import TextError, learn, read_texts
