@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from lookahead_vllm.bench.command_line import key_value
 from lookahead_vllm.bench.rivals import PromptLookup, PromptLookupOptions, Suffix, SuffixOptions
@@ -56,7 +56,8 @@ class Lookahead:
         options = LookaheadOptions.from_dict({"num_speculative_tokens": budget, **given})
         self.proposer = make_proposer(options)
         self.proposer.cost = None if curve is None else StepCost(curve)
-        self.proposer.insertion.seconds = math.inf  # a prompt is inserted whole, whatever the clock
+        # A prompt is inserted whole, whatever the clock says.
+        cast(Any, self.proposer).insertion.seconds = math.inf
         self.start: Callable[[str, Any], None] = self.proposer.start
         self.finish: Callable[[str], None] = self.proposer.finish
 

@@ -76,6 +76,16 @@ class LookaheadOptions:
         The file in which what was learned outlives the server.
     cache_interval : int or float
         Seconds between two saves of it, 0 to a week; 0: only when the server ends.
+    max_reference_tokens : int
+        The most tokens of references that one request may bring, 1 to 2**20. A token id counts as
+        one, and so do 4 bytes of a text in UTF-8.
+    max_live_reference_tokens : int
+        The same for all requests together that one API server is answering, 1 to 2**24. In a trie
+        of the default size, references up to the default take half of the room.
+    accept_references : bool
+        False: what requests say of references is ignored.
+    accept_namespaces : bool
+        False: the namespace is made of LoRA adapter and cache_salt alone, whatever requests say.
     """
 
     num_speculative_tokens: int = None  # type: ignore[assignment]  # until __post_init__
@@ -94,6 +104,10 @@ class LookaheadOptions:
     share: str = "namespace"
     cache_path: str | None = None
     cache_interval: float = 300
+    max_reference_tokens: int = 16_384
+    max_live_reference_tokens: int = 131_072
+    accept_references: bool = True
+    accept_namespaces: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.proposer, str) or self.proposer not in PROPOSERS:
@@ -127,6 +141,8 @@ class LookaheadOptions:
         seconds = self.cache_interval
         if type(seconds) not in (int, float) or not 0 <= seconds <= WEEK:
             raise _wrong("cache_interval", seconds, f"a number of seconds from 0 to {WEEK}", 300)
+        self._check_references()
+        self._check_bool("accept_namespaces")
 
     @classmethod
     def from_dict(cls, given: Mapping[str, object]) -> LookaheadOptions:
@@ -233,8 +249,7 @@ class LookaheadOptions:
             value = getattr(self, name)
             if value != "auto" and not _is_int(value, low, high):
                 raise _wrong(name, value, f'"auto" or {low} to {high}', "auto")
-        if type(self.pool_from_prompt) is not bool:
-            raise _wrong("pool_from_prompt", self.pool_from_prompt, "true or false", False)
+        self._check_bool("pool_from_prompt")
         self._check_choice("window_shift", SHIFTS)
         if self.proposer in HAVE_WINDOW:
             return
@@ -256,6 +271,24 @@ class LookaheadOptions:
                 f"but their {self.window.nodes} nodes are more than {name}={most}; "
                 "write window_size='auto'"
             )
+
+    def _check_references(self) -> None:
+        self._check_bool("accept_references")
+        self._check_int("max_reference_tokens", 1, 2**20)
+        self._check_int("max_live_reference_tokens", 1, 2**24)
+        one, all_live = self.max_reference_tokens, self.max_live_reference_tokens
+        if one > all_live:
+            raise OptionError(
+                f"max_reference_tokens={one} was given, but all requests together may have "
+                f"max_live_reference_tokens={all_live}; write max_live_reference_tokens={one} or "
+                "more"
+            )
+
+    def _check_bool(self, name: str) -> None:
+        value = getattr(self, name)
+        if type(value) is not bool:
+            default = type(self).__dataclass_fields__[name].default
+            raise _wrong(name, value, "true or false", default)
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)

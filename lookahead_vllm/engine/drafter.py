@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -126,7 +126,9 @@ class LookaheadDrafter:
         if params is None:
             return None
         params = copy(params)  # the answers of one request share theirs
-        self._options[request_id], params.extra_args = request_options.received(params.extra_args)
+        options, params.extra_args = request_options.received(params.extra_args)
+        # Where nothing is drafted, nobody reads the references.
+        self._options[request_id] = options if self.leads else replace(options, references=())
         if params.structured_outputs is not None:
             self._with_grammar.add(request_id)
         return params
@@ -156,7 +158,7 @@ class LookaheadDrafter:
         """
         live = None
         if params is not None and params.max_tokens != 1:  # None: a pooling request
-            options = self._options[request_id]
+            options = self._options.pop(request_id)
             if options.enabled:
                 self.proposer.start(
                     request_id, prompt, options.namespace, options.references, options.wishes

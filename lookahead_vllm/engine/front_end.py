@@ -8,12 +8,17 @@ the metrics, is the affair of `stat_logger.py`.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from copy import copy
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
+
+from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine import config, request_options
 from lookahead_vllm.engine.request_options import RequestError, RequestOptions
 
@@ -64,27 +69,78 @@ def checked_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
         if not config.is_lookahead(self.vllm_config):
             return original(self, prompt, sampling_params, *args, **kwargs)
         options = _options(self, sampling_params.extra_args)
-        if not _texts(options):
+        if not options.references:
             return original(self, prompt, sampling_params, *args, **kwargs)
-        return tokenized_first(self, options, prompt, sampling_params, *args, **kwargs)
+        live = _live_references.setdefault(
+            self, LiveReferences(config.options_of(self.vllm_config))
+        )
+        release = live.charge(options.reference_tokens * sampling_params.n)
+        outputs = tokenized_first(self, options, release, prompt, sampling_params, *args, **kwargs)
+        # An answer that nobody iterates ends here.
+        weakref.finalize(outputs, release).atexit = False
+        return outputs
 
     async def tokenized_first(
         self: Any,
         options: RequestOptions,
+        release: Callable[[], None],
         prompt: Any,
         sampling_params: Any,
         *args: Any,
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
         """Keep long texts from blocking the event loop."""
-        tokenized = await self.renderer.tokenize_prompts_async(*_to_tokenize(options))
-        params = copy(sampling_params)
-        params.extra_args = request_options.sent(params.extra_args, _filled_in(options, tokenized))
-        async with aclosing(original(self, prompt, params, *args, **kwargs)) as outputs:
-            async for output in outputs:
-                yield output
+        try:
+            if _texts(options):
+                tokenized = await self.renderer.tokenize_prompts_async(*_to_tokenize(options))
+                options = _filled_in(options, tokenized)
+            params = copy(sampling_params)
+            params.extra_args = request_options.checked(params.extra_args, options)
+            async with aclosing(original(self, prompt, params, *args, **kwargs)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            release()
 
     return generate
+
+
+class LiveReferences:
+    """The references of all requests that an API server is answering.
+
+    They take room in the trie, and time to insert, from everybody else.
+    """
+
+    def __init__(self, options: LookaheadOptions) -> None:
+        self._most = options.max_live_reference_tokens
+        self.tokens = 0
+
+    def charge(self, tokens: int) -> Callable[[], None]:
+        """Count a request's references; returns what to call, once or more, when it has ended.
+
+        Raises
+        ------
+        RequestError
+            There would be too many.
+        """
+        if self.tokens + tokens > self._most:
+            raise RequestError(
+                f"lookahead's references of {tokens} tokens were given, but this server allows "
+                f"{self._most} for all requests at a time, of which {self.tokens} are in use; "
+                "send the request again later, or without them"
+            )
+        self.tokens += tokens
+        charged = [tokens]
+
+        def release() -> None:
+            if charged:
+                self.tokens -= charged.pop()
+
+        return release
+
+
+_live_references: WeakKeyDictionary[Any, LiveReferences] = WeakKeyDictionary()
+"""By engine client."""
 
 
 def prepared(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,7 +213,8 @@ def _to_tokenize(options: RequestOptions) -> tuple[list[dict[str, str]], Any]:
 
 def _filled_in(options: RequestOptions, tokenized: Sequence[Mapping[str, Any]]) -> RequestOptions:
     """`options` with the token ids in the places of the texts."""
-    ids = (list(prompt["prompt_token_ids"]) for prompt in tokenized)
+    ids = (np.array(prompt["prompt_token_ids"], "<i4").tobytes() for prompt in tokenized)
     return replace(
-        options, references=[next(ids) if isinstance(r, str) else r for r in options.references]
+        options,
+        references=tuple(next(ids) if isinstance(r, str) else r for r in options.references),
     )

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 from vllm.exceptions import VLLMValidationError
 
 from lookahead_vllm.draft.options import LookaheadOptions
@@ -21,16 +23,22 @@ from lookahead_vllm.draft.registry import HAVE_WINDOW
 from lookahead_vllm.draft.window_shape import NO_WISHES, Wishes
 from lookahead_vllm.engine.config import KEY
 
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
 NAMES = ("reference", "namespace", "enabled", *Wishes._fields)
 FLAT = {f"{KEY}_{name}": name for name in NAMES}
 
 MAX_REFERENCES = 64
-MAX_REFERENCE_TOKENS = 131_072
-CHARACTERS_PER_TOKEN = 4
-"""How texts are measured, so that one that is too long is refused before it is tokenized."""
+BYTES_PER_TOKEN = 4
+"""So many bytes of a text in UTF-8 count as one token. The tokenizer is not asked, so that a text
+that is too long is refused before anything else is done with it."""
 MAX_NAMESPACE = 1024
+MOST_SHOWN = 60
+"""Characters of a wrong name that are shown, and up to which a similar name is looked for."""
 
-Reference: TypeAlias = str | list[int]
+Reference: TypeAlias = str | bytes
+"""A text, or token ids as int32 in little-endian order: they are copied and sent as one piece."""
 
 
 class RequestError(VLLMValidationError):
@@ -43,8 +51,8 @@ class RequestOptions:
 
     Attributes
     ----------
-    references : sequence of str or list of int
-        Texts that the answer may copy from; in the worker token ids only.
+    references : sequence of Reference
+        Texts that the answer may copy from; in the worker arrays of token ids, int32 [n].
     namespace : str or None
         As given by the user. In the worker: whose answers this request learns from and teaches;
         None shares with nobody.
@@ -58,6 +66,11 @@ class RequestOptions:
     namespace: str | None = None
     enabled: bool = True
     wishes: Wishes = NO_WISHES
+
+    @property
+    def reference_tokens(self) -> int:
+        """What the references count as, see `LookaheadOptions.max_reference_tokens`."""
+        return sum(map(_tokens_of, self.references))
 
 
 _DEFAULT = LookaheadOptions()
@@ -73,6 +86,8 @@ def given(
     RequestError
         An unknown name, a wrong type, too much, or one thing said twice.
     """
+    if isinstance(already := (extra_args or {}).get(KEY), RequestOptions):
+        return already
     values: dict[str, Any] = {}
     spellings: dict[str, str] = {}
     for name, spelling, value in _written(extra_args or {}):
@@ -84,13 +99,21 @@ def given(
                 "write one of them"
             )
         values[name], spellings[name] = value, spelling
+    if not server.accept_references:
+        values.pop("reference", None)
+    if not server.accept_namespaces:
+        values.pop("namespace", None)
     options: dict[str, Any] = {}
     if "reference" in values:
-        options["references"] = _references(spellings["reference"], values["reference"], vocab_size)
+        options["references"] = _references(
+            spellings["reference"], values["reference"], vocab_size, server.max_reference_tokens
+        )
     if "namespace" in values:
         options["namespace"] = _namespace(spellings["namespace"], values["namespace"])
     if "enabled" in values:
         options["enabled"] = _enabled(spellings["enabled"], values["enabled"])
+        if not options["enabled"]:
+            options.pop("references", None)  # they were checked, and are of no use
     wishes = {name: values[name] for name in Wishes._fields if name in values}
     if wishes:
         options["wishes"] = Wishes(
@@ -99,11 +122,15 @@ def given(
     return RequestOptions(**options)
 
 
+def checked(extra_args: Mapping[str, Any] | None, options: RequestOptions) -> dict[str, Any]:
+    """A copy of `extra_args` that says `options`; `given` returns them as they are."""
+    return {**_others(extra_args), KEY: options}
+
+
 def sent(extra_args: Mapping[str, Any] | None, options: RequestOptions) -> dict[str, Any]:
-    """A copy of `extra_args` that says `options`, in the spelling that `given` reads too."""
-    others = {k: v for k, v in (extra_args or {}).items() if k != KEY and k not in FLAT}
+    """A copy of `extra_args` that says `options`, of token ids, in the types of msgpack."""
     return {
-        **others,
+        **_others(extra_args),
         KEY: {
             "reference": list(options.references),
             "namespace": options.namespace,
@@ -111,6 +138,20 @@ def sent(extra_args: Mapping[str, Any] | None, options: RequestOptions) -> dict[
             **{k: v for k, v in options.wishes._asdict().items() if v is not None},
         },
     }
+
+
+def _others(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {k: v for k, v in (extra_args or {}).items() if k != KEY and k not in FLAT}
+
+
+def without_references(params: SamplingParams) -> SamplingParams:
+    """`params` as they were sent, without the references, once the worker has these."""
+    written = (params.extra_args or {}).get(KEY)
+    if not isinstance(written, Mapping) or not written.get("reference"):
+        return params
+    params = copy(params)
+    params.extra_args = {**params.extra_args, KEY: {**written, "reference": []}}
+    return params
 
 
 def received(
@@ -125,10 +166,8 @@ def received(
     if written is None:
         return RequestOptions(), others
     wishes = Wishes(**{name: written.get(name) for name in Wishes._fields})
-    return (
-        RequestOptions(written["reference"], written["namespace"], written["enabled"], wishes),
-        others,
-    )
+    references = [np.frombuffer(reference, "<i4") for reference in written["reference"]]
+    return RequestOptions(references, written["namespace"], written["enabled"], wishes), others
 
 
 def shared_namespace(
@@ -177,7 +216,7 @@ def _written(extra_args: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
                 )
             for name, inner in (value or {}).items():
                 if name not in NAMES:
-                    raise _unknown(f"{KEY}[{name!r}]", name, NAMES)
+                    raise _unknown(f"{KEY}[{reprlib.repr(name)}]", str(name), NAMES)
                 yield name, f"{KEY}[{name!r}]", inner
         elif str(key).startswith(KEY):
             if key not in FLAT:
@@ -186,14 +225,17 @@ def _written(extra_args: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _unknown(spelling: str, name: str, known: Sequence[str]) -> RequestError:
-    close = get_close_matches(str(name), known, n=1)
+    close = get_close_matches(name, known, n=1) if len(name) <= MOST_SHOWN else []
+    shown = spelling if len(spelling) <= MOST_SHOWN else f"{spelling[: MOST_SHOWN - 3]}..."
     return RequestError(
-        f"{spelling} was given, but lookahead knows {', '.join(known)} of a request; "
+        f"{shown} was given, but lookahead knows {', '.join(known)} of a request; "
         + (f"did you mean {close[0]}?" if close else "leave it out")
     )
 
 
-def _references(spelling: str, value: Any, vocab_size: int) -> list[Reference]:
+def _references(
+    spelling: str, value: Any, vocab_size: int, most_tokens: int
+) -> tuple[Reference, ...]:
     items = [value] if isinstance(value, str) else value
     if isinstance(items, list | tuple) and items and type(items[0]) is int:
         items = [items]  # the token ids of one text
@@ -201,26 +243,45 @@ def _references(spelling: str, value: Any, vocab_size: int) -> list[Reference]:
         isinstance(item, str | list | tuple) for item in items
     ):
         raise _wrong_reference(spelling, value)
-    tokens = sum(
-        -(-len(item) // CHARACTERS_PER_TOKEN) if isinstance(item, str) else len(item)
-        for item in items
-    )
-    if len(items) > MAX_REFERENCES or tokens > MAX_REFERENCE_TOKENS:
+    tokens = sum(map(len, items)) // BYTES_PER_TOKEN  # a character is a byte or more
+    if tokens <= most_tokens:
+        tokens = sum(_tokens_of(item, spelling) for item in items)
+    if len(items) > MAX_REFERENCES or tokens > most_tokens:
         raise RequestError(
-            f"{spelling} was given with {len(items)} texts of {tokens} tokens in all "
-            f"({CHARACTERS_PER_TOKEN} characters count as one), but at most {MAX_REFERENCES} and "
-            f"{MAX_REFERENCE_TOKENS} are allowed; write only what the answer may copy from"
+            f"{spelling} was given with {len(items)} texts of {tokens} tokens or more "
+            f"({BYTES_PER_TOKEN} bytes of a text count as one), but this server allows "
+            f"{MAX_REFERENCES} texts of {most_tokens} tokens in all; write only what the answer "
+            "may copy from"
         )
-    for item in items:
-        for token in () if isinstance(item, str) else item:
-            if type(token) is not int:
-                raise _wrong_reference(spelling, value)
-            if not 0 <= token < vocab_size:
-                raise RequestError(
-                    f"{spelling} holds the token id {token}, but the model knows 0 to "
-                    f"{vocab_size - 1}; write ids of this model's tokenizer, or the text"
-                )
-    return [item if isinstance(item, str) else list(item) for item in items if item]
+    return tuple(
+        item if isinstance(item, str) else _token_ids(spelling, value, item, vocab_size)
+        for item in items
+        if item
+    )
+
+
+def _tokens_of(item: Reference | Sequence[int], spelling: str = "") -> int:
+    if isinstance(item, str):
+        try:
+            return -(-len(item.encode()) // BYTES_PER_TOKEN)
+        except UnicodeEncodeError:
+            raise RequestError(
+                f"{spelling} holds half of a surrogate pair, which is no character; write a text "
+                "that can be encoded in UTF-8"
+            ) from None
+    return len(item) // 4 if isinstance(item, bytes) else len(item)
+
+
+def _token_ids(spelling: str, value: Any, ids: Sequence[Any], vocab_size: int) -> bytes:
+    for token in ids:
+        if type(token) is not int:
+            raise _wrong_reference(spelling, value)
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"{spelling} holds the token id {reprlib.repr(token)}, but the model knows 0 to "
+                f"{vocab_size - 1}; write ids of this model's tokenizer, or the text"
+            )
+    return np.array(ids, "<i4").tobytes()
 
 
 def _wrong_reference(spelling: str, value: Any) -> RequestError:

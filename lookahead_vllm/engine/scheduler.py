@@ -81,6 +81,9 @@ class LookaheadScheduler(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         kept_blocks = self._room.make(self._probs, self._proposed.least_beside_prompt)
         output = super().schedule(*args, **kwargs)
+        for new in output.scheduled_new_reqs:
+            request = self.requests[new.req_id]
+            request.sampling_params = request_options.without_references(request.sampling_params)
         drafts = output.scheduled_spec_decode_tokens
         others: dict[str, DraftTree] = {}
         # A request that is left out of this step keeps its draft for a later one.

@@ -9,14 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.lora.request import LoRARequest
 
+from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine.front_end import checked_at_once
-from lookahead_vllm.engine.request_options import RequestError
+from lookahead_vllm.engine.request_options import RequestError, given
 from tests.engine.driving import GREEDY, drafter_of, engine, generate, random_prompts
 from tests.engine.models import save_adapter, save_tiny_model
 from tests.engine.proposers import Recorder
@@ -137,48 +139,125 @@ def test_references_and_adapters_never_change_the_text(llama: Path, adapter: LoR
         assert answers(llm, truths[1:] + truths[:1]) == vanilla
 
 
-def test_a_stream_is_refused_before_it_starts() -> None:
-    """AsyncLLM.generate checks when it is called, and tokenizes before vLLM sees the request."""
-    seen: list[tuple[str, Any]] = []
+class Client:
+    """What `AsyncLLM.generate` needs of its client; texts have a token for each character."""
 
-    async def original(self: Any, prompt: str, params: Any, request_id: str) -> AsyncIterator[int]:
-        seen.append((prompt, params.extra_args))
+    def __init__(self, **options: Any) -> None:
+        self.vllm_config = SimpleNamespace(additional_config={"lookahead": options})
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 128)
+        self.renderer = SimpleNamespace(
+            tokenizer=object(), tokenize_prompts_async=self._tokenize_prompts_async
+        )
+        self.seen: list[tuple[str, Any]] = []
+
+    async def _tokenize_prompts_async(self, prompts: list[dict], params: Any) -> list[dict]:
+        assert not params.add_special_tokens and params.max_total_tokens is None
+        return [{"prompt_token_ids": [len(p["prompt"])] * len(p["prompt"])} for p in prompts]
+
+    @checked_at_once
+    async def generate(self, prompt: str, params: Any, request_id: str) -> AsyncIterator[int]:
+        self.seen.append((prompt, params.extra_args))
         try:
             for i in range(3):
                 yield i
         finally:
-            seen.append(("closed", None))
+            self.seen.append(("closed", None))
 
-    async def tokenize_prompts_async(prompts: list[dict], params: Any) -> list[dict]:
-        assert not params.add_special_tokens
-        return [{"prompt_token_ids": [len(p["prompt"])]} for p in prompts]
 
-    client = SimpleNamespace(
-        vllm_config=SimpleNamespace(additional_config={"lookahead": {}}),
-        model_config=SimpleNamespace(get_vocab_size=lambda: 128),
-        renderer=SimpleNamespace(tokenizer=object(), tokenize_prompts_async=tokenize_prompts_async),
-    )
-    generate = checked_at_once(original)
+async def first_output(client: Client, params: SamplingParams) -> int:
+    outputs = client.generate("hello", params, request_id="r")
+    async for output in outputs:
+        await outputs.aclose()
+        return output
+    raise AssertionError
 
-    async def first_output(params: SamplingParams) -> int:
-        outputs = generate(client, "hello", params, request_id="r")
-        async for output in outputs:
-            await outputs.aclose()
-            return output
-        raise AssertionError
 
+def test_a_stream_is_refused_before_it_starts() -> None:
+    """AsyncLLM.generate checks when it is called, and tokenizes before vLLM sees the request."""
+    client = Client()
     with pytest.raises(RequestError):
-        generate(client, "hello", SamplingParams(extra_args={"lookahead_x": 1}), request_id="r")
-    assert not seen
+        client.generate("hello", SamplingParams(extra_args={"lookahead_x": 1}), request_id="r")
+    assert not client.seen
 
     params = SamplingParams(extra_args={"lookahead_reference": ["abc", "de"], "other": 1})
-    assert asyncio.run(first_output(params)) == 0
-    (prompt, extra_args), closed = seen
+    assert asyncio.run(first_output(client, params)) == 0
+    (prompt, extra_args), closed = client.seen
     assert prompt == "hello" and closed[0] == "closed"
-    assert extra_args["other"] == 1 and extra_args["lookahead"]["reference"] == [[3], [2]]
+    references = [np.frombuffer(r, "<i4").tolist() for r in extra_args["lookahead"].references]
+    assert extra_args["other"] == 1 and references == [[3, 3, 3], [2, 2]]
     assert params.extra_args == {"lookahead_reference": ["abc", "de"], "other": 1}
 
-    seen.clear()
+    client.seen.clear()
     client.vllm_config.additional_config = {}
-    assert asyncio.run(first_output(params)) == 0
-    assert seen[0][1] is params.extra_args
+    assert asyncio.run(first_output(client, params)) == 0
+    assert client.seen[0][1] is params.extra_args
+
+
+def test_a_text_is_measured_once_whatever_its_tokens_are() -> None:
+    """400,000 bytes of Chinese have more tokens than they count as, and pass or fail at once."""
+    text = "漢" * 100_000
+    params = SamplingParams(extra_args={"lookahead_reference": text})
+    client = Client(max_reference_tokens=75_000)
+    assert asyncio.run(first_output(client, params)) == 0
+    options = client.seen[0][1]["lookahead"]
+    assert options.reference_tokens == 100_000
+    assert given(client.seen[0][1], 128, LookaheadOptions()) is options
+    with pytest.raises(RequestError, match="75000 tokens or more"):
+        Client(max_reference_tokens=74_999).generate("hello", params, request_id="r")
+
+
+def test_references_of_all_live_requests_have_a_limit() -> None:
+    client = Client(max_reference_tokens=10, max_live_reference_tokens=25)
+    params = SamplingParams(extra_args={"lookahead_reference": [[7] * 10]})
+
+    def ask() -> Any:
+        return client.generate("hello", params, request_id="r")
+
+    async def run() -> None:
+        first, second = ask(), ask()
+        assert await anext(first) == 0
+        with pytest.raises(RequestError, match=r"10 tokens were given.* 25 for all .* 20 are in"):
+            ask()
+        assert [output async for output in first] == [1, 2]
+        third = ask()  # the first one has ended
+        with pytest.raises(RequestError):
+            ask()
+        del second  # nobody has iterated it
+        fourth = ask()
+        assert await anext(fourth) == 0
+        await fourth.aclose()  # the client went away
+        fifth = ask()
+        assert [output async for output in third] == [0, 1, 2]
+        assert [output async for output in fifth] == [0, 1, 2]
+        several = SamplingParams(n=3, temperature=1.0, extra_args=params.extra_args)
+        with pytest.raises(RequestError, match="30 tokens were given"):
+            client.generate("hello", several, request_id="r")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_references_are_kept_where_they_are_needed(llama: Path, leads: bool) -> None:
+    """By no rank but the one that drafts, and by no part of the engine once they are inserted."""
+    with engine(llama, {"budget": 16}) as llm:
+        drafter = drafter_of(llm)
+        drafter.leads = leads
+        seen = []
+        params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0, detokenize=False)
+        params.extra_args = {"lookahead_reference": [[7, 8, 9]]}
+        core = llm.llm_engine
+        core.add_request("r", TokensPrompt(prompt_token_ids=[5, 6]), params)
+        announce = drafter.announce
+
+        def watched(*args: Any) -> Any:
+            announced = announce(*args)
+            seen.extend(len(options.references) for options in drafter._options.values())
+            return announced
+
+        drafter.announce = watched  # type: ignore[method-assign]
+        core.step()
+        assert seen == [1 if leads else 0] and not drafter._options
+        (request,) = core.engine_core.engine_core.scheduler.requests.values()
+        assert request.sampling_params.extra_args["lookahead"]["reference"] == []
+        while core.has_unfinished_requests():
+            core.step()

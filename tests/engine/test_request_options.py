@@ -5,21 +5,29 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
+from vllm import SamplingParams
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.window_shape import Wishes
 from lookahead_vllm.engine.request_options import (
     RequestError,
     RequestOptions,
+    checked,
     given,
     received,
     sent,
     shared_namespace,
     with_prediction,
+    without_references,
 )
 
 VOCAB = 128
+
+
+def ids(*tokens: int) -> bytes:
+    return np.array(tokens, "<i4").tobytes()
 
 
 @pytest.mark.parametrize(
@@ -28,19 +36,20 @@ VOCAB = 128
         (None, RequestOptions()),
         ({"another_plugin": 3}, RequestOptions()),
         ({"lookahead": None}, RequestOptions()),
-        ({"lookahead_reference": "a text"}, RequestOptions(["a text"])),
-        ({"lookahead_reference": ["a", "", "b"]}, RequestOptions(["a", "b"])),
-        ({"lookahead_reference": [5, 6]}, RequestOptions([[5, 6]])),
-        ({"lookahead": {"reference": [[5, 6], [7]]}}, RequestOptions([[5, 6], [7]])),
-        ({"lookahead": {"reference": ["a", (5, 6)]}}, RequestOptions(["a", [5, 6]])),
+        ({"lookahead_reference": "a text"}, RequestOptions(("a text",))),
+        ({"lookahead_reference": ["a", "", "b"]}, RequestOptions(("a", "b"))),
+        ({"lookahead_reference": [5, 6]}, RequestOptions((ids(5, 6),))),
+        ({"lookahead": {"reference": [[5, 6], [7]]}}, RequestOptions((ids(5, 6), ids(7)))),
+        ({"lookahead": {"reference": ["a", (5, 6)]}}, RequestOptions(("a", ids(5, 6)))),
         ({"lookahead": {"reference": None}}, RequestOptions()),
         ({"lookahead_namespace": "team-a"}, RequestOptions(namespace="team-a")),
         ({"lookahead_enabled": 0}, RequestOptions(enabled=False)),
         ({"lookahead_enabled": 1.0}, RequestOptions()),
         ({"lookahead": {"enabled": False}}, RequestOptions(enabled=False)),
+        ({"lookahead_enabled": 0, "lookahead_reference": "a"}, RequestOptions(enabled=False)),
         (
             {"lookahead": {"enabled": True, "namespace": "n"}, "lookahead_reference": "r"},
-            RequestOptions(["r"], "n"),
+            RequestOptions(("r",), "n"),
         ),
     ],
 )
@@ -70,9 +79,14 @@ def test_every_spelling_is_read(extra_args: dict[str, Any] | None, means: Reques
         ({"lookahead_reference": {"a": 1}}, ["={'a': 1} was", "a list of texts"]),
         ({"lookahead_reference": [[7, 128]]}, ["token id 128", "knows 0 to 127", "the text"]),
         ({"lookahead_reference": [-1]}, ["token id -1", "knows 0 to 127"]),
-        ({"lookahead_reference": ["a"] * 65}, ["65 texts of 65 tokens", "at most 64"]),
-        ({"lookahead_reference": "a" * 524_289}, ["131073 tokens", "131072 are allowed"]),
-        ({"lookahead_reference": [[7] * 131_072, [7]]}, ["131073 tokens", "131072 are allowed"]),
+        ({"lookahead_reference": ["a"] * 65}, ["65 texts of 65 tokens", "allows 64 texts"]),
+        ({"lookahead_reference": "a" * 65_537}, ["16385 tokens", "64 texts of 16384 tokens"]),
+        ({"lookahead_reference": "漢" * 21_846}, ["16385 tokens", "64 texts of 16384 tokens"]),
+        ({"lookahead_reference": "a" * 10**8}, ["1 texts of 25000000 tokens or more"]),
+        ({"lookahead_reference": [[7] * 16_384, [7]]}, ["16385 tokens", "of 16384 tokens in all"]),
+        ({"lookahead_reference": ["a", "\ud800"]}, ["half of a surrogate pair", "in UTF-8"]),
+        ({"lookahead_" + "x" * 10**6: 1}, ["lookahead_xxx", "... was given", "leave it out"]),
+        ({"lookahead": {"x" * 10**6: 1}}, ["lookahead['xxx", "xxx'] was given", "leave it out"]),
         (
             {"lookahead": {"namespace": "a"}, "lookahead_namespace": "b"},
             ["lookahead['namespace'] and lookahead_namespace were both given", "write one"],
@@ -104,9 +118,7 @@ HYBRID = LookaheadOptions(proposer="hybrid").for_model(7e9)
 def test_what_is_wished_of_the_window(extra_args: dict[str, Any], means: Wishes) -> None:
     options = given(extra_args, VOCAB, HYBRID)
     assert options == RequestOptions(wishes=means)
-    on_its_way = sent(extra_args, options)
-    assert received(on_its_way)[0].wishes == means
-    assert given(on_its_way, VOCAB, HYBRID).wishes == means
+    assert received(sent(extra_args, options))[0].wishes == means
 
 
 @pytest.mark.parametrize(
@@ -129,19 +141,55 @@ def test_a_wrong_wish_says_what_to_write(extra_args: dict[str, Any], says: list[
     assert "\n" not in str(error.value)
 
 
-def test_the_largest_reference_is_allowed() -> None:
-    assert given({"lookahead_reference": ["a" * 8192] * 64}, VOCAB).references == ["a" * 8192] * 64
+@pytest.mark.parametrize(
+    "largest",
+    [["a" * 1024] * 64, ["漢" * 21_845], ["🙂" * 16_384], [[7] * 16_384], [[7] * 16_383, "abcd"]],
+)
+def test_the_largest_reference_is_allowed(largest: list[Any]) -> None:
+    options = given({"lookahead_reference": largest}, VOCAB)
+    assert len(options.references) == len(largest)
+    assert options.reference_tokens <= LookaheadOptions().max_reference_tokens
+    assert options.reference_tokens > LookaheadOptions().max_reference_tokens - 2
 
 
-def test_what_was_sent_is_received_and_read_again() -> None:
-    options = RequestOptions([[5, 6]], "n", False)
+def test_a_server_sets_the_limit() -> None:
+    server = LookaheadOptions(max_reference_tokens=2)
+    assert given({"lookahead_reference": "8 bytes."}, VOCAB, server).references == ("8 bytes.",)
+    with pytest.raises(RequestError, match="64 texts of 2 tokens in all"):
+        given({"lookahead_reference": "9 bytes.."}, VOCAB, server)
+
+
+def test_what_a_server_does_not_accept_is_ignored() -> None:
+    asked = {"lookahead_reference": 7, "lookahead": {"namespace": ["x"], "enabled": False}}
+    server = LookaheadOptions(accept_references=False, accept_namespaces=False)
+    assert given(asked, VOCAB, server) == RequestOptions(enabled=False)
+
+
+def test_what_was_sent_is_received() -> None:
     extra_args = {"another_plugin": 3, "lookahead_namespace": "n", "lookahead": {"enabled": False}}
     before = dict(extra_args)
-    on_its_way = sent(extra_args, options)
+    on_its_way = sent(extra_args, RequestOptions((ids(5, 6),), "n", False))
     assert extra_args == before
     assert on_its_way["another_plugin"] == 3 and len(on_its_way) == 2
-    assert received(on_its_way) == (options, {"another_plugin": 3})
-    assert given(on_its_way, VOCAB) == options
+    options, others = received(on_its_way)
+    assert [reference.tolist() for reference in options.references] == [[5, 6]]
+    assert (options.namespace, options.enabled, others) == ("n", False, {"another_plugin": 3})
+
+
+def test_what_was_checked_is_not_checked_again() -> None:
+    options = RequestOptions((ids(500, 600),), "n")
+    extra_args = checked({"another_plugin": 3, "lookahead_enabled": 7}, options)
+    assert given(extra_args, VOCAB) is options
+    assert extra_args == {"another_plugin": 3, "lookahead": options}
+
+
+def test_references_stay_with_the_worker_alone() -> None:
+    sender = SamplingParams(extra_args=sent({"other": 1}, RequestOptions((ids(5, 6),), "n")))
+    kept = without_references(sender)
+    assert received(kept.extra_args) == (RequestOptions([], "n"), {"other": 1})
+    assert len(received(sender.extra_args)[0].references) == 1
+    plain = SamplingParams(extra_args={"other": 1})
+    assert without_references(plain) is plain
 
 
 def test_who_passed_no_front_end_shares_with_nobody() -> None:
