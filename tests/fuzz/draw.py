@@ -187,21 +187,22 @@ def draw_round(
             ["raw_logits", "processed_logprobs", "processed_logits"]
         )
     has("custom_logits_processor", 0.0 if second_runner else 0.25)
-    structured = has("structured output", 0.5)
-    if structured:
-        backend = rng.choice(["xgrammar", "xgrammar", "guidance"])
+    lora = model == "llama" and not http and has("lora", 0.7)
+    if lora:
+        settings.update(enable_lora=True, max_loras=2, max_lora_rank=8)
+    # Beside adapters, vLLM's own embedding layer does not take a part of a step's tokens.
+    if not (http or lora or second_runner) and has("prompt embeddings", 0.35):
+        settings["enable_prompt_embeds"] = True
+    if has("structured output", 0.5):
+        # With embeddings, the tokenizer has one token more, and guidance no room for it.
+        backends = ["xgrammar", "xgrammar", "guidance"]
+        backend = rng.choice(backends[:2] if "prompt embeddings" in features else backends)
         features.add(f"structured output, {backend}")
         settings["structured_outputs_config"] = {"backend": backend}
         # The second runner's masks have no room for a tokenizer with more tokens than the model.
         if text is None and not second_runner and has("structured output after reasoning", 0.2):
             settings["reasoning_parser"] = "deepseek_r1"
-    lora = model == "llama" and not http and has("lora", 0.7)
-    if lora:
-        settings.update(enable_lora=True, max_loras=2, max_lora_rank=8)
     has("chosen_logprobs", 0.15)
-    # Beside adapters, vLLM's own embedding layer does not take a part of a step's tokens.
-    if not http and not lora and has("prompt embeddings", 0.3):
-        settings["enable_prompt_embeds"] = True
 
     stress: dict[str, Any] = dict(max_num_seqs=rng.choice([1, 3, 16]))
     if has("preemption", 0.2):
