@@ -97,7 +97,7 @@ class HybridProposer(NGramTrieProposer):
 
     def _compile(self) -> None:
         super()._compile()
-        self.start("", [0, 1])
+        self.start("", [0, 1], None)  # nobody learns from it
         self.extend({"": [0]})
         forest = self.propose([DraftRequest("", self._max_nodes, 8)])
         self.extend({"": [1]})

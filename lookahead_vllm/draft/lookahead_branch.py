@@ -11,6 +11,7 @@ from lookahead_vllm.draft.kernel import Ints, Words
 from lookahead_vllm.draft.options import SHIFTS, LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftRequest, Verified
 from lookahead_vllm.draft.sources import WINDOW
+from lookahead_vllm.draft.suffix import UNKNOWN
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.window import SHIFT_HITS, SHIFT_LEVELS, SHIFT_ONE, Windows
 from lookahead_vllm.draft.window_shape import WindowShape, Wishes
@@ -46,6 +47,7 @@ class LookaheadBranch:
 
     def start(self, request_id: str, prompt: Ints, shape: WindowShape) -> None:
         """A request begins; W = 0 is one without a window."""
+        prompt = prompt[prompt != UNKNOWN]
         if shape.window_size == 0 or len(prompt) == 0:
             return
         self.windows.start(request_id, prompt, shape)

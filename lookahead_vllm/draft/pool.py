@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from lookahead_vllm.draft.kernel import Ints
+from lookahead_vllm.draft.suffix import UNKNOWN
 
 NGram = tuple[int, ...]
 
@@ -40,10 +41,11 @@ class NGramPool:
         followers[rest] = source
 
     def add_text(self, tokens: Sequence[int], source: int) -> None:
-        """Meet all n-grams of a text."""
+        """Meet all n-grams of a text that have no UNKNOWN."""
         for start in range(len(tokens) - self.ngram_size + 1):
-            first, *rest = tokens[start : start + self.ngram_size]
-            self.add(first, tuple(rest), source)
+            first, *rest = ngram = tokens[start : start + self.ngram_size]
+            if UNKNOWN not in ngram:
+                self.add(first, tuple(rest), source)
 
     def inserter(self, source: int) -> Callable[[Ints], None]:
         """A function that meets the n-grams of a text, which it is given in pieces."""

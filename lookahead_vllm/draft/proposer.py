@@ -83,6 +83,7 @@ class Proposer(Protocol):
     ) -> None:
         """A request begins; one that is already known begins anew.
 
+        `prompt` has UNKNOWN (`suffix.py`) in the places of embeddings, and may be empty.
         Requests of one `namespace` learn from each other's answers, and from no others; None
         shares with nobody. `references` are texts that this request's answer may copy from.
         """

@@ -27,6 +27,9 @@ NUM_SPARSE = 2
 
 NUM_SUFFIXES = len(ORDERS) + NUM_SPARSE
 
+UNKNOWN = -1
+"""Stands in a prompt for what has no token id, an embedding. Behind it a text begins anew."""
+
 _LONGEST = ORDERS[-1]
 ROW = _LONGEST + 1 + NUM_SPARSE
 
@@ -60,6 +63,9 @@ def row_of(tokens: NDArray[np.int32]) -> Hashes:
     row = np.zeros(ROW, np.uint64)
     following = np.empty_like(row)
     for token in tokens[-(_LONGEST + 2) :]:
+        if token == UNKNOWN:
+            row[:] = 0
+            continue
         advance(row, token, following)
         row, following = following, row
     return row

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lookahead_vllm.draft.kernel import Ints, Words, kernel
-from lookahead_vllm.draft.suffix import NUM_SUFFIXES, Hashes, advance, key_of
+from lookahead_vllm.draft.suffix import NUM_SUFFIXES, UNKNOWN, Hashes, advance, key_of
 
 # Columns of `Trie.edges`. NAME is a part of the suffix's hash above the number of its space. USE
 # is, from below, the token (32 bits), how often it followed (16, saturating), and the time of the
@@ -139,6 +139,7 @@ class Trie:
         """Count every n-gram that ends in `tokens` int32 [n], which follow the text of `row`.
 
         `row` is uint64 [ROW] and becomes that of the longer text. O(n); all can be found at once.
+        No n-gram reaches across UNKNOWN.
         """
         _insert_text(self.edges, self.live, self.counters, space, row, tokens)
 
@@ -283,6 +284,9 @@ def _insert_text(
     following = np.empty_like(row)
     first, lines = region_of(edges, live, space)
     for token in tokens:
+        if token == UNKNOWN:
+            row[:] = 0
+            continue
         if space != NOWHERE:
             for suffix in range(NUM_SUFFIXES):
                 name, slot = locate(first, lines, space, row, suffix)

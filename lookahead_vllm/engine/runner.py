@@ -21,6 +21,7 @@ from lookahead_vllm.draft import sources
 from lookahead_vllm.draft.budget import Load, StepWork
 from lookahead_vllm.draft.kernel import Ints, Words
 from lookahead_vllm.draft.proposer import Verified
+from lookahead_vllm.draft.suffix import UNKNOWN
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine import exchange, metrics, profile
 from lookahead_vllm.engine.drafter import Live, LookaheadDrafter
@@ -509,7 +510,7 @@ class LookaheadRunner(_Base):
                 try:
                     live = drafter.live(request_id)
                 except KeyError:
-                    live = self._follow(request_id, row)
+                    live = self._follow(request_id)
                 if live is None:
                     plain.append(num_tokens[row])
                 else:
@@ -529,10 +530,13 @@ class LookaheadRunner(_Base):
         self._observe_step(scheduler_output)
         return [drafts.get(request_id, []) for request_id in batch.req_ids]
 
-    def _follow(self, request_id: str, row: int) -> Live | None:
-        prompt = self.input_batch.token_ids_cpu[row, : self.input_batch.num_prompt_tokens[row]]
-        params = self.requests[request_id].sampling_params
-        return self.drafter.follow(request_id, prompt, params)
+    def _follow(self, request_id: str) -> Live | None:
+        request = self.requests[request_id]
+        # Not the batch's row: vLLM leaves another request's tokens there where a prompt has none.
+        prompt = request.prompt_token_ids or []
+        if (are_ids := request.prompt_is_token_ids) is not None:
+            prompt = [t if is_id else UNKNOWN for t, is_id in zip(prompt, are_ids, strict=True)]
+        return self.drafter.follow(request_id, prompt, request.sampling_params)
 
     def _observe_step(self, scheduler_output: SchedulerOutput) -> None:
         """A step lasts from the end of the last one, unless the engine may have waited between."""

@@ -202,6 +202,20 @@ SEAMS = (
         "custom proposers may return trees",
     ),
     Seam(
+        "vllm.v1.worker.gpu_input_batch",
+        "CachedRequestState",
+        (
+            "prompt_token_ids",
+            "prompt_is_token_ids",
+            "sampling_params",
+            "output_token_ids",
+            "block_ids",
+        ),
+        "read: what is known of a request, its prompt among it; the batch's rows keep what a "
+        "request has not written",
+        "custom proposers are called with request ids",
+    ),
+    Seam(
         _RUNNER,
         "GPUModelRunner._update_states",
         ("scheduler_output",),

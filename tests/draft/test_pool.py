@@ -2,6 +2,7 @@
 
 from lookahead_vllm.draft.pool import NGramPool
 from lookahead_vllm.draft.sources import OWN, WINDOW
+from lookahead_vllm.draft.suffix import UNKNOWN
 
 
 def test_candidates_begin_with_the_token_and_the_latest_met_comes_first():
@@ -24,3 +25,10 @@ def test_a_text_shorter_than_an_n_gram_has_none():
     pool = NGramPool(5, 2)
     pool.add_text([1, 2, 3, 4], OWN)
     assert not list(pool.candidates(1))
+
+
+def test_no_n_gram_reaches_across_what_has_no_token_id():
+    pool = NGramPool(2, 2)
+    pool.add_text([1, 2, UNKNOWN, UNKNOWN, 3, 4], OWN)
+    found = {first: [rest for rest, _ in pool.candidates(first)] for first in (1, 2, UNKNOWN, 3)}
+    assert found == {1: [(2,)], 2: [], UNKNOWN: [], 3: [(4,)]}

@@ -148,3 +148,7 @@ def test_a_request_may_wish_for_the_trie_alone():
     for _ in range(5):
         tree, _ = step(proposer, "r", lambda token: token % 3 + 1)
         assert set(tree.sources.tolist()) <= {0, 1}
+
+
+def test_what_compiles_its_kernels_is_learned_by_nobody():
+    assert HybridProposer(LookaheadOptions(proposer="hybrid")).trie.count_edges() == 0

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead_vllm.draft.suffix import NUM_SUFFIXES, ORDERS, empty_row, row_of
+from lookahead_vllm.draft.suffix import NUM_SUFFIXES, ORDERS, UNKNOWN, empty_row, row_of
 from lookahead_vllm.draft.trie import (
     BYTES_PER_NODE,
     HALF_LIFE,
@@ -59,6 +59,19 @@ def test_the_row_of_a_text_is_made_of_its_end():
     row = empty_row()
     trie.insert(NOWHERE, row, ids(text))
     assert row.tolist() == row_of(ids(text)).tolist()
+
+
+def test_no_n_gram_reaches_across_what_has_no_token_id():
+    text = [7, 8, UNKNOWN, UNKNOWN, 9, 10]
+    trie, apart = Trie(4096), Trie(4096)
+    space = trie.new_shared()
+    row = empty_row()
+    trie.insert(space, row, ids(text))
+    assert row.tolist() == row_of(ids(text)).tolist() == row_of(ids([9, 10])).tolist()
+    assert row_of(ids(text[:4])).tolist() == empty_row().tolist()
+    for part in ([7, 8], [9, 10]):
+        insert(apart, space, part)
+    assert trie.edges.tolist() == apart.edges.tolist()
 
 
 def test_the_last_to_follow_stands_first_and_a_count_counts():

@@ -9,11 +9,13 @@ from typing import Any
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.registry import HAVE_WINDOW
+from lookahead_vllm.draft.suffix import UNKNOWN
 
 VOCAB = 128
 SPECIAL = 5
 """Token ids below are special, see tests/engine/tokenizer.py."""
 THINK, END_OF_THINKING = 3, 4
+REFERENCE_LENGTHS = (1, 20, 100, 900)
 
 Draw = Callable[[random.Random], dict[str, Any]]
 
@@ -34,6 +36,34 @@ class Request:
     chat: bool = False
     """Over HTTP: as the message of a chat."""
     features: set[str] = field(default_factory=set)
+    namespace: str | None = None
+    salt: str | None = None
+    references: list[list[int] | int] = field(default_factory=list)
+    """Token ids, or the number of a request whose answer it is."""
+    embedded: list[bool] | None = None
+    """The places of the prompt that are sent as embeddings."""
+    noise: int | None = None
+    """The seed of these, where they are not those of the prompt's tokens."""
+
+    @property
+    def known_prompt(self) -> list[int]:
+        """The prompt, as far as it is token ids: none where all are embeddings."""
+        if self.embedded is None:
+            return self.prompt
+        if all(self.embedded):
+            return []
+        return [UNKNOWN if e else t for t, e in zip(self.prompt, self.embedded, strict=True)]
+
+
+@dataclass
+class Tenant:
+    """Requests that share answers, unless they have other adapters."""
+
+    namespace: str | None
+    salt: str | None
+    words: range
+    """The tokens of their prompts."""
+    prefix: list[int]
 
 
 @dataclass
@@ -157,17 +187,21 @@ def draw_round(
             ["raw_logits", "processed_logprobs", "processed_logits"]
         )
     has("custom_logits_processor", 0.0 if second_runner else 0.25)
-    structured = has("structured output", 0.5)
-    if structured:
-        backend = rng.choice(["xgrammar", "xgrammar", "guidance"])
+    lora = model == "llama" and not http and has("lora", 0.7)
+    if lora:
+        settings.update(enable_lora=True, max_loras=2, max_lora_rank=8)
+    # Beside adapters, vLLM's own embedding layer does not take a part of a step's tokens.
+    if not (http or lora or second_runner) and has("prompt embeddings", 0.35):
+        settings["enable_prompt_embeds"] = True
+    if has("structured output", 0.5):
+        # With embeddings, the tokenizer has one token more, and guidance no room for it.
+        backends = ["xgrammar", "xgrammar", "guidance"]
+        backend = rng.choice(backends[:2] if "prompt embeddings" in features else backends)
         features.add(f"structured output, {backend}")
         settings["structured_outputs_config"] = {"backend": backend}
         # The second runner's masks have no room for a tokenizer with more tokens than the model.
         if text is None and not second_runner and has("structured output after reasoning", 0.2):
             settings["reasoning_parser"] = "deepseek_r1"
-    lora = model == "llama" and not http and has("lora", 0.7)
-    if lora:
-        settings.update(enable_lora=True, max_loras=2, max_lora_rank=8)
     has("chosen_logprobs", 0.15)
 
     stress: dict[str, Any] = dict(max_num_seqs=rng.choice([1, 3, 16]))
@@ -202,7 +236,8 @@ def draw_round(
     lookahead: dict[str, Any] = dict(proposer=proposer, num_speculative_tokens=nodes, budget=nodes)
     if proposer == "ngram_trie":
         lookahead["draft"] = rng.choice(["hierarchical", "parallel", "single"])
-        lookahead["share"] = rng.choice(["all", "namespace", "none"])
+    if proposer in ("ngram_trie", "hybrid"):
+        lookahead["share"] = rng.choice(["all", "namespace", "namespace", "none"])
     if proposer in HAVE_WINDOW:
         lookahead["ngram_size"] = rng.choice([2, 3, 4, 5, 5])
         lookahead["window_shift"] = rng.choice(["one", "hits", "paper"])
@@ -212,11 +247,25 @@ def draw_round(
 
     if second_runner and "thinking" in features:
         features.add("thinking once")
-    prefix = _words(rng, rng.randint(0, 40), text)
+    tenants = [Tenant(None, None, range(SPECIAL, VOCAB), [])]
+    if has("namespaces", 0.5):
+        tenants = _tenants(rng, apart=has("namespaces of different words", 0.5))
+    for tenant in tenants:
+        tenant.prefix = _words(rng, rng.randint(0, 40), text, tenant.words)
     requests = [
-        _draw_request(rng, prefix, text, features, settings, lora)
+        _draw_request(rng, rng.choice(tenants), text, features, settings, lora)
         for _ in range(rng.randint(16, 40))
     ]
+    # The client of servers makes other numbers of token ids.
+    if not http and has("references", 0.4):
+        for request in rng.sample(requests, len(requests) // 3):
+            request.features.add("reference")
+            request.references = [
+                rng.randrange(len(requests))
+                if rng.random() < 0.5
+                else _words(rng, rng.choice(REFERENCE_LENGTHS), text)
+                for _ in range(1 if rng.random() < 0.7 else 2)
+            ]
     if proposer in HAVE_WINDOW:
         server = LookaheadOptions.from_dict(lookahead).for_model(0)
         for request in rng.sample(requests, len(requests) // 2):
@@ -238,24 +287,52 @@ def _wishes(rng: random.Random, server: LookaheadOptions) -> dict[str, Any]:
     return {f"lookahead_{name}": wish for name, wish in wishes.items() if rng.random() < 0.6}
 
 
-def _words(rng: random.Random, count: int, text: list[int] | None) -> list[int]:
+def _tenants(rng: random.Random, apart: bool) -> list[Tenant]:
+    """Two to four; `apart`: whose prompts have no token in common."""
+    count = rng.randint(2, 4)
+    width = (VOCAB - SPECIAL) // count
+    tenants = []
+    for i in range(count):
+        namespace, salt = rng.choice([(f"namespace {i}", None), (None, f"salt {i}"), ("n", f"{i}")])
+        first = SPECIAL + i * width
+        words = range(first, first + width) if apart else range(SPECIAL, VOCAB)
+        tenants.append(Tenant(namespace, salt, words, []))
+    if rng.random() < 0.3:
+        tenants[0].namespace = tenants[0].salt = None
+    return tenants
+
+
+def _words(
+    rng: random.Random, count: int, text: list[int] | None, words: range = range(SPECIAL, VOCAB)
+) -> list[int]:
     if text is None:
-        return [rng.randrange(SPECIAL, VOCAB) for _ in range(count)]
+        return [rng.choice(words) for _ in range(count)]
     start = rng.randrange(len(text) - count)
     return text[start : start + count]
 
 
+def _places(rng: random.Random, length: int) -> list[bool]:
+    """Where a prompt has embeddings: everywhere, or here and there."""
+    if rng.random() < 0.5:
+        return [True] * length
+    here, places = rng.random() < 0.5, []
+    for _ in range(length):
+        here ^= rng.random() < 0.25
+        places.append(here)
+    return places
+
+
 def _draw_request(
     rng: random.Random,
-    prefix: list[int],
+    tenant: Tenant,
     text: list[int] | None,
     features: set[str],
     settings: dict[str, Any],
     lora: bool,
 ) -> Request:
     # Half of the prompts begin alike, and say some things twice.
-    prompt = prefix[: rng.randint(0, len(prefix))] if rng.random() < 0.5 else []
-    prompt = prompt + _words(rng, rng.randint(2, 24), text)
+    prompt = tenant.prefix[: rng.randint(0, len(tenant.prefix))] if rng.random() < 0.5 else []
+    prompt = prompt + _words(rng, rng.randint(2, 24), text, tenant.words)
     if rng.random() < 0.3:
         prompt = prompt + prompt[: rng.randint(1, len(prompt))]
     if "thinking" in features and rng.random() < 0.6:
@@ -265,8 +342,22 @@ def _draw_request(
         prompt,
         chat=len(prompt) % 2 == 0,
         params=dict(max_tokens=rng.choice([1, 3, 12, 40, 40, 60])),
+        namespace=tenant.namespace,
+        salt=tenant.salt,
     )
     params = request.params
+    if request.namespace is not None:
+        request.features.add("namespace")
+        params["extra_args"] = {"lookahead_namespace": request.namespace}
+    if request.salt is not None:
+        request.features.add("cache salt")
+    if "prompt embeddings" in features and rng.random() < 0.6:
+        request.embedded = _places(rng, len(prompt))
+        alone = all(request.embedded)
+        request.features.add("embeddings alone" if alone else "embeddings and token ids")
+        if rng.random() < 0.3:
+            request.features.add("embeddings of no token")
+            request.noise = rng.randrange(10**6)
     if rng.random() < 0.5:
         request.features.add("greedy")
         params["temperature"] = 0.0
@@ -288,9 +379,14 @@ def _draw_request(
             continue  # kills plain vLLM on CPU
         if request.structured is not None and name in ("allowed_token_ids", "bad_words"):
             continue  # may leave no token at all
+        if not request.known_prompt and name in ("repetition_penalty", "prompt_logprobs"):
+            continue  # plain vLLM penalizes what stood in its batch's row before
         if rng.random() < chance:
             request.features.add(name)
-            params.update(draw(rng))
+            drawn = draw(rng)
+            if "extra_args" in drawn:
+                drawn["extra_args"] |= params.get("extra_args", {})
+            params.update(drawn)
     if params.get("min_tokens", 0) > params["max_tokens"]:
         params["min_tokens"] = params["max_tokens"]
     if "structured output after reasoning" in features:

@@ -104,6 +104,8 @@ class Servers:
                 extra["structured_outputs"] = {kind: value}
         if "logit_bias" in extra:
             extra["logit_bias"] = {str(k): v for k, v in extra["logit_bias"].items()}
+        if request.salt is not None:
+            extra["cache_salt"] = request.salt
         extra.update(priority=request.priority, return_token_ids=True)
         if request.chat:
             text = self._tokenizer.decode(request.prompt, skip_special_tokens=True)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lookahead_vllm.engine import request_options
+from lookahead_vllm.engine.runner import LookaheadRunner
 from lookahead_vllm.verify.kv_moves import KVMover
 from lookahead_vllm.verify.noise import DrawTape
 from lookahead_vllm.verify.tree_batch import TreeBatch
@@ -36,10 +38,30 @@ def _one_draw_ahead(after: Any) -> Any:
     return wrong
 
 
-BUGS: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
+def _one_namespace(namespace_of: Any) -> Any:
+    def wrong(*_: Any) -> str | None:
+        one: str | None = namespace_of("all", None, None, None)
+        return one
+
+    return wrong
+
+
+def _prompt_of_the_row(follow: Any) -> Any:
+    def wrong(self: LookaheadRunner, request_id: str) -> Any:
+        batch, params = self.input_batch, self.requests[request_id].sampling_params
+        row = batch.req_id_to_index[request_id]
+        prompt = batch.token_ids_cpu[row, : batch.num_prompt_tokens[row]]
+        return self.drafter.follow(request_id, prompt, params)
+
+    return wrong
+
+
+BUGS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "mask": (TreeBatch, "build", _wrong_mask_bit),
     "kv": (KVMover, "move", _moved_one_too_far),
     "generator": (DrawTape, "after", _one_draw_ahead),
+    "namespace": (request_options, "shared_namespace", _one_namespace),
+    "row": (LookaheadRunner, "_follow", _prompt_of_the_row),
 }
 
 

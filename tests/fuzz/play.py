@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,23 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm import LLM, SamplingParams, TokensPrompt
+from vllm import LLM, SamplingParams
 from vllm.config.reasoning import ReasoningConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.inputs import EmbedsPrompt, TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.sampler import Sampler as SecondSampler
 
+from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.engine.drafter import Counters
 from lookahead_vllm.engine.runner import LookaheadRunner
 from tests.engine import proposers
-from tests.engine.driving import drafter_of, engine
+from tests.engine.driving import drafter_of, engine, runner_of
 from tests.engine.models import TINY, WANDERING, save_adapter, save_config
 from tests.engine.processors import NoRepeat
 from tests.engine.tokenizer import save_tokenizer
 from tests.fuzz.draw import Request, Round
+from tests.fuzz.isolation import Leak, Watch, request_index, watched
 
 LOGPROB_TOLERANCE = 1e-3
 LAST_BITS = 1e-6
@@ -95,9 +99,17 @@ class Played:
     ties: int = 0
     """Replies that plain vLLM gives as well, in other company."""
     differences: list[Difference] = field(default_factory=list)
+    leaks: list[Leak] = field(default_factory=list)
+    checked: Counter[str] = field(default_factory=Counter)
+    """Nodes that were looked at for leaks, by source."""
 
 
-def play(llm: LLM, requests: Sequence[Request], adapters: Sequence[LoRARequest]) -> list[Reply]:
+def play(
+    llm: LLM,
+    requests: Sequence[Request],
+    adapters: Sequence[LoRARequest],
+    references: Sequence[Sequence[list[int]]] = (),
+) -> list[Reply]:
     """Send each request before its step, and listen until all have ended."""
     core = llm.llm_engine
     replies = [Reply() for _ in requests]
@@ -107,7 +119,7 @@ def play(llm: LLM, requests: Sequence[Request], adapters: Sequence[LoRARequest])
         while waiting and requests[waiting[0]].arrival <= step:
             i = waiting.pop(0)
             try:
-                _send(core, i, requests[i], adapters)
+                _send(llm, i, requests[i], adapters, references[i] if references else ())
             except (ValueError, VLLMValidationError) as error:
                 replies[i].refused = str(error)
         for output in core.step():
@@ -124,19 +136,47 @@ def play(llm: LLM, requests: Sequence[Request], adapters: Sequence[LoRARequest])
     return replies
 
 
-def _send(core: Any, index: int, request: Request, adapters: Sequence[LoRARequest]) -> None:
+def _send(
+    llm: LLM,
+    index: int,
+    request: Request,
+    adapters: Sequence[LoRARequest],
+    references: Sequence[list[int]],
+) -> None:
     structured = request.structured and StructuredOutputsParams(**request.structured)
+    given = dict(request.params)
+    if references:
+        given["extra_args"] = {**given.get("extra_args", {}), "lookahead_reference": references}
     params = SamplingParams(
-        **request.params,
+        **given,
         structured_outputs=structured,
         output_kind=RequestOutputKind.DELTA if request.streamed else RequestOutputKind.CUMULATIVE,
     )
-    core.add_request(
+    llm.llm_engine.add_request(
         str(index),
-        TokensPrompt(prompt_token_ids=request.prompt),
+        _prompt(llm, request),
         params,
         lora_request=None if request.adapter is None else adapters[request.adapter - 1],
         priority=request.priority,
+    )
+
+
+def _prompt(llm: LLM, request: Request) -> Any:
+    salt: dict[str, Any] = {} if request.salt is None else {"cache_salt": request.salt}
+    if request.embedded is None:
+        return TokensPrompt(prompt_token_ids=request.prompt, **salt)
+    with torch.inference_mode():
+        vectors = runner_of(llm).model.embed_input_ids(torch.tensor(request.prompt))
+    if request.noise is not None:
+        rng = torch.Generator().manual_seed(request.noise)
+        vectors = vectors.std() * torch.randn(vectors.shape, generator=rng)
+    if all(request.embedded):
+        return EmbedsPrompt(prompt_embeds=vectors, **salt)
+    return EmbedsPrompt(
+        prompt_embeds=vectors,
+        prompt_token_ids=[max(token, 0) for token in request.known_prompt],
+        prompt_is_token_ids=[not here for here in request.embedded],
+        **salt,
     )
 
 
@@ -164,20 +204,28 @@ class Rounds:
         """Twice for a trie, which knows the answers the second time."""
         proposers.RECORDED.clear()
         proposers.record(
-            [request.prompt for request in round_.requests],
+            [request.known_prompt for request in round_.requests],
             [[answer.tokens for answer in reply.answers.values()] for reply in plain],
         )
+        requests = round_.requests
+        references = [_references(request, plain) for request in requests]
+        proposer = round_.lookahead["proposer"]
+        watch = Watch(requests, references, round_.lookahead.get("share", "none"))
         with (
             counted_preemptions() as preempted,
             branching_requests() as branching,
+            watched(watch),
             self._engine(round_, round_.lookahead, **round_.stress) as llm,
         ):
-            if round_.lookahead["proposer"] in ("ngram_trie", "hybrid"):
-                play(llm, round_.requests, self._adapters)
-            replies = play(llm, round_.requests, self._adapters)
+            if proposer in ("ngram_trie", "hybrid"):
+                play(llm, requests, self._adapters, references)
+            replies = play(llm, requests, self._adapters, references)
             refused = sum(reply.refused is not None for reply in replies)
             counters = drafter_of(llm).counters
-            return Played(replies, counters, branching, len(preempted), refused)
+            played = Played(replies, counters, branching, len(preempted), refused)
+        if not PROPOSERS[proposer].startswith("tests."):  # those know the answers
+            played.leaks, played.checked = watch.leaks(), watch.checked
+        return played
 
     def _plain_says_so_too(self, round_: Round, index: int, reply: Reply) -> bool:
         """Whether plain vLLM gives this reply as well, up to the last bits of its sums.
@@ -215,6 +263,15 @@ class Rounds:
             model = save_tokenizer(save_config(round_.model, self._folder))
         with engine(model, lookahead, **{**settings, **stress}) as llm:
             yield llm
+
+
+def _references(request: Request, replies: Sequence[Reply]) -> list[list[int]]:
+    """What the request is given to copy from, where some are answers to other ones."""
+    texts = [
+        [answer.tokens for answer in replies[r].answers.values()] if isinstance(r, int) else [r]
+        for r in request.references
+    ]
+    return [text for some in texts for text in some if text]
 
 
 def differences(
@@ -346,8 +403,3 @@ def branching_requests() -> Iterator[set[int]]:
         yield seen
     finally:
         LookaheadRunner._recall = original  # type: ignore[method-assign]
-
-
-def request_index(request_id: str) -> int:
-    """Of an engine's request id: `3-8f2c`, or `1_3-8f2c` for the second of several answers."""
-    return int(request_id.split("-")[0].rpartition("_")[2])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 from tests.fuzz.draw import Round
-from tests.fuzz.play import Difference, Played
+from tests.fuzz.play import Played
 
 
 class Report:
@@ -14,6 +13,7 @@ class Report:
         self.rounds = 0
         self.requests = 0
         self.mismatches = 0
+        self.leaks = 0
         self.ties = 0
         self._features: Counter[str] = Counter()
         self._counters: Counter[str] = Counter()
@@ -22,6 +22,7 @@ class Report:
         self.rounds += 1
         self.requests += len(round_.requests)
         self.mismatches += len(played.differences)
+        self.leaks += len(played.leaks)
         self.ties += played.ties
         for request in round_.requests:
             self._features.update(round_.features | request.features)
@@ -36,13 +37,28 @@ class Report:
                 "nodes accepted": counters.accepted_nodes,
                 "KV moves": counters.moved_tokens,
                 "preemptions": played.preempted,
+                **{f"nodes checked, {source}": n for source, n in played.checked.items()},
             }
         )
 
-    def show(self, round_: Round, found: Sequence[Difference]) -> None:
+    @property
+    def failed(self) -> bool:
+        """Whether anything was found."""
+        return self.mismatches > 0 or self.leaks > 0
+
+    def show(self, round_: Round, played: Played | None) -> None:
+        """Print a round, and what was found in it."""
         print(f"\n{round_.model} {round_.settings}\n{round_.stress}\n{round_.lookahead}")
         print(sorted(round_.features))
-        for difference in found[:3]:
+        if played is None:
+            return
+        for leak in played.leaks[:3]:
+            print(
+                f"\nrequest {leak.index}: a draft of source {leak.source!r} has {leak.token} after "
+                f"{leak.before}, which only another namespace has seen\n"
+                f"  {round_.requests[leak.index]}"
+            )
+        for difference in played.differences[:3]:
             request = round_.requests[difference.index]
             print(f"\nrequest {difference.index}: {difference.what} differ\n  {request}")
             print(f"  plain     {difference.plain}\n  lookahead {difference.lookahead}")
@@ -50,7 +66,7 @@ class Report:
     def summary(self) -> str:
         """The one line that a run ends with."""
         ties = f", {self.ties} ties" if self.ties else ""
-        return f"{self.requests} requests, {self.mismatches} mismatches{ties}"
+        return f"{self.requests} requests, {self.mismatches} mismatches, {self.leaks} leaks{ties}"
 
     def table(self) -> str:
         lines = [f"\nrounds {self.rounds}"]

@@ -1,0 +1,113 @@
+"""Prompts of embeddings: drafts come from what the request itself has, and texts stay exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import LLM, SamplingParams
+from vllm.inputs import EmbedsPrompt, TokensPrompt
+
+from tests.engine.driving import drafter_of, engine, random_prompts, runner_of
+from tests.engine.proposers import Recorder, record
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+
+
+def embedded(llm: LLM, tokens: Sequence[int], are_ids: Sequence[bool] | None = None) -> Any:
+    """A prompt of the embeddings of these tokens; of token ids, too, where `are_ids`."""
+    with torch.inference_mode():
+        vectors = runner_of(llm).model.embed_input_ids(torch.tensor(tokens))
+    if are_ids is None:
+        return EmbedsPrompt(prompt_embeds=vectors)
+    placeholder = 0
+    ids = [token if is_id else placeholder for token, is_id in zip(tokens, are_ids, strict=True)]
+    return EmbedsPrompt(
+        prompt_embeds=vectors, prompt_token_ids=ids, prompt_is_token_ids=list(are_ids)
+    )
+
+
+def answers(llm: LLM, prompts: Sequence[Any], params: Any = GREEDY) -> list[list[int]]:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_the_prompt_of_the_row_s_last_request_is_not_drafted(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, secret = range(40, 44), range(100, 120)
+    prompt = [token for i, mark in enumerate(secret) for token in (said[i % 4], mark)]
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=most,
+            ignore_eos=True,
+            detokenize=False,
+            allowed_token_ids=list(said),
+            extra_args={"lookahead_namespace": namespace},
+        )
+        for namespace, most in (("one", 2), ("another", 30))
+    ]
+    drafted: list[int] = []
+    with engine(llama, {"budget": 8}, max_num_seqs=1, enable_prompt_embeds=True) as llm:
+        drafter = drafter_of(llm)
+        draft = drafter.draft
+
+        def heard(*args: Any) -> dict[str, list[int]]:
+            drafts = draft(*args)
+            drafted.extend(token for tokens in drafts.values() for token in tokens)
+            return drafts
+
+        answers(llm, [TokensPrompt(prompt_token_ids=prompt)], params[:1])
+        monkeypatch.setattr(drafter, "draft", heard)
+        answers(llm, [embedded(llm, random_prompts(1, 40)[0])], params[1:])
+    assert drafted
+    assert not set(drafted) & set(secret)
+
+
+def test_a_proposer_hears_the_token_ids_that_a_prompt_has(llama: Path) -> None:
+    Recorder.STARTED.clear()
+    tokens = list(range(10, 22))
+    are_ids = [i not in (0, 4, 5) for i in range(len(tokens))]
+    lookahead = {"proposer": "recorder"}
+    with engine(llama, lookahead, max_num_seqs=1, enable_prompt_embeds=True) as llm:
+        prompts = [
+            TokensPrompt(prompt_token_ids=tokens),
+            embedded(llm, tokens),
+            embedded(llm, tokens, are_ids),
+        ]
+        one, two, three = answers(llm, prompts)
+    assert one == two == three
+    unknown = -1
+    mixed = [token if is_id else unknown for token, is_id in zip(tokens, are_ids, strict=True)]
+    assert [prompt for prompt, *_ in Recorder.STARTED] == [tokens, [], mixed]
+
+
+@pytest.mark.parametrize("num_seqs", [2, 16])
+def test_answers_to_embeddings_stay_plain_vllm_s_on_trees(num_seqs: int, llama: Path) -> None:
+    texts = random_prompts(12, 30, seed=5)
+
+    def prompts(llm: LLM) -> list[Any]:
+        return [
+            embedded(llm, text, [None, [j % 3 > 0 for j in range(len(text))]][i % 2])
+            if i % 3
+            else TokensPrompt(prompt_token_ids=text)
+            for i, text in enumerate(texts)
+        ]
+
+    with engine(llama, enable_prompt_embeds=True) as plain:
+        vanilla = answers(plain, prompts(plain))
+    heard = [
+        text if not i % 3 else [t if j % 3 else -1 for j, t in enumerate(text)] if i % 2 else []
+        for i, text in enumerate(texts)
+    ]
+    record(heard, [[answer] for answer in vanilla])
+    lookahead = {"proposer": "hidden_path", "budget": 16}
+    with engine(llama, lookahead, max_num_seqs=num_seqs, enable_prompt_embeds=True) as llm:
+        assert answers(llm, prompts(llm)) == vanilla
+        counters = drafter_of(llm).counters
+        assert counters.branching_trees > 10
+        assert counters.moved_tokens > 10
