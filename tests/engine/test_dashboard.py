@@ -1,4 +1,4 @@
-"""Grafana's dashboard: every query is PromQL and finds what an engine exposes."""
+"""Every query in Grafana's dashboard and in the docs is PromQL and finds what an engine exposes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from lookahead_vllm.engine import stat_logger
 from tests.engine.driving import engine, generate
 
-FILE = Path(__file__).parents[2] / "configs" / "grafana-lookahead.json"
-DASHBOARD: dict[str, Any] = json.loads(FILE.read_text())
+ROOT = Path(__file__).parents[2]
+DASHBOARD: dict[str, Any] = json.loads((ROOT / "configs" / "grafana-lookahead.json").read_text())
+DOCS = ROOT / "docs" / "metrics.md"
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 VARIABLES = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
 VALUES = {"model_name": ".*", "engine": ".*", "__rate_interval": "1m"}
@@ -32,11 +33,15 @@ Labels = dict[str, str]
 
 def queries() -> list[tuple[str, str]]:
     """Each query, and the labels that its legend names."""
-    return [
+    shown = [
         (rendered(target["expr"]), target.get("legendFormat", ""))
         for panel in PANELS
         for target in panel["targets"]
     ]
+    blocks = re.findall(r"^```promql\n(.*?)^```", DOCS.read_text(), re.M | re.S)
+    told = [query for block in blocks for query in re.sub(r"\n +", " ", block).splitlines()]
+    assert len(shown) > 30 and len(told) > 5
+    return [*shown, *((query, "") for query in told)]
 
 
 def rendered(expression: str) -> str:
