@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.kernel import Ints, Words, kernel
-from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
 
 MEMORY = 5.0  # seconds after which a step counts 1/e of what it did
 NOISE = 0.1  # of the time of a step that no model foresees
@@ -306,6 +306,15 @@ def allot(forest: DraftForest, contexts: Words, cost: StepCost, load: Load) -> A
     if cost.drafting >= LOOK_AFTER and rate * base < WORTH_A_LOOK * decodes:
         sizes = np.zeros_like(sizes)
     return Allotment(sizes, chained, rate, least)
+
+
+def compile_budget() -> None:
+    """Run every kernel of this module on one node, so that no request waits for the compiler."""
+    cost = StepCost(CostCurve([1], [1.0]))
+    trees = DraftForest.of([DraftTree.chain([0])])
+    allotment = allot(trees, np.array([1]), cost, Load())
+    trees.cut(allotment.sizes, allotment.chained)
+    cost.observe(StepWork(1, 1, 0, 0.0, 0.0, 0.0), 1.0)
 
 
 @kernel

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.budget import Load, StepCost, allot
+from lookahead_vllm.draft.budget import Load, StepCost, allot, compile_budget
 from lookahead_vllm.draft.insertion import InsertionQueue
 from lookahead_vllm.draft.kernel import Ints, Words, kernel
 from lookahead_vllm.draft.lookahead_branch import LookaheadBranch, shape_for
@@ -182,7 +182,7 @@ class JacobiWindowProposer:
             as_rows(chains, self.options.ngram_size - 1),
             np.array(sources, np.uint8),
             np.array(counts, np.int64),
-            np.minimum(max_nodes, [want.max_nodes for want in wants]).clip(0),
+            np.minimum(max_nodes, np.array([want.max_nodes for want in wants], np.int64)).clip(0),
             np.array([want.max_depth for want in wants], np.int64),
             np.array([want.may_branch for want in wants], np.bool_),
             self._rates.rates,
@@ -214,6 +214,7 @@ class JacobiWindowProposer:
             self.extend({"": [1]})
             self.observe(Verified.nothing([""], forest, self.num_choices))
         self.finish("")
+        compile_budget()
 
 
 @kernel

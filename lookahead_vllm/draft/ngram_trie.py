@@ -18,7 +18,7 @@ from lookahead_vllm.draft.acceptance_rate import (
     room_for_judging,
     weight_set,
 )
-from lookahead_vllm.draft.budget import CostCurve, Load, StepCost, StepWork, allot
+from lookahead_vllm.draft.budget import Load, StepCost, allot, compile_budget
 from lookahead_vllm.draft.continuation import (
     CHOICES,
     MAX_CONTINUATIONS,
@@ -48,7 +48,7 @@ from lookahead_vllm.draft.suffix import (
     empty_row,
     row_of,
 )
-from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie import BYTES_PER_NODE, NOWHERE, Trie, count, count_by_space
 from lookahead_vllm.draft.window_shape import NO_WISHES, Wishes
 
@@ -294,11 +294,7 @@ class NGramTrieProposer:
         self.start("", [0])
         self.extend({"": []})
         self.propose([DraftRequest("", 1, 1)])
-        trees = DraftForest.of([DraftTree.chain([0])])
-        cost = StepCost(CostCurve([1], [1.0]))
-        trees.cut(allot(trees, np.array([1]), cost, NO_LOAD).sizes)
-        cost.observe(StepWork(1, 1, 0, 0.0, 0.0, 0.0), 1.0)
-        trees.faults(1, np.array([1]))
+        compile_budget()
         self.finish("")
         count_by_space(self.trie.edges[:0], [1])
 

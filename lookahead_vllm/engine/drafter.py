@@ -20,6 +20,8 @@ from lookahead_vllm.engine import config, request_options, shutdown
 from lookahead_vllm.engine.cache import open_cache
 from lookahead_vllm.engine.exchange import Proposed, Sent
 from lookahead_vllm.engine.request_options import RequestOptions
+from lookahead_vllm.verify.acceptance import accepted_paths
+from lookahead_vllm.verify.tree_batch import TreeBatch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,6 +48,16 @@ def _hide_dunders_of_llvmlite() -> None:
 
 
 _hide_dunders_of_llvmlite()
+
+
+def _compile_kernels() -> None:
+    """Run what the worker calls beside the proposer on two nodes, so that no request waits for the
+    compiler."""
+    forest, zeros = DraftForest.of([DraftTree.from_lists([0, 1], [-1, -1])]), np.zeros(1, np.int64)
+    forest.take(zeros, forest.sizes)
+    forest.faults(2, forest.sizes)
+    TreeBatch.build(forest, zeros, zeros, zeros)
+    accepted_paths(forest, np.zeros(1, np.int32), np.zeros(2, np.int32))
 
 
 @dataclass
@@ -111,6 +123,7 @@ class LookaheadDrafter:
         """Steps in a row without a node."""
         self.rest_left = 0
         """How many of the next steps are passed over."""
+        _compile_kernels()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """There is no draft model to load."""

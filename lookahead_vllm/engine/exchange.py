@@ -100,6 +100,11 @@ def recall(
     return forest, own
 
 
+def compile_recall() -> None:
+    """Compile what `recall` calls, so that no request waits for the compiler."""
+    recall({"": [0]}, {"": Sent(DraftForest.of([DraftTree.chain([0])]), 0, [0])}, {})
+
+
 def attach(carrier: Any, what: Proposed | ToVerify) -> None:
     """Send `what` along with an object of vLLM's."""
     setattr(carrier, _ATTRIBUTE, what)

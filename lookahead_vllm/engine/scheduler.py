@@ -33,6 +33,7 @@ class LookaheadScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         take_bursts_one_by_one()
+        exchange.compile_recall()
         _ask_for_no_drafts()
         # The same number for every batch size. Without a schedule of its own, vLLM pads a request
         # that has one token to compute with placeholder drafts, and waits until all of them fit.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from lookahead_vllm.engine.drafter import LookaheadDrafter
 # and what was imported by now is none. It also looks at its model's class in a process of its own.
 _collect_garbage = gc.collect
 gc.freeze()
+# What is still frozen when Python ends is not freed: Triton's bindings would list it as leaks.
+atexit.register(gc.unfreeze)
 gc.freeze = gc.unfreeze = gc.collect = lambda *args: 0
 registry._run_in_subprocess = lambda look: look()
 

@@ -88,6 +88,7 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
             *shared,
             "--speculative-model=[lookahead]",
             "--num-speculative-tokens=12",
+            "--speculative-config.budget=12",  # the texts of a slow machine have drafts, too
             f"--speculative-config.cache_path={cache}",
         ) as lookahead,
     ):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
 
 from lookahead_vllm.draft import cache_file
+from lookahead_vllm.draft.budget import CostCurve, StepCost
 from lookahead_vllm.draft.proposer import NoProposer
+from lookahead_vllm.engine import runner as runner_module
 from tests.engine.driving import engine, generate, generate_staggered, random_prompts
 from tests.engine.servers import cores_of
 
@@ -39,9 +42,23 @@ def watch(worker: Any) -> None:
     runner._recall = recall
 
 
-def send_all(worker: Any) -> None:
-    """In a worker: cut no tree from now on, whatever it costs."""
-    worker.model_runner.drafter.proposer.cost = None
+def set_clock(worker: Any) -> None:
+    """In a worker: let steps take a fixed time from now on: nodes are free for the first rank and
+    dear for the second."""
+    runner = worker.model_runner
+    proposer, original, now = runner.drafter.proposer, runner._observe_step, 0.0
+    assert isinstance(proposer, NoProposer) or proposer.cost is not None, "measured at start"
+    if proposer.cost is not None:
+        proposer.cost = StepCost(CostCurve([1, 1024], [0.010, 0.011]))
+
+    def observe_step(*args: Any) -> None:
+        nonlocal now
+        nodes = runner._work.nodes if runner._work else 0
+        now += 0.010 * (1 + worker.rank * nodes)
+        original(*args)
+
+    runner_module.time = SimpleNamespace(perf_counter=lambda: now)  # type: ignore[attr-defined]
+    runner._observe_step = observe_step
 
 
 def seen(worker: Any) -> tuple[list[tuple[str, bool]], dict[str, int], bool]:
@@ -70,8 +87,8 @@ def test_ranks_verify_the_same_trees(
     lookahead = {"proposer": "hybrid", "budget": "auto", "cache_path": str(cache)}
     with engine(llama, lookahead, **two_ranks) as llm:
         llm.collective_rpc(watch)
+        llm.collective_rpc(set_clock)
         assert generate_staggered(llm, PROMPTS, GREEDY) == greedy
-        llm.collective_rpc(send_all)
         assert generate(llm, PROMPTS, GREEDY) == greedy
         assert generate(llm, PROMPTS, SEEDED) == seeded
         (trees, counters, guesses), (same_trees, same_counters, guesses_too) = llm.collective_rpc(

@@ -504,7 +504,7 @@ def test_the_reason_of_a_failure_is_the_engine_s_own(tmp_path: Path) -> None:
 def gone(pid: int) -> bool:
     """Whether a process that was killed has ended, which may take a moment."""
     status = Path(f"/proc/{pid}/status")
-    for _ in range(100):
+    for _ in range(1200):
         try:
             if "State:\tZ" in status.read_text():
                 return True
