@@ -71,7 +71,7 @@ SEAMS = (
         "AsyncLLM.generate",
         ("prompt", "sampling_params"),
         "wrapped: refuses a bad request before a stream starts, so that HTTP answers 400; "
-        "tokenizes references off the event loop",
+        "tokenizes references off the event loop, and counts those of all live requests",
         "vLLM validates a request before it streams",
     ),
     Seam(
