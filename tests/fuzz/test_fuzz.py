@@ -22,7 +22,7 @@ MODELS = sorted(TINY)
 
 
 def test_a_run_ends_with_its_closing_line() -> None:
-    """And not with a list of leaks: what Triton's bindings say of objects frozen when Python ends."""
+    """And not with a list of leaks, which Triton's bindings make of what is frozen at the end."""
     fuzz = Path(__file__).parents[2] / "scripts" / "fuzz.py"
     done = subprocess.run(
         [sys.executable, str(fuzz), "--minutes", "0", "--seed", "1"],
