@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from numba.core.dispatcher import Dispatcher
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -17,40 +14,12 @@ from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine import exchange
 from lookahead_vllm.engine.exchange import Sent
 from tests.engine.driving import drafter_of, engine, generate, generate_staggered, random_prompts
-
-
-def kernels() -> Iterator[tuple[str, Dispatcher]]:
-    """All that are loaded, by module and name."""
-    for module in [m for name, m in sys.modules.items() if name.startswith("lookahead_vllm.")]:
-        for name, value in vars(module).items():
-            if isinstance(value, Dispatcher) and value.__module__ == module.__name__:
-                yield f"{module.__name__}.{name}", value
-
-
-def compiled() -> dict[str, list[Any]]:
-    """The signatures of each kernel that are compiled, or were read from the folder of kernels."""
-    return {name: list(kernel.signatures) for name, kernel in kernels()}
-
-
-def compiled_since(before: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    new = {
-        name: [signature for signature in signatures if signature not in before.get(name, ())]
-        for name, signatures in compiled().items()
-    }
-    return {name: signatures for name, signatures in new.items() if signatures}
+from tests.engine.kernels import compiled, forget, new_since
 
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> None:
     forget()
-
-
-def forget() -> None:
-    for _, kernel in kernels():
-        kernel._make_finalizer()()
-        kernel._reset_overloads()
-        kernel.overloads.clear()
-    assert not any(compiled().values())
 
 
 def requests() -> list[SamplingParams]:
@@ -90,7 +59,7 @@ def test_requests_compile_nothing(proposer: str, budget: int | str, llama: Path)
             generate(llm, prompts, params)
             generate_staggered(llm, prompts, params[0], abort=[1])
         assert drafter_of(llm).counters.branching_trees and drafter_of(llm).counters.accepted_nodes
-        assert not compiled_since(at_start)
+        assert not new_since(at_start)
 
 
 def test_a_scheduler_in_a_process_of_its_own_compiles_nothing(llama: Path) -> None:
@@ -110,4 +79,4 @@ def test_a_scheduler_in_a_process_of_its_own_compiles_nothing(llama: Path) -> No
     for scheduled in ({"0": [5, 6]}, {"0": [5], "1": [8, 9]}, {"1": [8], "0": [3]}, {"2": [1]}):
         exchange.recall(scheduled, sent, {})
         exchange.recall(scheduled, sent, {"0": trees[1]})
-    assert not compiled_since(at_start)
+    assert not new_since(at_start)

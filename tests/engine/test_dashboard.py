@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import promql_parser as promql
 import pytest
 import yaml
 from prometheus_client import generate_latest
@@ -19,6 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lookahead_vllm.engine import stat_logger
 from tests.engine.driving import engine, generate
+
+promql = pytest.importorskip("promql_parser")
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "configs" / "grafana-lookahead.json").read_text())

@@ -15,6 +15,7 @@ from lookahead_vllm.draft.budget import CostCurve, StepCost
 from lookahead_vllm.draft.proposer import NoProposer
 from lookahead_vllm.engine import runner as runner_module
 from tests.engine.driving import engine, generate, generate_staggered, random_prompts
+from tests.engine.kernels import Signatures, compiled
 from tests.engine.servers import cores_of
 
 PROMPTS = random_prompts(6, 40, seed=31)
@@ -61,6 +62,11 @@ def set_clock(worker: Any) -> None:
     runner._observe_step = observe_step
 
 
+def compiled_kernels(worker: Any) -> Signatures:
+    """In a worker."""
+    return compiled()
+
+
 def seen(worker: Any) -> tuple[list[tuple[str, bool]], dict[str, int], bool]:
     """In a worker: what it verified, what came of it, and whether it guesses itself."""
     runner = worker.model_runner
@@ -88,12 +94,14 @@ def test_ranks_verify_the_same_trees(
     with engine(llama, lookahead, **two_ranks) as llm:
         llm.collective_rpc(watch)
         llm.collective_rpc(set_clock)
+        compiled_at_start = llm.collective_rpc(compiled_kernels)
         assert generate_staggered(llm, PROMPTS, GREEDY) == greedy
         assert generate(llm, PROMPTS, GREEDY) == greedy
         assert generate(llm, PROMPTS, SEEDED) == seeded
         (trees, counters, guesses), (same_trees, same_counters, guesses_too) = llm.collective_rpc(
             seen
         )
+        assert llm.collective_rpc(compiled_kernels) == compiled_at_start
     assert (guesses, guesses_too) == (True, False)
     assert trees == same_trees and counters == same_counters
     assert sum(branching for _, branching in trees) > 20
