@@ -238,6 +238,9 @@ def draw_round(
         lookahead["draft"] = rng.choice(["hierarchical", "parallel", "single"])
     if proposer in ("ngram_trie", "hybrid"):
         lookahead["share"] = rng.choice(["all", "namespace", "namespace", "none"])
+        for option in ("accept_namespaces", "accept_references"):
+            if rng.random() < 0.2:
+                lookahead[option] = False
     if proposer in HAVE_WINDOW:
         lookahead["ngram_size"] = rng.choice([2, 3, 4, 5, 5])
         lookahead["window_shift"] = rng.choice(["one", "hits", "paper"])

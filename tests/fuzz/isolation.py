@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -46,16 +46,21 @@ class Watch:
         What is asked, any number of times.
     references
         Token ids that each of them is given.
-    share
-        The server's option.
+    lookahead
+        The speculative config. Where it does not say what is shared, nothing is.
     """
 
     def __init__(
-        self, requests: Sequence[Request], references: Sequence[Sequence[list[int]]], share: str
+        self,
+        requests: Sequence[Request],
+        references: Sequence[Sequence[list[int]]],
+        lookahead: Mapping[str, Any],
     ) -> None:
         self._requests = requests
-        self._references = references
-        self._share = share
+        accepts = lookahead.get("accept_references", True)
+        self._references = references if accepts else [[] for _ in references]
+        self._share = lookahead.get("share", "none")
+        self._accepts_namespaces = lookahead.get("accept_namespaces", True)
         self._said: dict[str, list[int]] = {}
         self._chosen: defaultdict[object, Pairs] = defaultdict(set)
         """What the model said at the nodes of a namespace, accepted or not."""
@@ -125,7 +130,8 @@ class Watch:
         if self._share == "all":
             return "all"
         request = self._requests[request_index(request_id)]
-        names = request.adapter, request.salt, request.namespace
+        given = request.namespace if self._accepts_namespaces else None
+        names = request.adapter, request.salt, given
         return request_id if self._share == "none" else names
 
     def _stretches(self, request_id: str) -> list[list[int]]:

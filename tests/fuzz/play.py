@@ -210,7 +210,7 @@ class Rounds:
         requests = round_.requests
         references = [_references(request, plain) for request in requests]
         proposer = round_.lookahead["proposer"]
-        watch = Watch(requests, references, round_.lookahead.get("share", "none"))
+        watch = Watch(requests, references, round_.lookahead)
         with (
             counted_preemptions() as preempted,
             branching_requests() as branching,
@@ -260,7 +260,10 @@ class Rounds:
         model = Path(round_.model)
         if round_.model in TINY:
             settings["load_format"] = WANDERING
-            model = save_tokenizer(save_config(round_.model, self._folder))
+            # With embeddings, vLLM adds a token to its one tokenizer of this path.
+            folder = self._folder / ("embeddings" if "enable_prompt_embeds" in settings else "ids")
+            folder.mkdir(exist_ok=True)
+            model = save_tokenizer(save_config(round_.model, folder))
         with engine(model, lookahead, **{**settings, **stress}) as llm:
             yield llm
 
