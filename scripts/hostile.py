@@ -70,7 +70,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if not 0 < args.rate <= 1000:
         parser.error(f"--rate {args.rate} was given, but it must be above 0 and at most 1000")
-    if not 0 < args.minutes:
+    if args.minutes <= 0:
         parser.error(f"--minutes {args.minutes} was given, but it must be above 0")
     return args
 

@@ -108,26 +108,20 @@ class Answer:
     seconds_per_token: float
 
 
-def good_requests(seed: int, count: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Requests whose answers are determined: greedy ones, and sampled ones with a seed."""
-    rng = random.Random(seed)
-    requests = []
-    for number in range(count):
-        sampling: dict[str, Any] = {"temperature": 0}
-        if number % 2:
-            sampling = {"temperature": 0.8, "top_p": 0.95, "seed": rng.randrange(2**31)}
-        requests.append(
-            {
-                "model": "m",
-                "prompt": rng.choices(range(5, 128), k=rng.randint(8, 32)),
-                "max_tokens": max_tokens,
-                "ignore_eos": True,
-                "stream": True,
-                "return_token_ids": True,
-                **sampling,
-            }
-        )
-    return requests
+def good_request(rng: random.Random, max_tokens: int) -> dict[str, Any]:
+    """A request whose answer is determined: greedy, or sampled with a seed."""
+    sampling: dict[str, Any] = {"temperature": 0}
+    if rng.random() < 0.5:
+        sampling = {"temperature": 0.8, "top_p": 0.95, "seed": rng.randrange(2**31)}
+    return {
+        "model": "m",
+        "prompt": rng.choices(range(5, 128), k=rng.randint(8, 32)),
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        **sampling,
+    }
 
 
 async def stream(port: int, request: dict[str, Any]) -> Answer:
@@ -245,7 +239,7 @@ async def send_no_http(port: int, body: bytes, rng: random.Random) -> None:
 
 
 async def promise_a_terabyte(port: int, body: bytes, rng: random.Random) -> None:
-    async with connected(port) as (reader, writer):
+    async with connected(port) as (_, writer):
         message = packed("/v1/completions", body)
         head = message.replace(f"Length: {len(body)}".encode(), b"Length: 1000000000000")
         writer.write(head)

@@ -19,12 +19,11 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from tests.engine.models import save_tiny_model
 from tests.engine.servers import running
@@ -32,7 +31,7 @@ from tests.engine.tokenizer import save_tokenizer
 from tests.hostile import bad_requests, clients
 from tests.hostile.bad_requests import Limits, Request
 from tests.hostile.clients import CUTS, Answer
-from tests.hostile.report import LOADS, Fault, Report, Timing, faults_of
+from tests.hostile.report import LOADS, QUIET, Fault, Report, Timing, faults_of
 from tests.hostile.watch import Watch, cpu_seconds_of_this_process, growth
 
 FLAGS = (
@@ -49,6 +48,8 @@ BATCHES = (1, 2, 4, 8, 16)
 MEMORY_MAY_GROW = 0.02
 TIME_MAY_GROW = 0.10
 LEAST_WATCHED = 10.0  # minutes, for a verdict on memory
+
+say = partial(print, flush=True)
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,6 @@ class Plan:
     drawn: int = 1000
     timed: bool = True
     phase: float = 20.0
-    say: Callable[[str], None] = partial(print, flush=True)
 
     @classmethod
     def quick(cls, seed: int) -> Plan:
@@ -89,6 +89,7 @@ def play(plan: Plan, folder: Path) -> Report:
     report = Report()
     logs = {name: folder / f"{name}.log" for name in ("plain", "lookahead")}
     cache = folder / "pipe"
+    cache.unlink(missing_ok=True)
     os.mkfifo(cache)
     speculative = json.dumps({**LOOKAHEAD, "cache_path": str(cache)})
     flags = {"plain": (), "lookahead": ("--speculative-config", speculative)}
@@ -97,7 +98,7 @@ def play(plan: Plan, folder: Path) -> Report:
         for name, more in flags.items():
             server = servers.enter_context(running(model, logs[name], *FLAGS, *more))
             watches[name] = Watch(server, logs[name])
-            plan.say(f"the {name} server is up")
+            say(f"the {name} server is up")
         refused = logs["lookahead"].read_text(errors="replace").count("starts cold: the cache")
         if refused != 1:
             report.violation(f"a pipe in the place of the cache was warned of {refused} times")
@@ -114,6 +115,7 @@ def play(plan: Plan, folder: Path) -> Report:
     return report
 
 
+Good: TypeAlias = dict[str, Any]
 Action: TypeAlias = Request | tuple[clients.Act, bytes]
 
 
@@ -127,16 +129,18 @@ class Run:
         self._plain = plain
         self._limits = Limits.of_this_release()
         self._rng = random.Random(plan.seed)
-        self._good = clients.good_requests(plan.seed, count=24, max_tokens=48)
-        self._said: list[Answer] = []
+        self._known: list[tuple[Good, Answer]] = []
+        self._pending: list[tuple[Good, Answer]] = []
         self._turn = 0
         self._repeat = f"--seed {plan.seed}"
 
     async def everything(self) -> None:
         start = time.monotonic()
         end = start + 60 * self._plan.minutes
-        self._said = [await clients.stream(self._plain.port, good) for good in self._good]
-        for _ in self._good:
+        for _ in range(24):
+            request = clients.good_request(self._rng, max_tokens=48)
+            self._known.append((request, await clients.stream(self._plain.port, request)))
+        for _ in self._known:
             await self._ask_a_good_one()
         await self._one_by_one(end)
         await self._too_much_at_once()
@@ -146,40 +150,55 @@ class Run:
 
     # ---- good clients ----------------------------------------------------------------------------
 
-    async def _ask_a_good_one(self, watch: Watch | None = None) -> float:
-        """Compare its answer with plain vLLM's; returns its time per token."""
-        which = self._turn % len(self._good)
+    async def _ask_a_good_one(self) -> None:
+        """Ask one that plain vLLM has answered, and lookahead may have heard before."""
+        which = self._turn % len(self._known)
         self._turn += 1
-        ours = watch is None or watch is self._ours
+        request, said = self._known[which]
+        if (answer := await self._answer(self._ours, request)) is not None:
+            await self._compare(request, answer, said)
+
+    async def _answer(self, watch: Watch, request: Good) -> Answer | None:
         try:
-            answer = await clients.stream((watch or self._ours).port, self._good[which])
+            answer = await clients.stream(watch.port, request)
         except (RuntimeError, OSError, IndexError, asyncio.TimeoutError) as error:
-            what = f"good request {which} failed: {error!r}"
-            if ours:
-                self._report.violation(f"{what} ({self._repeat})")
+            what = f"a good request failed: {error!r}"
+            if watch is self._ours:
+                self._report.violation(f"{what} ({self._repeat}): {request}")
             else:
                 self._report.plain_too[what] += 1
-            return 0.0
-        self._report.good_answers += ours
-        if ours and answer.tokens != self._said[which].tokens:
-            if await self._is_tie(which, answer):
-                self._report.ties += 1
-            else:
-                self._report.violation(
-                    f"good request {which} was answered with {answer.tokens}, by plain vLLM with "
-                    f"{self._said[which].tokens} ({self._repeat})"
-                )
-        return answer.seconds_per_token
+            return None
+        self._report.good_answers += watch is self._ours
+        return answer
 
-    async def _is_tie(self, which: int, answer: Answer) -> bool:
+    async def _compare(self, request: Good, answer: Answer, said: Answer) -> None:
+        """Lookahead's answer with plain vLLM's."""
+        if answer.tokens == said.tokens:
+            return
+        if await self._is_tie(request, answer):
+            self._report.ties += 1
+            return
+        self._report.violation(
+            f"a good request was answered with {answer.tokens}, by plain vLLM with {said.tokens} "
+            f"({self._repeat}): {request}"
+        )
+
+    async def _is_tie(self, request: Good, answer: Answer) -> bool:
         """Whether plain vLLM answers like this, too, in other company."""
-        others = self._good[which + 1 :] + self._good[:which]
+        others = [known for known, _ in self._known]
         for batch in BATCHES:
-            asked = [self._good[which], *others[: batch - 1]]
+            asked = [request, *others[: batch - 1]]
             answers = await asyncio.gather(*(clients.stream(self._plain.port, q) for q in asked))
             if answers[0].tokens == answer.tokens:
                 return True
         return False
+
+    async def _compare_pending(self) -> None:
+        """What plain vLLM was not asked in its phase."""
+        while self._pending:
+            request, answer = self._pending.pop(0)
+            if (said := await self._answer(self._plain, request)) is not None:
+                await self._compare(request, answer, said)
 
     # ---- bad requests ----------------------------------------------------------------------------
 
@@ -197,7 +216,7 @@ class Run:
             await self._judge(request)
             if number % 25 == 0:
                 await self._ask_a_good_one()
-        self._plan.say(f"bad requests one by one: {self._report.summary()}")
+        say(f"bad requests one by one: {self._report.summary()}")
 
     async def _judge(self, request: Request) -> None:
         reply = await clients.ask(self._ours.port, request.path, request.body)
@@ -282,63 +301,73 @@ class Run:
 
         await asyncio.gather(*(one_client() for _ in range(at_once)))
         await self._ask_a_good_one()
-        self._plan.say(f"{self._report.namespaces} namespaces in {seconds:.0f} s")
+        say(f"{self._report.namespaces} namespaces in {seconds:.0f} s")
 
     # ---- phases ----------------------------------------------------------------------------------
 
     async def _phases(self, end: float) -> None:
-        loads = dict(zip(LOADS, (self._ours, self._ours, self._plain), strict=True))
         prepared = Prepared(self._rng, self._limits)
-        start = said = time.monotonic()
         # Once through all of it, so that what is allocated once is.
-        for load, watch in loads.items():
-            await self._phase(load, watch, Timing(), prepared, "warm-up")
+        for load in LOADS:
+            await self._phase(load, Timing(), prepared, "warm-up")
         for watch in (self._ours, self._plain):
             watch.samples.clear()
-        start = time.monotonic()
+        start = said = time.monotonic()
         cycle = 0
         while time.monotonic() < end or not cycle:
-            await self._quiet_phase()
-            order = list(loads.items())
-            for load, watch in order[cycle % 3 :] + order[: cycle % 3]:
-                await self._phase(load, watch, self._report.timings[load], prepared, cycle)
-                if time.monotonic() > said + 60:
-                    said = time.monotonic()
-                    left = max(0.0, end - said) / 60
-                    self._plan.say(f"{self._report.summary()}; {left:.0f} min left")
+            await self._phase(QUIET, self._report.timings[QUIET], None, cycle)
+            ours, renamed, plain = LOADS
+            for load in (ours, renamed, plain) if cycle % 2 else (renamed, ours, plain):
+                await self._phase(load, self._report.timings[load], prepared, cycle)
+            await self._compare_pending()
             cycle += 1
+            if time.monotonic() > said + 60:
+                said = time.monotonic()
+                left = max(0.0, end - said) / 60
+                say(f"{self._report.summary()}; {left:.0f} min left")
         minutes = (time.monotonic() - start) / 60
         for name, watch in (("lookahead", self._ours), ("plain", self._plain)):
             self._report.memory[name] = (watch.samples[-1], growth(watch.samples), minutes)
         self._judge_figures(minutes)
 
-    async def _quiet_phase(self) -> None:
-        start = time.monotonic()
-        while time.monotonic() < start + self._plan.phase / 4:
-            self._report.quiet.seconds_per_token.append(await self._ask_a_good_one())
-        self._report.quiet.wall += time.monotonic() - start
-
     async def _phase(
-        self, load: str, watch: Watch, timing: Timing, prepared: Prepared, cycle: int | str
+        self, load: str, timing: Timing, prepared: Prepared | None, cycle: int | str
     ) -> None:
-        """A good client, one request after another, and hostile ones at their times."""
-        rng = random.Random(f"{self._plan.seed}-{cycle}")
+        """A good client, one request after another, and hostile ones at their times.
+
+        Plain vLLM is asked what lookahead was asked before; otherwise all requests are new.
+        """
+        watch = self._plain if load == LOADS[2] else self._ours
+        hostile_rng = random.Random(f"{self._plan.seed}-{cycle}")
+        rng = random.Random(f"{self._plan.seed}-{cycle}-{load}")
         start = time.monotonic()
         cpu, server_cpu = cpu_seconds_of_this_process(), watch.cpu_seconds()
-        hostile = asyncio.create_task(self._hostile(load, watch, timing, prepared, rng))
+        hostile = None
+        if prepared is not None:
+            hostile = asyncio.create_task(self._hostile(load, watch, timing, prepared, hostile_rng))
         sampled = 0.0
         while time.monotonic() < start + self._plan.phase:
-            timing.seconds_per_token.append(await self._ask_a_good_one(watch))
+            if watch is self._plain and self._pending:
+                request, ours = self._pending.pop(0)
+            else:
+                request, ours = clients.good_request(rng, max_tokens=128), None
+            answer = await self._answer(watch, request)
+            if answer is not None:
+                timing.seconds_per_token.append(answer.seconds_per_token)
+                if ours is not None:
+                    await self._compare(request, ours, answer)
+                elif watch is self._ours:
+                    self._pending.append((request, answer))
             if time.monotonic() > sampled + 1:
                 sampled = time.monotonic()
                 self._ours.sample()
                 self._plain.sample()
-        wall = time.monotonic() - start
         timing.generator_cpu += cpu_seconds_of_this_process() - cpu
         timing.server_cpu += watch.cpu_seconds() - server_cpu
-        timing.wall += wall
-        hostile.cancel()
-        await asyncio.gather(hostile, return_exceptions=True)
+        timing.wall += time.monotonic() - start
+        if hostile is not None:
+            hostile.cancel()
+            await asyncio.gather(hostile, return_exceptions=True)
 
     async def _hostile(
         self, load: str, watch: Watch, timing: Timing, prepared: Prepared, rng: random.Random
@@ -394,7 +423,7 @@ class Run:
         grown = report.memory["lookahead"][1]
         if grown > MEMORY_MAY_GROW and minutes >= LEAST_WATCHED:
             report.violation(f"memory grew by {grown:.1%} in {minutes:.0f} minutes")
-        ours, renamed, _ = (report.timings[load] for load in LOADS)
+        ours, renamed = (report.timings[load] for load in LOADS[:2])
         for share, name in ((0.5, "p50"), (0.99, "p99")):
             ratio = ours.quantile(share) / renamed.quantile(share)
             if ratio > 1 + TIME_MAY_GROW:
@@ -405,7 +434,7 @@ class Run:
 
     async def _after_all(self) -> None:
         await self._everything_was_released("after all clients left")
-        for _ in self._good:
+        for _ in self._known:
             await self._ask_a_good_one()
         errors = self._ours.errors_of_the_engine()
         if errors:

@@ -15,6 +15,7 @@ SLOWEST_REFUSAL = 5.0
 
 LOADS = ("lookahead", "lookahead, fields renamed", "plain, fields renamed")
 """What the hostile clients send to which server while a good client is timed."""
+QUIET = "lookahead, nobody else"
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,10 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
+def _no_timings() -> dict[str, Timing]:
+    return {load: Timing() for load in (*LOADS, QUIET)}
+
+
 @dataclass
 class Report:
     """The figures of a run.
@@ -117,8 +122,7 @@ class Report:
     good_answers: int = 0
     ties: int = 0
     slowest_refusal: float = 0.0
-    timings: dict[str, Timing] = field(default_factory=lambda: {load: Timing() for load in LOADS})
-    quiet: Timing = field(default_factory=Timing)
+    timings: dict[str, Timing] = field(default_factory=_no_timings)
     memory: dict[str, tuple[int, float, float]] = field(default_factory=dict)
     """By server: bytes at the end, growth, and minutes watched."""
 
@@ -156,7 +160,7 @@ class Report:
                 f"  {'load':28} {'answers':>8} {'p50':>7} {'p90':>7} {'p99':>7}"
                 f" {'hostile/s':>10} {'held back':>10} {'generator CPU':>14} {'server CPU':>11}",
             ]
-            for load, timing in {**self.timings, "lookahead, nobody else": self.quiet}.items():
+            for load, timing in self.timings.items():
                 if timing.seconds_per_token:
                     lines.append(_row(load, timing))
         for name, (size, grown, minutes) in self.memory.items():
@@ -168,8 +172,7 @@ class Report:
             lines += [f"  {count:8,}  {what}" for what, count in self.plain_too.most_common(20)]
         if self.violations:
             lines.append("violations:")
-            counted = Counter(self.violations)
-            lines += [f"  {count:8,}  {what}" for what, count in counted.most_common(40)]
+            lines += [f"  {what}" for what in dict.fromkeys(self.violations)]
         return "\n".join(lines)
 
 
