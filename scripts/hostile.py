@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -77,6 +78,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers end with this process
     # Engines are not loaded for --help.
     from tests.hostile.cache_files import load_all
     from tests.hostile.play import Plan, play
