@@ -90,6 +90,13 @@ class Timing:
     def quantile(self, share: float) -> float:
         return quantile(self.seconds_per_token, share)
 
+    def unrest(self, share: float) -> float:
+        """The ratio of the larger to the smaller one of two halves, which had the same load."""
+        values = self.seconds_per_token
+        halves = [quantile(values[: len(values) // 2], share)]
+        halves += [quantile(values[len(values) // 2 :], share)]
+        return max(halves) / min(halves)
+
 
 def quantile(values: Sequence[float], share: float) -> float:
     ordered = sorted(values)
@@ -158,11 +165,13 @@ class Report:
             lines += [
                 "one good client's time per token, in ms:",
                 f"  {'load':28} {'answers':>8} {'p50':>7} {'p90':>7} {'p99':>7}"
-                f" {'hostile/s':>10} {'held back':>10} {'generator CPU':>14} {'server CPU':>11}",
+                f" {'hostile/s':>10} {'held back':>10} {'generator CPU':>14} {'server CPU':>11}"
+                f" {'p50 x':>6} {'p99 x':>6}",
             ]
             for load, timing in self.timings.items():
                 if timing.seconds_per_token:
                     lines.append(_row(load, timing))
+            lines.append("the last two columns: p50 and p99, one half of the run against the other")
         for name, (size, grown, minutes) in self.memory.items():
             lines.append(
                 f"memory of {name}: {size / 2**20:,.0f} MB, {grown:+.2%} in {minutes:.1f} min"
@@ -182,5 +191,6 @@ def _row(load: str, timing: Timing) -> str:
     return (
         f"  {load:28} {len(timing.seconds_per_token):8,} {p50:7.2f} {p90:7.2f} {p99:7.2f}"
         f" {timing.hostile_requests / wall:10.1f} {timing.held_back:10,}"
-        f" {timing.generator_cpu / wall:13.0%} {timing.server_cpu / wall:11.0%}"
+        f" {timing.generator_cpu / wall:14.0%} {timing.server_cpu / wall:11.0%}"
+        f" {timing.unrest(0.5):6.2f} {timing.unrest(0.99):6.2f}"
     )
