@@ -130,12 +130,14 @@ class Report:
     ties: int = 0
     slowest_refusal: float = 0.0
     timings: dict[str, Timing] = field(default_factory=_no_timings)
-    memory: dict[str, tuple[int, float, float]] = field(default_factory=dict)
-    """By server: bytes at the end, growth, and minutes watched."""
+    memory: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
+    """By server and process: bytes at the end, and growth."""
+    minutes_watched: float = 0.0
 
     def violation(self, what: str) -> None:
+        if what not in self.violations:
+            print(f"VIOLATION: {what}", flush=True)
         self.violations.append(what)
-        print(f"VIOLATION: {what}", flush=True)
 
     def summary(self) -> str:
         """One line."""
@@ -144,8 +146,9 @@ class Report:
             f"{self.namespaces} namespaces, {self.good_answers} good answers "
             f"({self.ties} ties), slowest refusal {self.slowest_refusal:.2f} s"
         )
-        for name, (_, grown, minutes) in self.memory.items():
-            line += f", memory of {name} {grown:+.1%} in {minutes:.0f} min"
+        for name, processes in self.memory.items():
+            _, grown = processes["all processes"]
+            line += f", memory of {name} {grown:+.1%} in {self.minutes_watched:.0f} min"
         ours, renamed, plain = (self.timings[load] for load in LOADS)
         if ours.seconds_per_token and renamed.seconds_per_token and plain.seconds_per_token:
             for share, name in ((0.5, "p50"), (0.99, "p99")):
@@ -172,10 +175,12 @@ class Report:
                 if timing.seconds_per_token:
                     lines.append(_row(load, timing))
             lines.append("the last two columns: p50 and p99, one half of the run against the other")
-        for name, (size, grown, minutes) in self.memory.items():
-            lines.append(
-                f"memory of {name}: {size / 2**20:,.0f} MB, {grown:+.2%} in {minutes:.1f} min"
-            )
+        for name, processes in self.memory.items():
+            lines.append(f"memory of {name} over {self.minutes_watched:.1f} min:")
+            lines += [
+                f"  {size / 2**20:8,.0f} MB {grown:+7.2%}  {process}"
+                for process, (size, grown) in processes.items()
+            ]
         if self.plain_too:
             lines.append("plain vLLM too (noted, not counted):")
             lines += [f"  {count:8,}  {what}" for what, count in self.plain_too.most_common(20)]

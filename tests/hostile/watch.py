@@ -41,16 +41,27 @@ class Watch:
         self._log = log
         main = psutil.Process(server.process.pid)
         self._processes = [main, *main.children(recursive=True)]
-        self.samples: list[int] = []
+        self.samples: list[list[int]] = []
 
-    def sample(self) -> int:
-        """Take and keep the resident bytes of all processes together."""
-        total = 0
+    def sample(self) -> None:
+        """Keep what is resident now, in bytes, of each process."""
+        sizes = []
         for process in self._processes:
-            with suppress(psutil.NoSuchProcess):
-                total += process.memory_info().rss
-        self.samples.append(total)
-        return total
+            try:
+                sizes.append(process.memory_info().rss)
+            except psutil.NoSuchProcess:
+                sizes.append(0)
+        self.samples.append(sizes)
+
+    def memory(self) -> dict[str, tuple[int, float]]:
+        """What is resident at the end, and how much that grew: all together, and by process."""
+        names = ["all processes", *(f"{process.name()}" for process in self._processes)]
+        series = [[sum(sizes) for sizes in self.samples], *zip(*self.samples, strict=True)]
+        return {
+            name: (sizes[-1], growth(sizes))
+            for name, sizes in zip(names, series, strict=True)
+            if sizes[-1] > 100 << 20
+        }
 
     def cpu_seconds(self) -> float:
         total = 0.0
@@ -81,25 +92,26 @@ class Watch:
         text = self._log.read_text(errors="replace")
         return [line[:300] for line in text.splitlines() if ENGINE_ERROR.match(line)]
 
-    def end(self) -> list[str]:
-        """Tell the server to end, as a service manager does; what went wrong, in sentences."""
+    def end(self) -> dict[str, str]:
+        """Tell the server to end, as a service manager does; what went wrong, by kind."""
         before = len(self._log.read_text(errors="replace"))
-        wrong = []
+        wrong = {}
         self._server.process.send_signal(signal.SIGTERM)
         try:
             status = self._server.process.wait(TIME_TO_END)
             if status != 0:
-                wrong.append(f"the server ended with {status} after SIGTERM")
+                wrong["status"] = f"the server ended with {status} after SIGTERM"
         except subprocess.TimeoutExpired:
-            wrong.append(f"the server did not end within {TIME_TO_END:.0f} s of SIGTERM")
+            wrong["hangs"] = f"the server did not end within {TIME_TO_END:.0f} s of SIGTERM"
         said = self._log.read_text(errors="replace")[before:]
-        if TRACEBACK.search(said):
-            wrong.append(f"the server ended with a traceback:\n{said[-3000:]}")
+        if found := TRACEBACK.search(said):
+            start = max(0, found.start() - 200)
+            wrong["traceback"] = f"the server ended with a traceback: {said[start:][:2000]}"
         _, alive = psutil.wait_procs(self._processes, timeout=10)
         alive = [p for p in alive if p.pid != self._server.process.pid]
         if alive:
             names = ", ".join(f"{process.name()} ({process.pid})" for process in alive)
-            wrong.append(f"processes outlived the server: {names}")
+            wrong["left"] = f"processes outlived the server: {names}"
         return wrong
 
 
