@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -64,12 +64,15 @@ class Request:
         As it is sent, which need not be JSON.
     expected : "refused", "answered" or "either"
         "refused": a status of 400 to 499. "either": that, or 200.
+    of_vllm : bool
+        Whether it is wrong without lookahead's fields, too.
     """
 
     name: str
     path: str
     body: bytes
     expected: Expected = "refused"
+    of_vllm: bool = False
 
     def without_lookahead(self, refused: bool = False) -> Request:
         """The same bytes, but for the names of lookahead's fields, which no server knows then.
@@ -79,7 +82,7 @@ class Request:
         body = self.body.replace(b"lookahead", b"lookabout").replace(b"prediction", b"predictiom")
         if refused:
             body = body.replace(b'tokens": 1,', b'tokens": 0,', 1)
-        return Request(self.name, self.path, body, self.expected)
+        return replace(self, body=body)
 
 
 # ---- the endpoints -------------------------------------------------------------------------------
@@ -341,7 +344,8 @@ def around_limits(limits: Limits) -> Iterator[Request]:
 
 
 def of_vllm() -> Iterator[Request]:
-    """What is wrong without lookahead's fields, too: only that the server lives on is ours."""
+    """What is wrong without lookahead's fields, too."""
+    wrong = partial(Request, path="/v1/completions", of_vllm=True)
     ordinary = '{"lookahead_namespace": "n"}'
     for name, prompt in {
         "the prompt holds a token id over the vocabulary": [5, VOCAB],
@@ -354,16 +358,16 @@ def of_vllm() -> Iterator[Request]:
         "the prompt is a dict": {"a": 5},
         "there are 2,000 prompts, one of them wrong": [[5]] * 1999 + [[999]],
     }.items():
-        yield Request(name, "/v1/completions", completion(ordinary, prompt=prompt))
+        yield wrong(name, body=completion(ordinary, prompt=prompt))
     body = completion(ordinary)
-    yield Request("half of a body", "/v1/completions", body[: len(body) // 2])
-    yield Request("no JSON", "/v1/completions", b"\x00\xff\xfe")
-    yield Request("no UTF-8", "/v1/completions", body.replace(b'"n"', b'"\xff\xfe"'))
-    yield Request("nothing", "/v1/completions", b"")
+    yield wrong("half of a body", body=body[: len(body) // 2])
+    yield wrong("no JSON", body=b"\x00\xff\xfe")
+    yield wrong("no UTF-8", body=body.replace(b'"n"', b'"\xff\xfe"'))
+    yield wrong("nothing", body=b"")
     salted = {"a salt with a lone surrogate": "\ud800", "a salt with NUL": "\0", "no salt": ""}
     for name, salt in {**salted, "a salt of 1 MB": "s" * 1_000_000}.items():
         expected = "either" if name in ("a salt with NUL", "a salt of 1 MB") else "refused"
-        yield Request(name, "/v1/completions", completion("{}", cache_salt=salt), expected)
+        yield wrong(name, body=completion("{}", cache_salt=salt), expected=expected)
 
 
 def at_the_limit(rng: random.Random, limits: Limits) -> Request:

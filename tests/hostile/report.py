@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -115,14 +115,14 @@ class Report:
     ----------
     violations : list of str
         Broken promises; each with what it takes to repeat it.
-    plain_too : Counter of str
-        What plain vLLM does wrong as well, by sentence.
+    plain_too : dict of str to list of str
+        What plain vLLM does wrong as well, by the kind of fault.
     sent : Counter of str
         Hostile requests by kind.
     """
 
     violations: list[str] = field(default_factory=list)
-    plain_too: Counter[str] = field(default_factory=Counter)
+    plain_too: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     sent: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
     namespaces: int = 0
@@ -183,7 +183,10 @@ class Report:
             ]
         if self.plain_too:
             lines.append("plain vLLM too (noted, not counted):")
-            lines += [f"  {count:8,}  {what}" for what, count in self.plain_too.most_common(20)]
+            lines += [
+                f"  {len(cases):8,}  {kind}; for instance {cases[0]}"
+                for kind, cases in self.plain_too.items()
+            ]
         if self.violations:
             lines.append("violations:")
             lines += [f"  {what}" for what in dict.fromkeys(self.violations)]
