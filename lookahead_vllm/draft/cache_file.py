@@ -285,11 +285,14 @@ def load(
     Raises
     ------
     CacheFileError
-        It is torn, foreign, of another release's format, or of another tokenizer.
+        It is torn, foreign, of another release's format, of another tokenizer, or another user's.
     OSError
         It cannot be read, or there is none.
     """
     with _open(path) as file:
+        owner, user = os.fstat(file.fileno()).st_uid, os.geteuid()
+        if owner not in (user, 0):
+            raise CacheFileError(f"it belongs to user {owner}, and this server runs as user {user}")
         header, digest = _read_header(file)
         if tokenizer is not None and header.tokenizer != tokenizer:
             raise CacheFileError(

@@ -9,10 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import requests
+
+
+class Server(NamedTuple):
+    """A healthy server; its process leads a group of its own."""
+
+    url: str
+    process: subprocess.Popen[bytes]
 
 
 def free_port() -> int:
@@ -31,6 +39,13 @@ def cores_of(ranks: int) -> str:
 @contextmanager
 def serve(model: Path, log: Path, *flags: str) -> Iterator[str]:
     """The base URL of a healthy server; the whole process group ends with the block."""
+    with running(model, log, *flags) as server:
+        yield server.url
+
+
+@contextmanager
+def running(model: Path, log: Path, *flags: str) -> Iterator[Server]:
+    """As `serve`; the server may have ended before the block does."""
     port = free_port()
     vllm = Path(sys.executable).with_name("vllm")
     command = [str(vllm), "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
@@ -50,10 +65,11 @@ def serve(model: Path, log: Path, *flags: str) -> Iterator[str]:
                     break
             except requests.ConnectionError:
                 time.sleep(0.5)
-        yield url
+        yield Server(url, process)
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)

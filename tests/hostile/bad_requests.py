@@ -1,0 +1,395 @@
+"""Requests that a server must refuse, or answer as if they were ordinary ones.
+
+Values are written as JSON text, because some of them have no Python value that `json` writes: a
+hundred thousand brackets, NaN, a lone surrogate.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Literal
+
+from lookahead_vllm.draft.options import LookaheadOptions
+
+Expected = Literal["refused", "answered", "either"]
+
+VOCAB = 128
+MODEL = "m"
+MAX_NAMESPACE = 1024
+MAX_REFERENCES = 64
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may bring as references.
+
+    Attributes
+    ----------
+    tokens : int
+        A token id counts as one; a text as one for every 4 bytes of its UTF-8, rounded up.
+    live : int or None
+        The same for all requests under way; None where the server has no such limit.
+    """
+
+    tokens: int
+    live: int | None
+
+    @classmethod
+    def of_this_release(cls) -> Limits:
+        defaults = {field.name: field.default for field in fields(LookaheadOptions)}
+        live = defaults.get("max_live_reference_tokens")
+        return cls(defaults.get("max_reference_tokens", 131_072), live)
+
+    @property
+    def by_bytes(self) -> bool:
+        """False for releases that counted the characters of a text, not its bytes."""
+        return self.live is not None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request, and what is expected of a server with lookahead.
+
+    Attributes
+    ----------
+    name : str
+        What is wrong with it.
+    path : str
+        The endpoint.
+    body : bytes
+        As it is sent, which need not be JSON.
+    expected : "refused", "answered" or "either"
+        "refused": a status of 400 to 499. "either": that, or 200.
+    of_vllm : bool
+        Whether it is wrong without lookahead's fields, too.
+    """
+
+    name: str
+    path: str
+    body: bytes
+    expected: Expected = "refused"
+    of_vllm: bool = False
+
+    def without_lookahead(self, refused: bool = False) -> Request:
+        """The same bytes, but for the names of lookahead's fields, which no server knows then.
+
+        `refused` makes it a request that every vLLM refuses.
+        """
+        body = self.body.replace(b"lookahead", b"lookabout").replace(b"prediction", b"predictiom")
+        if refused:
+            body = body.replace(b'tokens": 1,', b'tokens": 0,', 1)
+        return replace(self, body=body)
+
+
+# ---- the endpoints -------------------------------------------------------------------------------
+
+XARGS = "@xargs"
+PREDICTION = "@prediction"
+
+
+def _body(given: dict[str, Any], **raw: str) -> bytes:
+    """The JSON of `given`, with JSON texts in the places of its marks."""
+    text = json.dumps({"model": MODEL, **given})
+    for mark, value in raw.items():
+        text = text.replace(f'"@{mark}"', value)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def completion(xargs: str, **given: Any) -> bytes:
+    body = {"max_tokens": 1, "prompt": [5, 6, 7], "temperature": 0, "vllm_xargs": XARGS}
+    return _body({**body, **given}, xargs=xargs)
+
+
+def chat(xargs: str, **given: Any) -> bytes:
+    body = {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}], "vllm_xargs": XARGS}
+    return _body({**body, **given}, xargs=xargs)
+
+
+def predicted(prediction: str, **given: Any) -> bytes:
+    body = {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
+    return _body({**body, "prediction": PREDICTION, **given}, prediction=prediction)
+
+
+def responses(xargs: str, **given: Any) -> bytes:
+    body = {"max_output_tokens": 1, "input": "a", "vllm_xargs": XARGS}
+    return _body({**body, **given}, xargs=xargs)
+
+
+def messages(xargs: str, **given: Any) -> bytes:
+    body = {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}], "vllm_xargs": XARGS}
+    return _body({**body, **given}, xargs=xargs)
+
+
+def generate(xargs: str, **given: Any) -> bytes:
+    """vLLM's endpoint for token ids, whose arguments pass through no schema."""
+    body = {
+        "token_ids": [5, 6, 7],
+        "sampling_params": {"max_tokens": 1, "temperature": 0, "extra_args": XARGS},
+    }
+    return _body({**body, **given}, xargs=xargs)
+
+
+ENDPOINTS = {
+    "/v1/completions": completion,
+    "/v1/chat/completions": chat,
+    "/v1/responses": responses,
+    "/v1/messages": messages,
+    "/inference/v1/generate": generate,
+}
+STREAMS = {"/v1/completions", "/v1/chat/completions"}
+
+# ---- the values ----------------------------------------------------------------------------------
+
+VALUES: dict[str, str] = {
+    "null": "null",
+    "true": "true",
+    "zero": "0",
+    "one half": "0.5",
+    "a negative number": "-1",
+    "2**63": str(2**63),
+    "a number of 400 digits": "7" * 400,
+    "a number of 5000 digits": "7" * 5000,
+    "infinity": "1e999",
+    "NaN": "NaN",
+    "an empty text": '""',
+    "NUL": r'"a\u0000b"',
+    "a lone surrogate": r'"a\ud800b"',
+    "lone surrogates in a list": r'["a", "\udfff"]',
+    "emoji": '"\U0001f600\U0001f468\u200d\U0001f469"',
+    "a text of 1 MB": json.dumps("x" * 1_000_000),
+    "an empty list": "[]",
+    "an empty dict": "{}",
+    "a list in a list": "[[5]]",
+    "texts and numbers": '["a", 5]',
+    "numbers and texts": '[5, "a"]',
+    "truth values": "[true, false]",
+    "fractions": "[5.5]",
+    "NaN in a list": "[NaN]",
+    "the first token id that is none": f"[{VOCAB}]",
+    "a negative token id": "[-1]",
+    "the token id 2**31": f"[{2**31}]",
+    "the token id 2**64": f"[{2**64}]",
+    "a token id of 400 digits": f"[{'7' * 400}]",
+    "the right id behind 20,000 others": "[" + "5, " * 19_999 + "5]",
+    "the wrong id behind 2,000 others": "[" + "5, " * 2000 + "999]",
+    "65 texts": json.dumps(["a"] * 65),
+    "10,000 empty texts": json.dumps([""] * 10_000),
+    "a dict": '{"type": "content", "content": 5}',
+    "a dict of 20,000 names": json.dumps({f"name-{i}": i for i in range(20_000)}),
+    "100 nested lists": "[" * 100 + "]" * 100,
+    "2,000 nested lists": "[" * 2000 + "]" * 2000,
+    "100,000 nested lists": "[" * 100_000 + "]" * 100_000,
+    "900 nested dicts": '{"a": ' * 900 + "5" + "}" * 900,
+    "50,000 nested dicts": '{"a": ' * 50_000 + "5" + "}" * 50_000,
+    "a list without an end": "[1, 2",
+}
+NAMES = ("reference", "namespace", "enabled", "proposer", "window_size", "pool_from_prompt")
+STRANGE_NAMES: dict[str, str] = {
+    "a name that is not known": "lookahead_depth",
+    "a name with a dash": "lookahead-namespace",
+    "a name with NUL": r"lookahead_\u0000",
+    "a name with a lone surrogate": r"lookahead_\ud800",
+    "a name of 100 KB": "lookahead_" + "x" * 100_000,
+    "a name of emoji": "lookahead_" + "\U0001f600" * 500,
+    "a name with a line break": r"lookahead_a\nTraceback (most recent call last):",
+}
+
+
+def expected_of(name: str, value: str) -> Expected:
+    """What becomes of a request that gives this value to this field."""
+    try:
+        meant = json.loads(value)
+    except (ValueError, RecursionError):
+        return "refused"
+    if meant is None:
+        return "either"  # vLLM's schemas refuse it, its endpoint for token ids does not
+    valid = {
+        "reference": _is_reference,
+        "namespace": lambda v: isinstance(v, str) and 0 < len(v) <= MAX_NAMESPACE,
+        "enabled": lambda v: isinstance(v, bool | int | float) and v in (0, 1),
+    }.get(name, lambda v: False)(meant)
+    return "either" if valid else "refused"
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value.encode("utf-8", "replace").decode() == value
+
+
+def _is_reference(value: Any) -> bool:
+    def is_ids(items: Any) -> bool:
+        # vLLM's schemas make numbers of JSON's truth values.
+        return isinstance(items, list) and all(
+            isinstance(item, int) and 0 <= item < VOCAB for item in items
+        )
+
+    if _is_text(value) or is_ids(value):
+        return True
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_REFERENCES
+        and all(_is_text(item) or is_ids(item) for item in value)
+    )
+
+
+# ---- requests ------------------------------------------------------------------------------------
+
+
+def drawn(rng: random.Random) -> Request:
+    """A value that may be wrong, for a field, at an endpoint, streamed or not."""
+    value_name = rng.choice(sorted(VALUES))
+    value = VALUES[value_name]
+    path = rng.choice(sorted(ENDPOINTS))
+    stream = {"stream": True} if path in STREAMS and rng.random() < 0.5 else {}
+    streamed = ", streamed" if stream else ""
+    kind = rng.choice(["flat"] * 6 + ["prediction", "strange", "whole", "several"])
+    if kind == "prediction":
+        wrapped = rng.choice(["%s", '{"type": "content", "content": %s}'])
+        body = predicted(wrapped.replace("%s", value), **stream)
+        name = f"prediction {wrapped % '...'}: {value_name}{streamed}"
+        return Request(name, "/v1/chat/completions", body, _of_prediction(wrapped, value))
+    if kind == "strange":
+        which = rng.choice(sorted(STRANGE_NAMES))
+        xargs = '{"' + STRANGE_NAMES[which] + f'": {value}}}'
+        return Request(f"{which}{streamed}", path, ENDPOINTS[path](xargs, **stream))
+    if kind == "whole":
+        return Request(
+            f"vllm_xargs: {value_name}{streamed}",
+            path,
+            ENDPOINTS[path](value, **stream),
+            "either",
+        )
+    names = rng.sample(NAMES, 1 if kind == "flat" else 3)
+    given = {name: value if i == 0 else "0" for i, name in enumerate(names)}
+    verdicts = {expected_of(name, v) for name, v in given.items()}
+    nested = path == "/inference/v1/generate" and rng.random() < 0.5
+    if nested:
+        xargs = '{"lookahead": {' + ", ".join(f'"{n}": {v}' for n, v in given.items()) + "}}"
+    else:
+        xargs = "{" + ", ".join(f'"lookahead_{n}": {v}' for n, v in given.items()) + "}"
+    return Request(
+        f"{' and '.join(given)}: {value_name}{', nested' * nested}{streamed}",
+        path,
+        ENDPOINTS[path](xargs, **stream),
+        "refused" if "refused" in verdicts else "either",
+    )
+
+
+def _of_prediction(wrapped: str, value: str) -> Expected:
+    try:
+        meant = json.loads(value)
+    except (ValueError, RecursionError):
+        return "refused"
+    if wrapped == "%s":
+        return "either" if meant is None else "refused"
+    is_parts = isinstance(meant, list) and not meant
+    return "either" if is_parts or _is_text(meant) else "refused"
+
+
+def every_value() -> Iterator[Request]:
+    """Each value for each field, once, at the endpoints in turn; then strange names."""
+    paths = sorted(ENDPOINTS)
+    turn = 0
+    for name in NAMES:
+        for value_name, value in VALUES.items():
+            path = paths[turn % len(paths)]
+            turn += 1
+            body = ENDPOINTS[path](f'{{"lookahead_{name}": {value}}}')
+            yield Request(f"{name}: {value_name}", path, body, expected_of(name, value))
+    for which, strange in STRANGE_NAMES.items():
+        for path, body_of in ENDPOINTS.items():
+            yield Request(which, path, body_of(f'{{"{strange}": 1}}'))
+    for value_name, value in VALUES.items():
+        wrapped = f'{{"type": "content", "content": {value}}}'
+        expected = _of_prediction('{"type": "content", "content": %s}', value)
+        yield Request(
+            f"prediction: {value_name}", "/v1/chat/completions", predicted(wrapped), expected
+        )
+
+
+def around_limits(limits: Limits) -> Iterator[Request]:
+    """References of exactly what is allowed, and of one more."""
+    most = limits.tokens
+    alphabets = {"ASCII": "x"}
+    if limits.by_bytes:
+        alphabets |= {"Chinese": "文", "emoji": "\U0001f600"}
+    for alphabet, letter in alphabets.items():
+        most_letters = 4 * most // len(letter.encode())
+        for count, expected in ((most_letters, "answered"), (most_letters + 1, "refused")):
+            text = letter * count
+            name = f"{count} letters of {alphabet}, {'at' if expected == 'answered' else 'over'}"
+            both = partial(Request, expected=expected)
+            for stream in ({}, {"stream": True}):
+                how = f"{name} the limit{', streamed' * bool(stream)}"
+                xargs = json.dumps({"lookahead_reference": text}, ensure_ascii=False)
+                yield both(how, "/v1/completions", completion(xargs, **stream))
+                content = json.dumps({"type": "content", "content": text}, ensure_ascii=False)
+                yield both(how, "/v1/chat/completions", predicted(content, **stream))
+    for count, expected in ((most, "answered"), (most + 1, "refused")):
+        ids = json.dumps([7] * count)
+        for stream in ({}, {"stream": True}):
+            name = f"{count} token ids{', streamed' * bool(stream)}"
+            body = completion(f'{{"lookahead_reference": {ids}}}', **stream)
+            yield Request(name, "/v1/completions", body, expected)
+    for count, expected in ((MAX_REFERENCES, "answered"), (MAX_REFERENCES + 1, "refused")):
+        xargs = json.dumps({"lookahead_reference": ["a b"] * count})
+        yield Request(f"{count} texts", "/v1/completions", completion(xargs), expected)
+    for count, expected in ((MAX_NAMESPACE, "answered"), (MAX_NAMESPACE + 1, "refused")):
+        xargs = json.dumps({"lookahead_namespace": "\U0001f600" * count})
+        name = f"a namespace of {count} characters"
+        yield Request(name, "/v1/completions", completion(xargs), expected)
+
+
+def of_vllm() -> Iterator[Request]:
+    """What is wrong without lookahead's fields, too."""
+    wrong = partial(Request, path="/v1/completions", of_vllm=True)
+    ordinary = '{"lookahead_namespace": "n"}'
+    for name, prompt in {
+        "the prompt holds a token id over the vocabulary": [5, VOCAB],
+        "the prompt holds a token id of 2**31": [5, 2**31],
+        "the prompt holds a token id of 2**70": [5, 2**70],
+        "the prompt holds a negative token id": [5, -1],
+        "the prompt is too long": [5] * 5000,
+        "the prompt is empty": [],
+        "the prompt is a number": 5,
+        "the prompt is a dict": {"a": 5},
+        "there are 2,000 prompts, one of them wrong": [[5]] * 1999 + [[999]],
+    }.items():
+        yield wrong(name, body=completion(ordinary, prompt=prompt))
+    body = completion(ordinary)
+    yield wrong("half of a body", body=body[: len(body) // 2])
+    yield wrong("no JSON", body=b"\x00\xff\xfe")
+    yield wrong("no UTF-8", body=body.replace(b'"n"', b'"\xff\xfe"'))
+    yield wrong("nothing", body=b"")
+    salted = {"a salt with a lone surrogate": "\ud800", "a salt with NUL": "\0", "no salt": ""}
+    for name, salt in {**salted, "a salt of 1 MB": "s" * 1_000_000}.items():
+        expected = "either" if name in ("a salt with NUL", "a salt of 1 MB") else "refused"
+        yield wrong(name, body=completion("{}", cache_salt=salt), expected=expected)
+
+
+def at_the_limit(rng: random.Random, limits: Limits) -> Request:
+    """The largest reference that is allowed, of a text that no other one shares."""
+    kind = rng.choice(["token ids", "token ids", "ASCII", "Chinese", "prediction"])
+    if kind == "token ids":
+        reference: Any = rng.choices(range(5, VOCAB), k=limits.tokens)
+    elif kind == "Chinese":
+        reference = "".join(map(chr, rng.choices(range(0x4E00, 0x9FA5), k=limits.tokens)))
+    else:
+        reference = "".join(map(chr, rng.choices(range(32, 127), k=4 * limits.tokens)))
+    if kind == "prediction":
+        content = json.dumps({"type": "content", "content": reference})
+        return Request(kind, "/v1/chat/completions", predicted(content), "either")
+    xargs = json.dumps({"lookahead_reference": reference})
+    return Request(f"reference of {kind}", "/v1/completions", completion(xargs), "either")
+
+
+def in_a_new_namespace(rng: random.Random) -> Request:
+    name = f"{rng.getrandbits(64):x}"
+    if rng.random() < 0.5:
+        body = completion(json.dumps({"lookahead_namespace": name}), max_tokens=2)
+    else:
+        body = completion("{}", cache_salt=name, max_tokens=2)
+    return Request("a new namespace", "/v1/completions", body, "answered")

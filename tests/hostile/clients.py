@@ -1,0 +1,279 @@
+"""Clients of a server, in one thread and over bare sockets, so that they cost next to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+PATIENCE = 60.0
+"""Seconds without an answer after which a server counts as hanging."""
+
+
+class Reply(NamedTuple):
+    """What a server answered; the status is 0 where it closed the connection instead."""
+
+    status: int
+    body: bytes
+    seconds: float
+
+
+def packed(path: str, body: bytes) -> bytes:
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+@asynccontextmanager
+async def connected(
+    port: int, receive_buffer: int | None = None
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    sock = socket.socket()
+    if receive_buffer is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    sock.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+        limit = receive_buffer or 2**20
+        reader, writer = await asyncio.open_connection(sock=sock, limit=limit)
+    except BaseException:
+        sock.close()
+        raise
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def ask(port: int, path: str, body: bytes) -> Reply:
+    """Send a request and read its answer to the end."""
+    start = time.perf_counter()
+    answer = b""
+    with suppress(ConnectionError):
+        async with asyncio.timeout(PATIENCE), connected(port) as (reader, writer):
+            writer.write(packed(path, body))
+            # A server may answer before it has read the body, and reset the connection then.
+            while part := await reader.read(2**16):
+                answer += part
+    head, _, content = answer.partition(b"\r\n\r\n")
+    status = int(head.split(b" ", 2)[1]) if head.startswith(b"HTTP/1.1 ") else 0
+    if b"transfer-encoding: chunked" in head.lower():
+        content = b"".join(_chunks(content))
+    return Reply(status, content, time.perf_counter() - start)
+
+
+def _chunks(content: bytes) -> list[bytes]:
+    chunks = []
+    while content:
+        size, _, rest = content.partition(b"\r\n")
+        length = int(size, 16)
+        chunks.append(rest[:length])
+        content = rest[length + 2 :]
+    return chunks
+
+
+async def read_head(reader: asyncio.StreamReader) -> int:
+    """The status."""
+    line = await reader.readline()
+    while (await reader.readline()).strip():
+        pass
+    return int(line.split(b" ", 2)[1])
+
+
+# ---- the good client -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A streamed answer.
+
+    Attributes
+    ----------
+    tokens : tuple of int
+        Its token ids.
+    seconds_per_token : float
+        From the request to the last token. The times between chunks say less: a server that is
+        behind sends many tokens in one.
+    """
+
+    tokens: tuple[int, ...]
+    seconds_per_token: float
+
+
+def good_request(rng: random.Random, max_tokens: int) -> dict[str, Any]:
+    """A request whose answer is determined: greedy, or sampled with a seed."""
+    sampling: dict[str, Any] = {"temperature": 0}
+    if rng.random() < 0.5:
+        sampling = {"temperature": 0.8, "top_p": 0.95, "seed": rng.randrange(2**31)}
+    return {
+        "model": "m",
+        "prompt": rng.choices(range(5, 128), k=rng.randint(8, 32)),
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        **sampling,
+    }
+
+
+async def stream(port: int, request: dict[str, Any]) -> Answer:
+    tokens: list[int] = []
+    start = last = time.perf_counter()
+    async with asyncio.timeout(PATIENCE), connected(port) as (reader, writer):
+        writer.write(packed("/v1/completions", json.dumps(request).encode()))
+        status = await read_head(reader)
+        if status != 200:
+            raise RuntimeError(f"a good request was answered with {status}")
+        while line := await reader.readline():
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                raise RuntimeError(f"a good request failed: {line[:300]!r}")
+            if said := chunk["choices"][0]["token_ids"]:
+                tokens += said
+                last = time.perf_counter()
+    if len(tokens) != request["max_tokens"]:
+        raise RuntimeError(f"a good request was answered with {len(tokens)} tokens")
+    return Answer(tuple(tokens), (last - start) / len(tokens))
+
+
+# ---- hostile ones --------------------------------------------------------------------------------
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """Have the connection end with RST instead of FIN."""
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def long_stream(rng: random.Random, **given: Any) -> bytes:
+    request = {
+        "model": "m",
+        "prompt": rng.choices(range(5, 128), k=12),
+        "max_tokens": 64,
+        "ignore_eos": True,
+        "stream": True,
+        "seed": rng.randrange(2**31),
+        "vllm_xargs": {"lookahead_reference": rng.choices(range(5, 128), k=64)},
+    }
+    return json.dumps({**request, **given}).encode()
+
+
+Act = Callable[[int, bytes, random.Random], Awaitable[None]]
+
+
+async def cut_before_a_request(port: int, body: bytes, rng: random.Random) -> None:
+    async with connected(port) as (_, writer):
+        if rng.random() < 0.5:
+            reset(writer)
+
+
+async def cut_in_its_headers(port: int, body: bytes, rng: random.Random) -> None:
+    message = packed("/v1/completions", body)
+    async with connected(port) as (_, writer):
+        writer.write(message[: rng.randrange(1, message.index(b"\r\n\r\n"))])
+        await asyncio.sleep(0.05)
+
+
+async def cut_in_its_body(port: int, body: bytes, rng: random.Random) -> None:
+    message = packed("/v1/completions", body)
+    async with connected(port) as (_, writer):
+        writer.write(message[: rng.randrange(message.index(b"\r\n\r\n") + 4, len(message))])
+        await asyncio.sleep(0.05)
+
+
+async def cut_before_the_answer(port: int, body: bytes, rng: random.Random) -> None:
+    async with connected(port) as (_, writer):
+        writer.write(packed("/v1/completions", body))
+        await asyncio.sleep(rng.uniform(0, 0.02))
+        if rng.random() < 0.5:
+            reset(writer)
+
+
+async def cut_in_the_answers_headers(port: int, body: bytes, rng: random.Random) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write(packed("/v1/completions", body))
+        await reader.read(rng.randrange(1, 40))
+        reset(writer)
+
+
+async def cut_in_the_stream(port: int, body: bytes, rng: random.Random) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write(packed("/v1/completions", body))
+        for _ in range(rng.randrange(6, 30)):
+            if not await reader.readline():
+                break
+        if rng.random() < 0.5:
+            reset(writer)
+
+
+async def stop_sending(port: int, body: bytes, rng: random.Random) -> None:
+    """Close one direction, as a client may that has no more to say."""
+    async with connected(port) as (reader, writer):
+        writer.write(packed("/v1/completions", body))
+        writer.write_eof()
+        await reader.read(-1)
+
+
+async def send_two_at_once(port: int, body: bytes, rng: random.Random) -> None:
+    async with connected(port) as (reader, writer):
+        message = packed("/v1/completions", body).replace(b"Connection: close\r\n", b"")
+        writer.write(message + message)
+        await reader.read(200)
+
+
+async def send_no_http(port: int, body: bytes, rng: random.Random) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write(rng.randbytes(200))
+        await reader.read(200)
+
+
+async def promise_a_terabyte(port: int, body: bytes, rng: random.Random) -> None:
+    async with connected(port) as (_, writer):
+        message = packed("/v1/completions", body)
+        head = message.replace(f"Length: {len(body)}".encode(), b"Length: 1000000000000")
+        writer.write(head)
+        await asyncio.sleep(0.2)
+
+
+async def read_slowly(port: int, body: bytes, rng: random.Random) -> None:
+    async with connected(port, receive_buffer=2048) as (reader, writer):
+        writer.write(packed("/v1/completions", body))
+        for _ in range(80):
+            await asyncio.sleep(0.05)
+            if not await reader.read(64):
+                break
+
+
+CUTS: dict[str, Act] = {
+    act.__name__.replace("_", " "): act
+    for act in (
+        cut_before_a_request,
+        cut_in_its_headers,
+        cut_in_its_body,
+        cut_before_the_answer,
+        cut_in_the_answers_headers,
+        cut_in_the_stream,
+        stop_sending,
+        send_two_at_once,
+        send_no_http,
+        promise_a_terabyte,
+    )
+}
+
+
+async def act(port: int, what: Act, body: bytes, rng: random.Random) -> None:
+    """Do it; that the server ends the connection is no news."""
+    with suppress(ConnectionError, asyncio.IncompleteReadError):
+        async with asyncio.timeout(PATIENCE):
+            await what(port, body, rng)
