@@ -300,6 +300,7 @@ class NGramTrieProposer:
                 )
         for name, array in own.items():
             array[:] = arrays[name]
+        self.trie.recount()
         self._namespaces = {str(name): int(space) for name, space in facts["namespaces"].items()}
 
     def _space_of(self, namespace: str) -> int:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from lookahead_vllm.draft.cache_keeper import CacheKeeper
 from lookahead_vllm.draft.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.options import LookaheadOptions
 
+ROOT = Path(__file__).parents[2]
 TOKENIZER = cache_file.fingerprint({"a": 0})
 
 
@@ -115,6 +119,37 @@ def test_a_thread_saves_on_the_interval_until_the_end(path):
     teach(proposer, 500)
     keeper.close()
     assert path.stat().st_ino == before  # the end is the end
+
+
+SAVES_BESIDE_BOUND_THREADS = """
+import os, sys, threading
+given = {int(cpu) for cpu in sys.argv[1].split(",")}
+os.sched_setaffinity(0, given)
+import lookahead_vllm
+os.sched_setaffinity(0, {min(given)})  # as vLLM does in a CPU worker
+from lookahead_vllm.draft.cache_keeper import CacheKeeper
+from pathlib import Path
+class Proposer:
+    def snapshot(self):
+        return {}, {"namespaces": {}}
+keeper = CacheKeeper(Proposer(), Path(sys.argv[2]), 0.001, "")
+bound, done = None, threading.Event()
+def save(*args):
+    global bound
+    bound = os.sched_getaffinity(0)
+    done.set()
+keeper.save = save
+done.wait()
+print(sorted(bound) == sorted(given), sorted(os.sched_getaffinity(0)) == [min(given)])
+"""
+
+
+@pytest.mark.parametrize("number", [1, os.cpu_count()])
+def test_the_thread_runs_where_the_process_was_started(path, number):
+    given = ",".join(map(str, range(number)))
+    command = [sys.executable, "-c", SAVES_BESIDE_BOUND_THREADS, given, str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.stdout == "True True\n", result.stderr
 
 
 def refused(path, log, says, **changes):

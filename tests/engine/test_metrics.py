@@ -27,7 +27,14 @@ from lookahead_vllm.engine.metrics import PARTS, StepReport, TrieWatch
 from lookahead_vllm.engine.runner import LookaheadRunner
 from lookahead_vllm.engine.stat_logger import PREFIX, LookaheadStatLogger, ReportingOutputs
 from tests.engine import proposers  # noqa: F401  (registers them)
-from tests.engine.driving import GREEDY, engine, generate, generate_staggered, random_prompts
+from tests.engine.driving import (
+    GREEDY,
+    drafter_of,
+    engine,
+    generate,
+    generate_staggered,
+    random_prompts,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs" / "metrics.md"
@@ -91,6 +98,7 @@ def full_report() -> StepReport:
     report.costs += [(0.010, 0.012), (0.010, 0.008)]
     report.seconds["verify"] += 0.5
     report.evictions += 6
+    report.refused_trees += 2
     report.trie_nodes, report.trie_bytes = 100, 1600
     return report
 
@@ -120,6 +128,7 @@ def test_every_number_of_a_report_is_counted() -> None:
     assert value("trie_nodes") == 100
     assert value("trie_bytes") == 1600
     assert value("trie_evictions_total") == 12
+    assert value("trees_refused_total") == 4
 
 
 def test_engines_stay_apart_and_begin_with_zeros() -> None:
@@ -213,6 +222,13 @@ def test_evictions_are_those_since_the_last_look() -> None:
     for _ in range(2):
         watch.look(report)
     assert (report.trie_nodes, report.trie_bytes, report.evictions) == (40, 640, 3)
+
+
+def test_refused_trees_are_counted(llama: Path) -> None:
+    with engine(llama, {"proposer": "malformed"}, disable_log_stats=False) as llm:
+        generate(llm, ECHO)
+        refused = drafter_of(llm).counters.refused_trees
+        assert samples()["lookahead_vllm:trees_refused_total"] == refused > 0
 
 
 def test_a_proposer_may_have_no_trie() -> None:
@@ -322,7 +338,7 @@ def named(path: Path, prefix: str) -> set[str]:
 def test_whatever_is_exposed_is_named_and_the_other_way_round(path: Path) -> None:
     stat_logger_of(0)
     exposed = families(PREFIX)
-    assert len(exposed) == 11
+    assert len(exposed) == 12
     assert named(path, PREFIX) - set().union(*exposed.values()) == set()
     assert [f for f, names in exposed.items() if not names & named(path, PREFIX)] == []
 

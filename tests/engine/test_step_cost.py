@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,6 +109,21 @@ def test_where_nothing_can_be_kept_the_engine_starts_all_the_same(
         facts = step_cost.measure(runner)
         assert facts["sizes"] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
         assert facts["drafts"] >= 0
+
+
+def test_a_source_tree_has_a_version_too(
+    llama: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = metadata.Distribution.from_name
+
+    def from_name(name: str) -> metadata.Distribution:
+        if name == "lookahead-vllm":
+            raise metadata.PackageNotFoundError(name)
+        return original(name)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", from_name)
+    with engine(llama, AUTO):
+        assert len(list(kept.iterdir())) == 1
 
 
 def test_a_fixed_budget_measures_nothing(
