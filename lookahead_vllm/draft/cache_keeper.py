@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from lookahead_vllm.draft import cache_file
 from lookahead_vllm.draft.cache_file import CacheFileError
+from lookahead_vllm.machine import CPUS_AT_START
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -168,7 +169,8 @@ class CacheKeeper:
 
     def _save_on_interval(self) -> None:
         # vLLM binds a CPU worker's threads to cores, and a new thread inherits one of them.
-        with suppress(OSError, AttributeError):  # Linux alone
-            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        if CPUS_AT_START:
+            with suppress(OSError):  # some of them may be gone
+                os.sched_setaffinity(0, CPUS_AT_START)
         while not self._closing.wait(self._interval):
             self.save(REST)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +24,7 @@ from vllm.distributed.parallel_state import get_world_group, is_global_first_ran
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from lookahead_vllm import __version__
 from lookahead_vllm.draft.budget import CostCurve, StepCost
 from lookahead_vllm.draft.cache_file import set_aside
 from lookahead_vllm.draft.tree import DraftTree
@@ -232,7 +232,7 @@ def _file_of(runner: LookaheadRunner) -> Path:
         device,
         torch.__version__,
         vllm.__version__,
-        version("lookahead-vllm"),
+        __version__,
     ]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     return Path(envs.VLLM_CACHE_ROOT) / "lookahead_step_cost" / f"{name}.json"

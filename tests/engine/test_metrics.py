@@ -23,7 +23,8 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from lookahead_vllm.draft.sources import NAMES
 from lookahead_vllm.engine import metrics, stat_logger
-from lookahead_vllm.engine.metrics import PARTS, StepReport, TrieWatch
+from lookahead_vllm.engine.drafter import Counters
+from lookahead_vllm.engine.metrics import PARTS, DrafterWatch, StepReport
 from lookahead_vllm.engine.runner import LookaheadRunner
 from lookahead_vllm.engine.stat_logger import PREFIX, LookaheadStatLogger, ReportingOutputs
 from tests.engine import proposers  # noqa: F401  (registers them)
@@ -196,7 +197,7 @@ class Runner(LookaheadRunner, Sampled):
     def __init__(self, report: StepReport) -> None:
         self.report = report
         self.drafter = cast(Any, SimpleNamespace(rest_left=0, proposed=lambda _: None))
-        self._trie_watch = cast(Any, SimpleNamespace(look=lambda _: None))
+        self._watch = cast(Any, SimpleNamespace(look=lambda _: None))
 
 
 def test_a_report_waits_for_an_output_with_requests() -> None:
@@ -214,9 +215,13 @@ def test_where_stats_are_off_nothing_is_sent() -> None:
     assert metrics.with_report(None, full_report()) is None
 
 
+def drafter(proposer: Any) -> Any:
+    return SimpleNamespace(proposer=proposer, counters=Counters())
+
+
 def test_evictions_are_those_since_the_last_look() -> None:
     trie = SimpleNamespace(num_pruned=5, num_filled=40)
-    watch = TrieWatch(SimpleNamespace(trie=trie, num_bytes=640))
+    watch = DrafterWatch(drafter(SimpleNamespace(trie=trie, num_bytes=640)))
     trie.num_pruned = 8
     report = StepReport()
     for _ in range(2):
@@ -232,7 +237,7 @@ def test_refused_trees_are_counted(llama: Path) -> None:
 
 
 def test_a_proposer_may_have_no_trie() -> None:
-    TrieWatch(object()).look(report := StepReport())
+    DrafterWatch(drafter(object())).look(report := StepReport())
     assert report == StepReport()
 
 
