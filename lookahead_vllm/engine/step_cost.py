@@ -239,12 +239,19 @@ def _file_of(runner: LookaheadRunner) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """What was measured earlier; a file that does not hold that is set aside."""
+    """What was measured earlier; a file that does not hold that is set aside.
+
+    One that another user could have written is not read.
+    """
     try:
-        facts: dict[str, Any] = json.loads(path.read_text())
+        with path.open() as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+                return None
+            facts: dict[str, Any] = json.load(file)
         _cost_of(facts)
         return facts
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError, NotADirectoryError):
         return None
     except (OSError, LookupError, TypeError, ValueError) as error:
         problem = error
@@ -262,8 +269,9 @@ def _read(path: Path) -> dict[str, Any] | None:
 def _write(path: Path, facts: dict[str, Any]) -> None:
     """Keep it for the next start; the oldest files go."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         new = path.with_suffix(f".{os.getpid()}")
+        new.touch(0o600)
         new.write_text(json.dumps(facts))
         new.replace(path)
         files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
