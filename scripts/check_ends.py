@@ -13,13 +13,11 @@ Processes are forked from this one, which has imported vLLM: a start takes secon
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -50,7 +48,7 @@ from tests.engine.tokenizer import save_tokenizer  # noqa: E402
 TOKENS = 200
 WAIT = 240  # seconds until an engine has to have started
 PROMPT = [5, 6, 7, 8]
-NEW_NAMESPACES = 0x20020000  # CLONE_NEWPID | CLONE_NEWNS
+CONTAINED = ("pid1", "tty", "shell")
 
 kept: list[Any] = []
 """Lives as long as the process, as the engine of a script does."""
@@ -104,7 +102,8 @@ def settings_of(way: Way, model: Path, cache: Path) -> dict[str, object]:
 
 def become(way: Way, model: Path, cache: Path, log: Path, port: int) -> None:
     """In a new process: run an engine until it is ended."""
-    os.setsid()
+    if os.getpid() > 2:  # else it is done
+        os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -119,29 +118,22 @@ def become(way: Way, model: Path, cache: Path, log: Path, port: int) -> None:
         while way.target != "exit":
             time.sleep(1)
         return
-    if way.target in ("pid1", "tty", "shell"):
-        enter_container(way.target == "shell")
+    if way.target in CONTAINED and os.getpid() > 2:
+        # A process that has left its namespace can start no thread, so another program goes on.
+        command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, *sys.argv]
+        os.execvp(
+            "unshare",
+            [*command, "--become", json.dumps([way, *map(str, (model, cache, log)), port])],
+        )
+    if way.target == "shell" and (child := os.fork()):
+        # What a shell does that did not `exec`: it waits, and has no handler for SIGTERM.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
     sys.argv = ["vllm", "serve", settings.pop("model"), "--host", "127.0.0.1", "--port", str(port)]
     for name, value in settings.items():
         text = json.dumps(value) if isinstance(value, dict) else str(value)
         sys.argv += [f"--{name.replace('_', '-')}", *([] if value is True else [text])]
     vllm.entrypoints.cli.main.main()
-
-
-def enter_container(behind_shell: bool) -> None:
-    """Go on as the first process of a new namespace, or as the child of a shell that is it."""
-    if ctypes.CDLL(None, use_errno=True).unshare(NEW_NAMESPACES):
-        raise OSError(ctypes.get_errno(), "no new process namespace can be made here")
-    if child := os.fork():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
-    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-    subprocess.run(["mount", "-t", "proc", "proc", "/proc"], check=True)
-    if behind_shell and (child := os.fork()):
-        # What a shell does: it waits, and has no handler for SIGTERM.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
 
 
 def children_of(pid: int) -> list[int]:
@@ -165,7 +157,7 @@ def watch(way: Way, pid: int, cache: Path, log: Path, port: int) -> tuple[str, f
     tree = [pid]
     try:
         if not answered(way, pid, log, port):
-            return f"did not start: {log.read_text()[-2000:]}", 0.0
+            return f"did not start, see {log}", 0.0
         tree = tree_of(pid)
         start = time.monotonic()
         end(way, pid)
@@ -236,6 +228,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="parts of the names of ways")
     parser.add_argument("--slow", type=float, default=0, help="seconds that a save takes longer")
     parser.add_argument("--list", action="store_true", help="print the names of ways")
+    parser.add_argument("--become", help=argparse.SUPPRESS)
     options = parser.parse_args()
     chosen = [w for w in ways() if not options.only or any(o in str(w) for o in options.only)]
     if options.list:
@@ -250,6 +243,10 @@ def main() -> None:
 
         cache_file.os.fsync = slow_sync
     NGramTrieProposer(LookaheadOptions(max_nodes=4096))  # loads the kernels
+    if options.become:
+        fields, *paths, port = json.loads(options.become)
+        become(Way(*fields), *map(Path, paths), port)
+        return
     temporary = Path(tempfile.mkdtemp())
     model = save_tokenizer(save_tiny_model("llama", temporary))
     for way in chosen:

@@ -338,6 +338,20 @@ SEAMS = (
         "as above",
     ),
     Seam(
+        "vllm.v1.executor.multiproc_executor",
+        "MultiprocExecutor",
+        ("workers",),
+        "read: waits for them where another thread ends them",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.executor.multiproc_executor",
+        "WorkerProcHandle",
+        ("proc",),
+        "as above",
+        "as above",
+    ),
+    Seam(
         "vllm.v1.executor.abstract",
         "Executor.collective_rpc",
         ("method", "timeout"),

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -85,8 +86,12 @@ def save_before_teardown() -> None:
         while _before_teardown:
             if action := _before_teardown.pop()():
                 action()
-        if isinstance(self.model_executor, MultiprocExecutor):
-            self.model_executor.shutdown()  # the workers save; a second call does nothing
+        if isinstance(executor := self.model_executor, MultiprocExecutor):
+            executor.shutdown()  # the workers save; a second call does nothing
+            # Nor does this one, where a thread calls it already because one of them was gone.
+            deadline = time.monotonic() + TIME_TO_SAVE
+            for worker in executor.workers:
+                worker.proc.join(max(0.0, deadline - time.monotonic()))
         return False
 
     EngineCoreProc._handle_shutdown = handle_shutdown

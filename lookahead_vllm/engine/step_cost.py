@@ -268,9 +268,9 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _write(path: Path, facts: dict[str, Any]) -> None:
     """Keep it for the next start; the oldest files go."""
+    new = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        new = path.with_suffix(f".{os.getpid()}")
         new.touch(0o600)
         new.write_text(json.dumps(facts))
         new.replace(path)
@@ -278,4 +278,6 @@ def _write(path: Path, facts: dict[str, Any]) -> None:
         for file in files[:-KEPT]:
             file.unlink(missing_ok=True)
     except OSError as error:
+        with suppress(OSError):
+            new.unlink()
         logger.warning("Lookahead: the cost of a step could not be kept in %s: %s.", path, error)

@@ -152,6 +152,30 @@ def test_the_thread_runs_where_the_process_was_started(path, number):
     assert result.stdout == "True True\n", result.stderr
 
 
+def test_a_save_can_begin_before_the_end(path):
+    proposer = new_proposer()
+    keeper = keep(proposer, path)  # without an interval
+    teach(proposer)
+    keeper.begin_to_save()
+    wait_for(path.exists)
+    keeper.close()
+    assert cache_file.count_ngrams(cache_file.load(path)[0]) == num_answers(proposer)
+
+
+def test_the_last_save_does_not_wait_for_another(path, monkeypatch):
+    monkeypatch.setattr(cache_keeper, "REST", 3600)
+    proposer = new_proposer()
+    keeper = keep(proposer, path)
+    teach(proposer)
+    keeper.begin_to_save()
+    wait_for(lambda: list(path.parent.glob(".a.cache.*.tmp")))  # it is resting now
+    saves = []
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda *names: saves.append(replace(*names)))
+    keeper.close()
+    assert len(saves) == 1 and os.listdir(path.parent) == ["a.cache"]
+
+
 def refused(path, log, says, **changes):
     """Start over a file that is refused, learn, and end."""
     content = path.read_bytes()
@@ -200,6 +224,37 @@ def test_a_file_without_edges_is_set_aside(path, log):
     refused(path, log, "made for max_nodes=0")
 
 
+def test_a_folder_that_cannot_be_written_is_said_once(path, log, monkeypatch):
+    cache_file.save(path, *new_proposer().snapshot(), TOKENIZER)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    proposer = new_proposer()
+    keeper = keep(proposer, path)
+    for first in (100, 200):
+        teach(proposer, first)
+        keeper.save()
+    keeper.close()
+    (warning,) = [r.getMessage() for r in log.records if r.levelno == logging.WARNING]
+    assert "keeps nothing" in warning and str(path.parent) in warning
+    assert "starts warm" in log.text
+
+
+def test_a_file_of_another_user_is_left_alone(path, log, monkeypatch):
+    cache_file.save(path, *new_proposer().snapshot(), TOKENIZER)
+    content = path.read_bytes()
+
+    def load(*_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(cache_file, "load", load)
+    proposer = new_proposer()
+    keeper = keep(proposer, path)
+    teach(proposer)
+    keeper.close()
+    assert path.read_bytes() == content and os.listdir(path.parent) == ["a.cache"]
+    (warning,) = [r.getMessage() for r in log.records if r.levelno == logging.WARNING]
+    assert "saves nothing" in warning and "Permission denied" in warning
+
+
 def test_what_cannot_be_set_aside_is_not_written_over(path, log, monkeypatch):
     path.write_text("notes of mine")
 
@@ -224,6 +279,6 @@ def test_a_save_that_fails_is_tried_again(path, log, monkeypatch):
     teach(proposer)
     with monkeypatch.context() as patch:
         patch.setattr(cache_file.os, "fsync", no_space)
-        assert not keeper.save()
-    assert "could not be saved" in log.text and "No space left" in log.text
+        assert not keeper.save() and not keeper.save()
+    assert log.text.count("could not be saved") == 1 and "No space left" in log.text
     assert keeper.save() and path.exists()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import requests
@@ -31,10 +31,20 @@ def cores_of(ranks: int) -> str:
 @contextmanager
 def serve(model: Path, log: Path, *flags: str) -> Iterator[str]:
     """The base URL of a healthy server; the whole process group ends with the block."""
+    with started(model, log, *flags) as (url, _):
+        yield url
+
+
+@contextmanager
+def started(
+    model: Path, log: Path, *flags: str, **environment: str
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """As `serve`, with the server's first process, which leads the group."""
     port = free_port()
     vllm = Path(sys.executable).with_name("vllm")
     command = [str(vllm), "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    env |= environment
     with log.open("w") as sink:
         process = subprocess.Popen(
             [*command, *flags], stdout=sink, stderr=sink, env=env, start_new_session=True
@@ -50,9 +60,10 @@ def serve(model: Path, log: Path, *flags: str) -> Iterator[str]:
                     break
             except requests.ConnectionError:
                 time.sleep(0.5)
-        yield url
+        yield url, process
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):  # it has ended
+            os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
