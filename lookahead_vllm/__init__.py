@@ -4,6 +4,7 @@ import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import lookahead_vllm.machine  # noqa: F401  before vLLM binds threads to cores
 from lookahead_vllm.draft.registry import PROPOSERS
 
 try:

@@ -1,10 +1,15 @@
-"""What a measurement was made on."""
+"""The machine, and what of it this process may use."""
 
 from __future__ import annotations
 
+import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+CPUS_AT_START = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+"""The cores that this process was given; read when the package is imported, before vLLM binds the
+threads of a CPU worker to some of them. Empty where the system does not say."""
 
 
 def versions() -> dict[str, str]:

@@ -41,6 +41,9 @@ CHUNK = 1 << 20
 
 MAX_HEADER = 64 << 20
 
+MAX_REFUSED = 3
+"""Refused files that are kept beside a cache."""
+
 _PREFIX = struct.Struct("<8sII")
 _DIGEST = 16
 _DTYPES = {np.dtype(code).str for code in "bhiqBHIQefd"}
@@ -245,13 +248,17 @@ def _sync_directory(directory: Path) -> None:
 def set_aside(path: Path) -> Path:
     """Rename a refused file, over no other one; returns where it is now.
 
+    Of those that were set aside earlier, the latest two stay.
+
     Raises
     ------
     OSError
         It could not be renamed.
     """
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    for number in range(1, 1000):
+    earlier = _set_aside_earlier(path)
+    last = max((number for other, number, _ in earlier if other == stamp), default=0)
+    for number in range(last + 1, last + 1000):
         suffix = f"-{number}" if number > 1 else ""
         target = path.with_name(f"{path.name}.refused-{stamp}{suffix}")
         try:
@@ -263,8 +270,18 @@ def set_aside(path: Path) -> Path:
         except OSError:
             target.unlink()
             raise
+        for _, _, name in earlier[: -MAX_REFUSED + 1]:
+            with contextlib.suppress(OSError):
+                path.with_name(name).unlink()
         return target
     raise FileExistsError(f"there are too many files {path.name}.refused-{stamp}")
+
+
+def _set_aside_earlier(path: Path) -> list[tuple[str, int, str]]:
+    """The time, the number within that second, and the name of each, the oldest first."""
+    pattern = re.compile(rf"{re.escape(path.name)}\.refused-(\d{{8}}T\d{{6}}Z)(?:-(\d+))?")
+    found = filter(None, map(pattern.fullmatch, os.listdir(path.parent)))
+    return sorted((match[1], int(match[2] or 1), match[0]) for match in found)
 
 
 # ---- reading -------------------------------------------------------------------------------------

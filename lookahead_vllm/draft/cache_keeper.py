@@ -17,10 +17,15 @@ from numpy.typing import NDArray
 
 from lookahead_vllm.draft import cache_file
 from lookahead_vllm.draft.cache_file import CacheFileError
+from lookahead_vllm.machine import CPUS_AT_START
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 REST = 0.02  # seconds after each chunk of a save beside requests: a save costs a step little
+
+
+class _GivenUpError(Exception):
+    """A save beside requests was given up for the last one."""
 
 
 class KeepsCache(Protocol):
@@ -59,18 +64,22 @@ class CacheKeeper:
         self._tokenizer = tokenizer
         self._may_save = self._load()
         self._saved = self._mark()
+        self._problem = ""
+        """What was said of the last save, if it failed."""
+        self._due = threading.Event()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        if interval > 0 and self._may_save:
+        if self._may_save:
             self._thread = threading.Thread(
-                target=self._save_on_interval, name="lookahead-cache", daemon=True
+                target=self._save_when_due, name="lookahead-cache", daemon=True
             )
             self._thread.start()
 
     def save(self, rest: float = 0.0) -> bool:
         """Save the file if something was learned since the last time; False if that failed.
 
-        `rest` is how many seconds to sleep after each chunk, until `close` is called.
+        `rest` is how many seconds to sleep after each chunk. Such a save is given up when `close`
+        is called, which makes one of its own.
         """
         mark = self._mark()
         if mark == self._saved or not self._may_save:
@@ -79,43 +88,61 @@ class CacheKeeper:
         arrays, facts = self._proposer.snapshot()
 
         def stand_back() -> None:
-            if rest:
-                self._closing.wait(rest)
+            if rest and self._closing.wait(rest):
+                raise _GivenUpError
 
         try:
             size = cache_file.save(self.path, arrays, facts, self._tokenizer, stand_back)
-        except OSError as error:
-            logger.warning(
-                "Lookahead's cache could not be saved as %s: %s. What was there is untouched.",
-                self.path,
-                error,
-            )
+        except _GivenUpError:
             return False
-        self._saved = mark
+        except OSError as error:
+            if str(error) != self._problem:  # the next one may fail alike
+                self._problem = str(error)
+                logger.warning(
+                    "Lookahead's cache could not be saved as %s: %s. What was there is untouched.",
+                    self.path,
+                    error,
+                )
+            return False
+        self._saved, self._problem = mark, ""
         seconds = time.perf_counter() - start
         logger.info(
             "Lookahead's cache was saved as %s: %d MB in %.1f s.", self.path, size >> 20, seconds
         )
         return True
 
+    def begin_to_save(self) -> None:
+        """Save beside requests, now instead of at the end of the interval; returns at once."""
+        self._due.set()
+
     def close(self) -> None:
         """Save for the last time. Once is enough; a second call does nothing."""
         if self._closing.is_set():
             return
         self._closing.set()
+        self._due.set()
         if self._thread is not None:
             self._thread.join()
         self.save()
 
     def _load(self) -> bool:
-        """Load the file; False if a save would destroy one that could not be set aside."""
+        """Load the file; False if nothing can be saved, or should not."""
         start = time.perf_counter()
+        may_write = os.access(self.path.parent, os.W_OK | os.X_OK)
+        if not may_write:
+            logger.warning(
+                "Lookahead keeps nothing of what it learns: files in %s cannot be made.",
+                self.path.parent.absolute(),
+            )
         try:
             arrays, facts = cache_file.load(self.path, self._tokenizer)
             self._restore(arrays, facts)
         except FileNotFoundError:
             logger.info("Lookahead starts cold: there is no cache %s yet.", self.path)
-            return True
+            return may_write
+        except PermissionError as error:  # it is somebody else's
+            logger.warning("Lookahead starts cold and saves nothing: %s.", error)
+            return False
         except (CacheFileError, OSError, ValueError) as error:
             return self._set_aside(error)
         logger.info(
@@ -125,7 +152,7 @@ class CacheKeeper:
             self.path,
             time.perf_counter() - start,
         )
-        return True
+        return may_write
 
     def _restore(self, arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> None:
         room = len(self._proposer.snapshot()[0]["edges"])
@@ -166,9 +193,14 @@ class CacheKeeper:
                 mark.update(array)  # type: ignore[arg-type]
         return mark.digest()
 
-    def _save_on_interval(self) -> None:
+    def _save_when_due(self) -> None:
         # vLLM binds a CPU worker's threads to cores, and a new thread inherits one of them.
-        with suppress(OSError, AttributeError):  # Linux alone
-            os.sched_setaffinity(0, range(os.cpu_count() or 1))
-        while not self._closing.wait(self._interval):
+        if CPUS_AT_START:
+            with suppress(OSError):  # some of them may be gone
+                os.sched_setaffinity(0, CPUS_AT_START)
+        while True:
+            self._due.wait(self._interval or None)
+            self._due.clear()
+            if self._closing.is_set():
+                return
             self.save(REST)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
+from numba.core.caching import FunctionCache
 from numpy.typing import NDArray
 
 from lookahead_vllm.compiled import cache_dir
@@ -24,16 +26,29 @@ def kernel(function: Callable[..., Any]) -> Any:
     numba looks at the file of a kernel alone when it asks whether a compiled one still fits, and
     not at the files of the kernels that are inlined into it. So each state of the sources of
     `draft/` and `verify/` has a folder of its own in
-    `compiled.cache_dir()`. Where that cannot be written, every process compiles for itself.
+    `compiled.cache_dir()`. Where there is none, every process compiles for itself.
     """
+    compiled = numba.njit(error_model="numpy")(function)
     before = numba.config.CACHE_DIR
     try:
         numba.config.CACHE_DIR = _folder()
-        return numba.njit(cache=True, error_model="numpy")(function)
+        cache = _Cache(function)
     except (OSError, RuntimeError):
-        return numba.njit(error_model="numpy")(function)
+        return compiled
     finally:
         numba.config.CACHE_DIR = before
+    # Where the folder cannot be used, numba takes one whose kernels may be of other sources.
+    if cache.cache_path.startswith(_folder()):
+        compiled._cache = cache  # what `enable_caching` does
+    return compiled
+
+
+class _Cache(FunctionCache):
+    """numba's, that gives up what it cannot write: the kernel is compiled, and that is enough."""
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with suppress(OSError):
+            super().save_overload(sig, data)
 
 
 @functools.cache

@@ -280,8 +280,13 @@ class NGramTrieProposer:
                     f"its {name} are {None if given is None else (given.dtype, given.shape)}, "
                     f"where {(array.dtype, array.shape)} is needed"
                 )
+            if given.dtype.kind == "f":
+                untried = np.isnan(given) if name == "rates" else False  # see AcceptanceRate
+                if not (np.isfinite(given) | untried).all():
+                    raise ValueError(f"some of its {name} are no finite numbers")
         for name, array in own.items():
             array[:] = arrays[name]
+        self.trie.recount()
         self._namespaces.restore(facts["namespaces"])
 
     def _insert_later(self, number: int, space: int, row: Hashes, tokens: Ints) -> None:

@@ -99,6 +99,10 @@ class Trie:
         """Slots that hold an edge, those of eliminated requests counted until they are needed."""
         return int(self.counters[FILLED])
 
+    def recount(self) -> None:
+        """Count the filled slots anew: a cache file leaves out those of live requests."""
+        self.counters[FILLED] = np.count_nonzero(self.edges[:, NAME])
+
     def count_edges(self) -> int:
         """Edges that can be found now; looks at every slot."""
         spaces = spaces_of(self.edges)

@@ -278,6 +278,11 @@ class LookaheadDrafter:
                 self.commit([(live, [])])
             self.proposer.finish(request_id)
 
+    def begin_to_save(self) -> None:
+        """The engine will end: save what was learned so far, beside its last requests."""
+        if self._cache is not None:
+            self._cache.begin_to_save()
+
     def shutdown(self) -> None:
         """The engine ends: save what was learned, where that was asked for."""
         if self._cache is not None:

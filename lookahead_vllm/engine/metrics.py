@@ -44,6 +44,8 @@ class StepReport:
     measured: the engine did not wait for a request in between."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     """Wall time by part."""
+    refused_trees: int = 0
+    """Trees of the proposer that were malformed, so that their request got no draft."""
     evictions: int = 0
     """N-grams that were pruned from the trie."""
     trie_nodes: int | None = None
@@ -63,16 +65,21 @@ class StepReport:
             self.lengths[length] = self.lengths.get(length, 0) + 1
 
 
-class TrieWatch:
-    """Looks at a proposer's trie for the reports; nothing is reported of one that has none."""
+class DrafterWatch:
+    """Looks at a drafter for the reports, and at its proposer's trie, if that has one."""
 
-    def __init__(self, proposer: Any) -> None:
-        self._proposer = proposer
-        self._trie = getattr(proposer, "trie", None)
+    def __init__(self, drafter: Any) -> None:
+        self._counters = drafter.counters
+        self._refused = 0
+        self._proposer = drafter.proposer
+        self._trie = getattr(drafter.proposer, "trie", None)
         self._pruned = 0 if self._trie is None else self._trie.num_pruned
 
     def look(self, report: StepReport) -> None:
         """Put into `report` what the trie holds, and what went since the last look."""
+        refused = self._counters.refused_trees
+        report.refused_trees += refused - self._refused
+        self._refused = refused
         if self._trie is None:
             return
         pruned = self._trie.num_pruned

@@ -11,6 +11,7 @@ import functools
 import logging
 from typing import Any
 
+from lookahead_vllm import compiled
 from lookahead_vllm.engine import config, front_end, release, shutdown
 
 logger = logging.getLogger("vllm.lookahead")
@@ -74,6 +75,7 @@ def _wrap_create_engine_config(engine_args: Any) -> None:
             vllm_config = original(self, *args, **kwargs)
         config.apply(vllm_config, options)
         front_end.install()
+        compiled.share_cache_dir()
         if options.cache_path is not None:
             shutdown.allow_time_to_end()
         return vllm_config

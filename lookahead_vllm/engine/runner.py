@@ -26,7 +26,7 @@ from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine import exchange, metrics, profile
 from lookahead_vllm.engine.drafter import Live, LookaheadDrafter
 from lookahead_vllm.engine.draws import PositionalDraws
-from lookahead_vllm.engine.metrics import StepReport, TrieWatch
+from lookahead_vllm.engine.metrics import DrafterWatch, StepReport
 from lookahead_vllm.engine.sampler import (
     NodeProcessors,
     NodeRows,
@@ -116,7 +116,7 @@ class LookaheadRunner(_Base):
         """Of the step under way; sent with its output."""
         self._wanted = False
         """Whether a request of the step under way could have a draft."""
-        self._trie_watch = TrieWatch(self.drafter.proposer)
+        self._watch = DrafterWatch(self.drafter)
 
     # ---- what may branch -------------------------------------------------------------------------
 
@@ -556,7 +556,7 @@ class LookaheadRunner(_Base):
         if isinstance(output, ModelRunnerOutput) and output.req_ids and not self.drafter.rest_left:
             if (proposed := self.drafter.proposed(output.req_ids)) is not None:
                 exchange.attach(output, proposed)
-            self._trie_watch.look(self.report)
+            self._watch.look(self.report)
             metrics.attach(output, self.report)
             self.report = StepReport()
         return output

@@ -14,7 +14,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import DraftTokenIds
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
-from lookahead_vllm.engine import exchange, metrics, request_options
+from lookahead_vllm.engine import config, exchange, metrics, request_options, shutdown
 from lookahead_vllm.engine.exchange import Proposed, ToVerify
 from lookahead_vllm.engine.grammar import GrammarDraft, GrammarWalk, take_bursts_one_by_one
 from lookahead_vllm.engine.room import DraftRoom
@@ -35,6 +35,8 @@ class LookaheadScheduler(Scheduler):
         take_bursts_one_by_one()
         exchange.compile_recall()
         _ask_for_no_drafts()
+        if config.options_of(self.vllm_config).cache_path is not None:
+            shutdown.save_before_teardown()
         # The same number for every batch size. Without a schedule of its own, vLLM pads a request
         # that has one token to compute with placeholder drafts, and waits until all of them fit.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)

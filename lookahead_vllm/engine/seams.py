@@ -317,15 +317,66 @@ SEAMS = (
         "vllm.v1.engine.core",
         "EngineCoreProc._handle_shutdown",
         ("self",),
-        "wrapped: saves when the loop ends; teardown begins with taking away the signal handlers, "
-        "and then the front-end's SIGTERM kills where a process group had one already",
+        "wrapped: saves when the loop ends, and when requests begin to be drained; teardown begins "
+        "with taking away the signal handlers, and then the front-end's SIGTERM kills where a "
+        "process group had one already",
         "signal handlers stay until teardown is done",
+    ),
+    Seam(
+        "vllm.v1.engine.core",
+        "EngineCoreProc",
+        ("shutdown_state",),
+        "read: whether this process was just asked to end",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.engine.core",
+        "EngineShutdownState",
+        ("REQUESTED",),
+        "as above",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.engine.core",
+        "EngineCore",
+        ("model_executor",),
+        "read: where the workers are",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.executor.multiproc_executor",
+        "MultiprocExecutor.shutdown",
+        (),
+        "called before the teardown calls it: ends the workers, which save, and waits for them for "
+        "$VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS, which becomes 15 where it is not set",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.executor.multiproc_executor",
+        "MultiprocExecutor",
+        ("workers",),
+        "read: waits for them where another thread ends them",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.executor.multiproc_executor",
+        "WorkerProcHandle",
+        ("proc",),
+        "as above",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.executor.abstract",
+        "Executor.collective_rpc",
+        ("method", "timeout"),
+        "called: the worker that drafts begins to save while requests are drained",
+        "as above",
     ),
     Seam(
         "vllm.v1.engine.utils",
         "CoreEngineProcManager.shutdown",
         ("timeout",),
-        "wrapped: gives an engine process 15 s to end; unless --shutdown-timeout is set, vLLM "
+        "wrapped: gives an engine process 20 s to end; unless --shutdown-timeout is set, vLLM "
         "kills it in the moment in which it asks it to end",
         "vLLM waits for the teardown of an engine process",
     ),

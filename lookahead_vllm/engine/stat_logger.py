@@ -131,6 +131,9 @@ class EngineMetrics:
             Counter, "step_predicted_seconds", "What the cost model said that steps would take."
         )
         self._measured = series(Counter, "step_measured_seconds", "What the same steps took.")
+        self._refused = series(
+            Counter, "trees_refused", "Malformed draft trees: their requests got no draft."
+        )
         self._seconds = series(
             Counter, "part_seconds", "Wall time in the parts of speculation.", part=PARTS
         )
@@ -155,6 +158,7 @@ class EngineMetrics:
             self._measured.inc(measured)
         for part, seconds in report.seconds.items():
             self._seconds[part].inc(seconds)
+        self._refused.inc(report.refused_trees)
         self._evictions.inc(report.evictions)
         if report.trie_nodes is not None:
             self._trie_nodes.set(report.trie_nodes)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +24,7 @@ from vllm.distributed.parallel_state import get_world_group, is_global_first_ran
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from lookahead_vllm import __version__
 from lookahead_vllm.draft.budget import CostCurve, StepCost
 from lookahead_vllm.draft.cache_file import set_aside
 from lookahead_vllm.draft.tree import DraftTree
@@ -232,19 +232,26 @@ def _file_of(runner: LookaheadRunner) -> Path:
         device,
         torch.__version__,
         vllm.__version__,
-        version("lookahead-vllm"),
+        __version__,
     ]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     return Path(envs.VLLM_CACHE_ROOT) / "lookahead_step_cost" / f"{name}.json"
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """What was measured earlier; a file that does not hold that is set aside."""
+    """What was measured earlier; a file that does not hold that is set aside.
+
+    One that another user could have written is not read.
+    """
     try:
-        facts: dict[str, Any] = json.loads(path.read_text())
+        with path.open() as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+                return None
+            facts: dict[str, Any] = json.load(file)
         _cost_of(facts)
         return facts
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError, NotADirectoryError):
         return None
     except (OSError, LookupError, TypeError, ValueError) as error:
         problem = error
@@ -261,13 +268,16 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _write(path: Path, facts: dict[str, Any]) -> None:
     """Keep it for the next start; the oldest files go."""
+    new = path.with_suffix(f".{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(f".{os.getpid()}")
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        new.touch(0o600)
         new.write_text(json.dumps(facts))
         new.replace(path)
         files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
         for file in files[:-KEPT]:
             file.unlink(missing_ok=True)
     except OSError as error:
+        with suppress(OSError):
+            new.unlink()
         logger.warning("Lookahead: the cost of a step could not be kept in %s: %s.", path, error)

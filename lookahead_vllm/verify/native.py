@@ -10,11 +10,12 @@ import os
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch  # noqa: F401  first, so that the library joins the OpenMP runtime torch has loaded
 
-from lookahead_vllm.compiled import cache_dir
+from lookahead_vllm.compiled import cache_dir, temporary_root
 
 logger = logging.getLogger(__name__)
 
@@ -88,29 +89,42 @@ class LayerCache(ctypes.Structure):
 def load() -> ctypes.CDLL | None:
     """The compiled library, built now unless a cached build fits; None where it cannot be had.
 
-    A build takes seconds, so an engine calls this at start-up. Builds are kept under
-    `$LOOKAHEAD_VLLM_CACHE` (or `$XDG_CACHE_HOME`, or `~/.cache`), in `lookahead_vllm/`, by a hash
-    of sources, flags, compiler and CPU. A failure is logged once, as a warning.
+    A build takes seconds, so an engine calls this at start-up. Builds are kept in
+    `compiled.cache_dir()` by a hash of sources, flags, compiler and CPU; what cannot be built there
+    is built in a temporary folder. A failure is logged once, as a warning.
     """
     compiler = _compiler()
     if compiler is None:
         logger.warning("No C++ compiler (g++, c++ or $CXX): tree attention runs on plain torch.")
         return None
-    try:
-        path = cache_dir() / f"verify-{_fingerprint(compiler)}.so"
-        if path.exists():
-            try:
-                return _open(path)
-            except (OSError, AttributeError):  # damaged: build it again
-                pass
-        _build(compiler, path)
-        return _open(path)
-    except subprocess.CalledProcessError as error:
-        reason = error.stderr.strip()[-2000:]
-    except (OSError, AttributeError) as error:
-        reason = str(error)
+    for load_from in (_load_kept, _load_temporary):
+        try:
+            return load_from(compiler)
+        except subprocess.CalledProcessError as error:
+            reason = error.stderr.strip()[-2000:]
+        except (OSError, AttributeError) as error:
+            reason = str(error)
     logger.warning("Tree attention runs on plain torch; its kernel did not build: %s", reason)
     return None
+
+
+def _load_kept(compiler: str) -> ctypes.CDLL:
+    path = cache_dir() / f"verify-{_fingerprint(compiler)}.so"
+    if path.exists():
+        with suppress(OSError, AttributeError):  # damaged: build it again
+            return _open(path)
+    _build(compiler, path)
+    return _open(path)
+
+
+def _load_temporary(compiler: str) -> ctypes.CDLL:
+    root = temporary_root()
+    try:
+        path = root / "verify.so"
+        _build(compiler, path)
+        return _open(path)  # it stays loaded when the file is gone
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
 
 
 def available() -> bool:
@@ -147,7 +161,9 @@ def _build(compiler: str, path: Path) -> None:
     os.close(handle)
     try:
         command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", scratch]
-        subprocess.run(command, capture_output=True, check=True, text=True)
+        # The compiler's own files go where the library goes: /tmp may be full.
+        env = os.environ | {"TMPDIR": str(path.parent)}
+        subprocess.run(command, capture_output=True, check=True, text=True, env=env)
         os.replace(scratch, path)  # atomic: other processes see the old file or the new one
     finally:
         Path(scratch).unlink(missing_ok=True)

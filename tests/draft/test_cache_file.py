@@ -110,6 +110,15 @@ def test_a_prompt_of_a_live_request_is_not_in_the_file(good):
         assert not set(tree) & set(PROMPT)
 
 
+def test_slots_of_requests_that_are_not_in_the_file_are_not_filled(good):
+    after = new_proposer()
+    after.restore(*load(good, TOKENIZER))
+    assert after.trie.num_filled == np.count_nonzero(after.trie.edges[:, NAME]) > 0
+    before = taught_proposer()
+    after.restore(*before.snapshot())  # with its requests
+    assert after.trie.num_filled == before.trie.num_filled
+
+
 def test_only_its_owner_may_read_the_file(good):
     assert stat.S_IMODE(good.stat().st_mode) == 0o600
 
@@ -264,6 +273,21 @@ def test_a_refused_file_is_set_aside_over_no_other(tmp_path):
     with pytest.raises(FileNotFoundError):
         cache_file.set_aside(tmp_path / "a")
     assert sorted(tmp_path.iterdir()) == sorted(kept)
+
+
+def test_at_most_three_refused_files_are_kept(tmp_path, monkeypatch):
+    times = iter([100, 100, 100, 100, 50, 200, 200])
+    monkeypatch.setattr(cache_file.time, "gmtime", lambda: time.struct_time((0,) * 9))
+    monkeypatch.setattr(cache_file.time, "strftime", lambda *_: f"20200101T000{next(times):03}Z")
+    (tmp_path / "a.refused-notes").write_text("mine")
+    (tmp_path / "b.refused-20190101T000000Z").write_text("another cache's")
+    kept = []
+    for content in "1234567":
+        (tmp_path / "a").write_text(content)
+        kept.append(cache_file.set_aside(tmp_path / "a").read_text())
+    assert kept == list("1234567")
+    texts = {path.read_text() for path in tmp_path.iterdir()}
+    assert texts == {"4", "6", "7", "mine", "another cache's"}
 
 
 # ---- saving beside others -----------------------------------------------------------------------

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from lookahead_vllm.draft.cache_keeper import CacheKeeper
 from lookahead_vllm.draft.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.options import LookaheadOptions
 
+ROOT = Path(__file__).parents[2]
 TOKENIZER = cache_file.fingerprint({"a": 0})
 
 
@@ -117,6 +121,61 @@ def test_a_thread_saves_on_the_interval_until_the_end(path):
     assert path.stat().st_ino == before  # the end is the end
 
 
+SAVES_BESIDE_BOUND_THREADS = """
+import os, sys, threading
+given = {int(cpu) for cpu in sys.argv[1].split(",")}
+os.sched_setaffinity(0, given)
+import lookahead_vllm
+os.sched_setaffinity(0, {min(given)})  # as vLLM does in a CPU worker
+from lookahead_vllm.draft.cache_keeper import CacheKeeper
+from pathlib import Path
+class Proposer:
+    def snapshot(self):
+        return {}, {"namespaces": {}}
+keeper = CacheKeeper(Proposer(), Path(sys.argv[2]), 0.001, "")
+bound, done = None, threading.Event()
+def save(*args):
+    global bound
+    bound = os.sched_getaffinity(0)
+    done.set()
+keeper.save = save
+done.wait()
+print(sorted(bound) == sorted(given), sorted(os.sched_getaffinity(0)) == [min(given)])
+"""
+
+
+@pytest.mark.parametrize("number", [1, os.cpu_count()])
+def test_the_thread_runs_where_the_process_was_started(path, number):
+    given = ",".join(map(str, range(number)))
+    command = [sys.executable, "-c", SAVES_BESIDE_BOUND_THREADS, given, str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.stdout == "True True\n", result.stderr
+
+
+def test_a_save_can_begin_before_the_end(path):
+    proposer = new_proposer()
+    keeper = keep(proposer, path)  # without an interval
+    teach(proposer)
+    keeper.begin_to_save()
+    wait_for(path.exists)
+    keeper.close()
+    assert cache_file.count_ngrams(cache_file.load(path)[0]) == num_answers(proposer)
+
+
+def test_the_last_save_does_not_wait_for_another(path, monkeypatch):
+    monkeypatch.setattr(cache_keeper, "REST", 3600)
+    proposer = new_proposer()
+    keeper = keep(proposer, path)
+    teach(proposer)
+    keeper.begin_to_save()
+    wait_for(lambda: list(path.parent.glob(".a.cache.*.tmp")))  # it is resting now
+    saves = []
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda *names: saves.append(replace(*names)))
+    keeper.close()
+    assert len(saves) == 1 and os.listdir(path.parent) == ["a.cache"]
+
+
 def refused(path, log, says, **changes):
     """Start over a file that is refused, learn, and end."""
     content = path.read_bytes()
@@ -165,6 +224,37 @@ def test_a_file_without_edges_is_set_aside(path, log):
     refused(path, log, "made for max_nodes=0")
 
 
+def test_a_folder_that_cannot_be_written_is_said_once(path, log, monkeypatch):
+    cache_file.save(path, *new_proposer().snapshot(), TOKENIZER)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    proposer = new_proposer()
+    keeper = keep(proposer, path)
+    for first in (100, 200):
+        teach(proposer, first)
+        keeper.save()
+    keeper.close()
+    (warning,) = [r.getMessage() for r in log.records if r.levelno == logging.WARNING]
+    assert "keeps nothing" in warning and str(path.parent) in warning
+    assert "starts warm" in log.text
+
+
+def test_a_file_of_another_user_is_left_alone(path, log, monkeypatch):
+    cache_file.save(path, *new_proposer().snapshot(), TOKENIZER)
+    content = path.read_bytes()
+
+    def load(*_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(cache_file, "load", load)
+    proposer = new_proposer()
+    keeper = keep(proposer, path)
+    teach(proposer)
+    keeper.close()
+    assert path.read_bytes() == content and os.listdir(path.parent) == ["a.cache"]
+    (warning,) = [r.getMessage() for r in log.records if r.levelno == logging.WARNING]
+    assert "saves nothing" in warning and "Permission denied" in warning
+
+
 def test_what_cannot_be_set_aside_is_not_written_over(path, log, monkeypatch):
     path.write_text("notes of mine")
 
@@ -189,6 +279,6 @@ def test_a_save_that_fails_is_tried_again(path, log, monkeypatch):
     teach(proposer)
     with monkeypatch.context() as patch:
         patch.setattr(cache_file.os, "fsync", no_space)
-        assert not keeper.save()
-    assert "could not be saved" in log.text and "No space left" in log.text
+        assert not keeper.save() and not keeper.save()
+    assert log.text.count("could not be saved") == 1 and "No space left" in log.text
     assert keeper.save() and path.exists()

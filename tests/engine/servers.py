@@ -44,12 +44,13 @@ def serve(model: Path, log: Path, *flags: str) -> Iterator[str]:
 
 
 @contextmanager
-def running(model: Path, log: Path, *flags: str) -> Iterator[Server]:
-    """As `serve`; the server may have ended before the block does."""
+def running(model: Path, log: Path, *flags: str, **environment: str) -> Iterator[Server]:
+    """As `serve`, with `environment` added; the server may have ended before the block does."""
     port = free_port()
     vllm = Path(sys.executable).with_name("vllm")
     command = [str(vllm), "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    env |= environment
     with log.open("w") as sink:
         process = subprocess.Popen(
             [*command, *flags], stdout=sink, stderr=sink, env=env, start_new_session=True

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import requests
 from transformers import AutoTokenizer
+from vllm import envs
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from lookahead_vllm.draft import cache_file
 from lookahead_vllm.draft.ngram_trie import NGramTrieProposer
@@ -18,6 +23,7 @@ from lookahead_vllm.engine import shutdown
 from lookahead_vllm.engine.cache import fingerprint_of, open_cache
 from tests.engine.driving import drafter_of, engine, generate, random_prompts
 from tests.engine.models import save_tiny_model
+from tests.engine.servers import running
 
 ROOT = Path(__file__).parents[2]
 SMOLLM2 = Path(
@@ -122,7 +128,7 @@ def test_vllms_tokenizer_has_the_fingerprint_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("drains_for", "asked", "given"), [(0, 0, 15), (0, None, 15), (0, 60, 60), (30, 30, 30)]
+    ("drains_for", "asked", "given"), [(0, 0, 20), (0, None, 20), (0, 60, 60), (30, 30, 30)]
 )
 def test_an_engine_process_has_time_to_save_unless_it_has_a_deadline(
     drains_for: int, asked: float | None, given: float
@@ -133,6 +139,112 @@ def test_an_engine_process_has_time_to_save_unless_it_has_a_deadline(
     assert waited == [given]
 
 
+def test_a_worker_process_has_time_to_save_unless_the_user_says_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shutdown, "_wrap_manager", lambda: None)
+    for set_by_user, given in (("", 15), ("40", 40)):
+        monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", set_by_user)
+        if not set_by_user:
+            monkeypatch.delenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS")
+        shutdown.allow_time_to_end()
+        assert envs.environment_variables["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"]() == given
+    assert given > 15 and shutdown.TIME_TO_END > shutdown.TIME_TO_SAVE + 4
+
+
+class Workers(MultiprocExecutor):
+    """An executor that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        wait = SimpleNamespace(join=lambda timeout: self.told.append("wait"))
+        self.workers = [SimpleNamespace(proc=wait)]
+
+    def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> None:
+        self.told.append(method)
+
+    def shutdown(self) -> None:
+        self.told.append("end")
+
+
+def core_of(executor: Any, **attributes: Any) -> Any:
+    """An engine's core that was asked to end."""
+    core = SimpleNamespace(
+        model_executor=executor,
+        shutdown_state=EngineShutdownState.REQUESTED,
+        vllm_config=SimpleNamespace(shutdown_timeout=0),
+        scheduler=SimpleNamespace(
+            get_num_unfinished_requests=lambda: 1, finish_requests=lambda *_: []
+        ),
+        _send_abort_outputs=lambda _: None,
+        has_work=lambda: False,
+    )
+    vars(core).update(attributes)
+    return core
+
+
+@pytest.fixture
+def _has_no_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutdown, "_end_with_parent", lambda: None)
+
+
+@pytest.mark.usefixtures("_has_no_parent")
+def test_workers_save_before_the_teardown_takes_the_signal_handlers_away() -> None:
+    shutdown.save_before_teardown()
+    core = core_of(workers := Workers())
+    assert not EngineCoreProc._handle_shutdown(core)
+    assert workers.told == ["end", "wait"]
+
+
+@pytest.mark.usefixtures("_has_no_parent")
+def test_workers_begin_to_save_while_requests_are_drained() -> None:
+    """The last of them may take longer than the deadline."""
+    shutdown.save_before_teardown()
+    core = core_of(workers := Workers(), vllm_config=SimpleNamespace(shutdown_timeout=30))
+    core.has_work = lambda: True
+    for _ in range(3):
+        assert EngineCoreProc._handle_shutdown(core)
+    core.has_work = lambda: False
+    assert not EngineCoreProc._handle_shutdown(core)
+    begin, *end = workers.told
+    assert end == ["end", "wait"]
+    said = []
+    drafter = SimpleNamespace(begin_to_save=lambda: said.append("begin"))
+    begin(SimpleNamespace(model_runner=SimpleNamespace(drafter=drafter)))
+    assert said == ["begin"]
+
+
+SLOW_SAVES = """
+import os, time
+sync = os.fsync
+def slow_sync(descriptor):
+    time.sleep(3)
+    sync(descriptor)
+os.fsync = slow_sync
+"""
+
+
+def test_a_server_has_saved_when_its_first_process_ends(llama: Path, tmp_path: Path) -> None:
+    """With which a container ends. Ctrl-C in a terminal goes to all processes at a time."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_SAVES)
+    cache = tmp_path / "a.cache"
+    lookahead = {"method": "lookahead", "budget": 8, "cache_path": str(cache)}
+    flags = ("--enforce-eager", "--dtype", "float32", "--attention-backend", "CPU_MLA")
+    flags += ("--max-model-len", "256", "--kv-cache-memory-bytes", "64M")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    with running(
+        llama,
+        tmp_path / "log",
+        *(*flags, "--speculative-config", json.dumps(lookahead)),
+        PYTHONPATH=path,
+    ) as (url, process):
+        body = {"prompt": PROMPTS[0], "max_tokens": 100, "ignore_eos": True, "temperature": 0}
+        assert requests.post(f"{url}/v1/completions", json=body, timeout=60).ok
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(60)
+        assert cache_file.count_ngrams(cache_file.load(cache)[0]) > 100
+
+
 class Saver:
     def __init__(self) -> None:
         self.saved = 0
@@ -141,11 +253,12 @@ class Saver:
         self.saved += 1
 
 
+@pytest.mark.usefixtures("_has_no_parent")
 def test_an_engine_saves_once_and_before_its_teardown(monkeypatch: pytest.MonkeyPatch) -> None:
     saver = Saver()
     shutdown.before_teardown(saver.save)
     shutdown.before_teardown(Saver().save)  # gone already
-    core = SimpleNamespace(shutdown_state=EngineShutdownState.SHUTTING_DOWN, has_work=lambda: True)
+    core = core_of(None, shutdown_state=EngineShutdownState.SHUTTING_DOWN, has_work=lambda: True)
     assert EngineCoreProc._handle_shutdown(core)
     assert saver.saved == 0
     core.has_work = lambda: False

@@ -22,11 +22,19 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from lookahead_vllm.draft.sources import NAMES
 from lookahead_vllm.engine import metrics, stat_logger
-from lookahead_vllm.engine.metrics import PARTS, StepReport, TrieWatch
+from lookahead_vllm.engine.drafter import Counters
+from lookahead_vllm.engine.metrics import PARTS, DrafterWatch, StepReport
 from lookahead_vllm.engine.runner import LookaheadRunner
 from lookahead_vllm.engine.stat_logger import PREFIX, LookaheadStatLogger, ReportingOutputs
 from tests.engine import proposers  # noqa: F401  (registers them)
-from tests.engine.driving import GREEDY, engine, generate, generate_staggered, random_prompts
+from tests.engine.driving import (
+    GREEDY,
+    drafter_of,
+    engine,
+    generate,
+    generate_staggered,
+    random_prompts,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs" / "metrics.md"
@@ -90,6 +98,7 @@ def full_report() -> StepReport:
     report.costs += [(0.010, 0.012), (0.010, 0.008)]
     report.seconds["verify"] += 0.5
     report.evictions += 6
+    report.refused_trees += 2
     report.trie_nodes, report.trie_bytes = 100, 1600
     return report
 
@@ -119,6 +128,7 @@ def test_every_number_of_a_report_is_counted() -> None:
     assert value("trie_nodes") == 100
     assert value("trie_bytes") == 1600
     assert value("trie_evictions_total") == 12
+    assert value("trees_refused_total") == 4
 
 
 def test_engines_stay_apart_and_begin_with_zeros() -> None:
@@ -186,7 +196,7 @@ class Runner(LookaheadRunner, Sampled):
     def __init__(self, report: StepReport) -> None:
         self.report = report
         self.drafter = cast(Any, SimpleNamespace(rest_left=0, proposed=lambda _: None))
-        self._trie_watch = cast(Any, SimpleNamespace(look=lambda _: None))
+        self._watch = cast(Any, SimpleNamespace(look=lambda _: None))
 
 
 def test_a_report_waits_for_an_output_with_requests() -> None:
@@ -204,9 +214,13 @@ def test_where_stats_are_off_nothing_is_sent() -> None:
     assert metrics.with_report(None, full_report()) is None
 
 
+def drafter(proposer: Any) -> Any:
+    return SimpleNamespace(proposer=proposer, counters=Counters())
+
+
 def test_evictions_are_those_since_the_last_look() -> None:
     trie = SimpleNamespace(num_pruned=5, num_filled=40)
-    watch = TrieWatch(SimpleNamespace(trie=trie, num_bytes=640))
+    watch = DrafterWatch(drafter(SimpleNamespace(trie=trie, num_bytes=640)))
     trie.num_pruned = 8
     report = StepReport()
     for _ in range(2):
@@ -214,8 +228,15 @@ def test_evictions_are_those_since_the_last_look() -> None:
     assert (report.trie_nodes, report.trie_bytes, report.evictions) == (40, 640, 3)
 
 
+def test_refused_trees_are_counted(llama: Path) -> None:
+    with engine(llama, {"proposer": "malformed"}, disable_log_stats=False) as llm:
+        generate(llm, ECHO)
+        refused = drafter_of(llm).counters.refused_trees
+        assert samples()["lookahead_vllm:trees_refused_total"] == refused > 0
+
+
 def test_a_proposer_may_have_no_trie() -> None:
-    TrieWatch(object()).look(report := StepReport())
+    DrafterWatch(drafter(object())).look(report := StepReport())
     assert report == StepReport()
 
 
@@ -321,7 +342,7 @@ def named(path: Path, prefix: str) -> set[str]:
 def test_whatever_is_exposed_is_named_and_the_other_way_round(path: Path) -> None:
     stat_logger_of(0)
     exposed = families(PREFIX)
-    assert len(exposed) == 11
+    assert len(exposed) == 12
     assert named(path, PREFIX) - set().union(*exposed.values()) == set()
     assert [f for f, names in exposed.items() if not names & named(path, PREFIX)] == []
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,6 +130,42 @@ def test_where_nothing_can_be_kept_the_engine_starts_all_the_same(
         facts = step_cost.measure(runner)
         assert facts["sizes"] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
         assert facts["drafts"] == pytest.approx(0.003)
+
+
+def test_a_source_tree_has_a_version_too(
+    llama: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = metadata.Distribution.from_name
+
+    def from_name(name: str) -> metadata.Distribution:
+        if name == "lookahead-vllm":
+            raise metadata.PackageNotFoundError(name)
+        return original(name)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", from_name)
+    with engine(llama, AUTO):
+        assert len(list(kept.iterdir())) == 1
+
+
+@pytest.mark.parametrize("case", ["of another user", "that others may write to"])
+def test_a_file_of_others_is_not_read(
+    case: str,
+    llama: Path,
+    kept: Path,
+    measured: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with engine(llama, AUTO):
+        (file,) = kept.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600 and kept.stat().st_mode & 0o777 == 0o700
+    if case == "of another user":
+        monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
+    else:
+        file.chmod(0o666)
+    with engine(llama, AUTO):
+        assert len(measured) == 2 and json.loads(file.read_text()) == measured[1]
+    assert not caplog.messages
 
 
 def test_a_fixed_budget_measures_nothing(
