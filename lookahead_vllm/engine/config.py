@@ -128,6 +128,14 @@ def apply(config: VllmConfig, options: LookaheadOptions) -> None:
     OptionError
         The config asks for something that lookahead cannot serve exactly.
     """
+    from vllm import envs
+
+    if envs.VLLM_USE_RUST_FRONTEND:
+        raise OptionError(
+            "VLLM_USE_RUST_FRONTEND=1 is set, but only vLLM's Python front-end passes lookahead's "
+            "namespaces and request options on; unset it, or leave lookahead out of the "
+            "speculative config"
+        )
     parallel = config.parallel_config
     if (size := parallel.pipeline_parallel_size) > 1:
         raise OptionError(

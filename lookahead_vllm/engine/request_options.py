@@ -15,14 +15,21 @@ from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.registry import HAVE_WINDOW
 from lookahead_vllm.draft.window_shape import NO_WISHES, Wishes
 from lookahead_vllm.engine.config import KEY
 
+logger = init_logger(f"vllm.{__name__}")
+
 NAMES = ("reference", "namespace", "enabled", *Wishes._fields)
 FLAT = {f"{KEY}_{name}": name for name in NAMES}
+
+MARK = "passed"
+"""The front-end's mark beside a request's options. Its value is bytes, which no JSON of a client
+can hold, so that options that another way than the front-end's has let through are not believed."""
 
 MAX_REFERENCES = 64
 MAX_REFERENCE_TOKENS = 131_072
@@ -113,21 +120,59 @@ def sent(extra_args: Mapping[str, Any] | None, options: RequestOptions) -> dict[
     }
 
 
+def marked(extra_args: Mapping[str, Any]) -> dict[str, Any]:
+    """What `sent` made, with the mark of the front-end, by which `received` believes it."""
+    return {**extra_args, KEY: {**extra_args[KEY], MARK: b""}}
+
+
+def is_marked(extra_args: Any) -> bool:
+    """Whether these have passed the front-end."""
+    written = extra_args.get(KEY) if isinstance(extra_args, Mapping) else None
+    return isinstance(written, dict) and isinstance(written.get(MARK), bytes)
+
+
 def received(
     extra_args: Mapping[str, Any] | None,
 ) -> tuple[RequestOptions, dict[str, Any] | None]:
     """What the front-end sent, and `extra_args` without it, as custom logits processors know them.
 
-    A request that did not pass the front-end shares with nobody.
+    A request that did not pass the front-end shares with nobody. Whatever arrives, nothing is
+    raised.
     """
-    others = {k: v for k, v in (extra_args or {}).items() if k != KEY} or None
-    written = (extra_args or {}).get(KEY)
-    if written is None:
+    if not isinstance(extra_args, Mapping):
+        return RequestOptions(), None
+    others = {k: v for k, v in extra_args.items() if k != KEY} or None
+    options = _received(extra_args[KEY]) if is_marked(extra_args) else None
+    if options is None:
+        logger.warning_once(
+            "A request reached the engine by a way on which lookahead does not see it: its "
+            "namespace and options have no effect, and it shares with nobody."
+        )
         return RequestOptions(), others
+    return options, others
+
+
+def _received(written: dict[str, Any]) -> RequestOptions | None:
+    """None for what no front-end has sent."""
+    references, namespace = written.get("reference"), written.get("namespace")
+    enabled = written.get("enabled")
+    if not (namespace is None or isinstance(namespace, str)) or not isinstance(enabled, bool):
+        return None
+    if not isinstance(references, list) or not all(map(_is_token_ids, references)):
+        return None
     wishes = Wishes(**{name: written.get(name) for name in Wishes._fields})
-    return (
-        RequestOptions(written["reference"], written["namespace"], written["enabled"], wishes),
-        others,
+    for wish, kind in zip(wishes, _WISH_TYPES, strict=True):
+        if wish is not None and type(wish) is not kind:
+            return None
+    return RequestOptions(references, namespace, enabled, wishes)
+
+
+_WISH_TYPES = (str, int, int, int, bool)
+
+
+def _is_token_ids(reference: Any) -> bool:
+    return isinstance(reference, list) and all(
+        type(token) is int and 0 <= token < 2**31 for token in reference
     )
 
 

@@ -132,3 +132,11 @@ def test_the_second_runner_is_not_forced(model: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(OptionError, match=r"VLLM_USE_V2_MODEL_RUNNER=1 is set, .* unset it"):
         made(model, speculative_config={"method": "lookahead"})
+
+
+def test_the_rust_front_end_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes to the engine's socket itself: options and namespaces would be lost in silence."""
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    made(model)
+    with pytest.raises(OptionError, match=r"^VLLM_USE_RUST_FRONTEND=1 is set, but .* unset it"):
+        made(model, speculative_config={"method": "lookahead"})

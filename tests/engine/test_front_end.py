@@ -14,9 +14,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine import EngineCoreRequest
 
 from lookahead_vllm.engine.front_end import checked_at_once
-from lookahead_vllm.engine.request_options import RequestError
+from lookahead_vllm.engine.request_options import RequestError, received
 from tests.engine.driving import GREEDY, drafter_of, engine, generate, random_prompts
 from tests.engine.models import save_adapter, save_tiny_model
 from tests.engine.proposers import Recorder
@@ -104,6 +105,52 @@ def test_the_server_decides_who_shares(share: str, namespace: str | None, llama:
             outputs += core.step()
         assert [o.request_id for o in outputs if o.finished] == ["good"]
         assert [list(outputs[-1].outputs[0].token_ids)] == generate(llm, [[5, 6]])[0]
+
+
+def test_a_request_that_the_caller_made_is_prepared_too(llama: Path) -> None:
+    def made(request_id: str, extra_args: dict[str, Any]) -> EngineCoreRequest:
+        return EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=[5, 6],
+            mm_features=None,
+            sampling_params=SamplingParams(max_tokens=3, detokenize=False, extra_args=extra_args),
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt="s",
+            data_parallel_rank=None,
+        )
+
+    with engine(llama, {"proposer": "recorder"}) as llm:
+        core = llm.llm_engine
+        request = made("by-hand", {"lookahead_namespace": "n"})
+        core.add_request("by-hand", request, request.params)
+        ready = core.input_processor.process_inputs(
+            "ready",
+            TokensPrompt(prompt_token_ids=[5, 6], cache_salt="s"),
+            SamplingParams(max_tokens=3, extra_args={"lookahead": {"namespace": "n"}}),
+            ("generate",),
+        )
+        core.add_request("ready", ready, ready.params)
+        while core.has_unfinished_requests():
+            core.step()
+        assert [(namespace, refs) for _, namespace, refs in STARTED] == [
+            ('[null, "s", "n"]', [])
+        ] * 2
+        bad = made("bad", {"lookahead_x": 1})
+        with pytest.raises(RequestError, match="lookahead_x was given"):
+            core.add_request("bad", bad, bad.params)
+
+        # vLLM makes all parts of a streamed input with the same parameters.
+        params = SamplingParams(extra_args={"lookahead_namespace": "n"})
+        params.skip_clone = True
+        namespaces = []
+        for salt in ("s", "t"):
+            prompt = TokensPrompt(prompt_token_ids=[5, 6], cache_salt=salt)
+            part = core.input_processor.process_inputs("id", prompt, params, ("generate",))
+            namespaces.append(received(part.sampling_params.extra_args)[0].namespace)
+        assert namespaces == ['[null, "s", "n"]', '[null, "t", "n"]']
+        assert params.extra_args == {"lookahead_namespace": "n"}
 
 
 def test_references_and_adapters_never_change_the_text(llama: Path, adapter: LoRARequest) -> None:

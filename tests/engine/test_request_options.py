@@ -6,6 +6,8 @@ import itertools
 from typing import Any
 
 import pytest
+from hypothesis import given as given_any
+from hypothesis import strategies as st
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.window_shape import Wishes
@@ -13,6 +15,7 @@ from lookahead_vllm.engine.request_options import (
     RequestError,
     RequestOptions,
     given,
+    marked,
     received,
     sent,
     shared_namespace,
@@ -105,7 +108,7 @@ def test_what_is_wished_of_the_window(extra_args: dict[str, Any], means: Wishes)
     options = given(extra_args, VOCAB, HYBRID)
     assert options == RequestOptions(wishes=means)
     on_its_way = sent(extra_args, options)
-    assert received(on_its_way)[0].wishes == means
+    assert received(marked(on_its_way))[0].wishes == means
     assert given(on_its_way, VOCAB, HYBRID).wishes == means
 
 
@@ -140,13 +143,45 @@ def test_what_was_sent_is_received_and_read_again() -> None:
     on_its_way = sent(extra_args, options)
     assert extra_args == before
     assert on_its_way["another_plugin"] == 3 and len(on_its_way) == 2
-    assert received(on_its_way) == (options, {"another_plugin": 3})
+    assert received(marked(on_its_way)) == (options, {"another_plugin": 3})
     assert given(on_its_way, VOCAB) == options
 
 
 def test_who_passed_no_front_end_shares_with_nobody() -> None:
     options, others = received(None)
     assert options.namespace is None and others is None
+    forged = sent({"other": 1}, RequestOptions([[5]], '[null, "salt", null]'))
+    assert received(forged) == (RequestOptions(), {"other": 1})
+
+
+ANYTHING: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=8,
+)
+SENT = marked(sent(None, RequestOptions([[5, 6]], "n", True, Wishes("hybrid", 2, 3, 4, True))))
+
+
+@given_any(extra_args=ANYTHING | st.fixed_dictionaries({"lookahead": ANYTHING}))
+def test_whatever_arrives_is_no_namespace(extra_args: Any) -> None:
+    options, others = received(extra_args)
+    assert options == RequestOptions()
+    assert others is None or "lookahead" not in others
+
+
+@given_any(name=st.sampled_from(sorted(SENT["lookahead"])), value=ANYTHING, gone=st.booleans())
+def test_options_with_one_wrong_part_are_none(name: str, value: Any, gone: bool) -> None:
+    written = {k: v for k, v in SENT["lookahead"].items() if k != name}
+    options, _ = received({"lookahead": written if gone else {**written, name: value}})
+    if options != RequestOptions():
+        assert name in Wishes._fields or not gone
+        assert isinstance(options.namespace, str | None)
+        assert isinstance(options.enabled, bool)
+        assert all(type(token) is int for reference in options.references for token in reference)
+        kinds = {str: ("proposer",), bool: ("pool_from_prompt",)}
+        for wish, asked in options.wishes._asdict().items():
+            kind = next((kind for kind, names in kinds.items() if wish in names), int)
+            assert asked is None or type(asked) is kind
 
 
 def test_no_two_triples_share_a_namespace() -> None:
