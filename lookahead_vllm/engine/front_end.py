@@ -123,7 +123,7 @@ def _prepare(processor: Any, request: Any) -> None:
     """Write the request's checked options and its namespace into its sampling parameters."""
     if request.sampling_params is None or not config.is_lookahead(processor.vllm_config):
         return
-    params = copy(request.sampling_params)  # of a streamed input all parts have the same ones
+    params = copy(request.sampling_params)  # of a request that a caller made, they are the caller's
     options = _options(processor, params.extra_args)
     if _texts(options):
         tokenized = processor.renderer.tokenize_prompts(*_to_tokenize(options))

@@ -1,6 +1,6 @@
 """Whether a release of vLLM is shaped as lookahead-vllm relies on.
 
-The sources of vLLM are read, not imported. So this takes less than a second, comes before any
+The sources of vLLM are read, not imported. So this takes a second or two, comes before any
 worker starts, and works on an unpacked wheel too (`check(root=...)`).
 """
 

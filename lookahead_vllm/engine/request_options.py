@@ -154,8 +154,9 @@ def received(
 
 def _received(written: dict[str, Any]) -> RequestOptions | None:
     """None for what no front-end has sent."""
-    references, namespace = written.get("reference"), written.get("namespace")
-    enabled = written.get("enabled")
+    if not {"reference", "namespace", "enabled"} <= written.keys():
+        return None
+    references, namespace, enabled = (written[k] for k in ("reference", "namespace", "enabled"))
     if not (namespace is None or isinstance(namespace, str)) or not isinstance(enabled, bool):
         return None
     if not isinstance(references, list) or not all(map(_is_token_ids, references)):

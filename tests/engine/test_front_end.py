@@ -17,7 +17,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequest
 
 from lookahead_vllm.engine.front_end import checked_at_once
-from lookahead_vllm.engine.request_options import RequestError, received
+from lookahead_vllm.engine.request_options import RequestError
 from tests.engine.driving import GREEDY, drafter_of, engine, generate, random_prompts
 from tests.engine.models import save_adapter, save_tiny_model
 from tests.engine.proposers import Recorder
@@ -124,7 +124,9 @@ def test_a_request_that_the_caller_made_is_prepared_too(llama: Path) -> None:
     with engine(llama, {"proposer": "recorder"}) as llm:
         core = llm.llm_engine
         request = made("by-hand", {"lookahead_namespace": "n"})
-        core.add_request("by-hand", request, request.params)
+        params = request.params
+        core.add_request("by-hand", request, params)
+        assert params.extra_args == {"lookahead_namespace": "n"}
         ready = core.input_processor.process_inputs(
             "ready",
             TokensPrompt(prompt_token_ids=[5, 6], cache_salt="s"),
@@ -140,17 +142,6 @@ def test_a_request_that_the_caller_made_is_prepared_too(llama: Path) -> None:
         bad = made("bad", {"lookahead_x": 1})
         with pytest.raises(RequestError, match="lookahead_x was given"):
             core.add_request("bad", bad, bad.params)
-
-        # vLLM makes all parts of a streamed input with the same parameters.
-        params = SamplingParams(extra_args={"lookahead_namespace": "n"})
-        params.skip_clone = True
-        namespaces = []
-        for salt in ("s", "t"):
-            prompt = TokensPrompt(prompt_token_ids=[5, 6], cache_salt=salt)
-            part = core.input_processor.process_inputs("id", prompt, params, ("generate",))
-            namespaces.append(received(part.sampling_params.extra_args)[0].namespace)
-        assert namespaces == ['[null, "s", "n"]', '[null, "t", "n"]']
-        assert params.extra_args == {"lookahead_namespace": "n"}
 
 
 def test_references_and_adapters_never_change_the_text(llama: Path, adapter: LoRARequest) -> None:
