@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import reprlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
-
-from vllm import envs
 
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.draft.registry import PROPOSERS
@@ -38,22 +38,43 @@ _FLAGS = {
 }
 
 
-def requested_options(args: EngineArgs) -> LookaheadOptions | None:
-    """The options of whoever asks for lookahead, in any spelling; None for everyone else.
+def asks(args: Any) -> bool:
+    """Whether these engine arguments, of any release of vLLM, ask for lookahead."""
+    given = getattr(args, "speculative_config", None)
+    if isinstance(given, str):  # as in old releases
+        with suppress(ValueError, RecursionError):
+            given = json.loads(given)
+    methods = [getattr(args, "spec_method", None), given]
+    models = [getattr(args, name, None) for name in ("spec_model", "speculative_model")]
+    if isinstance(given, Mapping):
+        methods.append(given.get("method"))
+        models.append(given.get("model"))
+    return any(isinstance(method, str) and method in NAMES for method in methods) or any(
+        isinstance(model, str) and model in (*NAMES, *PROPOSER_PATHS) for model in models
+    )
+
+
+def requested_options(args: EngineArgs) -> LookaheadOptions:
+    """The options of who asks for lookahead, under a release that fits.
 
     Raises
     ------
     OptionError
         One sentence: what was given, what is allowed, what to write.
     """
-    given = {k.replace("-", "_"): v for k, v in (args.speculative_config or {}).items()}
+    from vllm import envs
+
+    given = args.speculative_config or {}
+    if not isinstance(given, dict):
+        raise OptionError(
+            f"speculative_config={reprlib.repr(given)} was given, but it must be a dict; write for "
+            'instance {"method": "lookahead"}'
+        )
+    given = {str(k).replace("-", "_"): v for k, v in given.items()}
     flags = {key: getattr(args, attr) for key, (attr, _) in _FLAGS.items()}
     flags = {key: value for key, value in flags.items() if value is not None}
     settings: dict[str, Any] = {**given, **flags}
     method, model = settings.pop("method", None), settings.pop("model", None)
-    if not (method in NAMES or model in NAMES or model in PROPOSER_PATHS):
-        return None
-
     for key in given.keys() & flags.keys():
         raise OptionError(
             f"{key} was given twice, as {_FLAGS[key][1]} {flags[key]} and in --speculative-config "
@@ -71,7 +92,7 @@ def requested_options(args: EngineArgs) -> LookaheadOptions | None:
         )
     if model in PROPOSER_PATHS:
         settings.setdefault("proposer", PROPOSER_PATHS[model])
-    if envs.VLLM_USE_V2_MODEL_RUNNER:
+    if getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", None):
         raise OptionError(
             "VLLM_USE_V2_MODEL_RUNNER=1 is set, but only vLLM's first model runner verifies "
             "lookahead's trees, with the same output; unset it, or leave lookahead out of the "
@@ -107,6 +128,14 @@ def apply(config: VllmConfig, options: LookaheadOptions) -> None:
     OptionError
         The config asks for something that lookahead cannot serve exactly.
     """
+    from vllm import envs
+
+    if envs.VLLM_USE_RUST_FRONTEND:
+        raise OptionError(
+            "VLLM_USE_RUST_FRONTEND=1 is set, but only vLLM's Python front-end passes lookahead's "
+            "namespaces and request options on; unset it, or leave lookahead out of the "
+            "speculative config"
+        )
     parallel = config.parallel_config
     if (size := parallel.pipeline_parallel_size) > 1:
         raise OptionError(

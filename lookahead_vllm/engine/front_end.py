@@ -1,6 +1,6 @@
 """What happens to a request before the engine sees it: checked, tokenized, given its namespace.
 
-Four of vLLM's functions are wrapped, in processes where somebody asked for lookahead; requests
+Six of vLLM's functions are wrapped, in processes where somebody asked for lookahead; requests
 of an engine that does not serve it pass through untouched. What comes back beside the answers,
 the metrics, is the affair of `stat_logger.py`.
 """
@@ -25,11 +25,12 @@ from lookahead_vllm.engine.request_options import RequestError, RequestOptions
 
 @functools.cache
 def install() -> None:
-    """Wrap the four functions and let the metrics in, once in each process."""
+    """Wrap the functions and let the metrics in, once in each process."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.llm_engine import LLMEngine
 
     from lookahead_vllm.engine import stat_logger
 
@@ -38,6 +39,8 @@ def install() -> None:
         ChatCompletionRequest.to_sampling_params
     )
     AsyncLLM.generate = checked_at_once(AsyncLLM.generate)
+    AsyncLLM.add_request = prepared_if_ready(AsyncLLM.add_request)
+    LLMEngine.add_request = prepared_if_ready(LLMEngine.add_request)
     InputProcessor.process_inputs = prepared(InputProcessor.process_inputs)
     SamplingParams._validate_spec_decode = serving_every_parameter(
         SamplingParams._validate_spec_decode
@@ -63,10 +66,12 @@ def checked_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
 
     vLLM's own runs only once the answer is iterated, when the status of a stream has been sent.
     """
+    from vllm.v1.engine import EngineCoreRequest
 
     @functools.wraps(original)
     def generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        if not config.is_lookahead(self.vllm_config):
+        ready = isinstance(prompt, EngineCoreRequest)  # add_request looks at its parameters
+        if ready or not config.is_lookahead(self.vllm_config):
             return original(self, prompt, sampling_params, *args, **kwargs)
         options = _options(self, sampling_params.extra_args)
         if not options.references:
@@ -144,34 +149,51 @@ _live_references: WeakKeyDictionary[Any, LiveReferences] = WeakKeyDictionary()
 
 
 def prepared(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`InputProcessor.process_inputs`, through which every request of every entry point goes.
-
-    The request comes out with its own copy of the sampling parameters, which we write to.
-    """
+    """`InputProcessor.process_inputs`, through which requests of every entry point go."""
 
     @functools.wraps(original)
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = original(self, *args, **kwargs)
-        params = request.sampling_params
-        if params is None or not config.is_lookahead(self.vllm_config):
-            return request
-        options = _options(self, params.extra_args)
-        if _texts(options):
-            tokenized = self.renderer.tokenize_prompts(*_to_tokenize(options))
-            options = _filled_in(options, tokenized)
-        adapter = request.lora_request.lora_name if request.lora_request else None
-        namespace = request_options.shared_namespace(
-            config.options_of(self.vllm_config).share,
-            adapter,
-            request.cache_salt,
-            options.namespace,
-        )
-        params.extra_args = request_options.sent(
-            params.extra_args, replace(options, namespace=namespace)
-        )
+        _prepare(self, request)
         return request
 
     return process_inputs
+
+
+def prepared_if_ready(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`add_request` of an engine, which also takes an `EngineCoreRequest` that a caller made."""
+    from vllm.v1.engine import EngineCoreRequest
+
+    @functools.wraps(original)
+    def add_request(self: Any, request_id: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(prompt, EngineCoreRequest):
+            params = prompt.sampling_params
+            if params is not None and not request_options.is_marked(params.extra_args):
+                _prepare(self.input_processor, prompt)
+        return original(self, request_id, prompt, *args, **kwargs)
+
+    return add_request
+
+
+def _prepare(processor: Any, request: Any) -> None:
+    """Write the request's checked options and its namespace into its sampling parameters."""
+    if request.sampling_params is None or not config.is_lookahead(processor.vllm_config):
+        return
+    params = copy(request.sampling_params)  # of a request that a caller made, they are the caller's
+    options = _options(processor, params.extra_args)
+    if _texts(options):
+        tokenized = processor.renderer.tokenize_prompts(*_to_tokenize(options))
+        options = _filled_in(options, tokenized)
+    adapter = request.lora_request.lora_name if request.lora_request else None
+    namespace = request_options.shared_namespace(
+        config.options_of(processor.vllm_config).share,
+        adapter,
+        request.cache_salt,
+        options.namespace,
+    )
+    options = replace(options, namespace=namespace)
+    params.extra_args = request_options.sent(params.extra_args, options)
+    request.sampling_params = params
 
 
 def serving_every_parameter(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,76 +1,185 @@
 """The entry point `vllm.general_plugins`: puts `lookahead` among vLLM's speculative methods.
 
-Two functions of `EngineArgs` are wrapped (see `seams.py`); for anyone who does not ask for
-lookahead they only add two flags to `--help`. Who asks for it also gets `front_end.py`.
+Two functions of `EngineArgs` are wrapped (see `seams.py`). For anyone who does not ask for
+lookahead they add two flags to `--help` and nothing else: whatever is needed beyond this module
+is imported when somebody asks, and after `release.check`.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import logging
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
-from lookahead_vllm import compiled
-from lookahead_vllm.engine import config, front_end, release, shutdown
+HOME = "vllm.engine.arg_utils"
+"""The module of `EngineArgs`."""
 
-logger = logging.getLogger("vllm.lookahead")
+FLAGS: dict[str, dict[str, Any]] = {
+    "--speculative-model": dict(
+        dest="spec_model",
+        metavar="NAME",
+        default=argparse.SUPPRESS,
+        help="'[lookahead]' drafts from the n-grams of prompts and past outputs and verifies "
+        "them as trees; the output stays token for token what it is without. Quote the "
+        "brackets in zsh. Any other value means the same as --spec-model.",
+    ),
+    "--num-speculative-tokens": dict(
+        dest="spec_tokens",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="The decoding length: the most draft tokens that one request may have verified "
+        "in one step. The same as --spec-tokens. Further options (branch_length, max_nodes, "
+        "share, ...) go into --speculative-config, for instance "
+        "--speculative-config.branch_length 12.",
+    ),
+}
 
 
 def register() -> None:
-    """Called by vLLM in every process, possibly more than once."""
-    from vllm.engine.arg_utils import EngineArgs
+    """Called by vLLM in every process, possibly more than once.
 
-    if getattr(EngineArgs, "_lookahead_registered", False):
+    Workers and engine processes never import `EngineArgs`, so this does not import it either.
+    """
+    module = sys.modules.get(HOME)
+    if module is None and _exists(HOME):
+        if not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _WhenImported())
+    else:
+        wrap(getattr(module or sys.modules.get("vllm"), "EngineArgs", None))
+
+
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+class _WhenImported:
+    """A finder of `sys.meta_path` that wraps `EngineArgs` once its module is imported."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != HOME:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        execute = getattr(spec and spec.loader, "exec_module", None)
+        if spec is None or execute is None:
+            return None
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            wrap(getattr(module, "EngineArgs", None))
+
+        spec.loader.exec_module = exec_module  # type: ignore[union-attr, method-assign]
+        return spec
+
+
+def wrap(engine_args: Any) -> None:
+    """Wrap what there is of the functions of `EngineArgs`, once."""
+    if not isinstance(engine_args, type) or "_lookahead_registered" in vars(engine_args):
         return
-    _wrap_add_cli_args(EngineArgs)
-    _wrap_create_engine_config(EngineArgs)
-    EngineArgs._lookahead_registered = True
+    engine_args._lookahead_registered = True  # type: ignore[attr-defined]
+    _replace(engine_args, "add_cli_args", _offering_flags(engine_args))
+    if not _replace(engine_args, "create_engine_config", _serving):
+        _replace(engine_args, "__post_init__", _refusing)
 
 
-def _wrap_add_cli_args(engine_args: Any) -> None:
-    original = engine_args.add_cli_args
+def _replace(cls: type, name: str, wrapper: Callable[[Any], Any]) -> bool:
+    """Whether `cls` defines this function, which may be a static or a class method."""
+    original = vars(cls).get(name)
+    if isinstance(original, staticmethod | classmethod):
+        setattr(cls, name, type(original)(wrapper(original.__func__)))
+    elif callable(original):
+        setattr(cls, name, wrapper(original))
+    else:
+        return False
+    return True
 
-    @functools.wraps(original)
-    def add_cli_args(parser: Any) -> Any:
-        parser = original(parser)
+
+# ---- flags ---------------------------------------------------------------------------------------
+
+
+def _offering_flags(engine_args: type) -> Callable[[Any], Any]:
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def add_cli_args(*args: Any, **kwargs: Any) -> Any:
+            parser = original(*args, **kwargs)
+            if isinstance(parser, argparse.ArgumentParser):
+                _offer_flags(parser, engine_args)
+            return parser
+
+        return add_cli_args
+
+    return wrapper
+
+
+def _offer_flags(parser: Any, engine_args: type) -> None:
+    """Let `parser` know our flags once one of them is given, or help is asked for.
+
+    Not before: another plugin, or the user's script, may add flags of the same names after us, and
+    a flag that is there makes abbreviations of others ambiguous.
+    """
+    parse, help_text = parser.parse_known_args, parser.format_help
+    ours: set[str] = set()
+
+    @functools.wraps(parse)
+    def parse_known_args(args: Any = None, *others: Any, **kwargs: Any) -> Any:
+        given = {str(arg).partition("=")[0] for arg in (sys.argv[1:] if args is None else args)}
+        if not given.isdisjoint(FLAGS):
+            ours.update(_add_flags(parser))
+            if "--speculative-model" in given & ours and not hasattr(engine_args, "spec_model"):
+                from lookahead_vllm.engine import release
+
+                release.check()
+        return parse(args, *others, **kwargs)
+
+    @functools.wraps(help_text)
+    def format_help() -> Any:
+        ours.update(_add_flags(parser))
+        return help_text()
+
+    parser.parse_known_args, parser.format_help = parse_known_args, format_help
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> set[str]:
+    """Add those of our flags that nobody else has added; says which."""
+    free = {name: flag for name, flag in FLAGS.items() if name not in parser._option_string_actions}
+    if free:
         group = parser.add_argument_group(
             title="Lookahead",
             description="Lossless speculative decoding without a draft model (lookahead-vllm).",
         )
-        group.add_argument(
-            "--speculative-model",
-            dest="spec_model",
-            metavar="NAME",
-            default=argparse.SUPPRESS,
-            help="'[lookahead]' drafts from the n-grams of prompts and past outputs and verifies "
-            "them as trees; the output stays token for token what it is without. Quote the "
-            "brackets in zsh. Any other value means the same as --spec-model.",
-        )
-        group.add_argument(
-            "--num-speculative-tokens",
-            dest="spec_tokens",
-            type=int,
-            default=argparse.SUPPRESS,
-            help="The decoding length: the most draft tokens that one request may have verified "
-            "in one step. The same as --spec-tokens. Further options (branch_length, max_nodes, "
-            "share, ...) go into --speculative-config, for instance "
-            "--speculative-config.branch_length 12.",
-        )
-        return parser
-
-    engine_args.add_cli_args = staticmethod(add_cli_args)
+        for name, flag in free.items():
+            group.add_argument(name, **flag)
+    return set(free)
 
 
-def _wrap_create_engine_config(engine_args: Any) -> None:
-    original = engine_args.create_engine_config
+# ---- the engine's config -------------------------------------------------------------------------
+
+
+def _serving(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`EngineArgs.create_engine_config` that knows lookahead."""
 
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        options = config.requested_options(self)
-        if options is None:
+        from lookahead_vllm.engine import config
+
+        if not config.asks(self):
             return original(self, *args, **kwargs)
+        from lookahead_vllm.engine import release
+
         release.check()
+        from lookahead_vllm import compiled
+        from lookahead_vllm.engine import front_end, shutdown
+
+        options = config.requested_options(self)
         with config.as_custom_class(self, options):
             vllm_config = original(self, *args, **kwargs)
         config.apply(vllm_config, options)
@@ -80,4 +189,20 @@ def _wrap_create_engine_config(engine_args: Any) -> None:
             shutdown.allow_time_to_end()
         return vllm_config
 
-    engine_args.create_engine_config = create_engine_config
+    return create_engine_config
+
+
+def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`EngineArgs.__post_init__` of a release that makes its config elsewhere."""
+
+    @functools.wraps(original)
+    def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        from lookahead_vllm.engine import config
+
+        if config.asks(self):
+            from lookahead_vllm.engine import release
+
+            release.check()
+
+    return post_init

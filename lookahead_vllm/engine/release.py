@@ -1,6 +1,6 @@
 """Whether a release of vLLM is shaped as lookahead-vllm relies on.
 
-The sources of vLLM are read, not imported. So this takes less than a second, comes before any
+The sources of vLLM are read, not imported. So this takes a second or two, comes before any
 worker starts, and works on an unpacked wheel too (`check(root=...)`).
 """
 
@@ -45,7 +45,10 @@ def check(root: Path | None = None) -> None:
 def problems(root: Path | None = None) -> Iterator[str]:
     """All places that differ, see `check`."""
     package = _package(root)
+    version = _version(package)
     for seam in SEAMS:
+        if seam.releases and version not in seam.releases:
+            continue
         if problem := _problem(package, seam):
             yield problem
     for module, name in sorted(_imported()):
@@ -65,17 +68,31 @@ def _package(root: Path | None) -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
+def _version(package: Path) -> str | None:
+    """As in "0.33"; a checkout that was not built has none."""
+    path = package / "_version.py"
+    if path.is_file():
+        for node in _parse(path).body:
+            value = node.value if isinstance(node, ast.Assign) else None
+            if isinstance(value, ast.Constant) and "__version__" in _bound(node):
+                return ".".join(str(value.value).split(".")[:2])
+    return None
+
+
 def _problem(package: Path, seam: Seam) -> str | None:
     path = _file(package, seam.module)
     if path is None:
         return f"there is no module {seam.module}"
     scope: ast.AST = _parse(path)
-    for part in seam.name.split("."):
+    for part in filter(None, seam.name.split(".")):
         found = next((n for n in _definitions(scope) if n.name == part), None)
         if found is None:
             return f"{seam.module} has no {seam.name}"
         scope = found
-    if isinstance(scope, ast.ClassDef):
+    if isinstance(scope, ast.Module):
+        missing = {name for name in seam.needs if not _offers(package, path, name)}
+        kind = "name"
+    elif isinstance(scope, ast.ClassDef):
         missing = set(seam.needs) - set(_members(scope))
         kind = "attribute"
     else:
@@ -86,7 +103,8 @@ def _problem(package: Path, seam: Seam) -> str | None:
         }
         kind = "parameter"
     if missing:
-        return f"{seam.name} has no {kind} {min(missing)!r}"
+        names = ", ".join(map(repr, sorted(missing)))
+        return f"{seam.name or seam.module} has no {kind} {names}"
     return None
 
 
@@ -98,7 +116,7 @@ def _file(package: Path, module: str) -> Path | None:
 def _imported() -> set[tuple[str, str]]:
     """Module and name of everything that is imported from vLLM here; without a name, a module."""
     found: set[tuple[str, str]] = set()
-    for path in Path(__file__).parent.glob("*.py"):
+    for path in Path(__file__).parent.rglob("*.py"):
         for node in ast.walk(_parse(path)):
             if isinstance(node, ast.ImportFrom):
                 found.update((node.module or "", alias.name) for alias in node.names)
@@ -114,23 +132,38 @@ def _offers(package: Path, path: Path, name: str) -> bool:
         if folder.with_suffix(".py").is_file() or (folder / "__init__.py").is_file():
             return True
     for node in _top_level(_parse(path)):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            bound = {node.name}
-        elif isinstance(node, ast.ImportFrom):
-            bound = {alias.asname or alias.name for alias in node.names}
-            if bound == {"*"}:
-                parts = path.relative_to(package.parent).parts[: -node.level or None]
-                module = ".".join((*parts, node.module or "")) if node.level else str(node.module)
-                other = _file(package, module)
-                bound = {name} if other is not None and _offers(package, other, name) else set()
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            bound = {target.id for target in targets if isinstance(target, ast.Name)}
-        else:
-            continue
+        bound = _bound(node)
+        if isinstance(node, ast.ImportFrom) and bound == {"*"}:
+            parts = path.relative_to(package.parent).parts[: -node.level or None]
+            module = ".".join((*parts, node.module or "")) if node.level else str(node.module)
+            other = _file(package, module)
+            bound = {name} if other is not None and _offers(package, other, name) else set()
         if name in bound:
             return True
     return False
+
+
+def _bound(node: ast.AST) -> set[str]:
+    """The names that a statement binds in its scope."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return {node.name}
+    if isinstance(node, ast.ImportFrom | ast.Import):
+        return {alias.asname or alias.name for alias in node.names}
+    return {target.id for target in _targets(node) if isinstance(target, ast.Name)}
+
+
+def _targets(node: ast.AST) -> Iterator[ast.expr]:
+    """What a statement assigns to."""
+    if isinstance(node, ast.Assign):
+        targets = list(node.targets)
+    elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.For):
+        targets = [node.target]
+    elif isinstance(node, ast.With):
+        targets = [item.optional_vars for item in node.items if item.optional_vars]
+    else:
+        return
+    for target in targets:
+        yield from target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
 
 
 def _top_level(module: ast.AST) -> Iterator[ast.AST]:
@@ -156,12 +189,14 @@ def _definitions(
 
 def _members(cls: ast.ClassDef) -> Iterator[str]:
     """Methods, class attributes, and what the methods assign to `self`."""
-    for node in ast.walk(cls):
+    for node in _top_level(cls):
+        yield from _bound(node)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name
-        elif isinstance(node, ast.AnnAssign | ast.Assign):
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                if isinstance(target, ast.Attribute):
-                    yield target.attr
-                elif isinstance(target, ast.Name):
-                    yield target.id
+            for inner in ast.walk(node):
+                for target in _targets(inner):
+                    if isinstance(target, ast.Attribute) and _is_self(target.value):
+                        yield target.attr
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.registry import HAVE_WINDOW
@@ -26,8 +27,14 @@ from lookahead_vllm.engine.config import KEY
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
+logger = init_logger(f"vllm.{__name__}")
+
 NAMES = ("reference", "namespace", "enabled", *Wishes._fields)
 FLAT = {f"{KEY}_{name}": name for name in NAMES}
+
+MARK = "passed"
+"""The front-end's mark beside a request's options. Its value is bytes, which no JSON of a client
+can hold, so that options that another way than the front-end's has let through are not believed."""
 
 MAX_REFERENCES = 64
 BYTES_PER_TOKEN = 4
@@ -136,6 +143,7 @@ def sent(extra_args: Mapping[str, Any] | None, options: RequestOptions) -> dict[
             "namespace": options.namespace,
             "enabled": options.enabled,
             **{k: v for k, v in options.wishes._asdict().items() if v is not None},
+            MARK: b"",
         },
     }
 
@@ -154,20 +162,55 @@ def without_references(params: SamplingParams) -> SamplingParams:
     return params
 
 
+def is_marked(extra_args: Any) -> bool:
+    """Whether these have passed the front-end."""
+    written = extra_args.get(KEY) if isinstance(extra_args, Mapping) else None
+    return isinstance(written, dict) and isinstance(written.get(MARK), bytes)
+
+
 def received(
     extra_args: Mapping[str, Any] | None,
 ) -> tuple[RequestOptions, dict[str, Any] | None]:
     """What the front-end sent, and `extra_args` without it, as custom logits processors know them.
 
-    A request that did not pass the front-end shares with nobody.
+    A request that did not pass the front-end shares with nobody. Whatever arrives, nothing is
+    raised.
     """
-    others = {k: v for k, v in (extra_args or {}).items() if k != KEY} or None
-    written = (extra_args or {}).get(KEY)
-    if written is None:
+    if not isinstance(extra_args, Mapping):
+        return RequestOptions(), None
+    others = {k: v for k, v in extra_args.items() if k != KEY} or None
+    options = _received(extra_args[KEY]) if is_marked(extra_args) else None
+    if options is None:
+        logger.warning_once(
+            "A request reached the engine by a way on which lookahead does not see it: its "
+            "namespace and options have no effect, and it shares with nobody."
+        )
         return RequestOptions(), others
+    return options, others
+
+
+def _received(written: dict[str, Any]) -> RequestOptions | None:
+    """None for what no front-end has sent."""
+    if not {"reference", "namespace", "enabled"} <= written.keys():
+        return None
+    references, namespace, enabled = (written[k] for k in ("reference", "namespace", "enabled"))
+    if not (namespace is None or isinstance(namespace, str)) or not isinstance(enabled, bool):
+        return None
+    if not isinstance(references, list) or not all(map(_is_token_ids, references)):
+        return None
     wishes = Wishes(**{name: written.get(name) for name in Wishes._fields})
-    references = [np.frombuffer(reference, "<i4") for reference in written["reference"]]
-    return RequestOptions(references, written["namespace"], written["enabled"], wishes), others
+    for wish, kind in zip(wishes, _WISH_TYPES, strict=True):
+        if wish is not None and type(wish) is not kind:
+            return None
+    arrays = [np.frombuffer(reference, "<i4") for reference in references]
+    return RequestOptions(arrays, namespace, enabled, wishes)
+
+
+_WISH_TYPES = (str, int, int, int, bool)
+
+
+def _is_token_ids(reference: Any) -> bool:
+    return isinstance(reference, bytes) and len(reference) % 4 == 0
 
 
 def shared_namespace(

@@ -8,7 +8,9 @@ from typing import NamedTuple
 class Seam(NamedTuple):
     """One place in vLLM that we override, wrap or read.
 
-    `needs` are parameters where `name` is a function, attributes or methods where it is a class.
+    `needs` are parameters where `name` is a function, attributes or methods where it is a class,
+    and what the module binds where `name` is empty. A place that not all supported releases have
+    names those that have it in `releases`, as in "0.33".
     """
 
     module: str
@@ -16,9 +18,11 @@ class Seam(NamedTuple):
     needs: tuple[str, ...]
     why: str
     until: str
+    releases: tuple[str, ...] = ()
 
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
+_PUBLIC = "never: it is public"
 _CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 
 SEAMS = (
@@ -49,7 +53,7 @@ SEAMS = (
         "ModelConfig",
         ("get_hidden_size", "get_total_num_hidden_layers", "get_vocab_size"),
         "called: how large the model is, by which the paper chooses a window",
-        "never: it is public",
+        _PUBLIC,
     ),
     Seam(
         "vllm.v1.spec_decode.custom_class_proposer",
@@ -65,6 +69,16 @@ SEAMS = (
         (),
         "wrapped: checks a request's lookahead options and sends them, with its namespace, along",
         "plugins may process requests; NewRequestData has cache_salt",
+    ),
+    *(
+        Seam(
+            f"vllm.v1.engine.{module}",
+            f"{name}.add_request",
+            ("request_id", "prompt"),
+            "wrapped: the same for an EngineCoreRequest that a caller made",
+            "vLLM takes none any more",
+        )
+        for module, name in (("async_llm", "AsyncLLM"), ("llm_engine", "LLMEngine"))
     ),
     Seam(
         "vllm.v1.engine.async_llm",
@@ -85,7 +99,7 @@ SEAMS = (
         "vllm.v1.engine.__init__",
         "EngineCoreRequest",
         ("sampling_params", "lora_request", "cache_salt"),
-        "read: the parts of a namespace; its sampling_params are a copy, whose extra_args we set",
+        "read: the parts of a namespace; set: sampling_params, a copy with other extra_args",
         "as above",
     ),
     Seam(
@@ -303,7 +317,7 @@ SEAMS = (
             *("decode_context_parallel_size", "prefill_context_parallel_size", "use_ubatching"),
         ),
         "read: which rank of its engine a worker is, and whether a step is one batch of them",
-        "never: it is public",
+        _PUBLIC,
     ),
     Seam(
         "vllm.distributed.parallel_state",
@@ -670,6 +684,407 @@ SEAMS = (
         "_cached_get_attn_backend",
         ("attn_selector_config",),
         "its cache is cleared: a plain engine in the same process may have filled it",
+        "as above",
+    ),
+    # What is read, or called, on the way: the engine's config.
+    Seam(
+        "vllm.config.vllm",
+        "VllmConfig",
+        (
+            *("model_config", "cache_config", "parallel_config", "scheduler_config"),
+            *("speculative_config", "kv_transfer_config", "additional_config", "compute_hash"),
+            *("compilation_config", "use_v2_model_runner"),
+        ),
+        "read: what the engine is; set: additional_config, in which our options ride",
+        _PUBLIC,
+    ),
+    Seam(
+        "vllm.config.model",
+        "ModelConfig",
+        (
+            *("model", "hf_text_config", "runner_type", "is_hybrid", "is_attention_free"),
+            *("is_encoder_decoder", "is_mm_prefix_lm", "rswa_window", "logits_processors"),
+            *("served_model_name", "seed", "max_model_len"),
+        ),
+        "read: which models lookahead serves, and with trees",
+        _PUBLIC,
+    ),
+    Seam(
+        "vllm.config.parallel",
+        "ParallelConfig",
+        ("pipeline_parallel_size", "data_parallel_index", "worker_cls"),
+        "read: what is refused; set: worker_cls",
+        _PUBLIC,
+    ),
+    Seam(
+        "vllm.config.scheduler",
+        "SchedulerConfig",
+        ("scheduler_cls", "max_num_seqs", "max_num_batched_tokens"),
+        "read: bounds of a step; set: scheduler_cls",
+        _PUBLIC,
+    ),
+    Seam(
+        "vllm.config.speculative",
+        "SpeculativeConfig",
+        ("model",),
+        "read: whether it is ours",
+        _PUBLIC,
+    ),
+    Seam("vllm.config.cache", "CacheConfig", ("cache_dtype",), "read: of the KV cache", _PUBLIC),
+    Seam(
+        "vllm.config.compilation",
+        "CompilationConfig",
+        ("static_forward_context", "cudagraph_mode"),
+        "read: the attention layers; which steps run as CUDA graphs",
+        "the runner offers its layers",
+    ),
+    Seam(
+        "vllm.config.compilation",
+        "CUDAGraphMode",
+        ("FULL", "has_full_cudagraphs"),
+        "as above",
+        _PUBLIC,
+    ),
+    Seam(
+        "vllm.envs",
+        "",
+        ("VLLM_USE_RUST_FRONTEND", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_CACHE_ROOT"),
+        "read: two are refused; where measured costs are kept",
+        _PUBLIC,
+    ),
+    Seam(
+        "vllm",
+        "",
+        ("__version__", "__version_tuple__"),
+        "read: measured costs belong to one version; 0.33 takes equally many masks of every "
+        "request of a step, 0.32 does not (EQUALLY_MANY_MASKS)",
+        "0.32 is no longer supported",
+    ),
+    Seam(
+        "vllm.platforms.interface",
+        "Platform",
+        ("fp8_dtype", "get_device_name", "is_cpu"),
+        "read: the device",
+        _PUBLIC,
+    ),
+    Seam(
+        "vllm.logger",
+        "_VllmLogger",
+        ("info_once", "warning_once", "error_once"),
+        "called",
+        _PUBLIC,
+    ),
+    # The same: requests.
+    Seam(
+        "vllm.sampling_params",
+        "SamplingParams",
+        (
+            *("extra_args", "max_tokens", "min_tokens", "stop_token_ids", "eos_token_id"),
+            *("min_p", "logit_bias", "structured_outputs"),
+            *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+        ),
+        "read: what a request asks for; set: extra_args, in a copy",
+        _PUBLIC,
+    ),
+    Seam("vllm.lora.request", "LoRARequest", ("lora_name",), "read: part of a namespace", _PUBLIC),
+    Seam(
+        "vllm.v1.engine.input_processor",
+        "InputProcessor",
+        ("vllm_config", "model_config", "renderer"),
+        "read: what a request is checked against",
+        "as above",
+    ),
+    *(
+        Seam(
+            f"vllm.v1.engine.{module}",
+            name,
+            ("vllm_config", "model_config", "renderer", "input_processor"),
+            "as above",
+            "as above",
+        )
+        for module, name in (("async_llm", "AsyncLLM"), ("llm_engine", "LLMEngine"))
+    ),
+    Seam(
+        "vllm.renderers.params",
+        "TokenizeParams",
+        ("max_total_tokens", "add_special_tokens"),
+        "made: how references are tokenized",
+        "as above",
+    ),
+    Seam(
+        "vllm.tokenizers.protocol",
+        "TokenizerLike",
+        ("encode", "get_vocab"),
+        "called: tokenizes what a grammar dictates; a cache file belongs to one vocabulary",
+        _PUBLIC,
+    ),
+    Seam(
+        "vllm.v1.request",
+        "Request",
+        (
+            *("request_id", "sampling_params", "structured_output_request"),
+            *("use_structured_output", "is_prefill_chunk", "is_finished", "num_output_tokens"),
+        ),
+        "read: which drafts a grammar looks at, and how long they may be",
+        "structured output knows of trees",
+    ),
+    Seam(
+        "vllm.v1.structured_output.request",
+        "StructuredOutputRequest",
+        ("grammar",),
+        "as above",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.structured_output.__init__",
+        "ConstraintBounds",
+        ("grammar_start", "constraint_start"),
+        "as above",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.structured_output.__init__",
+        "StructuredOutputManager",
+        ("_masked_reasoning_ends",),
+        "called: tokens with which the reasoning cannot end; 0.32 knows none",
+        "0.32 is no longer supported",
+        releases=("0.33",),
+    ),
+    Seam(
+        "vllm.v1.structured_output.backend_types",
+        "StructuredOutputBackend",
+        ("allocate_token_bitmask",),
+        "called: room for the masks of the nodes",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.structured_output.backend_xgrammar",
+        "XgrammarGrammar",
+        ("matcher",),
+        "read: the one text with which it lets an answer go on",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.structured_output.backend_guidance",
+        "GuidanceGrammar",
+        ("ll_matcher",),
+        "as above",
+        "as above",
+    ),
+    # The same: a step.
+    Seam(
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        ("scheduled_new_reqs", "scheduled_spec_decode_tokens", "num_scheduled_tokens"),
+        "read: what a step does",
+        "custom proposers may return trees",
+    ),
+    Seam(
+        "vllm.v1.core.sched.output",
+        "NewRequestData",
+        ("req_id", "sampling_params", "prompt_token_ids"),
+        "read: a new request; set: sampling_params, a copy without our part",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.core.kv_cache_coordinator",
+        "KVCacheCoordinator",
+        ("single_type_managers",),
+        "read: free blocks",
+        "vLLM takes back blocks that hold rejected tokens alone",
+    ),
+    Seam(
+        _RUNNER,
+        "",
+        ("build_logitsprocs",),
+        "wrapped while a runner is built, see build_logitsprocs",
+        "as above",
+    ),
+    Seam(
+        _RUNNER,
+        "GPUModelRunner",
+        (
+            *("_attn_group_iterator", "_sync_device", "max_num_tokens", "model", "device"),
+            *("vllm_config", "cache_config", "compilation_config", "parallel_config"),
+            *("scheduler_config", "seq_lens"),
+        ),
+        "read: the batch, and how it is attended to",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.worker.gpu_input_batch",
+        "InputBatch",
+        (
+            *("req_id_to_index", "req_ids", "num_reqs", "token_ids_cpu", "num_prompt_tokens"),
+            *("num_tokens_no_spec", "num_computed_tokens_cpu", "block_table", "generators"),
+            *("sampling_metadata", "thinking_budget_state_holder"),
+        ),
+        "read: the rows of the batch",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.worker.gpu_input_batch",
+        "CachedRequestState",
+        ("block_ids", "sampling_params", "output_token_ids"),
+        "read: what a row stands for; set: block_ids, without those given back",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.worker.block_table",
+        "MultiGroupBlockTable",
+        ("block_tables",),
+        "read: the tables of all KV cache groups",
+        "as above",
+    ),
+    Seam("vllm.v1.utils", "CpuGpuBuffer", ("np", "gpu"), "read: buffers of the runner", "as above"),
+    Seam(
+        "vllm.v1.kv_cache_interface",
+        "KVCacheConfig",
+        ("kv_cache_groups", "num_blocks"),
+        "read: the KV cache",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.kv_cache_interface",
+        "KVCacheGroupSpec",
+        ("layer_names",),
+        "as above",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.worker.utils",
+        "AttentionGroup",
+        ("backend", "layer_names", "get_metadata_builder"),
+        "read: the builders that are handed the trees",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.spec_decode.metadata",
+        "SpecDecodeMetadata",
+        ("num_draft_tokens",),
+        "read: how many nodes each request has",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.outputs",
+        "SamplerOutput",
+        ("sampled_token_ids", "logprobs_tensors"),
+        "made: of roots and nodes",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.sample.metadata",
+        "SamplingMetadata",
+        ("max_num_logprobs",),
+        "read",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.sample.sampler",
+        "Sampler",
+        ("topk_topp_sampler", "use_fp64_gumbel"),
+        "read; set: topk_topp_sampler, see gumbel_sample",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.sample.ops.topk_topp_sampler",
+        "TopKTopPSampler",
+        ("logprobs_mode", "use_fp64_gumbel"),
+        "read: ours does what it does",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.sample.thinking_budget_state",
+        "ThinkingBudgetStateHolder",
+        ("has_tracked_requests", "update_state", "apply_to_logits"),
+        "called: for the nodes of a step",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.sample.logits_processor.interface",
+        "LogitsProcessor",
+        ("apply", "update_state"),
+        "as above",
+        "as above",
+    ),
+    Seam(
+        "vllm.model_executor.models.interfaces_base",
+        "VllmModelForTextGeneration",
+        ("compute_logits",),
+        "called: its time is part of a step's",
+        _PUBLIC,
+    ),
+    # The same: attention.
+    Seam(
+        "vllm.v1.attention.backends.registry",
+        "AttentionBackendEnum",
+        ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN"),
+        "replaced, see register_backend",
+        "as above",
+    ),
+    Seam("vllm.v1.attention.backend", "AttentionType", ("DECODER",), "read", _PUBLIC),
+    Seam(
+        "vllm.v1.attention.backend",
+        "AttentionLayer",
+        ("_q_scale", "_k_scale", "_v_scale"),
+        "read: the scales of fp8",
+        "attention metadata carries a mask for each request",
+    ),
+    Seam(
+        "vllm.v1.attention.backend",
+        "CommonAttentionMetadata",
+        ("num_reqs", "seq_lens"),
+        "read: the rows of the batch",
+        "as above",
+    ),
+    Seam(
+        "vllm.model_executor.layers.attention.attention",
+        "Attention",
+        ("impl", "kv_cache"),
+        "read: what a layer's attention is, and its part of the KV cache",
+        "as above",
+    ),
+    Seam(_CPU_ATTENTION, "CPUAttentionMetadata", ("seq_lens",), "read", "as above"),
+    Seam(_CPU_ATTENTION, "CPUAttentionMetadataBuilder", ("head_dim", "dtype"), "read", "as above"),
+    *(
+        row
+        for module, name in (("flash_attn", "FlashAttention"), ("triton_attn", "TritonAttention"))
+        for row in (
+            Seam(
+                f"vllm.v1.attention.backends.{module}",
+                f"{name}Metadata",
+                ("seq_lens",),
+                "set to what the kernel is told of",
+                "as above",
+            ),
+            Seam(
+                f"vllm.v1.attention.backends.{module}",
+                f"{name}MetadataBuilder",
+                ("headdim",),
+                "read",
+                "as above",
+            ),
+        )
+    ),
+    Seam(
+        "vllm.v1.attention.backends.triton_attn",
+        "TritonAttentionImpl",
+        ("use_alibi_sqrt", "chunk_lookback"),
+        "read, where a layer has them: such layers get chains",
+        "as above",
+    ),
+    Seam(
+        "vllm.v1.worker.cpu_worker",
+        "",
+        ("CPUModelRunner",),
+        "replaced while a worker builds its runner",
+        "the runner class can be configured",
+    ),
+    Seam(
+        "vllm.v1.engine.core_client",
+        "",
+        ("EngineCoreOutputs",),
+        "replaced by our subclass",
         "as above",
     ),
 )

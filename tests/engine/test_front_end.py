@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine import EngineCoreRequest
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine.front_end import checked_at_once
@@ -106,6 +107,43 @@ def test_the_server_decides_who_shares(share: str, namespace: str | None, llama:
             outputs += core.step()
         assert [o.request_id for o in outputs if o.finished] == ["good"]
         assert [list(outputs[-1].outputs[0].token_ids)] == generate(llm, [[5, 6]])[0]
+
+
+def test_a_request_that_the_caller_made_is_prepared_too(llama: Path) -> None:
+    def made(request_id: str, extra_args: dict[str, Any]) -> EngineCoreRequest:
+        return EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=[5, 6],
+            mm_features=None,
+            sampling_params=SamplingParams(max_tokens=3, detokenize=False, extra_args=extra_args),
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt="s",
+            data_parallel_rank=None,
+        )
+
+    with engine(llama, {"proposer": "recorder"}) as llm:
+        core = llm.llm_engine
+        request = made("by-hand", {"lookahead_namespace": "n"})
+        params = request.params
+        core.add_request("by-hand", request, params)
+        assert params.extra_args == {"lookahead_namespace": "n"}
+        ready = core.input_processor.process_inputs(
+            "ready",
+            TokensPrompt(prompt_token_ids=[5, 6], cache_salt="s"),
+            SamplingParams(max_tokens=3, extra_args={"lookahead": {"namespace": "n"}}),
+            ("generate",),
+        )
+        core.add_request("ready", ready, ready.params)
+        while core.has_unfinished_requests():
+            core.step()
+        assert [(namespace, refs) for _, namespace, refs in STARTED] == [
+            ('[null, "s", "n"]', [])
+        ] * 2
+        bad = made("bad", {"lookahead_x": 1})
+        with pytest.raises(RequestError, match="lookahead_x was given"):
+            core.add_request("bad", bad, bad.params)
 
 
 def test_references_and_adapters_never_change_the_text(llama: Path, adapter: LoRARequest) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given as given_any
+from hypothesis import strategies as st
 from vllm import SamplingParams
 
 from lookahead_vllm.draft.options import LookaheadOptions
@@ -195,6 +197,39 @@ def test_references_stay_with_the_worker_alone() -> None:
 def test_who_passed_no_front_end_shares_with_nobody() -> None:
     options, others = received(None)
     assert options.namespace is None and others is None
+    forged = sent({"other": 1}, RequestOptions((), '[null, "salt", null]'))
+    del forged["lookahead"]["passed"]
+    assert received(forged) == (RequestOptions(), {"other": 1})
+
+
+ANYTHING: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=8,
+)
+SENT = sent(None, RequestOptions((ids(5, 6),), "n", True, Wishes("hybrid", 2, 3, 4, True)))
+
+
+@given_any(extra_args=ANYTHING | st.fixed_dictionaries({"lookahead": ANYTHING}))
+def test_whatever_arrives_is_no_namespace(extra_args: Any) -> None:
+    options, others = received(extra_args)
+    assert options == RequestOptions()
+    assert others is None or "lookahead" not in others
+
+
+@given_any(name=st.sampled_from(sorted(SENT["lookahead"])), value=ANYTHING, gone=st.booleans())
+def test_options_with_one_wrong_part_are_none(name: str, value: Any, gone: bool) -> None:
+    written = {k: v for k, v in SENT["lookahead"].items() if k != name}
+    options, _ = received({"lookahead": written if gone else {**written, name: value}})
+    if options.namespace is not None or options.references:
+        assert name in Wishes._fields or not gone
+        assert isinstance(options.namespace, str | None)
+        assert isinstance(options.enabled, bool)
+        assert all(reference.dtype == np.int32 for reference in options.references)
+        kinds = {str: ("proposer",), bool: ("pool_from_prompt",)}
+        for wish, asked in options.wishes._asdict().items():
+            kind = next((kind for kind, names in kinds.items() if wish in names), int)
+            assert asked is None or type(asked) is kind
 
 
 def test_no_two_triples_share_a_namespace() -> None:
