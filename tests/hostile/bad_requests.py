@@ -371,7 +371,8 @@ def of_vllm() -> Iterator[Request]:
 
 
 def at_the_limit(rng: random.Random, limits: Limits) -> Request:
-    """The largest reference that is allowed, of a text that no other one shares."""
+    """The largest reference that is allowed, and an answer long enough for it to be inserted."""
+    most = rng.choice([16, 64, 128])
     kind = rng.choice(["token ids", "token ids", "ASCII", "Chinese", "prediction"])
     if kind == "token ids":
         reference: Any = rng.choices(range(5, VOCAB), k=limits.tokens)
@@ -381,9 +382,11 @@ def at_the_limit(rng: random.Random, limits: Limits) -> Request:
         reference = "".join(map(chr, rng.choices(range(32, 127), k=4 * limits.tokens)))
     if kind == "prediction":
         content = json.dumps({"type": "content", "content": reference})
-        return Request(kind, "/v1/chat/completions", predicted(content), "either")
+        body = predicted(content, max_tokens=most)
+        return Request(kind, "/v1/chat/completions", body, "either")
     xargs = json.dumps({"lookahead_reference": reference})
-    return Request(f"reference of {kind}", "/v1/completions", completion(xargs), "either")
+    body = completion(xargs, max_tokens=most, ignore_eos=True)
+    return Request(f"reference of {kind}", "/v1/completions", body, "either")
 
 
 def in_a_new_namespace(rng: random.Random) -> Request:
