@@ -22,6 +22,7 @@ from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine import plugin
 from lookahead_vllm.engine.config import is_lookahead
 from tests.engine.models import save_tiny_model
+from tests.engine.tokenizer import save_tokenizer
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -135,8 +136,7 @@ def as_flags(config: dict[str, object]) -> list[str]:
 
 def check(args: object, folder: Path, asks: bool) -> None:
     """An engine of the tiny model would start with these arguments."""
-    args.model = str(save_tiny_model("llama", folder))  # type: ignore[attr-defined]
-    args.skip_tokenizer_init = True  # type: ignore[attr-defined]
+    args.model = str(save_tokenizer(save_tiny_model("llama", folder)))  # type: ignore[attr-defined]
     args.max_model_len = 256  # type: ignore[attr-defined]
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     assert is_lookahead(config) is asks
