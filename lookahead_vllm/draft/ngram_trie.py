@@ -280,10 +280,6 @@ class NGramTrieProposer:
                     f"its {name} are {None if given is None else (given.dtype, given.shape)}, "
                     f"where {(array.dtype, array.shape)} is needed"
                 )
-            if given.dtype.kind == "f":
-                untried = np.isnan(given) if name == "rates" else False  # see AcceptanceRate
-                if not (np.isfinite(given) | untried).all():
-                    raise ValueError(f"some of its {name} are no finite numbers")
         for name, array in own.items():
             array[:] = arrays[name]
         self.trie.recount()

@@ -780,7 +780,7 @@ SEAMS = (
         "SamplingParams",
         (
             *("extra_args", "max_tokens", "min_tokens", "stop_token_ids", "eos_token_id"),
-            *("min_p", "logit_bias", "structured_outputs"),
+            *("min_p", "logit_bias", "structured_outputs", "n"),
             *("frequency_penalty", "presence_penalty", "repetition_penalty"),
         ),
         "read: what a request asks for; set: extra_args, in a copy",

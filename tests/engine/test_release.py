@@ -11,9 +11,11 @@ import logging
 import os
 import re
 import shutil
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
+from io import IOBase
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,7 @@ NOT_OURS: tuple[Any, ...] = (
     *(object, type, slice, staticmethod, str, bytes, int, float, tuple, dict, list, set, frozenset),
     *(np.ndarray, torch.Tensor, torch.Generator, hashlib.sha256(), functools.cache(len)),
     *(Path, os.stat_result, logging.Logger, ModuleSpec("", None), argparse.ArgumentParser(), len),
+    *(IOBase, weakref.finalize),
     *(prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram, Seam),
 )
 """Objects of other packages than vLLM, which the engine may use as it likes."""
