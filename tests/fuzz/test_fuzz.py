@@ -67,7 +67,8 @@ def test_everything_is_drawn() -> None:
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: str, tmp_path: Path) -> None:
     rounds = Rounds(tmp_path)
-    drawn = (draw_round(f"1-{number}", ["llama", "qwen3"]) for number in itertools.count())
+    seed = 1 if bug in CONCERNS else 4
+    drawn = (draw_round(f"{seed}-{number}", ["llama", "qwen3"]) for number in itertools.count())
     able = (
         round_
         for round_ in drawn
