@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -9,11 +10,14 @@ from time import perf_counter
 
 from lookahead_vllm.draft.kernel import Ints
 
-SECONDS = 0.001
-"""How long all insertions of one step may take."""
+SHARE = 1 / 16
+"""The part of a step's time that all insertions of the step may take together."""
 
-CHUNK = 256
-"""Tokens of one request that are inserted before the next request has its turn: some 0.2 ms."""
+SECONDS = 0.002
+"""And the most that they may take, however long the step is."""
+
+CHUNK = 64
+"""Tokens of one request that are inserted before the next request has its turn: some 50 µs."""
 
 
 @dataclass(slots=True)
@@ -25,21 +29,27 @@ class _Text:
 class InsertionQueue:
     """Inserts long texts over several steps, so that no request delays the others.
 
-    Each request has one turn of CHUNK tokens, then the next one has its turn. A step ends at most
-    one turn after its time is used up.
+    Each request has one turn of CHUNK tokens, then the next one has its turn. How long a step is,
+    is told by the time between the last two calls of `end_step`. A step inserts for its share of
+    that, and at most one turn longer.
 
     Attributes
     ----------
-    seconds : float
-        How long all insertions of one step may take; at least one turn is taken in each step.
+    share, seconds : float
+        Bounds for the time of all insertions of one step; at least one turn is taken in each. If
+        `seconds` is infinite, texts are inserted at once.
     clock : callable
         Returns seconds.
     """
 
     def __init__(self) -> None:
-        self.seconds = SECONDS
+        self.share, self.seconds = SHARE, SECONDS
         self.clock: Callable[[], float] = perf_counter
-        self._used = 0.0
+        self._left = self.seconds
+        """Of this step's time."""
+        self._has_inserted = False
+        """In this step."""
+        self._last_end: float | None = None
         self._waiting: dict[Hashable, deque[_Text]] = {}
         """By request; the next turn is the first one's."""
 
@@ -54,15 +64,19 @@ class InsertionQueue:
 
     def work(self) -> None:
         """Insert until the time of this step is used up or nothing waits."""
-        while self._waiting and self._used < self.seconds:
+        while self._waiting and (self._left > 0 or self.seconds == math.inf):
             self._take_turn()
 
     def end_step(self) -> None:
         """Do the work of this step, one turn at least; the next step begins with its full time."""
-        if self._waiting:
+        if self._waiting and not self._has_inserted:
             self._take_turn()
         self.work()
-        self._used = 0.0
+        self._has_inserted = False
+        now, last = self.clock(), self._last_end
+        self._last_end = now
+        length = math.inf if last is None else now - last
+        self._left = min(self.share * length, self.seconds)
 
     def _take_turn(self) -> None:
         start = self.clock()
@@ -75,4 +89,5 @@ class InsertionQueue:
             texts.popleft()
         if texts:
             self._waiting[request] = texts  # behind all others
-        self._used += self.clock() - start
+        self._left -= self.clock() - start
+        self._has_inserted = True

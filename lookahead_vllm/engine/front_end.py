@@ -8,6 +8,8 @@ the metrics, is the affair of `stat_logger.py`.
 from __future__ import annotations
 
 import functools
+import gc
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -21,6 +23,9 @@ import numpy as np
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine import config, request_options
 from lookahead_vllm.engine.request_options import RequestError, RequestOptions
+
+SECONDS_BETWEEN_COLLECTIONS = 1.0
+"""A collection of garbage takes milliseconds, so that no client can ask for one at will."""
 
 
 @functools.cache
@@ -119,6 +124,13 @@ class LiveReferences:
     def __init__(self, options: LookaheadOptions) -> None:
         self._most = options.max_live_reference_tokens
         self.tokens = 0
+        self._next_collection = 0.0
+
+    def _collect(self) -> None:
+        """Release what answers to cut connections hold: they may be part of a cycle."""
+        if (now := time.monotonic()) >= self._next_collection:
+            gc.collect()
+            self._next_collection = now + SECONDS_BETWEEN_COLLECTIONS
 
     def charge(self, tokens: int) -> Callable[[], None]:
         """Count a request's references; returns what to call, once or more, when it has ended.
@@ -128,6 +140,14 @@ class LiveReferences:
         RequestError
             There would be too many.
         """
+        if tokens > self._most:
+            raise RequestError(
+                f"lookahead's references of {tokens} tokens were given, those of n answers "
+                f"together, but this server allows {self._most} for all requests at a time; write "
+                "fewer"
+            )
+        if self.tokens + tokens > self._most:
+            self._collect()
         if self.tokens + tokens > self._most:
             raise RequestError(
                 f"lookahead's references of {tokens} tokens were given, but this server allows "

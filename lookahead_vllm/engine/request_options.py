@@ -270,6 +270,7 @@ def _written(extra_args: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 def _unknown(spelling: str, name: str, known: Sequence[str]) -> RequestError:
     close = get_close_matches(name, known, n=1) if len(name) <= MOST_SHOWN else []
     shown = spelling if len(spelling) <= MOST_SHOWN else f"{spelling[: MOST_SHOWN - 3]}..."
+    shown = "".join(c if c.isprintable() else "?" for c in shown)  # it goes into logs, too
     return RequestError(
         f"{shown} was given, but lookahead knows {', '.join(known)} of a request; "
         + (f"did you mean {close[0]}?" if close else "leave it out")

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from lookahead_vllm.draft import insertion
 from lookahead_vllm.draft.insertion import CHUNK, InsertionQueue
 
 
@@ -27,25 +28,30 @@ class Clock:
         return self.now
 
 
-def queue_of(clock, **texts):
-    queue = InsertionQueue()
-    queue.clock, queue.seconds = clock, 1.0
+def queue_of(clock, seconds=1.0, share=0.1, **texts):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(insertion, "SECONDS", seconds)
+        queue = InsertionQueue()
+    queue.clock, queue.share = clock, share
     for name, length in texts.items():
         queue.add(name, clock.insert(name), np.zeros(length, np.int32))
     return queue
 
 
 @pytest.mark.parametrize("requests", [1, 32])
-def test_a_step_inserts_for_its_time_and_one_turn_at_most(requests):
-    clock = Clock(0.3)
-    texts = {f"r{i}": 131_072 for i in range(requests)}
-    queue = queue_of(clock, **texts)
-    queue.work()
-    for step in range(1, 40):
+@pytest.mark.parametrize(("length", "turns"), [(1.0, 1), (5.0, 2), (8.0, 4), (100.0, 4)])
+def test_a_step_inserts_for_its_share_and_one_turn_at_most(requests, length, turns):
+    """Of a second at most; a turn takes 0.25 s here."""
+    clock = Clock(0.25)
+    queue = queue_of(clock, **{f"r{i}": 131_072 for i in range(requests)})
+    queue.end_step()
+    for _ in range(40):
+        clock.inserted.clear()
+        clock.now += length - 0.25 * turns  # the rest of the step
+        queue.work()
         queue.end_step()
-        assert len(clock.inserted) <= step * 5
-    assert len(clock.inserted) >= 39 * 4
-    assert {length for _, length in clock.inserted} == {CHUNK}
+        assert {size for _, size in clock.inserted} == {CHUNK}
+    assert len(clock.inserted) == turns
 
 
 def test_however_slow_the_machine_each_step_has_a_turn():
@@ -53,7 +59,8 @@ def test_however_slow_the_machine_each_step_has_a_turn():
     queue = queue_of(clock, r=2 * CHUNK)
     queue.work()
     queue.work()
-    assert len(clock.inserted) == 1
+    queue.end_step()
+    assert clock.inserted == [("r", CHUNK)]
     queue.end_step()
     assert clock.inserted == [("r", CHUNK)] * 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -20,6 +21,7 @@ from vllm.v1.engine import EngineCoreRequest
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine.front_end import checked_at_once
 from lookahead_vllm.engine.request_options import RequestError, given
+from tests.engine import driving
 from tests.engine.driving import GREEDY, drafter_of, engine, generate, random_prompts
 from tests.engine.models import save_adapter, save_tiny_model
 from tests.engine.proposers import Recorder
@@ -268,8 +270,25 @@ def test_references_of_all_live_requests_have_a_limit() -> None:
         assert [output async for output in third] == [0, 1, 2]
         assert [output async for output in fifth] == [0, 1, 2]
         several = SamplingParams(n=3, temperature=1.0, extra_args=params.extra_args)
-        with pytest.raises(RequestError, match="30 tokens were given"):
+        with pytest.raises(RequestError, match=r"30 tokens were given.* write fewer"):
             client.generate("hello", several, request_id="r")
+
+    asyncio.run(run())
+
+
+def test_what_cut_connections_left_in_a_cycle_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "collect", driving._collect_garbage)
+    client = Client(max_reference_tokens=10, max_live_reference_tokens=10)
+    params = SamplingParams(extra_args={"lookahead_reference": [[7] * 10]})
+
+    async def run() -> None:
+        cut = client.generate("hello", params, request_id="r")
+        assert await anext(cut) == 0
+        cycle = [cut]
+        cycle.append(cycle)
+        del cut, cycle
+        after = client.generate("hello", params, request_id="r")
+        assert [output async for output in after] == [0, 1, 2]
 
     asyncio.run(run())
 

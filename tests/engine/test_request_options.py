@@ -87,6 +87,8 @@ def test_every_spelling_is_read(extra_args: dict[str, Any] | None, means: Reques
         ({"lookahead_reference": "a" * 10**8}, ["1 texts of 25000000 tokens or more"]),
         ({"lookahead_reference": [[7] * 16_384, [7]]}, ["16385 tokens", "of 16384 tokens in all"]),
         ({"lookahead_reference": ["a", "\ud800"]}, ["half of a surrogate pair", "in UTF-8"]),
+        ({"lookahead_a\nTraceback:": 1}, ["lookahead_a?Traceback: was given"]),
+        ({"lookahead": {"a\n\ud800": 1}}, ["lookahead['a\\n\\ud800'] was given"]),
         ({"lookahead_" + "x" * 10**6: 1}, ["lookahead_xxx", "... was given", "leave it out"]),
         ({"lookahead": {"x" * 10**6: 1}}, ["lookahead['xxx", "xxx'] was given", "leave it out"]),
         (
