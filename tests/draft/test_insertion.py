@@ -39,7 +39,7 @@ def queue_of(clock, seconds=1.0, share=0.1, **texts):
 
 
 @pytest.mark.parametrize("requests", [1, 32])
-@pytest.mark.parametrize(("length", "turns"), [(1.0, 1), (5.0, 2), (8.0, 4), (100.0, 4)])
+@pytest.mark.parametrize(("length", "turns"), [(1.0, 1), (4.9, 2), (7.9, 4), (100.0, 4)])
 def test_a_step_inserts_for_its_share_and_one_turn_at_most(requests, length, turns):
     """Of a second at most; a turn takes 0.25 s here."""
     clock = Clock(0.25)
