@@ -395,6 +395,21 @@ SEAMS = (
         "vLLM waits for the teardown of an engine process",
     ),
     Seam(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.shutdown",
+        ("timeout",),
+        "wrapped: ends the task that waits for outputs before the engine is gone, not afterwards; "
+        "else it logs an error at every end of a server that saves",
+        "vLLM ends it first",
+    ),
+    Seam(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM",
+        ("output_handler",),
+        "read: that task",
+        "as above",
+    ),
+    Seam(
         "vllm.v1.engine.utils",
         "CoreEngineProcManager",
         ("_request_shutdown_timeout",),

@@ -39,9 +39,29 @@ def allow_time_to_end() -> None:
 
 @functools.cache
 def _wrap_manager() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.utils import CoreEngineProcManager
 
     CoreEngineProcManager.shutdown = _with_time_to_end(CoreEngineProcManager.shutdown)
+    AsyncLLM.shutdown = _listening_no_more(AsyncLLM.shutdown)
+
+
+def _listening_no_more(original: Callable[..., None]) -> Callable[..., None]:
+    """`AsyncLLM.shutdown` that ends the task that waits for outputs before the engine is gone.
+
+    vLLM ends it afterwards. In the time that the engine gets to save, the task would see that the
+    engine is gone, and log that as an error.
+    """
+    from vllm.utils.async_utils import cancel_task_threadsafe
+
+    @functools.wraps(original)
+    def shutdown(self: Any, timeout: float | None = None) -> None:
+        # Where requests may be drained, their outputs are still to come.
+        if not timeout and self.output_handler is not None:
+            cancel_task_threadsafe(self.output_handler)
+        original(self, timeout)
+
+    return shutdown
 
 
 def _with_time_to_end(original: Callable[..., None]) -> Callable[..., None]:

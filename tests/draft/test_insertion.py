@@ -47,8 +47,9 @@ def test_a_step_inserts_for_its_share_and_one_turn_at_most(requests, length, tur
     queue.end_step()
     for _ in range(40):
         clock.inserted.clear()
-        clock.now += length - 0.25 * turns  # the rest of the step
+        end = clock.now + length
         queue.work()
+        clock.now = end
         queue.end_step()
         assert {size for _, size in clock.inserted} == {CHUNK}
     assert len(clock.inserted) == turns

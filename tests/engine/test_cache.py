@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -125,6 +126,26 @@ def test_vllms_tokenizer_has_the_fingerprint_of_transformers() -> None:
 
 
 # ---- the end of an engine process ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout", [None, 0, 30])
+def test_nobody_waits_for_outputs_of_an_engine_that_ends(timeout: float | None) -> None:
+    """Unless requests may be drained; in a thread, as vLLM's server does."""
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        listening = loop.create_task(asyncio.Event().wait())
+        client = SimpleNamespace(output_handler=listening)
+        end = shutdown._listening_no_more(lambda self, timeout: ended.append(timeout))
+        await loop.run_in_executor(None, end, client, timeout)
+        await asyncio.sleep(0)
+        assert listening.cancelled() == (not timeout)
+        listening.cancel()
+
+    ended: list[Any] = []
+    asyncio.run(run())
+    assert ended == [timeout]
+    shutdown._listening_no_more(lambda *_: None)(SimpleNamespace(output_handler=None))
 
 
 @pytest.mark.parametrize(
