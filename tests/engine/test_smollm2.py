@@ -181,7 +181,7 @@ def test_what_a_request_says_is_heard_or_refused(urls: tuple[str, str]) -> None:
     bad = [
         ({"vllm_xargs": {"lookahead_refrence": "x"}}, "did you mean lookahead_reference?"),
         ({"vllm_xargs": {"lookahead_enabled": "no"}}, "must be true or false"),
-        ({"vllm_xargs": {"lookahead_reference": "x" * 600_000}}, "at most 64 and 131072"),
+        ({"vllm_xargs": {"lookahead_reference": "x" * 600_000}}, "64 texts of 16384 tokens in all"),
         ({"vllm_xargs": {"lookahead_reference": [999_999]}}, "the model knows 0 to"),
     ]
     bad_prediction = {"prediction": {"type": "content"}}

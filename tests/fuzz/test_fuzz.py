@@ -37,7 +37,7 @@ def test_a_run_ends_with_its_closing_line() -> None:
         text=True,
         check=True,
     )
-    assert done.stdout.splitlines()[-1] == "0 requests, 0 mismatches"
+    assert done.stdout.splitlines()[-1] == "0 requests, 0 mismatches, 0 leaks"
 
 
 def test_a_round_is_drawn_from_its_seed_alone() -> None:
