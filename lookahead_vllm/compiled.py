@@ -40,7 +40,7 @@ def cache_dir() -> Path:
         logger.warning(
             "Lookahead's compiled kernels are not kept for the next start: %s. They are compiled "
             "in %s now; set %s to a folder of your own that can be written.",
-            error,
+            str(error).rstrip("."),
             directory,
             _ROOT,
         )

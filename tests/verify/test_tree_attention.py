@@ -374,10 +374,19 @@ def test_what_does_not_fit_is_refused():
             call(**changes)
 
 
-def test_a_damaged_build_is_made_again(tmp_path, monkeypatch):
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    """A folder of its own for what is compiled."""
+    monkeypatch.setenv("LOOKAHEAD_VLLM_CACHE", str(tmp_path))
+    cache_dir.cache_clear()
+    yield
+    cache_dir.cache_clear()
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_a_damaged_build_is_made_again(monkeypatch):
     if not native.available():
         pytest.skip("no C++ compiler")
-    monkeypatch.setenv("LOOKAHEAD_VLLM_CACHE", str(tmp_path))
     monkeypatch.setattr(native, "_FLAGS", [f if f != "-O3" else "-O0" for f in native._FLAGS])
     compiler = native._compiler()
     path = cache_dir() / f"verify-{native._fingerprint(compiler)}.so"
@@ -387,11 +396,11 @@ def test_a_damaged_build_is_made_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 processors")
+@pytest.mark.usefixtures("empty_cache")
 @pytest.mark.parametrize("flag", ["-mno-avx512bf16", "-mno-avx512f", "-march=x86-64"])
-def test_older_processors_get_it_right_too(flag, tmp_path, monkeypatch):
+def test_older_processors_get_it_right_too(flag, monkeypatch):
     if not native.available():
         pytest.skip("no C++ compiler")
-    monkeypatch.setenv("LOOKAHEAD_VLLM_CACHE", str(tmp_path))
     monkeypatch.setattr(native, "_FLAGS", [*native._FLAGS, flag])
     monkeypatch.setattr(native, "load", functools.cache(native.load.__wrapped__))
     trees = [draw_tree(np.random.default_rng(4), 17), DraftTree.chain(range(3))]
