@@ -28,7 +28,7 @@ how it measures:
   One server with lookahead. --clients clients send completions of --max-tokens tokens, each one
   again as soon as it is answered; one plain client beside them streams one answer of 128 tokens
   after the other. In phases of --seconds that take turns, the clients' requests go without a
-  reference, and with one of the largest size that the server allows, a new text each time. The
+  reference, and with one of the largest size that the server allows, one of 256 texts. The
   time per output token is the time between two pieces of the plain client's stream over the
   tokens of the later one; those of all phases of a kind are pooled.
   With --default-total the server keeps its default limit for all live references together, so
@@ -86,6 +86,9 @@ class Clients:
         self._url = url
         self._options = options
         self._rng = random.Random(0)
+        # Made beforehand: this process shares its cores with the server.
+        size = 4 * options.reference_tokens
+        self._references = [text_of(size, self._rng) for _ in range(256)]
         self.with_references = False
         self.answered = {200: 0, 400: 0}
 
@@ -100,7 +103,7 @@ class Clients:
                 "temperature": 0,
             }
             if self.with_references:
-                reference = text_of(4 * self._options.reference_tokens, self._rng)
+                reference = self._rng.choice(self._references)
                 body["vllm_xargs"] = {"lookahead_reference": reference}
             async with session.post(f"{self._url}/v1/completions", json=body) as response:
                 await response.read()

@@ -78,7 +78,8 @@ class Trie:
 
     def __init__(self, max_nodes: int) -> None:
         lines = max_nodes // LINE
-        spare = np.zeros((lines + 1) * LINE * 2, np.int64)  # aligned: a line is one cache line
+        # Written, not only reserved: the memory that a server takes is there from the start.
+        spare = np.full((lines + 1) * LINE * 2, 0, np.int64)  # aligned: a line is one cache line
         first = (-spare.ctypes.data % 64) // 8
         self.edges: Words = spare[first : first + lines * LINE * 2].reshape(-1, 2)
         self.live = np.zeros((MAX_LIVE, 3), np.int32)
