@@ -1,4 +1,4 @@
-"""Texts that wait to be inserted: a little of each request's in turn, for a fixed time a step."""
+"""Texts that wait to be inserted: a little of each request's in turn, for a share of each step."""
 
 from __future__ import annotations
 

@@ -30,9 +30,6 @@ class Namespaces:
         self._spaces: dict[str, int] = {}
         """By digest; the one that was named last stands last."""
 
-    def __len__(self) -> int:
-        return len(self._spaces)
-
     def space_of(self, namespace: str, live: Callable[[], Collection[int]]) -> int:
         """The space of a namespace; `live` returns those that must not be forgotten now."""
         digest = digest_of(namespace)

@@ -78,13 +78,14 @@ def checked_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
         ready = isinstance(prompt, EngineCoreRequest)  # add_request looks at its parameters
         if ready or not config.is_lookahead(self.vllm_config):
             return original(self, prompt, sampling_params, *args, **kwargs)
-        options = _options(self, sampling_params.extra_args)
+        server = config.options_of(self.vllm_config)
+        options = _options(self, server, sampling_params.extra_args)
         if not options.references:
             return original(self, prompt, sampling_params, *args, **kwargs)
-        live = _live_references.setdefault(
-            self, LiveReferences(config.options_of(self.vllm_config))
-        )
-        release = live.charge(options.reference_tokens * sampling_params.n)
+        if self not in _live_references:
+            _live_references[self] = LiveReferences(server)
+        tokens = options.reference_tokens * sampling_params.n
+        release = _live_references[self].charge(tokens)
         outputs = tokenized_first(self, options, release, prompt, sampling_params, *args, **kwargs)
         # An answer that nobody iterates ends here.
         weakref.finalize(outputs, release).atexit = False
@@ -200,16 +201,14 @@ def _prepare(processor: Any, request: Any) -> None:
     if request.sampling_params is None or not config.is_lookahead(processor.vllm_config):
         return
     params = copy(request.sampling_params)  # of a request that a caller made, they are the caller's
-    options = _options(processor, params.extra_args)
+    server = config.options_of(processor.vllm_config)
+    options = _options(processor, server, params.extra_args)
     if _texts(options):
         tokenized = processor.renderer.tokenize_prompts(*_to_tokenize(options))
         options = _filled_in(options, tokenized)
     adapter = request.lora_request.lora_name if request.lora_request else None
     namespace = request_options.shared_namespace(
-        config.options_of(processor.vllm_config).share,
-        adapter,
-        request.cache_salt,
-        options.namespace,
+        server.share, adapter, request.cache_salt, options.namespace
     )
     options = replace(options, namespace=namespace)
     params.extra_args = request_options.sent(params.extra_args, options)
@@ -227,12 +226,11 @@ def serving_every_parameter(original: Callable[..., Any]) -> Callable[..., Any]:
     return validate
 
 
-def _options(engine: Any, extra_args: Mapping[str, Any] | None) -> RequestOptions:
-    options = request_options.given(
-        extra_args,
-        engine.model_config.get_vocab_size(),
-        config.options_of(engine.vllm_config),
-    )
+def _options(
+    engine: Any, server: LookaheadOptions, extra_args: Mapping[str, Any] | None
+) -> RequestOptions:
+    vocab_size = engine.model_config.get_vocab_size()
+    options = request_options.given(extra_args, vocab_size, server)
     if _texts(options) and engine.renderer.tokenizer is None:
         raise RequestError(
             "a text was given as lookahead's reference, but this engine has no tokenizer "

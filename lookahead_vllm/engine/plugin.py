@@ -86,7 +86,7 @@ def wrap(engine_args: Any) -> None:
     if not isinstance(engine_args, type) or "_lookahead_registered" in vars(engine_args):
         return
     engine_args._lookahead_registered = True  # type: ignore[attr-defined]
-    _replace(engine_args, "add_cli_args", _offering_flags(engine_args))
+    _replace(engine_args, "add_cli_args", functools.partial(_offering_flags, engine_args))
     if not _replace(engine_args, "create_engine_config", _serving):
         _replace(engine_args, "__post_init__", _refusing)
 
@@ -106,18 +106,17 @@ def _replace(cls: type, name: str, wrapper: Callable[[Any], Any]) -> bool:
 # ---- flags ---------------------------------------------------------------------------------------
 
 
-def _offering_flags(engine_args: type) -> Callable[[Any], Any]:
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def add_cli_args(*args: Any, **kwargs: Any) -> Any:
-            parser = original(*args, **kwargs)
-            if isinstance(parser, argparse.ArgumentParser):
-                _offer_flags(parser, engine_args)
-            return parser
+def _offering_flags(engine_args: type, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`EngineArgs.add_cli_args` of a parser that knows our flags."""
 
-        return add_cli_args
+    @functools.wraps(original)
+    def add_cli_args(*args: Any, **kwargs: Any) -> Any:
+        parser = original(*args, **kwargs)
+        if isinstance(parser, argparse.ArgumentParser):
+            _offer_flags(parser, engine_args)
+        return parser
 
-    return wrapper
+    return add_cli_args
 
 
 def _offer_flags(parser: Any, engine_args: type) -> None:

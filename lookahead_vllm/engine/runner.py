@@ -533,10 +533,10 @@ class LookaheadRunner(_Base):
     def _follow(self, request_id: str) -> Live | None:
         request = self.requests[request_id]
         # Not the batch's row: vLLM leaves another request's tokens there where a prompt has none.
-        prompt = request.prompt_token_ids or []
+        prompt = np.array(request.prompt_token_ids or (), np.int32)
         if (are_ids := request.prompt_is_token_ids) is not None:
-            prompt = [t if is_id else UNKNOWN for t, is_id in zip(prompt, are_ids, strict=True)]
-        return self.drafter.follow(request_id, prompt, request.sampling_params)
+            prompt[~np.array(are_ids, np.bool_)] = UNKNOWN
+        return self.drafter.follow(request_id, prompt, request.sampling_params)  # type: ignore[arg-type]
 
     def _observe_step(self, scheduler_output: SchedulerOutput) -> None:
         """A step lasts from the end of the last one, unless the engine may have waited between."""

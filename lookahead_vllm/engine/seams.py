@@ -24,6 +24,7 @@ class Seam(NamedTuple):
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _PUBLIC = "never: it is public"
 _CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
+_ENGINES = (("async_llm", "AsyncLLM"), ("llm_engine", "LLMEngine"))
 
 SEAMS = (
     # Configuration: two wrapped functions, the only ones that are touched without being asked for.
@@ -78,7 +79,7 @@ SEAMS = (
             "wrapped: the same for an EngineCoreRequest that a caller made",
             "vLLM takes none any more",
         )
-        for module, name in (("async_llm", "AsyncLLM"), ("llm_engine", "LLMEngine"))
+        for module, name in _ENGINES
     ),
     Seam(
         "vllm.v1.engine.async_llm",
@@ -817,7 +818,7 @@ SEAMS = (
             "as above",
             "as above",
         )
-        for module, name in (("async_llm", "AsyncLLM"), ("llm_engine", "LLMEngine"))
+        for module, name in _ENGINES
     ),
     Seam(
         "vllm.renderers.params",
