@@ -51,8 +51,15 @@ class _Cache(FunctionCache):
             super().save_overload(sig, data)
 
 
+def sources_of_kernels(package: Path) -> list[Path]:
+    """All modules of `draft/` and `verify/`, in folders of any depth."""
+    return sorted(
+        source for room in ("draft", "verify") for source in (package / room).rglob("*.py")
+    )
+
+
 @functools.cache
 def _folder() -> str:
-    sources = sorted(Path(__file__).parents[1].glob("[dv]*/*.py"))
+    sources = sources_of_kernels(Path(__file__).parents[1])
     digest = hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()
     return str(cache_dir() / f"kernels-{digest[:16]}")

@@ -113,10 +113,14 @@ def _file(package: Path, module: str) -> Path | None:
     return next(filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py")), None)
 
 
-def _imported() -> set[tuple[str, str]]:
-    """Module and name of everything that is imported from vLLM here; without a name, a module."""
+ENGINE = Path(__file__).parent
+
+
+def _imported(folder: Path = ENGINE) -> set[tuple[str, str]]:
+    """Module and name of everything that is imported from vLLM below `folder`; without a name, a
+    module."""
     found: set[tuple[str, str]] = set()
-    for path in Path(__file__).parent.rglob("*.py"):
+    for path in folder.rglob("*.py"):
         for node in ast.walk(_parse(path)):
             if isinstance(node, ast.ImportFrom):
                 found.update((node.module or "", alias.name) for alias in node.names)

@@ -225,6 +225,12 @@ def test_all_that_is_used_of_vllm_stands_in_the_table() -> None:
     assert not unknown, "write them into engine/seams.py: " + ", ".join(unknown)
 
 
+def test_imports_of_modules_in_folders_are_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "worker" / "v1").mkdir(parents=True)
+    (tmp_path / "worker" / "v1" / "runner.py").write_text("from vllm.v1.outputs import X\n")
+    assert release._imported(tmp_path) == {("vllm.v1.outputs", "X")}
+
+
 Places = dict[str, list[tuple[ast.AST, str]]]
 
 
