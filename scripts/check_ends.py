@@ -37,13 +37,13 @@ import vllm.entrypoints.cli.main  # noqa: E402
 import vllm.entrypoints.cli.serve  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 
-import lookahead_vllm.engine.cpu_worker  # noqa: E402, F401
-from lookahead_vllm.draft import cache_file  # noqa: E402
-from lookahead_vllm.draft.ngram_trie import NGramTrieProposer  # noqa: E402
+import lookahead_vllm.engine.worker.v1.cpu_worker  # noqa: E402, F401
+from lookahead_vllm.draft.cache import file as cache_file  # noqa: E402
 from lookahead_vllm.draft.options import LookaheadOptions  # noqa: E402
-from tests.engine.models import save_tiny_model  # noqa: E402
-from tests.engine.servers import cores_of, free_port  # noqa: E402
-from tests.engine.tokenizer import save_tokenizer  # noqa: E402
+from lookahead_vllm.draft.trie.proposer import NGramTrieProposer  # noqa: E402
+from tests.support.models import save_tiny_model  # noqa: E402
+from tests.support.servers import cores_of, free_port  # noqa: E402
+from tests.support.tokenizer import save_tokenizer  # noqa: E402
 
 TOKENS = 200
 WAIT = 240  # seconds until an engine has to have started

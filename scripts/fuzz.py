@@ -82,7 +82,7 @@ def parse_args() -> argparse.Namespace:
         "interpreter, which is some five times as slow",
     )
     parser.add_argument(
-        "--models", default=None, help="names from tests/engine/models.py (default: all)"
+        "--models", default=None, help="names from tests/support/models.py (default: all)"
     )
     parser.add_argument(
         "--plant",
@@ -111,17 +111,17 @@ def main() -> int:
     args = parse_args()
     # Engines are not loaded for --help.
     if args.second_runner:
-        from tests import second_runner
+        from tests.support import second_runner
 
         second_runner.bring(own_noise=True)
     from transformers import AutoTokenizer
 
-    from tests.engine.models import TINY
     from tests.fuzz.draw import draw_round
     from tests.fuzz.over_http import Servers
     from tests.fuzz.plant import planted
     from tests.fuzz.play import Rounds
     from tests.fuzz.report import Report
+    from tests.support.models import TINY
 
     models = args.models.split(",") if args.models else sorted(TINY)
     if unknown := set(models) - set(TINY):

@@ -12,7 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 if "SECOND_RUNNER" in os.environ:
-    from tests import second_runner
+    from tests.support import second_runner
 
     second_runner.bring()
 

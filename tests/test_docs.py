@@ -21,8 +21,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine import plugin
 from lookahead_vllm.engine.config import is_lookahead
-from tests.engine.models import save_tiny_model
-from tests.engine.tokenizer import save_tokenizer
+from tests.support.models import save_tiny_model
+from tests.support.tokenizer import save_tokenizer
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -13,28 +13,50 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lookahead_vllm"
 
+DRAFT, VERIFY, ENGINE = (f"lookahead_vllm.{room}" for room in ("draft", "verify", "engine"))
 ALLOWED: dict[str, set[str]] = {
-    "draft": {"numpy", "numba", "lookahead_vllm.draft"},
-    "verify": {
+    "": {DRAFT},
+    "draft": {"numpy", "numba", DRAFT},
+    "draft/budget": {"numpy", f"{DRAFT}.*", f"{DRAFT}.budget"},
+    "draft/trie": {"numpy", f"{DRAFT}.*", f"{DRAFT}.budget", f"{DRAFT}.trie"},
+    "draft/window": {"numpy", f"{DRAFT}.*", f"{DRAFT}.budget", f"{DRAFT}.window"},
+    "draft/cache": {"numpy", f"{DRAFT}.*", f"{DRAFT}.trie", f"{DRAFT}.cache"},
+    "verify": {"numpy", "torch", f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.cpu.native"},
+    "verify/cpu": {"numpy", "torch", f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.cpu"},
+    "verify/gpu": {
         *("numpy", "torch", "triton", "xformers"),
-        *("lookahead_vllm.draft", "lookahead_vllm.verify"),
+        *(f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.gpu"),
     },
-    "engine": {
-        *("numpy", "torch", "vllm", "llvmlite", "prometheus_client", "tqdm"),
-        *("lookahead_vllm.draft", "lookahead_vllm.verify", "lookahead_vllm.engine"),
+    "engine": {"numpy", "vllm", f"{DRAFT}.*", ENGINE},
+    "engine/front_end": {
+        *("numpy", "vllm", "prometheus_client"),
+        *(f"{DRAFT}.*", f"{ENGINE}.*", f"{ENGINE}.front_end"),
     },
-    "bench": {
-        *("numpy", "torch", "vllm", "matplotlib", "transformers", "arctic_inference"),
-        *("lookahead_vllm.draft", "lookahead_vllm.verify", "lookahead_vllm.engine"),
-        "lookahead_vllm.bench",
+    "engine/scheduler": {
+        *("numpy", "torch", "vllm"),
+        *(f"{DRAFT}.*", f"{ENGINE}.*", f"{ENGINE}.scheduler"),
     },
-    "": {"lookahead_vllm.draft"},
+    "engine/worker": {
+        *("numpy", "torch", "vllm", "llvmlite", "tqdm"),
+        *(DRAFT, f"{VERIFY}.*", f"{ENGINE}.*", f"{ENGINE}.worker.*"),
+    },
+    "engine/worker/v1": {
+        *("numpy", "torch", "vllm", "tqdm"),
+        *(DRAFT, VERIFY, f"{ENGINE}.*", f"{ENGINE}.worker"),
+    },
+    "engine/seams": {f"{ENGINE}.seams", "vllm"},
+    "simulation": {
+        *("numpy", "matplotlib", "arctic_inference"),
+        *(DRAFT, f"{VERIFY}.*", "lookahead_vllm.simulation"),
+    },
+    "cli": {"numpy", "tqdm", "torch", "vllm", "transformers", PACKAGE.name},
 }
-"""By folder, subfolders included; "" are the modules beside the folders.
+"""By room. `X.*` are the modules that lie in X itself, and not those of its rooms.
 
-Everybody may import the standard library and the modules beside the folders.
+Everybody may import the standard library and the modules beside the rooms.
 """
-FOLDERS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+ROOMS = {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*/__init__.py")}
+FOLDERS = {room for room in ROOMS if "/" not in room}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -57,24 +79,51 @@ def is_allowed(name: str, allowed: set[str]) -> bool:
     if first == PACKAGE.name and not (rest and rest[0] in FOLDERS):
         return True
     return first in sys.stdlib_module_names or any(
-        f"{name}.".startswith(f"{one}.") for one in allowed
+        is_directly_in(name, one[:-2]) if one.endswith(".*") else f"{name}.".startswith(f"{one}.")
+        for one in allowed
     )
+
+
+def is_directly_in(name: str, room: str) -> bool:
+    """Whether `name` is of a module that lies in the room itself."""
+    if not f"{name}.".startswith(f"{room}."):
+        return False
+    module = name.removeprefix(room).strip(".").split(".")[0]
+    return not (PACKAGE.parent / room.replace(".", "/") / module / "__init__.py").exists()
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_one_way(path: Path) -> None:
-    folder = path.relative_to(PACKAGE).parts[0] if path.parent != PACKAGE else ""
-    assert folder in ALLOWED, f"say in ALLOWED what {folder}/ may import"
+    room = str(path.parent.relative_to(PACKAGE)).removeprefix(".")
+    assert room in ALLOWED, f"say in ALLOWED what {room}/ may import"
     names = set(imports(path.read_text()))
-    assert not {name for name in names if not is_allowed(name, ALLOWED[folder])}
+    assert not {name for name in names if not is_allowed(name, ALLOWED[room])}
 
 
 def test_all_modules_are_looked_at() -> None:
-    assert set(ALLOWED) == FOLDERS | {""}
-    assert {path.relative_to(PACKAGE).parts[0] for path in MODULES} >= FOLDERS
-    own = {f"lookahead_vllm.{folder}" for folder in FOLDERS}
-    assert ALLOWED["draft"] & own == {"lookahead_vllm.draft"}
+    assert set(ALLOWED) == ROOMS | {""}
     assert not {"torch", "vllm"} & ALLOWED["draft"] and "vllm" not in ALLOWED["verify"]
+    for room, allowed in ALLOWED.items():
+        upwards = {"draft": (VERIFY, ENGINE), "verify": (ENGINE,)}.get(room.split("/")[0], ())
+        assert not any(name.startswith(upwards) for name in allowed if upwards), room
+
+
+@pytest.mark.parametrize(
+    ("room", "name"),
+    [
+        ("draft/trie", "lookahead_vllm.draft.window.grid"),
+        ("draft/window", "lookahead_vllm.draft.trie.suffix"),
+        ("draft/budget", "lookahead_vllm.draft.trie"),
+        ("verify/cpu", "lookahead_vllm.verify.gpu.paged_batch.PagedBatch"),
+        ("verify/gpu", "lookahead_vllm.verify.cpu.tree_attention"),
+        ("engine/scheduler", "lookahead_vllm.engine.worker.drafter"),
+        ("engine/front_end", "lookahead_vllm.engine.scheduler.scheduler"),
+        ("engine/worker", "lookahead_vllm.engine.worker.v1.runner"),
+        ("engine/worker/v1", "lookahead_vllm.engine.scheduler.grammar"),
+    ],
+)
+def test_a_room_does_not_reach_into_another(room: str, name: str) -> None:
+    assert not is_allowed(name, ALLOWED[room])
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lookahead_vllm.draft.budget import Load, StepCost
-from lookahead_vllm.draft.continuation import CHOICES
-from lookahead_vllm.draft.lookahead_branch import LookaheadBranch, shape_for
-from lookahead_vllm.draft.ngram_trie import NGramTrieProposer
+from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import NO_LOAD, DraftRequest, Verified
-from lookahead_vllm.draft.recycling import NUM_CHOICES, NUM_LINES, recycle
-from lookahead_vllm.draft.suffix import ROW, Hashes
+from lookahead_vllm.draft.proposer import NO_LOAD, NO_WISHES, DraftRequest, Verified, Wishes
 from lookahead_vllm.draft.tree import DraftForest
-from lookahead_vllm.draft.window_shape import NO_WISHES, Wishes
+from lookahead_vllm.draft.trie.candidates import CHOICES
+from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from lookahead_vllm.draft.trie.recycling import NUM_CHOICES, NUM_LINES, recycle
+from lookahead_vllm.draft.trie.suffix import ROW, Hashes
+from lookahead_vllm.draft.window.branch import LookaheadBranch, shape_for
 
 
 class HybridProposer(NGramTrieProposer):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from time import perf_counter
 
-from lookahead_vllm.draft.kernel import Ints
+from lookahead_vllm.draft.jit import Ints
 
 SHARE = 1 / 16
 """The part of a step's time that all insertions of the step may take together."""

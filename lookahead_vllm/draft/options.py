@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from lookahead_vllm.draft.registry import HAVE_WINDOW, KEEP_CACHE, PROPOSERS
-from lookahead_vllm.draft.window_shape import (
+from lookahead_vllm.draft.window.shape import (
     MAX_GUESS_SET_SIZE,
     MAX_NGRAM_SIZE,
     MAX_WINDOW_SIZE,

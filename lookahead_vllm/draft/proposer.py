@@ -8,12 +8,27 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.budget import Load, StepCost
-from lookahead_vllm.draft.kernel import Ints, Words
+from lookahead_vllm.draft.budget.cost import Load, StepCost
+from lookahead_vllm.draft.jit import Ints, Words
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
-from lookahead_vllm.draft.window_shape import NO_WISHES, Wishes
 
 NO_LOAD = Load()
+
+
+class Wishes(NamedTuple):
+    """What one request wants otherwise than the server's options say; None is no wish.
+
+    `proposer` is "ngram_trie", "jacobi_window" or "hybrid", on a server whose proposer is hybrid.
+    """
+
+    proposer: str | None = None
+    window_size: int | None = None
+    ngram_size: int | None = None
+    guess_set_size: int | None = None
+    pool_from_prompt: bool | None = None
+
+
+NO_WISHES = Wishes()
 
 
 class DraftRequest(NamedTuple):
@@ -83,7 +98,7 @@ class Proposer(Protocol):
     ) -> None:
         """A request begins; one that is already known begins anew.
 
-        `prompt` has UNKNOWN (`suffix.py`) in the places of embeddings, and may be empty.
+        `prompt` has UNKNOWN (`tree.py`) in the places of embeddings, and may be empty.
         Requests of one `namespace` learn from each other's answers, and from no others; None
         shares with nobody. `references` are texts that this request's answer may copy from.
         """

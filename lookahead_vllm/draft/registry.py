@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from lookahead_vllm.draft.proposer import Proposer
 
 PROPOSERS = {
-    "ngram_trie": "lookahead_vllm.draft.ngram_trie.NGramTrieProposer",
-    "jacobi_window": "lookahead_vllm.draft.jacobi_window.JacobiWindowProposer",
+    "ngram_trie": "lookahead_vllm.draft.trie.proposer.NGramTrieProposer",
+    "jacobi_window": "lookahead_vllm.draft.window.proposer.JacobiWindowProposer",
     "hybrid": "lookahead_vllm.draft.hybrid.HybridProposer",
 }
 """Dotted paths of proposer classes, imported only when one is used: their kernels need numba."""

@@ -10,7 +10,10 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.kernel import Ints, Words, kernel
+from lookahead_vllm.draft.jit import Ints, Words, kernel
+
+UNKNOWN = -1
+"""Stands in a prompt for what has no token id, an embedding. Behind it a text begins anew."""
 
 
 class DraftTreeError(ValueError):

@@ -22,13 +22,14 @@ NAMES = ("lookahead", "[lookahead]")
 PROPOSER_PATHS = {
     f"lookahead_vllm.{path.rpartition('.')[2]}": name for name, path in PROPOSERS.items()
 }
-DRAFTER_PATH = "lookahead_vllm.engine.drafter.LookaheadDrafter"
+DRAFTER_PATH = "lookahead_vllm.engine.worker.drafter.LookaheadDrafter"
 
+_V1 = "lookahead_vllm.engine.worker.v1"
 WORKERS = {
-    "vllm.v1.worker.cpu_worker.CPUWorker": "lookahead_vllm.engine.cpu_worker.LookaheadCPUWorker",
-    "vllm.v1.worker.gpu_worker.Worker": "lookahead_vllm.engine.gpu_worker.LookaheadGPUWorker",
+    "vllm.v1.worker.cpu_worker.CPUWorker": f"{_V1}.cpu_worker.LookaheadCPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": f"{_V1}.gpu_worker.LookaheadGPUWorker",
 }
-SCHEDULER = "lookahead_vllm.engine.scheduler.LookaheadScheduler"
+SCHEDULER = "lookahead_vllm.engine.scheduler.scheduler.LookaheadScheduler"
 
 # Where vLLM keeps the same three settings a second time.
 _FLAGS = {

@@ -2,7 +2,7 @@
 
 Two functions of `EngineArgs` are wrapped (see `seams.py`). For anyone who does not ask for
 lookahead they add two flags to `--help` and nothing else: whatever is needed beyond this module
-is imported when somebody asks, and after `release.check`.
+is imported when somebody asks, and after `compatibility.check`.
 """
 
 from __future__ import annotations
@@ -134,9 +134,9 @@ def _offer_flags(parser: Any, engine_args: type) -> None:
         if not given.isdisjoint(FLAGS):
             ours.update(_add_flags(parser))
             if "--speculative-model" in given & ours and not hasattr(engine_args, "spec_model"):
-                from lookahead_vllm.engine import release
+                from lookahead_vllm.engine import compatibility
 
-                release.check()
+                compatibility.check()
         return parse(args, *others, **kwargs)
 
     @functools.wraps(help_text)
@@ -172,18 +172,19 @@ def _serving(original: Callable[..., Any]) -> Callable[..., Any]:
 
         if not config.asks(self):
             return original(self, *args, **kwargs)
-        from lookahead_vllm.engine import release
+        from lookahead_vllm.engine import compatibility
 
-        release.check()
-        from lookahead_vllm import compiled
-        from lookahead_vllm.engine import front_end, shutdown
+        compatibility.check()
+        from lookahead_vllm import kernel_folder
+        from lookahead_vllm.engine import shutdown
+        from lookahead_vllm.engine.front_end import requests
 
         options = config.requested_options(self)
         with config.as_custom_class(self, options):
             vllm_config = original(self, *args, **kwargs)
         config.apply(vllm_config, options)
-        front_end.install()
-        compiled.share_cache_dir()
+        requests.install()
+        kernel_folder.share_cache_dir()
         if options.cache_path is not None:
             shutdown.allow_time_to_end()
         return vllm_config
@@ -200,8 +201,8 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         from lookahead_vllm.engine import config
 
         if config.asks(self):
-            from lookahead_vllm.engine import release
+            from lookahead_vllm.engine import compatibility
 
-            release.check()
+            compatibility.check()
 
     return post_init

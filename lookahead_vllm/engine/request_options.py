@@ -20,8 +20,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 
 from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.proposer import NO_WISHES, Wishes
 from lookahead_vllm.draft.registry import HAVE_WINDOW
-from lookahead_vllm.draft.window_shape import NO_WISHES, Wishes
 from lookahead_vllm.engine.config import KEY
 
 if TYPE_CHECKING:

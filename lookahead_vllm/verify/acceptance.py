@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lookahead_vllm.draft.kernel import Ints, Words, kernel
+from lookahead_vllm.draft.jit import Ints, Words, kernel
 from lookahead_vllm.draft.tree import DraftForest
 
 

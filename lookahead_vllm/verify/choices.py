@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lookahead_vllm.draft.kernel import Ints, Words
-from lookahead_vllm.verify import native
+from lookahead_vllm.draft.jit import Ints, Words
+from lookahead_vllm.verify.cpu import native
 
 MAX_CHOICES = 16
 

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from lookahead_vllm.draft.kernel import Ints, Words, kernel
+from lookahead_vllm.draft.jit import Ints, Words, kernel
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.verify.native import TreeBatchView
+from lookahead_vllm.verify.cpu.native import TreeBatchView
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine import proposers
-from tests.engine.models import save_tiny_model
-from tests.engine.tokenizer import save_tokenizer
+from tests.support import proposers
+from tests.support.models import save_tiny_model
+from tests.support.tokenizer import save_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.engine import config, plugin
-from tests.engine.models import save_tiny_model
+from tests.support.models import save_tiny_model
 
 plugin.register()
 

@@ -16,11 +16,11 @@ import torch
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.v1.outputs import SamplerOutput
 
-from lookahead_vllm.draft.kernel import Ints
+from lookahead_vllm.draft.jit import Ints
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine import runner
-from tests.engine.driving import drafter_of, engine
-from tests.engine.proposers import Planned
+from lookahead_vllm.engine.worker.v1 import runner
+from tests.support.driving import drafter_of, engine
+from tests.support.proposers import Planned
 
 PROMPT = [17, 60, 31, 99]
 LENGTH = 3

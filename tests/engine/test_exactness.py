@@ -9,9 +9,9 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import BeamSearchParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from lookahead_vllm.engine.runner import LookaheadRunner
-from tests.engine import proposers
-from tests.engine.driving import (
+from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
+from tests.support import proposers
+from tests.support.driving import (
     GREEDY,
     drafter_of,
     engine,
@@ -19,7 +19,7 @@ from tests.engine.driving import (
     generate_staggered,
     random_prompts,
 )
-from tests.engine.proposers import record
+from tests.support.proposers import record
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 TRIE = {"proposer": "ngram_trie", "budget": 16}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from vllm import LLM, SamplingParams
 
-from lookahead_vllm.engine.drafter import LookaheadDrafter
-from tests.engine.driving import drafter_of, engine, generate, generate_staggered, random_prompts
-from tests.engine.lookahead_decoding import bursts
+from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
+from tests.support.driving import drafter_of, engine, generate, generate_staggered, random_prompts
+from tests.support.lookahead_decoding import bursts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
 SEEDED = SamplingParams(temperature=0.7, seed=5, max_tokens=24, ignore_eos=True, detokenize=False)

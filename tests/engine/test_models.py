@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine import plugin
-from tests.engine.driving import (
+from tests.support.driving import (
     drafter_of,
     engine,
     generate,
@@ -19,8 +19,8 @@ from tests.engine.driving import (
     random_prompts,
     runner_of,
 )
-from tests.engine.models import TINY, WANDERING, save_config
-from tests.engine.proposers import record
+from tests.support.models import TINY, WANDERING, save_config
+from tests.support.proposers import record
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 TRIE = {"proposer": "ngram_trie", "budget": 16}

@@ -15,7 +15,7 @@ from vllm import envs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
-from lookahead_vllm.engine import config, plugin, release
+from lookahead_vllm.engine import compatibility, config, plugin
 
 HOME = "vllm.engine.arg_utils"
 OURS = ("--speculative-model", "--num-speculative-tokens")
@@ -77,7 +77,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def other_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sources that are checked are not those of a release that fits."""
-    monkeypatch.setattr(release, "_package", lambda root: tmp_path)
+    monkeypatch.setattr(compatibility, "_package", lambda root: tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_who_asks_under_another_release_hears_one_sentence(
     ]
     for given in asking:
         with pytest.raises(
-            release.SeamError, match=r"^this lookahead-vllm works with vLLM .*yours$"
+            compatibility.SeamError, match=r"^this lookahead-vllm works with vLLM .*yours$"
         ):
             engine_args(**given).create_engine_config()
 
@@ -146,7 +146,7 @@ def test_who_asks_by_a_flag_that_leads_nowhere_hears_it_too(
 ) -> None:
     engine_args = registered(RELEASES["between"]())
     parser = engine_args.add_cli_args(argparse.ArgumentParser())
-    with pytest.raises(release.SeamError):
+    with pytest.raises(compatibility.SeamError):
         parser.parse_args(["--speculative-model=[lookahead]"])
 
 

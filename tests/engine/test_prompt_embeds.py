@@ -11,8 +11,8 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.inputs import EmbedsPrompt, TokensPrompt
 
-from tests.engine.driving import drafter_of, engine, random_prompts, runner_of
-from tests.engine.proposers import Recorder, record
+from tests.support.driving import drafter_of, engine, random_prompts, runner_of
+from tests.support.proposers import Recorder, record
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
 

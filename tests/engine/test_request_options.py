@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.window_shape import Wishes
+from lookahead_vllm.draft.proposer import Wishes
 from lookahead_vllm.engine.request_options import (
     RequestError,
     RequestOptions,

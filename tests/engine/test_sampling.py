@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from vllm import SamplingParams, TokensPrompt
 
-from tests.engine.driving import drafter_of, engine, generate, random_prompts
-from tests.engine.processors import NoRepeat
-from tests.engine.proposers import record
+from tests.support.driving import drafter_of, engine, generate, random_prompts
+from tests.support.processors import NoRepeat
+from tests.support.proposers import record
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 

@@ -15,9 +15,9 @@ import requests
 from openai import OpenAI
 from vllm import SamplingParams
 
-from lookahead_vllm.draft import cache_file
-from tests.engine.driving import drafter_of, engine, generate
-from tests.engine.servers import serve
+from lookahead_vllm.draft.cache import file as cache_file
+from tests.support.driving import drafter_of, engine, generate
+from tests.support.servers import serve
 
 ROOT = Path(__file__).parents[2]
 MODEL = Path(

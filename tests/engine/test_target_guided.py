@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from lookahead_vllm.bench.guided import follow
-from tests.engine.driving import drafter_of, engine, generate, random_prompts
+from benchmarks.engines.target_guided import follow
+from tests.support.driving import drafter_of, engine, generate, random_prompts
 
 
 @pytest.mark.parametrize("lookahead", [None, {"budget": 8}], ids=["plain", "lookahead"])

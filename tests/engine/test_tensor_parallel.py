@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from lookahead_vllm.draft import cache_file
-from lookahead_vllm.draft.budget import CostCurve, StepCost
+from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
+from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.proposer import NoProposer
-from lookahead_vllm.engine import runner as runner_module
-from tests.engine.driving import engine, generate, generate_staggered, random_prompts
-from tests.engine.kernels import Signatures, compiled
-from tests.engine.servers import cores_of
+from lookahead_vllm.engine.worker.v1 import runner as runner_module
+from tests.support.driving import engine, generate, generate_staggered, random_prompts
+from tests.support.kernels import Signatures, compiled
+from tests.support.servers import cores_of
 
 PROMPTS = random_prompts(6, 40, seed=31)
 GREEDY = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, detokenize=False)

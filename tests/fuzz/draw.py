@@ -9,11 +9,11 @@ from typing import Any
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.registry import HAVE_WINDOW
-from lookahead_vllm.draft.suffix import UNKNOWN
+from lookahead_vllm.draft.tree import UNKNOWN
 
 VOCAB = 128
 SPECIAL = 5
-"""Token ids below are special, see tests/engine/tokenizer.py."""
+"""Token ids below are special, see tests/support/tokenizer.py."""
 THINK, END_OF_THINKING = 3, 4
 REFERENCE_LENGTHS = (1, 20, 100, 900)
 

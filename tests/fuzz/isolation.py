@@ -10,10 +10,9 @@ from functools import cache
 from typing import Any, TypeAlias
 
 from lookahead_vllm.draft.sources import GRAMMAR, NAMES, WINDOW
-from lookahead_vllm.draft.suffix import UNKNOWN
-from lookahead_vllm.draft.tree import DraftTree
-from lookahead_vllm.engine.drafter import LookaheadDrafter
-from lookahead_vllm.engine.runner import LookaheadRunner
+from lookahead_vllm.draft.tree import UNKNOWN, DraftTree
+from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
+from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from tests.fuzz.draw import Request
 
 BEGIN = -2

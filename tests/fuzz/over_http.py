@@ -13,14 +13,14 @@ import requests
 from openai import APIError, APIStatusError, OpenAI
 from transformers import AutoTokenizer
 
-from lookahead_vllm.bench.answers import Answer, assembled, compared, draft_counters
+from benchmarks.options.answers import Answer, assembled, compared, draft_counters
 from lookahead_vllm.draft.registry import PROPOSERS
-from lookahead_vllm.engine.drafter import Counters
-from tests.engine.models import save_tiny_model
-from tests.engine.servers import cores_of, serve
-from tests.engine.tokenizer import save_tokenizer
+from lookahead_vllm.engine.worker.drafter import Counters
 from tests.fuzz.draw import Request, Round
 from tests.fuzz.play import Difference, Played
+from tests.support.models import save_tiny_model
+from tests.support.servers import cores_of, serve
+from tests.support.tokenizer import save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = ("n", "seed", "temperature", "top_p", "max_tokens", "stop", "presence_penalty")
@@ -86,7 +86,7 @@ class Servers:
         settings.update(kv_cache_memory_bytes=256 << 20, served_model_name="m")
         settings["tensor_parallel_size"] = self._ranks
         if "custom_logits_processor" in round_.features:
-            settings["logits_processors"] = "tests.engine.processors:NoRepeat"
+            settings["logits_processors"] = "tests.support.processors:NoRepeat"
         if "priority scheduling" in round_.features:
             settings["scheduling_policy"] = "priority"
         return settings

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from lookahead_vllm.engine import request_options
-from lookahead_vllm.engine.runner import LookaheadRunner
-from lookahead_vllm.verify.kv_moves import KVMover
-from lookahead_vllm.verify.noise import DrawTape
+from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
+from lookahead_vllm.verify.cpu.kv_moves import KVMover
+from lookahead_vllm.verify.seeded_draws import DrawTape
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
 

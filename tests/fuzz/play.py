@@ -22,15 +22,15 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.sampler import Sampler as SecondSampler
 
 from lookahead_vllm.draft.registry import PROPOSERS
-from lookahead_vllm.engine.drafter import Counters
-from lookahead_vllm.engine.runner import LookaheadRunner
-from tests.engine import proposers
-from tests.engine.driving import drafter_of, engine, runner_of
-from tests.engine.models import TINY, WANDERING, save_adapter, save_config
-from tests.engine.processors import NoRepeat
-from tests.engine.tokenizer import save_tokenizer
+from lookahead_vllm.engine.worker.drafter import Counters
+from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from tests.fuzz.draw import Request, Round
 from tests.fuzz.isolation import Leak, Watch, request_index, watched
+from tests.support import proposers
+from tests.support.driving import drafter_of, engine, runner_of
+from tests.support.models import TINY, WANDERING, save_adapter, save_config
+from tests.support.processors import NoRepeat
+from tests.support.tokenizer import save_tokenizer
 
 LOGPROB_TOLERANCE = 1e-3
 LAST_BITS = 1e-6

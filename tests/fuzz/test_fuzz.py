@@ -12,11 +12,11 @@ import pytest
 import torch
 from vllm.v1.sample.sampler import Sampler
 
-from tests.engine.models import TINY
-from tests.engine.test_other_device import metadata_of
+from tests.engine.worker.test_second_device import metadata_of
 from tests.fuzz.draw import REQUEST_FEATURES, draw_round
 from tests.fuzz.plant import BUGS, planted
 from tests.fuzz.play import Answer, Reply, Rounds, alike, differences, shaken_logits
+from tests.support.models import TINY
 
 MODELS = sorted(TINY)
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from lookahead_vllm.draft import cache_file, cache_keeper
-from lookahead_vllm.draft.cache_keeper import CacheKeeper
-from lookahead_vllm.draft.ngram_trie import NGramTrieProposer
+from lookahead_vllm.draft.cache import file as cache_file
+from lookahead_vllm.draft.cache import keeper
+from lookahead_vllm.draft.cache.keeper import CacheKeeper
 from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from tests.hostile.report import Report
 
 TOKENIZER = cache_file.fingerprint({"a": 0})
@@ -265,8 +266,8 @@ def wrong_with(name: str, folder: Path) -> list[str]:
     FILES[name](path)
     wrong: list[str] = []
     warnings = _Warnings()
-    cache_keeper.logger.addHandler(warnings)
-    propagates, cache_keeper.logger.propagate = cache_keeper.logger.propagate, False
+    keeper.logger.addHandler(warnings)
+    propagates, keeper.logger.propagate = keeper.logger.propagate, False
     proposer = _new_proposer()
 
     def live() -> None:
@@ -286,8 +287,8 @@ def wrong_with(name: str, folder: Path) -> list[str]:
         if thread.is_alive():
             return ["it hangs"]
     finally:
-        cache_keeper.logger.removeHandler(warnings)
-        cache_keeper.logger.propagate = propagates
+        keeper.logger.removeHandler(warnings)
+        keeper.logger.propagate = propagates
     at_start = [said for said in warnings.said if "starts cold" in said]
     if len(at_start) != (name not in NO_FILE):
         wrong.append(f"it warned {len(at_start)} times: {at_start}")

@@ -25,19 +25,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tests.engine.models import save_tiny_model
-from tests.engine.servers import running
-from tests.engine.tokenizer import save_tokenizer
 from tests.hostile import bad_requests, clients
 from tests.hostile.bad_requests import Limits, Request
 from tests.hostile.clients import CUTS, Answer
 from tests.hostile.report import LOADS, QUIET, Fault, Report, Timing, faults_of
 from tests.hostile.watch import Watch, cpu_seconds_of_this_process
+from tests.support.models import save_tiny_model
+from tests.support.servers import running
+from tests.support.tokenizer import save_tokenizer
 
 FLAGS = (
     *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20)),
     *("--served-model-name", bad_requests.MODEL, "--enable-scale-out"),
 )
+ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+"""oneDNN keeps a compiled product for each number of rows, 1024 by default: some 60 MB that grow
+slowly in plain vLLM, and faster where drafts make more numbers of rows. Memory is watched without.
+"""
 LOOKAHEAD = {"method": "lookahead", "cache_interval": 20}
 
 AT_ONCE = 64
@@ -96,7 +100,7 @@ def play(plan: Plan, folder: Path) -> Report:
     with ExitStack() as servers:
         watches = {}
         for name, more in flags.items():
-            server = servers.enter_context(running(model, logs[name], *FLAGS, *more))
+            server = servers.enter_context(running(model, logs[name], *FLAGS, *more, **ENVIRONMENT))
             watches[name] = Watch(server, logs[name])
             say(f"the {name} server is up")
         refused = logs["lookahead"].read_text(errors="replace").count("starts cold: the cache")

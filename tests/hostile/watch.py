@@ -15,7 +15,7 @@ from statistics import median
 import psutil
 import requests
 
-from tests.engine.servers import Server
+from tests.support.servers import Server
 
 TIME_TO_END = 60.0
 """Seconds after which a server that was told to end counts as hanging."""

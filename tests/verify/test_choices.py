@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead_vllm.verify import native
 from lookahead_vllm.verify.choices import likeliest
+from lookahead_vllm.verify.cpu import native
 
 IMPLS = ["torch", pytest.param("native", marks=pytest.mark.skipif(
     not native.available(), reason="no C++ compiler"))]  # fmt: skip

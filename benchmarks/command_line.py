@@ -1,0 +1,115 @@
+"""What the command lines of the benchmarks share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines.fresh_engine import cpu_runtime, is_cpu_build
+from benchmarks.methods import KNOWN
+from lookahead_vllm.cli.arguments import positive
+from lookahead_vllm.simulation.drafters import key_value
+
+PROMPT_LINES = """\
+a line of the prompts:
+  {"prompt_token_ids": [1, 9690, ...], "category": "qa"}
+  or `prompt` (text) or `messages` (a chat) in place of the ids; the category is optional."""
+
+
+def engine_arg(text: str) -> tuple[str, Any]:
+    """`KEY=VALUE` with a value in JSON, or else a string."""
+    pair = key_value(text)
+    if pair is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, as in enforce_eager=true")
+    return pair
+
+
+def engine_parser(description: str | None, teach: str, methods: str) -> argparse.ArgumentParser:
+    """A command line with the options of all benchmarks that start engines.
+
+    Parameters
+    ----------
+    teach : str
+        What stands below the options.
+    methods : str
+        The default of --methods.
+    """
+    result = argparse.ArgumentParser(
+        description=description, epilog=teach, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = result.add_argument
+    add("--model", required=True, metavar="DIR", help="the model's folder, or its name on a hub")
+    add("--prompts", required=True, type=Path, metavar="FILE.jsonl", help="see below")
+    add(
+        "--methods",
+        default=methods,
+        metavar="A,B",
+        help=f"any of {', '.join(KNOWN)} (default: {methods})",
+    )
+    add(
+        "--config",
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="also run this `speculative_config`, as a method of that name; repeatable",
+    )
+    add("--max-tokens", type=positive, default=128, metavar="N", help="default: 128")
+    add("--json", type=Path, metavar="OUT.json", help="write everything there")
+    add("--plot", type=Path, metavar="OUT.png", help="draw it there")
+    add("--dtype", default="auto", help="as for vLLM: auto, float32, bfloat16, ...")
+    add(
+        "--kv-cache-gib",
+        type=float,
+        metavar="G",
+        help="of each engine (default: 1 on CPU, vLLM's choice elsewhere)",
+    )
+    add(
+        "--threads",
+        metavar="BIND",
+        help="VLLM_CPU_OMP_THREADS_BIND: auto, nobind, or cores as in 0-7 (default: vLLM's, auto)",
+    )
+    return result
+
+
+def add_engine_arg(result: argparse.ArgumentParser) -> None:
+    """For those benchmarks that use `vllm.LLM`."""
+    result.add_argument(
+        "--engine-arg",
+        action="append",
+        type=engine_arg,
+        default=[],
+        metavar="KEY=VALUE",
+        help="a further argument of `vllm.LLM`, for every method; repeatable",
+    )
+
+
+def kv_cache_bytes(options: argparse.Namespace) -> int | None:
+    """What --kv-cache-gib asks for; None leaves it to vLLM."""
+    gib = options.kv_cache_gib or (1 if is_cpu_build() else None)
+    return int(gib * 2**30) if gib else None
+
+
+def engine_environment(options: argparse.Namespace) -> dict[str, str]:
+    """What is added to the environment of every engine."""
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": options.threads} if options.threads else {}
+    return {**cpu_runtime(os.environ), **binding}
+
+
+def interrupted(run: Callable[[], None]) -> bool:
+    """Run to the end, or to Ctrl-C or a SIGTERM; then it says so and returns True.
+
+    Also where this was started with SIGINT ignored, as with `&` in a script.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        run()
+    except KeyboardInterrupt:
+        print("\ninterrupted; this is what had finished", file=sys.stderr)
+        return True
+    return False

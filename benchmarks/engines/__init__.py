@@ -1,0 +1,1 @@
+"""Methods compared in engines of their own: tokens, time and steps."""

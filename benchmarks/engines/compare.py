@@ -1,0 +1,442 @@
+"""Compare speculative decoding methods in vLLM: same prompts, a fresh engine for each run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.command_line import (
+    PROMPT_LINES,
+    add_engine_arg,
+    engine_environment,
+    engine_parser,
+    interrupted,
+    kv_cache_bytes,
+)
+from benchmarks.engines import generate, profile
+from benchmarks.engines.fresh_engine import FreshEngine, RunFailed
+from benchmarks.engines.generate import Job, Turn
+from benchmarks.engines.rows import Outcome, Row, Run, make_row
+from benchmarks.methods import (
+    BASELINE,
+    KNOWN,
+    MethodError,
+    SpeculativeConfig,
+    choose_methods,
+)
+from benchmarks.prompts import (
+    Prompt,
+    PromptError,
+    context_length,
+    load_prompts,
+    model_tokenizer,
+)
+from benchmarks.tables import category_tables, main_table, profile_table
+from lookahead_vllm.cli.arguments import check_outputs, positive, positives
+from lookahead_vllm.draft.registry import HAVE_WINDOW
+from lookahead_vllm.machine import cpu_name, versions
+
+TEACH = f"""\
+examples:
+  python scripts/bench.py --model .cache/models/SmolLM2-135M-Instruct \\
+      --prompts prompts.jsonl --limit 48 --max-tokens 128 --batch-sizes 1,8 \\
+      --methods none,ngram,suffix,lookahead --check-exact --json out.json --plot out.png
+
+  over batch sizes, with ratios of few percent told from noise: engines of a size take turns
+      --batch-sizes 1,2,4,8,16,32,64 --limit 24,24,36,48,96,192,240 --turns 3,3,3,3,3,3,2
+
+  a model of another size, without its weights, on answers that were recorded
+      --model FOLDER_WITH_A_CONFIG --engine-arg load_format=dummy --target-guided \\
+      --engine-arg skip_tokenizer_init=true
+
+  where no draft is ever right, nothing may be lost
+      --methods none,lookahead --batch-sizes 1,8,32 --limit 24,96,192 --adversarial --turns 6
+
+{PROMPT_LINES}
+
+columns:
+  full         the share of the time in which the batch was full: the end goes to the last few
+               answers, so that large batches need many prompts (--limit), in each turn two or
+               more for each place
+  tokens/s     emitted tokens over wall time, prefills included, start-up not
+  ratio        tokens/s over plain vLLM's (`none`) in the same round
+  steps        decode steps of a request, summed over the requests
+  tokens/step  tokens that decode steps emitted over `steps`, drafted or not (the papers' EDL
+               and S); plain vLLM has 1.00
+  acceptance   vLLM's mean acceptance length: 1 + accepted draft tokens over the steps that
+               had a draft
+  drafted      draft tokens that were verified, over `steps`
+  differing    prompts whose token ids differ from plain vLLM's at the same batch size
+               (--check-exact; bfloat16 rounds a step of several tokens differently, so
+               expect zero with --dtype float32 only)
+
+how it measures:
+  Each method at each batch size has an engine of its own, in a process of its own, with cold
+  drafters and no prefix caching; a method that fails is reported, and the others go on. The
+  engine runs as vLLM starts it (its core in a process apart). All prompts are queued in
+  file order and `batch size` of them run at any time. Decoding is greedy and stops at the
+  end of sequence. A warm-up with other content comes first. With --repeat, rounds are
+  interleaved; the table shows medians and, in brackets, the smallest and largest.
+  --turns N takes drift out of the ratios, and costs no further starts: the engines of one batch
+  size live at the same time, and answer one N-th of the prompts (every N-th line) in turn, in
+  one order and then in the other. In brackets are then the turns, whose prompts differ. There
+  has to be memory for all methods at once, and engines that wait take 1 to 2 % of a core each:
+  from all methods alike, so that it does not show in the ratios.
+  --adversarial gives the model random weights next to zero, which costs the same time, and
+  samples, always --max-tokens tokens: every token is as likely as any other, so that a draft is
+  right once in the size of the vocabulary.
+  --target-guided makes the recorded token (`output_token_ids`) the likeliest at every position, so
+  that any model says what was recorded, and accepts what the model that said it would have: a
+  large one with made-up weights, too (--engine-arg load_format=dummy). LLMA, section 3.2.
+  On CPU, Intel's OpenMP and tcmalloc are preloaded where they are found. Threads are bound as
+  vLLM does by default, which leaves a core to its front end: on a machine with few cores
+  compare with --threads nobind.
+
+The exit status is 0 if any run finished, 1 if none did, 2 for wrong options, 130 after Ctrl-C.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = engine_parser(__doc__, TEACH, ",".join(KNOWN))
+    add = result.add_argument
+    add("--batch-sizes", type=positives, default=[1], metavar="N,M", help="default: 1")
+    add(
+        "--limit",
+        type=limits,
+        default=[None],
+        metavar="N[,M]",
+        help="take N prompts, spread evenly over the categories; or so many for each batch size",
+    )
+    add("--repeat", type=positive, default=1, metavar="N", help="rounds (default: 1)")
+    add(
+        "--turns",
+        type=limits,
+        default=[1],
+        metavar="N[,M]",
+        help="turns of each engine (default: 1); or so many for each batch size",
+    )
+    add("--adversarial", action="store_true", help="requests on which no draft is right")
+    add("--target-guided", action="store_true", help="any model follows the recorded answers")
+    add("--check-exact", action="store_true", help="compare every answer with plain vLLM's")
+    add("--profile", action="store_true", help="print the shares of a step; costs a little time")
+    add(
+        "--max-model-len",
+        type=positive,
+        metavar="N",
+        help="default: what the longest prompt needs",
+    )
+    add("--prefix-caching", action="store_true", help="let methods share the KV of equal prefixes")
+    add_engine_arg(result)
+    return result
+
+
+def limits(text: str) -> list[int]:
+    """Numbers of at least 1, separated by commas: one for each batch size, or one for all."""
+    return [positive(part) for part in text.split(",")]
+
+
+def by_size(name: str, options: argparse.Namespace) -> dict[int, Any]:
+    """What an option says of each batch size; PromptError if that cannot be known."""
+    sizes, given = options.batch_sizes, getattr(options, name)
+    if len(given) not in (1, len(sizes)):
+        raise PromptError(
+            f"--{name}: {len(given)} numbers for {len(sizes)} batch sizes; give one for all, or "
+            "one for each"
+        )
+    return dict(zip(sizes, given * (len(sizes) // len(given)), strict=True))
+
+
+def engine_args(options: argparse.Namespace, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """The arguments of `vllm.LLM` that all runs share."""
+    length = options.max_model_len or context_length(prompts, options.max_tokens, options.model)
+    for prompt in prompts:
+        if len(prompt.token_ids) >= length:
+            raise PromptError(
+                f"{options.prompts}, line {prompt.line}: {len(prompt.token_ids)} tokens leave no "
+                f"room for an answer in {length} positions (--max-model-len)"
+            )
+    args: dict[str, Any] = {
+        "model": options.model,
+        "dtype": options.dtype,
+        "max_model_len": length,
+        "enable_prefix_caching": options.prefix_caching,
+        "seed": 0,
+    }
+    if size := kv_cache_bytes(options):
+        args["kv_cache_memory_bytes"] = size
+    if options.adversarial:
+        args["load_format"] = "dummy"
+    return {**args, **dict(options.engine_arg)}
+
+
+class Progress:
+    """Shows what the engine of a method does, on a bar of all prompts that it may share."""
+
+    def __init__(self, bar: tqdm[Any], name: str) -> None:
+        self.bar = bar
+        self.name = name
+        self._before = 0
+
+    def show(self, event: dict[str, Any]) -> None:
+        """Take an event of the engine."""
+        if event["event"] == "finished":
+            self.bar.update(self._before + event["done"] - self.bar.n)
+            return
+        self.bar.set_description(f"{self.name}: {event['event']}")
+        if event["event"] == "generating":
+            self._before = self.bar.n
+            if not self.bar.n:
+                self.bar.unpause()  # the start-up does not count for the time left
+                self.bar.start_t = self.bar.last_print_t
+
+
+class Benchmark:
+    """All runs of one call, and what has come of them so far.
+
+    `prompts` are those of each batch size, and `turns` the turns in which they are answered.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        methods: dict[str, SpeculativeConfig | None],
+        prompts: dict[int, list[Prompt]],
+        turns: dict[int, int],
+    ) -> None:
+        self.options = options
+        self.methods = methods
+        self.prompts = prompts
+        self.turns = turns
+        self.args = engine_args(options, max(prompts.values(), key=len))
+        self.environment = engine_environment(options)
+        if options.profile:
+            self.environment.update(profile.ENVIRONMENT)
+        if options.target_guided:
+            self.environment.update(profile.SENDING_FUNCTIONS)
+        self.outcomes: dict[tuple[str, int], dict[int, Outcome]] = {
+            (method, size): {} for size in prompts for method in methods
+        }
+        self.logs = Path(tempfile.mkdtemp(prefix="lookahead-bench-"))
+
+    def run(self) -> None:
+        """Run every method at every batch size, round by round."""
+        for lap in range(self.options.repeat):
+            methods = list(self.methods)[:: -1 if lap % 2 else 1]
+            for size in self.prompts:
+                together = self.turns[size] > 1
+                for group in [methods] if together else [[method] for method in methods]:
+                    self._run_group(group, size, lap)
+
+    def _run_group(self, methods: list[str], size: int, lap: int) -> None:
+        """Start the engines of these methods, and let them take turns with the prompts."""
+        name = f"batch {size}"
+        if self.options.repeat > 1:
+            name += f", round {lap + 1}/{self.options.repeat}"
+        count = len(self.prompts[size])
+        form = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}, {remaining} left"
+        engines: dict[str, FreshEngine] = {}
+        turns: dict[str, list[Turn]] = {method: [] for method in methods}
+        with ExitStack() as stack, tqdm(total=count * len(methods), bar_format=form) as bar:
+            for method in methods:
+                with self._failing_alone(method, size, lap):
+                    engine = self._engine(method, size, lap, Progress(bar, f"{method}, {name}"))
+                    engines[method] = stack.enter_context(engine)
+                    engine.wait_until_ready()
+            for part in range(self.turns[size]):
+                for method in methods[:: -1 if part % 2 else 1]:
+                    if lap in self.outcomes[method, size]:  # it has failed
+                        continue
+                    with self._failing_alone(method, size, lap):
+                        chosen = range(part, count, self.turns[size])
+                        turns[method].append(Turn.read(engines[method].ask(list(chosen))))
+        for method, engine in engines.items():
+            run = Run(turns[method], engine.bound_cores())
+            self.outcomes[method, size].setdefault(lap, Outcome(run))
+
+    def _engine(self, method: str, size: int, lap: int, progress: Progress) -> FreshEngine:
+        args = {**self.args, "max_num_seqs": size}
+        if self.methods[method] is not None:
+            args["speculative_config"] = self.methods[method]
+        prompts = [prompt.token_ids for prompt in self.prompts[size]]
+        answers = [prompt.answer or [] for prompt in self.prompts[size]]
+        job = Job(
+            args,
+            prompts,
+            self.options.max_tokens,
+            self.options.adversarial,
+            answers if self.options.target_guided else None,
+        )
+        progress.show({"event": "starting"})
+        log = self._log(method, size, lap)
+        return FreshEngine(generate.__name__, asdict(job), self.environment, log, progress.show)
+
+    def _log(self, method: str, size: int, lap: int) -> Path:
+        return self.logs / f"{method}-{size}-{lap}.log".replace("/", "_")
+
+    @contextmanager
+    def _failing_alone(self, method: str, size: int, lap: int) -> Iterator[None]:
+        try:
+            yield
+        except RunFailed as error:
+            self.outcomes[method, size][lap] = Outcome(error=str(error))
+            log = self._log(method, size, lap)
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+            print(
+                f"\n{method}, batch {size} failed: {error}\nThe log, {log}, ends with\n{tail}\n",
+                file=sys.stderr,
+            )
+
+    def rows(self) -> list[Row]:
+        """A row for every method and batch size that has come to an end at least once."""
+        result = []
+        for (method, size), laps in self.outcomes.items():
+            plain = self.outcomes.get((BASELINE, size), {})
+            baselines = [plain[lap].run if lap in plain else None for lap in laps]
+            if laps:
+                outcomes = list(laps.values())
+                categories = [prompt.category for prompt in self.prompts[size]]
+                exact = self.options.check_exact
+                result.append(make_row(method, size, outcomes, baselines, categories, exact))
+        return result
+
+    def meta(self, argv: Sequence[str]) -> dict[str, Any]:
+        """What there is to know to repeat this."""
+        outcomes = [outcome for laps in self.outcomes.values() for outcome in laps.values()]
+        run = next((outcome.run for outcome in outcomes if outcome.run), None)
+        inherited = {k: v for k, v in os.environ.items() if k.startswith(("VLLM_", "OMP_", "KMP_"))}
+        preloaded = self.environment.get("LD_PRELOAD", "").split(":")
+        return {
+            "model": self.options.model,
+            "dtype": run.turns[0].dtype if run else self.options.dtype,
+            "versions": versions(),
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
+            "worker_cores": run.cores if run else None,
+            "environment": {
+                **inherited,
+                **self.environment,
+                "LD_PRELOAD": ":".join(Path(path).name for path in preloaded),
+            },
+            "prompts": {
+                "file": str(self.options.prompts),
+                "count": {size: len(prompts) for size, prompts in self.prompts.items()},
+                "tokens": {
+                    size: sum(len(prompt.token_ids) for prompt in prompts)
+                    for size, prompts in self.prompts.items()
+                },
+            },
+            "adversarial": self.options.adversarial,
+            "target_guided": self.options.target_guided,
+            "max_tokens": self.options.max_tokens,
+            "rounds": self.options.repeat,
+            "turns": self.turns,
+            "methods": self.methods,
+            "engine_args": self.args,
+            "argv": list(argv),
+            "complete": len(outcomes) == len(self.outcomes) * self.options.repeat,
+        }
+
+    def clean_up(self) -> None:
+        """Keep the logs only if something failed."""
+        outcomes = [outcome for laps in self.outcomes.values() for outcome in laps.values()]
+        if not any(outcome.error for outcome in outcomes):
+            shutil.rmtree(self.logs, ignore_errors=True)
+
+
+def report(benchmark: Benchmark, argv: Sequence[str]) -> list[Row]:
+    """Print the tables of what is finished; write the JSON and the picture."""
+    options, rows, meta = benchmark.options, benchmark.rows(), benchmark.meta(argv)
+    if not rows:
+        return rows
+    bound = meta["worker_cores"]
+    threads = f"on {', '.join(map(str, bound))}" if bound else "not bound"
+    counts = sorted({row["prompts"] for row in rows})
+    prompts = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else counts[0]
+    print(
+        f"\n{Path(options.model).name}{', adversarial' * options.adversarial}"
+        f"{', target-guided' * options.target_guided}, {meta['dtype']}, "
+        f"{prompts} prompts, up to {options.max_tokens} tokens, {meta['cpu']} "
+        f"({meta['cores']} cores; the worker {threads})\n"
+    )
+    print(main_table(rows, options.check_exact))
+    if by_category := category_tables(rows):
+        print(f"\n{by_category}")
+    if options.profile:
+        print(f"\n{profile_table(rows)}")
+    if options.json:
+        options.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    if options.plot and any(row["tokens_per_s"] for row in rows):
+        from benchmarks.engines.plot import plot
+
+        plot(rows, options.plot, f"{Path(options.model).name}, {meta['dtype']}, {meta['cpu']}")
+    return rows
+
+
+def prepare(options: argparse.Namespace) -> Benchmark:
+    """Check everything that can be checked before the first engine starts."""
+    methods = choose_methods(options.methods, options.config)
+    if options.check_exact and BASELINE not in methods:
+        raise MethodError(f"--check-exact compares with `{BASELINE}`: add it to --methods")
+    check_outputs(options, MethodError)
+    turns = by_size("turns", options)
+    tokenize = model_tokenizer(options.model)
+    prompts = {
+        size: load_prompts(options.prompts, tokenize, limit)
+        for size, limit in by_size("limit", options).items()
+    }
+    for size, chosen in prompts.items():
+        if len(chosen) < turns[size]:
+            raise PromptError(f"--turns {turns[size]}: batch size {size} has {len(chosen)} prompts")
+    if options.target_guided:
+        check_target_guided(options, methods, prompts)
+    return Benchmark(options, methods, prompts, turns)
+
+
+def check_target_guided(
+    options: argparse.Namespace,
+    methods: dict[str, SpeculativeConfig | None],
+    prompts: dict[int, list[Prompt]],
+) -> None:
+    """Every prompt has its answer, and no method needs more of the model than that."""
+    if options.adversarial:
+        raise MethodError("--target-guided follows answers, --adversarial has none: leave one out")
+    for name, config in methods.items():
+        if config and config.get("proposer") in HAVE_WINDOW:
+            raise MethodError(
+                f"--target-guided: {name} learns from what a model says to its drafts, and "
+                "only the answers were recorded; leave it out"
+            )
+    for prompt in max(prompts.values(), key=len):
+        if prompt.answer is None:
+            raise PromptError(
+                f"{options.prompts}, line {prompt.line}: --target-guided follows recorded answers, "
+                "and there are no `output_token_ids`"
+            )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark; the exit status is explained in `--help`."""
+    arguments = parser()
+    options = arguments.parse_args(argv)
+    try:
+        benchmark = prepare(options)
+    except (MethodError, PromptError) as error:
+        arguments.error(str(error))
+    stopped = interrupted(benchmark.run)
+    rows = report(benchmark, argv)
+    benchmark.clean_up()
+    if stopped:
+        return 130
+    return 0 if any(row["tokens_per_s"] for row in rows) else 1

@@ -1,0 +1,229 @@
+"""From runs to rows: the figures of one method at one batch size."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypedDict
+
+from benchmarks.engines.generate import Generation, Turn
+from benchmarks.engines.profile import Seconds
+
+
+class Figures(TypedDict):
+    """What is said of a set of answers; None where it cannot be said.
+
+    tokens_per_s
+        Emitted tokens over wall time, prefills included. Of a category, only at batch size 1.
+    ratio
+        `tokens_per_s` over that of plain vLLM, measured in the same round.
+    steps
+        Decode steps of a request, summed over the requests.
+    tokens_per_step
+        Tokens that decode steps emitted over `steps`, drafted or not: the papers' EDL and S.
+        Plain vLLM has 1.00.
+    acceptance_length
+        vLLM's mean acceptance length: 1 + accepted draft tokens over the steps that had a draft.
+    draft_tokens_per_step
+        Draft tokens that were verified, over `steps`.
+    mismatches
+        Prompts whose token ids differ from plain vLLM's; the largest number of all rounds.
+    """
+
+    tokens: int | None
+    tokens_per_s: float | None
+    ratio: float | None
+    steps: int | None
+    tokens_per_step: float | None
+    acceptance_length: float | None
+    draft_tokens_per_step: float | None
+    mismatches: int | None
+
+
+class Row(Figures):
+    """The figures of a method at a batch size: medians over the rounds.
+
+    prompts
+        How many there were.
+    full
+        The share of the time in which the batch was full; near its end it empties.
+    tokens_per_s_runs, ratio_runs
+        Of every turn of every round.
+    """
+
+    method: str
+    batch_size: int
+    prompts: int
+    full: float | None
+    by_category: dict[str, Figures]
+    tokens_per_s_runs: list[float]
+    ratio_runs: list[float]
+    profile: Seconds
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A method's work at a batch size in one round.
+
+    Turn k of K answered every K-th prompt, from the k-th on.
+    """
+
+    turns: list[Turn]
+    cores: Sequence[int] = ()
+    """That vLLM bound its worker's threads to."""
+
+    @cached_property
+    def generations(self) -> list[Generation]:
+        """What became of each prompt, in their order."""
+        parts = [iter(turn.generations) for turn in self.turns]
+        count = sum(len(turn.generations) for turn in self.turns)
+        return [next(parts[index % len(parts)]) for index in range(count)]
+
+    @property
+    def seconds(self) -> float:
+        """The time of all turns."""
+        return sum(turn.seconds for turn in self.turns)
+
+    @property
+    def full(self) -> float:
+        """The share of it in which the batch was full."""
+        return sum(turn.full_seconds for turn in self.turns) / self.seconds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one method in one round: a run, or the reason why there is none."""
+
+    run: Run | None = None
+    error: str | None = None
+
+
+def make_row(
+    method: str,
+    batch_size: int,
+    outcomes: Sequence[Outcome],
+    baselines: Sequence[Run | None],
+    categories: Sequence[str],
+    check_exact: bool,
+) -> Row:
+    """Sum up all rounds of a method at a batch size.
+
+    Parameters
+    ----------
+    outcomes : sequence of Outcome
+        One a round.
+    baselines : sequence of Run or None
+        Plain vLLM's run in the same rounds.
+    categories : sequence of str
+        The category of each prompt.
+    check_exact : bool
+        Whether to count the answers that differ from the baseline's.
+    """
+    rounds = [
+        (outcome.run, baseline)
+        for outcome, baseline in zip(outcomes, baselines, strict=True)
+        if outcome.run is not None
+    ]
+
+    def of(chosen: Sequence[int]) -> list[Figures]:
+        return [figures(run, baseline, chosen, batch_size, check_exact) for run, baseline in rounds]
+
+    everything = of(range(len(categories)))
+    names = dict.fromkeys(categories)
+    members = {name: [i for i, c in enumerate(categories) if c == name] for name in names}
+    errors = [outcome.error for outcome in outcomes if outcome.error]
+    return {
+        "method": method,
+        "batch_size": batch_size,
+        "prompts": len(categories),
+        "full": _median(run.full for run, _ in rounds),
+        **median_figures(everything),
+        "by_category": {name: median_figures(of(chosen)) for name, chosen in members.items()},
+        "tokens_per_s_runs": [_speed(turn) for run, _ in rounds for turn in run.turns],
+        "ratio_runs": [
+            _speed(turn) / _speed(plain)
+            for run, baseline in rounds
+            if baseline
+            for turn, plain in zip(run.turns, baseline.turns, strict=True)
+        ],
+        "profile": rounds[-1][0].turns[-1].profile if rounds else {},
+        "error": errors[0] if errors else None,
+    }
+
+
+def figures(
+    run: Run,
+    baseline: Run | None,
+    chosen: Sequence[int],
+    batch_size: int,
+    check_exact: bool,
+) -> Figures:
+    """The figures of the chosen prompts in one run."""
+    picked = [run.generations[i] for i in chosen]
+    tokens = sum(len(g.token_ids) for g in picked)
+    steps = sum(max(g.steps, 0) for g in picked)
+    prefilled = sum(bool(g.token_ids) for g in picked)  # the first tokens are the prefills'
+    drafts = sum(g.drafts for g in picked)
+    speed = tokens_per_s(run, chosen, batch_size)
+    plain = tokens_per_s(baseline, chosen, batch_size) if baseline else None
+    return {
+        "tokens": tokens,
+        "tokens_per_s": speed,
+        "ratio": speed / plain if speed and plain else None,
+        "steps": steps,
+        "tokens_per_step": (tokens - prefilled) / steps if steps else None,
+        "acceptance_length": 1 + sum(g.accepted for g in picked) / drafts if drafts else None,
+        "draft_tokens_per_step": sum(g.draft_tokens for g in picked) / steps if steps else None,
+        "mismatches": (
+            sum(run.generations[i].token_ids != baseline.generations[i].token_ids for i in chosen)
+            if check_exact and baseline
+            else None
+        ),
+    }
+
+
+def tokens_per_s(run: Run, chosen: Sequence[int], batch_size: int) -> float | None:
+    """Speed over the chosen prompts; None for some of the prompts when they share their steps."""
+    tokens = sum(len(run.generations[i].token_ids) for i in chosen)
+    if len(chosen) == len(run.generations):
+        return tokens / run.seconds
+    if batch_size > 1:
+        return None
+    return tokens / sum(run.generations[i].seconds for i in chosen)
+
+
+def _speed(turn: Turn) -> float:
+    return sum(len(generation.token_ids) for generation in turn.generations) / turn.seconds
+
+
+def median_figures(rounds: Sequence[Figures]) -> Figures:
+    """The median of each figure; of the mismatches the largest."""
+    return {
+        "tokens": _median_int(f["tokens"] for f in rounds),
+        "tokens_per_s": _median(f["tokens_per_s"] for f in rounds),
+        "ratio": _median(f["ratio"] for f in rounds),
+        "steps": _median_int(f["steps"] for f in rounds),
+        "tokens_per_step": _median(f["tokens_per_step"] for f in rounds),
+        "acceptance_length": _median(f["acceptance_length"] for f in rounds),
+        "draft_tokens_per_step": _median(f["draft_tokens_per_step"] for f in rounds),
+        "mismatches": max(
+            (f["mismatches"] for f in rounds if f["mismatches"] is not None), default=None
+        ),
+    }
+
+
+def _present(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    present = _present(values)
+    return statistics.median(present) if present else None
+
+
+def _median_int(values: Iterable[int | None]) -> int | None:
+    present = [value for value in values if value is not None]
+    return statistics.median_low(present) if present else None

@@ -1,0 +1,214 @@
+"""What lookahead adds to a step outside the model: a model of almost no cost, many requests."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lookahead_vllm.cli.arguments import positive, positives
+from lookahead_vllm.simulation.markdown import markdown
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_step.py"
+
+TEACH = """\
+columns, milliseconds a step, medians over the steps in which all requests decode:
+  plain      plain vLLM, all of the step but the forward pass and the logits
+  lookahead  the same with drafts of --nodes nodes for every request
+  added      their difference: what drafts cost beside the model, vLLM's own bookkeeping for
+             drafts and sampling at every node included
+  draft, verify, compaction
+             parts of it: growing trees and learning from the last step; sampling at every
+             root and node and matching; moving the KV of what was accepted
+  nodes      nodes verified, over requests and steps
+  accepted   nodes accepted, likewise
+
+The model is a Llama of two small layers with made-up weights, in float32, in this process, with
+eager execution. Each row is measured in a process of its own, plain and lookahead in turn.
+"""
+
+LLAMA = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-6,
+    hidden_act="silu",
+    tie_word_embeddings=False,
+    bos_token_id=0,
+    eos_token_id=1,
+    torch_dtype="float32",
+)
+PROMPT_TOKENS, STEPS, WARM_UP = 300, 60, 20
+NOISE = 0.2  # beside logits of 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(
+        description=__doc__, epilog=TEACH, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument(
+        "--batch-sizes", type=positives, default=[1, 16, 64], metavar="N,M", help="default: 1,16,64"
+    )
+    result.add_argument(
+        "--nodes", type=positive, default=16, metavar="N", help="of each draft (default: 16)"
+    )
+    result.add_argument("--json", type=Path, metavar="OUT.json", help="write everything there")
+    result.add_argument("--one", nargs=2, metavar=("SIZE", "METHOD"), help=argparse.SUPPRESS)
+    return result
+
+
+class Watch:
+    """Adds up the time that some functions take."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def over(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return timed
+
+
+def measure(size: int, nodes: int, lookahead: bool) -> dict[str, float]:
+    """Medians of the steps of one engine, in milliseconds."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["LOOKAHEAD_VLLM_PROFILE"] = "1"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # lookahead's, for plain vLLM too
+    import torch
+    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.model_executor.model_loader import DummyModelLoader, register_model_loader
+
+    from lookahead_vllm.engine.worker import profile
+
+    @register_model_loader("markov")
+    class MarkovModelLoader(DummyModelLoader):
+        """Weights with which the next token follows from the last one alone."""
+
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            rng = torch.Generator().manual_seed(0)
+            for name, weight in model.named_parameters():
+                weight.data.normal_(int(weight.ndim < 2), 0.125, generator=rng)
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    weight.data.zero_()
+
+    more: dict[str, Any] = {}
+    if lookahead:
+        more["speculative_config"] = {
+            "method": "lookahead",
+            "num_speculative_tokens": nodes,
+            "budget": nodes,
+        }
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(LLAMA))
+        llm = LLM(
+            model=folder,
+            load_format="markov",
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            kv_cache_memory_bytes=256 << 20,
+            max_model_len=2048,
+            max_num_seqs=size,
+            max_num_batched_tokens=size * max(nodes + 1, 64),
+            **more,
+        )
+    engine: Any = llm.llm_engine
+    runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    compute_logits = runner.model.compute_logits
+
+    def undecided(hidden: torch.Tensor) -> torch.Tensor:
+        """Logits with noise: the text neither loops nor is it all guesswork."""
+        logits = compute_logits(hidden)
+        return logits + NOISE * torch.randn_like(logits)
+
+    watch = Watch()
+    runner._model_forward = watch.over(runner._model_forward)
+    runner.model.compute_logits = watch.over(undecided)
+    rng = random.Random(0)
+    params = SamplingParams(temperature=0, max_tokens=1700, ignore_eos=True, detokenize=False)
+    for i in range(size):
+        prompt = [rng.randrange(3, 60) for _ in range(PROMPT_TOKENS)]
+        engine.add_request(str(i), TokensPrompt(prompt_token_ids=prompt), params)
+    while len(runner.input_batch.req_ids) < size or any(
+        not request.output_token_ids for request in runner.requests.values()
+    ):
+        engine.step()
+    outside: list[float] = []
+    parts: dict[str, list[float]] = {name: [] for name in ("draft", "verify", "compaction")}
+    counters = runner.drafter.counters if lookahead else None
+    for step in range(WARM_UP + STEPS):
+        if step == WARM_UP and counters:
+            verified, accepted = counters.nodes, counters.accepted_nodes
+        watch.seconds = 0.0
+        before = dict(profile.seconds)
+        start = time.perf_counter()
+        engine.step()
+        if step >= WARM_UP:
+            outside.append((time.perf_counter() - start - watch.seconds) * 1e3)
+            for name in parts:
+                parts[name].append((profile.seconds[name] - before.get(name, 0.0)) * 1e3)
+    assert engine.get_num_unfinished_requests() == size, "a request ended too early"
+    result = {"outside": median(outside)} | {name: median(values) for name, values in parts.items()}
+    if counters:
+        result["nodes"] = (counters.nodes - verified) / (size * STEPS)
+        result["accepted"] = (counters.accepted_nodes - accepted) / (size * STEPS)
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure each batch size; 1 if an engine did not get through."""
+    options = parser().parse_args(argv)
+    if options.one:
+        size, method = options.one
+        print(json.dumps(measure(int(size), options.nodes, method == "lookahead")))
+        return 0
+    rows: list[dict[str, float]] = []
+    for size in options.batch_sizes:
+        found: dict[str, dict[str, float]] = {}
+        for method in ("plain", "lookahead"):
+            command = [sys.executable, str(SCRIPT), "--nodes", str(options.nodes)]
+            run = subprocess.run(
+                [*command, "--one", str(size), method], capture_output=True, text=True, check=False
+            )
+            if run.returncode:
+                print(run.stderr[-3000:], file=sys.stderr)
+                return 1
+            found[method] = json.loads(run.stdout.splitlines()[-1])
+        plain, ours = found["plain"]["outside"], found["lookahead"].pop("outside")
+        rows.append(
+            {"batch": size, "plain": plain, "lookahead": ours, "added": ours - plain}
+            | found["lookahead"]
+        )
+        print(f"batch {size}: {ours - plain:.2f} ms a step", file=sys.stderr)
+    print(
+        markdown(
+            list(rows[0]),
+            [[f"{v:g}" if k == "batch" else f"{v:.2f}" for k, v in row.items()] for row in rows],
+        )
+    )
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0

@@ -1,0 +1,1 @@
+"""Checks on a machine with a GPU."""

@@ -1,0 +1,1 @@
+"""A load that changes in mid-run, step by step."""

@@ -1,0 +1,1 @@
+"""Request options of vLLM's OpenAI server, compared with and without lookahead."""

@@ -1,0 +1,1 @@
+"""Servers under load: latencies of requests that arrive at random."""

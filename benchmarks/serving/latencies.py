@@ -1,0 +1,160 @@
+"""Latencies of several rounds, of plain vLLM and of others: compared, as a table, as a picture."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from benchmarks.engines.plot import colours
+from benchmarks.methods import BASELINE
+from benchmarks.serving.arrivals import Latencies
+from benchmarks.tables import with_spread
+from lookahead_vllm.simulation.markdown import MISSING, markdown
+
+Metric: TypeAlias = Literal["tpot_mean", "tpot_p99", "ttft_mean", "ttft_p99", "tokens_per_s"]
+
+TITLES: dict[Metric, str] = {
+    "tpot_mean": "TPOT, mean, ms",
+    "tpot_p99": "TPOT, p99, ms",
+    "ttft_mean": "TTFT, mean, ms",
+    "ttft_p99": "TTFT, p99, ms",
+    "tokens_per_s": "tokens/s",
+}
+
+MORE_IS_BETTER = {"tokens_per_s"}
+
+Verdict: TypeAlias = Literal["better", "within spread", "worse"]
+
+Measured: TypeAlias = Mapping[float, Mapping[str, Sequence[Latencies]]]
+"""By rate, in requests a second, and method: one a round."""
+
+
+def values(rounds: Sequence[Latencies], metric: Metric) -> list[float]:
+    """A metric in every round."""
+    return [one[metric] for one in rounds]
+
+
+def ratios(measured: Measured, rate: float, method: str, metric: Metric) -> list[float]:
+    """The method's metric over plain vLLM's, of every round that both have ended."""
+    rounds = measured[rate]
+    plain, other = (values(rounds.get(name, []), metric) for name in (BASELINE, method))
+    return [b / a for a, b in zip(plain, other, strict=False)]
+
+
+def verdict(ratios: Sequence[float], metric: Metric) -> Verdict | None:
+    """Whether the median of the rounds' ratios is off 1 by more than their spread.
+
+    The spread is their range, from the smallest to the largest. A single round has none, and so
+    there is no verdict.
+    """
+    if len(ratios) < 2:
+        return None
+    gain = 1 - statistics.median(ratios)
+    if abs(gain) <= max(ratios) - min(ratios):
+        return "within spread"
+    return "better" if (gain < 0) == (metric in MORE_IS_BETTER) else "worse"
+
+
+def table(measured: Measured) -> str:
+    """One line a rate and metric: medians, in brackets from where to where the rounds went."""
+    head = ["requests/s", "", BASELINE]
+    for method in _others(measured):
+        head += [method, "ratio", "verdict"]
+    body = []
+    for rate, rounds in measured.items():
+        for place, (metric, title) in enumerate(TITLES.items()):
+            line = [f"{rate:.2f}" if place == 0 else "", title]
+            line.append(_cell(values(rounds.get(BASELINE, []), metric), 1))
+            for method in _others(measured):
+                compared = ratios(measured, rate, method, metric)
+                line.append(_cell(values(rounds.get(method, []), metric), 1))
+                line += [_cell(compared, 2), verdict(compared, metric) or MISSING]
+            body.append(line)
+    return markdown(head, body)
+
+
+def conclusion(measured: Measured) -> list[str]:
+    """For each method a sentence that says where it is worse than plain vLLM."""
+    sentences = []
+    for method in _others(measured):
+        found: dict[Verdict | None, list[str]] = {}
+        for rate in measured:
+            for metric, title in TITLES.items():
+                place = f"{title.removesuffix(', ms')} at {rate:.2f}/s"
+                which = verdict(ratios(measured, rate, method, metric), metric)
+                found.setdefault(which, []).append(place)
+        if None in found:
+            sentences.append(f"{method}: two rounds are needed to tell a difference from noise")
+            continue
+        worse = found.get("worse", [])
+        sentences.append(
+            f"{method} is worse than plain vLLM by more than the spread in "
+            + (f"{len(worse)} figures: {'; '.join(worse)}" if worse else "none of the figures")
+            + f" (better in {len(found.get('better', []))}, "
+            + f"within the spread in {len(found.get('within spread', []))})"
+        )
+    return sentences
+
+
+def _others(measured: Measured) -> list[str]:
+    methods = dict.fromkeys(method for rounds in measured.values() for method in rounds)
+    return [method for method in methods if method != BASELINE]
+
+
+def _cell(runs: Sequence[float], digits: int) -> str:
+    return with_spread(statistics.median(runs), runs, digits) if runs else MISSING
+
+
+def plot(measured: Measured, path: Path, title: str) -> None:
+    """Draw TPOT and TTFT, mean and 99th percentile, and tokens/s over the rate, with the spread."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    panels: list[tuple[str, dict[Metric, str]]] = [
+        ("time per output token, ms", {"tpot_mean": "-", "tpot_p99": "--"}),
+        ("time to first token, ms", {"ttft_mean": "-", "ttft_p99": "--"}),
+        ("tokens/s", {"tokens_per_s": "-"}),
+    ]
+    methods = colours(method for rounds in measured.values() for method in rounds)
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(13.5, 4), layout="constrained")
+    for axis, (label, lines) in zip(axes, panels, strict=True):
+        for method, colour in methods.items():
+            for metric, style in lines.items():
+                runs = {
+                    rate: values(rounds[method], metric)
+                    for rate, rounds in measured.items()
+                    if rounds.get(method)
+                }
+                if not runs:
+                    continue
+                middle = [statistics.median(one) for one in runs.values()]
+                low = [m - min(one) for m, one in zip(middle, runs.values(), strict=True)]
+                high = [max(one) - m for m, one in zip(middle, runs.values(), strict=True)]
+                axis.errorbar(
+                    list(runs),
+                    middle,
+                    yerr=(low, high),
+                    linestyle=style,
+                    marker="o",
+                    markersize=4,
+                    capsize=2,
+                    elinewidth=1,
+                    color=colour,
+                    label=f"{method}, 99th percentile" if style == "--" else method,
+                )
+        axis.set_xlabel("requests/s")
+        axis.set_ylabel(label)
+        if "first" in label:  # near saturation requests queue
+            axis.set_yscale("log")
+        else:
+            axis.set_ylim(bottom=0)
+        axis.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6))
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -1,0 +1,197 @@
+"""Measure how much clients with the largest allowed references slow down a client beside them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+
+from benchmarks.serving.server import ServerError, free_port, serving
+from lookahead_vllm.cli.arguments import positive
+
+TEACH = """\
+examples:
+  scripts/cpu_env.sh .venv/bin/python scripts/bench_references.py \\
+      --model .cache/models/SmolLM2-135M-Instruct
+
+how it measures:
+  One server with lookahead. --clients clients send completions of --max-tokens tokens, each one
+  again as soon as it is answered; one plain client beside them streams one answer of 128 tokens
+  after the other. In phases of --seconds that take turns, the clients' requests go without a
+  reference, and with one of the largest size that the server allows, one of 256 texts. The
+  time per output token is the time between two pieces of the plain client's stream over the
+  tokens of the later one; those of all phases of a kind are pooled.
+  With --default-total the server keeps its default limit for all live references together, so
+  that most requests with one are refused (HTTP 400); a client then waits for a second. Otherwise
+  the limit is raised until all of them fit.
+"""
+
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "that",
+    "for",
+    "it",
+    "was",
+    "on",
+    "are",
+    "as",
+    "with",
+    "his",
+    "they",
+    "be",
+    "at",
+]
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=TEACH, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="a folder with a model and its tokenizer")
+    add("--clients", type=positive, default=32, help="default: 32")
+    add("--max-tokens", type=positive, default=16, help="of each client's answers (default: 16)")
+    add("--seconds", type=positive, default=20, help="of a phase (default: 20)")
+    add("--phases", type=positive, default=3, help="of each kind (default: 3)")
+    add("--reference-tokens", type=positive, default=16_384, help="default: 16384, the server's")
+    add("--default-total", action="store_true", help="see below")
+    return parser.parse_args(argv)
+
+
+def text_of(num_bytes: int, rng: random.Random) -> str:
+    """Words of English, in an order of their own."""
+    words = rng.choices(WORDS, k=num_bytes // 3)
+    return " ".join(words)[:num_bytes]
+
+
+class Clients:
+    """All clients of one server."""
+
+    def __init__(self, url: str, options: argparse.Namespace) -> None:
+        self._url = url
+        self._options = options
+        self._rng = random.Random(0)
+        # Made beforehand: this process shares its cores with the server.
+        size = 4 * options.reference_tokens
+        self._references = [text_of(size, self._rng) for _ in range(256)]
+        self.with_references = False
+        self.answered = {200: 0, 400: 0}
+
+    async def send_again_and_again(self, session: aiohttp.ClientSession) -> None:
+        """One client beside the plain one."""
+        while True:
+            body = {
+                "model": "m",
+                "prompt": text_of(200, self._rng),
+                "max_tokens": self._options.max_tokens,
+                "ignore_eos": True,
+                "temperature": 0,
+            }
+            if self.with_references:
+                reference = self._rng.choice(self._references)
+                body["vllm_xargs"] = {"lookahead_reference": reference}
+            async with session.post(f"{self._url}/v1/completions", json=body) as response:
+                await response.read()
+            self.answered[response.status] += 1
+            if response.status != 200:
+                await asyncio.sleep(1)
+
+    async def stream(self, session: aiohttp.ClientSession, until: float) -> list[float]:
+        """The plain client; returns seconds per output token."""
+        times: list[float] = []
+        while time.monotonic() < until:
+            body = {
+                "model": "m",
+                "prompt": text_of(200, self._rng),
+                "max_tokens": 128,
+                "ignore_eos": True,
+                "temperature": 0,
+                "stream": True,
+                "return_token_ids": True,
+            }
+            last = None
+            async with session.post(f"{self._url}/v1/completions", json=body) as response:
+                async for line in response.content:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    now = time.monotonic()
+                    tokens = len(json.loads(line[6:])["choices"][0].get("token_ids") or ())
+                    if last is not None and tokens:
+                        times += [(now - last) / tokens] * tokens
+                    last = now
+        return times
+
+
+async def measure(url: str, options: argparse.Namespace) -> dict[bool, list[float]]:
+    """Seconds per output token of the plain client, by whether the others send references."""
+    clients = Clients(url, options)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    limits = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=limits, timeout=aiohttp.ClientTimeout()) as session:
+        others = [
+            asyncio.create_task(clients.send_again_and_again(session))
+            for _ in range(options.clients)
+        ]
+        for phase in range(2 * options.phases + 1):  # the first one warms up
+            clients.with_references = phase % 2 == 1
+            await asyncio.sleep(3)
+            clients.answered = dict.fromkeys(clients.answered, 0)
+            new = await clients.stream(session, time.monotonic() + options.seconds)
+            if phase:
+                times[clients.with_references] += new
+            print(
+                f"phase {phase}: {'with' if clients.with_references else 'without'} references, "
+                f"{len(new)} tokens, p50 {1e3 * np.median(new):.1f} ms, "
+                f"p99 {1e3 * np.percentile(new, 99):.1f} ms; the others had "
+                f"{clients.answered[200]} answers and {clients.answered[400]} refusals",
+                flush=True,
+            )
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+    return times
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse_args(argv)
+    config: dict[str, object] = {
+        "method": "lookahead",
+        "max_reference_tokens": options.reference_tokens,
+    }
+    if not options.default_total:
+        config["max_live_reference_tokens"] = options.clients * options.reference_tokens
+    port = free_port()
+    command = ["vllm", "serve", str(options.model), "--served-model-name", "m"]
+    command += ["--port", str(port), "--speculative-config", json.dumps(config)]
+    command += ["--kv-cache-memory-bytes", str(2 << 30), "--max-model-len", "2048"]
+    command += ["--max-num-seqs", str(options.clients + 1)]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with serving(command, port, Path(folder) / "server.log") as url:
+                times = asyncio.run(measure(url, options))
+        except ServerError as error:
+            print(error, file=sys.stderr)
+            return 1
+    without, with_references = times[False], times[True]
+    for name, statistic in (
+        ("mean", np.mean),
+        ("p50", np.median),
+        ("p99", lambda all_times: np.percentile(all_times, 99)),
+    ):
+        before, after = float(statistic(without)), float(statistic(with_references))
+        print(f"{name:>5}: {1e3 * before:.1f} -> {1e3 * after:.1f} ms, {after / before - 1:+.1%}")
+    return 0

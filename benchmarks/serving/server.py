@@ -1,0 +1,140 @@
+"""`vllm serve` in a process group of its own, for as long as a block lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.engines.fresh_engine import cpu_runtime
+
+STARTUP_S = 600
+STOP_S = 10
+# The engine's last words. The server itself may outlive it, waiting for a worker that hangs.
+ENGINE_DIED = "EngineCore failed to start"
+
+
+class ServerError(RuntimeError):
+    """The server did not start; the message shows the end of its log."""
+
+
+@contextlib.contextmanager
+def serving(
+    command: Sequence[str], port: int, log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Show the command, run the server and yield its URL when it is healthy.
+
+    Parameters
+    ----------
+    command : sequence of str
+        `vllm serve ...`, with a `--port`; the command of this Python's environment is run, with
+        the CPU runtime that vLLM asks for. As it is shown, it works in a shell too.
+    port : int
+        On 127.0.0.1.
+    log : Path
+        Gets all that the server prints.
+    environment : mapping, optional
+        Added to this process's own.
+
+    Raises
+    ------
+    ServerError
+        The server ended, its engine died, or it was not ready after ten minutes.
+    """
+    _say(f"\n$ {shlex.join(command)}")
+    url = f"http://127.0.0.1:{port}"
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [str(Path(sys.executable).parent / "vllm"), *command[1:]],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**quiet, **os.environ, **cpu_runtime(os.environ), **(environment or {})},
+            start_new_session=True,
+        )
+    try:
+        _wait_until_healthy(process, url, log)
+        yield url
+    finally:
+        _stop(process)
+
+
+def get(url: str) -> str:
+    """What a GET answers."""
+    with urllib.request.urlopen(url, timeout=5) as response:
+        return str(response.read().decode())
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on this port of 127.0.0.1."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    started = time.monotonic()
+    reported = 0
+    while (elapsed := int(time.monotonic() - started)) < STARTUP_S:
+        if process.poll() is not None or ENGINE_DIED in log.read_text(errors="replace"):
+            raise ServerError(f"the server did not start; {_end_of(log)}")
+        with contextlib.suppress(urllib.error.URLError, OSError):
+            get(f"{url}/health")
+            _say(f"\r  ready after {elapsed} s{' ' * 40}" if sys.stdout.isatty() else "  ready")
+            return
+        if sys.stdout.isatty():
+            _say(f"\r  starting, {elapsed} s (usually 20 to 80; log: {_shown(log)})", end="")
+        elif elapsed >= reported + 15:
+            reported = elapsed
+            _say(f"  starting, {elapsed} s")
+        time.sleep(0.5)
+    raise ServerError(f"the server was not ready after {STARTUP_S} s; {_end_of(log)}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the server and all its children (its engine is one), whatever state they are in."""
+    handlers = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)}
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def _end_of(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-30:]
+    return "\n".join([f"its log, {_shown(log)}, ends with:", "", *lines])
+
+
+def _shown(path: Path) -> str:
+    """The path as one would type it from here."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _say(text: str = "", end: str = "\n") -> None:
+    print(text, end=end, flush=True)

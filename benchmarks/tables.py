@@ -1,0 +1,92 @@
+"""Rows as text, in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from benchmarks.engines.profile import shares
+from benchmarks.engines.rows import Figures, Row, median_figures
+from lookahead_vllm.simulation.markdown import MISSING, markdown, number
+
+NOTHING = median_figures([])
+"""The figures of a category of which a batch size has no prompt."""
+
+
+def with_spread(value: float | None, runs: Sequence[float], digits: int) -> str:
+    """A median, and from where to where the rounds went."""
+    if len(runs) < 2:
+        return number(value, digits)
+    return f"{number(value, digits)} ({number(min(runs), digits)}–{number(max(runs), digits)})"
+
+
+def main_table(rows: Sequence[Row], check_exact: bool) -> str:
+    """One line a method and batch size, and below it why methods failed."""
+    head = ["method", "batch", "full", "tokens/s", "ratio", "steps", "tokens/step", "acceptance"]
+    head.append("drafted")
+    if check_exact:
+        head.append("differing")
+    body = []
+    for row in rows:
+        line = [row["method"], str(row["batch_size"])]
+        if row["tokens_per_s"] is None or row["full"] is None:
+            body.append([*line, MISSING, "failed", *[MISSING] * (len(head) - 4)])
+            continue
+        line += [
+            f"{row['full']:.0%}",
+            with_spread(row["tokens_per_s"], row["tokens_per_s_runs"], 1),
+            with_spread(row["ratio"], row["ratio_runs"], 2),
+            number(row["steps"], 0),
+            number(row["tokens_per_step"]),
+            number(row["acceptance_length"]),
+            number(row["draft_tokens_per_step"]),
+        ]
+        body.append([*line, number(row["mismatches"], 0)] if check_exact else line)
+    failures = [
+        f"failed: {row['method']}, batch {row['batch_size']}: {row['error']}"
+        for row in rows
+        if row["error"]
+    ]
+    return "\n".join([markdown(head, body), *failures])
+
+
+def category_tables(rows: Sequence[Row]) -> str:
+    """Tokens a step by category, and the ratio where requests ran one at a time."""
+    finished = [row for row in rows if row["tokens_per_s"] is not None]
+    categories = list(dict.fromkeys(name for row in finished for name in row["by_category"]))
+    if len(categories) < 2:
+        return ""
+
+    def table(title: str, chosen: Sequence[Row], pick: Callable[[Figures], float | None]) -> str:
+        body = [
+            [
+                f"{row['method']}, batch {row['batch_size']}",
+                *(number(pick(row["by_category"].get(name, NOTHING))) for name in categories),
+            ]
+            for row in chosen
+        ]
+        return markdown([title, *categories], body)
+
+    tables = [table("tokens/step", finished, lambda figures: figures["tokens_per_step"])]
+    alone = [row for row in finished if row["batch_size"] == 1 and row["ratio"] is not None]
+    if alone:
+        tables.append(table("ratio", alone, lambda figures: figures["ratio"]))
+    return "\n\n".join(tables)
+
+
+def profile_table(rows: Sequence[Row]) -> str:
+    """The shares of a step, for the methods that were profiled."""
+    profiled = [(row, shares(row["profile"])) for row in rows if shares(row["profile"])]
+    if not profiled:
+        return (
+            "--profile: no method here says where its time goes (only `lookahead` and methods "
+            "built on it do)"
+        )
+    titles = list(profiled[0][1])
+    body = [
+        [
+            f"{row['method']}, batch {row['batch_size']}",
+            *(f"{share[title]:.1%}" for title in titles),
+        ]
+        for row, share in profiled
+    ]
+    return markdown(["share of a step", *titles], body)

@@ -1,1 +1,0 @@
-"""The rooms behind `scripts/bench.py`: prompts and methods in, fresh engines, rows out."""

@@ -1,0 +1,269 @@
+"""Compare proposers without a model: recorded generations replayed as the engine would."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from lookahead_vllm.cli.arguments import check_outputs, positive
+from lookahead_vllm.draft.budget.cost import CostCurve
+from lookahead_vllm.draft.options import OptionError
+from lookahead_vllm.simulation.drafters import Make, choose_drafters, describe
+from lookahead_vllm.simulation.replay import MODES, Mode, passes, simulate
+from lookahead_vllm.simulation.tables import (
+    Results,
+    by_category,
+    by_file,
+    overall_table,
+    parts_table,
+)
+from lookahead_vllm.simulation.traces import Trace, TraceError, TraceFile, load_traces, resample
+
+TEACH = """\
+example:
+  python scripts/simulate.py --traces ../shared/data/*_reference.jsonl \\
+      --proposers ngram_trie,prompt_lookup,suffix --budget 16,32 --mode cold,replay \\
+      --json out.json --plot out.png
+
+a line of the traces:
+  {"prompt_token_ids": [1, 9690, ...], "output_token_ids": [504, ...],
+   "suite": "spec_bench", "category": "qa", "loops": false}
+  the last three may be missing.
+
+proposers, as --list prints them:
+%s
+  One with settings is another one: ngram_trie:branch_length=8:max_nodes=50000,
+  suffix:max_tree_depth=64, prompt_lookup:prompt_lookup_min=3.
+
+modes:
+  cold    all traces of a file, in order, beginning with an empty cache
+  warm    those of the file's second half, after its first half
+  replay  all traces of a file, after all of them were played once (as new requests)
+  Each file has a cache of its own; the overall figures pool the steps of all files.
+
+columns:
+  budget      the most nodes of a tree
+  EDL         tokens a decode step, the bonus token included; a step without a draft counts
+  nodes       draft tokens a decode step
+  propose µs  a call of `propose`: the median, and the 99th percentile beside it
+  update µs   a call of `extend` over the number of its tokens: the median
+  MB          bytes held when the file has been played, the largest of the files. Of ours, what
+              the proposer says that its caches hold. Of suffix, what malloc gets back when the
+              cache is let go, headers included (in a fork); only where that cannot be told,
+              arctic-inference's own estimate. prompt_lookup keeps nothing
+  bytes/token with --fill: bytes held after the made-up answers, over their tokens
+  speed-up    with --cost-curve: tokens * t(1) over the sum of t(1 + nodes) of all steps
+  The JSON has these, and more, as results[proposer][budget][mode] = {edl, nodes,
+  propose_us_p50, propose_us_p99, update_us_p50, bytes, by_category, by_file, ...}.
+
+how it measures:
+  One request at a time, of which the first output token is the prefill's, so no decode step.
+  A step proposes a tree, accepts its longest path that agrees with the recorded output, and
+  commits that path and one token more. What is left of the recorded output bounds the depth:
+  nodes beyond it are not sent, whoever proposed them. Times are of the proposer's own calls, in
+  this process, with garbage collection off, after a warm-up on a throw-away proposer; those of
+  prompt_lookup are of a NumPy version of vLLM's kernel.
+  --fill makes answers of 200 to 300 tokens with prompts of 50 from the outputs of all files (each
+  token is one that followed the last two somewhere in them, drawn with a fixed seed), and every
+  cache hears them first. More of them than suffix keeps requests (max_cached_requests), or than
+  ngram_trie keeps nodes (max_nodes), are forgotten, so that bytes/token is low by as much. It is
+  there for times and bytes: EDL means little after it, for the answers come from the traces.
+
+The exit status is 0, 2 for wrong options or traces, 130 after Ctrl-C.
+"""
+
+
+class ListProposers(argparse.Action):
+    """`--list` prints and leaves, as `--help` does."""
+
+    def __call__(self, arguments: argparse.ArgumentParser, *args: Any) -> None:
+        """Print the proposers."""
+        print(describe())
+        arguments.exit()
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    listed = "\n".join(f"  {line}" for line in describe().splitlines())
+    result = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=TEACH.replace("%s", listed),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = result.add_argument
+    add("--traces", required=True, nargs="+", type=Path, metavar="FILE.jsonl", help="see below")
+    add(
+        "--proposers",
+        default="ngram_trie,prompt_lookup,suffix",
+        metavar="A,B",
+        help="default: ngram_trie,prompt_lookup,suffix",
+    )
+    add("--list", nargs=0, action=ListProposers, help="print the proposers and leave")
+    add(
+        "--budget",
+        type=budgets,
+        default=[8, 16, 32, 64],
+        metavar="N,M",
+        help="the most nodes of a tree, 1 to 128 (default: 8,16,32,64)",
+    )
+    add("--mode", type=modes, default=["cold"], metavar="A,B", help="default: cold; see below")
+    add("--limit", type=positive, metavar="N", help="the first N traces of each file")
+    add("--shuffle", type=int, metavar="SEED", help="shuffle the traces of each file first")
+    add("--no-loops", action="store_true", help="leave out traces with `loops: true` first of all")
+    add("--fill", type=positive, metavar="N", help="fill every cache with N made-up tokens first")
+    add(
+        "--cost-curve",
+        type=cost_curve,
+        metavar="TOKENS:MS,...",
+        help="what a step over so many tokens costs, as in 1:25,8:32.4,32:73.5: proposers of "
+        "this package then send what is worth it, and the speed-up is simulated",
+    )
+    add("--json", type=Path, metavar="OUT.json", help="write everything there")
+    add("--plot", type=Path, metavar="OUT.png", help="draw EDL over nodes")
+    return result
+
+
+def budgets(text: str) -> list[int]:
+    """Numbers from 1 to 128, separated by commas, each once."""
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not part.isdecimal() or not 1 <= int(part) <= 128:
+            raise argparse.ArgumentTypeError(f"{part!r} is not a number from 1 to 128")
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def modes(text: str) -> list[Mode]:
+    """Modes, separated by commas, each once."""
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if part not in MODES:
+            raise argparse.ArgumentTypeError(f"{part!r} is not one of {', '.join(MODES)}")
+    return [mode for mode in MODES if mode in parts]
+
+
+def cost_curve(text: str) -> CostCurve:
+    """`TOKENS:MS` pairs, separated by commas."""
+    try:
+        points = [part.split(":") for part in text.split(",")]
+        return CostCurve([int(size) for size, _ in points], [float(ms) for _, ms in points])
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not TOKENS:MS,... with rising tokens and times above 0, as in 1:25,8:32.4"
+        ) from None
+
+
+class Simulation:
+    """All that one call replays, and what has come of it so far."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        check_outputs(options, OptionError)
+        self.options = options
+        self.makers: dict[str, Make] = choose_drafters(options.proposers)
+        self.files: list[TraceFile] = [
+            load_traces(path, options.limit, options.shuffle, options.no_loops)
+            for path in dict.fromkeys(options.traces)
+        ]
+        self.results: Results = {}
+        self.complete = False
+
+    def run(self) -> None:
+        """Replay every file with every proposer and budget."""
+        filled = self.options.fill or 0
+        tokens = sum(file.num_tokens for file in self.files) * passes(self.options.mode)
+        tokens += filled * len(self.files)
+        runs = [(name, budget) for name in self.makers for budget in self.options.budget]
+        form = "{desc} |{bar}| {percentage:3.0f} %, {elapsed}, {remaining} left"
+        tqdm.monitor_interval = 0  # its thread would hinder the fork that measures memory
+        with tqdm(total=filled + tokens * len(runs), bar_format=form) as bar:
+            bar.set_description("making up answers" if filled else "starting")
+            filling = self._filling(bar)
+            for name, budget in runs:
+                bar.set_description(f"{name}, {budget}")
+                curve = self.options.cost_curve
+                self.results.setdefault(name, {})[str(budget)] = simulate(
+                    partial(self.makers[name], budget, curve),
+                    budget,
+                    self.files,
+                    self.options.mode,
+                    curve=curve,
+                    filling=filling,
+                    advance=bar.update,
+                )
+        self.complete = True
+
+    def _filling(self, bar: Any) -> list[Trace]:
+        everything = [trace for file in self.files for trace in file.traces]
+        return resample(everything, self.options.fill or 0, advance=bar.update)
+
+    def meta(self, argv: Sequence[str]) -> dict[str, Any]:
+        """What there is to know to repeat this."""
+        names = ("lookahead-vllm", "arctic-inference", "numpy", "numba")
+        found = {}
+        for name in names:
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                continue
+        return {
+            "versions": found,
+            "files": {
+                str(file.path): {
+                    "traces": len(file.traces),
+                    "tokens": file.num_tokens,
+                    "too_short": file.too_short,
+                }
+                for file in self.files
+            },
+            "argv": list(argv),
+            "complete": self.complete,
+        }
+
+
+def report(simulation: Simulation, argv: Sequence[str]) -> None:
+    """Print the tables of what is finished; write the JSON and the picture."""
+    options, results = simulation.options, simulation.results
+    for file in simulation.files:
+        short = f", {file.too_short} shorter than two tokens left out" if file.too_short else ""
+        print(f"{file.path}: {len(file.traces)} traces, {file.num_tokens} tokens{short}")
+    if not results:
+        return
+    tables = [
+        overall_table(results),
+        parts_table(results, "EDL (nodes)", by_file),
+        parts_table(results, "EDL (nodes)", by_category),
+    ]
+    for table in filter(None, tables):
+        print(f"\n{table}")
+    if options.json:
+        content = {"meta": simulation.meta(argv), "results": results}
+        options.json.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    if options.plot:
+        from lookahead_vllm.simulation.plot import plot
+
+        plot(results, options.plot)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the simulation; the exit status is explained in `--help`."""
+    arguments = parser()
+    options = arguments.parse_args(argv)
+    try:
+        simulation = Simulation(options)
+    except (OptionError, TraceError) as error:
+        arguments.error(str(error))
+    interrupted = False
+    try:
+        simulation.run()
+    except KeyboardInterrupt:
+        interrupted = True
+        print("\ninterrupted; this is what had finished", file=sys.stderr)
+    report(simulation, argv)
+    return 130 if interrupted else 0

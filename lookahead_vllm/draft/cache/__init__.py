@@ -1,0 +1,1 @@
+"""The cache file: what a proposer has learned, kept between runs."""

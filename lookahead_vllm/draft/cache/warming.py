@@ -1,0 +1,157 @@
+"""Texts that a proposer learns from before it serves: documents, chats, answers of the past."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+
+PIECE = 4096  # tokens between two steps of the progress bar
+RESPONSES = ("response", "completion")
+
+_EXPECTED = (
+    "an object with `text`, with `output_token_ids`, with `messages`, or with `prompt` and "
+    "`response` is expected"
+)
+
+
+class TextError(ValueError):
+    """A text cannot be used; the message names the file, the line and what is expected."""
+
+
+class Text(NamedTuple):
+    """What was said, and after what, as token ids."""
+
+    prompt: list[int]
+    """Empty for a document."""
+    answer: list[int]
+    num_bytes: int
+    """Of the file it was read from, for a progress bar."""
+
+
+def read_texts(path: Path, tokenizer: Any) -> Iterator[Text]:
+    """The texts of one file, in order.
+
+    Parameters
+    ----------
+    path : Path
+        Of a name that ends in `.jsonl`, every line is a text; any other is one document, in UTF-8.
+    tokenizer
+        A tokenizer of `transformers`.
+
+    Raises
+    ------
+    TextError
+        The file cannot be read, or a line is not a text.
+    """
+    most = max(tokenizer.get_vocab().values())
+    number = 0
+    try:
+        with path.open("rb") as file:
+            if path.suffix != ".jsonl":
+                content = file.read()
+                yield Text([], _encode(tokenizer, content.decode("utf-8-sig")), len(content))
+                return
+            for raw in file:
+                number += 1
+                turns = _turns(raw.decode("utf-8-sig"), tokenizer) if raw.strip() else [([], [])]
+                for prompt, answer in turns:
+                    if max(prompt, default=0) > most or max(answer, default=0) > most:
+                        raise ValueError(f"a token id is above {most}, the tokenizer's last")
+                for prompt, answer in turns[:-1]:
+                    yield Text(prompt, answer, 0)
+                yield Text(*turns[-1], len(raw))
+    except UnicodeDecodeError:
+        raise TextError(f"{path} is not text in UTF-8") from None
+    except OSError as error:
+        raise TextError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise TextError(f"{path}, line {number}: {error}") from None
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+
+def _turns(text: str, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+    """Every answer of a line, after its prompt; ValueError says what is wrong with the line."""
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON ({error})") from None
+    if not isinstance(line, dict):
+        raise ValueError(_EXPECTED)
+    if "output_token_ids" in line:
+        prompt = _ids(line, "prompt_token_ids") if line.get("prompt_token_ids") else []
+        return [(prompt, _ids(line, "output_token_ids"))]
+    if "messages" in line:
+        return _turns_of_chat(line["messages"], tokenizer)
+    answer = next((line[key] for key in ("text", *RESPONSES) if key in line), None)
+    before = line.get("prompt", "") if "text" not in line else ""
+    if not isinstance(answer, str) or not isinstance(before, str):
+        raise ValueError(_EXPECTED)
+    # A server puts special tokens in front of a prompt, and none in front of an answer.
+    prompt = list(tokenizer.encode(before, verbose=False)) if before else []
+    return [(prompt, _encode(tokenizer, answer))]
+
+
+def _ids(line: dict[str, Any], key: str) -> list[int]:
+    ids = line[key]
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise ValueError(f"`{key}` must be a list of token ids")
+    return ids
+
+
+def _turns_of_chat(messages: Any, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+    """Each answer of the assistant, with the chat before it as its prompt."""
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise ValueError("`messages` must be a list of objects with `role` and `content`")
+    turns = []
+    for i, message in enumerate(messages):
+        if message.get("role") != "assistant":
+            continue
+        try:
+            prompt = _render(tokenizer, messages[:i], add_generation_prompt=True)
+            whole = _render(tokenizer, messages[: i + 1], add_generation_prompt=False)
+        except Exception as error:
+            sentence = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(f"the chat template refuses it: {sentence}") from None
+        if whole[: len(prompt)] == prompt:
+            turns.append((prompt, whole[len(prompt) :]))
+        else:  # some templates render the last message differently from those before it
+            turns.append((prompt, _encode(tokenizer, str(message.get("content", "")))))
+    if not turns:
+        raise ValueError("`messages` has none of the role `assistant`")
+    return turns
+
+
+def _render(tokenizer: Any, messages: list[Any], add_generation_prompt: bool) -> list[int]:
+    return list(
+        tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, return_dict=False
+        )
+    )
+
+
+def learn(
+    proposer: NGramTrieProposer,
+    text: Text,
+    namespace: str = "",
+    advance: Callable[[int], object] = lambda num_bytes: None,
+) -> None:
+    """Let the proposer hear the text as a request's answer; `advance` is told of its bytes."""
+    proposer.start("warming", text.prompt, namespace)
+    tokens = np.array(text.answer, np.int32)
+    told = 0
+    for start in range(0, len(tokens), PIECE):
+        proposer.extend({"warming": tokens[start : start + PIECE]})  # type: ignore[dict-item]
+        done = text.num_bytes * min(start + PIECE, len(tokens)) // len(tokens)
+        advance(done - told)
+        told = done
+    advance(text.num_bytes - told)
+    proposer.finish("warming")

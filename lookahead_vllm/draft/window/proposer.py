@@ -1,0 +1,291 @@
+"""Lookahead Decoding: a window refined by Jacobi iteration, its n-grams, and their verification.
+
+Source: Fu et al., ICML 2024, Algorithms 2 to 4. Both branches are one draft tree: the candidates
+of the verification branch, best first, and the comb of the lookahead branch behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead_vllm.draft.budget.allot import allot, compile_budget
+from lookahead_vllm.draft.budget.cost import Load, StepCost
+from lookahead_vllm.draft.insertion import InsertionQueue
+from lookahead_vllm.draft.jit import Ints, Words, kernel
+from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.proposer import NO_LOAD, NO_WISHES, DraftRequest, Verified, Wishes
+from lookahead_vllm.draft.sources import OWN, REFERENCE, WINDOW
+from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.draft.window.branch import LookaheadBranch, shape_for
+from lookahead_vllm.draft.window.pool import NGram, NGramPool, as_rows
+
+_RANKS = 16  # that have a rate of their own; the last one is all behind it, too
+_PRIOR_RATE, _PRIOR_TRIALS = 0.3, 4.0
+
+
+@dataclass(slots=True)
+class _Text:
+    pool: NGramPool
+    tail: list[int]
+    """The last N tokens of the text, or all of a shorter one."""
+    ranks: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+    """uint8 [n]: of the candidates' nodes in the tree that was sent last, see `_Rates`."""
+
+
+class _Rates:
+    """How often the candidates' tokens are accepted, by depth and by how lately they were met.
+
+    Attributes
+    ----------
+    rates : float32 [_RANKS, N]
+        Of a node whose parent was accepted.
+    """
+
+    def __init__(self, ngram_size: int) -> None:
+        self._trials = np.full((_RANKS, ngram_size), _PRIOR_TRIALS)
+        self._hits = _PRIOR_RATE * self._trials
+        self.rates = (self._hits / self._trials).astype(np.float32)
+
+    def learn(self, ranks: Words, depths: Words, hits: NDArray[np.bool_]) -> None:
+        """Nodes whose parents were accepted, and which of them were, too; all [n]."""
+        np.add.at(self._trials, (ranks, depths), 1.0)
+        np.add.at(self._hits, (ranks, depths), hits)
+        self.rates = (self._hits / self._trials).astype(np.float32)
+
+
+class JacobiWindowProposer:
+    """Guesses that the model makes itself: no text is needed that says the same.
+
+    Source: Lookahead Decoding (ICML 2024). Nothing is shared between requests.
+
+    Raises
+    ------
+    KeyError
+        `extend` or `propose` for a request that was not started.
+    """
+
+    num_choices = 1
+    hears_roots = False
+
+    def __init__(self, options: LookaheadOptions, cost: StepCost | None = None) -> None:
+        self.options = options = options.for_model(0)
+        self.cost = cost
+        self.least_beside_prompt = 0.0
+        self.branch = LookaheadBranch(options)
+        self._rates = _Rates(options.ngram_size)
+        self._texts: dict[str, _Text] = {}
+        self._roots: dict[str, int] = {}
+        """The last token before the step that is verified."""
+        self._max_nodes = options.most_nodes
+        self.insertion = InsertionQueue()
+        """Prompts and references that are not in their pools yet."""
+        self._compile()
+
+    def start(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        namespace: str | None = "",
+        references: Sequence[Sequence[int]] = (),
+        wishes: Wishes = NO_WISHES,
+    ) -> None:
+        """See Proposer. References are put into the pool, and the prompt if asked.
+
+        What is long is inserted in parts, by the next calls of `propose`, so that no step waits.
+        """
+        self.finish(request_id)
+        options = self.options
+        shape = shape_for(options, wishes)
+        guesses = int(options.guess_set_size)
+        if wishes.guess_set_size is not None:
+            guesses = min(guesses, wishes.guess_set_size)
+        tokens = np.array(prompt, np.int32)
+        pool = NGramPool(shape.ngram_size, guesses)
+        from_prompt = wishes.pool_from_prompt
+        if options.pool_from_prompt if from_prompt is None else from_prompt:
+            self.insertion.add(request_id, pool.inserter(OWN), tokens)
+        for reference in references:
+            self.insertion.add(request_id, pool.inserter(REFERENCE), np.array(reference, np.int32))
+        self.insertion.work()
+        self._texts[request_id] = _Text(pool, tokens[-shape.ngram_size :].tolist())
+        self.branch.start(request_id, tokens, shape)
+
+    def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
+        """See Proposer. The n-grams that end in what was just said are put into the pool."""
+        for request_id, new in tokens.items():
+            text = self._texts[request_id]
+            self._roots[request_id] = text.tail[-1] if text.tail else 0
+            n = text.pool.ngram_size
+            tail = [*text.tail[-(n - 1) :], *new]
+            text.pool.add_text(tail, OWN)
+            text.tail = tail[-n:]
+
+    def observe(self, verified: Verified) -> None:
+        """See Proposer. One Jacobi iteration, and its n-grams."""
+        roots = np.array([self._roots[i] for i in verified.request_ids], np.int32)
+        ngrams, owners = self.branch.iterate(verified, roots)
+        for (first, *rest), owner in zip(ngrams.tolist(), owners.tolist(), strict=True):
+            pool = self._texts[verified.request_ids[owner]].pool
+            pool.add(first, tuple(rest[: pool.ngram_size - 1]), WINDOW)
+        self._learn(verified)
+
+    def propose(self, wants: Sequence[DraftRequest], load: Load = NO_LOAD) -> DraftForest:
+        """See Proposer."""
+        self.insertion.end_step()
+        contexts = np.array([want.context for want in wants], np.int64)
+        cost = self.cost if self.options.budget == "auto" else None
+        numbers = self.branch.choose(wants, contexts, cost, load)
+        combs = self.branch.comb_nodes(numbers)
+        forest, ranks = self._candidates(wants, self._max_nodes - combs)
+        if cost is not None and forest.num_nodes:
+            allotment = allot(forest, contexts, cost, load)
+            self.least_beside_prompt = allotment.rate * cost.marginal(contexts.mean())
+            # A tree that is cut to a chain has other nodes than its first ones.
+            kept = np.where(allotment.chained, 0, allotment.sizes)
+            forest = forest.cut(allotment.sizes, allotment.chained)
+        else:
+            kept = forest.sizes
+        for want, some, size in zip(wants, ranks, kept, strict=True):
+            self._texts[want.request_id].ranks = some[:size]
+        return self.branch.join(forest, numbers, wants, self._max_nodes, cost)
+
+    def finish(self, request_id: str) -> None:
+        """See Proposer."""
+        self.insertion.drop(request_id)
+        self._texts.pop(request_id, None)
+        self._roots.pop(request_id, None)
+        self.branch.finish(request_id)
+
+    def _candidates(
+        self, wants: Sequence[DraftRequest], max_nodes: Words
+    ) -> tuple[DraftForest, list[NDArray[np.uint8]]]:
+        """The verification branch: for each want at most G n-grams, merged where they begin alike.
+
+        Also returns the rank of each node: how many n-grams that begin otherwise were met later.
+        """
+        chains: list[NGram] = []
+        sources: list[int] = []
+        counts: list[int] = []
+        for want in wants:
+            text = self._texts[want.request_id]
+            before = len(chains)
+            for rest, source in text.pool.candidates(text.tail[-1]):
+                chains.append(rest)
+                sources.append(source)
+            counts.append(len(chains) - before)
+        *fields, ranks = _merge(
+            as_rows(chains, self.options.ngram_size - 1),
+            np.array(sources, np.uint8),
+            np.array(counts, np.int64),
+            np.minimum(max_nodes, np.array([want.max_nodes for want in wants], np.int64)).clip(0),
+            np.array([want.max_depth for want in wants], np.int64),
+            np.array([want.may_branch for want in wants], np.bool_),
+            self._rates.rates,
+        )
+        forest = DraftForest(*fields)
+        return forest, [ranks[first:end] for first, end in pairwise(forest.firsts)]
+
+    def _learn(self, verified: Verified) -> None:
+        forest = verified.forest
+        own = [
+            self._texts[request_id].ranks[:size]
+            for request_id, size in zip(verified.request_ids, forest.sizes, strict=True)
+        ]
+        sizes = np.array([len(ranks) for ranks in own], np.int64)
+        nodes = np.flatnonzero(forest.places < sizes[forest.owners])
+        parents = forest.parents[nodes]
+        tried = verified.accepted[forest.firsts[forest.owners[nodes]] + parents] | (parents < 0)
+        nodes, ranks = nodes[tried], np.concatenate(own)[tried] if own else np.empty(0)
+        self._rates.learn(
+            ranks.astype(np.int64), forest.depths[nodes].astype(np.int64), verified.accepted[nodes]
+        )
+
+    def _compile(self) -> None:
+        """Run every kernel on something small, so that no request waits for the compiler."""
+        for _ in range(2):
+            self.start("", [0, 1])
+            self.extend({"": [0]})
+            forest = self.propose([DraftRequest("", self._max_nodes, 8)])
+            self.extend({"": [1]})
+            self.observe(Verified.nothing([""], forest, self.num_choices))
+        self.finish("")
+        compile_budget()
+
+
+@kernel
+def _merge(
+    chains: Ints,
+    chain_sources: NDArray[np.uint8],
+    counts: Words,
+    max_nodes: Words,
+    max_depths: Words,
+    may_branch: NDArray[np.bool_],
+    rates: NDArray[np.float32],
+) -> tuple[Ints, Ints, NDArray[np.float32], Ints, NDArray[np.uint8], Words, NDArray[np.uint8]]:
+    """Chains int32 [c, N - 1] of all requests to trees: the fields of a DraftForest, and ranks.
+
+    `rates` float32 [_RANKS, N] are those of a node by its chain's rank and its depth.
+    """
+    most = np.int64(0)
+    widest = np.int64(1)
+    for count in counts:
+        most += count * chains.shape[1]
+        widest = max(widest, count * chains.shape[1])
+    tokens, parents = np.empty(most, np.int32), np.empty(most, np.int32)
+    depths, probs = np.empty(most, np.int32), np.empty(most, np.float32)
+    sources, ranks = np.empty(most, np.uint8), np.empty(most, np.uint8)
+    firsts = np.zeros(len(counts) + 1, np.int64)
+    nodes = np.empty((4, widest), np.int32)  # token, parent, depth, chain
+    likely = np.empty(widest, np.float32)
+    new = np.empty(widest, np.int32)
+    end, chain = 0, 0
+    for tree, count in enumerate(counts):
+        size = 0
+        for rank in range(count):
+            above = -1
+            for depth in range(1, min(chains.shape[1], max_depths[tree]) + 1):
+                token = chains[chain + rank, depth - 1]
+                if token < 0:
+                    break
+                here = -1
+                for node in range(above + 1, size):
+                    if nodes[1, node] == above and nodes[0, node] == token:
+                        here = node
+                        break
+                if here < 0:
+                    if rank > 0 and not may_branch[tree]:
+                        break
+                    here = size
+                    nodes[0, here], nodes[1, here], nodes[2, here] = token, above, depth
+                    nodes[3, here] = rank
+                    rate = rates[min(rank, _RANKS - 1), depth]
+                    likely[here] = rate if above < 0 else likely[above] * rate
+                    size += 1
+                above = here
+        # Best first; parents are at least as likely as their children, and stand before them.
+        order = np.argsort(-likely[:size], kind="mergesort")
+        firsts[tree] = end
+        for place in range(min(size, max_nodes[tree])):
+            node = order[place]
+            new[node] = place
+            tokens[end], depths[end], probs[end] = nodes[0, node], nodes[2, node], likely[node]
+            parents[end] = -1 if nodes[1, node] < 0 else new[nodes[1, node]]
+            sources[end] = chain_sources[chain + nodes[3, node]]
+            ranks[end] = min(nodes[3, node], _RANKS - 1)
+            end += 1
+        chain += count
+    firsts[len(counts)] = end
+    return (
+        tokens[:end].copy(),
+        parents[:end].copy(),
+        probs[:end].copy(),
+        depths[:end].copy(),
+        sources[:end].copy(),
+        firsts,
+        ranks[:end].copy(),
+    )

@@ -1,0 +1,206 @@
+"""Whether a release of vLLM is shaped as lookahead-vllm relies on.
+
+The sources of vLLM are read, not imported. So this takes a second or two, comes before any
+worker starts, and works on an unpacked wheel too (`check(root=...)`).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from lookahead_vllm.engine.seams.table import SEAMS, Seam
+
+SUPPORTED = ("0.32", "0.33")
+
+
+class SeamError(RuntimeError):
+    """This vLLM release is not shaped as lookahead-vllm relies on; the message names the place."""
+
+
+def check(root: Path | None = None) -> None:
+    """Compare the table, and what is imported here, with vLLM's sources.
+
+    Parameters
+    ----------
+    root
+        Folder that holds the `vllm` package; the installed one by default.
+
+    Raises
+    ------
+    SeamError
+        One sentence: the first place that differs, and what to install.
+    """
+    for problem in problems(root):
+        raise SeamError(
+            f"this lookahead-vllm works with vLLM {' and '.join(SUPPORTED)}, but in the installed "
+            f"vLLM {problem}; install vllm=={SUPPORTED[-1]}.* or a lookahead-vllm release made for "
+            "yours"
+        )
+
+
+def problems(root: Path | None = None) -> Iterator[str]:
+    """All places that differ, see `check`."""
+    package = _package(root)
+    version = _version(package)
+    for seam in SEAMS:
+        if seam.releases and version not in seam.releases:
+            continue
+        if problem := _problem(package, seam):
+            yield problem
+    for module, name in sorted(_imported()):
+        path = _file(package, module)
+        if path is None:
+            yield f"there is no module {module}"
+        elif name and not _offers(package, path, name):
+            yield f"{module} has no {name}"
+
+
+def _package(root: Path | None) -> Path:
+    if root is not None:
+        return root / "vllm"
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise SeamError(f"vLLM is not installed; install vllm=={SUPPORTED[-1]}.*")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _version(package: Path) -> str | None:
+    """As in "0.33"; a checkout that was not built has none."""
+    path = package / "_version.py"
+    if path.is_file():
+        for node in _parse(path).body:
+            value = node.value if isinstance(node, ast.Assign) else None
+            if isinstance(value, ast.Constant) and "__version__" in _bound(node):
+                return ".".join(str(value.value).split(".")[:2])
+    return None
+
+
+def _problem(package: Path, seam: Seam) -> str | None:
+    path = _file(package, seam.module)
+    if path is None:
+        return f"there is no module {seam.module}"
+    scope: ast.AST = _parse(path)
+    for part in filter(None, seam.name.split(".")):
+        found = next((n for n in _definitions(scope) if n.name == part), None)
+        if found is None:
+            return f"{seam.module} has no {seam.name}"
+        scope = found
+    if isinstance(scope, ast.Module):
+        missing = {name for name in seam.needs if not _offers(package, path, name)}
+        kind = "name"
+    elif isinstance(scope, ast.ClassDef):
+        missing = set(seam.needs) - set(_members(scope))
+        kind = "attribute"
+    else:
+        assert isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef)
+        arguments = scope.args
+        missing = set(seam.needs) - {
+            a.arg for a in arguments.posonlyargs + arguments.args + arguments.kwonlyargs
+        }
+        kind = "parameter"
+    if missing:
+        names = ", ".join(map(repr, sorted(missing)))
+        return f"{seam.name or seam.module} has no {kind} {names}"
+    return None
+
+
+def _file(package: Path, module: str) -> Path | None:
+    path = package.joinpath(*module.split(".")[1:])
+    return next(filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py")), None)
+
+
+ENGINE = Path(__file__).parent
+
+
+def _imported(folder: Path = ENGINE) -> set[tuple[str, str]]:
+    """Module and name of everything that is imported from vLLM below `folder`; without a name, a
+    module."""
+    found: set[tuple[str, str]] = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(_parse(path)):
+            if isinstance(node, ast.ImportFrom):
+                found.update((node.module or "", alias.name) for alias in node.names)
+            elif isinstance(node, ast.Import):
+                found.update((alias.name, "") for alias in node.names)
+    return {(module, name) for module, name in found if module.split(".")[0] == "vllm"}
+
+
+def _offers(package: Path, path: Path, name: str) -> bool:
+    """Whether `name` can be imported from the module in the file `path`."""
+    if path.name == "__init__.py":
+        folder = path.parent / name
+        if folder.with_suffix(".py").is_file() or (folder / "__init__.py").is_file():
+            return True
+    for node in _top_level(_parse(path)):
+        bound = _bound(node)
+        if isinstance(node, ast.ImportFrom) and bound == {"*"}:
+            parts = path.relative_to(package.parent).parts[: -node.level or None]
+            module = ".".join((*parts, node.module or "")) if node.level else str(node.module)
+            other = _file(package, module)
+            bound = {name} if other is not None and _offers(package, other, name) else set()
+        if name in bound:
+            return True
+    return False
+
+
+def _bound(node: ast.AST) -> set[str]:
+    """The names that a statement binds in its scope."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return {node.name}
+    if isinstance(node, ast.ImportFrom | ast.Import):
+        return {alias.asname or alias.name for alias in node.names}
+    return {target.id for target in _targets(node) if isinstance(target, ast.Name)}
+
+
+def _targets(node: ast.AST) -> Iterator[ast.expr]:
+    """What a statement assigns to."""
+    if isinstance(node, ast.Assign):
+        targets = list(node.targets)
+    elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.For):
+        targets = [node.target]
+    elif isinstance(node, ast.With):
+        targets = [item.optional_vars for item in node.items if item.optional_vars]
+    else:
+        return
+    for target in targets:
+        yield from target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+
+
+def _top_level(module: ast.AST) -> Iterator[ast.AST]:
+    """What a module does when it is imported, in branches and attempts too."""
+    for node in ast.iter_child_nodes(module):
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.ExceptHandler | ast.With):
+            yield from _top_level(node)
+
+
+@functools.lru_cache(maxsize=128)
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _definitions(
+    scope: ast.AST,
+) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in getattr(scope, "body", ()):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def _members(cls: ast.ClassDef) -> Iterator[str]:
+    """Methods, class attributes, and what the methods assign to `self`."""
+    for node in _top_level(cls):
+        yield from _bound(node)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for inner in ast.walk(node):
+                for target in _targets(inner):
+                    if isinstance(target, ast.Attribute) and _is_self(target.value):
+                        yield target.attr
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"

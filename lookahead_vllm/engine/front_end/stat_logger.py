@@ -1,0 +1,189 @@
+"""The metrics `lookahead_vllm:...` on the server's `/metrics`; `docs/metrics.md` explains each.
+
+vLLM has an entry point for such loggers, `vllm.stat_logger_plugins`. It is not used: whatever
+stands there turns the stats of every server in the environment on, also those that were started
+with `--disable-log-stats`, also without lookahead. Our logger is added where vLLM makes its own,
+which it does only if stats are wanted.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.v1.engine import EngineCoreOutputs, core_client
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase, StatLoggerManager
+
+from lookahead_vllm.draft.sources import NAMES
+from lookahead_vllm.engine import config
+from lookahead_vllm.engine.step_report import PARTS, ReportingStats, StepReport
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.stats import SchedulerStats
+
+PREFIX = "lookahead_vllm:"
+
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+NODES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+ERRORS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10)
+
+_registered: dict[str, Counter | Gauge | Histogram] = {}
+"""Our metrics in prometheus_client's registry, which belongs to the whole process."""
+
+
+@functools.cache
+def install() -> None:
+    """Let reports through to this process, and count them, once in each process."""
+    core_client.EngineCoreOutputs = ReportingOutputs
+    StatLoggerManager.__init__ = with_lookahead(StatLoggerManager.__init__)
+
+
+class ReportingOutputs(EngineCoreOutputs):
+    """What an engine process sent, read with its reports: vLLM's decoder drops unknown fields."""
+
+    scheduler_stats: ReportingStats | None = None
+
+
+def with_lookahead(original: Callable[..., None]) -> Callable[..., None]:
+    """`StatLoggerManager.__init__` that has our logger too, for engines that serve lookahead."""
+
+    @functools.wraps(original)
+    def init(
+        self: Any,
+        vllm_config: VllmConfig,
+        *args: Any,
+        custom_stat_loggers: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        unregister()
+        loggers = list(custom_stat_loggers or ())
+        if config.is_lookahead(vllm_config):
+            loggers.append(LookaheadStatLogger)
+        original(self, vllm_config, *args, custom_stat_loggers=loggers, **kwargs)
+
+    return init
+
+
+def unregister() -> None:
+    """Forget the metrics of an earlier engine in this process, as vLLM does with its own."""
+    while _registered:
+        REGISTRY.unregister(_registered.popitem()[1])
+
+
+class LookaheadStatLogger(AggregateStatLoggerBase):
+    """Counts the reports of all engines that this process is the front-end of."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
+        model = vllm_config.model_config.served_model_name
+        self._engines = {index: EngineMetrics(model, index) for index in engine_indexes}
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        report = getattr(scheduler_stats, "lookahead", None)
+        if report is not None:
+            self._engines[engine_idx].count(report)
+
+    def log_engine_initialized(self) -> None:
+        """There is nothing to say."""
+
+
+class EngineMetrics:
+    """The series of one engine; they are there, as zeros, before its first step."""
+
+    def __init__(self, model: str, engine: int) -> None:
+        series = functools.partial(_series, (model, str(engine)))
+        self._verified = series(
+            Counter,
+            "nodes_verified",
+            "Draft nodes that went through the model.",
+            source=NAMES,
+        )
+        self._accepted = series(
+            Counter, "nodes_accepted", "Draft nodes that became output.", source=NAMES
+        )
+        self._lengths = series(
+            Histogram,
+            "acceptance_length",
+            "Tokens that a request with a draft emitted in a step.",
+            buckets=LENGTHS,
+        )
+        self._nodes = series(
+            Histogram,
+            "step_nodes",
+            "Draft nodes sent in a step, of all requests together.",
+            buckets=NODES,
+        )
+        self._error = series(
+            Histogram,
+            "step_cost_error",
+            "How far the cost model was off: |measured - predicted| / predicted, by step.",
+            buckets=ERRORS,
+        )
+        self._predicted = series(
+            Counter, "step_predicted_seconds", "What the cost model said that steps would take."
+        )
+        self._measured = series(Counter, "step_measured_seconds", "What the same steps took.")
+        self._refused = series(
+            Counter, "trees_refused", "Malformed draft trees: their requests got no draft."
+        )
+        self._seconds = series(
+            Counter, "part_seconds", "Wall time in the parts of speculation.", part=PARTS
+        )
+        self._trie_nodes = series(Gauge, "trie_nodes", "N-grams that the trie holds.")
+        self._trie_bytes = series(Gauge, "trie_bytes", "Memory of the trie and what goes with it.")
+        self._evictions = series(
+            Counter, "trie_evictions", "N-grams that were pruned to make room for newer ones."
+        )
+
+    def count(self, report: StepReport) -> None:
+        for source, verified, accepted in zip(NAMES, report.verified, report.accepted, strict=True):
+            self._verified[source].inc(verified)
+            self._accepted[source].inc(accepted)
+        for length, requests in report.lengths.items():
+            for _ in range(requests):
+                self._lengths.observe(length)
+        for nodes in report.budgets:
+            self._nodes.observe(nodes)
+        for predicted, measured in report.costs:
+            self._error.observe(abs(measured - predicted) / predicted)
+            self._predicted.inc(predicted)
+            self._measured.inc(measured)
+        for part, seconds in report.seconds.items():
+            self._seconds[part].inc(seconds)
+        self._refused.inc(report.refused_trees)
+        self._evictions.inc(report.evictions)
+        if report.trie_nodes is not None:
+            self._trie_nodes.set(report.trie_nodes)
+        if report.trie_bytes is not None:
+            self._trie_bytes.set(report.trie_bytes)
+
+
+def _series(
+    engine: tuple[str, str],
+    kind: Any,
+    name: str,
+    documentation: str,
+    buckets: Sequence[float] | None = None,
+    **label: Sequence[str],
+) -> Any:
+    """One engine's part of a metric; where that has one more label, its parts by that label."""
+    if name not in _registered:
+        options: dict[str, Any] = {}
+        if kind is Histogram:
+            options["buckets"] = buckets
+        elif kind is Gauge:
+            options["multiprocess_mode"] = "mostrecent"  # of several API servers, as vLLM's
+        labels = ("model_name", "engine", *label)
+        _registered[name] = kind(PREFIX + name, documentation, labels, **options)
+    metric = _registered[name]
+    for values in label.values():
+        return {value: metric.labels(*engine, value) for value in values}
+    return metric.labels(*engine)

@@ -1,0 +1,1 @@
+"""What runs in the engine core's process, with vLLM's scheduler."""

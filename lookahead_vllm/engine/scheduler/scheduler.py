@@ -1,0 +1,182 @@
+"""vLLM's scheduler, to which a draft under a grammar is a tree, and drafts come last."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import vllm
+from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.outputs import DraftTokenIds
+
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
+from lookahead_vllm.engine import config, messages, request_options, shutdown, step_report
+from lookahead_vllm.engine.messages import Proposed, ToVerify
+from lookahead_vllm.engine.scheduler.draft_limits import DraftRoom
+from lookahead_vllm.engine.scheduler.grammar import (
+    GrammarDraft,
+    GrammarWalk,
+    take_bursts_one_by_one,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+EQUALLY_MANY_MASKS = vllm.__version_tuple__ >= (0, 33)
+"""Whether a runner looks for the masks of each request at multiples of one number of rows."""
+
+
+class LookaheadScheduler(Scheduler):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        take_bursts_one_by_one()
+        messages.compile_recall()
+        _ask_for_no_drafts()
+        if config.options_of(self.vllm_config).cache_path is not None:
+            shutdown.save_before_teardown()
+        # The same number for every batch size. Without a schedule of its own, vLLM pads a request
+        # that has one token to compute with placeholder drafts, and waits until all of them fit.
+        self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+        self._room = DraftRoom(self)
+        self._proposed = messages.NOTHING_PROPOSED
+        """What came with the last drafts."""
+        self._grammar_drafts: dict[str, GrammarDraft] = {}
+        """Of requests that wait for the step in which it is verified, or are in it."""
+        self._report: step_report.StepReport | None = None
+        """Of the step whose output is being processed."""
+
+    def _take_drafts(self, proposed: Proposed) -> None:
+        self._proposed = proposed
+        drafts = {i: proposed.drafts[i] for i in proposed.req_ids if i in proposed.drafts}
+        if proposed.has_grammars:
+            for req_id in proposed.req_ids:
+                request = self.requests.get(req_id)
+                if (
+                    request is not None
+                    and request.use_structured_output
+                    and not request.is_prefill_chunk
+                    and not request.is_finished()
+                ):
+                    sent = drafts.pop(req_id, None)
+                    self._walk(request, sent.tree if sent else EMPTY_TREE)
+        self.update_draft_token_ids(
+            DraftTokenIds(list(drafts), [draft.tokens for draft in drafts.values()])
+        )
+
+    def _walk(self, request: Request, tree: DraftTree) -> None:
+        """Prune a draft to what the request's grammar allows."""
+        manager = self.structured_output_manager
+        draft = GrammarWalk(manager, request, tree, *self._bounds(request)).run()
+        self._grammar_drafts[request.request_id] = draft
+        request.spec_token_ids = draft.tree.tokens.tolist()
+
+    def _bounds(self, request: Request) -> tuple[int, int]:
+        """The most nodes and levels that the request's next step may have."""
+        options, _ = request_options.received(request.sampling_params.extra_args)
+        if not options.enabled:
+            return 0, 0
+        nodes = min(self.num_spec_tokens, self.max_model_len - request.num_tokens - 1)
+        return nodes, min(nodes, request.max_tokens - request.num_output_tokens - 1)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        kept_blocks = self._room.make(self._probs, self._proposed.least_beside_prompt)
+        output = super().schedule(*args, **kwargs)
+        for new in output.scheduled_new_reqs:
+            request = self.requests[new.req_id]
+            request.sampling_params = request_options.without_references(request.sampling_params)
+        drafts = output.scheduled_spec_decode_tokens
+        others: dict[str, DraftTree] = {}
+        # A request that is left out of this step keeps its draft for a later one.
+        for req_id in self._grammar_drafts.keys() & output.num_scheduled_tokens.keys():
+            tree, tokens = self._grammar_drafts[req_id].tree, drafts.get(req_id, [])
+            n = len(tokens)
+            as_sent = tree.tokens[:n].tolist() == tokens
+            if output.num_scheduled_tokens[req_id] == 1 + n and as_sent:
+                others[req_id] = tree
+            else:  # it comes back from preemption
+                del self._grammar_drafts[req_id]
+        for req_id, tokens in drafts.items():
+            # Behind tokens of the prompt, or under a grammar that has not looked at it.
+            reads_prompt = output.num_scheduled_tokens[req_id] > 1 + len(tokens)
+            if reads_prompt or self.requests[req_id].use_structured_output:
+                others.setdefault(req_id, DraftTree.chain(tokens))
+        if drafts or kept_blocks:
+            forest, own = messages.recall(drafts, self._proposed.drafts, others)
+            messages.attach(output, ToVerify(list(drafts), forest, own, kept_blocks))
+        return output
+
+    def _probs(self, req_id: str) -> Sequence[float]:
+        """The probabilities of the nodes that the request's next step would verify."""
+        draft = self._grammar_drafts.get(req_id) or self._proposed.drafts.get(req_id)
+        probs: list[float] = draft.tree.probs.tolist() if draft else []
+        return probs
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        drafts = self._grammar_drafts
+        if not drafts:
+            return super().get_grammar_bitmask(scheduler_output)
+        req_ids: list[str] = []
+        masks: list[np.ndarray] = []
+        acceptable: list[int] = []
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        for req_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests.get(req_id)
+            if request is None or not request.use_structured_output or request.is_prefill_chunk:
+                continue
+            tokens = scheduled.get(req_id, [])
+            if req_id in drafts:
+                mask = drafts[req_id].bitmask[: 1 + len(tokens)]
+            else:
+                mask = self.structured_output_manager.grammar_bitmask(
+                    self.requests, [req_id], scheduled
+                )[: 1 + len(tokens)].copy()
+            req_ids.append(req_id)
+            masks.append(mask)
+            acceptable.append(len(tokens))
+        if not req_ids:
+            return None
+        if EQUALLY_MANY_MASKS:
+            most = max(map(len, masks))
+            masks = [np.pad(mask, ((0, most - len(mask)), (0, 0))) for mask in masks]
+        return GrammarOutput(req_ids, np.concatenate(masks), acceptable)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        for req_id in scheduler_output.num_scheduled_tokens:
+            self._grammar_drafts.pop(req_id, None)
+        self._report = step_report.attached(model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if (proposed := messages.proposed(model_runner_output)) is not None:
+            self._take_drafts(proposed)
+        return outputs
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        report, self._report = self._report, None
+        return step_report.with_report(super().make_stats(*args, **kwargs), report)
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        finished = super().finish_requests(*args, **kwargs)
+        for req_id in self._grammar_drafts.keys() - self.requests.keys():
+            del self._grammar_drafts[req_id]
+        return finished
+
+
+@functools.cache
+def _ask_for_no_drafts() -> None:
+    """Spare the call to the worker after every step: our drafts come with the step's output."""
+    original = EngineCore.post_step
+
+    @functools.wraps(original)
+    def post_step(self: EngineCore, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(self.scheduler, LookaheadScheduler):
+            original(self, *args, **kwargs)
+
+    EngineCore.post_step = post_step

@@ -1,0 +1,1 @@
+"""Every place where lookahead-vllm touches vLLM."""

@@ -1,0 +1,1 @@
+"""What runs in a worker process, whichever model runner vLLM uses."""

@@ -1,0 +1,42 @@
+"""The cache file of an engine: which one it is, and whose tokenizer it belongs to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from lookahead_vllm.draft.cache import file as cache_file
+from lookahead_vllm.draft.cache.keeper import CacheKeeper, KeepsCache
+from lookahead_vllm.draft.options import LookaheadOptions
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+    from lookahead_vllm.draft.proposer import Proposer
+
+
+def open_cache(
+    vllm_config: VllmConfig, options: LookaheadOptions, proposer: Proposer
+) -> CacheKeeper | None:
+    """Load the cache file that `options` name, and keep it; None if they name none."""
+    if options.cache_path is None:
+        return None
+    path = Path(options.cache_path)
+    # Of dense models every rank is an engine of its own, whose data_parallel_rank vLLM resets.
+    if rank := vllm_config.parallel_config.data_parallel_index:
+        path = path.with_name(f"{path.name}.dp{rank}")
+    tokenizer = fingerprint_of(vllm_config.model_config)
+    keeps = cast(KeepsCache, proposer)  # the options were checked
+    return CacheKeeper(keeps, path, options.cache_interval, tokenizer)
+
+
+def fingerprint_of(model_config: ModelConfig) -> str:
+    """The fingerprint of the engine's tokenizer."""
+    from vllm.tokenizers.registry import cached_tokenizer_from_config
+
+    tokenizer = cached_tokenizer_from_config(model_config)
+    if tokenizer is None:
+        return cache_file.fingerprint_without_tokenizer(
+            model_config.model, model_config.get_vocab_size()
+        )
+    return cache_file.fingerprint(tokenizer.get_vocab())

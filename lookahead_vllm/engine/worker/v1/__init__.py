@@ -1,0 +1,1 @@
+"""Adapters to vLLM's first model runner."""

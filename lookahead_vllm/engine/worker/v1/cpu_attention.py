@@ -1,0 +1,137 @@
+"""vLLM's CPU attention, with the rows of branching trees taken over by tree attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from lookahead_vllm.engine.worker import profile
+from lookahead_vllm.engine.worker.v1.tree_rows import without_contexts
+from lookahead_vllm.verify.cpu.kv_moves import KVMover
+from lookahead_vllm.verify.cpu.tree_attention import supported, tree_attention
+from lookahead_vllm.verify.tree_batch import TreeBatch
+
+PACKED = {"vec": False, "vec16": False, "amx": True}
+"""vLLM's instruction sets whose KV layout tree attention reads, and which of the two it is."""
+
+
+@dataclass(kw_only=True)
+class TreeAttentionMetadata(CPUAttentionMetadata):
+    """Of a step with branching trees."""
+
+    trees: TreeBatch
+    all_trees: bool
+    """Every request of the batch has one, so that nothing is left for the native kernel."""
+
+
+class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Carries the step's trees, which the runner sets, to the layers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.isa: str
+        self.trees: TreeBatch | None = None
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CPUAttentionMetadata:
+        trees = self.trees
+        if trees is None:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        told = without_contexts(common_attn_metadata, trees.rows, trees.sizes)
+        built = super().build(common_prefix_len, told, fast_build)
+        return TreeAttentionMetadata(
+            **{f.name: getattr(built, f.name) for f in fields(built)},
+            trees=trees,
+            all_trees=len(trees.rows) == common_attn_metadata.num_reqs,
+        )
+
+
+class TreeAttentionImpl(CPUAttentionBackendImpl):
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if (
+            not isinstance(attn_metadata, TreeAttentionMetadata)
+            or self.attn_type != AttentionType.DECODER
+        ):
+            return super().forward(
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
+            )
+        if not attn_metadata.all_trees:
+            super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
+        with profile.timed("attention"):
+            tree_attention(
+                query,
+                kv_cache,
+                output,
+                attn_metadata.block_table,
+                attn_metadata.trees,
+                scale=self.scale,
+                sliding_window=self.sliding_window,
+                alibi_slopes=self.alibi_slopes,
+                logits_soft_cap=self.logits_soft_cap,
+                packed=PACKED[layer.isa],
+                sinks=self.sinks,
+            )
+        return output
+
+
+class TreeAttentionBackend(CPUAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[TreeAttentionImpl]:
+        return TreeAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeAttentionMetadataBuilder]:
+        return TreeAttentionMetadataBuilder
+
+
+def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
+    """Why the layers of an attention group cannot verify branching trees, or None if they can."""
+    # A layer that changes what its rows see (chunks, an encoder) derives a backend of ours.
+    if group.backend is not TreeAttentionBackend:
+        return f"there is no tree attention for the backend {group.backend.__name__}"
+    builder = group.get_metadata_builder()
+    if builder.isa not in PACKED:
+        return f"the KV layout of instruction set {builder.isa!r} is unknown"
+    if cache_dtype.startswith("fp8"):
+        return "there is no tree attention over an fp8 KV cache"
+    if not supported(builder.head_dim, builder.dtype, builder.block_size, PACKED[builder.isa]):
+        return f"there is no tree attention for heads of {builder.head_dim} {builder.dtype}"
+    return None
+
+
+def mover(kv_caches: Sequence[torch.Tensor], layer: Any) -> KVMover:
+    """For the caches of a KV cache group, of which `layer` is one."""
+    return KVMover(kv_caches, kv_caches[0].shape[2], packed=PACKED[layer.isa])

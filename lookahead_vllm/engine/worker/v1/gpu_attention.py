@@ -1,0 +1,210 @@
+"""vLLM's attention backends for CUDA, with the rows of branching trees taken over by ours.
+
+Not run on a GPU yet. FlashAttention's and Triton's backends have the same cache layout, and the
+same fields where it matters here, so both get the same two halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm import tqdm
+from vllm.distributed.parallel_state import is_global_first_rank
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
+
+from lookahead_vllm.engine.worker import profile
+from lookahead_vllm.engine.worker.v1.tree_rows import without_contexts
+from lookahead_vllm.verify.gpu.paged_attention import paged_attention
+from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
+from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
+from lookahead_vllm.verify.tree_batch import TreeBatch
+
+MAX_HEAD_SIZE = 256
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import AttentionImpl as _Impl
+    from vllm.v1.attention.backend import AttentionMetadataBuilder as _Builder
+else:
+    _Builder = _Impl = object
+
+
+class _TreeBuilder(_Builder):
+    """Carries the step's trees, which the runner sets, to the layers."""
+
+    trees: TreeBatch | None = None
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        if self.trees is None:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        batch = PagedBatch.build(self.trees, self.device)
+        told = without_contexts(common_attn_metadata, batch.rows, batch.sizes)
+        built = super().build(common_prefix_len, told, fast_build)
+        built.trees = batch
+        return built
+
+
+class _TreeImpl(_Impl):
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        result = super().forward(
+            layer,
+            query,
+            key,
+            value,
+            kv_cache,
+            attn_metadata,
+            output,
+            output_scale,
+            output_block_scale,
+        )
+        trees = getattr(attn_metadata, "trees", None)
+        if trees is None or self.attn_type != AttentionType.DECODER:
+            return result
+        with profile.timed("attention"):
+            self.attend_trees(layer, query, kv_cache, output, attn_metadata.block_table, trees)
+        return result
+
+    def attend_trees(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+        block_table: torch.Tensor,
+        trees: PagedBatch,
+    ) -> None:
+        """Overwrite the rows of trees in `output`."""
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        scales = {}
+        if is_quantized_kv_cache(self.kv_cache_dtype):
+            fp8 = current_platform.fp8_dtype()
+            keys, values = keys.view(fp8), values.view(fp8)
+            scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+            if query.dtype == fp8:  # the layer did that, where vLLM's kernel wants it
+                query = (query.float() * layer._q_scale).to(output.dtype)
+        left, _ = self.sliding_window
+        paged_attention(
+            query,
+            keys,
+            values,
+            output,
+            block_table,
+            trees,
+            scale=self.scale,
+            sliding_window=left + 1 if left >= 0 else -1,
+            alibi_slopes=self.alibi_slopes,
+            logits_soft_cap=self.logits_soft_cap,
+            sinks=self.sinks,
+            **scales,
+        )
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """What is overwritten is not quantized yet."""
+        return False
+
+
+class TreeFlashAttentionMetadataBuilder(_TreeBuilder, FlashAttentionMetadataBuilder):
+    """FlashAttention's."""
+
+
+class TreeFlashAttentionImpl(_TreeImpl, FlashAttentionImpl):
+    """FlashAttention's."""
+
+
+class TreeFlashAttentionBackend(FlashAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        return TreeFlashAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
+        return TreeFlashAttentionMetadataBuilder
+
+
+class TreeTritonAttentionMetadataBuilder(_TreeBuilder, TritonAttentionMetadataBuilder):
+    """Triton's."""
+
+
+class TreeTritonAttentionImpl(_TreeImpl, TritonAttentionImpl):
+    """Triton's."""
+
+
+class TreeTritonAttentionBackend(TritonAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[TritonAttentionImpl]:
+        return TreeTritonAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
+        return TreeTritonAttentionMetadataBuilder
+
+
+def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
+    """Why the layers of an attention group cannot verify branching trees, or None if they can."""
+    # A layer that changes what its rows see (chunks, an encoder) derives a backend of ours.
+    if group.backend not in (TreeFlashAttentionBackend, TreeTritonAttentionBackend):
+        return f"there is no tree attention for the backend {group.backend.__name__}"
+    builder = group.get_metadata_builder()
+    if is_quantized_kv_cache(cache_dtype) and cache_dtype not in ("fp8", "fp8_e4m3"):
+        return f"there is no tree attention over a KV cache of {cache_dtype}"
+    if builder.headdim > MAX_HEAD_SIZE:
+        return f"there is no tree attention for heads of {builder.headdim}"
+    config = builder.vllm_config.model_config
+    if config.rswa_window is not None or config.is_mm_prefix_lm:
+        return "rows see others than those before them"
+    if any(getattr(layer.impl, "use_alibi_sqrt", False) for layer in layers):
+        return "its ALiBi is of another kind"
+    if any(getattr(layer.impl, "chunk_lookback", -1) > -1 for layer in layers):
+        return "rows see a chunk of the context alone"
+    return None
+
+
+def mover(kv_caches: Sequence[torch.Tensor], layer: Any) -> PagedKVMover:
+    """For the caches of a KV cache group, of which `layer` is one."""
+    return PagedKVMover(kv_caches)
+
+
+def warm_up(layers: Sequence[Any], movers: Sequence[PagedKVMover], dtype: torch.dtype) -> None:
+    """Compile the kernels of a step with trees, so that no request waits for it."""
+    from lookahead_vllm.verify.gpu.triton_attention import batches_of_every_kind
+
+    for layer in tqdm(layers, "Compiling tree attention", disable=not is_global_first_rank()):
+        impl, device = layer.impl, layer.kv_cache.device
+        query = torch.zeros(1, impl.num_heads, impl.head_size, dtype=dtype, device=device)
+        block_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+        for batch in batches_of_every_kind(
+            impl.num_heads, impl.num_kv_heads, impl.head_size, dtype, device
+        ):
+            impl.attend_trees(layer, query, layer.kv_cache, query.clone(), block_table, batch)
+    for mover in movers:
+        first = torch.zeros(1, dtype=torch.int64, device=mover.device)
+        mover.move(first, first)  # onto itself

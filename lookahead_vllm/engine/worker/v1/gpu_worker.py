@@ -1,0 +1,95 @@
+"""vLLM's CUDA worker with a lookahead runner inside. Not run on a GPU yet."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from lookahead_vllm.engine.worker.v1 import gpu_attention
+from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
+
+
+class LookaheadGPUModelRunner(LookaheadRunner, gpu_model_runner.GPUModelRunner):
+    """vLLM's CUDA runner with lookahead."""
+
+    attention = gpu_attention
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        capture_steps_without_drafts(self)
+
+    def compile_tree_kernels(self) -> None:
+        """Where trees may branch."""
+        if self.drafter.may_branch:
+            context = self.compilation_config.static_forward_context
+            names = [n for group in self._attn_group_iterator() for n in group.layer_names]
+            gpu_attention.warm_up([context[n] for n in names], self._movers, self.dtype)
+
+    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
+        """Trees have masks of their own in each step, which a graph of all layers knows nothing of.
+
+        They run between the pieces of a piecewise graph; chains keep what vLLM has for them.
+        """
+        run = functools.partial(super()._determine_batch_execution_and_padding, *args, **kwargs)
+        return determine_in_pieces(self, run)
+
+
+def capture_steps_without_drafts(runner: Any) -> None:
+    """Let graphs of the whole model be those that plain vLLM has: of one token a request.
+
+    vLLM would make them for requests that all have the longest draft, which is never so here, and
+    round the sizes of all graphs, those of steps without a draft included, up to multiples of that.
+    """
+    runner.uniform_decode_query_len = 1
+    runner.cudagraph_dispatcher.uniform_decode_query_len = 1
+
+
+def determine_in_pieces(runner: Any, run: Callable[[], Any]) -> Any:
+    """`run()`, which asks the dispatcher for a graph; for trees it gets none of the whole model."""
+    if not runner._scheduled.forest.branching.any():
+        return run()
+    dispatcher = runner.cudagraph_dispatcher
+    original = dispatcher.dispatch
+
+    def dispatch(*args: Any, invalid_modes: Any = None, **kwargs: Any) -> Any:
+        return original(*args, invalid_modes={*(invalid_modes or ()), CUDAGraphMode.FULL}, **kwargs)
+
+    dispatcher.dispatch = dispatch
+    try:
+        return run()
+    finally:
+        dispatcher.dispatch = original
+
+
+class LookaheadGPUWorker(Worker):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for backend, name in (
+            (AttentionBackendEnum.FLASH_ATTN, "TreeFlashAttentionBackend"),
+            (AttentionBackendEnum.TRITON_ATTN, "TreeTritonAttentionBackend"),
+        ):
+            register_backend(backend, f"{gpu_attention.__name__}.{name}")
+        # A plain engine in this process may have selected the backend already.
+        selector._cached_get_attn_backend.cache_clear()
+
+    def _make_model_runner(self) -> Any:
+        original = gpu_model_runner.GPUModelRunner
+        gpu_model_runner.GPUModelRunner = LookaheadGPUModelRunner
+        try:
+            return super()._make_model_runner()
+        finally:
+            gpu_model_runner.GPUModelRunner = original
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        times = super().compile_or_warm_up_model()
+        self.model_runner.compile_tree_kernels()
+        self.model_runner.warm_up_drafting()
+        return times

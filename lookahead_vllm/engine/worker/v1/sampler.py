@@ -1,0 +1,378 @@
+"""vLLM's own sampler at every node of a draft tree.
+
+A node is sampled as if it were a request of its own: one whose output so far is the request's,
+followed by the tokens on the way to the node. So penalties, bad words, `min_tokens`, thinking
+budgets and logits processors see the history that the node really has, and the code that applies
+them is vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import PIN_MEMORY
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, BatchUpdate, LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
+
+from lookahead_vllm.draft.jit import Ints, Words
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.verify.seeded_draws import DrawTape
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+T = TypeVar("T")
+BuildLogitsProcessors = Callable[..., LogitsProcessors]
+
+
+def with_every_processor(build: BuildLogitsProcessors) -> BuildLogitsProcessors:
+    """`build_logitsprocs` that does not leave most of them out because drafts are verified."""
+
+    def build_logitsprocs(vllm_config: VllmConfig, *args: Any) -> LogitsProcessors:
+        return build(without_speculation(vllm_config), *args)
+
+    return build_logitsprocs
+
+
+def without_speculation(vllm_config: VllmConfig) -> VllmConfig:
+    plain = copy(vllm_config)
+    plain.speculative_config = None
+    return plain
+
+
+class NodeRows:
+    """The nodes of a step's trees, one after another, as rows of a batch of their own.
+
+    Parameters
+    ----------
+    requests
+        The requests of the batch, by row.
+    forest
+        The draft trees of some of them.
+    rows : int64 [t]
+        The row of each tree's request, rising.
+    """
+
+    def __init__(
+        self, requests: Sequence[CachedRequestState], forest: DraftForest, rows: Words
+    ) -> None:
+        self.requests = requests
+        self.forest = forest
+        self.owners: Words = rows[forest.owners]
+        """The request's row of each node."""
+        self._trees = {row: i for i, row in enumerate(rows.tolist()) if forest.sizes[i]}
+        self._histories: dict[int, list[list[int]]] = {}
+
+    def __len__(self) -> int:
+        return self.forest.num_nodes
+
+    @property
+    def rows(self) -> Iterable[int]:
+        """The requests that have nodes."""
+        return self._trees.keys()
+
+    def tree(self, row: int) -> DraftTree:
+        """A request's draft tree."""
+        return self.forest[self._trees[row]]
+
+    def of(self, row: int) -> range:
+        """The rows of one request's nodes."""
+        if row not in self._trees:
+            return range(0)
+        tree = self._trees[row]
+        return range(int(self.forest.firsts[tree]), int(self.forest.firsts[tree + 1]))
+
+    def histories(self, row: int) -> list[list[int]]:
+        """The outputs that each node of a request stands behind, its own token being the last."""
+        if row not in self._histories:
+            tree, committed = self.tree(row), self.requests[row].output_token_ids
+            histories: list[list[int]] = []
+            for parent, token in zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True):
+                histories.append([*(committed if parent < 0 else histories[parent]), token])
+            self._histories[row] = histories
+        return self._histories[row]
+
+    def params(self, row: int) -> SamplingParams:
+        """A request's sampling parameters; who has nodes, samples."""
+        params = self.requests[row].sampling_params
+        assert params is not None
+        return params
+
+    def rows_where(self, applies: Callable[[SamplingParams], object]) -> list[int]:
+        """The rows of requests that have nodes and these sampling parameters."""
+        return [row for row in self._trees if applies(self.params(row))]
+
+
+class NodeProcessors:
+    """A second set of vLLM's logits processors, whose requests are the nodes of one step.
+
+    A processor is told of a node as it is told of a request that comes back after preemption: by
+    its parameters, its prompt and the outputs that it has already.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        custom: Sequence[Any],
+        build: BuildLogitsProcessors,
+    ) -> None:
+        config = without_speculation(vllm_config)
+        config.scheduler_config = copy(config.scheduler_config)
+        # Processors hold a slot for each request of the largest batch.
+        config.scheduler_config.max_num_seqs = config.scheduler_config.max_num_batched_tokens
+        self._all = build(config, device, PIN_MEMORY, False, custom)
+        self._has_custom = any(type(p) not in BUILTIN_LOGITS_PROCESSORS for p in self._all.all)
+        self._placed: set[int] = set()
+
+    def _concerns(self, params: SamplingParams) -> bool:
+        return bool(self._has_custom or params.min_tokens or params.logit_bias or params.min_p)
+
+    def rows_are_alike(self, metadata: SamplingMetadata, nodes: NodeRows) -> bool:
+        """Whether a node is sampled as its request's root is: nothing looks at the history, and
+        no logprobs have to be kept apart. Then one call samples them all."""
+        thinking = metadata.thinking_budget_state_holder
+        return (
+            metadata.no_penalties
+            and metadata.allowed_token_ids_mask is None
+            and not metadata.bad_words_token_ids
+            and metadata.max_num_logprobs is None
+            and not metadata.logprob_token_ids
+            and (thinking is None or not thinking.has_tracked_requests())
+            and not any(self._concerns(request.sampling_params) for request in nodes.requests)
+        )
+
+    def place(self, nodes: NodeRows) -> LogitsProcessors:
+        """The processors, told of the nodes of this step; none where they concern no node."""
+        added = [
+            (node, nodes.params(row), nodes.requests[row].prompt_token_ids, history)
+            for row in nodes.rows_where(self._concerns)
+            for node, history in zip(nodes.of(row), nodes.histories(row), strict=True)
+        ]
+        placed = {node for node, *_ in added}
+        gone = self._placed - placed
+        if not added and not gone:
+            return LogitsProcessors()
+        update = BatchUpdate(
+            batch_size=len(nodes), removed=sorted(gone, reverse=True), added=added, moved=[]
+        )
+        for processor in self._all.all:
+            processor.update_state(update)
+        self._placed = placed
+        return self._all
+
+
+class NodeThinking:
+    """Thinking budgets of nodes: each node goes on from the state of its parent.
+
+    Stands in a sampler's metadata in the place of a `ThinkingBudgetStateHolder`, whose state is
+    not a function of the outputs alone: it counts calls.
+    """
+
+    def __init__(self, roots: ThinkingBudgetStateHolder, nodes: NodeRows) -> None:
+        self._roots = roots
+        self._nodes = nodes
+        self._rows = [row for row in nodes.rows if row in roots._state]
+        self._holder = copy(roots)
+        self._holder._state = {}
+        self._holder.cu_num_tokens = {}
+        self._holder._mask_capacity = len(nodes)
+
+    def has_tracked_requests(self) -> bool:
+        return bool(self._rows)
+
+    def update_state(self, output_token_ids: list[list[int]], *_: Any, **__: Any) -> None:
+        done: dict[int, dict[str, Any]] = {}
+        parents = {
+            node: (row, parent)
+            for row in self._rows
+            for node, parent in zip(
+                self._nodes.of(row), self._nodes.tree(row).parents.tolist(), strict=True
+            )
+        }
+        while len(done) < len(parents):
+            level: dict[int, dict[str, Any]] = {}
+            for node, (row, parent) in parents.items():
+                before = (
+                    self._roots._state[row] if parent < 0 else done.get(self._nodes.of(row)[parent])
+                )
+                if node not in done and before is not None:
+                    level[node] = dict(before)
+            self._holder._state = level
+            self._holder.update_state(output_token_ids, None)
+            done |= level
+        self._holder._state = done
+
+    def apply_to_logits(self, logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return self._holder.apply_to_logits(logits, False, None)
+
+    def accept(self, row: int, node: int) -> None:
+        """The request goes on from this node."""
+        if row in self._roots._state:
+            self._roots._state[row] = self._holder._state[node]
+
+
+def _of_rows(owners: Words, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor[torch.from_numpy(owners).to(tensor.device)]
+
+
+def _spread(owners: Words, by_request: Mapping[int, T]) -> dict[int, T]:
+    """The same for what is known of some requests, by row."""
+    if not by_request:
+        return {}
+    return {
+        row: by_request[owner] for row, owner in enumerate(owners.tolist()) if owner in by_request
+    }
+
+
+def spread_metadata(metadata: SamplingMetadata, owners: Words) -> SamplingMetadata:
+    """The sampling metadata of rows int64 [n] that belong to the requests `owners`, without what
+    is known of single requests but their seeds."""
+    pick = partial(_of_rows, owners)
+    return replace(
+        metadata,
+        generators=_spread(owners, metadata.generators),
+        temperature=pick(metadata.temperature),
+        top_p=pick(metadata.top_p),
+        top_k=pick(metadata.top_k),
+        output_token_ids=[],
+        logitsprocs=LogitsProcessors(),
+        spec_token_ids=None,
+        thinking_budget_state_holder=None,
+    )
+
+
+def node_metadata(
+    metadata: SamplingMetadata,
+    nodes: NodeRows,
+    generators: Mapping[int, torch.Generator],
+    processors: LogitsProcessors,
+    thinking: NodeThinking | None,
+) -> SamplingMetadata:
+    """The sampling metadata of node rows, made from that of the requests.
+
+    `generators` are the nodes' that have one of their own.
+    """
+    pick = partial(_of_rows, nodes.owners)
+    penalties = not metadata.no_penalties
+    bad_words = metadata.bad_words_token_ids
+    looks_back = set(bad_words)
+    if penalties:
+        looks_back.update(nodes.rows_where(_has_penalty))
+    if thinking is not None:
+        looks_back.update(thinking._rows)
+    histories: list[list[int]] = [[] for _ in range(len(nodes))]
+    for row in looks_back.intersection(nodes.rows):
+        own = nodes.of(row)
+        histories[own.start : own.stop] = nodes.histories(row)
+    alike = spread_metadata(metadata, nodes.owners)
+    return replace(
+        alike,
+        generators={**alike.generators, **generators},
+        prompt_token_ids=pick(metadata.prompt_token_ids) if penalties else None,
+        frequency_penalties=pick(metadata.frequency_penalties) if penalties else None,
+        presence_penalties=pick(metadata.presence_penalties) if penalties else None,
+        repetition_penalties=pick(metadata.repetition_penalties) if penalties else None,
+        output_token_ids=histories,
+        allowed_token_ids_mask=pick(metadata.allowed_token_ids_mask),
+        bad_words_token_ids=_spread(nodes.owners, bad_words),
+        logitsprocs=processors,
+        logprob_token_ids=_spread(nodes.owners, metadata.logprob_token_ids or {}),
+        thinking_budget_state_holder=thinking,
+    )
+
+
+def _has_penalty(params: SamplingParams) -> bool:
+    return bool(
+        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+    )
+
+
+def tapes_for(
+    sampler: Sampler,
+    generators: dict[int, torch.Generator],
+    nodes: NodeRows,
+    vocab: int,
+) -> dict[int, DrawTape]:
+    """Each seeded request's draws for the outputs that its nodes stand for.
+
+    Called after the root row was sampled, which spent the first draw of the step.
+    """
+
+    def draw(generator: torch.Generator) -> None:
+        if generator.device.type == "cpu" and not sampler.use_fp64_gumbel:
+            torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
+        else:
+            dtype = torch.float64 if sampler.use_fp64_gumbel else torch.float32
+            torch.empty(vocab, dtype=dtype, device=generator.device).exponential_(
+                generator=generator
+            )
+
+    return {
+        row: DrawTape(generators[row], draw, int(nodes.tree(row).depths.max()))
+        for row in generators.keys() & nodes.rows
+    }
+
+
+def merge_outputs(
+    roots: SamplerOutput, nodes: SamplerOutput, forest: DraftForest, rows: Words, paths: Ints
+) -> SamplerOutput:
+    """One output row a request, as wide as the longest burst.
+
+    Parameters
+    ----------
+    roots, nodes
+        What was sampled at the root rows of all requests and at the node rows.
+    forest, rows : int64 [t]
+        The trees and the rows of their requests.
+    paths : int32 [t, longest]
+        The accepted nodes of each tree, as of `accepted_paths`.
+    """
+    device = roots.sampled_token_ids.device
+    num_reqs = len(roots.sampled_token_ids)
+    # Where each emitted token was sampled, among the roots and then the nodes.
+    places: Words = np.full((num_reqs, 1 + paths.shape[1]), -1, np.int64)
+    places[:, 0] = np.arange(num_reqs)
+    places[rows, 1:] = np.where(paths < 0, -1, num_reqs + forest.firsts[:-1, None] + paths)
+    flat = torch.from_numpy(places.reshape(-1)).to(device)
+    sampled = torch.cat((roots.sampled_token_ids[:, 0], nodes.sampled_token_ids[:, 0]))
+    tokens = torch.where(flat < 0, -1, sampled[flat]).view(places.shape)
+    logprobs = None
+    if roots.logprobs_tensors is not None:
+        joined = _joined(roots.logprobs_tensors, nodes.logprobs_tensors, len(sampled))
+        logprobs = LogprobsTensors(*(tensor[flat.clamp(min=0)] for tensor in joined))
+    return SamplerOutput(tokens.int(), logprobs)
+
+
+def _joined(
+    roots: LogprobsTensors, nodes: LogprobsTensors | None, num_rows: int
+) -> Iterable[torch.Tensor]:
+    """The rows of both, token ids, logprobs and ranks, as wide as the wider one.
+
+    They differ where a request that asks for certain tokens' logprobs has no nodes.
+    """
+    for name, filler in (
+        ("logprob_token_ids", 0),
+        ("logprobs", float("-inf")),
+        ("selected_token_ranks", 0),
+    ):
+        parts = [getattr(part, name) for part in (roots, nodes) if part is not None]
+        width = max(part.shape[-1] for part in parts)
+        joined = parts[0].new_full((num_rows, width)[: parts[0].ndim], filler)
+        start = 0
+        for part in parts:
+            here = joined[start : start + len(part)]
+            here[..., : part.shape[-1]].copy_(part)
+            start += len(part)
+        yield joined

@@ -1,0 +1,1 @@
+"""Proposers without a model: recorded generations, replayed as the engine would."""

@@ -1,0 +1,163 @@
+"""What vLLM drafts with without a draft model: prompt lookup, and arctic-inference's suffixes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lookahead_vllm.draft.options import OptionError
+from lookahead_vllm.draft.proposer import DraftRequest
+from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.simulation.heap import bytes_released_by
+from lookahead_vllm.simulation.traces import Ints
+
+
+@dataclass(frozen=True)
+class PromptLookupOptions:
+    """The lengths of the n-gram that is looked up, as scripts/bench.py gives them to vLLM."""
+
+    prompt_lookup_max: int = 5
+    prompt_lookup_min: int = 2
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise OptionError(
+                f"prompt_lookup_min={self.prompt_lookup_min} was given, but it must be 1 to "
+                f"prompt_lookup_max={self.prompt_lookup_max}"
+            )
+
+
+def look_up(context: Ints, longest: int, shortest: int, most: int) -> Ints:
+    """What followed, earlier in the text, the longest n-gram that ends it; the first such place.
+
+    As vLLM's `ngram_proposer._find_longest_matched_ngram_and_propose_tokens`.
+
+    Parameters
+    ----------
+    context : int32 [n]
+        The text so far.
+    longest, shortest : int
+        The lengths of the n-gram, in tokens.
+    most : int
+        The most tokens to return; fewer where the text ends.
+    """
+    last = len(context) - 1
+    ends = np.flatnonzero(context[:last] == context[last]) if last > 0 else context[:0]
+    found = -1
+    for length in range(1, longest + 1):
+        if len(ends) == 0:
+            break
+        if length >= shortest:
+            found = int(ends[0]) + 1
+        ends = ends[ends >= length]
+        ends = ends[context[ends - length] == context[last - length]]
+    return context[found : found + most] if found >= 0 else context[:0]
+
+
+class PromptLookup:
+    """vLLM's `ngram`: a chain out of the request's own text. It keeps nothing."""
+
+    num_bytes = 0
+
+    def __init__(self, options: PromptLookupOptions) -> None:
+        self.options = options
+
+    def start(self, request_id: str, prompt: Ints) -> None:
+        """Nothing to do: the engine keeps the text."""
+
+    def extend(self, request_id: str, tokens: list[int]) -> None:
+        """Nothing to do: the engine keeps the text."""
+
+    def propose(self, want: DraftRequest, context: Ints) -> Ints:
+        """The chain's tokens, int32 [at most want.max_depth]."""
+        options = self.options
+        return look_up(
+            context, options.prompt_lookup_max, options.prompt_lookup_min, want.max_depth
+        )
+
+    def tree(self, draft: Ints) -> DraftTree:
+        """The draft as a tree."""
+        return DraftTree.chain(draft.tolist())
+
+    def finish(self, request_id: str) -> None:
+        """Nothing to do."""
+
+
+@dataclass(frozen=True)
+class SuffixOptions:
+    """What arctic-inference is called with; the defaults are vLLM's `suffix`."""
+
+    max_tree_depth: int = 24
+    max_cached_requests: int = 10_000
+    max_spec_factor: float = 1.0
+    max_spec_offset: float = 0.0
+    min_token_prob: float = 0.1
+    use_tree_spec: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_spec_factor", "max_spec_offset", "min_token_prob"):
+            if not getattr(self, name) >= 0:
+                raise OptionError(f"{name}={getattr(self, name)!r} was given, but it must be >= 0")
+        if self.max_tree_depth < 1 or not 1 <= self.max_cached_requests < 2**31:
+            raise OptionError("max_tree_depth and max_cached_requests must be at least 1")
+
+
+class Suffix:
+    """arctic-inference's suffix decoding, called as vLLM's `suffix_decoding.py` calls it.
+
+    Raises
+    ------
+    OptionError
+        arctic-inference is not installed.
+    """
+
+    def __init__(self, options: SuffixOptions) -> None:
+        try:
+            from arctic_inference.suffix_decoding import SuffixDecodingCache
+        except ImportError:
+            raise OptionError(
+                "suffix needs arctic-inference, which is not installed: run scripts/setup.sh "
+                "--bench, or leave suffix out of --proposers"
+            ) from None
+        self.options = options
+        self._cache: Any = SuffixDecodingCache(options.max_tree_depth, options.max_cached_requests)
+
+    def start(self, request_id: str, prompt: Ints) -> None:
+        """The prompt gets a suffix tree of its own."""
+        self._cache.start_request(request_id, prompt)
+
+    def extend(self, request_id: str, tokens: list[int]) -> None:
+        """The tokens go into the request's suffix tree and into that of all answers."""
+        self._cache.add_active_response(request_id, tokens)
+
+    def propose(self, want: DraftRequest, context: Ints) -> Any:
+        """A `SuffixDecodingDraft`."""
+        options = self.options
+        return self._cache.speculate(
+            want.request_id,
+            context[-options.max_tree_depth :],
+            max_spec_tokens=want.max_nodes,
+            max_spec_factor=options.max_spec_factor,
+            max_spec_offset=options.max_spec_offset,
+            min_token_prob=options.min_token_prob,
+            use_tree_spec=options.use_tree_spec,
+        )
+
+    def tree(self, draft: Any) -> DraftTree:
+        """The draft as a tree."""
+        return DraftTree.from_lists(draft.token_ids, draft.parents, draft.probs)
+
+    def finish(self, request_id: str) -> None:
+        """The prompt's suffix tree goes; the answer stays."""
+        self._cache.stop_request(request_id)
+
+    @property
+    def num_bytes(self) -> int:
+        """What malloc would get back from the cache, or where that is unknown, its own estimate."""
+        released = bytes_released_by(self._let_go)
+        return self._cache._global_tree.estimate_memory() if released is None else released
+
+    def _let_go(self) -> None:
+        self._cache = None

@@ -1,0 +1,79 @@
+"""Simulations as text, in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from lookahead_vllm.simulation.markdown import markdown, number
+from lookahead_vllm.simulation.replay import Entry, Figures, Mode
+
+Results = dict[str, dict[str, dict[Mode, Entry]]]
+"""By proposer, budget (a string, as JSON has it) and mode."""
+
+
+def lines(results: Results) -> list[tuple[str, str, Mode, Entry]]:
+    """Every entry, with its proposer, budget and mode."""
+    return [
+        (proposer, budget, mode, entry)
+        for proposer, budgets in results.items()
+        for budget, modes in budgets.items()
+        for mode, entry in modes.items()
+    ]
+
+
+def overall_table(results: Results) -> str:
+    """One line a proposer, budget and mode."""
+    head = ["proposer", "budget", "mode", "EDL", "nodes", "propose µs", "p99", "update µs", "MB"]
+    entries = lines(results)
+    filled = any(entry["bytes_per_cached_token"] is not None for *_, entry in entries)
+    costed = any(entry["speedup"] is not None for *_, entry in entries)
+    head += ["bytes/token"] * filled + ["speed-up"] * costed
+    body = []
+    for proposer, budget, mode, entry in entries:
+        line = [
+            proposer,
+            budget,
+            mode,
+            number(entry["edl"]),
+            number(entry["nodes"], 1),
+            number(entry["propose_us_p50"], 1),
+            number(entry["propose_us_p99"], 1),
+            number(entry["update_us_p50"], 2),
+            number(entry["bytes"] / 1e6, 1),
+        ]
+        line += [number(entry["bytes_per_cached_token"], 0)] * filled
+        body.append(line + [number(entry["speedup"])] * costed)
+    return markdown(head, body)
+
+
+def by_file(entry: Entry) -> Mapping[str, Figures]:
+    """The figures of each file, under its name where that tells the files apart."""
+    files = entry["by_file"]
+    names = [Path(path).name for path in files]
+    return dict(zip(names, files.values(), strict=True)) if len({*names}) == len(files) else files
+
+
+def by_category(entry: Entry) -> Mapping[str, Figures]:
+    """The figures of each category."""
+    return entry["by_category"]
+
+
+def parts_table(
+    results: Results, title: str, parts: Callable[[Entry], Mapping[str, Figures]]
+) -> str:
+    """EDL and, in brackets, nodes a step, with a column for each part; none for a single part."""
+    entries = lines(results)
+    columns = list(dict.fromkeys(name for *_, entry in entries for name in parts(entry)))
+    if len(columns) < 2:
+        return ""
+    body = []
+    for proposer, budget, mode, entry in entries:
+        cells = [parts(entry).get(name) for name in columns]
+        body.append(
+            [
+                f"{proposer}, {budget}, {mode}",
+                *(f"{cell['edl']:.2f} ({cell['nodes']:.1f})" if cell else "–" for cell in cells),
+            ]
+        )
+    return markdown([title, *columns], body)

@@ -1,0 +1,123 @@
+"""Moves of K/V between cache slots: after verification, the accepted path closes its gaps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lookahead_vllm.verify.cpu import native
+from lookahead_vllm.verify.cpu.tree_attention import keys_and_values
+
+
+class KVMover:
+    """Copies slots in the caches of the layers that share one block table.
+
+    Parameters
+    ----------
+    kv_caches : sequence of [num_blocks, num_kv_heads, block_size, 2 * head_size]
+        One per layer, of 2 or 4 bytes an element, in vLLM's CPU layout (see `tree_attention`); may
+        be strided in the first two dimensions. They are kept, and must not be reallocated.
+    block_size : int
+        Slots per block.
+    impl : {"auto", "torch", "native"}
+        "auto" takes the compiled kernel where it is available, on CPU tensors.
+    packed : bool
+        The caches, 2 bytes an element, are in vLLM's layout for `amx`.
+
+    Raises
+    ------
+    ValueError
+        Caches of another shape, layout or mixed element sizes; `impl="native"` where it is not
+        available.
+    """
+
+    def __init__(
+        self,
+        kv_caches: Sequence[Tensor],
+        block_size: int,
+        impl: Literal["auto", "torch", "native"] = "auto",
+        packed: bool = False,
+    ) -> None:
+        for cache in kv_caches:
+            _, _, size, width = cache.shape
+            if size != block_size or width % 2 or cache.stride()[2:] != (width, 1):
+                raise ValueError(
+                    f"a KV cache is [num_blocks, num_kv_heads, {block_size}, 2 * head_size], "
+                    f"contiguous in its last two dimensions; got {list(cache.shape)}, strides "
+                    f"{cache.stride()}"
+                )
+        element_sizes = {cache.element_size() for cache in kv_caches}
+        if len(element_sizes) > 1 or not element_sizes <= {2, 4}:
+            raise ValueError(f"KV caches share one element size, 2 or 4 bytes; got {element_sizes}")
+        if packed and element_sizes != {2}:
+            raise ValueError(f"a packed KV cache has 2 bytes an element; got {element_sizes}")
+        if impl not in ("auto", "torch", "native"):
+            raise ValueError(f"impl is {impl!r}; choose 'auto', 'torch' or 'native'")
+        on_cpu = all(cache.device.type == "cpu" for cache in kv_caches)
+        self._library = native.load() if impl != "torch" and on_cpu else None
+        if impl == "native" and self._library is None:
+            raise ValueError("the compiled kernel is not available here; use impl='auto'")
+        self._kv_caches = list(kv_caches)
+        self._block_size = block_size
+        self._packed = packed
+        self._num_slots = block_size * min((len(c) for c in kv_caches), default=0)
+        self._element_size = next(iter(element_sizes), 4)
+        self._layers = (native.LayerCache * len(self._kv_caches))(
+            *(
+                native.LayerCache(
+                    cache.data_ptr(),
+                    cache.stride(0) * cache.element_size(),
+                    cache.stride(1) * cache.element_size(),
+                    cache.shape[1],
+                    cache.shape[3] // 2,
+                )
+                for cache in self._kv_caches
+            )
+        )
+
+    def move(self, src: Tensor, dst: Tensor) -> None:
+        """Copy the K/V of slot `src[i]` to slot `dst[i]` in every layer.
+
+        A slot is `block * block_size + offset`. The order of the copies is not defined, so no
+        slot may be overwritten before it is read: within a request, list the moves by ascending
+        `src`, each to a `dst` below it. Then "all read, then all written" and "one by one" agree.
+
+        Parameters
+        ----------
+        src, dst : int64 [m], on the CPU or on the caches' device
+        """
+        if src.dtype != torch.int64 or dst.dtype != torch.int64 or src.shape != dst.shape:
+            raise ValueError("src and dst are int64 and equally long")
+        if not len(src):
+            return
+        slots = torch.cat((src, dst))
+        if slots.min() < 0 or slots.max() >= self._num_slots:
+            raise ValueError(f"slots lie in 0..{self._num_slots - 1}; got {slots.tolist()}")
+        if self._library is None:
+            self._move_torch(src, dst)
+            return
+        src, dst = src.contiguous(), dst.contiguous()
+        self._library.lookahead_move_kv(
+            self._layers,
+            len(self._layers),
+            self._block_size,
+            self._element_size,
+            len(src),
+            src.data_ptr(),
+            dst.data_ptr(),
+            torch.get_num_threads(),
+            self._packed,
+        )
+
+    def _move_torch(self, src: Tensor, dst: Tensor) -> None:
+        for cache in self._kv_caches:
+            flat = cache.flatten(2)  # a view: the last two dimensions are contiguous
+            for part in keys_and_values(flat, cache.shape[3] // 2, self._block_size, self._packed):
+                pack = part.shape[3]
+                to, at = dst % self._block_size, src % self._block_size
+                part[dst // self._block_size, :, to // pack, to % pack] = part[
+                    src // self._block_size, :, at // pack, at % pack
+                ]

@@ -1,0 +1,188 @@
+"""The compiled half of this room: built from `csrc/` at first use, cached, loaded with ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import torch  # noqa: F401  first, so that the library joins the OpenMP runtime torch has loaded
+
+from lookahead_vllm.kernel_folder import cache_dir, temporary_root
+
+logger = logging.getLogger(__name__)
+
+_SOURCES = sorted((Path(__file__).parent / "csrc").glob("*.cpp"))
+# No -ffast-math: masked scores are -inf and poisoned slots may hold NaN.
+_FLAGS = [
+    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+]
+
+_pointer, _i64, _i32, _f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+class TreeBatchView(ctypes.Structure):
+    """A TreeBatch as `csrc/tree_attention.cpp` sees it."""
+
+    _fields_ = [
+        ("trees", _i64),
+        ("words", _i64),
+        ("rows", _pointer),
+        ("starts", _pointer),
+        ("sizes", _pointer),
+        ("contexts", _pointer),
+        ("depths", _pointer),
+        ("masks", _pointer),
+    ]
+
+
+class AttentionCall(ctypes.Structure):
+    """One call of tree attention; strides in elements."""
+
+    _fields_ = [
+        ("query", _pointer),
+        ("query_token", _i64),
+        ("query_head", _i64),
+        ("cache", _pointer),
+        ("cache_block", _i64),
+        ("cache_head", _i64),
+        ("output", _pointer),
+        ("output_token", _i64),
+        ("output_head", _i64),
+        ("block_table", _pointer),
+        ("table_row", _i64),
+        ("heads", _i32),
+        ("kv_heads", _i32),
+        ("head_size", _i32),
+        ("block_size", _i32),
+        ("scale", _f32),
+        ("window", _i32),
+        ("soft_cap", _f32),
+        ("alibi", _pointer),
+        ("sinks", _pointer),
+        ("threads", _i32),
+        ("packed", _i32),
+    ]
+
+
+class LayerCache(ctypes.Structure):
+    """The KV cache of one layer as `csrc/kv_moves.cpp` sees it; strides in bytes."""
+
+    _fields_ = [
+        ("data", _pointer),
+        ("block", _i64),
+        ("head", _i64),
+        ("heads", _i64),
+        ("head_size", _i64),
+    ]
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The compiled library, built now unless a cached build fits; None where it cannot be had.
+
+    A build takes seconds, so an engine calls this at start-up. Builds are kept in
+    `compiled.cache_dir()` by a hash of sources, flags, compiler and CPU; what cannot be built there
+    is built in a temporary folder. A failure is logged once, as a warning.
+    """
+    compiler = _compiler()
+    if compiler is None:
+        logger.warning("No C++ compiler (g++, c++ or $CXX): tree attention runs on plain torch.")
+        return None
+    for load_from in (_load_kept, _load_temporary):
+        try:
+            return load_from(compiler)
+        except subprocess.CalledProcessError as error:
+            reason = error.stderr.strip()[-2000:]
+        except (OSError, AttributeError) as error:
+            reason = str(error)
+    logger.warning("Tree attention runs on plain torch; its kernel did not build: %s", reason)
+    return None
+
+
+def _load_kept(compiler: str) -> ctypes.CDLL:
+    path = cache_dir() / f"verify-{_fingerprint(compiler)}.so"
+    if path.exists():
+        with suppress(OSError, AttributeError):  # damaged: build it again
+            return _open(path)
+    _build(compiler, path)
+    return _open(path)
+
+
+def _load_temporary(compiler: str) -> ctypes.CDLL:
+    root = temporary_root()
+    try:
+        path = root / "verify.so"
+        _build(compiler, path)
+        return _open(path)  # it stays loaded when the file is gone
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def available() -> bool:
+    """Whether the compiled kernels can be used; the first call may build them."""
+    return load() is not None
+
+
+def reads_packed() -> bool:
+    """Whether the compiled tree attention can read the packed layout: with AVX512-BF16."""
+    library = load()
+    return library is not None and bool(library.lookahead_reads_packed())
+
+
+def _compiler() -> str | None:
+    names = filter(None, (os.environ.get("CXX"), "g++", "c++"))
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def _fingerprint(compiler: str) -> str:
+    parts = [source.read_bytes() for source in _SOURCES]
+    parts.append(" ".join(_FLAGS).encode())
+    parts.append(subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = list(os.uname())
+    wanted = ("model name", "flags", "Features", "CPU part")
+    parts += sorted({line.encode() for line in lines if line.startswith(wanted)})
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
+
+
+def _build(compiler: str, path: Path) -> None:
+    handle, scratch = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(handle)
+    try:
+        command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", scratch]
+        # The compiler's own files go where the library goes: /tmp may be full.
+        env = os.environ | {"TMPDIR": str(path.parent)}
+        subprocess.run(command, capture_output=True, check=True, text=True, env=env)
+        os.replace(scratch, path)  # atomic: other processes see the old file or the new one
+    finally:
+        Path(scratch).unlink(missing_ok=True)
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    library.lookahead_tree_attention.argtypes = [_pointer, _pointer, _i32]
+    library.lookahead_tree_attention.restype = None
+    library.lookahead_move_kv.argtypes = [
+        *(_pointer, _i64, _i64, _i64),
+        *(_i64, _pointer, _pointer, _i32, _i32),
+    ]
+    library.lookahead_move_kv.restype = None
+    library.lookahead_likeliest.argtypes = [
+        *(_pointer, _i32, _i64, _i64),
+        *(_i64, _pointer, _i32, _i32, _pointer),
+    ]
+    library.lookahead_likeliest.restype = None
+    library.lookahead_reads_packed.argtypes = []
+    library.lookahead_reads_packed.restype = _i32
+    return library

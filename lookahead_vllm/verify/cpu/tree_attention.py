@@ -1,0 +1,274 @@
+"""Attention of draft trees over vLLM's paged KV cache on CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lookahead_vllm.verify.cpu import native
+from lookahead_vllm.verify.reference_attention import attend_rows
+from lookahead_vllm.verify.tree_batch import TreeBatch
+
+Impl = Literal["auto", "torch", "native"]
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def supported(head_size: int, dtype: torch.dtype, block_size: int, packed: bool = False) -> bool:
+    """Whether tree attention can serve a layer of this shape; for the engine, at start-up."""
+    return (
+        head_size % 16 == 0
+        and 32 <= head_size <= 512
+        and dtype in _DTYPES
+        and (block_size % 16 == 0)
+        and (not packed or dtype == torch.bfloat16)
+    )
+
+
+def tree_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    output: Tensor,
+    block_table: Tensor,
+    batch: TreeBatch,
+    *,
+    scale: float,
+    sliding_window: int = -1,
+    alibi_slopes: Tensor | None = None,
+    logits_soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    packed: bool = False,
+    impl: Impl = "auto",
+) -> None:
+    """Write the attention of every tree's rows to `output`; other rows are left alone.
+
+    The K/V of the trees are already in the cache. A slot that a row does not attend to adds
+    nothing to it, whatever it holds (NaN and inf included). Options mean what they mean in vLLM's
+    `cpu_attention_with_kv_cache`, read by position: on a chain both give the same result.
+
+    Parameters
+    ----------
+    query : float32, bfloat16 or float16 [num_tokens, num_heads, head_size]
+        May be a view into a fused QKV tensor; the last dimension is contiguous.
+    kv_cache : [num_blocks, num_kv_heads, block_size, 2 * head_size], the query's dtype
+        vLLM's CPU layout for the instruction sets `vec` and `vec16`: for each block and head, K
+        transposed [head_size, block_size], then V [block_size, head_size]. May be strided in the
+        first two dimensions. Where it is `packed`, see there.
+    output : [num_tokens, num_heads, head_size] or [num_tokens, num_heads * head_size]
+        The query's dtype; written in place.
+    block_table : int32 [num_reqs, max_blocks]
+        Slot p of a request lies in block `block_table[row, p // block_size]`.
+    batch : TreeBatch
+    scale : float
+        Factor of q . k.
+    sliding_window : int
+        W: a row at position P sees positions in (P - W, P]. -1 for none.
+    alibi_slopes : float32 [num_heads], optional
+        Adds slope * (key position - row position), after the soft cap.
+    logits_soft_cap : float
+        c > 0 turns a score x into c * tanh(x / c).
+    sinks : [num_heads], optional
+        One more score per head in the softmax, with no value.
+    packed : bool
+        The cache, bfloat16, is in vLLM's layout for `amx`: for each block and head, K
+        [block_size / 16, head_size / 2, 16, 2], the last two a key and a dimension, then V
+        [head_size / 16, block_size / 2, 16, 2], the last two a dimension and a key.
+    impl : {"auto", "torch", "native"}
+        "auto" takes the compiled kernel where it is available, on CPU tensors.
+
+    Raises
+    ------
+    ValueError
+        Shapes, dtypes or options that do not fit, or `impl="native"` where it is not available.
+    """
+    _check(query, kv_cache, output, block_table, batch, sliding_window, packed)
+    if sinks is not None and sinks.dtype != torch.float32:
+        sinks = sinks.float()
+    if impl == "auto":
+        available = native.reads_packed if packed else native.available
+        impl = "native" if query.device.type == "cpu" and available() else "torch"
+    if impl == "torch":
+        run = _attend_torch
+    elif impl == "native":
+        run = _attend_native
+    else:
+        raise ValueError(f"impl is {impl!r}; choose 'auto', 'torch' or 'native'")
+    run(
+        query, kv_cache, output, block_table, batch,
+        scale, sliding_window, alibi_slopes, logits_soft_cap, sinks, packed,
+    )  # fmt: skip
+
+
+def _check(
+    query: Tensor,
+    kv_cache: Tensor,
+    output: Tensor,
+    block_table: Tensor,
+    batch: TreeBatch,
+    sliding_window: int,
+    packed: bool,
+) -> None:
+    tokens, heads, head_size = query.shape
+    _, kv_heads, block_size, kv_width = kv_cache.shape
+    dtype = query.dtype
+    if packed and dtype != torch.bfloat16:
+        raise ValueError(f"a packed cache holds bfloat16, not {dtype}")
+    if not supported(head_size, dtype, block_size, packed):
+        raise ValueError(
+            f"head size {head_size}, {dtype}, block size {block_size}: tree attention takes head "
+            "sizes of 32 to 512 in steps of 16, float32, bfloat16 or float16, and block sizes "
+            "that are a multiple of 16"
+        )
+    if kv_cache.dtype != dtype or output.dtype != dtype:
+        raise ValueError(
+            "query, cache and output share one dtype; got "
+            f"{dtype}, {kv_cache.dtype}, {output.dtype}"
+        )
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads do not divide among {kv_heads} KV heads")
+    _, _, cache_row, cache_element = kv_cache.stride()
+    if kv_width != 2 * head_size or cache_element != 1 or cache_row != kv_width:
+        raise ValueError(
+            "kv_cache is [num_blocks, num_kv_heads, block_size, 2 * head_size], contiguous in its "
+            f"last two dimensions; got {list(kv_cache.shape)}, strides {kv_cache.stride()}"
+        )
+    if output.shape[0] < tokens or output.shape[1:].numel() != heads * head_size:
+        raise ValueError(f"output is {list(output.shape)} for a query of {list(query.shape)}")
+    if query.stride(-1) != 1 or output.stride(-1) != 1 or block_table.stride(-1) != 1:
+        raise ValueError("query, output and block_table are contiguous in their last dimension")
+    if block_table.dtype != torch.int32:
+        raise ValueError(f"block_table is int32, not {block_table.dtype}")
+    if sliding_window != -1 and sliding_window < 1:
+        raise ValueError(f"sliding_window is {sliding_window}; use -1 for none, or at least 1")
+    rows_end, tokens_end, slots_end = batch.ends
+    rows, max_blocks = block_table.shape
+    if rows_end > rows or tokens_end > tokens or slots_end > max_blocks * block_size:
+        raise ValueError(
+            f"the trees reach block table row {rows_end - 1}, token {tokens_end - 1} and slot "
+            f"{slots_end - 1}; there are {rows} rows of {max_blocks} blocks and {tokens} tokens"
+        )
+
+
+def _attend_native(
+    query: Tensor,
+    kv_cache: Tensor,
+    output: Tensor,
+    block_table: Tensor,
+    batch: TreeBatch,
+    scale: float,
+    sliding_window: int,
+    alibi_slopes: Tensor | None,
+    soft_cap: float,
+    sinks: Tensor | None,
+    packed: bool,
+) -> None:
+    library = native.load()
+    if library is None or (packed and not native.reads_packed()):
+        raise ValueError("the compiled kernel is not available here; use impl='auto' or 'torch'")
+    _, heads, head_size = query.shape
+    _, kv_heads, block_size, _ = kv_cache.shape
+    output_strides = output.stride()
+    call = native.AttentionCall(
+        query.data_ptr(), *query.stride()[:2],
+        kv_cache.data_ptr(), *kv_cache.stride()[:2],
+        output.data_ptr(), output_strides[0],
+        output_strides[1] if len(output_strides) == 3 else head_size,
+        block_table.data_ptr(), block_table.stride(0),
+        heads, kv_heads, head_size, block_size,
+        scale, sliding_window, soft_cap,
+        _float_vector(alibi_slopes, heads), _float_vector(sinks, heads),
+        torch.get_num_threads(), packed,
+    )  # fmt: skip
+    library.lookahead_tree_attention(
+        ctypes.byref(batch.view), ctypes.byref(call), _DTYPES[query.dtype]
+    )
+
+
+def _float_vector(values: Tensor | None, length: int) -> int | None:
+    if values is None:
+        return None
+    if values.dtype != torch.float32 or values.shape != (length,) or not values.is_contiguous():
+        raise ValueError("alibi_slopes (float32) and sinks hold one contiguous value per head")
+    return values.data_ptr()
+
+
+def _attend_torch(
+    query: Tensor,
+    kv_cache: Tensor,
+    output: Tensor,
+    block_table: Tensor,
+    batch: TreeBatch,
+    scale: float,
+    sliding_window: int,
+    alibi_slopes: Tensor | None,
+    soft_cap: float,
+    sinks: Tensor | None,
+    packed: bool,
+) -> None:
+    _, heads, head_size = query.shape
+    block_size = kv_cache.shape[2]
+    blocks_flat = kv_cache.flatten(2)
+    if output.dim() == 2:
+        output = output.unflatten(1, (heads, head_size))
+    shifts = torch.arange(32, dtype=torch.int32, device=query.device)
+    node = 0
+    for row, start, size, context in torch.stack(
+        (batch.rows, batch.starts, batch.sizes, batch.contexts), dim=1
+    ).tolist():
+        depths = batch.depths[node : node + size].to(query.device)
+        masks = batch.masks[node : node + size].to(query.device)
+        node += size
+        first = max(0, context - sliding_window + 1) // block_size if sliding_window > 0 else 0
+        last = (context + size - 1) // block_size + 1
+        kv = blocks_flat[block_table[row, first:last].long()]
+        k, v = (
+            part.flatten(2, 3).flatten(3).transpose(0, 1).flatten(1, 2).float()
+            for part in keys_and_values(kv, head_size, block_size, packed)
+        )
+        # Keys [first * block_size, last * block_size): their positions, and who may see them.
+        base = context - first * block_size
+        key_position = torch.arange(len(kv) * block_size, device=query.device)
+        key_position += first * block_size
+        key_position[base : base + size] = context + depths
+        allowed = torch.zeros(size, len(key_position), dtype=torch.bool, device=query.device)
+        allowed[:, :base] = True
+        bits = (masks[:, :, None] >> shifts & 1).bool().flatten(1)
+        allowed[:, base : base + size] = bits[:, :size]
+        output[start : start + size] = attend_rows(
+            query[start : start + size],
+            k,
+            v,
+            allowed,
+            key_position - (context + depths)[:, None],
+            scale=scale,
+            sliding_window=sliding_window,
+            alibi_slopes=alibi_slopes,
+            soft_cap=soft_cap,
+            sinks=sinks,
+        ).to(output.dtype)
+
+
+def keys_and_values(
+    blocks: Tensor, head_size: int, block_size: int, packed: bool
+) -> tuple[Tensor, Tensor]:
+    """Views of what blocks hold, in the same order whatever the layout is.
+
+    Parameters
+    ----------
+    blocks : [blocks, kv_heads, 2 * block_size * head_size]
+
+    Returns
+    -------
+    [blocks, kv_heads, keys, keys in a pack, dimensions, dimensions in a pack]
+        Of K, and the same of V.
+    """
+    keys, values = blocks.split(block_size * head_size, dim=-1)
+    if not packed:
+        keys = keys.unflatten(-1, (head_size, 1, block_size, 1)).permute(0, 1, 4, 5, 2, 3)
+        return keys, values.unflatten(-1, (block_size, 1, head_size, 1))
+    keys = keys.unflatten(-1, (block_size // 16, head_size // 2, 16, 2)).permute(0, 1, 2, 4, 3, 5)
+    values = values.unflatten(-1, (head_size // 16, block_size // 2, 16, 2))
+    return keys, values.permute(0, 1, 3, 5, 2, 4)

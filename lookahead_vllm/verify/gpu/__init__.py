@@ -1,0 +1,1 @@
+"""Tree attention and KV moves on GPUs, as Triton kernels."""

@@ -1,0 +1,411 @@
+"""Tree attention over a paged KV cache on a GPU, in Triton.
+
+All rows of a request that share a KV head make one tile, so that each K/V page is read once for as
+many of them as a tile has room for. The context is split over programs (flash-decoding), and only
+the draft block, at the end of it, knows of masks. Online softmax: FlashAttention-2 (Dao 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from lookahead_vllm.verify.gpu.paged_batch import PagedBatch, PagedCall
+
+_LOG2E = tl.constexpr(1.4426950408889635)
+NUM_STAGES = 3
+"""Page numbers are fetched a turn of the loop before their keys, and these one before the dots."""
+MAX_SPLITS = 32
+KEYS_PER_SPLIT = 256
+"""A split is not worth its merging for fewer."""
+MAX_PARTIAL = 256 << 20
+"""Bytes for what the splits of one launch hold; where prompts are in it, these are fewer."""
+_WAVES = 2  # programs for each multiprocessor, at least, where the context can be split so far
+_INTERPRETED_MULTIPROCESSORS = 4
+
+
+class Tile(NamedTuple):
+    """How much one program holds."""
+
+    block_m: int
+    """Rows of a request that share a KV head."""
+    block_n: int
+    """Keys of one turn of the loop."""
+    num_warps: int
+
+
+def attend(call: PagedCall, num_splits: int | None = None) -> None:
+    """See `paged_attention`; `num_splits` is chosen by the size of the device if it is not given.
+
+    Nothing here waits for the device, and what is launched depends on the shapes, `max_size` and
+    `max_context` of the batch alone: it can be captured in a CUDA graph over fixed buffers.
+    """
+    query, key_cache, value_cache, output, block_table, batch = call[:6]
+    alibi_slopes, sinks, k_scale, v_scale = (
+        call.alibi_slopes, call.sinks, call.k_scale, call.v_scale
+    )  # fmt: skip
+    tokens, heads, head_size = query.shape
+    _, block_size, kv_heads, _ = key_cache.shape
+    group = heads // kv_heads
+    rows = batch.max_size * group
+    block_m, block_n, num_warps = tile_of(rows, query.dtype, head_size)
+    tiles = triton.cdiv(rows, block_m)
+    if num_splits is None:
+        num_splits = _num_splits(len(batch) * tiles * kv_heads, batch.max_context, query.device)
+        num_splits = max(1, min(num_splits, MAX_PARTIAL // (query.numel() * 4)))
+    partial = (
+        torch.empty(
+            (num_splits, tokens, heads, head_size + 2), dtype=torch.float32, device=query.device
+        )
+        if num_splits > 1
+        else query
+    )
+    output = output.view(output.shape[0], heads, head_size)
+    has_scales = k_scale is not None
+    _attend_tile[(len(batch) * tiles, kv_heads, num_splits)](
+        query, key_cache, value_cache, output, partial, block_table,
+        batch.rows, batch.starts, batch.sizes, batch.contexts, batch.firsts,
+        batch.depths, batch.masks,
+        query if alibi_slopes is None else alibi_slopes,
+        query if sinks is None else sinks,
+        k_scale if has_scales else query,
+        v_scale if has_scales else query,
+        call.scale, call.logits_soft_cap, call.sliding_window,
+        *query.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        *output.stride()[:2],
+        block_table.stride(0), batch.masks.stride(0), tokens, tiles, num_splits,
+        HEADS=heads,
+        GROUP=group,
+        HEAD_SIZE=head_size,
+        BLOCK_SIZE=block_size,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_D=triton.next_power_of_2(head_size),
+        IS_SPLIT=num_splits > 1,
+        HAS_WINDOW=call.sliding_window > 0,
+        HAS_ALIBI=alibi_slopes is not None,
+        HAS_CAP=call.logits_soft_cap > 0,
+        HAS_SINKS=sinks is not None,
+        HAS_SCALES=has_scales,
+        num_warps=num_warps,
+        num_stages=NUM_STAGES,
+    )  # fmt: skip
+    if num_splits > 1:
+        _merge_splits[(len(batch) * batch.max_size, heads)](
+            partial, output, batch.starts, batch.sizes,
+            query if sinks is None else sinks,
+            query if v_scale is None else v_scale,
+            *output.stride()[:2], tokens, batch.max_size, num_splits,
+            HEADS=heads,
+            HEAD_SIZE=head_size,
+            BLOCK_D=triton.next_power_of_2(head_size),
+            BLOCK_S=MAX_SPLITS,
+            HAS_SINKS=sinks is not None,
+            HAS_SCALES=has_scales,
+            num_warps=2,
+        )  # fmt: skip
+
+
+def batches_of_every_kind(
+    heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[PagedBatch]:
+    """Batches of requests without a row, one for each kernel that any batch can need.
+
+    Whoever attends to all of them has compiled everything, and has written nothing.
+    """
+    zeros = torch.zeros(1, dtype=torch.int32, device=device)
+    group, rows = heads // kv_heads, 16
+    while rows <= tile_of(1 << 20, dtype, head_size).block_m:
+        size = max(rows // group, 1)
+        for max_context in (0, 1 << 20):  # that of one program, and that which is split
+            yield PagedBatch(
+                zeros, zeros, zeros, zeros, zeros, zeros, zeros[None], size, max_context
+            )
+        rows *= 2
+
+
+def tile_of(rows: int, dtype: torch.dtype, head_size: int) -> Tile:
+    """For so many rows that share a KV head: what ptxas fits into the registers, and into the
+    shared memory of every device since Ampere (99 KiB), see `test_triton_compiles.py`."""
+    if dtype == torch.float32:
+        most, block_n = 32, 32
+    elif head_size > 128:
+        most, block_n = 64, 32
+    else:
+        most, block_n = 128, 64
+    block_m = min(max(triton.next_power_of_2(rows), 16), most)
+    is_large = block_m * triton.next_power_of_2(head_size) >= 128 * 128
+    return Tile(block_m, block_n, 8 if is_large else 4)
+
+
+def _num_splits(programs: int, max_context: int, device: torch.device) -> int:
+    multiprocessors = _INTERPRETED_MULTIPROCESSORS
+    if device.type == "cuda":
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    wanted = triton.cdiv(_WAVES * multiprocessors, max(programs, 1))
+    return max(1, min(wanted, max_context // KEYS_PER_SPLIT, MAX_SPLITS))
+
+
+# What changes from step to step is no reason to compile anew: no integer, and no view's alignment.
+_LAYOUT = ["rows", "starts", "sizes", "contexts", "firsts", "depths", "masks"]
+
+
+@triton.jit(
+    do_not_specialize=["table_row", "mask_row", "num_tokens", "tiles", "num_splits"],
+    do_not_specialize_on_alignment=_LAYOUT,
+)
+def _attend_tile(
+    query, key_cache, value_cache, output, partial, block_table,
+    rows, starts, sizes, contexts, firsts, depths, masks,
+    alibi_slopes, sinks, k_scale, v_scale,
+    scale, soft_cap, window,
+    query_token, query_head,
+    key_block, key_slot, key_head,
+    value_block, value_slot, value_head,
+    output_token, output_head,
+    table_row, mask_row, num_tokens, tiles, num_splits,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, IS_SPLIT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows of one request and KV head, over one split of what they attend to."""
+    entry = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    size = tl.load(sizes + entry)
+    if tile * BLOCK_M >= size * GROUP:
+        return
+    start = tl.load(starts + entry)
+    context = tl.load(contexts + entry)
+    first = tl.load(firsts + entry)
+    table = block_table + tl.load(rows + entry).to(tl.int64) * table_row
+
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    node = m // GROUP
+    head = kv_head * GROUP + m % GROUP
+    is_row = node < size
+    d = tl.arange(0, BLOCK_D)
+    is_dim = d < HEAD_SIZE
+    token = (start + node).to(tl.int64)
+    q = tl.load(
+        query + token[:, None] * query_token + head[:, None] * query_head + d[None, :],
+        mask=is_row[:, None] & is_dim[None, :],
+        other=0.0,
+    )
+    has_mask = first + node >= node  # the same for all: not -1, which is a chain or a prompt
+    depth = tl.load(depths + first + node, mask=is_row & has_mask, other=0)
+    depth = tl.where(has_mask, depth, node)
+    position = context + depth
+    slope = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_ALIBI:
+        slope = tl.load(alibi_slopes + head, mask=is_row, other=0.0)
+    factor = scale
+    if HAS_SCALES:
+        factor = scale * tl.load(k_scale)
+
+    # Plain scores are multiplied by their factor within the exponential.
+    unit = 1.0
+    if not (HAS_CAP or HAS_ALIBI):
+        unit = factor * _LOG2E
+
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    # The context: all of it, but for what has left the window of the tile's first row.
+    oldest = 0
+    if HAS_WINDOW:
+        oldest = tl.maximum(tl.min(position, axis=0) - window + 1, 0)
+    parts = tl.cdiv(tl.maximum(context - oldest, 0), BLOCK_N)
+    parts_each = tl.cdiv(parts, num_splits)
+    low = oldest + split * parts_each * BLOCK_N
+    high = tl.maximum(tl.minimum(low + parts_each * BLOCK_N, context), low)
+    # Blocks of which every row sees every key come first: they need no mask.
+    whole = low
+    if not HAS_WINDOW:
+        whole = low + (high - low) // BLOCK_N * BLOCK_N
+    for at in range(low, whole, BLOCK_N):
+        slot = at + tl.arange(0, BLOCK_N)
+        k, v = _load(
+            key_cache, value_cache, table, slot, slot >= 0, d, is_dim, kv_head,
+            key_block, key_slot, key_head, value_block, value_slot, value_head,
+            BLOCK_SIZE, False, HEAD_SIZE < BLOCK_D,
+        )  # fmt: skip
+        scores = _scores(q, k, factor, soft_cap, slope, slot, position, HAS_CAP, HAS_ALIBI)
+        best, total, acc = _add(scores, unit, v.to(q.dtype), best, total, acc)
+    for at in range(whole, high, BLOCK_N):
+        slot = at + tl.arange(0, BLOCK_N)
+        is_key = slot < high
+        k, v = _load(
+            key_cache, value_cache, table, slot, is_key, d, is_dim, kv_head,
+            key_block, key_slot, key_head, value_block, value_slot, value_head,
+            BLOCK_SIZE, True, HEAD_SIZE < BLOCK_D,
+        )  # fmt: skip
+        scores = _scores(q, k, factor, soft_cap, slope, slot, position, HAS_CAP, HAS_ALIBI)
+        seen = is_row[:, None] & is_key[None, :]
+        if HAS_WINDOW:
+            seen = seen & (slot[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+        best, total, acc = _add(scores, unit, v.to(q.dtype), best, total, acc)
+
+    # The draft block, or the rows of a chain or a prompt themselves.
+    if split == num_splits - 1:
+        end = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, size)
+        for at in range(0, end, BLOCK_N):
+            column = at + tl.arange(0, BLOCK_N)
+            is_key = column < end
+            slot = context + column
+            k, v = _load(
+                key_cache, value_cache, table, slot, is_key, d, is_dim, kv_head,
+                key_block, key_slot, key_head, value_block, value_slot, value_head,
+                BLOCK_SIZE, True, HEAD_SIZE < BLOCK_D,
+            )  # fmt: skip
+            is_masked = first + column >= column
+            key_depth = tl.load(depths + first + column, mask=is_key & is_masked, other=0)
+            key_position = context + tl.where(is_masked, key_depth, column)
+            scores = _scores(
+                q, k, factor, soft_cap, slope, key_position, position, HAS_CAP, HAS_ALIBI
+            )
+            word = at // 32 + tl.arange(0, BLOCK_N // 32)
+            words = tl.load(
+                masks + (first + node[:, None]).to(tl.int64) * mask_row + word[None, :],
+                mask=(is_row & has_mask)[:, None] & (word * 32 < end)[None, :],
+                other=0,
+            )
+            bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
+            ancestors = tl.reshape(bits, [BLOCK_M, BLOCK_N]) != 0
+            before = column[None, :] <= node[:, None]
+            seen = tl.where(is_masked[None, :], ancestors, before)
+            seen = seen & is_row[:, None] & is_key[None, :]
+            if HAS_WINDOW:
+                seen = seen & (key_position[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+            best, total, acc = _add(scores, unit, v.to(q.dtype), best, total, acc)
+
+    if IS_SPLIT:
+        row = (split * num_tokens + token) * HEADS + head
+        place = partial + row * (HEAD_SIZE + 2)
+        tl.store(place[:, None] + d[None, :], acc, mask=is_row[:, None] & is_dim[None, :])
+        tl.store(place + HEAD_SIZE, best, mask=is_row)
+        tl.store(place + HEAD_SIZE + 1, total, mask=is_row)
+    else:
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * _LOG2E
+            higher = tl.maximum(best, sink)
+            total = total * tl.exp2(best - higher) + tl.exp2(sink - higher)
+            acc = acc * tl.exp2(best - higher)[:, None]
+        result = acc / total[:, None]
+        if HAS_SCALES:
+            result = result * tl.load(v_scale)
+        tl.store(
+            output + token[:, None] * output_token + head[:, None] * output_head + d[None, :],
+            result.to(output.dtype.element_ty),
+            mask=is_row[:, None] & is_dim[None, :],
+        )
+
+
+@triton.jit
+def _load(
+    key_cache, value_cache, table, slot, is_key, d, is_dim, kv_head,
+    key_block, key_slot, key_head, value_block, value_slot, value_head,
+    BLOCK_SIZE: tl.constexpr, SOME_KEYS: tl.constexpr, SOME_DIMS: tl.constexpr,
+):  # fmt: skip
+    """K [BLOCK_D, BLOCK_N] and V [BLOCK_N, BLOCK_D] of these slots; 0 where there is no key."""
+    if SOME_KEYS:
+        block = tl.load(table + slot // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+    else:
+        block = tl.load(table + slot // BLOCK_SIZE).to(tl.int64)
+    inside = slot % BLOCK_SIZE
+    key = key_cache + block * key_block + inside * key_slot + kv_head * key_head
+    value = value_cache + block * value_block + inside * value_slot + kv_head * value_head
+    if SOME_KEYS or SOME_DIMS:
+        k = tl.load(key[None, :] + d[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0)
+        v = tl.load(value[:, None] + d[None, :], mask=is_key[:, None] & is_dim[None, :], other=0.0)
+    else:
+        k = tl.load(key[None, :] + d[:, None])
+        v = tl.load(value[:, None] + d[None, :])
+    return k, v
+
+
+@triton.jit
+def _scores(
+    q, k, factor, soft_cap, slope, key_position, position,
+    HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+):  # fmt: skip
+    """float32 [BLOCK_M, BLOCK_N]; with a cap or ALiBi times log2(e), else without any factor."""
+    scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+    if HAS_CAP or HAS_ALIBI:
+        scores *= factor
+        if HAS_CAP:
+            # tanh, without an overflow on either side
+            raised = tl.exp2(tl.abs(scores) * (-2.0 * _LOG2E / soft_cap))
+            bounded = soft_cap * (1.0 - raised) / (1.0 + raised)
+            scores = tl.where(scores < 0, -bounded, bounded)
+        if HAS_ALIBI:
+            scores += slope[:, None] * (key_position[None, :] - position[:, None]).to(tl.float32)
+        scores *= _LOG2E
+    return scores
+
+
+@triton.jit
+def _add(scores, unit, v, best, total, acc):
+    """One block of keys into the running softmax; `unit` is what the scores are multiplied by."""
+    higher = tl.maximum(best, tl.max(scores, axis=1) * unit)
+    # Of a row that has seen nothing yet, nothing is to be subtracted.
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores * unit - base[:, None])
+    fade = tl.exp2(best - base)
+    total = total * fade + tl.sum(weights, axis=1)
+    acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return higher, total, acc
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "max_size", "num_splits"],
+    do_not_specialize_on_alignment=["starts", "sizes"],
+)
+def _merge_splits(
+    partial, output, starts, sizes, sinks, v_scale,
+    output_token, output_head, num_tokens, max_size, num_splits,
+    HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
+):  # fmt: skip
+    """One row and head: its splits, by their log-sum-exps."""
+    entry = tl.program_id(0) // max_size
+    node = tl.program_id(0) % max_size
+    head = tl.program_id(1)
+    if node >= tl.load(sizes + entry):
+        return
+    token = (tl.load(starts + entry) + node).to(tl.int64)
+    split = tl.arange(0, BLOCK_S)
+    is_split = split < num_splits
+    d = tl.arange(0, BLOCK_D)
+    is_dim = d < HEAD_SIZE
+    place = partial + ((split * num_tokens + token) * HEADS + head) * (HEAD_SIZE + 2)
+    best = tl.load(place + HEAD_SIZE, mask=is_split, other=float("-inf"))
+    total = tl.load(place + HEAD_SIZE + 1, mask=is_split, other=0.0)
+    acc = tl.load(place[:, None] + d[None, :], mask=is_split[:, None] & is_dim[None, :], other=0.0)
+    highest = tl.max(best, axis=0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * _LOG2E
+        highest = tl.maximum(highest, sink)
+    fade = tl.exp2(best - highest)
+    sum_of_all = tl.sum(total * fade, axis=0)
+    if HAS_SINKS:
+        sum_of_all += tl.exp2(sink - highest)
+    result = tl.sum(acc * fade[:, None], axis=0) / sum_of_all
+    if HAS_SCALES:
+        result = result * tl.load(v_scale)
+    tl.store(
+        output + token * output_token + head * output_head + d,
+        result.to(output.dtype.element_ty),
+        mask=is_dim,
+    )

@@ -1,0 +1,590 @@
+"""The benchmark's pure parts: what it accepts, what it counts, what it prints. No engine."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from benchmarks.engines import compare as bench
+from benchmarks.engines import fresh_engine
+from benchmarks.engines.generate import Generation, Turn, answer, warm_up_prompts
+from benchmarks.engines.profile import shares
+from benchmarks.engines.rows import Outcome, Row, Run, make_row
+from benchmarks.methods import KNOWN, MethodError, choose_methods
+from benchmarks.prompts import PromptError, load_prompts, spread
+from benchmarks.tables import category_tables, main_table, profile_table
+
+
+def jsonl(path: Path, *lines: Any) -> Path:
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts) + "\n")
+    return path
+
+
+def no_tokenizer(line: dict[str, Any]) -> list[int]:
+    raise AssertionError("ids were given")
+
+
+def generation(tokens: int, steps: int, seconds: float = 0.0, **drafts: int) -> Generation:
+    return Generation(list(range(tokens)), steps, seconds=seconds, **drafts)
+
+
+def turn(
+    *generations: Generation, seconds: float = 10.0, full: float = 0.0, profile: Any = None
+) -> Turn:
+    return Turn(list(generations), seconds, full, "float32", profile or {})
+
+
+def run(*generations: Generation, **more: Any) -> Run:
+    return Run([turn(*generations, **more)])
+
+
+PLAIN = run(generation(11, 10, seconds=6.0), generation(21, 20, seconds=4.0), full=9.0)
+DRAFTED = run(
+    generation(11, 4, seconds=2.0, drafts=3, draft_tokens=12, accepted=6),
+    generation(21, 6, seconds=3.0, drafts=5, draft_tokens=18, accepted=14),
+    seconds=5.0,
+    full=4.0,
+)
+
+
+def row(method: str = "ngram", run: Run | None = DRAFTED, batch_size: int = 1, **more: Any) -> Row:
+    outcomes = more.pop("outcomes", None) or [Outcome(run, None if run else "it broke")]
+    baselines = more.pop("baselines", None) or [PLAIN] * len(outcomes)
+    return make_row(method, batch_size, outcomes, baselines, ["qa", "code"], True)
+
+
+# Prompts.
+
+
+def test_a_line_holds_ids_or_text_or_messages_and_a_category_or_a_suite(tmp_path: Path) -> None:
+    path = jsonl(
+        tmp_path / "p.jsonl",
+        {"prompt_token_ids": [1, 2], "category": "qa", "suite": "s"},
+        "",
+        {"prompt": "hello", "suite": "s"},
+        {"messages": [{"role": "user", "content": "hi"}]},
+    )
+    prompts = load_prompts(path, lambda line: [7] if "prompt" in line else [8, 9])
+    assert [(p.token_ids, p.category, p.line) for p in prompts] == [
+        ([1, 2], "qa", 1),
+        ([7], "s", 3),
+        ([8, 9], "all", 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[1]", "line 2: an object with"),
+        ({"text": "?"}, "line 2: an object with"),
+        ({"prompt_token_ids": []}, "line 2: .*at least one token id"),
+        ({"prompt_token_ids": [1, "2"]}, "line 2: .*at least one token id"),
+        ({"prompt": "no tokenizer"}, "line 2: cannot be tokenized: ids were given"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
+    path = jsonl(tmp_path / "p.jsonl", {"prompt_token_ids": [1]}, line)
+    with pytest.raises(PromptError, match=message):
+        load_prompts(path, no_tokenizer)
+
+
+def test_a_missing_and_an_empty_file_are_named(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match="there is no file"):
+        load_prompts(tmp_path / "none.jsonl", no_tokenizer)
+    with pytest.raises(PromptError, match="is empty"):
+        load_prompts(jsonl(tmp_path / "p.jsonl", ""), no_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("categories", "limit", "expected"),
+    [
+        ("aaabbb", 4, [0, 1, 3, 4]),
+        ("aaabbb", 3, [0, 1, 3]),
+        ("abbbb", 4, [0, 1, 2, 3]),
+        ("abc", 1, [0]),
+        ("abab", None, [0, 1, 2, 3]),
+        ("ab", 9, [0, 1]),
+    ],
+)
+def test_a_limit_is_spread_evenly_in_file_order(
+    categories: str, limit: int | None, expected: list[int]
+) -> None:
+    assert spread(categories, limit) == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "line 2: --target-guided follows recorded answers, and there are no `output_tok"),
+        (["--adversarial"], "leave one out"),
+        (["--config", 'h={"method":"lookahead","proposer":"hybrid"}'], "h learns from what a mod"),
+    ],
+)
+def test_only_what_was_recorded_can_guide(
+    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(
+        '{"prompt_token_ids": [1], "output_token_ids": [2, 3]}\n{"prompt_token_ids": [4]}\n'
+    )
+    first, second = load_prompts(path, no_tokenizer)
+    assert (first.answer, second.answer) == ([2, 3], None)
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(["--model", "m", "--prompts", str(path), "--target-guided", *more])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+# Methods and the command line.
+
+
+def test_methods_run_in_the_order_given_and_configs_join_them() -> None:
+    config = '{"method": "ngram", "num_speculative_tokens": 4}'
+    assert choose_methods("suffix, none") == {"suffix": KNOWN["suffix"], "none": None}
+    assert list(choose_methods("none,ngram", [f"n4={config}"])) == ["none", "ngram", "n4"]
+    assert list(choose_methods("n4,none", [f"n4={config}"])) == ["n4", "none"]
+    assert choose_methods("none", [f"n4={config}"])["n4"] == json.loads(config)
+
+
+@pytest.mark.parametrize(
+    ("names", "configs", "message"),
+    [
+        ("none,foo", [], "no method 'foo'; there are none, ngram, suffix, lookahead"),
+        ("none,none", [], "given twice"),
+        (",", [], "name at least one of"),
+        ("none", ["n4"], "not NAME=JSON"),
+        ("none", ["n4={'a': 1}"], "--config n4: not JSON"),
+        ("none", ["n4=[]"], "a JSON object is expected"),
+        ("none", ["ngram={}"], "the name 'ngram' is taken"),
+    ],
+)
+def test_a_method_that_makes_no_sense_is_refused(
+    names: str, configs: list[str], message: str
+) -> None:
+    with pytest.raises(MethodError, match=message):
+        choose_methods(names, configs)
+
+
+def options(*arguments: str) -> Any:
+    return bench.parser().parse_args(["--model", "m", "--prompts", "p.jsonl", *arguments])
+
+
+def test_the_command_line_is_read() -> None:
+    read = options(
+        "--batch-sizes", "8,1,8", "--engine-arg", "enforce_eager=true", "--engine-arg", "x=fp8"
+    )
+    assert read.batch_sizes == [8, 1]
+    assert dict(read.engine_arg) == {"enforce_eager": True, "x": "fp8"}
+    assert (read.max_tokens, read.repeat, read.check_exact) == (128, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch-sizes", "1,0"], "'0' is not a number of at least 1"),
+        (["--max-tokens", "-3"], "'-3' is not a number of at least 1"),
+        (["--engine-arg", "eager"], "is not KEY=VALUE"),
+        (["--prompts", "/nowhere.jsonl"], "there is no file /nowhere.jsonl"),
+        (["--methods", "medusa"], "there is no method 'medusa'"),
+        (["--methods", "ngram", "--check-exact"], "add it to --methods"),
+        (["--json", "/nowhere/out.json"], "there is no folder /nowhere"),
+        (["--turns", "2,2,3", "--batch-sizes", "1,8"], "--turns: 3 numbers for 2 batch sizes"),
+    ],
+)
+def test_wrong_options_stop_before_any_engine_starts(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(["--model", "m", "--prompts", "p.jsonl", *arguments])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_context_has_room_for_the_longest_prompt_and_its_answer(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "p.jsonl", {"prompt_token_ids": [1] * 100}, {"prompt_token_ids": [1]})
+    prompts = load_prompts(path, no_tokenizer)
+    assert bench.engine_args(options("--max-tokens", "28"), prompts)["max_model_len"] == 256
+    with pytest.raises(PromptError, match="line 1: 100 tokens leave no room"):
+        bench.engine_args(options("--max-model-len", "100"), prompts)
+
+
+# Counting.
+
+
+class ScriptedEngine:
+    """Stands in for vLLM's: every step hands out what the script says, by request."""
+
+    def __init__(self, *steps: dict[str, int]) -> None:
+        self.steps = list(steps)
+        self.lengths: dict[str, int] = {}
+
+    def add_request(self, request_id: str, prompt: Any, params: Any) -> None:
+        self.lengths[request_id] = 0
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.steps)
+
+    def step(self) -> list[Any]:
+        given = self.steps.pop(0)
+        remaining = {request_id for step in self.steps for request_id in step}
+        outputs = []
+        for request_id, tokens in given.items():
+            self.lengths[request_id] += tokens
+            metrics = SimpleNamespace(histogram=[1, 0, 2], num_draft_tokens=9)
+            completion = SimpleNamespace(
+                token_ids=list(range(self.lengths[request_id])), spec_decode_metrics=metrics
+            )
+            finished = request_id not in remaining
+            outputs.append(
+                SimpleNamespace(request_id=request_id, outputs=[completion], finished=finished)
+            )
+        return outputs
+
+
+def test_the_steps_of_a_request_are_those_that_gave_it_tokens_less_its_prefill() -> None:
+    engine = ScriptedEngine({"0": 1}, {"0": 3, "1": 1}, {}, {"0": 0, "1": 2}, {"0": 2})
+    done: list[int] = []
+    (first, second), seconds, full = answer(engine, [[1], [2]], [None, None], 2, done.append)
+    assert (first.steps, len(first.token_ids)) == (2, 6)
+    assert (second.steps, len(second.token_ids)) == (1, 3)
+    assert (first.drafts, first.accepted, first.draft_tokens) == (3, 4, 9)
+    assert done == [1, 2]
+    assert first.seconds + second.seconds <= seconds and 0 < full < seconds
+
+
+def test_the_warm_up_shares_nothing_with_the_prompts_and_fills_the_batch() -> None:
+    prompts = [[5] * 40, [6] * 60, [7] * 80]
+    warm_up = warm_up_prompts(prompts, 3, vocabulary=1000)
+    assert len(warm_up) == 4 and {len(prompt) for prompt in warm_up} == {60}
+    assert warm_up == warm_up_prompts(prompts, 3, vocabulary=1000)
+    assert all(prompt[:15] * 4 == prompt for prompt in warm_up)  # said four times: drafters draft
+
+
+# Figures.
+
+
+def test_the_figures_of_a_row_are_those_of_their_definitions() -> None:
+    figures = row()
+    assert figures["tokens"] == 32 and figures["steps"] == 10
+    assert figures["tokens_per_s"] == pytest.approx(32 / 5)
+    assert figures["ratio"] == pytest.approx(2.0)
+    assert figures["tokens_per_step"] == pytest.approx((32 - 2) / 10)
+    assert figures["acceptance_length"] == pytest.approx(1 + 20 / 8)
+    assert figures["draft_tokens_per_step"] == pytest.approx(30 / 10)
+    assert figures["mismatches"] == 0
+
+
+def test_plain_vllm_emits_one_token_a_step_and_accepts_nothing() -> None:
+    figures = row("none", PLAIN)
+    assert figures["tokens_per_step"] == 1 and figures["ratio"] == 1
+    assert figures["acceptance_length"] is None and figures["draft_tokens_per_step"] == 0
+
+
+def test_a_category_has_a_speed_only_where_requests_ran_alone() -> None:
+    alone, together = row(batch_size=1)["by_category"], row(batch_size=8)["by_category"]
+    assert alone["code"]["tokens_per_s"] == pytest.approx(21 / 3)
+    assert alone["code"]["ratio"] == pytest.approx(4 / 3)
+    assert together["code"]["tokens_per_s"] is None and together["code"]["ratio"] is None
+    assert alone["code"]["tokens_per_step"] == together["code"]["tokens_per_step"] == 20 / 6
+
+
+def test_rounds_give_the_median_and_the_worst_mismatch() -> None:
+    wrong = Generation([9] * 11, 4, seconds=2.0)
+    rounds = [Outcome(run(wrong, DRAFTED.generations[1], seconds=s)) for s in (4.0, 8.0, 2.0)]
+    figures = row(outcomes=[*rounds, Outcome(error="it broke")])
+    assert figures["tokens_per_s"] == 8 and figures["tokens_per_s_runs"] == [8, 4, 16]
+    assert figures["ratio"] == 2.5 and figures["mismatches"] == 1
+    assert figures["by_category"]["qa"]["mismatches"] == 1
+    assert figures["by_category"]["code"]["mismatches"] == 0
+    assert figures["error"] == "it broke"
+
+
+def test_turns_are_put_together_and_have_their_own_ratios() -> None:
+    whole = [generation(11, 10), generation(21, 20), generation(31, 30)]
+    plain = Run([turn(whole[0], whole[2], seconds=10.0, full=6.0), turn(whole[1], seconds=5.0)])
+    drafted = Run([turn(whole[0], whole[2], seconds=5.0), turn(whole[1], seconds=5.0)])
+    assert plain.generations == whole and plain.seconds == 15 and plain.full == 0.4
+    figures = make_row("ngram", 8, [Outcome(drafted)], [plain], ["qa"] * 3, True)
+    assert figures["ratio"] == 1.5 and figures["ratio_runs"] == [2, 1]
+    assert figures["tokens_per_s_runs"] == [42 / 5, 21 / 5]
+
+
+def test_without_plain_vllm_there_is_no_ratio() -> None:
+    figures = row(baselines=[None])
+    assert figures["ratio"] is None and figures["mismatches"] is None
+
+
+def test_a_request_that_ends_with_its_prefill_has_no_step() -> None:
+    figures = row(run=run(generation(1, 0, 1.0), generation(1, 0, 2.0)))
+    assert figures["steps"] == 0 and figures["tokens_per_step"] is None
+
+
+# What is shown.
+
+
+def test_the_table_has_a_line_a_row_and_says_why_methods_failed() -> None:
+    table = main_table([row("none", PLAIN), row(), row("suffix", None)], check_exact=True)
+    lines = table.splitlines()
+    assert len({len(line) for line in lines[:5]}) == 1  # aligned
+    cells = [cell.strip() for cell in lines[3].strip("|").split("|")]
+    assert cells == ["ngram", "1", "80%", "6.4", "2.00", "10", "3.00", "3.50", "3.00", "0"]
+    assert "failed" in lines[4]
+    assert lines[5] == "failed: suffix, batch 1: it broke"
+    assert "differing" not in main_table([row()], check_exact=False)
+
+
+def test_repeated_runs_show_their_spread() -> None:
+    rounds = [Outcome(run(*DRAFTED.generations, seconds=s)) for s in (4.0, 8.0)]
+    assert "6.0 (4.0–8.0)" in main_table([row(outcomes=rounds)], check_exact=False)
+
+
+def test_categories_are_shown_where_there_is_more_than_one() -> None:
+    tables = category_tables([row("none", PLAIN), row(), row("suffix", None), row(batch_size=8)])
+    assert "ngram, batch 8" in tables.split("\n\n")[0]
+    assert "ngram, batch 8" not in tables.split("\n\n")[1]
+    assert "suffix" not in tables
+    other = make_row("none", 2, [Outcome(PLAIN)], [PLAIN], ["qa", "chat"], False)
+    assert "none, batch 2" in category_tables([row("none", PLAIN), other])
+    alone = make_row("none", 1, [Outcome(PLAIN)], [PLAIN], ["all", "all"], False)
+    assert category_tables([alone]) == ""
+
+
+def test_the_json_holds_the_promised_keys() -> None:
+    promised = {
+        "method", "batch_size", "tokens_per_s", "ratio", "steps", "tokens_per_step",
+        "acceptance_length", "draft_tokens_per_step", "mismatches", "by_category",
+    }  # fmt: skip
+    for each in (row(), row(run=None)):
+        content = json.loads(json.dumps(each, allow_nan=False))
+        assert promised <= content.keys()
+        assert content["by_category"].keys() == {"qa", "code"}
+
+
+def test_the_profile_splits_a_step() -> None:
+    seconds = {"draft": 1.0, "attention": 2.0, "verify": 0.5, "compaction": 0.5, "step": 10.0}
+    assert shares(seconds) == {
+        "drafting": 0.1,
+        "tree attention": 0.2,
+        "acceptance and sampling": 0.05,
+        "KV moves": 0.05,
+        "rest": pytest.approx(0.6),
+    }
+    assert shares({}) == {}
+    profiled = row("lookahead", run(*DRAFTED.generations, profile=seconds))
+    assert "20.0%" in profile_table([row(), profiled])
+    assert "no method here says where its time goes" in profile_table([row()])
+
+
+def test_a_picture_is_drawn_for_few_and_for_many_batch_sizes(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.engines.plot import plot
+
+    for sizes in ([1, 8], [1, 2, 4]):
+        rows = [row(name, r, s) for s in sizes for name, r in [("none", PLAIN), ("ngram", DRAFTED)]]
+        plot([*rows, row("suffix", None)], tmp_path / "out.png", "a model")
+        assert (tmp_path / "out.png").stat().st_size > 1000
+
+
+# Runs.
+
+
+class FakeEngine:
+    """Stands in for the process with an engine: answers at a speed, or breaks."""
+
+    alive: ClassVar[list[str]] = []
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, module: str, job: Any, environment: Any, log: Path, on_event: Any) -> None:
+        assert module == "benchmarks.engines.generate"
+        config = job["engine_args"].get("speculative_config") or {"method": "none"}
+        self.name = f"{config['method']} {job['engine_args']['max_num_seqs']}"
+        self.prompts, self.show = job["prompts"], on_event
+        log.write_text("what it said\n")
+
+    def __enter__(self) -> FakeEngine:
+        self.alive.append(self.name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.alive.remove(self.name)
+
+    def wait_until_ready(self) -> None:
+        if self.name.startswith("suffix"):
+            raise fresh_engine.RunFailed("it broke")
+        self.show({"event": "warm-up"})
+
+    def ask(self, chosen: Sequence[int]) -> Any:
+        self.log.append(f"{self.name}: {[self.prompts[i][0] for i in chosen]} of {len(self.alive)}")
+        for event in ({"event": "generating"}, {"event": "finished", "done": len(chosen)}):
+            self.show(event)
+        return asdict(turn(*(generation(11, 10, seconds=1.0) for _ in chosen), full=1.0))
+
+    def bound_cores(self) -> list[int]:
+        return [0]
+
+
+def run_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> tuple[list[str], Any]:
+    monkeypatch.setattr(bench, "FreshEngine", FakeEngine)
+    monkeypatch.setattr(FakeEngine, "log", [])
+    prompts = jsonl(tmp_path / "p.jsonl", *({"prompt_token_ids": [i]} for i in range(4)))
+    out = tmp_path / "out.json"
+    options = ["--model", "m", "--prompts", str(prompts), "--json", str(out), *arguments]
+    assert bench.main(options) == 0
+    assert not FakeEngine.alive
+    return FakeEngine.log, json.loads(out.read_text())
+
+
+def test_engines_run_alone_and_every_other_round_the_other_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, written = run_benchmark(
+        tmp_path, monkeypatch, "--methods", "none,ngram", "--batch-sizes", "1,2",
+        "--limit", "1,2", "--repeat", "2",
+    )  # fmt: skip
+    assert log == [
+        "none 1: [0] of 1", "ngram 1: [0] of 1", "none 2: [0, 1] of 1", "ngram 2: [0, 1] of 1",
+        "ngram 1: [0] of 1", "none 1: [0] of 1", "ngram 2: [0, 1] of 1", "none 2: [0, 1] of 1",
+    ]  # fmt: skip
+    assert [row["prompts"] for row in written["rows"]] == [1, 1, 2, 2]
+    assert written["meta"]["complete"] is True
+
+
+def test_engines_that_take_turns_live_together_and_one_that_fails_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, written = run_benchmark(
+        tmp_path, monkeypatch, "--methods", "none,suffix,ngram", "--batch-sizes", "1,2",
+        "--turns", "2,1",
+    )  # fmt: skip
+    assert log == [
+        "none 1: [0, 2] of 3", "ngram 1: [0, 2] of 3",
+        "ngram 1: [1, 3] of 3", "none 1: [1, 3] of 3",
+        "none 2: [0, 1, 2, 3] of 1", "ngram 2: [0, 1, 2, 3] of 1",
+    ]  # fmt: skip
+    rows = {row["method"]: row for row in written["rows"] if row["batch_size"] == 1}
+    assert rows["suffix"]["error"] == "it broke" and rows["suffix"]["ratio"] is None
+    assert rows["ngram"]["ratio_runs"] == [1, 1] and rows["ngram"]["prompts"] == 4
+    assert "suffix, batch 1 failed: it broke" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run_benchmark(tmp_path, monkeypatch, "--methods", "none", "--turns", "5")
+    assert "batch size 1 has 4 prompts" in capsys.readouterr().err
+
+
+# Runs that fail.
+
+
+def test_the_reason_of_a_failure_is_the_engine_s_own(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "WARNING 1-1 [a.py:1] ValueError: not this\n"
+        "(EngineCore pid=1) ERROR 1-1 [core.py:9] Traceback (most recent call last):\n"
+        "(EngineCore pid=1) ERROR 1-1 [core.py:9] ImportError: Arctic Inference is required\n"
+        "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    died = "RuntimeError: Engine core initialization failed. See root cause above."
+    failure = fresh_engine.failure
+    assert failure(died, 1, log) == "ImportError: Arctic Inference is required"
+    assert failure("ValueError: bad\n  value", 1, log) == "ValueError: bad value"
+    assert "signal 9" in failure("", -9, log)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process that was killed has ended, which may take a moment."""
+    status = Path(f"/proc/{pid}/status")
+    for _ in range(1200):
+        try:
+            if "State:\tZ" in status.read_text():
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A shell script that stands in for the process with the engine."""
+
+    def write(text: str) -> None:
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(fresh_engine.sys, "executable", str(path))
+
+    return write
+
+
+def engine_of(log: Path, on_event: Callable[[dict[str, Any]], None] = lambda _: None) -> Any:
+    return fresh_engine.FreshEngine("a.module", {"max_tokens": 1}, {}, log, on_event)
+
+
+def test_an_engine_answers_until_its_time_is_over(tmp_path: Path, script: Any) -> None:
+    script(f"""cd {tmp_path}; echo "$@" > arguments
+        echo '{{"event": "warm-up"}}'; echo '{{"event": "ready"}}'
+        echo 'local_rank=0, core ids=[0, 1]' >&2
+        while read line; do echo '{{"event": "answer", "answer": '$line'}}'; done; touch left""")
+    seen: list[dict[str, Any]] = []
+    with engine_of(tmp_path / "log", seen.append) as engine:
+        engine.wait_until_ready()
+        assert engine.ask([0, 2]) == [0, 2]
+        assert engine.ask({"a": 1}) == {"a": 1}
+    assert seen == [{"event": "warm-up"}]
+    assert (tmp_path / "left").exists()
+    assert engine.bound_cores() == [0, 1]
+    assert (tmp_path / "arguments").read_text() == f"-m a.module {tmp_path / 'log.job.json'}\n"
+    assert json.loads((tmp_path / "log.job.json").read_text()) == {"max_tokens": 1}
+
+
+def test_an_engine_that_dies_is_reported(tmp_path: Path, script: Any) -> None:
+    script("""echo 'it hurts' >&2; exit 3""")
+    with (
+        pytest.raises(fresh_engine.RunFailed, match="exit status 3"),
+        engine_of(tmp_path / "log") as engine,
+    ):
+        engine.wait_until_ready()
+    assert (tmp_path / "log").read_text() == "it hurts\n"
+
+    reason = '{"event": "failed", "reason": "ValueError: no room"}'
+    script(f"""echo '{{"event": "ready"}}'; read line; echo '{reason}'; exit 1""")
+    with (
+        pytest.raises(fresh_engine.RunFailed, match="no room"),
+        engine_of(tmp_path / "log") as engine,
+    ):
+        engine.wait_until_ready()
+        engine.ask([0])
+
+
+def test_an_engine_that_is_left_is_ended(tmp_path: Path, script: Any) -> None:
+    script(f"""sleep 600 & echo $! > {tmp_path}/pid; echo '{{"event": "warm-up"}}'; wait""")
+
+    def interrupt(event: dict[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), engine_of(tmp_path / "log", interrupt) as engine:
+        engine.wait_until_ready()
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_the_cpu_runtime_is_preloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lib").mkdir()
+    library = tmp_path / "lib" / "libiomp5.so"
+    library.touch()
+    monkeypatch.setattr(fresh_engine.sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(fresh_engine.sys, "platform", "linux")
+    monkeypatch.setattr(fresh_engine, "is_cpu_build", lambda: True)
+    assert str(library) in fresh_engine.cpu_runtime({})["LD_PRELOAD"].split(":")
+    kept = fresh_engine.cpu_runtime({"LD_PRELOAD": "/x/libgomp.so.1"})["LD_PRELOAD"]
+    assert kept.split(":")[0] == "/x/libgomp.so.1" and "libiomp5" not in kept
+    monkeypatch.setattr(fresh_engine, "is_cpu_build", lambda: False)
+    assert fresh_engine.cpu_runtime({"LD_PRELOAD": "/x/libgomp.so.1"}) == {}

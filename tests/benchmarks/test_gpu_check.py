@@ -1,0 +1,61 @@
+"""What gpu_check.py builds is what the kernels read; the rest of it needs a GPU."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import check as gpu_check
+from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.verify.gpu.paged_batch import CAUSAL
+from lookahead_vllm.verify.tree_batch import TreeBatch
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.mark.parametrize("nodes", [0, 1, 30, 31, 32, 128])
+def test_masks_and_depths_are_those_of_the_engine(nodes: int) -> None:
+    parents = gpu_check.tree_parents(nodes, random.Random(nodes))
+    tree = DraftTree.from_lists(range(nodes), parents)
+    batch = TreeBatch.build([tree], [0], [0], [0])
+    depths, masks = gpu_check.depths_and_masks(parents, batch.masks.shape[1])
+    assert depths == batch.depths.tolist() and masks == batch.masks.tolist()
+
+
+def test_every_case_is_checked_against_attention_by_the_book(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_check, "DEVICE", "cpu")
+    options = {"sliding_window": 40, "logits_soft_cap": 5.0, "alibi_slopes": True, "sinks": True}
+    case = gpu_check.Case(
+        [70, 0, 9], [33, 5, 12], causal=(2,), dtype=torch.float32, options=options
+    )
+    assert case.batch.firsts.tolist() == [0, 34, CAUSAL]
+    assert case.error("torch") < 1e-5
+    assert gpu_check.Case([20], [9], fp8=True, heads_first=True).error("torch") < 1e-2
+
+
+def test_it_needs_torch_and_triton_alone_and_says_that_there_is_no_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    script = str(SCRIPTS / "gpu_check.py")
+    program = f"""
+import runpy, sys
+
+class Others:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("vllm", "numba", "llvmlite", "transformers", "matplotlib"):
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Others())
+sys.argv = [{script!r}]
+runpy.run_path({script!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "there is no CUDA device here" in done.stderr

@@ -1,0 +1,214 @@
+"""Servers under load: `vllm` is a fake that listens, and says what a client would have measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.serving import compare as script
+from benchmarks.serving.arrivals import Latencies, Load, LoadFailed, bench_serve, write_requests
+from benchmarks.serving.latencies import Measured, conclusion, plot, table, verdict
+from benchmarks.serving.server import ServerError, free_port, is_free, serving
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The fake; returns the file in which it notes its calls."""
+    path = tmp_path / "vllm"
+    fake = (Path(__file__).parents[1] / "support" / "fake_vllm.py").read_text()
+    path.write_text(f"#!{sys.executable}\n{fake}")
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    return tmp_path / "calls"
+
+
+def clients(calls: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in calls.read_text().splitlines() if line[0] == "{"]
+
+
+def latencies(tpot: float, tokens_per_s: float = 50.0) -> Latencies:
+    return {
+        "tpot_mean": tpot, "tpot_p99": 2 * tpot, "ttft_mean": 50.0, "ttft_p99": 90.0,
+        "tokens_per_s": tokens_per_s, "requests_per_s": 1.0,
+    }  # fmt: skip
+
+
+# A client.
+
+
+def test_a_load_is_sent_greedily_and_with_a_salt(tmp_path: Path, vllm: Path) -> None:
+    requests = tmp_path / "requests.json"
+    write_requests(["one", "two"], requests)
+    assert [turns["conversations"][0]["value"] for turns in json.loads(requests.read_text())] == [
+        "one",
+        "two",
+    ]
+    load = Load(2, rate=0.5, seed=3)
+    found = bench_serve("http://x", "m", requests, load, 16, "round 1", tmp_path / "log")
+    assert found["tpot_p99"] == 5 and found["tokens_per_s"] == 50 and found["requests_per_s"] == 2
+    (given,) = clients(vllm)
+    assert json.loads(given["--extra-body"]) == {"cache_salt": "round 1"}
+    assert (given["--request-rate"], given["--temperature"], given["--seed"]) == ("0.5", "0", "3")
+    assert "--max-concurrency" not in given
+
+
+@pytest.mark.parametrize(
+    ("seed", "message"), [(13, "status 1.*\n.*unlucky"), (12, "1 of 2 requests were not answered")]
+)
+def test_a_load_that_is_not_answered_is_an_error(
+    tmp_path: Path, vllm: Path, seed: int, message: str
+) -> None:
+    with pytest.raises(LoadFailed, match=message):
+        load = Load(2, concurrency=8, seed=seed)
+        bench_serve("http://x", "m", tmp_path / "requests", load, 16, "s", tmp_path / "log")
+    assert clients(vllm)[0]["--max-concurrency"] == "8"
+
+
+# A server.
+
+
+def test_a_server_lives_as_long_as_its_block(tmp_path: Path, vllm: Path) -> None:
+    port = free_port()
+    command = ["vllm", "serve", "m", "--port", str(port)]
+    with pytest.raises(KeyError), serving(command, port, tmp_path / "log") as url:
+        assert url == f"http://127.0.0.1:{port}" and not is_free(port)
+        raise KeyError
+    assert is_free(port)
+
+
+def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path, vllm: Path) -> None:
+    with (
+        pytest.raises(ServerError, match="no such option"),
+        serving(["vllm", "serve", "--broken"], free_port(), tmp_path / "log"),
+    ):
+        pass
+
+
+# What is said.
+
+
+@pytest.mark.parametrize(
+    ("ratios", "metric", "said"),
+    [
+        ([1.10, 1.12, 1.08], "tpot_mean", "worse"),
+        ([1.10, 1.12, 1.08], "tokens_per_s", "better"),
+        ([0.90, 0.88, 0.92], "ttft_p99", "better"),
+        ([0.90, 0.88, 0.92], "tokens_per_s", "worse"),
+        ([1.10, 0.99, 1.12], "tpot_mean", "within spread"),
+        ([1.50], "tpot_mean", None),
+    ],
+)
+def test_a_method_is_worse_where_its_ratio_is_off_by_more_than_the_spread(
+    ratios: list[float], metric: Any, said: str | None
+) -> None:
+    assert verdict(ratios, metric) == said
+
+
+def test_the_table_compares_round_by_round() -> None:
+    # The machine was busy in the second round; the ratio does not see it.
+    measured: Measured = {
+        0.5: {
+            "none": [latencies(10), latencies(20)],
+            "lookahead": [latencies(8), latencies(16.4, tokens_per_s=40)],
+        }
+    }
+    lines = table(measured).splitlines()
+    cells = [cell.strip() for cell in lines[2].strip("|").split("|")]
+    assert cells == [
+        "0.50", "TPOT, mean, ms", "15.0 (10.0–20.0)", "12.2 (8.0–16.4)", "0.81 (0.80–0.82)",
+        "better",
+    ]  # fmt: skip
+    assert conclusion(measured) == [
+        "lookahead is worse than plain vLLM by more than the spread in none of the figures "
+        "(better in 2, within the spread in 3)"
+    ]
+    measured[0.5]["lookahead"][:] = [latencies(11), latencies(22.2)]  # type: ignore[index]
+    assert "in 2 figures: TPOT, mean at 0.50/s; TPOT, p99 at 0.50/s" in conclusion(measured)[0]
+
+
+def test_what_was_interrupted_is_shown_as_far_as_it_went(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    measured: Measured = {
+        0.5: {"none": [latencies(10)], "lookahead": [latencies(8)]},
+        1.0: {"none": [latencies(10)], "lookahead": []},
+    }
+    assert "0.80" in table(measured) and "two rounds are needed" in conclusion(measured)[0]
+    plot(measured, tmp_path / "out.png", "a model")
+    assert (tmp_path / "out.png").stat().st_size > 1000
+
+
+# The whole.
+
+
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(script, "as_texts", lambda prompts, model: ["text"] * len(prompts))
+    prompts = tmp_path / "p.jsonl"
+    lines = [{"prompt_token_ids": [1] * length} for length in (3, 2000, 3, 3, 3, 3)]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    status = script.main(["--model", "m", "--prompts", str(prompts), *arguments])
+    assert isinstance(status, int)
+    return status
+
+
+def test_rounds_go_both_ways_with_the_same_requests_and_new_salts(
+    tmp_path: Path,
+    vllm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["--rounds", "2", "--seconds", "2", "--loads", "0.5,9", "--json", str(out)]
+    assert run(tmp_path, monkeypatch, *arguments) == 0
+    said = vllm.read_text().splitlines()
+    names = {line.split()[1]: line.split()[2] for line in said if line.startswith("serve")}
+    loops, sent = clients(vllm)[:2], clients(vllm)[2:]
+    assert {given["--num-prompts"] for given in loops} == {"5"}  # the long one is left out
+    order = [names[given["--base-url"].rpartition(":")[2]] for given in sent]
+    assert order == ["none", "lookahead"] * 2 + ["lookahead", "none"] * 2
+    # Half of, and 9 times the closed loop's two requests a second; there are five prompts.
+    assert [(g["--request-rate"], g["--num-prompts"]) for g in sent] == [
+        *[("1.0", "2")] * 2, *[("18.0", "5")] * 2,
+    ] * 2  # fmt: skip
+    assert sent[0]["--seed"] == sent[4]["--seed"] != sent[2]["--seed"]
+    salts = [given["--extra-body"] for given in sent]
+    assert len(set(salts)) == 4 and salts[0] == salts[1]
+    written = json.loads(out.read_text())
+    assert [rate["requests_per_s"] for rate in written["rates"]] == [1, 18]
+    assert len(written["rates"][0]["rounds"]["lookahead"]) == 2
+    assert "within the spread in 10" in capsys.readouterr().out
+    assert all(is_free(int(port)) for port in names)
+
+
+def test_a_server_that_fails_stops_the_benchmark(
+    tmp_path: Path,
+    vllm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(tmp_path, monkeypatch, "--server-arg=--broken") == 1
+    assert "no such option" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rates", "1,-2"], "'1,-2' is not a list of numbers above 0"),
+        (["--methods", "lookahead"], "add it to --methods"),
+        (["--plot", "/nowhere/out.png"], "there is no folder /nowhere"),
+    ],
+)
+def test_wrong_options_stop_before_any_server_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run(tmp_path, monkeypatch, *arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err

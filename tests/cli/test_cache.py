@@ -1,0 +1,311 @@
+"""A cache is built from texts, so that the first request finds them; wrong texts are named."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lookahead_vllm.cli.cache import main
+from lookahead_vllm.draft.cache import file as cache_file
+from lookahead_vllm.draft.cache import report as cache_report
+from lookahead_vllm.draft.cache.warming import TextError, learn, read_texts
+from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.proposer import DraftRequest
+from lookahead_vllm.draft.trie.namespaces import digest_of
+from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+
+ROOT = Path(__file__).parents[2]
+SMOLLM2 = Path(
+    os.environ.get(
+        "LOOKAHEAD_TEST_MODEL", str(ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct")
+    )
+)
+WORDS = ["[UNK]", "<user>", "<bot>", "<end>", *(f"w{i}" for i in range(60))]
+SENTENCE = " ".join(f"w{i}" for i in range(20))
+CHAT = "{% for m in messages %}<{{m.role}}> {{m.content}} <end> {% endfor %}"
+CHAT += "{% if messages[0].role is not string %}{{ raise_exception('no role') }}{% endif %}"
+CHAT += "{% if add_generation_prompt %}<bot>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer that makes a token of every word."""
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.chat_template = CHAT.replace("<{{m.role}}>", "{{'<bot>' if m.role[0]=='a' else '<user>'}}")
+    folder = tmp_path_factory.mktemp("model")
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> Any:
+    return PreTrainedTokenizerFast.from_pretrained(model)
+
+
+def ids(text: str) -> list[int]:
+    return [WORDS.index(word) for word in text.split()]
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def texts(path: Path, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+    return [(text.prompt, text.answer) for text in read_texts(path, tokenizer) if text.answer]
+
+
+# ---- what is read -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ({"text": "w1 w2"}, [("", "w1 w2")]),
+        ({"prompt": "w1", "response": "w2 w3"}, [("w1", "w2 w3")]),
+        ({"prompt": "w1", "completion": "w2 w3"}, [("w1", "w2 w3")]),
+        ({"output_token_ids": ids("w1 w2")}, [("", "w1 w2")]),
+        (
+            {"prompt_token_ids": ids("w5"), "output_token_ids": ids("w1 w2"), "loops": False},
+            [("w5", "w1 w2")],
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "w1"},
+                    {"role": "assistant", "content": "w2"},
+                    {"role": "user", "content": "w3"},
+                    {"role": "assistant", "content": "w4 w5"},
+                ]
+            },
+            [
+                ("<user> w1 <end> <bot>", "w2 <end>"),
+                ("<user> w1 <end> <bot> w2 <end> <user> w3 <end> <bot>", "w4 w5 <end>"),
+            ],
+        ),
+    ],
+)
+def test_every_kind_of_line_is_an_answer_after_its_prompt(
+    line: Any, expected: list[tuple[str, str]], tmp_path: Path, tokenizer: Any
+) -> None:
+    path = write(tmp_path / "a.jsonl", line)
+    assert texts(path, tokenizer) == [(ids(before), ids(said)) for before, said in expected]
+
+
+def test_a_file_of_another_kind_is_one_document(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "a.md").write_text("\ufeffw1 w2\n\nw3\n", encoding="utf-8")
+    assert texts(tmp_path / "a.md", tokenizer) == [([], ids("w1 w2 w3"))]
+
+
+def test_the_bytes_of_a_file_are_told_one_by_one(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", {"text": SENTENCE}, {"text": ""}, {"text": "w1"})
+    path.write_text(path.read_text() + "\n\n")
+    told: list[int] = []
+    proposer = NGramTrieProposer(LookaheadOptions(max_nodes=4096))
+    for text in read_texts(path, tokenizer):
+        learn(proposer, text, advance=told.append)
+    assert sum(told) == path.stat().st_size and min(told) >= 0
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"text": "w1"}\n{"text": 3}\n', "a.jsonl, line 2: an object with `text`"),
+        ("[1]\n", "line 1: an object with `text`"),
+        ("{}\n", "line 1: an object with `text`"),
+        ('{"prompt": "w1"}\n', "line 1: an object with `text`"),
+        ("\n{w1\n", "line 2: it is not JSON"),
+        ('{"output_token_ids": [1, -1]}\n', "`output_token_ids` must be a list of token ids"),
+        ('{"output_token_ids": [1], "prompt_token_ids": "w1"}\n', "`prompt_token_ids` must be"),
+        ('{"output_token_ids": [64]}\n', "a token id is above 63, the tokenizer's last"),
+        ('{"messages": "w1"}\n', "`messages` must be a list of objects"),
+        ('{"messages": [{"role": "user", "content": "w1"}]}\n', "none of the role `assistant`"),
+        (
+            '{"messages": [{"role": 1}, {"role": "assistant"}]}\n',
+            "the chat template refuses it: no role",
+        ),
+        (b"\xff\xfe\n", "is not text in UTF-8"),
+    ],
+)
+def test_a_wrong_text_is_named_with_its_line(
+    content: str | bytes, says: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(TextError) as error:
+        list(read_texts(path, tokenizer))
+    assert says in str(error.value) and str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# ---- the script ---------------------------------------------------------------------------------
+
+
+def drafted(cache: Path, tokenizer: Any, said: str, namespace: str = "") -> list[int]:
+    """The first branch that a server with this file drafts for its first request."""
+    arrays, facts = cache_file.load(cache, cache_file.fingerprint(tokenizer.get_vocab()))
+    proposer = NGramTrieProposer(LookaheadOptions(max_nodes=len(arrays["edges"]), budget=16))
+    proposer.restore(arrays, facts)
+    proposer.start("first", [], namespace)
+    proposer.extend({"first": ids(said)})
+    (tree,) = proposer.propose([DraftRequest("first", 16, 16, may_branch=False)])
+    return tree.tokens.tolist()
+
+
+@pytest.fixture
+def cache(model: Path, tmp_path: Path) -> Path:
+    (tmp_path / "a.txt").write_text(SENTENCE)
+    out = tmp_path / "warm.cache"
+    options = ["--texts", str(tmp_path / "a.txt"), "--out", str(out), "--max-nodes", "8192"]
+    assert main(["--model", str(model), *options]) == 0
+    return out
+
+
+def test_the_first_request_finds_what_was_learned(cache: Path, tokenizer: Any) -> None:
+    assert drafted(cache, tokenizer, "w3 w4 w5")[:4] == ids("w6 w7 w8 w9")
+    assert drafted(cache, tokenizer, "w3 w4 w5", "other") == []
+
+
+def test_the_summary_says_what_was_learned(
+    cache: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache.unlink()
+    options = ["--texts", str(cache.with_name("a.txt")), "--out", str(cache)]
+    assert main(["--model", str(model), *options, "--max-nodes", "8192"]) == 0
+    said = capsys.readouterr().out
+    assert "20 tokens of 1 texts learned in" in said and "n-grams of at most 8192" in said
+    assert "pruned" not in said
+    assert cache.stat().st_mode & 0o777 == 0o600
+
+
+def test_add_goes_on_and_keeps_what_there_was(cache: Path, model: Path, tokenizer: Any) -> None:
+    more = write(cache.with_name("b.jsonl"), {"prompt": "w50", "response": "w51 w52 w53"})
+    options = ["--model", str(model), "--texts", str(more), "--out", str(cache), "--add"]
+    assert main([*options, "--namespace", "team-a"]) == 0
+    assert drafted(cache, tokenizer, "w3 w4 w5")[:1] == ids("w6")
+    assert drafted(cache, tokenizer, "w51 w52") == []
+    # The name under which a server knows requests with this lookahead_namespace.
+    assert drafted(cache, tokenizer, "w51 w52", '[null, null, "team-a"]')[:1] == ids("w53")
+
+
+def test_what_does_not_fit_is_counted(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"output_token_ids": [i * j % 60 + 4 for j in range(1, 90)]} for i in range(1, 60)]
+    path = write(tmp_path / "a.jsonl", *lines)
+    options = ["--texts", str(path), "--out", str(tmp_path / "c"), "--max-nodes", "1024"]
+    assert main(["--model", str(model), *options]) == 0
+    said = capsys.readouterr().out
+    assert "n-grams were pruned, for there were more" in said and "--max-nodes" in said
+
+
+def test_info_prints_what_is_in_a_file(
+    cache: Path, model: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["--info", str(cache)]) == 0
+    plain = capsys.readouterr().out
+    held = cache_file.count_ngrams(cache_file.load(cache)[0])
+    for part in (
+        "whole",
+        cache_file.fingerprint(tokenizer.get_vocab()),
+        f"n-grams     {held} of at most 8192",
+        "1: 100.0%",
+        f"{digest_of('')}  {held:>10} n-grams   (the one without a name)",
+    ):
+        assert part in plain
+    more = write(cache.with_name("b.jsonl"), *[{"text": "w30 w31 w32 w33"}] * 5)
+    assert main(["--model", str(model), "--texts", str(more), "--out", str(cache), "--add"]) == 0
+    assert main(["--info", str(cache), "--model", str(model)]) == 0
+    assert "5 x 'w30 w31 w32 w33'" in capsys.readouterr().out
+
+
+def test_frequent_ngrams_are_as_long_as_they_are_frequent() -> None:
+    proposer = NGramTrieProposer(LookaheadOptions(max_nodes=8192))
+    for first, times in ((10, 6), (20, 3)):
+        for i in range(times):
+            proposer.start("r", [])
+            proposer.extend({"r": [first, first + 1, first + 2, 40 + i]})
+    space = proposer.snapshot()[1]["namespaces"][digest_of("")]
+    found = cache_report.frequent_ngrams(proposer.trie, space, 64)
+    assert found == [([10, 11, 12], 6), ([20, 21, 22], 3)]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("", "--model is missing; --model, --texts and --out go together"),
+        ("--model {model} --texts {text}", "--out is missing"),
+        (
+            "--model {model} --texts {text} {there}/no --out {there}/c",
+            "there is no file {there}/no",
+        ),
+        ("--model {there} --texts {text} --out {there}/c", "no tokenizer could be loaded"),
+        ("--model {there}/no --texts {text} --out {there}/c", "there is no folder {there}/no"),
+        ("--model {model} --texts {text} --out {there}/no/c", "there is no folder {there}/no"),
+        ("--model {model} --texts {text} --out {text}", "a.txt exists; write --add"),
+        ("--model {model} --texts {text} --out {text} --add", "it is not a cache of lookahead"),
+        ("--model {model} --texts {text} --out {there}/c --add", "c: No such file"),
+        ("--model {model} --texts {text} --out {there}/c --max-nodes 9", "max_nodes=9 was given"),
+        (
+            "--model {model} --texts {text} --out {cache} --add --max-nodes 4096",
+            "has 8192, which --add keeps",
+        ),
+        ("--info {text}", "a.txt: it is not a cache of lookahead"),
+        ("--info {there}/no", "no: No such file"),
+        ("--info {cache} --add", "--info prints and leaves"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_sentence(
+    given: str, says: str, cache: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = dict(model=model, there=cache.parent, text=cache.with_name("a.txt"), cache=cache)
+    before = sorted(cache.parent.iterdir())
+    with pytest.raises(SystemExit) as error:
+        main([part.format(**places) for part in given.split()])
+    assert error.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("warm_cache.py: error: ") or ": error: " in said
+    assert says.format(**places) in said
+    assert sorted(cache.parent.iterdir()) == before
+
+
+def test_ctrl_c_writes_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text(SENTENCE)
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(NGramTrieProposer, "extend", interrupt)
+    monkeypatch.setattr(NGramTrieProposer, "_compile", lambda self: None)
+    options = ["--texts", str(tmp_path / "a.txt"), "--out", str(tmp_path / "c")]
+    assert main(["--model", str(model), *options]) == 130
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+@pytest.mark.model
+def test_a_real_tokenizers_chats_and_documents(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = [
+        {"role": "user", "content": "What is the capital of France?"},
+        {"role": "assistant", "content": "The capital of France is Paris."},
+    ]
+    path = write(tmp_path / "a.jsonl", *[{"messages": chat}] * 3, {"text": "Paris is a city. " * 9})
+    out = tmp_path / "warm.cache"
+    given = ["--model", str(SMOLLM2), "--max-nodes", "65536"]
+    assert main([*given, "--texts", str(path), "--out", str(out)]) == 0
+    assert main(["--info", str(out), "--model", str(SMOLLM2)]) == 0
+    said = capsys.readouterr().out
+    assert "The capital of France is Paris.<|im_end|>" in said
+    assert "What is" not in said

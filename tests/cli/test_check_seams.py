@@ -1,0 +1,41 @@
+"""The table is compared with releases that are not installed: wheels, and folders."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import vllm
+
+from lookahead_vllm.cli import check_seams
+from lookahead_vllm.engine.seams.table import SEAMS
+
+SITE = Path(vllm.__file__).parent.parent
+
+
+def wheel_without(gone: str, path: Path) -> Path:
+    """A wheel with the sources of the installed vLLM but for one module."""
+    with zipfile.ZipFile(path, "w") as wheel:
+        for source in (SITE / "vllm").rglob("*.py"):
+            name = source.relative_to(SITE).as_posix()
+            if name != gone:
+                wheel.write(source, name)
+    return path
+
+
+def test_all_that_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = wheel_without("nothing", tmp_path / "vllm-1-py3-none-any.whl")
+    part = wheel_without("vllm/v1/metrics/loggers.py", tmp_path / "vllm-2-py3-none-any.whl")
+    assert check_seams.main([str(SITE), str(whole)]) == 0
+    assert f"{whole.name}: {len(SEAMS)} places, 0 differ" in capsys.readouterr().out
+    assert check_seams.main([str(whole), str(part)]) == 1
+    said = capsys.readouterr().out
+    assert said.endswith("\n  there is no module vllm.v1.metrics.loggers\n")
+
+
+def test_what_is_no_release_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        check_seams.main([str(tmp_path)])
+    assert ended.value.code == 2
+    assert "is no wheel, and no folder with the package `vllm` in it" in capsys.readouterr().err

@@ -1,0 +1,285 @@
+"""A cache is loaded at start, saved while something is learned, and never lost to a bad file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lookahead_vllm.draft.cache import file as cache_file
+from lookahead_vllm.draft.cache import keeper as cache_keeper
+from lookahead_vllm.draft.cache.keeper import CacheKeeper
+from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+
+ROOT = Path(__file__).parents[3]
+TOKENIZER = cache_file.fingerprint({"a": 0})
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "a.cache"
+
+
+@pytest.fixture(autouse=True)
+def log(caplog, monkeypatch):
+    caplog.set_level(logging.INFO, cache_keeper.logger.name)
+    # vLLM's logger passes nothing on once vLLM is imported.
+    monkeypatch.setattr(cache_keeper.logger, "propagate", False)
+    monkeypatch.setattr(cache_keeper.logger, "handlers", [caplog.handler])
+    return caplog
+
+
+def new_proposer(max_nodes=4096):
+    return NGramTrieProposer(LookaheadOptions(max_nodes=max_nodes))
+
+
+def teach(proposer, first=100):
+    proposer.start("r", [1])
+    proposer.extend({"r": range(first, first + 50)})
+    proposer.finish("r")
+
+
+def keep(proposer, path, interval=0, tokenizer=TOKENIZER):
+    return CacheKeeper(proposer, path, interval, tokenizer)
+
+
+def num_answers(proposer):
+    return cache_file.count_ngrams(proposer.snapshot()[0])
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 120  # a hang, however slow the machine
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_what_was_learned_is_there_at_the_next_start(path, log):
+    proposer = new_proposer()
+    keeper = keep(proposer, path)
+    assert "starts cold: there is no cache" in log.text
+    teach(proposer)
+    keeper.close()
+    after = new_proposer()
+    keep(after, path)
+    assert num_answers(after) == num_answers(proposer) > 0
+    assert f"starts warm: {num_answers(after)} n-grams in 1 namespaces from {path}" in log.text
+
+
+def test_it_is_saved_when_something_was_learned_and_not_otherwise(path):
+    proposer = new_proposer()
+    keeper = keep(proposer, path)
+    keeper.save()
+    assert not path.exists()
+    teach(proposer)
+    keeper.save()
+    first = path.stat()
+    keeper.save()
+    assert path.stat().st_ino == first.st_ino
+    teach(proposer)  # the same again: no new n-gram, only frequencies
+    keeper.save()
+    assert path.stat().st_ino != first.st_ino
+
+
+def test_an_idle_server_does_not_write(path):
+    proposer = new_proposer()
+    teach(proposer)
+    keep(proposer, path).close()
+    assert not path.exists()  # nothing since the start
+    cache_file.save(path, *proposer.snapshot(), TOKENIZER)
+    before = path.stat().st_ino
+    keep(new_proposer(), path).close()
+    assert path.stat().st_ino == before
+
+
+def test_a_thread_saves_on_the_interval_until_the_end(path):
+    proposer = new_proposer()
+    keeper = keep(proposer, path, interval=0.01)
+    seen = set()
+    for first in (100, 200, 300):
+        teach(proposer, first)
+        held = num_answers(proposer)
+        wait_for(
+            lambda held=held: (
+                path.exists() and cache_file.count_ngrams(cache_file.load(path)[0]) == held
+            )
+        )
+        seen.add(path.stat().st_ino)
+    teach(proposer, 400)
+    keeper.close()
+    assert cache_file.count_ngrams(cache_file.load(path)[0]) == num_answers(proposer)
+    assert not keeper._thread.is_alive()
+    before = path.stat().st_ino
+    teach(proposer, 500)
+    keeper.close()
+    assert path.stat().st_ino == before  # the end is the end
+
+
+SAVES_BESIDE_BOUND_THREADS = """
+import os, sys, threading
+given = {int(cpu) for cpu in sys.argv[1].split(",")}
+os.sched_setaffinity(0, given)
+import lookahead_vllm
+os.sched_setaffinity(0, {min(given)})  # as vLLM does in a CPU worker
+from lookahead_vllm.draft.cache.keeper import CacheKeeper
+from pathlib import Path
+class Proposer:
+    def snapshot(self):
+        return {}, {"namespaces": {}}
+keeper = CacheKeeper(Proposer(), Path(sys.argv[2]), 0.001, "")
+bound, done = None, threading.Event()
+def save(*args):
+    global bound
+    bound = os.sched_getaffinity(0)
+    done.set()
+keeper.save = save
+done.wait()
+print(sorted(bound) == sorted(given), sorted(os.sched_getaffinity(0)) == [min(given)])
+"""
+
+
+@pytest.mark.parametrize("number", [1, os.cpu_count()])
+def test_the_thread_runs_where_the_process_was_started(path, number):
+    given = ",".join(map(str, range(number)))
+    command = [sys.executable, "-c", SAVES_BESIDE_BOUND_THREADS, given, str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.stdout == "True True\n", result.stderr
+
+
+def test_a_save_can_begin_before_the_end(path):
+    proposer = new_proposer()
+    keeper = keep(proposer, path)  # without an interval
+    teach(proposer)
+    keeper.begin_to_save()
+    wait_for(path.exists)
+    keeper.close()
+    assert cache_file.count_ngrams(cache_file.load(path)[0]) == num_answers(proposer)
+
+
+def test_the_last_save_does_not_wait_for_another(path, monkeypatch):
+    monkeypatch.setattr(cache_keeper, "REST", 3600)
+    proposer = new_proposer()
+    keeper = keep(proposer, path)
+    teach(proposer)
+    keeper.begin_to_save()
+    wait_for(lambda: list(path.parent.glob(".a.cache.*.tmp")))  # it is resting now
+    saves = []
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda *names: saves.append(replace(*names)))
+    keeper.close()
+    assert len(saves) == 1 and os.listdir(path.parent) == ["a.cache"]
+
+
+def refused(path, log, says, **changes):
+    """Start over a file that is refused, learn, and end."""
+    content = path.read_bytes()
+    proposer = new_proposer()
+    keeper = keep(proposer, path, **changes)
+    assert num_answers(proposer) == 0 and not path.exists()
+    (aside,) = path.parent.glob("a.cache.refused-*")
+    assert aside.read_bytes() == content
+    (warning,) = [r.getMessage() for r in log.records if r.levelno == logging.WARNING]
+    assert says in warning and str(aside) in warning and "starts cold" in warning
+    teach(proposer)
+    keeper.close()
+    cache_file.load(path, changes.get("tokenizer", TOKENIZER))
+    assert aside.read_bytes() == content
+
+
+def test_a_torn_file_is_set_aside(path, log):
+    cache_file.save(path, *new_proposer().snapshot(), TOKENIZER)
+    path.write_bytes(path.read_bytes()[:-1000])
+    refused(path, log, "bytes where its header needs")
+
+
+def test_a_foreign_file_is_set_aside(path, log):
+    path.write_text("notes of mine")
+    refused(path, log, "it is not a cache of lookahead")
+
+
+def test_another_models_file_is_set_aside(path, log):
+    cache_file.save(path, *new_proposer().snapshot(), TOKENIZER)
+    refused(path, log, "with another tokenizer", tokenizer=cache_file.fingerprint({"b": 0}))
+
+
+def test_a_file_of_another_size_says_what_to_write(path, log):
+    cache_file.save(path, *new_proposer(8192).snapshot(), TOKENIZER)
+    refused(path, log, "made for max_nodes=8192, and this server has max_nodes=4096")
+
+
+def test_a_file_of_other_ngrams_is_set_aside(path, log):
+    arrays, facts = new_proposer().snapshot()
+    cache_file.save(path, arrays, {**facts, "suffixes": [1, 2]}, TOKENIZER)
+    refused(path, log, "n-grams of other lengths")
+
+
+def test_a_file_without_edges_is_set_aside(path, log):
+    cache_file.save(path, {"other": np.zeros(3)}, {"namespaces": {}}, TOKENIZER)
+    refused(path, log, "made for max_nodes=0")
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(path, log, monkeypatch):
+    cache_file.save(path, *new_proposer().snapshot(), TOKENIZER)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    proposer = new_proposer()
+    keeper = keep(proposer, path)
+    for first in (100, 200):
+        teach(proposer, first)
+        keeper.save()
+    keeper.close()
+    (warning,) = [r.getMessage() for r in log.records if r.levelno == logging.WARNING]
+    assert "keeps nothing" in warning and str(path.parent) in warning
+    assert "starts warm" in log.text
+
+
+def test_a_file_of_another_user_is_left_alone(path, log, monkeypatch):
+    cache_file.save(path, *new_proposer().snapshot(), TOKENIZER)
+    content = path.read_bytes()
+
+    def load(*_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(cache_file, "load", load)
+    proposer = new_proposer()
+    keeper = keep(proposer, path)
+    teach(proposer)
+    keeper.close()
+    assert path.read_bytes() == content and os.listdir(path.parent) == ["a.cache"]
+    (warning,) = [r.getMessage() for r in log.records if r.levelno == logging.WARNING]
+    assert "saves nothing" in warning and "Permission denied" in warning
+
+
+def test_what_cannot_be_set_aside_is_not_written_over(path, log, monkeypatch):
+    path.write_text("notes of mine")
+
+    def refuse(source, target):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    proposer = new_proposer()
+    keeper = keep(proposer, path)
+    teach(proposer)
+    keeper.close()
+    assert path.read_text() == "notes of mine" and os.listdir(path.parent) == ["a.cache"]
+    assert "saves nothing" in log.text
+
+
+def test_a_save_that_fails_is_tried_again(path, log, monkeypatch):
+    def no_space(descriptor):
+        raise OSError(28, "No space left on device")
+
+    proposer = new_proposer()
+    keeper = keep(proposer, path)
+    teach(proposer)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_file.os, "fsync", no_space)
+        assert not keeper.save() and not keeper.save()
+    assert log.text.count("could not be saved") == 1 and "No space left" in log.text
+    assert keeper.save() and path.exists()

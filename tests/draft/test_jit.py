@@ -1,0 +1,36 @@
+"""Compiled kernels are of the sources as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numba.core.dispatcher
+import pytest
+
+import lookahead_vllm
+from lookahead_vllm.draft import jit
+from lookahead_vllm.draft.jit import sources_of_kernels
+
+PACKAGE = Path(lookahead_vllm.__file__).parent
+
+
+def test_every_module_with_a_kernel_counts() -> None:
+    counted = sources_of_kernels(PACKAGE)
+    with_kernel = [p for p in PACKAGE.rglob("*.py") if "\n@kernel\n" in p.read_text()]
+    assert len(with_kernel) > 8
+    assert set(with_kernel) <= set(counted)
+
+
+@pytest.mark.parametrize("name", ["draft/tree.py", "draft/trie/table.py", "verify/cpu/a/b.py"])
+def test_modules_in_folders_count(tmp_path: Path, name: str) -> None:
+    source = tmp_path / name
+    source.parent.mkdir(parents=True)
+    source.write_text("")
+    assert sources_of_kernels(tmp_path) == [source]
+
+
+def test_a_compiled_kernel_lies_in_the_folder_of_the_sources() -> None:
+    from lookahead_vllm.draft.tree import _take
+
+    assert isinstance(_take, numba.core.dispatcher.Dispatcher)
+    assert str(_take._cache.cache_path).startswith(jit._folder())

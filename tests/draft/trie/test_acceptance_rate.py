@@ -1,0 +1,61 @@
+"""Evidence is believed as often as it was right."""
+
+import numpy as np
+import pytest
+
+from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.proposer import DraftRequest
+from lookahead_vllm.draft.trie.acceptance_rate import MEMORY, PRIOR_TRIALS, TRIALS, AcceptanceRate
+from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+
+
+def answer_in_part(proposer, share, rounds=400):
+    """The prompts say `a b`; after an `a`, that often an answer says `b`, else a new word."""
+    rng = np.random.default_rng(0)
+    probs = []
+    for i in range(rounds):
+        a, b, c = 10_000 + 3 * i, 10_001 + 3 * i, 10_002 + 3 * i
+        proposer.start("r", [a, b, 1])
+        proposer.extend({"r": [a]})
+        tree = proposer.propose([DraftRequest("r", 16, 1)])[0]
+        held = dict(zip(tree.tokens.tolist(), tree.probs.tolist(), strict=True))
+        probs.append(held.get(b, 0.0))
+        proposer.extend({"r": [b if rng.random() < share else c]})
+        proposer.finish("r")
+    return probs
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_a_probability_is_learned_from_what_was_accepted(share):
+    probs = answer_in_part(NGramTrieProposer(LookaheadOptions()), share)
+    assert 0.03 < probs[0] < 0.3
+    assert np.mean(probs[-100:]) == pytest.approx(share, abs=0.08)
+
+
+def test_what_changes_is_learned_anew():
+    proposer = NGramTrieProposer(LookaheadOptions())
+    assert np.mean(answer_in_part(proposer, 0.95, 2000)[-100:]) > 0.85
+    assert np.mean(answer_in_part(proposer, 0.05, 800)[-100:]) < 0.2
+
+
+def test_it_learns_from_what_was_not_drafted_too():
+    proposer = NGramTrieProposer(LookaheadOptions())
+    for i in range(100):
+        proposer.start("r", [10_000 + 2 * i, 10_001 + 2 * i, 1])
+        proposer.extend({"r": [10_000 + 2 * i, 10_001 + 2 * i]})
+    proposer.start("r", [5, 6, 7, 5])
+    assert proposer.propose([DraftRequest("r", 1, 1)])[0].probs[0] > 0.8
+
+
+def test_old_trials_are_forgotten():
+    proposer = NGramTrieProposer(LookaheadOptions())
+    answer_in_part(proposer, 0.9, 2000)
+    trials = proposer.rate.trials[:, TRIALS]
+    assert MEMORY / 2 <= trials.max() <= MEMORY
+
+
+def test_nothing_is_learned_beforehand():
+    rate = AcceptanceRate()
+    assert set(rate.trials[:, TRIALS].tolist()) == {0.0, float(PRIOR_TRIALS)}
+    assert np.isnan(rate.rates[rate.trials[:, TRIALS] == 0]).all()
+    assert np.isfinite(rate.rates[rate.trials[:, TRIALS] > 0]).all()

@@ -1,0 +1,503 @@
+"""The proposer drafts what was said after the same words, and forgets what it must."""
+
+from collections import defaultdict
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
+from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.proposer import DraftRequest
+from lookahead_vllm.draft.trie.acceptance_rate import AcceptanceRate
+from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from tests.support.reference_trie import ProposerModel
+
+DOCUMENT = list(range(100, 180))
+
+
+@pytest.fixture
+def proposer():
+    return NGramTrieProposer(LookaheadOptions(max_nodes=100_000))
+
+
+def draft(proposer, request_id, max_nodes=16, max_depth=64, may_branch=True):
+    wants = [DraftRequest(request_id, max_nodes, max_depth, may_branch)]
+    return proposer.propose(wants)[0]
+
+
+def children_of_root(tree):
+    return set(tree.tokens[tree.parents == -1].tolist())
+
+
+def teach_copying(proposer):
+    """Answers that copy, so that the proposer has learned to believe a match."""
+    for first in range(1000, 3000, 50):
+        proposer.start("teacher", range(first, first + 40))
+        proposer.extend({"teacher": range(first, first + 20)})
+        proposer.finish("teacher")
+
+
+def test_an_answer_that_copies_a_document_gets_the_chain_that_follows(proposer):
+    teach_copying(proposer)
+    proposer.start("r", [1, *DOCUMENT, 2])
+    proposer.extend({"r": DOCUMENT[:4]})
+    tree = draft(proposer, "r")
+    assert tree.is_chain and tree.tokens.tolist() == DOCUMENT[4:20]
+
+
+def test_a_branch_is_longer_than_the_ngrams_held_and_not_longer_than_wanted(proposer):
+    teach_copying(proposer)
+    proposer.start("r", [1, *DOCUMENT, 2])
+    proposer.extend({"r": DOCUMENT[:4]})
+    assert draft(proposer, "r", max_depth=12).depths.max() == 12
+
+
+def test_the_newest_tokens_of_an_answer_are_drafted_at_once(proposer):
+    proposer.start("r", [1])
+    proposer.extend({"r": [50, 51, 52, 50, 51]})
+    assert 52 in children_of_root(draft(proposer, "r"))
+
+
+def test_another_requests_answer_is_drafted_while_it_is_still_being_written(proposer):
+    proposer.start("a", [1])
+    proposer.start("b", [2])
+    proposer.extend({"a": [50, 51, 52]})
+    proposer.extend({"b": [50, 51]})
+    assert 52 in children_of_root(draft(proposer, "b"))
+
+
+def test_a_prompt_with_an_end_of_sequence_in_its_middle_is_indexed_whole(proposer):
+    eos = 2
+    proposer.start("r", [1, 10, 11, 12, eos, 1, 20, 21, 22, eos, 1])
+    proposer.extend({"r": [20, 21]})
+    assert 22 in children_of_root(draft(proposer, "r"))
+    proposer.extend({"r": [22]})
+    assert eos in children_of_root(draft(proposer, "r"))
+
+
+def test_a_prompts_branches_go_with_its_request_and_its_answer_stays(proposer):
+    proposer.start("a", [60, 61, 62])
+    proposer.extend({"a": [70, 71, 72]})
+    proposer.finish("a")
+    proposer.start("b", [1])
+    proposer.extend({"b": [60, 61]})
+    assert 62 not in draft(proposer, "b").tokens
+    proposer.extend({"b": [70, 71]})
+    assert 72 in draft(proposer, "b").tokens
+
+
+def test_another_live_requests_prompt_is_not_drafted(proposer):
+    proposer.start("a", [60, 61, 62])
+    proposer.start("b", [60, 61])
+    assert len(draft(proposer, "b")) == 0
+
+
+def test_the_end_of_one_request_does_not_touch_the_drafts_of_another(proposer):
+    for request_id in "ab":
+        proposer.start(request_id, [*DOCUMENT, 1])
+    proposer.extend({"b": DOCUMENT[:5]})
+    before = draft(proposer, "b")
+    proposer.finish("a")
+    after = draft(proposer, "b")
+    assert after.tokens.tolist() == before.tokens.tolist()
+    assert after.probs.tolist() == before.probs.tolist()
+
+
+def test_a_request_that_leaves_the_batch_for_a_while_has_not_ended(proposer):
+    proposer.start("preempted", [*DOCUMENT, 1])
+    proposer.extend({"preempted": DOCUMENT[:3]})
+    for i in range(50):
+        proposer.start(f"other {i}", [3, 4, 5])
+        proposer.extend({f"other {i}": [6, 7]})
+        draft(proposer, f"other {i}")
+        proposer.finish(f"other {i}")
+    assert draft(proposer, "preempted").tokens[0] == DOCUMENT[3]
+
+
+def test_a_flood_of_answers_leaves_a_live_prompt_alone():
+    proposer = NGramTrieProposer(LookaheadOptions(max_nodes=8192))
+    proposer.start("r", [*DOCUMENT, 1])
+    proposer.start("flood", [1])
+    proposer.extend({"flood": np.random.default_rng(0).integers(1000, 40_000, 700).tolist()})
+    assert proposer.trie.num_pruned > 0
+    proposer.extend({"r": DOCUMENT[:3]})
+    assert DOCUMENT[3] in draft(proposer, "r").tokens
+
+
+def test_finishing_an_unknown_request_is_harmless(proposer):
+    proposer.finish("never started")
+
+
+def test_starting_twice_starts_anew(proposer):
+    proposer.start("r", [60, 61, 62, 60, 61])
+    proposer.start("r", [60, 61])
+    assert len(draft(proposer, "r")) == 0
+
+
+def test_a_request_that_was_not_started_is_an_error(proposer):
+    with pytest.raises(KeyError):
+        draft(proposer, "unknown")
+
+
+def test_nothing_is_left_when_every_request_ends_without_an_answer(proposer):
+    before = proposer.trie.count_edges()
+    for i in range(20):
+        proposer.start(f"r{i}", DOCUMENT, references=[DOCUMENT[::2]])
+    for i in range(20):
+        proposer.finish(f"r{i}")
+    assert proposer.trie.count_edges() == before
+
+
+def test_branches_that_share_a_prefix_share_its_nodes(proposer):
+    proposer.start("r", [10, 11, 12, 10, 11, 13, 10, 11, 12, 1])
+    proposer.extend({"r": [10]})
+    tree = draft(proposer, "r")
+    assert tree.tokens.tolist().count(11) == 1
+    eleven = tree.tokens.tolist().index(11)
+    assert {12, 13} <= set(tree.tokens[tree.parents == eleven].tolist())
+    tree.check(vocab_size=100, max_nodes=16)
+
+
+def test_what_follows_a_longer_match_comes_first(proposer):
+    teach_copying(proposer)
+    proposer.start("r", [5, 30, 31, 40, 6, 31, 41, 7, 31, 41, 8])
+    proposer.extend({"r": [5, 30, 31]})
+    assert draft(proposer, "r").tokens[0] == 40
+
+
+def test_where_a_tree_may_not_branch_it_is_a_chain(proposer):
+    proposer.start("r", [10, 11, 12, 10, 11, 13, 10, 14, 1])
+    proposer.extend({"r": [10]})
+    assert not draft(proposer, "r").is_chain
+    assert draft(proposer, "r", may_branch=False).is_chain
+
+
+def test_no_room_no_draft(proposer):
+    proposer.start("r", [10, 11, 10])
+    assert len(draft(proposer, "r", max_nodes=0)) == 0
+    assert len(draft(proposer, "r", max_depth=0)) == 0
+
+
+def test_a_fixed_budget_is_not_cut_by_cost():
+    steep = CostCurve([1, 2], [1.0, 1000.0])
+    sizes = {}
+    for budget in ("auto", 3):
+        proposer = NGramTrieProposer(LookaheadOptions(budget=budget), StepCost(steep))
+        proposer.start("r", [10, 11, 10, 12, 10, 13, 10, 14, 10])
+        sizes[budget] = len(draft(proposer, "r"))
+    assert sizes == {"auto": 0, 3: 3}
+
+
+def test_a_cost_curve_set_later_cuts_the_next_trees(proposer):
+    proposer.start("r", [10, 11, 10])
+    assert len(draft(proposer, "r")) > 0
+    proposer.cost = StepCost(CostCurve([1, 2], [1.0, 1000.0]))
+    assert len(draft(proposer, "r")) == 0
+
+
+tokens = st.lists(st.integers(0, 5), min_size=1, max_size=40)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), tokens, tokens), min_size=1, max_size=6),
+    st.integers(0, 40),
+    st.integers(0, 20),
+    st.booleans(),
+)
+def test_every_tree_is_valid_within_its_limits_and_best_first(
+    requests, max_nodes, max_depth, may_branch
+):
+    proposer = NGramTrieProposer(LookaheadOptions(num_speculative_tokens=40, max_nodes=1024))
+    for request, prompt, answer in requests:
+        proposer.start(str(request), prompt)
+        proposer.extend({str(request): answer})
+    wants = [
+        DraftRequest(str(r), max_nodes, max_depth, may_branch) for r in {r for r, _, _ in requests}
+    ]
+    for tree in proposer.propose(wants):
+        tree.check(vocab_size=6, max_nodes=max_nodes)
+        assert len(tree) == 0 or tree.depths.max() <= max_depth
+        assert (np.diff(tree.probs) <= 0).all() and (tree.probs > 0).all()
+        assert (tree.probs < 1).all()
+        assert may_branch or tree.is_chain
+        for n in range(len(tree)):
+            tree.prefix(n).check(vocab_size=6, max_nodes=n)
+    assert proposer.trie.count_edges() <= 1024
+
+
+def test_a_tree_of_more_than_one_branch_parts_where_the_mode_says():
+    kinds = {}
+    for mode in ("hierarchical", "parallel", "single"):
+        proposer = NGramTrieProposer(LookaheadOptions(draft=mode))
+        proposer.start("r", [10, 11, 12, 10, 11, 13, 10, 14, 15, 10, 14, 16, 1])
+        proposer.extend({"r": [10]})
+        tree = draft(proposer, "r")
+        tree.check(vocab_size=100, max_nodes=16)
+        parents = tree.parents.tolist()
+        kinds[mode] = (parents.count(-1) > 1, any(parents.count(i) > 1 for i in range(len(tree))))
+    assert kinds == {
+        "hierarchical": (True, True),
+        "parallel": (True, False),
+        "single": (False, False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("sources", "from_prompt", "from_own_answer", "from_another"),
+    [("both", True, True, True), ("prompt", True, False, False), ("output", False, True, True)],
+)
+def test_what_is_inserted_is_the_prompt_the_output_or_both(
+    sources, from_prompt, from_own_answer, from_another
+):
+    proposer = NGramTrieProposer(LookaheadOptions(sources=sources))
+    proposer.start("other", [1])
+    proposer.extend({"other": [50, 51]})
+    proposer.start("r", [60, 61, 62])
+    proposer.extend({"r": [70, 71]})
+    for last, following, is_held in (
+        (60, 61, from_prompt),
+        (70, 71, from_own_answer),
+        (50, 51, from_another),
+    ):
+        proposer.extend({"r": [5, 6, last]})
+        assert (following in draft(proposer, "r").tokens) == is_held, last
+
+
+def test_a_reference_is_drafted_from_its_first_token_and_before_the_prompt():
+    proposer = NGramTrieProposer(LookaheadOptions())
+    proposer.start("r", [1, 10, 11, 12, 13, 2], references=[[20, 21, 22], [10, 31, 32]])
+    assert draft(proposer, "r").tokens[0] in (20, 10)
+    proposer.extend({"r": [10]})
+    tree = draft(proposer, "r")
+    assert tree.tokens[0] == 31 and 11 in tree.tokens
+
+
+def test_a_reference_belongs_to_its_request():
+    proposer = NGramTrieProposer(LookaheadOptions())
+    proposer.start("a", [1], references=[[20, 21, 22]])
+    proposer.start("b", [1])
+    proposer.extend({"b": [20]})
+    assert 21 not in draft(proposer, "b").tokens
+    proposer.finish("a")
+    proposer.start("a", [1])
+    proposer.extend({"a": [20]})
+    assert 21 not in draft(proposer, "a").tokens
+
+
+def test_an_answer_that_follows_its_reference_in_spite_of_a_change_is_drafted():
+    proposer = NGramTrieProposer(LookaheadOptions())
+    proposer.start("r", [1], references=[DOCUMENT])
+    proposer.extend({"r": [*DOCUMENT[:20], 7]})
+    assert DOCUMENT[21] in children_of_root(draft(proposer, "r"))
+
+
+def test_namespaces_share_nothing_and_none_shares_with_nobody():
+    proposer = NGramTrieProposer(LookaheadOptions())
+    for request_id, namespace in (("a", "x"), ("b", ""), ("c", None)):
+        proposer.start(request_id, [1], namespace)
+        proposer.extend({request_id: [50, {"a": 51, "b": 52, "c": 53}[request_id]]})
+    for namespace, held in (("x", {51}), ("", {52}), (None, set()), ("y", set())):
+        proposer.start("r", [1], namespace)
+        proposer.extend({"r": [50]})
+        assert {51, 52, 53} & children_of_root(draft(proposer, "r")) == held
+
+
+def test_names_of_namespaces_are_not_kept():
+    proposer = NGramTrieProposer(LookaheadOptions())
+    proposer.start("r", [1], "a secret salt")
+    _, facts = proposer.snapshot()
+    assert "salt" not in str(facts) and len(facts["namespaces"]) == 2
+
+
+def in_slow_motion(proposer):
+    """Let each step insert forty turns, whatever the machine."""
+    times = iter(range(10**9))
+    queue = proposer.insertion
+    queue.clock, queue.seconds, queue.share, queue._left = lambda: next(times), 40, 1000, 40
+    return proposer
+
+
+def test_a_long_prompt_is_inserted_over_several_steps():
+    proposer = in_slow_motion(NGramTrieProposer(LookaheadOptions()))
+    prompt = np.random.default_rng(0).permutation(30_000)
+    proposer.start("r", prompt)
+    seen = []
+    for _ in range(13):
+        proposer.extend({"r": prompt[29_900:29_902].tolist()})
+        seen.append(prompt[29_902] in draft(proposer, "r").tokens)
+    assert not seen[0] and seen[-1] and sorted(seen) == seen
+    proposer.start("r", prompt)
+    proposer.finish("r")
+    proposer.start("s", [10, 11, 10])
+    draft(proposer, "s")
+    assert 11 in draft(proposer, "s").tokens  # what "r" still had to insert went with it
+
+
+def test_a_short_prompt_does_not_wait_for_long_references():
+    proposer = in_slow_motion(NGramTrieProposer(LookaheadOptions()))
+    for i in range(8):
+        proposer.start(f"long-{i}", [1, 2, 3], references=[list(range(5000 * i, 5000 * i + 5000))])
+    proposer.start("short", [10, 11, 10])
+    for _ in range(2):
+        draft(proposer, "short")
+    assert proposer.insertion._waiting
+    assert 11 in draft(proposer, "short").tokens
+
+
+def test_what_is_not_yet_inserted_is_kept_as_it_was_given():
+    proposer = in_slow_motion(NGramTrieProposer(LookaheadOptions()))
+    prompt = np.arange(30_000, dtype=np.int32)
+    proposer.start("r", prompt)
+    prompt[:] = 7  # the engine's buffer gets another request
+    for _ in range(15):
+        draft(proposer, "r")
+    proposer.extend({"r": [29_000, 29_001]})
+    assert draft(proposer, "r").tokens[0] == 29_002
+
+
+def test_what_was_learned_of_one_namespace_does_not_depend_on_its_tokens():
+    """Rates are shared by all namespaces: one text or another of the same shape leaves the same."""
+    rng = np.random.default_rng(2)
+    answers = [rng.integers(0, rng.integers(2, 4), 30) for _ in range(12)]
+    renamed = rng.permutation(40_000)
+    learned = []
+    for rename in (np.arange(40_000), renamed):
+        proposer = NGramTrieProposer(LookaheadOptions())
+        for answer in answers:
+            proposer.start("r", rename[answer[:10]].tolist(), "another")
+            for token in rename[answer[10:]].tolist():
+                proposer.extend({"r": [token]})
+            proposer.finish("r")
+        assert not proposer.trie.num_pruned  # which edges share a line is up to their hashes
+        learned.append(proposer.rate)
+    assert learned[0].trials.sum() > AcceptanceRate().trials.sum() + 1000
+    for array in ("rates", "trials", "weights"):
+        np.testing.assert_array_equal(*(getattr(rate, array) for rate in learned))
+
+
+def test_a_restored_proposer_goes_on_where_the_other_was():
+    teacher, pupil = (NGramTrieProposer(LookaheadOptions(max_nodes=50_000)) for _ in range(2))
+    teach_copying(teacher)
+    teacher.start("live", [60, 61, 62])
+    pupil.restore(*teacher.snapshot())
+    for proposer in (teacher, pupil):
+        proposer.start("r", [1])
+        proposer.extend({"r": [1000, 1001]})
+    trees = [draft(proposer, "r") for proposer in (teacher, pupil)]
+    assert len(trees[0]) > 3 and trees[0].tokens.tolist() == trees[1].tokens.tolist()
+    assert trees[0].probs.tolist() == trees[1].probs.tolist()
+    pupil.start("s", [1])
+    pupil.extend({"s": [60]})
+    assert 61 not in draft(pupil, "s").tokens
+
+
+def test_a_snapshot_of_another_shape_is_refused_and_nothing_changes():
+    teacher = NGramTrieProposer(LookaheadOptions(max_nodes=50_000))
+    pupil = NGramTrieProposer(LookaheadOptions(max_nodes=40_000))
+    teach_copying(pupil)
+    before = pupil.trie.count_edges()
+    arrays, facts = teacher.snapshot()
+    for other in (arrays, {**pupil.snapshot()[0], "edges": None}):
+        with pytest.raises(ValueError, match="edges"):
+            pupil.restore(other, facts)
+    with pytest.raises(ValueError, match="lengths"):
+        pupil.restore(arrays, {**facts, "suffixes": [1, 2]})
+    assert pupil.trie.count_edges() == before
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from("abcd"),
+        st.sampled_from(["start", "reference", "extend", "extend", "propose", "finish"]),
+        st.lists(st.integers(0, 5), max_size=8),
+        st.sampled_from(["", "x", None]),
+    ),
+    max_size=25,
+)
+
+
+@settings(deadline=None)
+@given(steps)
+def test_it_proposes_what_the_plain_model_of_it_proposes(steps):
+    proposer, model = (
+        NGramTrieProposer(LookaheadOptions(num_speculative_tokens=24)),
+        ProposerModel(),
+    )
+    live, serial = {}, 0
+    for request_id, action, tokens, namespace in steps:
+        if action in ("start", "reference"):
+            serial += 1
+            references = [tokens[::-1], tokens[1:]] if action == "reference" else []
+            spaces = [f"own {serial}", namespace, f"reference {serial}" if references else None]
+            live[request_id] = spaces, list(tokens)
+            proposer.start(request_id, tokens, namespace, references)
+            for reference in references:
+                for space in (spaces[2], spaces[0]):
+                    for i, token in enumerate(reference):
+                        model.trie.insert(space, tokens + reference[:i], token)
+            for i, token in enumerate(tokens):
+                model.trie.insert(spaces[0], tokens[:i], token)
+        elif action == "finish":
+            live.pop(request_id, None)
+            proposer.finish(request_id)
+        elif request_id in live and action == "extend":
+            proposer.extend({request_id: tokens})
+            model.extend(*live[request_id], tokens)
+        elif request_id in live:
+            tree = draft(proposer, request_id, max_nodes=24, max_depth=6)
+            assume(not proposer.trie.num_pruned)  # once in a while a line of it is full
+            paths = []
+            for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+                paths.append((*(paths[parent] if parent >= 0 else ()), token))
+            truth = model.propose(*live[request_id], 200, 6)
+            likeliest = [prob for prob, _ in truth[:24]]
+            assert tree.probs.tolist() == pytest.approx(likeliest, rel=1e-3)
+            held = {path: prob for prob, path in truth}
+            assert [held[path] for path in paths] == pytest.approx(tree.probs.tolist(), rel=1e-3)
+
+
+def pairs(text):
+    """Two tokens next to each other, or with one between them."""
+    return set(pairwise(text)) | set(zip(text, text[2:], strict=False))
+
+
+@settings(deadline=None)
+@given(steps, st.sampled_from([1024, 100_000]))
+def test_no_draft_holds_what_only_another_namespace_has_seen(steps, max_nodes):
+    """Each token was seen after the last but one or two, by the request or in its namespace."""
+    proposer = NGramTrieProposer(LookaheadOptions(max_nodes=max_nodes))
+    flood = np.random.default_rng(0).integers(1000, 9000, 300).tolist()
+    seen, live = defaultdict(set), {}
+    for step, (request_id, action, tokens, namespace) in enumerate(steps):
+        # Every text begins with the same two tokens, so that a draft always has two before it.
+        if action in ("start", "reference"):
+            text = [7, 8, *tokens]
+            references = [tokens[::-1]] if action == "reference" else []
+            live[request_id] = step, namespace if namespace is not None else step, text
+            proposer.start(request_id, text, namespace, references)
+            for reference in ([], *references):
+                seen[step] |= pairs(text + reference)
+        elif action == "finish":
+            live.pop(request_id, None)
+            proposer.finish(request_id)
+        elif request_id in live and action == "extend":
+            proposer.extend({request_id: tokens})
+            own, shared, text = live[request_id]
+            new = pairs(text[-2:] + tokens) - pairs(text[-2:])
+            seen[own] |= new
+            seen[shared] |= new
+            text += tokens
+            proposer.start("flood", flood[step:], "flood")
+            proposer.extend({"flood": flood[step:]})
+        elif request_id in live:
+            own, shared, text = live[request_id]
+            tree = draft(proposer, request_id)
+            paths = []
+            for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+                before = paths[parent] if parent >= 0 else text
+                assert {(last, token) for last in before[-2:]} & (seen[own] | seen[shared])
+                paths.append([*before, token])

@@ -1,0 +1,262 @@
+"""The trie counts what followed which suffix, in every space for itself, within its room."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookahead_vllm.draft.tree import UNKNOWN
+from lookahead_vllm.draft.trie.suffix import NUM_SUFFIXES, ORDERS, empty_row, row_of
+from lookahead_vllm.draft.trie.table import (
+    BYTES_PER_NODE,
+    HALF_LIFE,
+    LAST_PRIVATE,
+    LINE,
+    LIVE_BONUS,
+    MADE,
+    MAX_LIVE,
+    NOWHERE,
+    TICKS,
+    Trie,
+)
+from tests.support.reference_trie import SUFFIXES, TrieModel, context
+
+
+def ids(tokens):
+    return np.array(tokens, np.int32)
+
+
+def insert(trie, space, tokens):
+    trie.insert(space, empty_row(), ids(tokens))
+
+
+def followers(trie, space, text):
+    """By suffix, what followed the end of `text`."""
+    return {suffix: trie.followers(space, row_of(ids(text)), suffix) for suffix in SUFFIXES}
+
+
+def test_what_followed_is_found_by_every_suffix():
+    trie = Trie(4096)
+    space = trie.new_shared()
+    text = list(range(100, 120))
+    insert(trie, space, text)
+    assert all(held == [(119, 1)] for held in followers(trie, space, text[:-1]).values())
+
+
+def test_a_sparse_suffix_leaves_out_the_last_token():
+    trie = Trie(4096)
+    space = trie.new_shared()
+    insert(trie, space, [7, 8, 9, 10])
+    changed = followers(trie, space, [7, 8, 55])
+    assert changed[len(ORDERS)] == changed[len(ORDERS) + 1] == [(10, 1)]
+    assert all(changed[suffix] == [] for suffix in range(len(ORDERS)))
+
+
+def test_the_row_of_a_text_is_made_of_its_end():
+    trie = Trie(4096)
+    text = list(range(50))
+    row = empty_row()
+    trie.insert(NOWHERE, row, ids(text))
+    assert row.tolist() == row_of(ids(text)).tolist()
+
+
+def test_no_n_gram_reaches_across_what_has_no_token_id():
+    text = [7, 8, UNKNOWN, UNKNOWN, 9, 10]
+    trie, apart = Trie(4096), Trie(4096)
+    space = trie.new_shared()
+    row = empty_row()
+    trie.insert(space, row, ids(text))
+    assert row.tolist() == row_of(ids(text)).tolist() == row_of(ids([9, 10])).tolist()
+    assert row_of(ids(text[:4])).tolist() == empty_row().tolist()
+    for part in ([7, 8], [9, 10]):
+        insert(apart, space, part)
+    assert trie.edges.tolist() == apart.edges.tolist()
+
+
+def test_the_last_to_follow_stands_first_and_a_count_counts():
+    trie = Trie(4096)
+    space = trie.new_shared()
+    for token in (1, 2, 2, 3, 1):
+        insert(trie, space, [9, token])
+    held = followers(trie, space, [9])[0]
+    assert held[0] == (1, 2) and dict(held) == {1: 2, 2: 2, 3: 1}
+
+
+def test_a_suffix_keeps_the_frequent_and_the_new():
+    trie = Trie(1 << 16)
+    space = trie.new_shared()
+    for token in [1, 1, *range(10, 40)]:
+        insert(trie, space, [9, token])
+    held = dict(followers(trie, space, [9])[0])
+    assert len(held) == LINE and held[1] == 2 and held[39] == 1
+
+
+def test_of_the_equally_frequent_the_oldest_goes():
+    trie = Trie(1 << 16)
+    space = trie.new_shared()
+    for token in range(LINE + 1):
+        insert(trie, space, [99, token])
+        trie.counters[MADE] += (1 << 16) // TICKS  # time goes by
+    held = {token for token, _ in followers(trie, space, [99])[0]}
+    assert held == set(range(1, LINE + 1))
+
+
+streams = st.lists(
+    st.tuples(st.integers(0, 2), st.lists(st.integers(0, 4), max_size=10)), max_size=12
+)
+
+
+@settings(deadline=None)
+@given(streams)
+def test_without_pruning_it_is_a_dict_of_suffixes(streams):
+    trie, model, texts = Trie(1 << 24), TrieModel(), {}  # no line will ever be full
+    spaces = [trie.new_shared(), trie.new_private(1 << 20), trie.new_private(1 << 20)]
+    for which, tokens in streams:
+        text = texts.setdefault(which, [])
+        trie.insert(spaces[which], row_of(ids(text)), ids(tokens))
+        for token in tokens:
+            model.insert(which, text, token)
+            text.append(token)
+    for which, text in texts.items():
+        for end in range(len(text) + 1):
+            for other in range(3):
+                found = followers(trie, spaces[other], text[:end])
+                for suffix, held in found.items():
+                    assert held == model.followers(other, text[:end], suffix), (which, suffix)
+
+
+@settings(deadline=None)
+@given(st.integers(8, 200), streams)
+def test_pruning_keeps_the_bound_and_never_counts_too_much(max_nodes, streams):
+    trie, truth, texts = Trie(max_nodes), Counter(), {}
+    spaces = [trie.new_shared(), trie.new_private(10), trie.new_private(10)]
+    for which, tokens in streams:
+        text = texts.setdefault(which, [])
+        trie.insert(spaces[which], row_of(ids(text)), ids(tokens))
+        for token in tokens:
+            truth.update((which, context(text, suffix), token) for suffix in SUFFIXES)
+            text.append(token)
+    assert trie.count_edges() <= max_nodes
+    for which, text in texts.items():
+        for end in range(len(text) + 1):
+            for suffix, held in followers(trie, spaces[which], text[:end]).items():
+                assert len({token for token, _ in held}) == len(held)
+                for token, count in held:
+                    assert 1 <= count <= truth[which, context(text[:end], suffix), token]
+
+
+def test_nothing_is_found_in_another_space_nor_after_the_end_of_its_own():
+    trie = Trie(1 << 16)
+    shared, first, second = trie.new_shared(), trie.new_private(20), trie.new_private(20)
+    insert(trie, first, [1, 2, 3])
+    assert followers(trie, first, [1, 2])[0] == [(3, 1)]
+    for space in (shared, second):
+        assert not any(followers(trie, space, [1, 2]).values())
+    insert(trie, second, [1, 2, 4])
+    trie.eliminate(first)
+    assert trie.count_edges() == 3 * NUM_SUFFIXES
+    assert followers(trie, second, [1, 2])[0] == [(4, 1)]
+    trie.eliminate(first)
+    trie.eliminate(shared)
+    assert trie.count_edges() == 3 * NUM_SUFFIXES
+
+
+def test_nowhere_holds_nothing():
+    trie = Trie(1024)
+    insert(trie, NOWHERE, [1, 2, 3])
+    assert trie.count_edges() == 0
+    assert not any(followers(trie, NOWHERE, [1, 2]).values())
+
+
+def flood(trie, space, num_tokens, seed=0):
+    insert(trie, space, np.random.default_rng(seed).integers(1000, 40_000, num_tokens))
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+def test_eliminated_text_is_the_first_to_go(is_live):
+    trie = Trie(8192)
+    answers, private = trie.new_shared(), trie.new_private(1000)
+    flood(trie, private, 1000)
+    if not is_live:
+        trie.eliminate(private)
+    before = trie.num_pruned
+    insert(trie, answers, range(100))
+    pruned = trie.num_pruned - before
+    assert pruned > 100 * NUM_SUFFIXES / 4 if is_live else pruned == 0
+
+
+def test_a_live_prompt_outlasts_rare_answers_and_frequent_answers_outlast_it():
+    trie = Trie(8192)
+    answers, prompt = trie.new_shared(), trie.new_private(100)
+    insert(trie, prompt, range(100))
+    for _ in range(3 * LIVE_BONUS):
+        insert(trie, answers, range(500, 520))
+    flood(trie, answers, 700)
+    kept = [followers(trie, prompt, [token])[0] == [(token + 1, 1)] for token in range(98)]
+    assert np.mean(kept) > 0.95
+    often = [followers(trie, answers, [token])[0] for token in range(500, 519)]
+    assert all(held and held[0][0] == token + 501 for token, held in enumerate(often))
+    assert trie.num_pruned > 500
+
+
+def test_a_frequency_that_is_not_refreshed_fades():
+    trie = Trie(1 << 12)
+    space, other = trie.new_shared(), trie.new_shared()
+    for _ in range(40):
+        insert(trie, space, [1, 2])
+    trie.counters[MADE] += 2 * HALF_LIFE * (4096 // TICKS)  # as if so many others had come
+    insert(trie, space, [1, 2])
+    assert followers(trie, space, [1])[0] == [(2, 11)]
+    insert(trie, other, [1, 3])
+    assert followers(trie, other, [1])[0] == [(3, 1)]
+
+
+def test_the_newest_text_is_always_held():
+    trie = Trie(4096)
+    space = trie.new_shared()
+    stream = np.random.default_rng(0).integers(0, 40_000, 20_000)
+    insert(trie, space, stream)
+    assert trie.num_pruned > 100_000
+    newest = [followers(trie, space, stream[: -i - 1])[3] for i in range(200)]
+    assert np.mean([held == [(stream[-i - 1], 1)] for i, held in enumerate(newest)]) > 0.9
+
+
+def test_a_short_text_keeps_to_a_small_part_of_the_table():
+    trie = Trie(1 << 20)
+    space = trie.new_private(50)
+    insert(trie, space, range(50))
+    used = np.flatnonzero(trie.edges[:, 0])
+    assert used.max() - used.min() < 1 << 14
+
+
+@pytest.mark.parametrize("vocabulary", [1, 50_000])
+def test_a_prompt_of_32k_tokens_takes_linear_work(vocabulary):
+    trie = Trie(1 << 20)
+    space = trie.new_private(32_000)
+    stream = np.random.default_rng(0).integers(0, vocabulary, 32_000)
+    insert(trie, space, stream)
+    assert trie.counters[MADE] <= 32_000 * NUM_SUFFIXES
+    assert followers(trie, space, stream[:-1])[4][0][0] == stream[-1]
+
+
+def test_the_numbers_of_private_spaces_come_around():
+    trie = Trie(1024)
+    trie.counters[LAST_PRIVATE] = 2**31 - 3
+    held = [trie.new_private(1) for _ in range(4)]
+    assert held == [-(2**31 - 2), -(2**31 - 1), -1, -2]
+
+
+def test_there_is_an_end_to_live_spaces():
+    trie = Trie(1024)
+    held = [trie.new_private(1) for _ in range(MAX_LIVE)]
+    assert len(set(held)) == MAX_LIVE and trie.new_private(1) == NOWHERE
+    trie.eliminate(held[5])
+    assert trie.new_private(1) != NOWHERE
+
+
+def test_a_node_takes_16_bytes_and_a_line_of_4_is_one_cache_line():
+    trie = Trie(1_000_003)
+    assert trie.edges.nbytes == 1_000_000 * BYTES_PER_NODE == 16_000_000
+    assert trie.edges.ctypes.data % 64 == 0

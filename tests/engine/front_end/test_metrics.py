@@ -1,0 +1,365 @@
+"""Every metric is exposed, explained and shown; nothing is lost on the way, and vLLM agrees."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from copy import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from prometheus_client import REGISTRY
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from lookahead_vllm.draft.sources import NAMES
+from lookahead_vllm.engine import step_report
+from lookahead_vllm.engine.front_end import stat_logger
+from lookahead_vllm.engine.front_end.stat_logger import (
+    PREFIX,
+    LookaheadStatLogger,
+    ReportingOutputs,
+)
+from lookahead_vllm.engine.step_report import PARTS, DrafterWatch, StepReport
+from lookahead_vllm.engine.worker.drafter import Counters
+from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
+from tests.support import proposers  # noqa: F401  (registers them)
+from tests.support.driving import (
+    GREEDY,
+    drafter_of,
+    engine,
+    generate,
+    generate_staggered,
+    random_prompts,
+)
+
+REPOSITORY = Path(__file__).parents[3]
+DOCS = REPOSITORY / "docs" / "metrics.md"
+DASHBOARD = REPOSITORY / "configs" / "grafana-lookahead.json"
+ECHO = [[5, 6, 7, 8] * 8, [9, 10, 11] * 5]
+
+
+@pytest.fixture(autouse=True)
+def _no_metrics_left() -> Iterator[None]:
+    yield
+    stat_logger.unregister()
+
+
+@pytest.fixture
+def _over_the_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine in this process sends its stats as one in a process of its own does."""
+    original = LookaheadStatLogger.record
+
+    def record(self: LookaheadStatLogger, stats: Any, *args: Any, **kwargs: Any) -> None:
+        sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
+        got = MsgpackDecoder(ReportingOutputs).decode(sent).scheduler_stats
+        original(self, got, *args, **kwargs)
+
+    monkeypatch.setattr(LookaheadStatLogger, "record", record)
+
+
+def stat_logger_of(*engines: int) -> LookaheadStatLogger:
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(served_model_name="m"))
+    return LookaheadStatLogger(config, list(engines))
+
+
+def record(logger: LookaheadStatLogger, report: StepReport, engine_idx: int = 0) -> None:
+    logger.record(step_report.with_report(SchedulerStats(), report), None, engine_idx=engine_idx)
+
+
+def samples(prefix: str = PREFIX, by: str | None = None) -> Counter[str]:
+    """What is exposed by the name of the sample, or by the value of a label."""
+    totals: Counter[str] = Counter()
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            if sample.name.startswith(prefix) and not sample.name.endswith("_created"):
+                totals[sample.labels[by] if by else sample.name] += sample.value
+    return totals
+
+
+def accepted_by_source() -> Counter[str]:
+    return samples(PREFIX + "nodes_accepted_total", by="source")
+
+
+def value(name: str, engine: int = 0, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(
+        PREFIX + name, {"model_name": "m", "engine": str(engine), **labels}
+    )
+
+
+def full_report() -> StepReport:
+    report = StepReport()
+    report.count_nodes(np.array([8, 4, 2, 1, 7, 3]), np.array([4, 2, 1, 0, 5, 1]))
+    report.count_lengths([1, 3, 3])
+    report.budgets += [15, 0]
+    report.costs += [(0.010, 0.012), (0.010, 0.008)]
+    report.seconds["verify"] += 0.5
+    report.evictions += 6
+    report.refused_trees += 2
+    report.trie_nodes, report.trie_bytes = 100, 1600
+    return report
+
+
+# ---- counting ------------------------------------------------------------------------------------
+
+
+def test_every_number_of_a_report_is_counted() -> None:
+    logger = stat_logger_of(0)
+    for _ in range(2):
+        record(logger, full_report())
+
+    verified = [value("nodes_verified_total", source=source) for source in NAMES]
+    accepted = [value("nodes_accepted_total", source=source) for source in NAMES]
+    assert (verified, accepted) == ([16, 8, 4, 2, 14, 6], [8, 4, 2, 0, 10, 2])
+    assert value("acceptance_length_count") == 6
+    assert value("acceptance_length_sum") == 14
+    assert value("acceptance_length_bucket", le="1.0") == 2
+    assert value("step_nodes_bucket", le="0.0") == 2
+    assert value("step_nodes_sum") == 30
+    assert value("step_cost_error_sum") == pytest.approx(0.8)
+    assert value("step_cost_error_count") == 4
+    assert value("step_predicted_seconds_total") == pytest.approx(0.04)
+    assert value("step_measured_seconds_total") == pytest.approx(0.04)
+    seconds = {part: value("part_seconds_total", part=part) for part in PARTS}
+    assert seconds == {"draft": 0, "verify": 1, "compaction": 0}
+    assert value("trie_nodes") == 100
+    assert value("trie_bytes") == 1600
+    assert value("trie_evictions_total") == 12
+    assert value("trees_refused_total") == 4
+
+
+def test_engines_stay_apart_and_begin_with_zeros() -> None:
+    logger = stat_logger_of(0, 1)
+    assert set(samples().values()) == {0}
+    record(logger, full_report(), engine_idx=1)
+    assert value("step_nodes_sum", engine=0) == 0
+    assert value("step_nodes_sum", engine=1) == 15
+
+
+def test_the_trie_stays_as_it_was_seen_last() -> None:
+    logger = stat_logger_of(0)
+    record(logger, full_report())
+    record(logger, StepReport())
+    assert value("trie_nodes") == 100
+
+
+def test_a_step_without_a_report_is_passed_over() -> None:
+    logger = stat_logger_of(0)
+    for stats in (None, SchedulerStats()):
+        logger.record(stats, None)
+    assert set(samples().values()) == {0}
+
+
+def test_another_engine_in_the_process_begins_anew() -> None:
+    record(stat_logger_of(0), full_report())
+    stat_logger.unregister()
+    assert not samples()
+    stat_logger_of(0)
+    assert set(samples().values()) == {0}
+
+
+# ---- travelling ----------------------------------------------------------------------------------
+
+
+def test_a_report_crosses_the_process_boundary() -> None:
+    stats = step_report.with_report(SchedulerStats(num_running_reqs=3), full_report())
+    sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats, weight_version="w"))
+
+    got = MsgpackDecoder(ReportingOutputs).decode(sent)
+    assert got.scheduler_stats == stats
+    assert got.weight_version == "w"
+    # The coordinator of data-parallel engines reads with vLLM's own decoder.
+    plain = MsgpackDecoder(EngineCoreOutputs).decode(sent)
+    assert plain.scheduler_stats == SchedulerStats(num_running_reqs=3)
+
+
+def test_what_a_plain_engine_sends_is_read_as_before() -> None:
+    sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=SchedulerStats(2)))
+    got = MsgpackDecoder(ReportingOutputs).decode(sent)
+    assert got.scheduler_stats.num_running_reqs == 2
+    assert got.scheduler_stats.lookahead is None
+
+
+class Sampled:
+    """Stands in for vLLM's runner."""
+
+    output: ModelRunnerOutput
+
+    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
+        return self.output
+
+
+class Runner(LookaheadRunner, Sampled):
+    def __init__(self, report: StepReport) -> None:
+        self.report = report
+        self.drafter = cast(Any, SimpleNamespace(rest_left=0, proposed=lambda _: None))
+        self._watch = cast(Any, SimpleNamespace(look=lambda _: None))
+
+
+def test_a_report_waits_for_an_output_with_requests() -> None:
+    report = full_report()
+    runner = Runner(report)
+    runner.output = EMPTY_MODEL_RUNNER_OUTPUT
+    assert runner.sample_tokens(None) is EMPTY_MODEL_RUNNER_OUTPUT
+    assert step_report.attached(EMPTY_MODEL_RUNNER_OUTPUT) is None and runner.report is report
+    runner.output = output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
+    runner.sample_tokens(None)
+    assert step_report.attached(output) is report and runner.report == StepReport()
+
+
+def test_where_stats_are_off_nothing_is_sent() -> None:
+    assert step_report.with_report(None, full_report()) is None
+
+
+def drafter(proposer: Any) -> Any:
+    return SimpleNamespace(proposer=proposer, counters=Counters())
+
+
+def test_evictions_are_those_since_the_last_look() -> None:
+    trie = SimpleNamespace(num_pruned=5, num_filled=40)
+    watch = DrafterWatch(drafter(SimpleNamespace(trie=trie, num_bytes=640)))
+    trie.num_pruned = 8
+    report = StepReport()
+    for _ in range(2):
+        watch.look(report)
+    assert (report.trie_nodes, report.trie_bytes, report.evictions) == (40, 640, 3)
+
+
+def test_refused_trees_are_counted(llama: Path) -> None:
+    with engine(llama, {"proposer": "malformed"}, disable_log_stats=False) as llm:
+        generate(llm, ECHO)
+        refused = drafter_of(llm).counters.refused_trees
+        assert samples()["lookahead_vllm:trees_refused_total"] == refused > 0
+
+
+def test_a_proposer_may_have_no_trie() -> None:
+    DrafterWatch(drafter(object())).look(report := StepReport())
+    assert report == StepReport()
+
+
+# ---- in an engine --------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_over_the_wire")
+def test_nothing_is_lost_and_vllm_agrees(llama: Path) -> None:
+    prompts = [*ECHO, *random_prompts(3, 30), *ECHO]
+    with engine(llama, {"budget": 8}, disable_log_stats=False, max_num_batched_tokens=32) as llm:
+        generate(llm, ECHO)
+        answers = [*generate(llm, ECHO), *generate_staggered(llm, prompts)]
+    ours, theirs = samples(), samples("vllm:")
+
+    drafts = theirs["vllm:spec_decode_num_drafts_total"]
+    accepted = theirs["vllm:spec_decode_num_accepted_tokens_total"]
+    assert accepted > 50
+    assert ours["lookahead_vllm:nodes_accepted_total"] == accepted
+    verified = theirs["vllm:spec_decode_num_draft_tokens_total"]
+    assert ours["lookahead_vllm:nodes_verified_total"] == verified
+    assert ours["lookahead_vllm:step_nodes_sum"] == verified
+    assert ours["lookahead_vllm:acceptance_length_count"] == drafts
+    assert ours["lookahead_vllm:acceptance_length_sum"] == drafts + accepted
+    tokens = sum(len(a) for answer in answers for a in answer) + 2 * 40
+    assert theirs["vllm:generation_tokens_total"] == tokens
+    # Every answer's first token comes without a draft.
+    assert drafts + accepted <= tokens - len(answers) - 2
+    assert ours["lookahead_vllm:trie_nodes"] > 0
+    assert ours["lookahead_vllm:trie_bytes"] > 0
+    seconds = samples(PREFIX + "part_seconds_total", by="part")
+    assert set(seconds) == set(PARTS)
+    assert seconds["draft"] > 0 and seconds["verify"] > 0
+
+
+def test_every_node_has_its_source(llama: Path) -> None:
+    prompt = random_prompts(1, 30, seed=3)
+    forced = StructuredOutputsParams(regex=r"(x|y) the age is 100\.")
+    with engine(llama, {"budget": 8}, disable_log_stats=False, skip_tokenizer_init=False) as llm:
+        (answer,) = generate(llm, prompt)
+        assert accepted_by_source()["answers"] == 0
+        generate(llm, prompt)
+        assert accepted_by_source()["answers"] > 20
+        assert accepted_by_source()["reference"] == 0
+
+        from_reference = copy(GREEDY)
+        from_reference.extra_args = {"lookahead": {"reference": answer, "namespace": "other"}}
+        generate(llm, prompt, from_reference)
+        assert accepted_by_source()["reference"] > 20
+        assert accepted_by_source()["grammar"] == 0
+
+        generate(llm, prompt, SamplingParams(temperature=0, structured_outputs=forced))
+        assert accepted_by_source()["grammar"] > 0
+    # Some text came again in its own request.
+    assert accepted_by_source()["own"] > 0
+    assert accepted_by_source().total() == samples()["lookahead_vllm:nodes_accepted_total"]
+
+
+def test_a_step_that_sends_nothing_is_a_step_with_a_budget_of_0(llama: Path) -> None:
+    """vLLM has no stats for it, and its log says nothing; ours has to show it."""
+    with engine(llama, {"proposer": "recorder"}, disable_log_stats=False) as llm:
+        generate(llm, ECHO)
+    ours = samples()
+    # 40 tokens in 40 steps: the first follows the prompt, for the last no draft was wanted.
+    assert ours["lookahead_vllm:step_nodes_count"] == 38
+    assert ours["lookahead_vllm:step_nodes_sum"] == 0
+    assert ours["lookahead_vllm:acceptance_length_count"] == 0
+    assert samples("vllm:")["vllm:spec_decode_num_drafts_total"] == 0
+
+
+def test_plain_vllm_exposes_none_of_them(llama: Path) -> None:
+    with engine(llama, {"budget": 8}, disable_log_stats=False):
+        assert samples()
+    with engine(llama, disable_log_stats=False) as llm:
+        generate(llm, ECHO)
+    assert samples("vllm:")
+    assert not samples()
+
+
+def test_with_stats_off_there_are_none(llama: Path) -> None:
+    with engine(llama, {"budget": 8}, disable_log_stats=True) as llm:
+        generate(llm, ECHO)
+        assert llm.llm_engine.logger_manager is None
+    assert not samples()
+
+
+# ---- explained and shown -------------------------------------------------------------------------
+
+
+def families(prefix: str) -> dict[str, set[str]]:
+    """The names under which each exposed metric is known, by one of them."""
+    return {
+        family.name: {family.name, *(s.name for s in family.samples)}
+        for family in REGISTRY.collect()
+        if family.name.startswith(prefix) and not family.name.endswith("_created")
+    }
+
+
+def named(path: Path, prefix: str) -> set[str]:
+    return set(re.findall(rf"(?<![\w:]){prefix}[a-z_]+", path.read_text()))
+
+
+@pytest.mark.parametrize("path", [DOCS, DASHBOARD], ids=lambda path: path.name)
+def test_whatever_is_exposed_is_named_and_the_other_way_round(path: Path) -> None:
+    stat_logger_of(0)
+    exposed = families(PREFIX)
+    assert len(exposed) == 12
+    assert named(path, PREFIX) - set().union(*exposed.values()) == set()
+    assert [f for f, names in exposed.items() if not names & named(path, PREFIX)] == []
+
+
+@pytest.mark.parametrize("path", [DOCS, DASHBOARD], ids=lambda path: path.name)
+def test_every_metric_of_vllms_that_is_named_exists(path: Path, llama: Path) -> None:
+    with engine(llama, {"budget": 8}, disable_log_stats=False):
+        exposed = families("vllm:")
+    assert named(path, "vllm:") - set().union(*exposed.values()) == set()
+
+
+def test_the_readme_and_the_docs_lead_to_them() -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    assert "docs/metrics.md" in readme and "configs/grafana-lookahead.json" in readme
+    assert "configs/grafana-lookahead.json" in DOCS.read_text()

@@ -1,0 +1,320 @@
+"""What a request says about itself reaches the proposer, and never its text."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Iterator
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine import EngineCoreRequest
+
+from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.engine.front_end.requests import checked_at_once
+from lookahead_vllm.engine.request_options import RequestError, given
+from tests.support import driving
+from tests.support.driving import GREEDY, drafter_of, engine, generate, random_prompts
+from tests.support.models import save_adapter, save_tiny_model
+from tests.support.proposers import Recorder
+
+STARTED = Recorder.STARTED
+LORA = dict(enable_lora=True, max_lora_rank=8, max_loras=2)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer: token 7 is the word w7."""
+    path = save_tiny_model("llama", tmp_path_factory.mktemp("front_end"))
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w2"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="w0", eos_token="w1", unk_token="w2"
+    ).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
+    return save_adapter(tmp_path_factory.mktemp("lora") / "adapter-a", 1)
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    STARTED.clear()
+    yield
+
+
+def ask(llm: LLM, extra_args: dict[str, Any] | None, salt: str | None = None, **kwargs: Any) -> Any:
+    """What the proposer heard of one request: namespace and references of each of its answers."""
+    lora = kwargs.pop("lora_request", None)
+    settings = dict(max_tokens=3, temperature=0, detokenize=False, extra_args=extra_args)
+    params = SamplingParams(**{**settings, **kwargs})
+    before = deepcopy(extra_args)
+    prompt = TokensPrompt(prompt_token_ids=[5, 6])
+    if salt:
+        prompt["cache_salt"] = salt
+    STARTED.clear()
+    llm.generate([prompt], params, lora_request=lora, use_tqdm=False)
+    assert params.extra_args == before
+    return [(namespace, references) for _, namespace, references in STARTED]
+
+
+def test_the_proposer_hears_what_a_request_says(llama: Path, adapter: LoRARequest) -> None:
+    recorder = {"proposer": "recorder"}
+    with engine(llama, recorder, skip_tokenizer_init=False, **LORA) as llm:
+        assert ask(llm, None) == [("", [])]
+        assert ask(llm, {"lookahead_namespace": "n"}) == [('[null, null, "n"]', [])]
+        assert ask(llm, None, salt="s") == [('[null, "s", null]', [])]
+        nested = {"lookahead": {"namespace": "n", "reference": ["w7 w8", "w9"]}}
+        everything = [('["adapter-a", "s", "n"]', [[7, 8], [9]])]
+        assert ask(llm, nested, salt="s", lora_request=adapter) == everything
+        assert ask(llm, {"lookahead_reference": "w7 w8"}) == [("", [[7, 8]])]
+        assert ask(llm, {"lookahead": {"reference": [[7, 8], "w9", ""]}}) == [("", [[7, 8], [9]])]
+        for seed in (None, 3):
+            heard = ask(llm, nested, salt="s", n=2, temperature=0.8, seed=seed)
+            assert heard == [('[null, "s", "n"]', [[7, 8], [9]])] * 2
+        assert ask(llm, {"lookahead": {"enabled": False}}) == []
+        assert ask(llm, {"lookahead_enabled": 0, "lookahead_reference": "w7"}) == []
+        assert ask(llm, None, max_tokens=1) == []
+        assert not drafter_of(llm).proposer.outputs
+
+
+@pytest.mark.parametrize(("share", "namespace"), [("none", None), ("all", "")])
+def test_the_server_decides_who_shares(share: str, namespace: str | None, llama: Path) -> None:
+    with engine(llama, {"proposer": "recorder", "budget": 16, "share": share}) as llm:
+        assert ask(llm, None) == [(namespace, [])]
+        assert ask(llm, {"lookahead_namespace": "n"}, salt="s") == [(namespace, [])]
+        # This engine has no tokenizer.
+        assert ask(llm, {"lookahead_reference": [7, 8]}) == [(namespace, [[7, 8]])]
+        with pytest.raises(RequestError, match=r"no tokenizer .* write its token ids"):
+            ask(llm, {"lookahead_reference": "w7 w8"})
+        # A bad request among good ones.
+        core = llm.llm_engine
+        prompt = TokensPrompt(prompt_token_ids=[5, 6])
+        core.add_request("good", prompt, GREEDY)
+        with pytest.raises(RequestError, match="did you mean lookahead_enabled"):
+            bad = SamplingParams(extra_args={"lookahead_enable": 1})
+            core.add_request("bad", prompt, bad)
+        outputs = []
+        while core.has_unfinished_requests():
+            outputs += core.step()
+        assert [o.request_id for o in outputs if o.finished] == ["good"]
+        assert [list(outputs[-1].outputs[0].token_ids)] == generate(llm, [[5, 6]])[0]
+
+
+def test_a_request_that_the_caller_made_is_prepared_too(llama: Path) -> None:
+    def made(request_id: str, extra_args: dict[str, Any]) -> EngineCoreRequest:
+        return EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=[5, 6],
+            mm_features=None,
+            sampling_params=SamplingParams(max_tokens=3, detokenize=False, extra_args=extra_args),
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt="s",
+            data_parallel_rank=None,
+        )
+
+    with engine(llama, {"proposer": "recorder"}) as llm:
+        core = llm.llm_engine
+        request = made("by-hand", {"lookahead_namespace": "n"})
+        params = request.params
+        core.add_request("by-hand", request, params)
+        assert params.extra_args == {"lookahead_namespace": "n"}
+        ready = core.input_processor.process_inputs(
+            "ready",
+            TokensPrompt(prompt_token_ids=[5, 6], cache_salt="s"),
+            SamplingParams(max_tokens=3, extra_args={"lookahead": {"namespace": "n"}}),
+            ("generate",),
+        )
+        core.add_request("ready", ready, ready.params)
+        while core.has_unfinished_requests():
+            core.step()
+        assert [(namespace, refs) for _, namespace, refs in STARTED] == [
+            ('[null, "s", "n"]', [])
+        ] * 2
+        bad = made("bad", {"lookahead_x": 1})
+        with pytest.raises(RequestError, match="lookahead_x was given"):
+            core.add_request("bad", bad, bad.params)
+
+
+def test_references_and_adapters_never_change_the_text(llama: Path, adapter: LoRARequest) -> None:
+    prompts = random_prompts(6, 30)
+    adapters = [None, adapter] * 3
+    noise = random_prompts(6, 60, seed=1)
+
+    def answers(llm: LLM, references: list[list[int]] | None = None) -> list[list[int]]:
+        params = [deepcopy(GREEDY) for _ in prompts]
+        for i, reference in enumerate(references or ()):
+            params[i].extra_args = {"lookahead": {"reference": reference}}
+        inputs = [TokensPrompt(prompt_token_ids=p) for p in prompts]
+        outputs = llm.generate(inputs, params, lora_request=adapters, use_tqdm=False)
+        return [list(o.outputs[0].token_ids) for o in outputs]
+
+    with engine(llama, **LORA) as plain:
+        vanilla = answers(plain)
+        # An engine without lookahead leaves the arguments as they are.
+        untouched = {"lookahead": "anything", "lookahead_x": 1}
+        processed = plain.llm_engine.input_processor.process_inputs(
+            "id",
+            TokensPrompt(prompt_token_ids=[5]),
+            SamplingParams(extra_args=untouched),
+            ("generate",),
+        )
+        assert processed.sampling_params.extra_args == untouched
+    truths = [prompt[-4:] + answer for prompt, answer in zip(prompts, vanilla, strict=True)]
+    with engine(llama, {"budget": 16}, **LORA) as llm:
+        assert answers(llm, noise) == vanilla
+        assert answers(llm, truths) == vanilla
+        assert answers(llm, truths[1:] + truths[:1]) == vanilla
+
+
+class Client:
+    """What `AsyncLLM.generate` needs of its client; texts have a token for each character."""
+
+    def __init__(self, **options: Any) -> None:
+        self.vllm_config = SimpleNamespace(additional_config={"lookahead": options})
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 128)
+        self.renderer = SimpleNamespace(
+            tokenizer=object(), tokenize_prompts_async=self._tokenize_prompts_async
+        )
+        self.seen: list[tuple[str, Any]] = []
+
+    async def _tokenize_prompts_async(self, prompts: list[dict], params: Any) -> list[dict]:
+        assert not params.add_special_tokens and params.max_total_tokens is None
+        return [{"prompt_token_ids": [len(p["prompt"])] * len(p["prompt"])} for p in prompts]
+
+    @checked_at_once
+    async def generate(self, prompt: str, params: Any, request_id: str) -> AsyncIterator[int]:
+        self.seen.append((prompt, params.extra_args))
+        try:
+            for i in range(3):
+                yield i
+        finally:
+            self.seen.append(("closed", None))
+
+
+async def first_output(client: Client, params: SamplingParams) -> int:
+    outputs = client.generate("hello", params, request_id="r")
+    async for output in outputs:
+        await outputs.aclose()
+        return output
+    raise AssertionError
+
+
+def test_a_stream_is_refused_before_it_starts() -> None:
+    """AsyncLLM.generate checks when it is called, and tokenizes before vLLM sees the request."""
+    client = Client()
+    with pytest.raises(RequestError):
+        client.generate("hello", SamplingParams(extra_args={"lookahead_x": 1}), request_id="r")
+    assert not client.seen
+
+    params = SamplingParams(extra_args={"lookahead_reference": ["abc", "de"], "other": 1})
+    assert asyncio.run(first_output(client, params)) == 0
+    (prompt, extra_args), closed = client.seen
+    assert prompt == "hello" and closed[0] == "closed"
+    references = [np.frombuffer(r, "<i4").tolist() for r in extra_args["lookahead"].references]
+    assert extra_args["other"] == 1 and references == [[3, 3, 3], [2, 2]]
+    assert params.extra_args == {"lookahead_reference": ["abc", "de"], "other": 1}
+
+    client.seen.clear()
+    client.vllm_config.additional_config = {}
+    assert asyncio.run(first_output(client, params)) == 0
+    assert client.seen[0][1] is params.extra_args
+
+
+def test_a_text_is_measured_once_whatever_its_tokens_are() -> None:
+    """400,000 bytes of Chinese have more tokens than they count as, and pass or fail at once."""
+    text = "漢" * 100_000
+    params = SamplingParams(extra_args={"lookahead_reference": text})
+    client = Client(max_reference_tokens=75_000)
+    assert asyncio.run(first_output(client, params)) == 0
+    options = client.seen[0][1]["lookahead"]
+    assert options.reference_tokens == 100_000
+    assert given(client.seen[0][1], 128, LookaheadOptions()) is options
+    with pytest.raises(RequestError, match="75000 tokens or more"):
+        Client(max_reference_tokens=74_999).generate("hello", params, request_id="r")
+
+
+def test_references_of_all_live_requests_have_a_limit() -> None:
+    client = Client(max_reference_tokens=10, max_live_reference_tokens=25)
+    params = SamplingParams(extra_args={"lookahead_reference": [[7] * 10]})
+
+    def ask() -> Any:
+        return client.generate("hello", params, request_id="r")
+
+    async def run() -> None:
+        first, second = ask(), ask()
+        assert await anext(first) == 0
+        with pytest.raises(RequestError, match=r"10 tokens were given.* 25 for all .* 20 are in"):
+            ask()
+        assert [output async for output in first] == [1, 2]
+        third = ask()  # the first one has ended
+        with pytest.raises(RequestError):
+            ask()
+        del second  # nobody has iterated it
+        fourth = ask()
+        assert await anext(fourth) == 0
+        await fourth.aclose()  # the client went away
+        fifth = ask()
+        assert [output async for output in third] == [0, 1, 2]
+        assert [output async for output in fifth] == [0, 1, 2]
+        several = SamplingParams(n=3, temperature=1.0, extra_args=params.extra_args)
+        with pytest.raises(RequestError, match=r"30 tokens were given.* write fewer"):
+            client.generate("hello", several, request_id="r")
+
+    asyncio.run(run())
+
+
+def test_what_cut_connections_left_in_a_cycle_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "collect", driving._collect_garbage)
+    client = Client(max_reference_tokens=10, max_live_reference_tokens=10)
+    params = SamplingParams(extra_args={"lookahead_reference": [[7] * 10]})
+
+    async def run() -> None:
+        cut = client.generate("hello", params, request_id="r")
+        assert await anext(cut) == 0
+        cycle = [cut]
+        cycle.append(cycle)
+        del cut, cycle
+        after = client.generate("hello", params, request_id="r")
+        assert [output async for output in after] == [0, 1, 2]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_references_are_kept_where_they_are_needed(llama: Path, leads: bool) -> None:
+    """By no rank but the one that drafts, and by no part of the engine once they are inserted."""
+    with engine(llama, {"budget": 16}) as llm:
+        drafter = drafter_of(llm)
+        drafter.leads = leads
+        seen = []
+        params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0, detokenize=False)
+        params.extra_args = {"lookahead_reference": [[7, 8, 9]]}
+        core = llm.llm_engine
+        core.add_request("r", TokensPrompt(prompt_token_ids=[5, 6]), params)
+        announce = drafter.announce
+
+        def watched(*args: Any) -> Any:
+            announced = announce(*args)
+            seen.extend(len(options.references) for options in drafter._options.values())
+            return announced
+
+        drafter.announce = watched  # type: ignore[method-assign]
+        core.step()
+        assert seen == [1 if leads else 0] and not drafter._options
+        (request,) = core.engine_core.engine_core.scheduler.requests.values()
+        assert request.sampling_params.extra_args["lookahead"]["reference"] == []
+        while core.has_unfinished_requests():
+            core.step()

@@ -1,0 +1,123 @@
+"""Drafts take nothing from any request: no tokens of a step, no KV blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import LLM, SamplingParams
+
+from tests.support.driving import drafter_of, engine, generate, random_prompts
+from tests.support.proposers import record
+
+BLOCK = 32  # the smallest that vLLM has on CPU
+ANSWER = SamplingParams(temperature=0, max_tokens=44, ignore_eos=True, detokenize=False)
+Step = dict[str, int]
+
+
+def watch(llm: LLM) -> tuple[list[Step], list[int], list[str]]:
+    """Each step's own tokens by request, its draft tokens, and who was preempted."""
+    scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
+    schedule, preempt = scheduler.schedule, scheduler._preempt_request
+    steps: list[Step] = []
+    nodes: list[int] = []
+    preempted: list[str] = []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        drafts = output.scheduled_spec_decode_tokens
+        steps.append(
+            {
+                request_id.split("-")[0]: tokens - len(drafts.get(request_id, ()))
+                for request_id, tokens in output.num_scheduled_tokens.items()
+            }
+        )
+        nodes.append(sum(map(len, drafts.values())))
+        return output
+
+    def count(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id.split("-")[0])
+        return preempt(request, *args, **kwargs)
+
+    scheduler.schedule, scheduler._preempt_request = watched, count
+    return steps, nodes, preempted
+
+
+def run(
+    llama: Path, lookahead: dict[str, Any] | None, prompts: Sequence[list[int]], **settings: Any
+) -> tuple[Any, list[Step], list[int], list[str], Any]:
+    settings = dict(block_size=BLOCK, max_model_len=128) | settings
+    with engine(llama, lookahead, **settings) as llm:
+        steps, nodes, preempted = watch(llm)
+        answers = generate(llm, prompts, ANSWER)
+        counters = drafter_of(llm).counters if lookahead else None
+    return answers, steps, nodes, preempted, counters
+
+
+WRONG = {"proposer": "always_wrong", "num_speculative_tokens": 16}
+HIDDEN = {"proposer": "hidden_path", "num_speculative_tokens": 16}
+PROMPTS = [prompt[:20] for prompt in random_prompts(6, 40, seed=3) if len(prompt) >= 20]
+NEED = len(PROMPTS) * -(-(20 + 44) // BLOCK) + 1
+"""Blocks with which plain vLLM just gets through: one of them is nobody's."""
+
+
+@pytest.mark.parametrize("proposer", [WRONG, HIDDEN], ids=["always_wrong", "hidden_path"])
+def test_where_plain_vllm_just_avoids_preemption_so_does_lookahead(
+    proposer: dict[str, Any], llama: Path
+) -> None:
+    expected, _, _, plain, _ = run(llama, None, PROMPTS, num_gpu_blocks_override=NEED)
+    *_, fewer, _ = run(llama, None, PROMPTS, num_gpu_blocks_override=NEED - 1)
+    assert not plain and fewer
+    record(PROMPTS, expected)
+    answers, _, nodes, preempted, counters = run(
+        llama, proposer, PROMPTS, num_gpu_blocks_override=NEED
+    )
+    assert answers == expected
+    assert not preempted
+    assert counters.branching_trees > 20 and sum(nodes) > 100
+
+
+TIGHT = {
+    "few tokens a step": dict(max_num_batched_tokens=16, max_num_seqs=8),
+    "prompts in chunks": dict(max_num_batched_tokens=24, max_num_seqs=4),
+    "few blocks": dict(num_gpu_blocks_override=NEED - 3),
+    "a request at a time": dict(num_gpu_blocks_override=6),
+    "both": dict(num_gpu_blocks_override=NEED - 2, max_num_batched_tokens=20),
+}
+
+
+@pytest.mark.parametrize("settings", TIGHT.values(), ids=TIGHT)
+def test_the_schedule_without_its_drafts_is_plain_vllms(
+    settings: dict[str, Any], llama: Path
+) -> None:
+    """Step by step and token by token, where no draft is ever right."""
+    prompts = [*PROMPTS, *random_prompts(6, 60, seed=4)]
+    expected, plain, _, plain_preempted, _ = run(llama, None, prompts, **settings)
+    record(prompts, expected)
+    answers, steps, nodes, preempted, counters = run(llama, WRONG, prompts, **settings)
+    assert answers == expected
+    assert counters.accepted_nodes == 0 and sum(nodes) > 0
+    assert preempted == plain_preempted
+    assert steps == plain
+
+
+def test_blocks_of_rejected_tokens_come_back(llama: Path) -> None:
+    """A long draft needs a block that is not there; the next request's prompt finds it free."""
+    from lookahead_vllm.engine.scheduler.draft_limits import DraftRoom
+
+    gave: list[dict[str, list[int]]] = []
+    original = DraftRoom.make
+
+    def make(self: DraftRoom, *args: Any) -> dict[str, list[int]]:
+        gave.append(original(self, *args))
+        return gave[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DraftRoom, "make", make)
+        expected, *_ = run(llama, None, PROMPTS)
+        record(PROMPTS, expected)
+        answers, *_ = run(llama, WRONG, PROMPTS, num_gpu_blocks_override=NEED)
+    assert answers == expected
+    assert any(gave)

@@ -1,0 +1,301 @@
+"""What the CUDA path builds, checked without a GPU: batches, who is overwritten, and by what.
+
+The kernels have their own tests (`tests/verify/gpu/test_paged_attention.py`); here they are stood
+in for by plain torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, ParallelConfig
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.engine.worker.v1 import cpu_attention, gpu_attention, gpu_worker
+from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
+from lookahead_vllm.verify.cpu.tree_attention import keys_and_values
+from lookahead_vllm.verify.gpu.paged_attention import paged_attention
+from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
+from lookahead_vllm.verify.tree_batch import TreeBatch
+from tests.support.driving import drafter_of, engine, generate, random_prompts
+from tests.support.proposers import record
+from tests.verify.cpu.test_tree_attention import draw_tree
+from tests.verify.gpu.test_paged_attention import PagedScene
+
+UNTOUCHED = 7.0
+
+
+@dataclass
+class Common:
+    """The part of vLLM's CommonAttentionMetadata that counts here."""
+
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+
+
+class PlainBuilder:
+    device = torch.device("cpu")
+
+    def build(self, common_prefix_len: int, common: Common, fast_build: bool = False) -> Any:
+        return SimpleNamespace(**vars(common))
+
+
+class Builder(gpu_attention._TreeBuilder, PlainBuilder):
+    pass
+
+
+class PlainImpl:
+    def forward(self, layer: Any, query: Any, key: Any, value: Any, kv: Any, metadata: Any,
+                output: torch.Tensor, *more: Any) -> torch.Tensor:  # fmt: skip
+        return output.fill_(UNTOUCHED)
+
+
+class Impl(gpu_attention._TreeImpl, PlainImpl):
+    attn_type = AttentionType.DECODER
+
+    def __init__(self, scene: PagedScene) -> None:
+        self.head_size, self.scale = scene.head_size, scene.scale
+        # As vLLM's two backends keep them.
+        self.sliding_window = (scene.window - 1, 0) if scene.window > 0 else (-1, -1)
+        self.alibi_slopes, self.logits_soft_cap = scene.alibi_slopes, scene.soft_cap
+        self.sinks = scene.sink_logits
+        self.kv_cache_dtype = "fp8" if scene.fp8 else "auto"
+
+
+@pytest.mark.parametrize("layout", ["tokens first", "heads first"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 20, "sinks": True}, {"alibi": True, "soft_cap": 5.0}, {"fp8": True}],
+    ids=str,
+)
+def test_rows_of_trees_are_overwritten_and_no_others(layout: str, options: dict[str, Any]) -> None:
+    trees = [draw_tree(np.random.default_rng(i), 9 * i + 1) for i in range(3)]
+    scene = PagedScene(trees, [70, 3, 33], layout=layout, head_size=64, gap=2, **options)
+    lengths = torch.full((len(scene.block_table),), 100, dtype=torch.int32)
+    common = Common(lengths, scene.block_table)
+    builder = Builder()
+    plain = builder.build(0, common)
+    assert torch.equal(plain.seq_lens, lengths) and not hasattr(plain, "trees")
+
+    builder.trees = scene.batch
+    metadata = builder.build(0, common)
+    # vLLM's own kernel is told that a tree has no context.
+    rows = scene.batch.rows.long()
+    assert torch.equal(metadata.seq_lens[rows], scene.batch.sizes)
+    assert (lengths == 100).all() and (metadata.seq_lens == 100).sum() == 2
+
+    kv_cache = scene.whole.transpose(1, 2)  # vLLM's logical order, whatever the memory's is
+    output, query, layer = torch.empty_like(scene.query), scene.query, None
+    if scene.fp8:
+        kv_cache = kv_cache.view(torch.uint8)
+        layer = SimpleNamespace(_q_scale=torch.tensor(0.01))
+        layer._k_scale, layer._v_scale = scene.scales["k_scale"], scene.scales["v_scale"]
+        query = (query / 0.01).to(torch.float8_e4m3fn)
+        scene.query = query.float() * 0.01
+    Impl(scene).forward(layer, query, None, None, kv_cache, metadata, output)
+    expected = scene.reference()
+    is_tree = expected.isfinite().flatten(1).all(1)
+    torch.testing.assert_close(output[is_tree].double(), expected[is_tree], rtol=1e-5, atol=1e-5)
+    assert (output[~is_tree] == UNTOUCHED).all() and len(output) - is_tree.sum() == 8
+
+    Impl(scene).forward(layer, query, None, None, kv_cache, plain, output)
+    assert (output == UNTOUCHED).all()
+    Impl(scene).forward(layer, query, None, None, kv_cache, None, output)  # a profile run
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_start_attends_to_every_kind_of_batch_and_changes_nothing(
+    fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = PagedScene([draw_tree(np.random.default_rng(0), 9)], [70], fp8=fp8)
+    impl = Impl(scene)
+    impl.num_heads, impl.num_kv_heads = scene.heads, scene.kv_heads
+    kv_cache = scene.whole.transpose(1, 2)
+    layer = SimpleNamespace(impl=impl, kv_cache=kv_cache.view(torch.uint8) if fp8 else kv_cache)
+    layer._k_scale, layer._v_scale = scene.scales.get("k_scale"), scene.scales.get("v_scale")
+    before = layer.kv_cache.clone()
+    kinds: list[tuple[int, int]] = []
+    moved: list[list[int]] = []
+
+    def count(*args: Any, **options: Any) -> None:
+        batch = args[5]
+        kinds.append((batch.max_size, batch.max_context))
+        output = args[3].clone()
+        paged_attention(*args, **options)
+        assert torch.equal(args[3], output)
+
+    monkeypatch.setattr(gpu_attention, "paged_attention", count)
+    mover: Any = SimpleNamespace(
+        device=torch.device("cpu"), move=lambda *ends: moved.extend(end.tolist() for end in ends)
+    )
+    gpu_attention.warm_up([layer, layer], [mover], scene.dtype)
+    assert len(set(kinds)) * 2 == len(kinds) == 8  # 16 and 32 rows, split or not, in two layers
+    assert moved == [[0], [0]]
+    assert torch.equal(before.view(torch.uint8), layer.kv_cache.view(torch.uint8))
+
+
+def paged_stand_in(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    output: torch.Tensor,
+    block_table: torch.Tensor,
+    batch: TreeBatch,
+    *,
+    packed: bool,
+    **options: Any,
+) -> None:
+    """Tree attention by way of the CUDA path: its batch, its layout, its function."""
+    blocks, kv_heads, block_size, width = kv_cache.shape
+    parts = keys_and_values(kv_cache.flatten(2), width // 2, block_size, packed)
+    cache = torch.cat([part.flatten(2, 3).flatten(3) for part in parts], dim=-1)
+    keys, values = cache.transpose(1, 2).split(width // 2, dim=-1)
+    assert keys.shape == (blocks, block_size, kv_heads, width // 2)
+    paged_attention(
+        query, keys, values, output, block_table, PagedBatch.build(batch), impl="torch", **options
+    )
+
+
+def test_an_engine_that_attends_by_way_of_the_cuda_path_says_the_same(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = random_prompts(6, 50, seed=11)
+    with engine(llama) as plain:
+        vanilla = generate(plain, prompts)
+    record(prompts, vanilla)
+    steps: list[int] = []
+
+    def count(*args: Any, **kwargs: Any) -> None:
+        steps.append(len(args[4]))
+        paged_stand_in(*args, **kwargs)
+
+    monkeypatch.setattr(cpu_attention, "tree_attention", count)
+    with engine(llama, {"proposer": "hidden_path", "budget": 12}) as llm:
+        assert generate(llm, prompts) == vanilla
+        assert drafter_of(llm).counters.moved_tokens > 20
+    assert len(steps) > 10 and max(steps) > 1
+
+
+SIZES = [1, 2, 4, *range(8, 257, 8)]
+
+
+@pytest.fixture
+def runner() -> SimpleNamespace:
+    """What decides on graphs in a runner whose drafts have up to 64 nodes."""
+    graphs = CompilationConfig(
+        mode=CompilationMode.VLLM_COMPILE,
+        cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+        cudagraph_capture_sizes=SIZES,
+        max_cudagraph_capture_size=SIZES[-1],
+    )
+    graphs.set_splitting_ops_for_v1(all2all_backend="")
+    config = SimpleNamespace(
+        compilation_config=graphs,
+        num_speculative_tokens=64,
+        lora_config=None,
+        scheduler_config=SimpleNamespace(max_num_seqs=64),
+    )
+    dispatcher = CudagraphDispatcher(config)
+    runner = SimpleNamespace(uniform_decode_query_len=65, cudagraph_dispatcher=dispatcher)
+    gpu_worker.capture_steps_without_drafts(runner)
+    # As vLLM's runner does when it has chosen a backend.
+    length = runner.uniform_decode_query_len
+    mode = graphs.resolve_cudagraph_mode_and_sizes(AttentionCGSupport.ALWAYS, None, length)
+    dispatcher.initialize_cudagraph_keys(mode, length)
+    return runner
+
+
+def graph_of(runner: Any, trees: list[DraftTree], uniform: bool) -> tuple[CUDAGraphMode, int]:
+    """How a step with these drafts runs, and the size to which it is padded."""
+    runner._scheduled = SimpleNamespace(forest=DraftForest.of(trees))
+    tokens = sum(1 + len(tree) for tree in trees)
+    mode, batch = gpu_worker.determine_in_pieces(
+        runner, lambda: runner.cudagraph_dispatcher.dispatch(tokens, uniform_decode=uniform)
+    )
+    return mode, batch.num_tokens
+
+
+def test_steps_without_drafts_run_the_graphs_of_plain_vllm(runner: SimpleNamespace) -> None:
+    for requests, size in ((1, 1), (3, 4), (8, 8), (33, 40)):
+        plain = [DraftTree.chain([])] * requests
+        assert graph_of(runner, plain, uniform=True) == (CUDAGraphMode.FULL, size)
+    chains = [DraftTree.chain([1, 2]), DraftTree.chain([])]
+    assert graph_of(runner, chains, uniform=False) == (CUDAGraphMode.PIECEWISE, 4)
+
+
+def test_steps_with_trees_run_no_graph_of_the_whole_model(runner: SimpleNamespace) -> None:
+    tree = DraftTree.from_lists([1, 2], [-1, -1])
+    assert graph_of(runner, [tree], uniform=True) == (CUDAGraphMode.PIECEWISE, 4)
+    # Afterwards everything is as it was.
+    assert graph_of(runner, [DraftTree.chain([])], uniform=True) == (CUDAGraphMode.FULL, 1)
+
+
+LAYER = SimpleNamespace(impl=SimpleNamespace())
+
+
+def group(
+    backend: type = gpu_attention.TreeFlashAttentionBackend, head_size: int = 128, **model: Any
+) -> Any:
+    config = SimpleNamespace(**{"rswa_window": None, "is_mm_prefix_lm": False, **model})
+    builder = SimpleNamespace(headdim=head_size, vllm_config=SimpleNamespace(model_config=config))
+    return SimpleNamespace(backend=backend, get_metadata_builder=lambda: builder)
+
+
+def test_what_has_no_tree_attention_gets_chains() -> None:
+    obstacle = gpu_attention.obstacle
+    assert obstacle(group(), [LAYER], "auto") is None
+    triton = group(gpu_attention.TreeTritonAttentionBackend)
+    for cache in ("bfloat16", "fp8", "fp8_e4m3"):
+        assert obstacle(triton, [LAYER], cache) is None
+    for case, layer, cache, says in (
+        (group(PlainImpl), LAYER, "auto", "for the backend PlainImpl"),
+        (group(), LAYER, "fp8_e5m2", "over a KV cache of fp8_e5m2"),
+        (triton, LAYER, "fp8_per_token_head", "over a KV cache of fp8_per_token_head"),
+        (group(head_size=512), LAYER, "auto", "for heads of 512"),
+        (group(is_mm_prefix_lm=True), LAYER, "auto", "rows see others"),
+        (triton, SimpleNamespace(impl=SimpleNamespace(chunk_lookback=4)), "auto", "a chunk"),
+        (triton, SimpleNamespace(impl=SimpleNamespace(use_alibi_sqrt=True)), "auto", "ALiBi"),
+    ):
+        assert says in str(obstacle(case, [layer], cache))
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ({}, None),
+        ({"parallel": ParallelConfig(ubatch_size=2)}, "several batches"),
+        ({"uses_mrope": True}, "several dimensions"),
+        ({"transfer": object()}, "KV leaves the engine"),
+    ],
+)
+def test_engines_that_verify_no_trees(setting: dict[str, Any], says: str | None) -> None:
+    runner: Any = SimpleNamespace(
+        uses_mrope=setting.get("uses_mrope", False),
+        model_config=SimpleNamespace(is_encoder_decoder=False),
+        vllm_config=SimpleNamespace(kv_transfer_config=setting.get("transfer")),
+        parallel_config=setting.get("parallel") or ParallelConfig(),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        _attn_group_iterator=lambda: (),
+    )
+    obstacle = LookaheadRunner._branching_obstacle(runner)
+    assert obstacle is says is None or str(says) in str(obstacle)
+
+
+def test_the_trees_of_a_step_are_laid_out_as_the_cpu_reads_them() -> None:
+    """One copy to the device says what the reference's tables say, chains and prompts beside."""
+    trees = [draw_tree(np.random.default_rng(i), 20 + 30 * i) for i in range(3)]
+    batch = TreeBatch.build(trees, [4, 0, 2], [10, 40, 95], [7, 0, 300])
+    paged = PagedBatch.build(batch, others=([1, 3], [0, 9], [9, 1], [50, 2]))
+    for name in ("rows", "starts", "sizes", "contexts"):
+        assert torch.equal(getattr(paged, name)[:3], getattr(batch, name))
+    assert torch.equal(paged.masks, batch.masks) and torch.equal(paged.depths, batch.depths)
+    assert paged.firsts.tolist() == [0, 21, 72, -1, -1]
+    assert (paged.max_size, paged.max_context) == (81, 300)
+    assert paged.sizes.tolist()[3:] == [9, 1] and paged.contexts.tolist()[3:] == [50, 2]

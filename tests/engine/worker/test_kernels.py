@@ -1,0 +1,82 @@
+"""No request waits for the compiler: all kernels that serving calls are compiled at start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.engine import messages
+from lookahead_vllm.engine.messages import Sent
+from tests.support.driving import drafter_of, engine, generate, generate_staggered, random_prompts
+from tests.support.kernels import compiled, forget, new_since
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    forget()
+
+
+def requests() -> list[SamplingParams]:
+    """One of each kind."""
+    plain: dict[str, Any] = dict(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
+    prose = list(range(20, 60))
+    return [
+        SamplingParams(**plain),
+        SamplingParams(**plain | dict(temperature=0.8, seed=1, n=2)),
+        SamplingParams(**plain | dict(temperature=0.8, seed=2, repetition_penalty=1.2)),
+        SamplingParams(**plain | dict(max_tokens=2)),
+        SamplingParams(**plain, logprobs=2),
+        SamplingParams(**plain, extra_args={"lookahead": {"namespace": "a", "reference": prose}}),
+        SamplingParams(**plain, extra_args={"lookahead": {"enabled": False}}),
+        SamplingParams(
+            temperature=0,
+            max_tokens=30,
+            structured_outputs=StructuredOutputsParams(regex=r"(x|y) the age is (100|[a-f]+)\."),
+        ),
+    ]
+
+
+@pytest.mark.parametrize("budget", [12, "auto"])
+@pytest.mark.parametrize("proposer", ["ngram_trie", "jacobi_window", "hybrid"])
+def test_requests_compile_nothing(proposer: str, budget: int | str, llama: Path) -> None:
+    lookahead = {"proposer": proposer, "budget": budget, "num_speculative_tokens": 12}
+    settings: dict[str, Any] = dict(
+        skip_tokenizer_init=False, max_num_batched_tokens=128, num_gpu_blocks_override=20
+    )
+    params = requests()
+    prompts = [prompt * 2 for prompt in random_prompts(len(params), 30, vocab=20, seed=3)]
+    with engine(llama, lookahead, **settings) as llm:
+        if budget == "auto":  # nodes are sent, however slow the machine
+            drafter_of(llm).proposer.cost = StepCost(CostCurve([1, 1024], [10.0, 10.1]))
+        at_start = compiled()
+        for _ in range(2):
+            generate(llm, prompts, params)
+            generate_staggered(llm, prompts, params[0], abort=[1])
+        assert drafter_of(llm).counters.branching_trees and drafter_of(llm).counters.accepted_nodes
+        assert not new_since(at_start)
+
+
+def test_a_scheduler_in_a_process_of_its_own_compiles_nothing(llama: Path) -> None:
+    trees = [DraftTree.from_lists([5, 6, 7], [-1, 0, -1]), DraftTree.chain([8, 9])]
+    forest = DraftForest.of(trees)
+    sent = {str(i): Sent(forest, i, tree.tokens.tolist()) for i, tree in enumerate(trees)}
+    with engine(llama, {"budget": 4}) as llm:
+        scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
+        forget()
+        type(scheduler)(
+            vllm_config=scheduler.vllm_config,
+            kv_cache_config=scheduler.kv_cache_config,
+            structured_output_manager=scheduler.structured_output_manager,
+            block_size=scheduler.block_size,
+        )
+    at_start = compiled()
+    for scheduled in ({"0": [5, 6]}, {"0": [5], "1": [8, 9]}, {"1": [8], "0": [3]}, {"2": [1]}):
+        messages.recall(scheduled, sent, {})
+        messages.recall(scheduled, sent, {"0": trees[1]})
+    assert not new_since(at_start)

@@ -1,0 +1,202 @@
+"""What a step costs is measured once, kept, and never trusted blindly."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import CUDAGraphMode
+
+from lookahead_vllm.draft.budget.cost import CostCurve
+from lookahead_vllm.engine.worker import step_cost
+from lookahead_vllm.engine.worker.step_cost import BATCHES, Batch
+from tests.support.driving import drafter_of, engine, generate, random_prompts, runner_of
+
+AUTO = {"proposer": "ngram_trie"}
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where engines keep what they measured."""
+    monkeypatch.setattr(step_cost, "envs", SimpleNamespace(VLLM_CACHE_ROOT=str(tmp_path)))
+    monkeypatch.setattr(step_cost, "SECONDS", float("inf"))  # all is measured, however slowly
+    return tmp_path / "lookahead_step_cost"
+
+
+@pytest.fixture
+def _timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are made, and take 10 ms, 0.1 more for each token, 1 µs for each token that a row
+    attends to; a graph of the whole model saves 3 ms."""
+
+    def time_of(run: Any) -> float:
+        run()
+        _, num_tokens = run.args
+        pass_ = 0.007 if run.keywords.get("uniform_decode") else 0.010
+        return pass_ + num_tokens * (1e-4 + 1e-6 * (run.keywords["profile_seq_lens"] - 1))
+
+    monkeypatch.setattr(step_cost, "_fastest", time_of)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Every measurement that is made."""
+    found: list[dict[str, Any]] = []
+    original = step_cost.measure
+
+    def measure(runner: Any) -> dict[str, Any]:
+        found.append(original(runner))
+        return found[-1]
+
+    monkeypatch.setattr(step_cost, "measure", measure)
+    return found
+
+
+@pytest.mark.usefixtures("_timed")
+def test_an_engine_measures_once(llama: Path, kept: Path, measured: list[dict[str, Any]]) -> None:
+    prompts = random_prompts(3, 30)
+    with engine(llama) as plain:
+        vanilla = generate(plain, prompts)
+    for _ in range(2):
+        with engine(llama, AUTO) as llm:
+            cost = drafter_of(llm).proposer.cost
+            assert cost is not None and cost.curve.sizes.tolist() == [
+                1,
+                2,
+                4,
+                8,
+                16,
+                32,
+                64,
+                128,
+                256,
+            ]
+            # The dummy runs left nothing behind.
+            runner = runner_of(llm)
+            assert runner.scheduler_config.max_num_seqs == 16
+            assert not runner.input_batch.block_table.block_tables[0].block_table.np.any()
+            assert generate(llm, prompts) == vanilla
+    assert len(measured) == 1
+    (file,) = kept.iterdir()
+    facts = json.loads(file.read_text())
+    assert facts == measured[0]
+    assert facts["times"] == pytest.approx([0.010 + 1e-4 * size for size in facts["sizes"]])
+    assert facts["causal"] == pytest.approx(1e-6, rel=0.1)
+    assert facts["trees"] == pytest.approx(1e-6, rel=0.1)
+    assert facts["context"] == pytest.approx(0, abs=1e-6) and facts["drafts"] == 0
+
+    with engine(llama, AUTO, max_num_seqs=8):
+        pass
+    assert len(measured) == 2 and len(list(kept.iterdir())) == 2  # another config
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "",
+        "[1, 2]",
+        "{}",
+        '{"sizes": [1], "times": [-1], "context": 0, "causal": 0, "trees": 0, "drafts": 0}',
+    ],
+)
+def test_a_damaged_file_is_set_aside(
+    damaged: str, llama: Path, kept: Path, measured: list[dict[str, Any]]
+) -> None:
+    with engine(llama, AUTO):
+        (file,) = kept.iterdir()
+    file.write_text(damaged)
+    with engine(llama, AUTO) as llm:
+        assert drafter_of(llm).proposer.cost is not None
+    assert len(measured) == 2
+    assert json.loads(file.read_text()) == measured[1]
+    (aside,) = set(kept.iterdir()) - {file}
+    assert aside.read_text() == damaged
+
+
+@pytest.mark.usefixtures("_timed")
+def test_where_nothing_can_be_kept_the_engine_starts_all_the_same(
+    llama: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept.write_text("a file where the folder should be")
+    with engine(llama, AUTO) as llm:
+        assert drafter_of(llm).proposer.cost is not None
+        # As it is measured where steps without drafts have graphs of the whole model.
+        runner = runner_of(llm)
+        monkeypatch.setattr(runner.compilation_config, "cudagraph_mode", CUDAGraphMode.FULL)
+        facts = step_cost.measure(runner)
+        assert facts["sizes"] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+        assert facts["drafts"] == pytest.approx(0.003)
+
+
+def test_a_source_tree_has_a_version_too(
+    llama: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = metadata.Distribution.from_name
+
+    def from_name(name: str) -> metadata.Distribution:
+        if name == "lookahead-vllm":
+            raise metadata.PackageNotFoundError(name)
+        return original(name)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", from_name)
+    with engine(llama, AUTO):
+        assert len(list(kept.iterdir())) == 1
+
+
+@pytest.mark.parametrize("case", ["of another user", "that others may write to"])
+def test_a_file_of_others_is_not_read(
+    case: str,
+    llama: Path,
+    kept: Path,
+    measured: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with engine(llama, AUTO):
+        (file,) = kept.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600 and kept.stat().st_mode & 0o777 == 0o700
+    if case == "of another user":
+        monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
+    else:
+        file.chmod(0o666)
+    with engine(llama, AUTO):
+        assert len(measured) == 2 and json.loads(file.read_text()) == measured[1]
+    assert not [text for text in caplog.messages if "Lookahead" in text]
+
+
+def test_a_fixed_budget_measures_nothing(
+    llama: Path, kept: Path, measured: list[dict[str, Any]]
+) -> None:
+    with engine(llama, AUTO | {"budget": 4}) as llm:
+        assert drafter_of(llm).proposer.cost is None
+    assert not measured and not kept.exists()
+
+
+def test_attention_is_told_from_the_forward_pass() -> None:
+    curve = CostCurve([1, 64], [0.010, 0.073])
+
+    def seconds(batch: Batch) -> float:
+        rows = batch.requests * batch.rows
+        row = 2e-6 if batch.trees else 1e-6
+        return float(curve(rows)) + 1000 * (5e-6 * batch.requests + rows * row)
+
+    read, causal, trees = step_cost._fit(curve, [(b, seconds(b)) for b in BATCHES], 1000)
+    assert read == pytest.approx(5e-6, rel=1e-3)
+    assert causal == pytest.approx(1e-6, rel=1e-3)
+    assert trees == pytest.approx(2e-6, rel=1e-3)
+    chains = [(b, seconds(b)) for b in BATCHES if not b.trees]
+    assert step_cost._fit(curve, chains, 1000)[2] == pytest.approx(1e-6, rel=1e-3)
+    assert step_cost._fit(curve, [], 1000) == (0, 0, 0)
+
+
+def test_steps_without_drafts_are_timed_by_graphs_of_the_whole_model() -> None:
+    in_pieces = {1: 0.005, 2: 0.0052, 4: 0.0058, 256: 0.02}
+    assert step_cost._without_drafts(in_pieces, {}) == (list(in_pieces.values()), 0.0)
+    times, drafts = step_cost._without_drafts(in_pieces, {1: 0.003, 2: 0.0031, 4: 0.0042})
+    assert drafts == pytest.approx(0.002)
+    assert times == pytest.approx([0.003, 0.0031, 0.0042, 0.018])
+    assert step_cost._without_drafts({1: 0.004}, {1: 0.005}) == ([0.005], 0.0)  # noise

@@ -1,0 +1,106 @@
+"""Small helpers around an in-process vLLM engine."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+from vllm.model_executor.models import registry
+
+from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
+
+# An engine collects garbage again and again while it starts and stops; here, once when it is gone,
+# and what was imported by now is none. It also looks at its model's class in a process of its own.
+_collect_garbage = gc.collect
+gc.freeze()
+# What is still frozen when Python ends is not freed: Triton's bindings would list it as leaks.
+atexit.register(gc.unfreeze)
+gc.freeze = gc.unfreeze = gc.collect = lambda *args: 0
+registry._run_in_subprocess = lambda look: look()
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+
+
+@contextmanager
+def engine(model: Path, lookahead: dict[str, Any] | None = None, **kwargs: Any) -> Iterator[LLM]:
+    """A float32 engine over a tiny model; plain vLLM without `lookahead`."""
+    config = {"speculative_config": {"method": "lookahead", **lookahead}} if lookahead else {}
+    settings = dict(
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        kv_cache_memory_bytes=64 << 20,
+        max_model_len=256,
+        max_num_seqs=16,
+        enable_prefix_caching=False,
+        attention_backend="CPU_MLA",  # of latent attention alone: AMX has none for float32
+    )
+    llm = LLM(model=str(model), **{**settings, **config, **kwargs})
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        destroy_model_parallel()
+        destroy_distributed_environment()
+        _collect_garbage()
+
+
+def generate(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+) -> list[list[list[int]]]:
+    """Token ids of each prompt's n answers, all requests at once."""
+    outputs = llm.generate(
+        [TokensPrompt(prompt_token_ids=list(p)) for p in prompts], params, use_tqdm=False
+    )
+    return [[list(o.token_ids) for o in output.outputs] for output in outputs]
+
+
+def generate_staggered(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams = GREEDY,
+    abort: Sequence[int] = (),
+) -> list[list[list[int]]]:
+    """As `generate`, with a new request every second step; `abort` names some to end half way."""
+    core = llm.llm_engine
+    waiting = list(enumerate(prompts))
+    answers: dict[int, list[list[int]]] = {}
+    step = 0
+    while waiting or core.has_unfinished_requests():
+        if waiting and step % 2 == 0:
+            index, prompt = waiting.pop(0)
+            core.add_request(
+                f"staggered-{index}", TokensPrompt(prompt_token_ids=list(prompt)), params
+            )
+        for output in core.step():
+            index = int(output.request_id.rpartition("-")[2])
+            answers[index] = [list(o.token_ids) for o in output.outputs]
+            if index in abort and len(answers[index][0]) >= 10:
+                core.abort_request([output.request_id])
+        step += 1
+    return [answers[i] for i in range(len(prompts))]
+
+
+def runner_of(llm: LLM) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def drafter_of(llm: LLM) -> LookaheadDrafter:
+    return runner_of(llm).drafter
+
+
+def random_prompts(count: int, longest: int, vocab: int = 128, seed: int = 0) -> list[list[int]]:
+    """Prompts of 2 to `longest` random tokens, special tokens left out."""
+    rng = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, longest + 1, (count,), generator=rng).tolist()
+    return [torch.randint(3, vocab, (n,), generator=rng).tolist() for n in lengths]

@@ -1,0 +1,181 @@
+"""Proposers that know too much or too little, to drive the verifier where no honest one would."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from lookahead_vllm.draft.budget.cost import Load
+from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.proposer import NO_LOAD, NO_WISHES, DraftRequest, Verified, Wishes
+from lookahead_vllm.draft.registry import PROPOSERS
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
+
+VOCAB = 128
+RECORDED: dict[tuple[int, ...], list[list[int]]] = {}
+"""Vanilla's answers by prompt; several where a prompt was sampled more than once."""
+
+
+def record(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[list[int]]]) -> None:
+    """Tell the proposers what plain vLLM answered to each prompt."""
+    for prompt, answer in zip(prompts, answers, strict=True):
+        RECORDED.setdefault(tuple(prompt), []).extend(answer)
+
+
+class TestProposer:
+    """Follows each request; subclasses only say which tree to grow."""
+
+    __test__ = False
+    num_choices = 0
+    hears_roots = False
+
+    def __init__(self, options: LookaheadOptions) -> None:
+        self.cost = None
+        self.least_beside_prompt = 0.0
+        self.prompts: dict[str, tuple[int, ...]] = {}
+        self.outputs: dict[str, list[int]] = {}
+
+    def start(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        namespace: str | None = "",
+        references: Sequence[Sequence[int]] = (),
+        wishes: Wishes = NO_WISHES,
+    ) -> None:
+        self.prompts[request_id] = tuple(int(t) for t in prompt)
+        self.outputs[request_id] = []
+
+    def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
+        for request_id, new in tokens.items():
+            self.outputs[request_id] += new
+
+    def observe(self, verified: Verified) -> None:
+        raise AssertionError("nobody asked for choices")
+
+    def finish(self, request_id: str) -> None:
+        del self.prompts[request_id], self.outputs[request_id]
+
+    def propose(self, wants: Sequence[DraftRequest], load: Load = NO_LOAD) -> list[DraftTree]:
+        return [self.grow(want) for want in wants]
+
+    def grow(self, want: DraftRequest) -> DraftTree:
+        raise NotImplementedError
+
+    def future(self, request_id: str) -> list[int]:
+        """What vanilla emitted next, or nothing where no recorded answer begins like this one."""
+        so_far = self.outputs[request_id]
+        for answer in RECORDED.get(self.prompts[request_id], []):
+            if answer[: len(so_far)] == so_far:
+                return answer[len(so_far) :]
+        return []
+
+    def rng(self, request_id: str) -> random.Random:
+        return random.Random(hash((self.prompts[request_id], len(self.outputs[request_id]))))
+
+
+class HiddenPath(TestProposer):
+    """As many nodes as allowed; the right path lies scattered among wrong branches."""
+
+    def grow(self, want: DraftRequest) -> DraftTree:
+        rng = self.rng(want.request_id)
+        right = self.future(want.request_id)[: rng.randint(0, want.max_depth)]
+        tokens: list[int] = []
+        parents: list[int] = []
+        depths: list[int] = []
+        edges: set[tuple[int, int]] = set()
+        tip, placed = -1, 0
+        while len(tokens) < want.max_nodes:
+            if placed < len(right) and rng.random() < 0.5:
+                parent, token = tip, right[placed]
+            else:
+                parent = rng.randint(-1, len(tokens) - 1)
+                token = rng.randrange(VOCAB)
+                if (parent, token) == (tip, right[placed] if placed < len(right) else -1):
+                    continue
+            depth = 1 if parent < 0 else depths[parent] + 1
+            if depth > want.max_depth or (parent, token) in edges:
+                continue
+            edges.add((parent, token))
+            if parent == tip and placed < len(right) and token == right[placed]:
+                tip, placed = len(tokens), placed + 1
+            tokens.append(token)
+            parents.append(parent)
+            depths.append(depth)
+        return DraftTree.from_lists(tokens, parents)
+
+
+class Recorder(TestProposer):
+    """No drafts; writes down what it hears of each request at its start."""
+
+    STARTED: ClassVar[list[tuple[list[int], str | None, list[list[int]]]]] = []
+    """Prompt, namespace and references."""
+
+    def start(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        namespace: str | None = "",
+        references: Sequence[Sequence[int]] = (),
+        wishes: Wishes = NO_WISHES,
+    ) -> None:
+        super().start(request_id, prompt, namespace, references)
+        self.STARTED.append(
+            (list(self.prompts[request_id]), namespace, [list(r) for r in references])
+        )
+
+    def grow(self, want: DraftRequest) -> DraftTree:
+        return EMPTY_TREE
+
+
+class Planned(TestProposer):
+    """For each output so far the tree that the test has laid down for it."""
+
+    TREES: ClassVar[dict[tuple[int, ...], DraftTree]] = {}
+
+    def grow(self, want: DraftRequest) -> DraftTree:
+        tree = self.TREES.get(tuple(self.outputs[want.request_id]), EMPTY_TREE)
+        return tree if tree.depths.max(initial=0) <= want.max_depth else EMPTY_TREE
+
+
+class AlwaysRight(TestProposer):
+    """A chain of what comes next."""
+
+    def grow(self, want: DraftRequest) -> DraftTree:
+        return DraftTree.chain(self.future(want.request_id)[: want.max_depth])
+
+
+class AlwaysWrong(TestProposer):
+    """A branching tree in which no child of the root is right."""
+
+    def grow(self, want: DraftRequest) -> DraftTree:
+        right = self.future(want.request_id)[:1]
+        wrong = [t for t in range(VOCAB) if [t] != right]
+        n = min(want.max_nodes, len(wrong))
+        return DraftTree.from_lists(wrong[:n], [-1] * n)
+
+
+class Malformed(TestProposer):
+    """Trees that no verifier could make sense of, a different kind at every step."""
+
+    def grow(self, want: DraftRequest) -> DraftTree:
+        n = want.max_nodes
+        kind = len(self.outputs[want.request_id]) % 3
+        if kind == 0:
+            return DraftTree.chain([VOCAB + 5] * n)
+        if kind == 1:
+            return DraftTree.from_lists([7, 7], [-1, -1])
+        return DraftTree.chain(list(np.arange(n + 4) % VOCAB))
+
+
+PROPOSERS.update(
+    hidden_path=f"{__name__}.HiddenPath",
+    always_right=f"{__name__}.AlwaysRight",
+    always_wrong=f"{__name__}.AlwaysWrong",
+    planned=f"{__name__}.Planned",
+    recorder=f"{__name__}.Recorder",
+    malformed=f"{__name__}.Malformed",
+)

@@ -1,0 +1,189 @@
+"""The draft engine again, slowly and plainly: dicts for the trie, dicts for the rates.
+
+It leaves out what small tests do not reach: pruning between suffixes and frequencies that age.
+"""
+
+import math
+from collections import defaultdict
+
+import numpy as np
+
+from lookahead_vllm.draft.trie import acceptance_rate as learned
+from lookahead_vllm.draft.trie.candidates import MAX_CONTINUATIONS
+from lookahead_vllm.draft.trie.growth import FEWEST, LEAST_PROBABILITY, SPARSE_FROM
+from lookahead_vllm.draft.trie.suffix import NUM_SPARSE, ORDERS
+
+SUFFIXES = range(len(ORDERS) + NUM_SPARSE)
+
+
+def context(text, suffix):
+    """The tokens of a suffix; None stands for what was before the beginning."""
+    if suffix < len(ORDERS):
+        length = ORDERS[suffix]
+    else:
+        length, text = suffix - len(ORDERS) + 1, text[:-1]
+    return suffix, tuple(([None] * length + list(text))[-length:])
+
+
+class TrieModel:
+    """For every space and suffix, the tokens that followed it and how often, as slots."""
+
+    def __init__(self):
+        self.slots = defaultdict(list)
+
+    def insert(self, space, text, token):
+        for suffix in SUFFIXES:
+            slots = self.slots[space, context(text, suffix)]
+            held = [t for t, _ in slots]
+            if token in held:
+                at = held.index(token)
+                seen = slots[at][1]
+            elif len(slots) < 4:
+                at, seen = len(slots), 0
+                slots.append(None)
+            else:
+                at, seen = min(range(len(slots)), key=lambda i: slots[i][1]), 0
+            slots[at] = slots[0]
+            slots[0] = (token, seen + 1)
+
+    def followers(self, space, text, suffix):
+        return self.slots.get((space, context(text, suffix)), [])
+
+
+def share_of(count, total):
+    for step, bound in enumerate((5, 10, 30, 60, 95)):
+        if 100 * count < bound * total:
+            return step
+    return 5 if total == 1 else 6 if total == 2 else 7 if total < 5 else 8
+
+
+PARTS = (0, 0, 1, 2, 3, 3, 4, 4, 4)
+
+
+def coarse(kind):
+    if kind is None:
+        return None
+    suffix, share, gap, _ = kind
+    return min(suffix, 4), PARTS[share], gap
+
+
+class ProposerModel:
+    """`sources` are spaces: own text, answers, references; None where there is none."""
+
+    def __init__(self):
+        self.trie = TrieModel()
+        self.trials = {}
+        self.weights = defaultdict(lambda: np.array(learned._FIRST_WEIGHTS))
+
+    def continuations(self, spaces, text, most=MAX_CONTINUATIONS, sparse=True):
+        """Evidence by token, in the order of finding, and the longest matches."""
+        found, longest = {}, [0, 0, 0]
+
+        def place(token, may_add=True):
+            if token not in found and may_add and len(found) < most:
+                found[token] = [None, None, None, 0, 0]
+            return found.get(token)
+
+        for source, space in enumerate(spaces):
+            if space is None:
+                continue
+            stage = 0
+            for suffix in reversed(range(len(ORDERS))):
+                followers = self.trie.followers(space, text, suffix)
+                if not followers or (stage >= 2 and suffix > 1):
+                    continue
+                longest[source] = longest[source] or suffix + 1
+                total = sum(count for _, count in followers)
+                for rank, (token, count) in enumerate(followers):
+                    share = share_of(count, total)
+                    row = place(token, suffix > 0 or share > 0)
+                    if row and row[source] is None:
+                        row[source] = (suffix, share, min(stage, 2), min(rank, 1))
+                stage += 1
+            for skipped in range(NUM_SPARSE) if source < 2 and sparse else ():
+                followers = self.trie.followers(space, text, len(ORDERS) + skipped)
+                total = sum(count for _, count in followers)
+                for token, count in followers:
+                    row = place(token)
+                    if row:
+                        row[3 + source] += (1 + share_of(count, total) // 2) * 6**skipped
+        return found, longest
+
+    def rate(self, key, guess):
+        """Log odds."""
+        if key not in self.trials:
+            return guess
+        hits, trials = self.trials[key]
+        share = min(max(hits / trials, 0.0005), 0.999)
+        return float(np.float32(math.log(share / (1 - share))))
+
+    def judge(self, token, row, weights):
+        first = [math.log(r / (1 - r)) for r in (0.15, 0.15, learned.REFERENCE_RATE)]
+        keys = [(source, row[source]) for source in range(3)]
+        inputs = [self.rate(key, guess) for key, guess in zip(keys, first, strict=True)]
+        if row[2] is None:
+            inputs[2] = 0.0
+        both = min(max(inputs[0] + inputs[1] - math.log(0.12 / 0.88), -5.8), 3.5)
+        keys.append(("pair", coarse(row[0]), coarse(row[1])))
+        inputs.append(self.rate(keys[-1], both))
+        level = min(max(int(inputs[3] + 8), 0), 15)
+        for name, what in (("level", None), ("sparse", (row[3], row[4]))):
+            keys.append((name, what, level))
+            inputs.append(self.rate(keys[-1], inputs[3]))
+        inputs += [0.0, 0.0, 0.4]  # the model's choices say nothing here
+        odds = float(np.dot(weights, inputs))
+        prob = min(max(1 / (1 + math.exp(-odds)), 0.002), 0.995)
+        guesses = [*first, both, inputs[3], inputs[3]]
+        return prob, keys, inputs, guesses
+
+    def learn(self, spaces, text, said):
+        found, longest = self.continuations(spaces, text)
+        weights = self.weights[spaces[2] is not None, longest[0], longest[1]]
+        for token, row in found.items():
+            prob, keys, inputs, guesses = self.judge(token, row, weights)
+            if prob < learned.HOPELESS:
+                continue
+            hit = float(token == said)
+            for i, (key, guess) in enumerate(zip(keys, guesses, strict=True)):
+                if i == 2 and row[2] is None:
+                    continue
+                worth = 4.0 if i < 4 else 2.0
+                hits, trials = self.trials.get(key, (worth / (1 + math.exp(-guess)), worth))
+                hits, trials = hits + hit, trials + 1
+                if trials > 400:
+                    hits, trials = hits / 2, trials / 2
+                self.trials[key] = hits, trials
+            weights += learned.LEARNING_RATE * (hit - prob) * np.array(inputs)
+
+    def extend(self, spaces, text, tokens):
+        """`text` grows; what the request and its namespace said is learned."""
+        for token in tokens:
+            self.learn(spaces, text, token)
+            for space in spaces[:2]:
+                if space is not None:
+                    self.trie.insert(space, text, token)
+            text.append(token)
+
+    def propose(self, spaces, text, max_nodes, max_depth):
+        """Nodes as (probability, path), likeliest first."""
+        nodes, buds, path, prob = [], [], (), 1.0
+        while len(nodes) < max_nodes:
+            if len(path) < max_depth:
+                longer = [*text, *path]
+                most = FEWEST + int((MAX_CONTINUATIONS - FEWEST) * prob)
+                found, longest = self.continuations(spaces, longer, most, prob >= SPARSE_FROM)
+                weights = self.weights[spaces[2] is not None, longest[0], longest[1]]
+                probs = {t: self.judge(t, row, weights)[0] for t, row in found.items()}
+                scale = prob / max(1.0, sum(probs.values()))
+                buds += [
+                    (p * scale, (*path, t))
+                    for t, p in probs.items()
+                    if p * scale >= LEAST_PROBABILITY
+                ]
+            if not buds:
+                break
+            best = max(buds)
+            buds.remove(best)
+            prob, path = best
+            nodes.append(best)
+        return nodes

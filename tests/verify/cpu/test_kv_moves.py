@@ -1,0 +1,113 @@
+"""Moved slots carry their K and V in every layer; all other slots stay as they were."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookahead_vllm.verify.cpu import native
+from lookahead_vllm.verify.cpu.kv_moves import KVMover
+from tests.support.packing import pack, unpack
+
+IMPLS = ["torch", pytest.param("native", marks=pytest.mark.skipif(
+    not native.available(), reason="no C++ compiler"))]  # fmt: skip
+
+
+def make_cache(blocks, heads, block_size, head_size, dtype, strided):
+    cache = torch.randn(blocks, 2, heads, block_size, 2 * head_size).to(dtype)
+    return cache[:, 0] if strided else cache[:, 0].contiguous()
+
+
+def slots_of(cache: torch.Tensor) -> dict[int, tuple[bytes, bytes]]:
+    """The cache as a dict: slot -> K, V of all heads."""
+    _, _, block_size, width = cache.shape
+    found = {}
+    for block, content in enumerate(cache.flatten(2)):
+        k = content[:, : block_size * width // 2].unflatten(1, (width // 2, block_size))
+        v = content[:, block_size * width // 2 :].unflatten(1, (block_size, width // 2))
+        for offset in range(block_size):
+            pair = (k[:, :, offset].float().numpy(), v[:, offset].float().numpy())
+            found[block * block_size + offset] = (pair[0].tobytes(), pair[1].tobytes())
+    return found
+
+
+@st.composite
+def moves(draw, slots):
+    """Two requests' moves: each ascending, each downwards, on slots of its own."""
+    order = draw(st.permutations(range(slots)))
+    src, dst = [], []
+    for own in (sorted(order[: slots // 2]), sorted(order[slots // 2 :])):
+        picked = sorted(draw(st.sets(st.sampled_from(own), max_size=8)))
+        free = 0
+        for slot in picked:
+            if own[free] < slot:
+                src.append(slot)
+                dst.append(own[free])
+                free += 1
+    return src, dst
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@settings(max_examples=40, deadline=None)
+@given(
+    moves=moves(slots=5 * 16),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    strided=st.booleans(),
+    heads=st.integers(1, 3),
+    layers=st.integers(1, 3),
+    packed=st.booleans(),
+)
+def test_moves_are_those_of_a_dict(impl, moves, dtype, strided, heads, layers, packed):
+    src, dst = moves
+    packed = packed and dtype == torch.bfloat16
+    caches = [make_cache(5, heads, 16, 32, dtype, strided) for _ in range(layers)]
+    expected = [slots_of(cache) for cache in caches]
+    for model in expected:
+        model.update({to: model[at] for at, to in zip(src, dst, strict=True)})
+    for cache in caches if packed else []:
+        pack(cache)
+    KVMover(caches, 16, impl, packed).move(torch.tensor(src).long(), torch.tensor(dst).long())
+    for cache in caches if packed else []:
+        unpack(cache)
+    assert [slots_of(cache) for cache in caches] == expected
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_path_closes_its_gaps_across_blocks(impl):
+    cache = make_cache(4, 2, 16, 64, torch.bfloat16, strided=False)
+    before = slots_of(cache)
+    src, dst = [18, 21, 33, 40], [17, 18, 19, 20]  # 18 is read, then overwritten
+    KVMover([cache], 16, impl).move(torch.tensor(src), torch.tensor(dst))
+    after = slots_of(cache)
+    assert [after[to] for to in dst] == [before[at] for at in src]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_layers_may_differ_in_heads_and_head_size(impl):
+    caches = [make_cache(3, h, 16, d, torch.float32, h == 2) for h, d in ((1, 32), (2, 48))]
+    before = [slots_of(cache) for cache in caches]
+    KVMover(caches, 16, impl).move(torch.tensor([40]), torch.tensor([3]))
+    for cache, model in zip(caches, before, strict=True):
+        assert slots_of(cache) == model | {3: model[40]}
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_does_not_fit_is_refused(impl):
+    cache = make_cache(2, 1, 16, 32, torch.float32, strided=False)
+    for caches, block_size in [
+        ([cache], 32),
+        ([cache.transpose(2, 3)], 64),
+        ([cache.double()], 16),
+        ([cache, cache.bfloat16()], 16),
+    ]:
+        with pytest.raises(ValueError, match="KV cache"):
+            KVMover(caches, block_size, impl)
+    with pytest.raises(ValueError, match="packed KV cache has 2 bytes"):
+        KVMover([cache], 16, impl, packed=True)
+    with pytest.raises(ValueError, match="impl"):
+        KVMover([cache], 16, "cuda")  # type: ignore[arg-type]
+    mover = KVMover([cache], 16, impl)
+    with pytest.raises(ValueError, match="int64"):
+        mover.move(torch.tensor([1]).int(), torch.tensor([0]).int())
+    with pytest.raises(ValueError, match="slots"):
+        mover.move(torch.tensor([32]), torch.tensor([0]))
