@@ -23,7 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 warnings.simplefilter("ignore")
 
-TEACH = """\
+EPILOG = """\
 A round draws a tiny random model in float32, settings of the server, a proposer and 16 to 40
 requests; plain vLLM answers them, then lookahead does, under settings of its own that must change
 no text: prompts in chunks, preemption, prefix caching, small blocks, few requests at once. Token
@@ -50,7 +50,7 @@ examples:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=TEACH, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=5.0, help="how long (default: 5)")
     parser.add_argument(

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-TEACH = """\
+EPILOG = """\
 Two real servers of a tiny model in float32 are started, one with lookahead and one without. Clients
 send wrong types, nested and huge values, lone surrogates, token ids out of range, references at
 and over each limit, a new namespace each; they cut connections in every state, read slowly and
@@ -43,7 +43,7 @@ examples:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=TEACH, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--minutes", type=float, default=20.0, help="how long, servers up (default: 20)"

@@ -89,7 +89,7 @@ import numpy as np
 from lookahead_vllm.kernel_folder import cache_dir
 from lookahead_vllm.draft.trie.table import spaces_of, Trie
 from lookahead_vllm.draft.trie.suffix import empty_row
-from lookahead_vllm.verify import native
+from lookahead_vllm.verify.cpu import native
 Trie(64).insert(1, empty_row(), np.array([1, 2], np.int32))
 assert native.load() is not None
 print("DONE", cache_dir())

@@ -47,7 +47,7 @@ from lookahead_vllm.cli.arguments import check_outputs, positive, positives
 from lookahead_vllm.draft.registry import HAVE_WINDOW
 from lookahead_vllm.machine import cpu_name, versions
 
-TEACH = f"""\
+EPILOG = f"""\
 examples:
   python scripts/bench.py --model .cache/models/SmolLM2-135M-Instruct \\
       --prompts prompts.jsonl --limit 48 --max-tokens 128 --batch-sizes 1,8 \\
@@ -109,7 +109,7 @@ The exit status is 0 if any run finished, 1 if none did, 2 for wrong options, 13
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = engine_parser(__doc__, TEACH, ",".join(KNOWN))
+    result = engine_parser(__doc__, EPILOG, ",".join(KNOWN))
     add = result.add_argument
     add("--batch-sizes", type=positives, default=[1], metavar="N,M", help="default: 1")
     add(

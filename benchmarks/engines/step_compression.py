@@ -88,7 +88,7 @@ SETS = {
     "scaling": [jacobi(5, w, w) for w in (1, 2, 4, 8, 16)],
 }
 
-TEACH = f"""\
+EPILOG = f"""\
 examples:
   python scripts/bench_window.py --model .cache/models/SmolLM2-135M-Instruct \\
       --prompts spec_bench_dev.jsonl --limit 60 --json out.json --plot out.png
@@ -117,7 +117,7 @@ The exit status is 0, 1 if a setting failed, 2 for wrong options, 130 after Ctrl
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(
-        description=__doc__, epilog=TEACH, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = result.add_argument
     add("--model", required=True, metavar="DIR", help="the model's folder, or its name on a hub")

@@ -20,7 +20,7 @@ from lookahead_vllm.simulation.markdown import markdown
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_step.py"
 
-TEACH = """\
+EPILOG = """\
 columns, milliseconds a step, medians over the steps in which all requests decode:
   plain      plain vLLM, all of the step but the forward pass and the logits
   lookahead  the same with drafts of --nodes nodes for every request
@@ -61,7 +61,7 @@ NOISE = 0.2  # beside logits of 1
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(
-        description=__doc__, epilog=TEACH, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     result.add_argument(
         "--batch-sizes", type=positives, default=[1, 16, 64], metavar="N,M", help="default: 1,16,64"

@@ -23,12 +23,12 @@ try:
     import triton.testing
 
     from lookahead_vllm.cli.arguments import check_outputs, positive, positives
-    from lookahead_vllm.verify.gpu.paged_attention import by_the_book, paged_attention
+    from lookahead_vllm.verify.gpu.paged_attention import paged_attention, reference_attention
     from lookahead_vllm.verify.gpu.paged_batch import CAUSAL, PagedBatch, PagedCall
 except ImportError as error:
     sys.exit(f"gpu_check.py needs torch, triton and numpy, and nothing else: {error}")
 
-TEACH = """\
+EPILOG = """\
 Three parts, each of which can be left out:
 
   kernels   every implementation against attention by the book in float64, over a grid of dtypes,
@@ -58,7 +58,7 @@ DEVICE = "cuda"
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=TEACH, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--only", choices=PARTS, action="append", help="this part alone; repeatable")
@@ -195,7 +195,7 @@ class Case:
         self.output.fill_(math.nan)
         self.run(impl)
         worst = 0.0
-        for start, expected in by_the_book(self.call, torch.float64):
+        for start, expected in reference_attention(self.call, torch.float64):
             got = self.output[start : start + len(expected)].double()
             distance = ((got - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
             worst = max(worst, math.inf if math.isnan(distance) else distance)

@@ -25,8 +25,9 @@ from benchmarks.command_line import (
     kv_cache_bytes,
 )
 from benchmarks.engines.fresh_engine import FreshEngine, RunFailed
+from benchmarks.load import steps as steps_module
 from benchmarks.load.report import Phase, by_phase, plot, table
-from benchmarks.load.run import LoadJob, Step, run
+from benchmarks.load.steps import LoadJob, Step
 from benchmarks.methods import MethodError, SpeculativeConfig, choose_methods
 from benchmarks.prompts import PromptError, context_length, load_prompts, model_tokenizer
 from lookahead_vllm.cli.arguments import check_outputs, positive
@@ -34,7 +35,7 @@ from lookahead_vllm.machine import cpu_name, versions
 
 PHASES = "1:20,64:40,64:20:busy,64:10,1:30,1:15:busy,1:15"
 
-TEACH = f"""\
+EPILOG = f"""\
 examples:
   python scripts/bench_load.py --model .cache/models/SmolLM2-135M-Instruct \\
       --prompts prompts.jsonl --json out.json --plot out.png
@@ -70,7 +71,7 @@ Ctrl-C.
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = engine_parser(__doc__, TEACH, "none,lookahead")
+    result = engine_parser(__doc__, EPILOG, "none,lookahead")
     add = result.add_argument
     add("--phases", type=phases, default=PHASES, metavar="A,B", help=f"default: {PHASES}")
     add("--busy-core", type=int, metavar="N", help="default: the first one of the worker's")
@@ -147,7 +148,7 @@ class LoadBenchmark:
                 bar.update(event["phase"] - bar.n)
                 bar.set_description(f"{method}: {phase}")
 
-            with FreshEngine(run.__name__, job, self.environment, log, show) as engine:
+            with FreshEngine(steps_module.__name__, job, self.environment, log, show) as engine:
                 engine.wait_until_ready()
                 core = self._busy_core(engine)
                 steps = engine.ask(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from benchmarks.engines.plot import colours
-from benchmarks.load.run import Step
+from benchmarks.load.steps import Step
 from benchmarks.methods import BASELINE
 from lookahead_vllm.simulation.markdown import markdown, number
 

@@ -41,7 +41,7 @@ from benchmarks.options.table import Row, document
 from benchmarks.serving.demo import MODEL, REPO
 from benchmarks.serving.server import ServerError, free_port, get, serving
 
-TEACH = """\
+EPILOG = """\
 examples:
   python scripts/compare_options.py                         all of it, into docs/options.md
   python scripts/compare_options.py --only stop --only n    some options, printed only
@@ -91,7 +91,7 @@ AT_ONCE = 4
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(
-        description=__doc__, epilog=TEACH, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = result.add_argument
     add(

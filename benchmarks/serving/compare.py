@@ -44,7 +44,7 @@ from benchmarks.serving.server import ServerError, free_port, serving
 from lookahead_vllm.cli.arguments import check_outputs, positive
 from lookahead_vllm.machine import cpu_name, versions
 
-TEACH = f"""\
+EPILOG = f"""\
 examples:
   python scripts/bench_serve.py --model .cache/models/SmolLM2-135M-Instruct \\
       --prompts prompts.jsonl --json out.json --plot out.png
@@ -87,7 +87,7 @@ after Ctrl-C; what has finished is reported in any case.
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = engine_parser(__doc__, TEACH, "none,lookahead")
+    result = engine_parser(__doc__, EPILOG, "none,lookahead")
     add = result.add_argument
     add("--rates", type=numbers, metavar="A,B", help="requests a second (default: see --loads)")
     add(

@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.serving.server import ServerError, free_port, serving
 from lookahead_vllm.cli.arguments import positive
 
-TEACH = """\
+EPILOG = """\
 examples:
   scripts/cpu_env.sh .venv/bin/python scripts/bench_references.py \\
       --model .cache/models/SmolLM2-135M-Instruct
@@ -59,7 +59,7 @@ WORDS = [
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=TEACH, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--model", type=Path, required=True, help="a folder with a model and its tokenizer")

@@ -18,7 +18,7 @@ from lookahead_vllm.draft.cache.warming import TextError, learn, read_texts
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 
-TEACH = """\
+EPILOG = """\
 examples:
   python scripts/warm_cache.py --model MODEL --texts manual.txt answers.jsonl --out warm.cache
   vllm serve MODEL --speculative-config '{"method": "lookahead", "cache_path": "warm.cache"}'
@@ -49,7 +49,7 @@ exit status is 0, 2 for wrong options, texts or files, 130 after Ctrl-C; then no
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(
-        description=__doc__, epilog=TEACH, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = result.add_argument
     add("--model", type=Path, metavar="DIR", help="the model's folder, for its tokenizer")
@@ -113,10 +113,12 @@ def begin(options: argparse.Namespace, tokenizer: str) -> NGramTrieProposer:
         given = {} if options.max_nodes is None else {"max_nodes": options.max_nodes}
         return NGramTrieProposer(LookaheadOptions.from_dict(given))
     arrays, facts = cache_file.load(options.out, tokenizer)
-    room = len(arrays["edges"])
-    if options.max_nodes not in (None, room):
-        raise UsageError(f"--max-nodes: {options.out} has {room}, which --add keeps; leave it out")
-    proposer = NGramTrieProposer(LookaheadOptions(max_nodes=room))
+    capacity = len(arrays["edges"])
+    if options.max_nodes not in (None, capacity):
+        raise UsageError(
+            f"--max-nodes: {options.out} has {capacity}, which --add keeps; leave it out"
+        )
+    proposer = NGramTrieProposer(LookaheadOptions(max_nodes=capacity))
     try:
         proposer.restore(arrays, facts)
     except ValueError as error:
@@ -150,13 +152,13 @@ def warm(options: argparse.Namespace) -> None:
                 texts, tokens = texts + bool(text.answer), tokens + len(text.answer)
     arrays, facts = proposer.snapshot()
     size = cache_file.save(options.out.resolve(), arrays, facts, identity)
-    held, room = cache_file.count_ngrams(arrays), len(arrays["edges"])
+    held, capacity = cache_file.count_ngrams(arrays), len(arrays["edges"])
     print(
         f"{options.out}: {tokens} tokens of {texts} texts learned in "
-        f"{time.perf_counter() - start:.1f} s; it holds {held} n-grams of at most {room} "
-        f"({held / room:.1%}), {size / 1e6:.1f} MB"
+        f"{time.perf_counter() - start:.1f} s; it holds {held} n-grams of at most {capacity} "
+        f"({held / capacity:.1%}), {size / 1e6:.1f} MB"
     )
-    if held + (forgotten := proposer.trie.num_pruned - pruned) > room:
+    if held + (forgotten := proposer.trie.num_pruned - pruned) > capacity:
         print(
             f"{forgotten} n-grams were pruned, for there were more than --max-nodes; with a larger "
             "one, and the same max_nodes for the server, more of them stay"

@@ -11,7 +11,7 @@ from pathlib import Path
 from lookahead_vllm.engine import compatibility
 from lookahead_vllm.engine.seams.table import SEAMS
 
-TEACH = """\
+EPILOG = """\
 Names and parameters of the table in lookahead_vllm/engine/seams/ are compared, and all that is
 imported from vLLM, as at every start of an engine with lookahead. That they are there does not say
 that they mean the same: a release is supported once its tests pass.
@@ -36,7 +36,7 @@ def compare(place: Path) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=TEACH, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "places", nargs="+", type=Path, metavar="WHEEL", help="wheels, or folders that hold `vllm`"

@@ -27,7 +27,7 @@ from lookahead_vllm.simulation.tables import (
 )
 from lookahead_vllm.simulation.traces import Trace, TraceError, TraceFile, load_traces, resample
 
-TEACH = """\
+EPILOG = """\
 example:
   python scripts/simulate.py --traces ../shared/data/*_reference.jsonl \\
       --proposers ngram_trie,prompt_lookup,suffix --budget 16,32 --mode cold,replay \\
@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     listed = "\n".join(f"  {line}" for line in describe().splitlines())
     result = argparse.ArgumentParser(
         description=__doc__,
-        epilog=TEACH.replace("%s", listed),
+        epilog=EPILOG.replace("%s", listed),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = result.add_argument

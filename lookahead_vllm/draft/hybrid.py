@@ -8,7 +8,13 @@ import numpy as np
 
 from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import NO_LOAD, NO_WISHES, DraftRequest, Verified, Wishes
+from lookahead_vllm.draft.proposer import (
+    NO_LOAD,
+    NO_OVERRIDES,
+    DraftLimits,
+    RequestOverrides,
+    Verified,
+)
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie.candidates import CHOICES
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
@@ -27,16 +33,16 @@ class HybridProposer(NGramTrieProposer):
     """
 
     num_choices = NUM_CHOICES
-    hears_roots = True
+    wants_roots = True
     num_lines = NUM_LINES
 
     def __init__(self, options: LookaheadOptions, cost: StepCost | None = None) -> None:
         options = options.for_model(0)
         self.branch = LookaheadBranch(options)
         self._root_rows: Hashes = np.zeros((0, ROW), np.uint64)
-        """uint64 [room, ROW]: of the texts, as they were when their trees were proposed."""
+        """uint64 [capacity, ROW]: of the texts, as they were when their trees were proposed."""
         self._grown = np.zeros(0, np.int64)
-        """int64 [room]: how many of their nodes were not there for the comb alone."""
+        """int64 [capacity]: how many of their nodes were not there for the comb alone."""
         super().__init__(options, cost)
 
     @property
@@ -50,14 +56,14 @@ class HybridProposer(NGramTrieProposer):
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
-        wishes: Wishes = NO_WISHES,
+        overrides: RequestOverrides = NO_OVERRIDES,
     ) -> None:
         """See Proposer, and NGramTrieProposer."""
-        super().start(request_id, prompt, namespace, references, wishes)
-        self._root_rows = self._texts.roster.widened(self._root_rows)
-        self._grown = self._texts.roster.widened(self._grown)
+        super().start(request_id, prompt, namespace, references, overrides)
+        self._root_rows = self._texts.request_rows.widened(self._root_rows)
+        self._grown = self._texts.request_rows.widened(self._grown)
         tokens = np.array(prompt, np.int32)
-        self.branch.start(request_id, tokens, shape_for(self.options, wishes))
+        self.branch.start(request_id, tokens, shape_for(self.options, overrides))
 
     def observe(self, verified: Verified) -> None:
         """See Proposer. The choices are kept, and the windows move on."""
@@ -77,17 +83,17 @@ class HybridProposer(NGramTrieProposer):
         )
         self.branch.iterate(verified, np.zeros(len(texts), np.int32))
 
-    def propose(self, wants: Sequence[DraftRequest], load: Load = NO_LOAD) -> DraftForest:
+    def propose(self, limits: Sequence[DraftLimits], load: Load = NO_LOAD) -> DraftForest:
         """See Proposer."""
-        contexts = np.array([want.context for want in wants], np.int64)
+        contexts = np.array([limit.context for limit in limits], np.int64)
         cost = self.cost if self.options.budget == "auto" else None
-        numbers = self.branch.choose(wants, contexts, cost, load)
-        room = self._max_nodes - self.branch.comb_nodes(numbers)
-        forest = self._cut(self._grow(wants, room), contexts, load)
-        texts = self._texts.numbers(want.request_id for want in wants)
+        numbers = self.branch.choose(limits, contexts, cost, load)
+        max_nodes = self._max_nodes - self.branch.comb_nodes(numbers)
+        forest = self._cut(self._grow(limits, max_nodes), contexts, load)
+        texts = self._texts.numbers(limit.request_id for limit in limits)
         self._root_rows[texts] = self._texts.rows[texts]
         self._grown[texts] = forest.sizes
-        return self.branch.join(forest, numbers, wants, self._max_nodes, cost)
+        return self.branch.join(forest, numbers, limits, self._max_nodes, cost)
 
     def finish(self, request_id: str) -> None:
         """See Proposer."""
@@ -98,7 +104,7 @@ class HybridProposer(NGramTrieProposer):
         super()._compile()
         self.start("", [0, 1], None)  # nobody learns from it
         self.extend({"": [0]})
-        forest = self.propose([DraftRequest("", self._max_nodes, 8)])
+        forest = self.propose([DraftLimits("", self._max_nodes, 8)])
         self.extend({"": [1]})
         self.observe(Verified.nothing([""], forest, self.num_choices))
         self.finish("")

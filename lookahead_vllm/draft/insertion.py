@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from time import perf_counter
 
-from lookahead_vllm.draft.jit import Ints
+from lookahead_vllm.draft.jit import Int32s
 
 SHARE = 1 / 16
 """The part of a step's time that all insertions of the step may take together."""
@@ -22,8 +22,8 @@ CHUNK = 64
 
 @dataclass(slots=True)
 class _Text:
-    insert: Callable[[Ints], None]
-    tokens: Ints
+    insert: Callable[[Int32s], None]
+    tokens: Int32s
 
 
 class InsertionQueue:
@@ -53,7 +53,7 @@ class InsertionQueue:
         self._waiting: dict[Hashable, deque[_Text]] = {}
         """By request; the next turn is the first one's."""
 
-    def add(self, request: Hashable, insert: Callable[[Ints], None], tokens: Ints) -> None:
+    def add(self, request: Hashable, insert: Callable[[Int32s], None], tokens: Int32s) -> None:
         """Let `insert` have `tokens` int32 [n] in pieces, after the texts of this request."""
         if len(tokens):
             self._waiting.setdefault(request, deque()).append(_Text(insert, tokens))

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from lookahead_vllm.kernel_folder import cache_dir
 
-Ints = NDArray[np.int32]
-Words = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
 
 
 def kernel(function: Callable[..., Any]) -> Any:

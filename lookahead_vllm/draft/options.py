@@ -207,9 +207,9 @@ class LookaheadOptions:
             return self
         size, guesses = self.window_size, self.guess_set_size
         if size == "auto":
-            room = self._comb_room
+            most = self._max_comb_nodes
             paper = paper_window_size(num_parameters)
-            fitting = [w for w in range(paper + 1) if WindowShape(w, self.ngram_size).nodes <= room]
+            fitting = [w for w in range(paper + 1) if WindowShape(w, self.ngram_size).nodes <= most]
             size = fitting[-1]
         if guesses == "auto":
             guesses = max(1, int(size))
@@ -226,7 +226,7 @@ class LookaheadOptions:
         return WindowShape(int(self.window_size), self.ngram_size)
 
     @property
-    def _comb_room(self) -> int:
+    def _max_comb_nodes(self) -> int:
         """The nodes that a comb of "auto" size may have: fewer where other sources compete."""
         return self.most_nodes // (4 if self.proposer == "hybrid" else 2)
 

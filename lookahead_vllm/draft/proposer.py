@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.budget.cost import Load, StepCost
-from lookahead_vllm.draft.jit import Ints, Words
+from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
 
 NO_LOAD = Load()
 
 
-class Wishes(NamedTuple):
+class RequestOverrides(NamedTuple):
     """What one request wants otherwise than the server's options say; None is no wish.
 
     `proposer` is "ngram_trie", "jacobi_window" or "hybrid", on a server whose proposer is hybrid.
@@ -28,10 +28,10 @@ class Wishes(NamedTuple):
     pool_from_prompt: bool | None = None
 
 
-NO_WISHES = Wishes()
+NO_OVERRIDES = RequestOverrides()
 
 
-class DraftRequest(NamedTuple):
+class DraftLimits(NamedTuple):
     """How large a tree one request may get."""
 
     request_id: str
@@ -48,17 +48,17 @@ class Verified(NamedTuple):
 
     request_ids: Sequence[str]
     forest: DraftForest
-    """The first nodes of what was proposed for each of these requests; where `hears_roots`, also of
+    """The first nodes of what was proposed for each of these requests; where `wants_roots`, also of
     those that were proposed nothing."""
-    at_roots: Ints
+    at_roots: Int32s
     """int32 [t, k]: the likeliest tokens after each root, best first; k is `num_choices`."""
-    at_nodes: Ints
+    at_nodes: Int32s
     """int32 [n, k]: and after each node."""
     gaps: NDArray[np.float32]
     """float32 [t + n, k]: how far each logit is below the best one, roots first."""
     accepted: NDArray[np.bool_]
     """bool [n]: the nodes that became output."""
-    lengths: Words
+    lengths: Int64s
     """int64 [t]: how many each tree has of those."""
 
     @classmethod
@@ -81,11 +81,11 @@ class Proposer(Protocol):
 
     cost: StepCost | None
     """What a step costs; None while it is not known, and then no tree is cut."""
-    least_beside_prompt: float
+    min_prob_beside_prompt: float
     """What a node's probability must be to pay in a step that reads a prompt as well."""
     num_choices: int
     """How many of the model's likeliest tokens at each node `observe` wants to hear of."""
-    hears_roots: bool
+    wants_roots: bool
     """Whether it wants to hear of requests without a node, too."""
 
     def start(
@@ -94,7 +94,7 @@ class Proposer(Protocol):
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
-        wishes: Wishes = NO_WISHES,
+        overrides: RequestOverrides = NO_OVERRIDES,
     ) -> None:
         """A request begins; one that is already known begins anew.
 
@@ -112,10 +112,10 @@ class Proposer(Protocol):
         Not called where `num_choices` is 0.
         """
 
-    def propose(self, wants: Sequence[DraftRequest], load: Load = NO_LOAD) -> Sequence[DraftTree]:
-        """One tree, possibly empty, for each of `wants`: the requests of one step.
+    def propose(self, limits: Sequence[DraftLimits], load: Load = NO_LOAD) -> Sequence[DraftTree]:
+        """One tree, possibly empty, for each of `limits`: the requests of one step.
 
-        `load` is what the step has to do beside those of `wants`.
+        `load` is what the step has to do beside those of `limits`.
         """
 
     def finish(self, request_id: str) -> None:
@@ -126,9 +126,9 @@ class NoProposer:
     """Guesses nothing and learns nothing: who proposes where another one's drafts are verified."""
 
     cost: StepCost | None = None
-    least_beside_prompt = 0.0
+    min_prob_beside_prompt = 0.0
     num_choices = 0
-    hears_roots = False
+    wants_roots = False
 
     def start(self, request_id: str, prompt: Sequence[int], *more: Any) -> None:
         """Pass over it."""
@@ -139,9 +139,9 @@ class NoProposer:
     def observe(self, verified: Verified) -> None:
         """Pass over it."""
 
-    def propose(self, wants: Sequence[DraftRequest], load: Load = NO_LOAD) -> Sequence[DraftTree]:
+    def propose(self, limits: Sequence[DraftLimits], load: Load = NO_LOAD) -> Sequence[DraftTree]:
         """No node for anybody."""
-        return [EMPTY_TREE] * len(wants)
+        return [EMPTY_TREE] * len(limits)
 
     def finish(self, request_id: str) -> None:
         """Pass over it."""

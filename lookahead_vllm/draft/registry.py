@@ -21,7 +21,7 @@ HAVE_WINDOW = {"jacobi_window", "hybrid"}
 """Those of them that have a lookahead branch, and so need a model's choices."""
 
 KEEP_CACHE = {"ngram_trie", "hybrid"}
-"""Those of them that have `snapshot` and `restore`, see `cache_keeper.KeepsCache`."""
+"""Those of them that have `snapshot` and `restore`, see `cache_keeper.Cacheable`."""
 
 
 def make_proposer(options: LookaheadOptions) -> Proposer:

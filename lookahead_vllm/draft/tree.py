@@ -10,7 +10,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.jit import Ints, Words, kernel
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 
 UNKNOWN = -1
 """Stands in a prompt for what has no token id, an embedding. Behind it a text begins anew."""
@@ -37,10 +37,10 @@ class DraftTree:
         The grower's estimate that the node is accepted (the product along its path), in [0, 1].
     """
 
-    tokens: Ints
-    parents: Ints
+    tokens: Int32s
+    parents: Int32s
     probs: NDArray[np.float32]
-    depths: Ints = None  # type: ignore[assignment]  # until __post_init__
+    depths: Int32s = None  # type: ignore[assignment]  # until __post_init__
     """int32 [n]: 1 for a child of the root; found out where it is not given."""
     sources: NDArray[np.uint8] = None  # type: ignore[assignment]
     """uint8 [n]: who guessed the node, a number of the grower's; 0 where it is not given."""
@@ -130,12 +130,12 @@ class DraftForest(Sequence[DraftTree]):
         The first node of each of the t trees, and n.
     """
 
-    tokens: Ints
-    parents: Ints
+    tokens: Int32s
+    parents: Int32s
     probs: NDArray[np.float32]
-    depths: Ints
+    depths: Int32s
     sources: NDArray[np.uint8]
-    firsts: Words
+    firsts: Int64s
 
     @classmethod
     def of(cls, trees: Sequence[DraftTree]) -> DraftForest:
@@ -180,17 +180,17 @@ class DraftForest(Sequence[DraftTree]):
         return len(self.tokens)
 
     @cached_property
-    def sizes(self) -> Words:
+    def sizes(self) -> Int64s:
         """int64 [t]: the nodes of each tree."""
         return np.diff(self.firsts)
 
     @cached_property
-    def owners(self) -> Words:
+    def owners(self) -> Int64s:
         """int64 [n]: the tree of each node."""
         return np.repeat(np.arange(len(self)), self.sizes)
 
     @cached_property
-    def places(self) -> Words:
+    def places(self) -> Int64s:
         """int64 [n]: the number of each node within its tree."""
         return np.arange(self.num_nodes) - self.firsts[self.owners]
 
@@ -199,7 +199,7 @@ class DraftForest(Sequence[DraftTree]):
         """bool [t]: the trees that are no chains."""
         return np.bincount(self.owners[self.parents != self.places - 1], minlength=len(self)) > 0
 
-    def cut(self, sizes: Words, chained: NDArray[np.bool_] | None = None) -> DraftForest:
+    def cut(self, sizes: Int64s, chained: NDArray[np.bool_] | None = None) -> DraftForest:
         """The first `sizes` int64 [t] nodes of each tree; of those that are `chained`, bool [t],
         only the branch that takes the first child of every node."""
         if chained is None:
@@ -207,7 +207,7 @@ class DraftForest(Sequence[DraftTree]):
         return self.take(np.arange(len(self)), sizes, chained)
 
     def take(
-        self, trees: Words, sizes: Words, chained: NDArray[np.bool_] | None = None
+        self, trees: Int64s, sizes: Int64s, chained: NDArray[np.bool_] | None = None
     ) -> DraftForest:
         """The forest of these trees, int64 [m], cut to `sizes` nodes each, int64 [m]."""
         if chained is None:
@@ -222,15 +222,15 @@ class DraftForest(Sequence[DraftTree]):
         """The same trees, and so many without a node behind them."""
         return replace(self, firsts=np.append(self.firsts, np.full(count, self.num_nodes)))
 
-    def faults(self, vocab_size: int, max_nodes: Words) -> Words:
+    def faults(self, vocab_size: int, max_nodes: Int64s) -> Int64s:
         """int64 [t]: 0 for every tree that is one; `max_nodes` int64 [t] are allowed."""
         return _find_faults(self.tokens, self.parents, self.firsts, vocab_size, max_nodes)
 
 
 @kernel
 def _take(
-    parents: Ints, firsts: Words, trees: Words, sizes: Words, chained: NDArray[np.bool_]
-) -> tuple[Words, Ints, Words]:
+    parents: Int32s, firsts: Int64s, trees: Int64s, sizes: Int64s, chained: NDArray[np.bool_]
+) -> tuple[Int64s, Int32s, Int64s]:
     """Which nodes are kept, int64 [m]; their parents int32 [m]; the first one of each tree."""
     most = sizes.sum()
     kept, new_parents = np.empty(most, np.int64), np.empty(most, np.int32)
@@ -255,8 +255,8 @@ def _take(
 
 @kernel
 def _find_faults(
-    tokens: Ints, parents: Ints, firsts: Words, vocab_size: int, max_nodes: Words
-) -> Words:
+    tokens: Int32s, parents: Int32s, firsts: Int64s, vocab_size: int, max_nodes: Int64s
+) -> Int64s:
     faults = np.zeros(len(firsts) - 1, np.int64)
     for tree in range(len(faults)):
         first, end = firsts[tree], firsts[tree + 1]

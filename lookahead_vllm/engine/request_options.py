@@ -20,7 +20,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import NO_WISHES, Wishes
+from lookahead_vllm.draft.proposer import NO_OVERRIDES, RequestOverrides
 from lookahead_vllm.draft.registry import HAVE_WINDOW
 from lookahead_vllm.engine.config import KEY
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
-NAMES = ("reference", "namespace", "enabled", *Wishes._fields)
+NAMES = ("reference", "namespace", "enabled", *RequestOverrides._fields)
 FLAT = {f"{KEY}_{name}": name for name in NAMES}
 
 MARK = "passed"
@@ -65,14 +65,14 @@ class RequestOptions:
         None shares with nobody.
     enabled : bool
         False: no drafts, and nothing is learned from the request.
-    wishes : Wishes
+    overrides : RequestOverrides
         What proposes for it, and how large its lookahead branch is.
     """
 
     references: Sequence[Any] = ()
     namespace: str | None = None
     enabled: bool = True
-    wishes: Wishes = NO_WISHES
+    overrides: RequestOverrides = NO_OVERRIDES
 
     @property
     def reference_tokens(self) -> int:
@@ -121,10 +121,13 @@ def given(
         options["enabled"] = _enabled(spellings["enabled"], values["enabled"])
         if not options["enabled"]:
             options.pop("references", None)  # they were checked, and are of no use
-    wishes = {name: values[name] for name in Wishes._fields if name in values}
-    if wishes:
-        options["wishes"] = Wishes(
-            **{name: _wish(spellings[name], name, wishes[name], server) for name in wishes}
+    overrides = {name: values[name] for name in RequestOverrides._fields if name in values}
+    if overrides:
+        options["overrides"] = RequestOverrides(
+            **{
+                name: _override(spellings[name], name, overrides[name], server)
+                for name in overrides
+            }
         )
     return RequestOptions(**options)
 
@@ -142,7 +145,7 @@ def sent(extra_args: Mapping[str, Any] | None, options: RequestOptions) -> dict[
             "reference": list(options.references),
             "namespace": options.namespace,
             "enabled": options.enabled,
-            **{k: v for k, v in options.wishes._asdict().items() if v is not None},
+            **{k: v for k, v in options.overrides._asdict().items() if v is not None},
             MARK: b"",
         },
     }
@@ -198,15 +201,15 @@ def _received(written: dict[str, Any]) -> RequestOptions | None:
         return None
     if not isinstance(references, list) or not all(map(_is_token_ids, references)):
         return None
-    wishes = Wishes(**{name: written.get(name) for name in Wishes._fields})
-    for wish, kind in zip(wishes, _WISH_TYPES, strict=True):
-        if wish is not None and type(wish) is not kind:
+    overrides = RequestOverrides(**{name: written.get(name) for name in RequestOverrides._fields})
+    for override, kind in zip(overrides, _OVERRIDE_TYPES, strict=True):
+        if override is not None and type(override) is not kind:
             return None
     arrays = [np.frombuffer(reference, "<i4") for reference in references]
-    return RequestOptions(arrays, namespace, enabled, wishes)
+    return RequestOptions(arrays, namespace, enabled, overrides)
 
 
-_WISH_TYPES = (str, int, int, int, bool)
+_OVERRIDE_TYPES = (str, int, int, int, bool)
 
 
 def _is_token_ids(reference: Any) -> bool:
@@ -344,7 +347,7 @@ def _namespace(spelling: str, value: Any) -> str:
     return value
 
 
-def _wish(spelling: str, name: str, value: Any, server: LookaheadOptions) -> Any:
+def _override(spelling: str, name: str, value: Any, server: LookaheadOptions) -> Any:
     if server.proposer not in HAVE_WINDOW or (name == "proposer" and server.proposer != "hybrid"):
         raise RequestError(
             f"{spelling}={reprlib.repr(value)} was given, but this server's proposer is "

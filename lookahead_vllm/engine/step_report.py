@@ -65,7 +65,7 @@ class StepReport:
             self.lengths[length] = self.lengths.get(length, 0) + 1
 
 
-class DrafterWatch:
+class TrieGauges:
     """Looks at a drafter for the reports, and at its proposer's trie, if that has one."""
 
     def __init__(self, drafter: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
-from lookahead_vllm.draft.proposer import DraftRequest
+from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.registry import HAVE_WINDOW, PROPOSERS, make_proposer
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.simulation.rivals import (
@@ -21,19 +21,19 @@ from lookahead_vllm.simulation.rivals import (
     Suffix,
     SuffixOptions,
 )
-from lookahead_vllm.simulation.traces import Ints
+from lookahead_vllm.simulation.traces import Int32s
 
 
 class Drafter(Protocol):
     """A proposer as the simulator plays it: `start`, `extend` and `propose` are what it times."""
 
-    def start(self, request_id: str, prompt: Ints) -> None:
+    def start(self, request_id: str, prompt: Int32s) -> None:
         """A request begins."""
 
     def extend(self, request_id: str, tokens: list[int]) -> None:
         """The request's next output tokens."""
 
-    def propose(self, want: DraftRequest, context: Ints) -> Any:
+    def propose(self, limit: DraftLimits, context: Int32s) -> Any:
         """A draft, in the shape that its own engine takes; `context` is the text so far."""
 
     def tree(self, draft: Any) -> DraftTree:
@@ -70,9 +70,9 @@ class Lookahead:
         """The request's next tokens."""
         self.proposer.extend({request_id: tokens})
 
-    def propose(self, want: DraftRequest, context: Ints) -> DraftTree:
+    def propose(self, limit: DraftLimits, context: Int32s) -> DraftTree:
         """The proposer's tree; it knows the text already."""
-        return self.proposer.propose([want])[0]
+        return self.proposer.propose([limit])[0]
 
     def tree(self, draft: DraftTree) -> DraftTree:
         """The tree itself."""

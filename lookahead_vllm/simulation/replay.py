@@ -16,7 +16,7 @@ from typing import Literal, TypedDict
 import numpy as np
 
 from lookahead_vllm.draft.budget.cost import CostCurve
-from lookahead_vllm.draft.proposer import DraftRequest
+from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest
 from lookahead_vllm.simulation.drafters import Drafter
 from lookahead_vllm.simulation.traces import Trace, TraceFile
@@ -119,10 +119,10 @@ def play(drafter: Drafter, trace: Trace, request_id: str, budget: int) -> Played
         max_depth = min(budget, len(answer) - done - 1)
         tree = EMPTY_TREE
         if max_depth > 0:
-            want = DraftRequest(request_id, budget, max_depth)
+            limit = DraftLimits(request_id, budget, max_depth)
             context = text[: len(trace.prompt) + done]
             before = perf_counter_ns()
-            draft = drafter.propose(want, context)
+            draft = drafter.propose(limit, context)
             played.propose_ns.append(perf_counter_ns() - before)
             tree = drafter.tree(draft)
             assert len(tree) <= budget

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from lookahead_vllm.draft.options import OptionError
-from lookahead_vllm.draft.proposer import DraftRequest
+from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.simulation.heap import bytes_released_by
-from lookahead_vllm.simulation.traces import Ints
+from lookahead_vllm.simulation.traces import Int32s
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class PromptLookupOptions:
             )
 
 
-def look_up(context: Ints, longest: int, shortest: int, most: int) -> Ints:
+def look_up(context: Int32s, longest: int, shortest: int, most: int) -> Int32s:
     """What followed, earlier in the text, the longest n-gram that ends it; the first such place.
 
     As vLLM's `ngram_proposer._find_longest_matched_ngram_and_propose_tokens`.
@@ -64,20 +64,20 @@ class PromptLookup:
     def __init__(self, options: PromptLookupOptions) -> None:
         self.options = options
 
-    def start(self, request_id: str, prompt: Ints) -> None:
+    def start(self, request_id: str, prompt: Int32s) -> None:
         """Nothing to do: the engine keeps the text."""
 
     def extend(self, request_id: str, tokens: list[int]) -> None:
         """Nothing to do: the engine keeps the text."""
 
-    def propose(self, want: DraftRequest, context: Ints) -> Ints:
+    def propose(self, limit: DraftLimits, context: Int32s) -> Int32s:
         """The chain's tokens, int32 [at most want.max_depth]."""
         options = self.options
         return look_up(
-            context, options.prompt_lookup_max, options.prompt_lookup_min, want.max_depth
+            context, options.prompt_lookup_max, options.prompt_lookup_min, limit.max_depth
         )
 
-    def tree(self, draft: Ints) -> DraftTree:
+    def tree(self, draft: Int32s) -> DraftTree:
         """The draft as a tree."""
         return DraftTree.chain(draft.tolist())
 
@@ -124,7 +124,7 @@ class Suffix:
         self.options = options
         self._cache: Any = SuffixDecodingCache(options.max_tree_depth, options.max_cached_requests)
 
-    def start(self, request_id: str, prompt: Ints) -> None:
+    def start(self, request_id: str, prompt: Int32s) -> None:
         """The prompt gets a suffix tree of its own."""
         self._cache.start_request(request_id, prompt)
 
@@ -132,13 +132,13 @@ class Suffix:
         """The tokens go into the request's suffix tree and into that of all answers."""
         self._cache.add_active_response(request_id, tokens)
 
-    def propose(self, want: DraftRequest, context: Ints) -> Any:
+    def propose(self, limit: DraftLimits, context: Int32s) -> Any:
         """A `SuffixDecodingDraft`."""
         options = self.options
         return self._cache.speculate(
-            want.request_id,
+            limit.request_id,
             context[-options.max_tree_depth :],
-            max_spec_tokens=want.max_nodes,
+            max_spec_tokens=limit.max_nodes,
             max_spec_factor=options.max_spec_factor,
             max_spec_offset=options.max_spec_offset,
             min_token_prob=options.min_token_prob,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int32]
+Int32s = NDArray[np.int32]
 
 PROMPT_TOKENS = 50  # of an answer that is made up
 ANSWER_TOKENS = (200, 300)  # the shortest and the longest
@@ -26,8 +26,8 @@ class TraceError(ValueError):
 class Trace:
     """A recorded generation: `prompt` and `output` are int32; `category` is `suite/category`."""
 
-    prompt: Ints
-    output: Ints
+    prompt: Int32s
+    output: Int32s
     category: str
 
 
@@ -107,7 +107,7 @@ def _parse(place: str, text: str) -> tuple[Trace, bool]:
     return trace, bool(line.get("loops"))
 
 
-def _token_ids(place: str, line: dict[str, Any], key: str) -> Ints:
+def _token_ids(place: str, line: dict[str, Any], key: str) -> Int32s:
     ids = line.get(key)
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
         raise TraceError(f"{place}: `{key}` must be a list of token ids")

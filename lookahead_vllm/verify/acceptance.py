@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from lookahead_vllm.draft.jit import Ints, Words, kernel
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.tree import DraftForest
 
 
-def accepted_paths(forest: DraftForest, at_roots: Ints, at_nodes: Ints) -> Ints:
+def accepted_paths(forest: DraftForest, at_roots: Int32s, at_nodes: Int32s) -> Int32s:
     """The nodes that the target model agrees with.
 
     Parameters
@@ -38,7 +38,9 @@ def accepted_paths(forest: DraftForest, at_roots: Ints, at_nodes: Ints) -> Ints:
 
 
 @kernel
-def _walk(tokens: Ints, parents: Ints, firsts: Words, at_roots: Ints, at_nodes: Ints) -> Ints:
+def _walk(
+    tokens: Int32s, parents: Int32s, firsts: Int64s, at_roots: Int32s, at_nodes: Int32s
+) -> Int32s:
     longest = 0
     for tree in range(len(firsts) - 1):
         longest = max(longest, firsts[tree + 1] - firsts[tree])

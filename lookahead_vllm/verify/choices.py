@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lookahead_vllm.draft.jit import Ints, Words
+from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.verify.cpu import native
 
 MAX_CHOICES = 16
@@ -20,14 +20,14 @@ _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 class Choices(NamedTuple):
     """Of each row of logits."""
 
-    tokens: Ints
+    tokens: Int32s
     """int32 [n, k]: the likeliest first."""
     gaps: NDArray[np.float32]
     """float32 [n, k]: how far each one's logit is below the first one's."""
 
 
 def likeliest(
-    logits: Tensor, rows: Words, k: int, impl: Literal["auto", "torch", "native"] = "auto"
+    logits: Tensor, rows: Int64s, k: int, impl: Literal["auto", "torch", "native"] = "auto"
 ) -> Choices:
     """The `k` largest of some rows of the logits.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 
-class DrawTape:
+class GeneratorStates:
     """The states that a generator passes through over its next `length` draws.
 
     Parameters

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from lookahead_vllm.draft.jit import Ints, Words, kernel
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.verify.cpu.native import TreeBatchView
 
@@ -96,7 +96,7 @@ class TreeBatch:
 
 
 @kernel
-def _lay_out(parents: Ints, depths: Ints, firsts: Words, words: int) -> tuple[Ints, Ints]:
+def _lay_out(parents: Int32s, depths: Int32s, firsts: Int64s, words: int) -> tuple[Int32s, Int32s]:
     num_trees = len(firsts) - 1
     row_depths = np.zeros(len(parents) + num_trees, np.int32)
     masks = np.zeros((len(parents) + num_trees, words), np.int32)

@@ -17,7 +17,7 @@ import pytest
 from benchmarks.engines.fresh_engine import RunFailed
 from benchmarks.load import compare as script
 from benchmarks.load.report import Phase, by_phase, figures, plot, table
-from benchmarks.load.run import BusyCore, Step, StepWatch, play
+from benchmarks.load.steps import BusyCore, Step, StepWatch, play
 
 
 class FakeEngine:
@@ -215,7 +215,7 @@ def test_methods_play_the_same_phases_and_one_that_fails_is_reported(
 ) -> None:
     class Fresh:
         def __init__(self, module: str, job: Any, environment: Any, log: Path, show: Any) -> None:
-            assert module == "benchmarks.load.run"
+            assert module == "benchmarks.load.steps"
             assert job["engine_args"]["max_num_seqs"] == 8 and len(job["prompts"]) == 3
             self.config, self.show = job["engine_args"].get("speculative_config"), show
 

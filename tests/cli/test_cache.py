@@ -16,7 +16,7 @@ from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache import report as cache_report
 from lookahead_vllm.draft.cache.warming import TextError, learn, read_texts
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftRequest
+from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.trie.namespaces import digest_of
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 
@@ -156,7 +156,7 @@ def drafted(cache: Path, tokenizer: Any, said: str, namespace: str = "") -> list
     proposer.restore(arrays, facts)
     proposer.start("first", [], namespace)
     proposer.extend({"first": ids(said)})
-    (tree,) = proposer.propose([DraftRequest("first", 16, 16, may_branch=False)])
+    (tree,) = proposer.propose([DraftLimits("first", 16, 16, may_branch=False)])
     return tree.tokens.tolist()
 
 

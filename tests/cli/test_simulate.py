@@ -15,7 +15,7 @@ import pytest
 from lookahead_vllm.cli import simulate as script_module
 from lookahead_vllm.draft.budget.cost import CostCurve
 from lookahead_vllm.draft.options import OptionError
-from lookahead_vllm.draft.proposer import DraftRequest
+from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.registry import HAVE_WINDOW, PROPOSERS
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.simulation import heap
@@ -232,7 +232,7 @@ def test_suffix_is_vllm_s_chain_and_suffix_tree_a_tree() -> None:
         drafter.start("r", np.array(prompt, np.int32))
         drafter.extend("r", [1, 2])
         context = np.array([*prompt, 1, 2], np.int32)
-        tree = drafter.tree(drafter.propose(DraftRequest("r", 16, 16), context))
+        tree = drafter.tree(drafter.propose(DraftLimits("r", 16, 16), context))
         played[name] = tree
         drafter.finish("r")
     assert (

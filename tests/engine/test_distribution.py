@@ -16,7 +16,7 @@ import torch
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.v1.outputs import SamplerOutput
 
-from lookahead_vllm.draft.jit import Ints
+from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.worker.v1 import runner
 from tests.support.driving import drafter_of, engine
@@ -101,7 +101,7 @@ def test_the_joint_distribution_of_several_tokens(
     """And a verifier that takes the draft's word for it in 2 % of cases is caught."""
     walk, merge, rng = runner.accepted_paths, runner.merge_outputs, np.random.default_rng(1)
 
-    def credulous(forest: DraftForest, at_roots: Ints, at_nodes: Ints) -> Ints:
+    def credulous(forest: DraftForest, at_roots: Int32s, at_nodes: Int32s) -> Int32s:
         duped = (rng.random(len(forest)) < BIAS) & (forest.sizes > 0)
         at_roots[duped] = forest.tokens[forest.firsts[:-1][duped]]
         taken.append(at_roots)
@@ -111,7 +111,7 @@ def test_the_joint_distribution_of_several_tokens(
         roots.sampled_token_ids[torch.from_numpy(rows), 0] = torch.from_numpy(taken.pop())
         return merge(roots, nodes, forest, rows, paths)
 
-    taken: list[Ints] = []
+    taken: list[Int32s] = []
     if biased:
         monkeypatch.setattr(runner, "accepted_paths", credulous)
         monkeypatch.setattr(runner, "merge_outputs", emit)

@@ -78,12 +78,12 @@ def test_every_step_is_that_of_the_papers_algorithms(
 
 
 @pytest.mark.parametrize("proposer", ["jacobi_window", "hybrid"])
-def test_the_text_is_plain_vllms_whatever_each_request_wishes(proposer: str, llama: Path) -> None:
+def test_the_text_is_plain_vllms_whatever_each_request_overrides(proposer: str, llama: Path) -> None:
     prompts = random_prompts(12, 40, vocab=20, seed=9)
-    wishes: list[dict[str, Any]] = [{}, {"window_size": 2, "ngram_size": 3}, {"window_size": 0}]
-    wishes += [{"guess_set_size": 1, "pool_from_prompt": True}, {"enabled": False}]
+    overrides: list[dict[str, Any]] = [{}, {"window_size": 2, "ngram_size": 3}, {"window_size": 0}]
+    overrides += [{"guess_set_size": 1, "pool_from_prompt": True}, {"enabled": False}]
     if proposer == "hybrid":
-        wishes += [{"proposer": "ngram_trie"}, {"proposer": "jacobi_window"}]
+        overrides += [{"proposer": "ngram_trie"}, {"proposer": "jacobi_window"}]
     params = [
         SamplingParams(
             temperature=0.8 if i % 2 else 0,
@@ -91,7 +91,7 @@ def test_the_text_is_plain_vllms_whatever_each_request_wishes(proposer: str, lla
             max_tokens=40,
             ignore_eos=True,
             detokenize=False,
-            extra_args={"lookahead": wishes[i % len(wishes)]},
+            extra_args={"lookahead": overrides[i % len(overrides)]},
         )
         for i in range(12)
     ]

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine.messages import Sent, recall
+from lookahead_vllm.engine.messages import SentDraft, recall
 
 TREES = {
     "a": DraftTree.from_lists([1, 2, 3, 4], [-1, -1, 0, 1], [0.9, 0.5, 0.4, 0.1], [0, 1, 2, 0]),
@@ -16,10 +16,10 @@ TREES = {
 LATER = {"c": DraftTree.from_lists([8, 9], [-1, -1])}
 
 
-def sent(trees: dict[str, DraftTree]) -> dict[str, Sent]:
+def sent(trees: dict[str, DraftTree]) -> dict[str, SentDraft]:
     forest = DraftForest.of(list(trees.values()))
     return {
-        req_id: Sent(forest, place, tree.tokens.tolist())
+        req_id: SentDraft(forest, place, tree.tokens.tolist())
         for place, (req_id, tree) in enumerate(trees.items())
     }
 
@@ -41,7 +41,7 @@ GRAMMARS = DraftTree.from_lists([5, 50, 51], [-1, -1, 1])
 
 @pytest.mark.parametrize("is_sent_on", [False, True], ids=["in one process", "to another process"])
 @pytest.mark.parametrize(
-    ("trees", "others", "own"),
+    ("trees", "replacements", "own"),
     [
         ([LATER["c"], TREES["b"], TREES["a"]], {}, [True, True, True]),
         ([LATER["c"].prefix(1), TREES["b"].prefix(2), TREES["a"].prefix(3)], {}, [True] * 3),
@@ -54,14 +54,14 @@ GRAMMARS = DraftTree.from_lists([5, 50, 51], [-1, -1, 1])
 )
 def test_what_was_scheduled_is_recalled(
     trees: list[DraftTree],
-    others: dict[str, DraftTree],
+    replacements: dict[str, DraftTree],
     own: list[bool],
     is_sent_on: bool,
 ) -> None:
     drafts = sent(TREES) | sent(LATER)
     if is_sent_on:
         drafts = pickle.loads(pickle.dumps(drafts))
-    forest, known = recall(scheduled_of(trees), drafts, others)
+    forest, known = recall(scheduled_of(trees), drafts, replacements)
     assert known.tolist() == own
     assert [fields_of(tree) for tree in forest] == [fields_of(tree) for tree in trees]
 

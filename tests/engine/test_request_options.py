@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import Wishes
+from lookahead_vllm.draft.proposer import RequestOverrides
 from lookahead_vllm.engine.request_options import (
     RequestError,
     RequestOptions,
@@ -112,17 +112,23 @@ HYBRID = LookaheadOptions(proposer="hybrid").for_model(7e9)
 @pytest.mark.parametrize(
     ("extra_args", "means"),
     [
-        ({"lookahead_window_size": 3.0}, Wishes(window_size=3)),  # HTTP makes floats of numbers
-        ({"lookahead": {"window_size": 0}}, Wishes(window_size=0)),
-        ({"lookahead_ngram_size": 2, "lookahead_guess_set_size": 1}, Wishes(None, None, 2, 1)),
-        ({"lookahead_pool_from_prompt": 1}, Wishes(pool_from_prompt=True)),
-        ({"lookahead_proposer": "ngram_trie"}, Wishes("ngram_trie")),
+        (
+            {"lookahead_window_size": 3.0},
+            RequestOverrides(window_size=3),
+        ),  # HTTP makes floats of numbers
+        ({"lookahead": {"window_size": 0}}, RequestOverrides(window_size=0)),
+        (
+            {"lookahead_ngram_size": 2, "lookahead_guess_set_size": 1},
+            RequestOverrides(None, None, 2, 1),
+        ),
+        ({"lookahead_pool_from_prompt": 1}, RequestOverrides(pool_from_prompt=True)),
+        ({"lookahead_proposer": "ngram_trie"}, RequestOverrides("ngram_trie")),
     ],
 )
-def test_what_is_wished_of_the_window(extra_args: dict[str, Any], means: Wishes) -> None:
+def test_what_is_wished_of_the_window(extra_args: dict[str, Any], means: RequestOverrides) -> None:
     options = given(extra_args, VOCAB, HYBRID)
-    assert options == RequestOptions(wishes=means)
-    assert received(sent(extra_args, options))[0].wishes == means
+    assert options == RequestOptions(overrides=means)
+    assert received(sent(extra_args, options))[0].overrides == means
 
 
 @pytest.mark.parametrize(
@@ -209,7 +215,9 @@ ANYTHING: st.SearchStrategy[Any] = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner),
     max_leaves=8,
 )
-SENT = sent(None, RequestOptions((ids(5, 6),), "n", True, Wishes("hybrid", 2, 3, 4, True)))
+SENT = sent(
+    None, RequestOptions((ids(5, 6),), "n", True, RequestOverrides("hybrid", 2, 3, 4, True))
+)
 
 
 @given_any(extra_args=ANYTHING | st.fixed_dictionaries({"lookahead": ANYTHING}))
@@ -224,13 +232,13 @@ def test_options_with_one_wrong_part_are_none(name: str, value: Any, gone: bool)
     written = {k: v for k, v in SENT["lookahead"].items() if k != name}
     options, _ = received({"lookahead": written if gone else {**written, name: value}})
     if options.namespace is not None or options.references:
-        assert name in Wishes._fields or not gone
+        assert name in RequestOverrides._fields or not gone
         assert isinstance(options.namespace, str | None)
         assert isinstance(options.enabled, bool)
         assert all(reference.dtype == np.int32 for reference in options.references)
         kinds = {str: ("proposer",), bool: ("pool_from_prompt",)}
-        for wish, asked in options.wishes._asdict().items():
-            kind = next((kind for kind, names in kinds.items() if wish in names), int)
+        for override, asked in options.overrides._asdict().items():
+            kind = next((kind for kind, names in kinds.items() if override in names), int)
             assert asked is None or type(asked) is kind
 
 

@@ -273,21 +273,23 @@ def draw_round(
         server = LookaheadOptions.from_dict(lookahead).for_model(0)
         for request in rng.sample(requests, len(requests) // 2):
             request.features.add("wishes")
-            request.params.setdefault("extra_args", {}).update(_wishes(rng, server))
+            request.params.setdefault("extra_args", {}).update(_overrides(rng, server))
     return Round(model, settings, stress, lookahead, requests, features)
 
 
-def _wishes(rng: random.Random, server: LookaheadOptions) -> dict[str, Any]:
+def _overrides(rng: random.Random, server: LookaheadOptions) -> dict[str, Any]:
     """What one request may want otherwise than the server does, in part."""
-    wishes: dict[str, Any] = dict(
+    overrides: dict[str, Any] = dict(
         window_size=rng.randint(0, server.window.window_size),
         ngram_size=rng.randint(2, server.ngram_size),
         guess_set_size=rng.randint(1, int(server.guess_set_size)),
         pool_from_prompt=rng.random() < 0.5,
     )
     if server.proposer == "hybrid":
-        wishes["proposer"] = rng.choice(["hybrid", "ngram_trie", "jacobi_window"])
-    return {f"lookahead_{name}": wish for name, wish in wishes.items() if rng.random() < 0.6}
+        overrides["proposer"] = rng.choice(["hybrid", "ngram_trie", "jacobi_window"])
+    return {
+        f"lookahead_{name}": override for name, override in overrides.items() if rng.random() < 0.6
+    }
 
 
 def _tenants(rng: random.Random, apart: bool) -> list[Tenant]:

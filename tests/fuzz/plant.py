@@ -11,7 +11,7 @@ import torch
 from lookahead_vllm.engine import request_options
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from lookahead_vllm.verify.cpu.kv_moves import KVMover
-from lookahead_vllm.verify.seeded_draws import DrawTape
+from lookahead_vllm.verify.seeded_draws import GeneratorStates
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
 
@@ -32,7 +32,7 @@ def _moved_one_too_far(move: Any) -> Any:
 
 
 def _one_draw_ahead(after: Any) -> Any:
-    def wrong(self: DrawTape, draws: int) -> torch.Generator:
+    def wrong(self: GeneratorStates, draws: int) -> torch.Generator:
         return after(self, min(draws + 1, len(self._states) - 1))
 
     return wrong
@@ -59,7 +59,7 @@ def _prompt_of_the_row(follow: Any) -> Any:
 BUGS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "mask": (TreeBatch, "build", _wrong_mask_bit),
     "kv": (KVMover, "move", _moved_one_too_far),
-    "generator": (DrawTape, "after", _one_draw_ahead),
+    "generator": (GeneratorStates, "after", _one_draw_ahead),
     "namespace": (request_options, "shared_namespace", _one_namespace),
     "row": (LookaheadRunner, "_follow", _prompt_of_the_row),
 }

@@ -10,7 +10,13 @@ import numpy as np
 
 from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import NO_LOAD, NO_WISHES, DraftRequest, Verified, Wishes
+from lookahead_vllm.draft.proposer import (
+    NO_LOAD,
+    NO_OVERRIDES,
+    DraftLimits,
+    RequestOverrides,
+    Verified,
+)
 from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 
@@ -30,11 +36,11 @@ class TestProposer:
 
     __test__ = False
     num_choices = 0
-    hears_roots = False
+    wants_roots = False
 
     def __init__(self, options: LookaheadOptions) -> None:
         self.cost = None
-        self.least_beside_prompt = 0.0
+        self.min_prob_beside_prompt = 0.0
         self.prompts: dict[str, tuple[int, ...]] = {}
         self.outputs: dict[str, list[int]] = {}
 
@@ -44,7 +50,7 @@ class TestProposer:
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
-        wishes: Wishes = NO_WISHES,
+        overrides: RequestOverrides = NO_OVERRIDES,
     ) -> None:
         self.prompts[request_id] = tuple(int(t) for t in prompt)
         self.outputs[request_id] = []
@@ -59,10 +65,10 @@ class TestProposer:
     def finish(self, request_id: str) -> None:
         del self.prompts[request_id], self.outputs[request_id]
 
-    def propose(self, wants: Sequence[DraftRequest], load: Load = NO_LOAD) -> list[DraftTree]:
-        return [self.grow(want) for want in wants]
+    def propose(self, limits: Sequence[DraftLimits], load: Load = NO_LOAD) -> list[DraftTree]:
+        return [self.grow(limit) for limit in limits]
 
-    def grow(self, want: DraftRequest) -> DraftTree:
+    def grow(self, limit: DraftLimits) -> DraftTree:
         raise NotImplementedError
 
     def future(self, request_id: str) -> list[int]:
@@ -80,15 +86,15 @@ class TestProposer:
 class HiddenPath(TestProposer):
     """As many nodes as allowed; the right path lies scattered among wrong branches."""
 
-    def grow(self, want: DraftRequest) -> DraftTree:
-        rng = self.rng(want.request_id)
-        right = self.future(want.request_id)[: rng.randint(0, want.max_depth)]
+    def grow(self, limit: DraftLimits) -> DraftTree:
+        rng = self.rng(limit.request_id)
+        right = self.future(limit.request_id)[: rng.randint(0, limit.max_depth)]
         tokens: list[int] = []
         parents: list[int] = []
         depths: list[int] = []
         edges: set[tuple[int, int]] = set()
         tip, placed = -1, 0
-        while len(tokens) < want.max_nodes:
+        while len(tokens) < limit.max_nodes:
             if placed < len(right) and rng.random() < 0.5:
                 parent, token = tip, right[placed]
             else:
@@ -97,7 +103,7 @@ class HiddenPath(TestProposer):
                 if (parent, token) == (tip, right[placed] if placed < len(right) else -1):
                     continue
             depth = 1 if parent < 0 else depths[parent] + 1
-            if depth > want.max_depth or (parent, token) in edges:
+            if depth > limit.max_depth or (parent, token) in edges:
                 continue
             edges.add((parent, token))
             if parent == tip and placed < len(right) and token == right[placed]:
@@ -120,14 +126,14 @@ class Recorder(TestProposer):
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
-        wishes: Wishes = NO_WISHES,
+        overrides: RequestOverrides = NO_OVERRIDES,
     ) -> None:
         super().start(request_id, prompt, namespace, references)
         self.STARTED.append(
             (list(self.prompts[request_id]), namespace, [list(r) for r in references])
         )
 
-    def grow(self, want: DraftRequest) -> DraftTree:
+    def grow(self, limit: DraftLimits) -> DraftTree:
         return EMPTY_TREE
 
 
@@ -136,34 +142,34 @@ class Planned(TestProposer):
 
     TREES: ClassVar[dict[tuple[int, ...], DraftTree]] = {}
 
-    def grow(self, want: DraftRequest) -> DraftTree:
-        tree = self.TREES.get(tuple(self.outputs[want.request_id]), EMPTY_TREE)
-        return tree if tree.depths.max(initial=0) <= want.max_depth else EMPTY_TREE
+    def grow(self, limit: DraftLimits) -> DraftTree:
+        tree = self.TREES.get(tuple(self.outputs[limit.request_id]), EMPTY_TREE)
+        return tree if tree.depths.max(initial=0) <= limit.max_depth else EMPTY_TREE
 
 
 class AlwaysRight(TestProposer):
     """A chain of what comes next."""
 
-    def grow(self, want: DraftRequest) -> DraftTree:
-        return DraftTree.chain(self.future(want.request_id)[: want.max_depth])
+    def grow(self, limit: DraftLimits) -> DraftTree:
+        return DraftTree.chain(self.future(limit.request_id)[: limit.max_depth])
 
 
 class AlwaysWrong(TestProposer):
     """A branching tree in which no child of the root is right."""
 
-    def grow(self, want: DraftRequest) -> DraftTree:
-        right = self.future(want.request_id)[:1]
+    def grow(self, limit: DraftLimits) -> DraftTree:
+        right = self.future(limit.request_id)[:1]
         wrong = [t for t in range(VOCAB) if [t] != right]
-        n = min(want.max_nodes, len(wrong))
+        n = min(limit.max_nodes, len(wrong))
         return DraftTree.from_lists(wrong[:n], [-1] * n)
 
 
 class Malformed(TestProposer):
     """Trees that no verifier could make sense of, a different kind at every step."""
 
-    def grow(self, want: DraftRequest) -> DraftTree:
-        n = want.max_nodes
-        kind = len(self.outputs[want.request_id]) % 3
+    def grow(self, limit: DraftLimits) -> DraftTree:
+        n = limit.max_nodes
+        kind = len(self.outputs[limit.request_id]) % 3
         if kind == 0:
             return DraftTree.chain([VOCAB + 5] * n)
         if kind == 1:

@@ -9,8 +9,8 @@ from collections import defaultdict
 import numpy as np
 
 from lookahead_vllm.draft.trie import acceptance_rate as learned
-from lookahead_vllm.draft.trie.candidates import MAX_CONTINUATIONS
-from lookahead_vllm.draft.trie.growth import FEWEST, LEAST_PROBABILITY, SPARSE_FROM
+from lookahead_vllm.draft.trie.candidates import MAX_CANDIDATES
+from lookahead_vllm.draft.trie.growth import MIN_CANDIDATES, MIN_PROBABILITY, MIN_SPARSE_PROBABILITY
 from lookahead_vllm.draft.trie.suffix import NUM_SPARSE, ORDERS
 
 SUFFIXES = range(len(ORDERS) + NUM_SPARSE)
@@ -75,7 +75,7 @@ class ProposerModel:
         self.trials = {}
         self.weights = defaultdict(lambda: np.array(learned._FIRST_WEIGHTS))
 
-    def continuations(self, spaces, text, most=MAX_CONTINUATIONS, sparse=True):
+    def continuations(self, spaces, text, most=MAX_CANDIDATES, sparse=True):
         """Evidence by token, in the order of finding, and the longest matches."""
         found, longest = {}, [0, 0, 0]
 
@@ -141,7 +141,7 @@ class ProposerModel:
         weights = self.weights[spaces[2] is not None, longest[0], longest[1]]
         for token, row in found.items():
             prob, keys, inputs, guesses = self.judge(token, row, weights)
-            if prob < learned.HOPELESS:
+            if prob < learned.MIN_JUDGED_PROBABILITY:
                 continue
             hit = float(token == said)
             for i, (key, guess) in enumerate(zip(keys, guesses, strict=True)):
@@ -170,15 +170,17 @@ class ProposerModel:
         while len(nodes) < max_nodes:
             if len(path) < max_depth:
                 longer = [*text, *path]
-                most = FEWEST + int((MAX_CONTINUATIONS - FEWEST) * prob)
-                found, longest = self.continuations(spaces, longer, most, prob >= SPARSE_FROM)
+                most = MIN_CANDIDATES + int((MAX_CANDIDATES - MIN_CANDIDATES) * prob)
+                found, longest = self.continuations(
+                    spaces, longer, most, prob >= MIN_SPARSE_PROBABILITY
+                )
                 weights = self.weights[spaces[2] is not None, longest[0], longest[1]]
                 probs = {t: self.judge(t, row, weights)[0] for t, row in found.items()}
                 scale = prob / max(1.0, sum(probs.values()))
                 buds += [
                     (p * scale, (*path, t))
                     for t, p in probs.items()
-                    if p * scale >= LEAST_PROBABILITY
+                    if p * scale >= MIN_PROBABILITY
                 ]
             if not buds:
                 break

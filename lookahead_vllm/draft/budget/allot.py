@@ -8,17 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.budget.cost import CostCurve, Floats, Load, StepCost, StepWork
-from lookahead_vllm.draft.jit import Ints, Words, kernel
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 
-LOOK_AFTER = 16  # steps in a row with drafts that promise less than
-WORTH_A_LOOK = 1.3  # times the tokens per time of a plain step, what one costs is looked at again
+PROBE_AFTER_STEPS = 16  # steps in a row with drafts that promise less than
+PROBE_BELOW_SPEEDUP = (
+    1.3  # times the tokens per time of a plain step, what one costs is looked at again
+)
 
 
 class Allotment(NamedTuple):
     """What each tree of a forest gets."""
 
-    sizes: Words
+    sizes: Int64s
     """int64 [t]: so many of its first nodes,"""
     chained: NDArray[np.bool_]
     """bool [t]: or the best chain in them."""
@@ -28,7 +30,7 @@ class Allotment(NamedTuple):
     """The probability below which no node of this step would have been sent."""
 
 
-def allot(forest: DraftForest, contexts: Words, cost: StepCost, load: Load) -> Allotment:
+def allot(forest: DraftForest, contexts: Int64s, cost: StepCost, load: Load) -> Allotment:
     """Give each request the nodes with which the step emits the most per unit of time.
 
     A step is expected to emit a token for each decoding request and the sum of the probabilities
@@ -57,7 +59,7 @@ def allot(forest: DraftForest, contexts: Words, cost: StepCost, load: Load) -> A
         tree,
         root,
     )
-    if cost.drafting >= LOOK_AFTER and rate * base < WORTH_A_LOOK * decodes:
+    if cost.drafting >= PROBE_AFTER_STEPS and rate * base < PROBE_BELOW_SPEEDUP * decodes:
         sizes = np.zeros_like(sizes)
     return Allotment(sizes, chained, rate, least)
 
@@ -74,8 +76,8 @@ def compile_budget() -> None:
 @kernel
 def _allot(
     probs: NDArray[np.float32],
-    parents: Ints,
-    firsts: Words,
+    parents: Int32s,
+    firsts: Int64s,
     branching: NDArray[np.bool_],
     decodes: int,
     base: float,
@@ -83,7 +85,7 @@ def _allot(
     chain: Floats,
     tree: Floats,
     root: Floats,
-) -> tuple[Words, NDArray[np.bool_], float, float]:
+) -> tuple[Int64s, NDArray[np.bool_], float, float]:
     num_nodes, num_trees = len(probs), len(firsts) - 1
     owners = np.empty(num_nodes, np.int64)
     costs = np.empty(num_nodes)

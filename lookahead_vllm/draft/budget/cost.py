@@ -9,16 +9,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.jit import Words, kernel
+from lookahead_vllm.draft.jit import Int64s, kernel
 
 MEMORY = 5.0  # seconds after which a step counts 1/e of what it did
-NOISE = 0.1  # of the time of a step that no model foresees
+RELATIVE_NOISE = 0.1  # of the time of a step that no model foresees
 DRIFT = 0.1  # of the time predicted, by which steps are off on average where the load has changed:
 DRIFT_STEPS = 5  # the last ones, about so many;
-KEPT_STEPS = 2  # then all steps before count together as so many
-HICCUP = 3.0  # a step that took so many times what was predicted was held up by something else
-LEAST_PART = 0.2  # of what was measured at start, that a cost may fall to
-SWEEPS = 30  # over the costs, after each step
+STEPS_KEPT_ON_DRIFT = 2  # then all steps before count together as so many
+MAX_SLOWDOWN = (
+    3.0  # a step that took so many times what was predicted was held up by something else
+)
+MIN_WEIGHT_SHARE = 0.2  # of what was measured at start, that a cost may fall to
+GAUSS_SEIDEL_SWEEPS = 30  # over the costs, after each step
 CRITICAL = 1.25  # the critical decoding length costs so many times what one token does
 
 Floats = NDArray[np.float64]
@@ -164,16 +166,16 @@ class StepCost:
         self.drafting = self.drafting + 1 if work.nodes else 0
         features = self._features(work)
         predicted = float(self.weights @ features)
-        time = min(time, HICCUP * predicted)
+        time = min(time, MAX_SLOWDOWN * predicted)
         fade = math.exp(-(time if seconds is None else seconds) / MEMORY)
         error = min(max(time / predicted - 1, -0.5), 0.5)  # one hiccup is no drift
         self._drift += (error - self._drift) / DRIFT_STEPS
         if abs(self._drift) > DRIFT:  # the load on the machine has changed
-            fade = min(fade, KEPT_STEPS / self._count)
+            fade = min(fade, STEPS_KEPT_ON_DRIFT / self._count)
         # By what was predicted, not by the time: else a slow step would count less than a fast one.
-        scaled = features / (NOISE * predicted)
+        scaled = features / (RELATIVE_NOISE * predicted)
         self._count = fade * self._count + 1
-        target = time / (NOISE * predicted)
+        target = time / (RELATIVE_NOISE * predicted)
         _learn_step(
             scaled, target, fade, self._seen, self._told, self._trust, self._start, self.weights
         )
@@ -184,7 +186,7 @@ class StepCost:
         return np.array([forward, 1.0, work.nodes > 0, *work[1:]])
 
     def prices(
-        self, contexts: Words, load: Load, num_nodes: int
+        self, contexts: Int64s, load: Load, num_nodes: int
     ) -> tuple[float, Floats, Floats, Floats, Floats]:
         """What a step costs without drafts and what nodes add to it.
 
@@ -241,18 +243,18 @@ def _learn_step(
     """Another row of the least squares: fills `weights` float64 [n], and `seen` and `told` go on.
 
     The least squares of (seen + trust) weights = told + trust start, where nothing is free or pays,
-    whatever noise says: no weight falls below LEAST_PART of its start. `trust` float64 [n] is the
-    diagonal of its matrix, above 0. By Gauss and Seidel's method, from the last weights on.
+    whatever noise says: no weight falls below MIN_WEIGHT_SHARE of its start. `trust` float64 [n] is
+    the diagonal of its matrix, above 0. By Gauss and Seidel's method, from the last weights on.
     """
     n = len(features)
     for i in range(n):
         told[i] = fade * told[i] + features[i] * target
         for j in range(n):
             seen[i, j] = fade * seen[i, j] + features[i] * features[j]
-    for _ in range(SWEEPS):
+    for _ in range(GAUSS_SEIDEL_SWEEPS):
         for i in range(n):
             rest = told[i] + trust[i] * start[i]
             for j in range(n):
                 if j != i:
                     rest -= seen[i, j] * weights[j]
-            weights[i] = max(rest / (seen[i, i] + trust[i]), LEAST_PART * start[i])
+            weights[i] = max(rest / (seen[i, i] + trust[i]), MIN_WEIGHT_SHARE * start[i])

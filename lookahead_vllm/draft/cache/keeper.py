@@ -21,14 +21,16 @@ from lookahead_vllm.machine import CPUS_AT_START
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-REST = 0.02  # seconds after each chunk of a save beside requests: a save costs a step little
+PAUSE_SECONDS = (
+    0.02  # seconds after each chunk of a save beside requests: a save costs a step little
+)
 
 
 class _GivenUpError(Exception):
     """A save beside requests was given up for the last one."""
 
 
-class KeepsCache(Protocol):
+class Cacheable(Protocol):
     """What a proposer has if it can be kept; see `NGramTrieProposer`."""
 
     def snapshot(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
@@ -47,7 +49,7 @@ class CacheKeeper:
 
     Parameters
     ----------
-    proposer : KeepsCache
+    proposer : Cacheable
         The proposer; it may be at work while the file is saved.
     path : Path
         The file; its directory must exist.
@@ -57,7 +59,7 @@ class CacheKeeper:
         The fingerprint of the tokenizer in use, see `cache_file.fingerprint`.
     """
 
-    def __init__(self, proposer: KeepsCache, path: Path, interval: float, tokenizer: str) -> None:
+    def __init__(self, proposer: Cacheable, path: Path, interval: float, tokenizer: str) -> None:
         self.path = path
         self._proposer = proposer
         self._interval = interval
@@ -155,10 +157,10 @@ class CacheKeeper:
         return may_write
 
     def _restore(self, arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> None:
-        room = len(self._proposer.snapshot()[0]["edges"])
-        if (given := len(arrays.get("edges", ()))) != room:
+        capacity = len(self._proposer.snapshot()[0]["edges"])
+        if (given := len(arrays.get("edges", ()))) != capacity:
             raise CacheFileError(
-                f"it was made for max_nodes={given}, and this server has max_nodes={room}"
+                f"it was made for max_nodes={given}, and this server has max_nodes={capacity}"
             )
         self._proposer.restore(arrays, facts)
 
@@ -203,4 +205,4 @@ class CacheKeeper:
             self._due.clear()
             if self._closing.is_set():
                 return
-            self.save(REST)
+            self.save(PAUSE_SECONDS)

@@ -11,7 +11,7 @@ import numpy as np
 
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 
-PIECE = 4096  # tokens between two steps of the progress bar
+PROGRESS_TOKENS = 4096  # tokens between two steps of the progress bar
 RESPONSES = ("response", "completion")
 
 _EXPECTED = (
@@ -148,9 +148,9 @@ def learn(
     proposer.start("warming", text.prompt, namespace)
     tokens = np.array(text.answer, np.int32)
     told = 0
-    for start in range(0, len(tokens), PIECE):
-        proposer.extend({"warming": tokens[start : start + PIECE]})  # type: ignore[dict-item]
-        done = text.num_bytes * min(start + PIECE, len(tokens)) // len(tokens)
+    for start in range(0, len(tokens), PROGRESS_TOKENS):
+        proposer.extend({"warming": tokens[start : start + PROGRESS_TOKENS]})  # type: ignore[dict-item]
+        done = text.num_bytes * min(start + PROGRESS_TOKENS, len(tokens)) // len(tokens)
         advance(done - told)
         told = done
     advance(text.num_bytes - told)

@@ -19,13 +19,13 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.jit import Ints, kernel
+from lookahead_vllm.draft.jit import Int32s, kernel
 from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
 from lookahead_vllm.draft.trie.candidates import (
     CHOICES,
     CHOSEN,
     COARSE,
-    NUM_COARSE,
+    NUM_COARSE_KINDS,
     NUM_KINDS,
     NUM_SOURCES,
     NUM_SPARSE_KINDS,
@@ -35,7 +35,7 @@ from lookahead_vllm.draft.trie.candidates import (
 )
 from lookahead_vllm.draft.trie.recycling import NUM_CHOICE_KINDS, NUM_LENGTHS, first_rates
 from lookahead_vllm.draft.trie.suffix import ORDERS
-from lookahead_vllm.draft.trie.table import NOWHERE
+from lookahead_vllm.draft.trie.table import NO_SPACE
 
 Rates = NDArray[np.float32]
 Weights = NDArray[np.float32]
@@ -52,7 +52,7 @@ NARROW_TRIALS = _float(2)  # what a guess is worth where a rate begins with one
 MEMORY = _float(400)  # trials of one kind at which the old ones count half
 LEARNING_RATE = _float(0.01)  # of the weights
 LEAST, MOST = _float(0.002), _float(0.995)  # the range of a probability
-HOPELESS = 0.005  # what is less likely is not worth the time of learning from it
+MIN_JUDGED_PROBABILITY = 0.005  # what is less likely is not worth the time of learning from it
 
 _LEVELS = 16  # steps of log odds that have a rate of their own
 
@@ -74,7 +74,7 @@ _STARTS = np.cumsum(
         NUM_KINDS,
         NUM_KINDS,
         NUM_KINDS,
-        NUM_COARSE**2,
+        NUM_COARSE_KINDS**2,
         _LEVELS,
         NUM_SPARSE_KINDS**2 * _LEVELS,
         NUM_CHOICE_KINDS,
@@ -124,27 +124,27 @@ def _squash(log_odds: np.float32) -> np.float32:
 
 
 @kernel
-def weight_set(longest: Ints, spaces: Ints) -> int:
+def weight_set(longest: Int32s, spaces: Int32s) -> int:
     """Which weights a text's continuations are judged by, all of them."""
-    has_reference = np.int64(spaces[REFERENCE] != NOWHERE)
+    has_reference = np.int64(spaces[REFERENCE] != NO_SPACE)
     in_trie = (has_reference * _SETS + longest[OWN]) * _SETS + longest[ANSWERS]
     return in_trie * _CHOICE_SETS + longest[CHOICES]
 
 
 @kernel
-def room_for_judging() -> tuple[Ints, Rates]:
+def judging_scratch() -> tuple[Int32s, Rates]:
     """`which` and `inputs` for `judge`, to be used again and again."""
     return np.empty(NUM_INPUTS, np.int32), np.empty(NUM_INPUTS, np.float32)
 
 
 @kernel
 def judge(
-    found: Ints,
+    found: Int32s,
     i: int,
     rates: Rates,
     weights: Weights,
     chosen: int,
-    which: Ints,
+    which: Int32s,
     inputs: Rates,
 ) -> np.float32:
     """The probability that the continuation in row `i` of `found` is what the model says.
@@ -160,7 +160,7 @@ def judge(
     answers_odds = rates[which[ANSWERS]]
     reference_odds = rates[which[REFERENCE]] if reference else _float(0)
     # Both sources together; a pair that was never tried is as good as both say it is.
-    which[_PAIR] = _STARTS[_PAIR] + COARSE[own] * NUM_COARSE + COARSE[answers]
+    which[_PAIR] = _STARTS[_PAIR] + COARSE[own] * NUM_COARSE_KINDS + COARSE[answers]
     guess = _learned_or(rates, which[_PAIR], _guess(own_odds, answers_odds))
     level = min(max(np.int32(guess + 8), 0), _LEVELS - 1)
     which[_LEVEL] = _STARTS[_LEVEL] + level
@@ -219,20 +219,20 @@ def _record(
 
 @kernel
 def learn_token(
-    found: Ints,
+    found: Int32s,
     num_found: int,
     said: int,
     rates: Rates,
     trials: Rates,
     weights: Weights,
     chosen: int,
-    which: Ints,
+    which: Int32s,
     inputs: Rates,
 ) -> None:
     """The model said `said`: a trial for every continuation that was found before it was."""
     for i in range(num_found):
         prob = judge(found, i, rates, weights, chosen, which, inputs)
-        if prob < HOPELESS:
+        if prob < MIN_JUDGED_PROBABILITY:
             continue
         hit = _float(found[i, TOKEN] == said)
         _record(rates, trials, which[OWN], hit, inputs[OWN], PRIOR_TRIALS)

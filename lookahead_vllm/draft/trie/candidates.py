@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from lookahead_vllm.draft.jit import Ints, Words, kernel
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.sources import REFERENCE
 from lookahead_vllm.draft.trie.suffix import NUM_SPARSE, NUM_SUFFIXES, ORDERS, Hashes
 from lookahead_vllm.draft.trie.table import (
     COUNT_SHIFT,
     MOST,
     NAME,
-    NOWHERE,
+    NO_SPACE,
     TOKEN_BITS,
     USE,
     locate,
@@ -35,7 +35,7 @@ NUM_COLUMNS = 7
 
 NAMES, SLOT, HELD = range(3)  # of the places where a suffix is looked for
 
-MAX_CONTINUATIONS = 12  # of one text
+MAX_CANDIDATES = 12  # of one text
 
 _STAGES = 2  # how many suffixes, longest first, may name continuations, beside the two shortest
 _SHARES, _GAPS, _RANKS = 9, 3, 2
@@ -43,7 +43,7 @@ _SPARSE_SHARES = 6
 
 NUM_KINDS = 1 + len(ORDERS) * _SHARES * _GAPS * _RANKS
 """How many kinds of evidence there are in one source; 0 is none."""
-NUM_COARSE = 1 + 5 * 5 * _GAPS
+NUM_COARSE_KINDS = 1 + 5 * 5 * _GAPS
 NUM_SPARSE_KINDS = _SPARSE_SHARES**NUM_SPARSE
 
 
@@ -65,7 +65,7 @@ def _kind(suffix: int, share: int, gap: int, rank: int) -> int:
     return 1 + ((suffix * _SHARES + share) * _GAPS + gap) * _RANKS + rank
 
 
-def _coarse_kinds() -> Ints:
+def _coarse_kinds() -> Int32s:
     kinds = np.zeros(NUM_KINDS, np.int32)
     for suffix, order in enumerate(ORDERS):
         for share in range(_SHARES):
@@ -84,10 +84,10 @@ COARSE = _coarse_kinds()
 
 
 @kernel
-def room_for_continuations() -> tuple[Ints, Ints, Words]:
-    """`found`, `longest` and `places` for `find_continuations`, to be used again and again."""
+def candidate_scratch() -> tuple[Int32s, Int32s, Int64s]:
+    """`found`, `longest` and `places` for `find_candidates`, to be used again and again."""
     return (
-        np.empty((MAX_CONTINUATIONS, NUM_COLUMNS), np.int32),
+        np.empty((MAX_CANDIDATES, NUM_COLUMNS), np.int32),
         np.zeros(NUM_SPACES, np.int32),
         np.empty((3, NUM_SOURCES, NUM_SUFFIXES), np.int64),
     )
@@ -95,7 +95,7 @@ def room_for_continuations() -> tuple[Ints, Ints, Words]:
 
 @kernel
 def look_up(
-    edges: Words, live: Ints, spaces: Ints, row: Hashes, places: Words, suffixes: int
+    edges: Int64s, live: Int32s, spaces: Int32s, row: Hashes, places: Int64s, suffixes: int
 ) -> None:
     """Match the first `suffixes` of NUM_SUFFIXES suffixes in all sources.
 
@@ -108,7 +108,7 @@ def look_up(
         edges.
     """
     for source in range(NUM_SOURCES):
-        if spaces[source] != NOWHERE:
+        if spaces[source] != NO_SPACE:
             first, lines = region_of(edges, live, spaces[source])
             for suffix in range(suffixes):
                 name, slot = locate(first, lines, spaces[source], row, suffix)
@@ -116,11 +116,11 @@ def look_up(
     # One look at every line in a loop as small as can be: the processor then waits for all of
     # them together.
     for source in range(NUM_SOURCES):
-        if spaces[source] != NOWHERE:
+        if spaces[source] != NO_SPACE:
             for suffix in range(suffixes):
                 places[HELD, source, suffix] = edges[places[SLOT, source, suffix], NAME]
     for source in range(NUM_SOURCES):
-        if spaces[source] != NOWHERE:
+        if spaces[source] != NO_SPACE:
             for suffix in range(suffixes):
                 places[HELD, source, suffix] = matches(
                     edges, places[NAMES, source, suffix], places[SLOT, source, suffix]
@@ -128,7 +128,7 @@ def look_up(
 
 
 @kernel
-def _total(edges: Words, slot: int, slots: int) -> int:
+def _total(edges: Int64s, slot: int, slots: int) -> int:
     total = 0
     while slots:
         if slots & 1:
@@ -139,7 +139,7 @@ def _total(edges: Words, slot: int, slots: int) -> int:
 
 
 @kernel
-def place(token: int, found: Ints, size: int, may_add: bool, most: int) -> tuple[int, int]:
+def place(token: int, found: Int32s, size: int, may_add: bool, most: int) -> tuple[int, int]:
     """Where `token` stands among those found, and how many those are now; -1 for nowhere."""
     for i in range(size):
         if found[i, TOKEN] == token:
@@ -153,12 +153,12 @@ def place(token: int, found: Ints, size: int, may_add: bool, most: int) -> tuple
 
 
 @kernel
-def find_continuations(
-    edges: Words,
-    spaces: Ints,
-    found: Ints,
-    longest: Ints,
-    places: Words,
+def find_candidates(
+    edges: Int64s,
+    spaces: Int32s,
+    found: Int32s,
+    longest: Int32s,
+    places: Int64s,
     most: int,
     suffixes: int,
 ) -> int:
@@ -168,7 +168,7 @@ def find_continuations(
     ----------
     spaces : int32 [NUM_SPACES]
         Where was looked.
-    found : int32 [MAX_CONTINUATIONS, NUM_COLUMNS]
+    found : int32 [MAX_CANDIDATES, NUM_COLUMNS]
         Gets a row for each continuation: its token, and the kind of evidence for it in each
         source, which tells four things apart: the longest suffix that the token followed there,
         its share of what followed, how many longer suffixes were seen that it never followed, and
@@ -178,7 +178,7 @@ def find_continuations(
     places : int64 [3, NUM_SOURCES, NUM_SUFFIXES]
         What `look_up` found.
     most : int
-        How many may be found, at most MAX_CONTINUATIONS.
+        How many may be found, at most MAX_CANDIDATES.
     suffixes : int
         How many were looked up: all NUM_SUFFIXES, or the contiguous ones alone.
 
@@ -190,7 +190,7 @@ def find_continuations(
     size = 0
     for source in range(NUM_SOURCES):
         longest[source] = 0
-        if spaces[source] == NOWHERE:
+        if spaces[source] == NO_SPACE:
             continue
         stage = 0
         for suffix in range(len(ORDERS) - 1, -1, -1):

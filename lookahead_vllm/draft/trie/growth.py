@@ -9,32 +9,32 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.jit import Ints, Words, kernel
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.sources import ANSWERS, OWN, RECYCLED, REFERENCE, WINDOW
 from lookahead_vllm.draft.trie.acceptance_rate import (
     Rates,
     Weights,
     judge,
-    room_for_judging,
+    judging_scratch,
     weight_set,
 )
 from lookahead_vllm.draft.trie.candidates import (
     CHOICES,
     CHOSEN,
-    MAX_CONTINUATIONS,
+    MAX_CANDIDATES,
     TOKEN,
-    find_continuations,
+    candidate_scratch,
+    find_candidates,
     look_up,
-    room_for_continuations,
 )
 from lookahead_vllm.draft.trie.recycling import find_choices, is_from_cell
 from lookahead_vllm.draft.trie.suffix import NUM_SUFFIXES, ORDERS, ROW, Hashes, advance
 
-LEAST_PROBABILITY = 0.001  # a node less likely than this is never drafted
+MIN_PROBABILITY = 0.001  # a node less likely than this is never drafted
 
-FEWEST = 6
+MIN_CANDIDATES = 6
 """So many continuations of a node are looked at, however unlikely it is."""
-SPARSE_FROM = 0.2
+MIN_SPARSE_PROBABILITY = 0.2
 """The probability from which on a node's sparse contexts are looked at too."""
 
 SINGLE, PARALLEL, HIERARCHICAL = range(3)
@@ -43,19 +43,19 @@ SINGLE, PARALLEL, HIERARCHICAL = range(3)
 
 @kernel
 def grow_all(
-    edges: Words,
-    live: Ints,
-    lines: Ints,
-    all_spaces: Ints,
+    edges: Int64s,
+    live: Int32s,
+    lines: Int32s,
+    all_spaces: Int32s,
     all_rows: Hashes,
-    texts: Words,
+    texts: Int64s,
     rates: Rates,
     weights: Weights,
-    max_nodes: Words,
-    max_depths: Words,
-    branching: Words,
+    max_nodes: Int64s,
+    max_depths: Int64s,
+    branching: Int64s,
     least: float,
-) -> tuple[Ints, Ints, NDArray[np.float32], Ints, NDArray[np.uint8], Words]:
+) -> tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]:
     """Grow a tree for each of `texts` int64 [t], which are rows of `all_spaces` and `all_rows`.
 
     `edges` and `live` are the trie's, `lines` those of `recycling.py`, possibly none.
@@ -68,10 +68,10 @@ def grow_all(
     firsts = np.zeros(len(texts) + 1, np.int64)
     # Row i + 1 is the text that ends in node i.
     rows = np.empty((max_nodes.max() + 1 if len(texts) else 1, ROW), np.uint64)
-    found, longest, places = room_for_continuations()
-    which, inputs = room_for_judging()
-    shares = np.empty(MAX_CONTINUATIONS, np.float32)
-    least_prob = np.float32(max(least, LEAST_PROBABILITY))
+    found, longest, places = candidate_scratch()
+    which, inputs = judging_scratch()
+    shares = np.empty(MAX_CANDIDATES, np.float32)
+    least_prob = np.float32(max(least, MIN_PROBABILITY))
     size = 0
     for i, text in enumerate(texts):
         rows[0] = all_rows[text]
@@ -109,7 +109,7 @@ def grow_all(
 
 
 @kernel
-def _source_of(evidence: Ints) -> int:
+def _source_of(evidence: Int32s) -> int:
     if evidence[REFERENCE]:
         return REFERENCE
     if evidence[OWN]:
@@ -121,10 +121,10 @@ def _source_of(evidence: Ints) -> int:
 
 @kernel
 def _grow(
-    edges: Words,
-    live: Ints,
-    lines: Ints,
-    spaces: Ints,
+    edges: Int64s,
+    live: Int32s,
+    lines: Int32s,
+    spaces: Int32s,
     rows: Hashes,
     rates: Rates,
     weights: Weights,
@@ -132,13 +132,13 @@ def _grow(
     max_depth: int,
     branching: int,
     least: np.float32,
-    found: Ints,
-    longest: Ints,
-    places: Words,
-    which: Ints,
+    found: Int32s,
+    longest: Int32s,
+    places: Int64s,
+    which: Int32s,
     inputs: Rates,
     shares: Rates,
-    nodes: Ints,
+    nodes: Int32s,
     probs: Rates,
     sources: NDArray[np.uint8],
 ) -> int:
@@ -153,10 +153,10 @@ def _grow(
     while size < max_nodes:
         if depth < max_depth:
             # Of an unlikely node only the likeliest children can matter.
-            most = FEWEST + np.int64((MAX_CONTINUATIONS - FEWEST) * prob)
-            suffixes = NUM_SUFFIXES if prob >= SPARSE_FROM else len(ORDERS)
+            most = MIN_CANDIDATES + np.int64((MAX_CANDIDATES - MIN_CANDIDATES) * prob)
+            suffixes = NUM_SUFFIXES if prob >= MIN_SPARSE_PROBABILITY else len(ORDERS)
             look_up(edges, live, spaces, rows[here + 1], places, suffixes)
-            num_found = find_continuations(edges, spaces, found, longest, places, most, suffixes)
+            num_found = find_candidates(edges, spaces, found, longest, places, most, suffixes)
             longest[CHOICES], num_found = find_choices(
                 lines, spaces[CHOICES], rows[here + 1], found, num_found, most
             )

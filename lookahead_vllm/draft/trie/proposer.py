@@ -13,29 +13,35 @@ from numpy.typing import NDArray
 from lookahead_vllm.draft.budget.allot import allot, compile_budget
 from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.insertion import InsertionQueue
-from lookahead_vllm.draft.jit import Ints, Words, kernel
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import NO_LOAD, NO_WISHES, DraftRequest, Verified, Wishes
-from lookahead_vllm.draft.request_rows import Roster
+from lookahead_vllm.draft.proposer import (
+    NO_LOAD,
+    NO_OVERRIDES,
+    DraftLimits,
+    RequestOverrides,
+    Verified,
+)
+from lookahead_vllm.draft.request_rows import RequestRows
 from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie.acceptance_rate import (
     AcceptanceRate,
     Rates,
     Weights,
+    judging_scratch,
     learn_token,
-    room_for_judging,
     weight_set,
 )
 from lookahead_vllm.draft.trie.candidates import (
     CHOICES,
-    MAX_CONTINUATIONS,
+    MAX_CANDIDATES,
     NAMES,
     NUM_SPACES,
     SLOT,
-    find_continuations,
+    candidate_scratch,
+    find_candidates,
     look_up,
-    room_for_continuations,
 )
 from lookahead_vllm.draft.trie.growth import HIERARCHICAL, PARALLEL, SINGLE, grow_all
 from lookahead_vllm.draft.trie.namespaces import Namespaces
@@ -50,9 +56,9 @@ from lookahead_vllm.draft.trie.suffix import (
     empty_row,
     row_of,
 )
-from lookahead_vllm.draft.trie.table import BYTES_PER_NODE, NOWHERE, Trie, count, count_by_space
+from lookahead_vllm.draft.trie.table import BYTES_PER_NODE, NO_SPACE, Trie, count, count_by_space
 
-LEARN_AT_ONCE = 64
+MAX_TOKENS_LEARNED = 64
 """Tokens of a step from which acceptance rates are learned, some 0.1 ms; every second one, or third
 one and so on where there are more."""
 
@@ -69,24 +75,27 @@ class _Texts:
 
     Attributes
     ----------
-    rows : uint64 [room, ROW]
-    spaces : int32 [room, NUM_SPACES]
+    rows : uint64 [capacity, ROW]
+    spaces : int32 [capacity, NUM_SPACES]
     """
 
     def __init__(self) -> None:
-        self.roster = Roster()
-        self.rows: Hashes = np.zeros((self.roster.room, ROW), np.uint64)
-        self.spaces: Ints = np.zeros((self.roster.room, NUM_SPACES), np.int32)
+        self.request_rows = RequestRows()
+        self.rows: Hashes = np.zeros((self.request_rows.capacity, ROW), np.uint64)
+        self.spaces: Int32s = np.zeros((self.request_rows.capacity, NUM_SPACES), np.int32)
 
     def add(self, request_id: str) -> int:
         """The number of a new text."""
-        number = self.roster.add(request_id)
-        self.rows, self.spaces = self.roster.widened(self.rows), self.roster.widened(self.spaces)
+        number = self.request_rows.add(request_id)
+        self.rows, self.spaces = (
+            self.request_rows.widened(self.rows),
+            self.request_rows.widened(self.spaces),
+        )
         return number
 
-    def numbers(self, request_ids: Iterable[str]) -> Words:
+    def numbers(self, request_ids: Iterable[str]) -> Int64s:
         """int64 [t]"""
-        return self.roster.numbers(request_ids)
+        return self.request_rows.numbers(request_ids)
 
     def shared_spaces(self) -> set[int]:
         """Spaces of answers that a text reads or writes; of some that have ended, too."""
@@ -106,14 +115,14 @@ class NGramTrieProposer:
     """
 
     num_choices = 0
-    hears_roots = False
+    wants_roots = False
     num_lines = 0
     """Of the table in `recycling.py`."""
 
     def __init__(self, options: LookaheadOptions, cost: StepCost | None = None) -> None:
         self.options = options
         self.cost = cost
-        self.least_beside_prompt = 0.0
+        self.min_prob_beside_prompt = 0.0
         max_nodes = options.max_nodes
         if options.max_bytes is not None:
             max_nodes = min(max_nodes, options.max_bytes // BYTES_PER_NODE)
@@ -140,7 +149,7 @@ class NGramTrieProposer:
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
-        wishes: Wishes = NO_WISHES,
+        overrides: RequestOverrides = NO_OVERRIDES,
     ) -> None:
         """See Proposer. The prompt is indexed whole: an end of sequence in it is a token.
 
@@ -153,13 +162,13 @@ class NGramTrieProposer:
         number = self._texts.add(request_id)
         self._texts.rows[number] = row = row_of(tokens)
         spaces = self._texts.spaces[number]
-        spaces[:] = NOWHERE
-        with_trie = self.options.sources != "none" and wishes.proposer != "jacobi_window"
-        with_choices = self.num_choices > 0 and wishes.proposer != "ngram_trie"
+        spaces[:] = NO_SPACE
+        with_trie = self.options.sources != "none" and overrides.proposer != "jacobi_window"
+        with_choices = self.num_choices > 0 and overrides.proposer != "ngram_trie"
         if not (with_trie or with_choices):
             return
         own = self.trie.new_private(len(tokens) + length + EXPECTED_ANSWER)
-        shared = NOWHERE
+        shared = NO_SPACE
         if namespace is not None:
             shared = self._namespaces.space_of(namespace, self._texts.shared_spaces)
         if with_choices:
@@ -199,16 +208,16 @@ class NGramTrieProposer:
     def observe(self, verified: Verified) -> None:
         """See Proposer. What was emitted is all that the trie learns from."""
 
-    def propose(self, wants: Sequence[DraftRequest], load: Load = NO_LOAD) -> DraftForest:
+    def propose(self, limits: Sequence[DraftLimits], load: Load = NO_LOAD) -> DraftForest:
         """See Proposer."""
-        contexts = np.array([want.context for want in wants], np.int64)
-        return self._cut(self._grow(wants, self._max_nodes), contexts, load)
+        contexts = np.array([limit.context for limit in limits], np.int64)
+        return self._cut(self._grow(limits, self._max_nodes), contexts, load)
 
-    def _grow(self, wants: Sequence[DraftRequest], max_nodes: Words | int) -> DraftForest:
+    def _grow(self, limits: Sequence[DraftLimits], max_nodes: Int64s | int) -> DraftForest:
         """The likeliest trees of at most so many nodes each."""
         self.insertion.end_step()
-        limits = np.array(
-            [(nodes, depth, branch) for _, nodes, depth, branch, _ in wants], np.int64
+        bounds = np.array(
+            [(nodes, depth, branch) for _, nodes, depth, branch, _ in limits], np.int64
         ).reshape(-1, 3)
         return DraftForest(
             *grow_all(
@@ -217,17 +226,17 @@ class NGramTrieProposer:
                 self._lines,
                 self._texts.spaces,
                 self._texts.rows,
-                self._texts.numbers(want.request_id for want in wants),
+                self._texts.numbers(limit.request_id for limit in limits),
                 self.rate.rates,
                 self.rate.weights,
-                np.minimum(limits[:, 0], max_nodes).clip(0),
-                limits[:, 1].clip(0, self.options.branch_length),
-                np.where(limits[:, 2], self._branching, SINGLE),
+                np.minimum(bounds[:, 0], max_nodes).clip(0),
+                bounds[:, 1].clip(0, self.options.branch_length),
+                np.where(bounds[:, 2], self._branching, SINGLE),
                 self._least,
             )
         )
 
-    def _cut(self, forest: DraftForest, contexts: Words, load: Load) -> DraftForest:
+    def _cut(self, forest: DraftForest, contexts: Int64s, load: Load) -> DraftForest:
         """What of these trees is worth its cost."""
         if self.cost is None or self.options.budget != "auto":
             return forest
@@ -237,12 +246,12 @@ class NGramTrieProposer:
         allotment = allot(forest, contexts, self.cost, load)
         # What is far from being sent is not worth growing next time.
         self._least = allotment.least / 2
-        self.least_beside_prompt = allotment.rate * self.cost.marginal(contexts.mean())
+        self.min_prob_beside_prompt = allotment.rate * self.cost.marginal(contexts.mean())
         return forest.cut(allotment.sizes, allotment.chained)
 
     def finish(self, request_id: str) -> None:
         """See Proposer. O(1): nothing that another request counted on is touched."""
-        number = self._texts.roster.pop(request_id)
+        number = self._texts.request_rows.pop(request_id)
         if number is not None:
             self.insertion.drop(number)
             for space in self._texts.spaces[number].tolist():
@@ -285,16 +294,16 @@ class NGramTrieProposer:
         self.trie.recount()
         self._namespaces.restore(facts["namespaces"])
 
-    def _insert_later(self, number: int, space: int, row: Hashes, tokens: Ints) -> None:
+    def _insert_later(self, number: int, space: int, row: Hashes, tokens: Int32s) -> None:
         """Insert `tokens` behind the text of `row`, as soon as a step has time for it."""
-        if space != NOWHERE:
+        if space != NO_SPACE:
             self.insertion.add(number, partial(self.trie.insert, space, row), tokens)
 
     def _compile(self) -> None:
         """Run every kernel on nothing, so that no request waits for the compiler."""
         self.start("", [0])
         self.extend({"": []})
-        self.propose([DraftRequest("", 1, 1)])
+        self.propose([DraftLimits("", 1, 1)])
         compile_budget()
         self.finish("")
         count_by_space(self.trie.edges[:0], [1])
@@ -302,15 +311,15 @@ class NGramTrieProposer:
 
 @kernel
 def _extend(
-    edges: Words,
-    live: Ints,
-    counters: Words,
-    lines: Ints,
-    all_spaces: Ints,
+    edges: Int64s,
+    live: Int32s,
+    counters: Int64s,
+    lines: Int32s,
+    all_spaces: Int32s,
     all_rows: Hashes,
-    texts: Words,
-    tokens: Ints,
-    sizes: Words,
+    texts: Int64s,
+    tokens: Int32s,
+    sizes: Int64s,
     rates: Rates,
     trials: Rates,
     weights: Weights,
@@ -318,9 +327,9 @@ def _extend(
 ) -> None:
     """`tokens` int32 [sum(sizes)] of the texts int64 [t], `sizes` int64 [t] of each."""
     following = np.empty(ROW, np.uint64)
-    found, longest, places = room_for_continuations()
-    which, inputs = room_for_judging()
-    apart = -(-len(tokens) // LEARN_AT_ONCE)
+    found, longest, places = candidate_scratch()
+    which, inputs = judging_scratch()
+    apart = -(-len(tokens) // MAX_TOKENS_LEARNED)
     end = 0
     for i, text in enumerate(texts):
         spaces, row = all_spaces[text], all_rows[text]
@@ -329,16 +338,16 @@ def _extend(
             token = tokens[at]
             look_up(edges, live, spaces, row, places, NUM_SUFFIXES)
             if at % apart == 0:
-                size = find_continuations(
-                    edges, spaces, found, longest, places, MAX_CONTINUATIONS, NUM_SUFFIXES
+                size = find_candidates(
+                    edges, spaces, found, longest, places, MAX_CANDIDATES, NUM_SUFFIXES
                 )
                 longest[CHOICES], size = find_choices(
-                    lines, spaces[CHOICES], row, found, size, MAX_CONTINUATIONS
+                    lines, spaces[CHOICES], row, found, size, MAX_CANDIDATES
                 )
                 chosen = weight_set(longest, spaces)
                 learn_token(found, size, token, rates, trials, weights, chosen, which, inputs)
             for source in (OWN, ANSWERS):
-                if is_source and spaces[source] != NOWHERE:
+                if is_source and spaces[source] != NO_SPACE:
                     for suffix in range(NUM_SUFFIXES):
                         count(
                             edges,

@@ -13,10 +13,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.jit import Ints, Words, kernel
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.trie.candidates import CHOSEN, place
 from lookahead_vllm.draft.trie.suffix import Hashes, advance, key_of
-from lookahead_vllm.draft.trie.table import NOWHERE
+from lookahead_vllm.draft.trie.table import NO_SPACE
 
 NUM_CHOICES = 8
 """Tokens that a line holds, likeliest first."""
@@ -58,7 +58,7 @@ def first_rates() -> NDArray[np.float64]:
     return rates
 
 
-def make_lines(num_lines: int = NUM_LINES) -> Ints:
+def make_lines(num_lines: int = NUM_LINES) -> Int32s:
     """A table, empty: int32 [num_lines, 16]."""
     return np.zeros((num_lines, _LINE), np.int32)
 
@@ -70,7 +70,7 @@ def is_from_cell(kind: int) -> bool:
 
 
 @kernel
-def _line_of(lines: Ints, space: int, row: Hashes, length: int) -> tuple[np.int64, np.int32]:
+def _line_of(lines: Int32s, space: int, row: Hashes, length: int) -> tuple[np.int64, np.int32]:
     key = key_of(row, length, space)
     line = np.int64(((key >> np.uint64(32)) * np.uint64(len(lines))) >> np.uint64(32))
     return line, np.int32(key & np.uint64(0x7FFFFFFF))
@@ -78,13 +78,13 @@ def _line_of(lines: Ints, space: int, row: Hashes, length: int) -> tuple[np.int6
 
 @kernel
 def find_choices(
-    lines: Ints, space: int, row: Hashes, found: Ints, size: int, most: int
+    lines: Int32s, space: int, row: Hashes, found: Int32s, size: int, most: int
 ) -> tuple[int, int]:
     """What the model said after the suffixes of a text, the longest first.
 
     Parameters
     ----------
-    found : int32 [MAX_CONTINUATIONS, NUM_COLUMNS]
+    found : int32 [MAX_CANDIDATES, NUM_COLUMNS]
         What was found elsewhere, `size` of them; gets more, `most` at most, and the evidence.
 
     Returns
@@ -92,7 +92,7 @@ def find_choices(
     int, int
         The longest suffix of which there is a line, 0 for none, and the new size.
     """
-    if space == NOWHERE:
+    if space == NO_SPACE:
         return 0, size
     longest = 0
     for length in range(NUM_LENGTHS - 1, -1, -1):
@@ -117,15 +117,15 @@ def find_choices(
 
 @kernel
 def recycle(
-    lines: Ints,
-    spaces: Ints,
+    lines: Int32s,
+    spaces: Int32s,
     roots: Hashes,
-    tokens: Ints,
-    parents: Ints,
-    firsts: Words,
-    grown: Words,
-    at_roots: Ints,
-    at_nodes: Ints,
+    tokens: Int32s,
+    parents: Int32s,
+    firsts: Int64s,
+    grown: Int64s,
+    at_roots: Int32s,
+    at_nodes: Int32s,
     gaps: NDArray[np.float32],
 ) -> None:
     """Keep what the model said at every root and node of a step's trees.
@@ -152,7 +152,7 @@ def recycle(
         widest = max(widest, firsts[tree + 1] - firsts[tree])
     rows = np.empty((widest + 1, roots.shape[1]), np.uint64)
     for tree, space in enumerate(spaces):
-        if space == NOWHERE:
+        if space == NO_SPACE:
             continue
         rows[0] = roots[tree]
         _keep(lines, space, rows[0], at_roots[tree], gaps[tree], 0)
@@ -165,7 +165,7 @@ def recycle(
 
 @kernel
 def _keep(
-    lines: Ints, space: int, row: Hashes, said: Ints, gaps: NDArray[np.float32], at_cell: int
+    lines: Int32s, space: int, row: Hashes, said: Int32s, gaps: NDArray[np.float32], at_cell: int
 ) -> None:
     sureness = np.int64(0)
     for rank in range(NUM_CHOICES):

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lookahead_vllm.draft.jit import Ints, Words, kernel
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.draft.trie.suffix import NUM_SUFFIXES, Hashes, advance, key_of
 
@@ -35,21 +35,21 @@ COUNT_SHIFT = 32
 TIME_SHIFT = 48
 MOST = 0xFFFF  # of a count or a time
 
-NOWHERE = 0
+NO_SPACE = 0
 """The space without an edge: where nothing is inserted and nothing found."""
 
 BYTES_PER_NODE = 16
 LINE = 4
 """Slots of a line, 64 bytes: a suffix has all its edges in one line, and so at most 4."""
 
-TICKS = 64  # of the clock, while as many edges are made as there are slots
-HALF_LIFE = 32  # ticks in which a frequency halves
+CLOCK_TICKS = 64  # of the clock, while as many edges are made as there are slots
+HALF_LIFE_TICKS = 32  # ticks in which a frequency halves
 LIVE_BONUS = 8  # an edge of a live request's own text counts as seen so many times more
 
 _EMPTY = -2  # the value of such a slot
 
-LEAST_REGION = 2048  # lines that a private space is spread over at least: 128 KiB
-MAX_LIVE = 1 << 12
+MIN_REGION_LINES = 2048  # lines that a private space is spread over at least: 128 KiB
+MAX_LIVE_SPACES = 1 << 12
 """The most spaces of live requests at a time."""
 
 # Slots of `Trie.counters`.
@@ -69,7 +69,7 @@ class Trie:
     ----------
     edges : int64 [max_nodes, 2]
         NAME, which is 0 for an empty slot, and USE.
-    live : int32 [MAX_LIVE, 3]
+    live : int32 [MAX_LIVE_SPACES, 3]
         The private spaces that are not eliminated, each with the first line of the region where
         its edges are and that region's length in lines: a short text keeps to a small part of
         the table, which then stays in the processor's cache.
@@ -82,9 +82,9 @@ class Trie:
         # Written, not only reserved: the memory that a server takes is there from the start.
         spare = np.full((lines + 1) * LINE * 2, 0, np.int64)  # aligned: a line is one cache line
         first = (-spare.ctypes.data % 64) // 8
-        self.edges: Words = spare[first : first + lines * LINE * 2].reshape(-1, 2)
-        self.live = np.zeros((MAX_LIVE, 3), np.int32)
-        self.counters: Words = np.zeros(5, np.int64)
+        self.edges: Int64s = spare[first : first + lines * LINE * 2].reshape(-1, 2)
+        self.live = np.zeros((MAX_LIVE_SPACES, 3), np.int32)
+        self.counters: Int64s = np.zeros(5, np.int64)
 
     @property
     def num_bytes(self) -> int:
@@ -108,7 +108,7 @@ class Trie:
     def count_edges(self) -> int:
         """Edges that can be found now; looks at every slot."""
         spaces = spaces_of(self.edges)
-        alive = (spaces > 0) | ((spaces < 0) & (self.live[-spaces % MAX_LIVE, 0] == spaces))
+        alive = (spaces > 0) | ((spaces < 0) & (self.live[-spaces % MAX_LIVE_SPACES, 0] == spaces))
         return int(alive.sum())
 
     def new_shared(self) -> int:
@@ -119,29 +119,29 @@ class Trie:
     def new_private(self, num_tokens: int) -> int:
         """A space for a live request's own text, which is expected to have so many tokens.
 
-        NOWHERE if there are MAX_LIVE of them.
+        NO_SPACE if there are MAX_LIVE_SPACES of them.
         """
         lines = len(self.edges) // LINE
-        region = min(lines, max(LEAST_REGION, num_tokens * NUM_SUFFIXES * 2 // LINE))
-        for _ in range(MAX_LIVE):
+        region = min(lines, max(MIN_REGION_LINES, num_tokens * NUM_SUFFIXES * 2 // LINE))
+        for _ in range(MAX_LIVE_SPACES):
             self.counters[LAST_PRIVATE] = self.counters[LAST_PRIVATE] % (2**31 - 1) + 1
             space = -int(self.counters[LAST_PRIVATE])
-            if self.live[-space % MAX_LIVE, 0] == 0:
+            if self.live[-space % MAX_LIVE_SPACES, 0] == 0:
                 first = -space * 0x9E3779B1 % (lines - region + 1)
-                self.live[-space % MAX_LIVE] = space, first, region
+                self.live[-space % MAX_LIVE_SPACES] = space, first, region
                 return space
-        return NOWHERE
+        return NO_SPACE
 
     def is_live(self, space: int) -> bool:
         """Whether this is a private space that is not eliminated."""
-        return space < 0 and bool(self.live[-space % MAX_LIVE, 0] == space)
+        return space < 0 and bool(self.live[-space % MAX_LIVE_SPACES, 0] == space)
 
     def eliminate(self, space: int) -> None:
         """End a private space, in O(1): its edges are never found again, and the first to go."""
         if self.is_live(space):
-            self.live[-space % MAX_LIVE] = 0
+            self.live[-space % MAX_LIVE_SPACES] = 0
 
-    def insert(self, space: int, row: Hashes, tokens: Ints) -> None:
+    def insert(self, space: int, row: Hashes, tokens: Int32s) -> None:
         """Count every n-gram that ends in `tokens` int32 [n], which follow the text of `row`.
 
         `row` is uint64 [ROW] and becomes that of the longer text. O(n); all can be found at once.
@@ -159,19 +159,19 @@ class Trie:
         return [(use & TOKEN_BITS, use >> COUNT_SHIFT & MOST) for use in held]
 
 
-def spaces_of(edges: Words) -> Ints:
+def spaces_of(edges: Int64s) -> Int32s:
     """The space of each edge: above 0 one of answers, below 0 a request's own, 0 an empty slot."""
     return edges[:, NAME].astype(np.int32)  # the lower half
 
 
-def count_by_space(edges: Words, spaces: Sequence[int]) -> Words:
+def count_by_space(edges: Int64s, spaces: Sequence[int]) -> Int64s:
     """How many edges each of these spaces of answers has, int64 [n]; looks at every slot."""
-    counts: Words = _count_by_space(edges, np.array(spaces, np.int64))
+    counts: Int64s = _count_by_space(edges, np.array(spaces, np.int64))
     return counts
 
 
 @kernel
-def _count_by_space(edges: Words, spaces: Words) -> Words:
+def _count_by_space(edges: Int64s, spaces: Int64s) -> Int64s:
     size = 16
     while size < 4 * len(spaces):
         size *= 2
@@ -194,16 +194,18 @@ def _count_by_space(edges: Words, spaces: Words) -> Words:
     return counts
 
 
-def counts_of(edges: Words) -> Words:
+def counts_of(edges: Int64s) -> Int64s:
     """How often each edge was followed."""
     return edges[:, USE] >> COUNT_SHIFT & MOST
 
 
 @kernel
-def region_of(edges: Words, live: Ints, space: int) -> tuple[np.int64, np.int64]:
+def region_of(edges: Int64s, live: Int32s, space: int) -> tuple[np.int64, np.int64]:
     """The first line of the part of the table that the space is spread over, and its length."""
     if space < 0:
-        return np.int64(live[-space % MAX_LIVE, 1]), np.int64(live[-space % MAX_LIVE, 2])
+        return np.int64(live[-space % MAX_LIVE_SPACES, 1]), np.int64(
+            live[-space % MAX_LIVE_SPACES, 2]
+        )
     return np.int64(0), np.int64(len(edges) // LINE)
 
 
@@ -218,7 +220,7 @@ def locate(
 
 
 @kernel
-def matches(edges: Words, name: int, slot: int) -> np.int64:
+def matches(edges: Int64s, name: int, slot: int) -> np.int64:
     """Which slots of the line hold an edge of this name, as bits: the lowest is the first slot.
 
     The edge that was counted last stands first.
@@ -232,7 +234,7 @@ def matches(edges: Words, name: int, slot: int) -> np.int64:
 
 
 @kernel
-def _value(edges: Words, live: Ints, slot: int, now: int) -> int:
+def _value(edges: Int64s, live: Int32s, slot: int, now: int) -> int:
     """How much an edge is worth keeping: empty, eliminated, seldom, long ago are worth little."""
     name = edges[slot, NAME]
     if name == 0:
@@ -240,19 +242,19 @@ def _value(edges: Words, live: Ints, slot: int, now: int) -> int:
     space = np.int64(np.int32(name & SPACE_BITS))
     bonus = 0
     if space < 0:
-        if live[-space % MAX_LIVE, 0] != space:
+        if live[-space % MAX_LIVE_SPACES, 0] != space:
             return -1
         bonus = LIVE_BONUS
     use = edges[slot, USE]
     age = (now - (use >> TIME_SHIFT)) & MOST
-    weight = ((use >> COUNT_SHIFT & MOST) + bonus) >> min(age // HALF_LIFE, 31)
+    weight = ((use >> COUNT_SHIFT & MOST) + bonus) >> min(age // HALF_LIFE_TICKS, 31)
     return (weight << 16) + MOST - age
 
 
 @kernel
-def count(edges: Words, live: Ints, counters: Words, name: int, line: int, token: int) -> None:
+def count(edges: Int64s, live: Int32s, counters: Int64s, name: int, line: int, token: int) -> None:
     """`token` followed the suffix of that name once more; its edge becomes the first of them."""
-    now = counters[MADE] // max(1, len(edges) // TICKS) & MOST
+    now = counters[MADE] // max(1, len(edges) // CLOCK_TICKS) & MOST
     first = edge = -1
     for slot in range(line, line + LINE):
         if edges[slot, NAME] == name:
@@ -265,7 +267,7 @@ def count(edges: Words, live: Ints, counters: Words, name: int, line: int, token
     if edge >= 0:
         use = edges[edge, USE]
         age = (now - (use >> TIME_SHIFT)) & MOST
-        seen = (use >> COUNT_SHIFT & MOST) >> min(age // HALF_LIFE, 31)
+        seen = (use >> COUNT_SHIFT & MOST) >> min(age // HALF_LIFE_TICKS, 31)
     else:
         edge = line
         least = _value(edges, live, line, now)
@@ -285,7 +287,7 @@ def count(edges: Words, live: Ints, counters: Words, name: int, line: int, token
 
 @kernel
 def _insert_text(
-    edges: Words, live: Ints, counters: Words, space: int, row: Hashes, tokens: Ints
+    edges: Int64s, live: Int32s, counters: Int64s, space: int, row: Hashes, tokens: Int32s
 ) -> None:
     following = np.empty_like(row)
     first, lines = region_of(edges, live, space)
@@ -293,7 +295,7 @@ def _insert_text(
         if token == UNKNOWN:
             row[:] = 0
             continue
-        if space != NOWHERE:
+        if space != NO_SPACE:
             for suffix in range(NUM_SUFFIXES):
                 name, slot = locate(first, lines, space, row, suffix)
                 count(edges, live, counters, name, slot, token)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lookahead_vllm.draft.budget.allot import LOOK_AFTER
+from lookahead_vllm.draft.budget.allot import PROBE_AFTER_STEPS
 from lookahead_vllm.draft.budget.cost import Load, StepCost
-from lookahead_vllm.draft.jit import Ints, Words
+from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.options import SHIFTS, LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftRequest, Verified, Wishes
+from lookahead_vllm.draft.proposer import DraftLimits, RequestOverrides, Verified
 from lookahead_vllm.draft.sources import WINDOW
 from lookahead_vllm.draft.tree import UNKNOWN, DraftForest
 from lookahead_vllm.draft.window.grid import SHIFT_HITS, SHIFT_LEVELS, SHIFT_ONE, Windows
@@ -24,7 +24,7 @@ COMB_PROB = 0.0005
 PRIOR = 0.3  # tokens a step that a window is believed to bring a request until it was tried,
 MEMORY = 100  # after about so many tries,
 FORGET = 2000  # and again after about so many steps without
-NOBODY = -1
+NO_REQUEST = -1
 
 
 class LookaheadBranch:
@@ -39,21 +39,21 @@ class LookaheadBranch:
         self.windows = Windows(options.window)
         self.worth = PRIOR
         self._shift = _SHIFTS[options.window_shift]
-        room = self.windows.roster.room
-        self._sent = np.zeros(room, np.bool_)
+        capacity = self.windows.request_rows.capacity
+        self._sent = np.zeros(capacity, np.bool_)
         """The comb is on its way, or was lost there."""
-        self._stale = np.zeros(room, np.bool_)
+        self._stale = np.zeros(capacity, np.bool_)
         """A step went by without the comb, so that the window fits the text no more."""
 
-    def start(self, request_id: str, prompt: Ints, shape: WindowShape) -> None:
+    def start(self, request_id: str, prompt: Int32s, shape: WindowShape) -> None:
         """A request begins; W = 0 is one without a window."""
         prompt = prompt[prompt != UNKNOWN]
         if shape.window_size == 0 or len(prompt) == 0:
             return
         self.windows.start(request_id, prompt, shape)
-        self._sent = self.windows.roster.widened(self._sent)
-        self._stale = self.windows.roster.widened(self._stale)
-        number = self.windows.roster.numbers([request_id])
+        self._sent = self.windows.request_rows.widened(self._sent)
+        self._stale = self.windows.request_rows.widened(self._stale)
+        number = self.windows.request_rows.numbers([request_id])
         self._sent[number] = self._stale[number] = False
 
     def finish(self, request_id: str) -> None:
@@ -61,16 +61,18 @@ class LookaheadBranch:
         self.windows.finish(request_id)
 
     def choose(
-        self, wants: Sequence[DraftRequest], contexts: Words, cost: StepCost | None, load: Load
-    ) -> Words:
-        """int64 [t]: the windows whose combs this step sends; NOBODY for none.
+        self, limits: Sequence[DraftLimits], contexts: Int64s, cost: StepCost | None, load: Load
+    ) -> Int64s:
+        """int64 [t]: the windows whose combs this step sends; NO_REQUEST for none.
 
         `cost` None: all of them, whatever they cost.
         """
-        numbers = self.windows.roster.numbers_or((want.request_id for want in wants), NOBODY)
-        for i, want in enumerate(wants):
-            if not want.may_branch:
-                numbers[i] = NOBODY
+        numbers = self.windows.request_rows.numbers_or(
+            (limit.request_id for limit in limits), NO_REQUEST
+        )
+        for i, limit in enumerate(limits):
+            if not limit.may_branch:
+                numbers[i] = NO_REQUEST
         some = numbers[numbers >= 0]
         if not len(some):
             return numbers
@@ -80,29 +82,29 @@ class LookaheadBranch:
         if cost is not None and not self._earns(numbers, contexts, cost, load):
             self._stale[some] = True
             self.worth += (PRIOR - self.worth) / FORGET
-            numbers[:] = NOBODY
+            numbers[:] = NO_REQUEST
             return numbers
         self.windows.restart(some[self._stale[some]])
         self._stale[some] = False
         self._sent[some] = True
         return numbers
 
-    def _earns(self, numbers: Words, contexts: Words, cost: StepCost, load: Load) -> bool:
+    def _earns(self, numbers: Int64s, contexts: Int64s, cost: StepCost, load: Load) -> bool:
         nodes = self.windows.comb_nodes(numbers)
         base, forward, _, tree, root = cost.prices(contexts, load, int(nodes.sum()))
         time = forward[-1] + float((tree * nodes + root * (nodes > 0)).sum())
         decodes = len(contexts) + load.decodes
         return self.worth * int((numbers >= 0).sum()) > decodes / base * time
 
-    def comb_nodes(self, numbers: Words) -> Words:
+    def comb_nodes(self, numbers: Int64s) -> Int64s:
         """int64 [t]: the nodes that the combs of these windows take at most."""
         return self.windows.comb_nodes(numbers)
 
     def join(
         self,
         forest: DraftForest,
-        numbers: Words,
-        wants: Sequence[DraftRequest],
+        numbers: Int64s,
+        limits: Sequence[DraftLimits],
         max_nodes: int,
         cost: StepCost | None = None,
     ) -> DraftForest:
@@ -113,20 +115,20 @@ class LookaheadBranch:
         some = numbers[numbers >= 0]
         if not len(some):
             return forest
-        if cost is not None and cost.drafting >= LOOK_AFTER and not forest.num_nodes:
+        if cost is not None and cost.drafting >= PROBE_AFTER_STEPS and not forest.num_nodes:
             self._sent[some], self._stale[some] = False, True
             return forest
-        nodes = np.array([want.max_nodes for want in wants], np.int64).clip(0, max_nodes)
-        depths = np.array([want.max_depth for want in wants], np.int64)
-        return self.windows.add_combs(forest, numbers, nodes, depths, COMB_PROB)
+        nodes = np.array([limit.max_nodes for limit in limits], np.int64).clip(0, max_nodes)
+        depths = np.array([limit.max_depth for limit in limits], np.int64)
+        return self.windows.append_combs(forest, numbers, nodes, depths, COMB_PROB)
 
-    def iterate(self, verified: Verified, roots: Ints) -> tuple[Ints, Words]:
+    def iterate(self, verified: Verified, roots: Int32s) -> tuple[Int32s, Int64s]:
         """Move the windows on whose combs were verified; `roots` int32 [t] are the trees'.
 
         Returns the n-grams int32 [m, N] and the number of each one's tree, int64 [m].
         """
         forest = verified.forest
-        all_numbers = self.windows.roster.numbers_or(verified.request_ids, NOBODY)
+        all_numbers = self.windows.request_rows.numbers_or(verified.request_ids, NO_REQUEST)
         with_comb = np.flatnonzero(
             (all_numbers >= 0) & self._sent[all_numbers] & (forest.sizes > 0)
         )
@@ -152,11 +154,11 @@ class LookaheadBranch:
         return ngrams, with_comb[owners]
 
 
-def shape_for(options: LookaheadOptions, wishes: Wishes) -> WindowShape:
-    """The window of a request that wishes that; no larger than the server's."""
+def shape_for(options: LookaheadOptions, overrides: RequestOverrides) -> WindowShape:
+    """The window of a request with these overrides; no larger than the server's."""
     size, ngram = options.window
-    if wishes.window_size is not None:
-        size = min(size, wishes.window_size)
-    if wishes.ngram_size is not None:
-        ngram = min(ngram, wishes.ngram_size)
-    return WindowShape(0 if wishes.proposer == "ngram_trie" else size, ngram)
+    if overrides.window_size is not None:
+        size = min(size, overrides.window_size)
+    if overrides.ngram_size is not None:
+        ngram = min(ngram, overrides.ngram_size)
+    return WindowShape(0 if overrides.proposer == "ngram_trie" else size, ngram)

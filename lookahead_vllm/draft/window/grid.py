@@ -14,8 +14,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.jit import Ints, Words, kernel
-from lookahead_vllm.draft.request_rows import Roster
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.draft.request_rows import RequestRows
 from lookahead_vllm.draft.sources import WINDOW
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.window.shape import WindowShape, columns_of
@@ -41,28 +41,28 @@ class Windows:
 
     Attributes
     ----------
-    tokens : int32 [room, N - 1, W + N - 2]
+    tokens : int32 [capacity, N - 1, W + N - 2]
         The guess in each level and column. The root's own column of level 0 is not used.
-    cells : int32 [room, N - 1, W + N - 2]
+    cells : int32 [capacity, N - 1, W + N - 2]
         The node of each of them in the tree that was sent last; ROOT, or ABSENT.
-    shapes : int32 [room, 3]
+    shapes : int32 [capacity, 3]
         W, N, and how many levels are filled.
     """
 
     def __init__(self, most: WindowShape) -> None:
-        self.roster = Roster()
-        room, levels = self.roster.room, most.ngram_size - 1
+        self.request_rows = RequestRows()
+        capacity, levels = self.request_rows.capacity, most.ngram_size - 1
         columns = columns_of(*most, 1)
-        self.tokens: Ints = np.zeros((room, levels, columns), np.int32)
-        self.cells: Ints = np.full((room, levels, columns), ABSENT, np.int32)
-        self.shapes: Ints = np.zeros((room, 3), np.int32)
-        self._seeds: Ints = np.zeros((room, _SEEDS + 1), np.int32)
-        self._draws: NDArray[np.uint64] = np.zeros(room, np.uint64)
+        self.tokens: Int32s = np.zeros((capacity, levels, columns), np.int32)
+        self.cells: Int32s = np.full((capacity, levels, columns), ABSENT, np.int32)
+        self.shapes: Int32s = np.zeros((capacity, 3), np.int32)
+        self._seeds: Int32s = np.zeros((capacity, _SEEDS + 1), np.int32)
+        self._draws: NDArray[np.uint64] = np.zeros(capacity, np.uint64)
 
-    def start(self, request_id: str, prompt: Ints, shape: WindowShape) -> None:
+    def start(self, request_id: str, prompt: Int32s, shape: WindowShape) -> None:
         """Another window, whose level 0 is drawn from the prompt int32 [n]."""
-        number = self.roster.add(request_id)
-        widened = self.roster.widened
+        number = self.request_rows.add(request_id)
+        widened = self.request_rows.widened
         self.tokens, self.cells = widened(self.tokens), widened(self.cells)
         self.shapes, self._seeds = widened(self.shapes), widened(self._seeds)
         self._draws = widened(self._draws)
@@ -75,23 +75,23 @@ class Windows:
 
     def finish(self, request_id: str) -> None:
         """The request has ended; an unknown one is ignored."""
-        self.roster.pop(request_id)
+        self.request_rows.pop(request_id)
 
-    def restart(self, numbers: Words) -> None:
+    def restart(self, numbers: Int64s) -> None:
         """Draw level 0 of these windows anew and forget the others."""
         _restart(numbers, self.tokens, self.shapes, self._seeds, self._draws)
 
-    def comb_nodes(self, numbers: Words) -> Words:
+    def comb_nodes(self, numbers: Int64s) -> Int64s:
         """int64 [t]: the nodes of each one's comb as it is now; 0 for a number below 0."""
         size, ngram, filled = self.shapes[numbers].astype(np.int64).T
         return np.where(numbers < 0, 0, filled * columns_of(size, ngram, filled) - 1)
 
-    def add_combs(
+    def append_combs(
         self,
         forest: DraftForest,
-        numbers: Words,
-        max_nodes: Words,
-        max_depths: Words,
+        numbers: Int64s,
+        max_nodes: Int64s,
+        max_depths: Int64s,
         prob: float,
     ) -> DraftForest:
         """The trees of `forest` with the combs of these windows, int64 [t]; below 0 for none.
@@ -101,7 +101,7 @@ class Windows:
         probability is `prob` or that of the last node before them, if that is less.
         """
         return DraftForest(
-            *_add_combs(
+            *_append_combs(
                 forest.tokens,
                 forest.parents,
                 forest.probs,
@@ -120,15 +120,15 @@ class Windows:
 
     def iterate(
         self,
-        numbers: Words,
-        roots: Ints,
-        firsts: Words,
-        sizes: Words,
-        at_roots: Ints,
-        at_nodes: Ints,
-        lengths: Words,
+        numbers: Int64s,
+        roots: Int32s,
+        firsts: Int64s,
+        sizes: Int64s,
+        at_roots: Int32s,
+        at_nodes: Int32s,
+        lengths: Int64s,
         shift: int,
-    ) -> tuple[Ints, Words]:
+    ) -> tuple[Int32s, Int64s]:
         """One Jacobi iteration of these windows, int64 [t], whose combs were verified.
 
         Parameters
@@ -168,7 +168,7 @@ class Windows:
 
 
 @kernel
-def _draw(seeds: Ints, draws: NDArray[np.uint64], number: int) -> np.int32:
+def _draw(seeds: Int32s, draws: NDArray[np.uint64], number: int) -> np.int32:
     draws[number] = draws[number] * _MULTIPLIER + _INCREMENT
     at = np.int64(draws[number] >> np.uint64(33)) % seeds[number, 0]
     return seeds[number, 1 + at]
@@ -176,7 +176,7 @@ def _draw(seeds: Ints, draws: NDArray[np.uint64], number: int) -> np.int32:
 
 @kernel
 def _restart(
-    numbers: Words, tokens: Ints, shapes: Ints, seeds: Ints, draws: NDArray[np.uint64]
+    numbers: Int64s, tokens: Int32s, shapes: Int32s, seeds: Int32s, draws: NDArray[np.uint64]
 ) -> None:
     for number in numbers:
         shapes[number, _FILLED] = 1
@@ -185,21 +185,21 @@ def _restart(
 
 
 @kernel
-def _add_combs(
-    old_tokens: Ints,
-    old_parents: Ints,
+def _append_combs(
+    old_tokens: Int32s,
+    old_parents: Int32s,
     old_probs: NDArray[np.float32],
-    old_depths: Ints,
+    old_depths: Int32s,
     old_sources: NDArray[np.uint8],
-    old_firsts: Words,
-    numbers: Words,
-    max_nodes: Words,
-    max_depths: Words,
+    old_firsts: Int64s,
+    numbers: Int64s,
+    max_nodes: Int64s,
+    max_depths: Int64s,
     prob: np.float32,
-    guesses: Ints,
-    cells: Ints,
-    shapes: Ints,
-) -> tuple[Ints, Ints, NDArray[np.float32], Ints, NDArray[np.uint8], Words]:
+    guesses: Int32s,
+    cells: Int32s,
+    shapes: Int32s,
+) -> tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]:
     most = len(old_tokens)
     for number in numbers:
         if number >= 0:
@@ -261,20 +261,20 @@ def _add_combs(
 
 @kernel
 def _iterate(
-    numbers: Words,
-    roots: Ints,
-    firsts: Words,
-    sizes: Words,
-    at_roots: Ints,
-    at_nodes: Ints,
-    lengths: Words,
+    numbers: Int64s,
+    roots: Int32s,
+    firsts: Int64s,
+    sizes: Int64s,
+    at_roots: Int32s,
+    at_nodes: Int32s,
+    lengths: Int64s,
     shift: int,
-    tokens: Ints,
-    cells: Ints,
-    shapes: Ints,
-    seeds: Ints,
+    tokens: Int32s,
+    cells: Int32s,
+    shapes: Int32s,
+    seeds: Int32s,
     draws: NDArray[np.uint64],
-) -> tuple[Ints, Words]:
+) -> tuple[Int32s, Int64s]:
     most = 0
     for number in numbers:
         most += shapes[number, _SIZE]
@@ -327,7 +327,7 @@ def _iterate(
 
 
 @kernel
-def _move_levels(window: Ints, said: Ints, columns: int, levels: int) -> None:
+def _move_levels(window: Int32s, said: Int32s, columns: int, levels: int) -> None:
     """The oldest level goes, `said` is the newest."""
     for level in range(levels - 1):
         window[level, :columns] = window[level + 1, :columns]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from lookahead_vllm.draft.jit import Ints
+from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.tree import UNKNOWN
 
 NGram = tuple[int, ...]
@@ -47,11 +47,11 @@ class NGramPool:
             if UNKNOWN not in ngram:
                 self.add(first, tuple(rest), source)
 
-    def inserter(self, source: int) -> Callable[[Ints], None]:
+    def inserter(self, source: int) -> Callable[[Int32s], None]:
         """A function that meets the n-grams of a text, which it is given in pieces."""
         tail: list[int] = []
 
-        def insert(tokens: Ints) -> None:
+        def insert(tokens: Int32s) -> None:
             text = [*tail, *tokens.tolist()]
             self.add_text(text, source)
             tail[:] = text[1 - self.ngram_size :]
@@ -63,7 +63,7 @@ class NGramPool:
         return reversed(self._followers.get(first, {}).items())
 
 
-def as_rows(chains: Sequence[NGram], width: int) -> Ints:
+def as_rows(chains: Sequence[NGram], width: int) -> Int32s:
     """int32 [c, width]: a row for each, -1 behind the shorter ones."""
     rows = np.full((len(chains), width), -1, np.int32)
     for row, tokens in zip(rows, chains, strict=True):

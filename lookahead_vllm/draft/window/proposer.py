@@ -16,9 +16,15 @@ from numpy.typing import NDArray
 from lookahead_vllm.draft.budget.allot import allot, compile_budget
 from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.insertion import InsertionQueue
-from lookahead_vllm.draft.jit import Ints, Words, kernel
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import NO_LOAD, NO_WISHES, DraftRequest, Verified, Wishes
+from lookahead_vllm.draft.proposer import (
+    NO_LOAD,
+    NO_OVERRIDES,
+    DraftLimits,
+    RequestOverrides,
+    Verified,
+)
 from lookahead_vllm.draft.sources import OWN, REFERENCE, WINDOW
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.window.branch import LookaheadBranch, shape_for
@@ -51,7 +57,7 @@ class _Rates:
         self._hits = _PRIOR_RATE * self._trials
         self.rates = (self._hits / self._trials).astype(np.float32)
 
-    def learn(self, ranks: Words, depths: Words, hits: NDArray[np.bool_]) -> None:
+    def learn(self, ranks: Int64s, depths: Int64s, hits: NDArray[np.bool_]) -> None:
         """Nodes whose parents were accepted, and which of them were, too; all [n]."""
         np.add.at(self._trials, (ranks, depths), 1.0)
         np.add.at(self._hits, (ranks, depths), hits)
@@ -70,12 +76,12 @@ class JacobiWindowProposer:
     """
 
     num_choices = 1
-    hears_roots = False
+    wants_roots = False
 
     def __init__(self, options: LookaheadOptions, cost: StepCost | None = None) -> None:
         self.options = options = options.for_model(0)
         self.cost = cost
-        self.least_beside_prompt = 0.0
+        self.min_prob_beside_prompt = 0.0
         self.branch = LookaheadBranch(options)
         self._rates = _Rates(options.ngram_size)
         self._texts: dict[str, _Text] = {}
@@ -92,7 +98,7 @@ class JacobiWindowProposer:
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
-        wishes: Wishes = NO_WISHES,
+        overrides: RequestOverrides = NO_OVERRIDES,
     ) -> None:
         """See Proposer. References are put into the pool, and the prompt if asked.
 
@@ -100,13 +106,13 @@ class JacobiWindowProposer:
         """
         self.finish(request_id)
         options = self.options
-        shape = shape_for(options, wishes)
+        shape = shape_for(options, overrides)
         guesses = int(options.guess_set_size)
-        if wishes.guess_set_size is not None:
-            guesses = min(guesses, wishes.guess_set_size)
+        if overrides.guess_set_size is not None:
+            guesses = min(guesses, overrides.guess_set_size)
         tokens = np.array(prompt, np.int32)
         pool = NGramPool(shape.ngram_size, guesses)
-        from_prompt = wishes.pool_from_prompt
+        from_prompt = overrides.pool_from_prompt
         if options.pool_from_prompt if from_prompt is None else from_prompt:
             self.insertion.add(request_id, pool.inserter(OWN), tokens)
         for reference in references:
@@ -134,25 +140,25 @@ class JacobiWindowProposer:
             pool.add(first, tuple(rest[: pool.ngram_size - 1]), WINDOW)
         self._learn(verified)
 
-    def propose(self, wants: Sequence[DraftRequest], load: Load = NO_LOAD) -> DraftForest:
+    def propose(self, limits: Sequence[DraftLimits], load: Load = NO_LOAD) -> DraftForest:
         """See Proposer."""
         self.insertion.end_step()
-        contexts = np.array([want.context for want in wants], np.int64)
+        contexts = np.array([limit.context for limit in limits], np.int64)
         cost = self.cost if self.options.budget == "auto" else None
-        numbers = self.branch.choose(wants, contexts, cost, load)
+        numbers = self.branch.choose(limits, contexts, cost, load)
         combs = self.branch.comb_nodes(numbers)
-        forest, ranks = self._candidates(wants, self._max_nodes - combs)
+        forest, ranks = self._candidates(limits, self._max_nodes - combs)
         if cost is not None and forest.num_nodes:
             allotment = allot(forest, contexts, cost, load)
-            self.least_beside_prompt = allotment.rate * cost.marginal(contexts.mean())
+            self.min_prob_beside_prompt = allotment.rate * cost.marginal(contexts.mean())
             # A tree that is cut to a chain has other nodes than its first ones.
             kept = np.where(allotment.chained, 0, allotment.sizes)
             forest = forest.cut(allotment.sizes, allotment.chained)
         else:
             kept = forest.sizes
-        for want, some, size in zip(wants, ranks, kept, strict=True):
-            self._texts[want.request_id].ranks = some[:size]
-        return self.branch.join(forest, numbers, wants, self._max_nodes, cost)
+        for limit, some, size in zip(limits, ranks, kept, strict=True):
+            self._texts[limit.request_id].ranks = some[:size]
+        return self.branch.join(forest, numbers, limits, self._max_nodes, cost)
 
     def finish(self, request_id: str) -> None:
         """See Proposer."""
@@ -162,7 +168,7 @@ class JacobiWindowProposer:
         self.branch.finish(request_id)
 
     def _candidates(
-        self, wants: Sequence[DraftRequest], max_nodes: Words
+        self, limits: Sequence[DraftLimits], max_nodes: Int64s
     ) -> tuple[DraftForest, list[NDArray[np.uint8]]]:
         """The verification branch: for each want at most G n-grams, merged where they begin alike.
 
@@ -171,8 +177,8 @@ class JacobiWindowProposer:
         chains: list[NGram] = []
         sources: list[int] = []
         counts: list[int] = []
-        for want in wants:
-            text = self._texts[want.request_id]
+        for limit in limits:
+            text = self._texts[limit.request_id]
             before = len(chains)
             for rest, source in text.pool.candidates(text.tail[-1]):
                 chains.append(rest)
@@ -182,9 +188,11 @@ class JacobiWindowProposer:
             as_rows(chains, self.options.ngram_size - 1),
             np.array(sources, np.uint8),
             np.array(counts, np.int64),
-            np.minimum(max_nodes, np.array([want.max_nodes for want in wants], np.int64)).clip(0),
-            np.array([want.max_depth for want in wants], np.int64),
-            np.array([want.may_branch for want in wants], np.bool_),
+            np.minimum(max_nodes, np.array([limit.max_nodes for limit in limits], np.int64)).clip(
+                0
+            ),
+            np.array([limit.max_depth for limit in limits], np.int64),
+            np.array([limit.may_branch for limit in limits], np.bool_),
             self._rates.rates,
         )
         forest = DraftForest(*fields)
@@ -210,7 +218,7 @@ class JacobiWindowProposer:
         for _ in range(2):
             self.start("", [0, 1])
             self.extend({"": [0]})
-            forest = self.propose([DraftRequest("", self._max_nodes, 8)])
+            forest = self.propose([DraftLimits("", self._max_nodes, 8)])
             self.extend({"": [1]})
             self.observe(Verified.nothing([""], forest, self.num_choices))
         self.finish("")
@@ -219,14 +227,16 @@ class JacobiWindowProposer:
 
 @kernel
 def _merge(
-    chains: Ints,
+    chains: Int32s,
     chain_sources: NDArray[np.uint8],
-    counts: Words,
-    max_nodes: Words,
-    max_depths: Words,
+    counts: Int64s,
+    max_nodes: Int64s,
+    max_depths: Int64s,
     may_branch: NDArray[np.bool_],
     rates: NDArray[np.float32],
-) -> tuple[Ints, Ints, NDArray[np.float32], Ints, NDArray[np.uint8], Words, NDArray[np.uint8]]:
+) -> tuple[
+    Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s, NDArray[np.uint8]
+]:
     """Chains int32 [c, N - 1] of all requests to trees: the fields of a DraftForest, and ranks.
 
     `rates` float32 [_RANKS, N] are those of a node by its chain's rank and its depth.

@@ -1,4 +1,4 @@
-"""Room for drafts in a step: what no request needs otherwise."""
+"""Limits for the drafts of a step: tokens and KV blocks that no request needs otherwise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class DraftRoom:
+class DraftLimiter:
     """Cuts drafts before vLLM's scheduler sees them, so that it never has to choose.
 
     Tokens of the step and free KV blocks go first to what plain vLLM would schedule: the running
@@ -31,8 +31,8 @@ class DraftRoom:
         )
         """Blocks are of the text alone, and nobody is sending them anywhere."""
 
-    def make(
-        self, probs_of: Callable[[str], Sequence[float]], least_beside_prompt: float
+    def cut(
+        self, probs_of: Callable[[str], Sequence[float]], min_prob_beside_prompt: float
     ) -> dict[str, list[int]]:
         """Cut `spec_token_ids` of the running requests.
 
@@ -40,7 +40,7 @@ class DraftRoom:
         ----------
         probs_of
             Tells the probabilities of the nodes of a request's draft, in order.
-        least_beside_prompt
+        min_prob_beside_prompt
             What a node's probability has to be where a prompt is read in the same step.
 
         Returns
@@ -57,11 +57,11 @@ class DraftRoom:
         if waiting:
             for request in drafted:
                 own = probs_of(request.request_id)
-                worth = sum(1 for _ in takewhile(lambda p: p >= least_beside_prompt, own))
+                worth = sum(1 for _ in takewhile(lambda p: p >= min_prob_beside_prompt, own))
                 request.spec_token_ids = request.spec_token_ids[:worth]
-        room = scheduler.max_num_scheduled_tokens
-        room -= sum(map(_own_tokens, scheduler.running)) + sum(map(_own_tokens, waiting))
-        over = sum(len(request.spec_token_ids) for request in drafted) - max(room, 0)
+        free_tokens = scheduler.max_num_scheduled_tokens
+        free_tokens -= sum(map(_own_tokens, scheduler.running)) + sum(map(_own_tokens, waiting))
+        over = sum(len(request.spec_token_ids) for request in drafted) - max(free_tokens, 0)
         if over > 0:
             self._cut_tokens(drafted, over, probs_of)
         return self._cut_to_blocks(drafted, waiting, probs_of)

@@ -68,10 +68,10 @@ class GrammarWalk:
         for node, parent in enumerate(self._parents):
             self._children[parent + 1].append(node)
         self._kept: set[int] = set()
-        self._room = max(max_nodes - len(tree), 0)
+        self._free_nodes = max(max_nodes - len(tree), 0)
         self._max_depth = max_depth
         self._mask: torch.Tensor = manager.backend.allocate_token_bitmask(
-            1 + len(tree) + self._room
+            1 + len(tree) + self._free_nodes
         )
         self._bits: NDArray[np.int32] = self._mask.numpy()
         self._always = manager._get_constraint_bounds(request, ()).constraint_start == 0
@@ -127,14 +127,14 @@ class GrammarWalk:
         """Grow a chain of what the grammar dictates behind a leaf."""
         fed = 0
         for token in self._forced(node)[: self._max_depth - depth]:
-            if not (self._room and self._allows(node, token, True) and self._feed(token)):
+            if not (self._free_nodes and self._allows(node, token, True) and self._feed(token)):
                 break
             fed += 1
             self._parents.append(node)
             self._tokens.append(token)
             self._probs.append(self._probs[node] if node >= 0 else 1.0)
             self._sources.append(GRAMMAR)
-            self._room -= 1
+            self._free_nodes -= 1
             node = len(self._tokens) - 1
             self._fill(node)
         if fed:
@@ -184,7 +184,7 @@ class GrammarWalk:
 
 
 @cache
-def take_bursts_one_by_one() -> None:
+def accept_tokens_one_by_one() -> None:
     """Let llguidance's grammars take several tokens as they take one after the other.
 
     vLLM's wrapper passes over a token that comes behind the grammar's end, as may be with

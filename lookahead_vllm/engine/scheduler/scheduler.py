@@ -15,12 +15,12 @@ from vllm.v1.outputs import DraftTokenIds
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine import config, messages, request_options, shutdown, step_report
-from lookahead_vllm.engine.messages import Proposed, ToVerify
-from lookahead_vllm.engine.scheduler.draft_limits import DraftRoom
+from lookahead_vllm.engine.messages import DraftsToVerify, ProposedDrafts
+from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
 from lookahead_vllm.engine.scheduler.grammar import (
     GrammarDraft,
     GrammarWalk,
-    take_bursts_one_by_one,
+    accept_tokens_one_by_one,
 )
 
 if TYPE_CHECKING:
@@ -36,23 +36,23 @@ EQUALLY_MANY_MASKS = vllm.__version_tuple__ >= (0, 33)
 class LookaheadScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        take_bursts_one_by_one()
+        accept_tokens_one_by_one()
         messages.compile_recall()
-        _ask_for_no_drafts()
+        _skip_draft_request()
         if config.options_of(self.vllm_config).cache_path is not None:
             shutdown.save_before_teardown()
         # The same number for every batch size. Without a schedule of its own, vLLM pads a request
         # that has one token to compute with placeholder drafts, and waits until all of them fit.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
-        self._room = DraftRoom(self)
-        self._proposed = messages.NOTHING_PROPOSED
+        self._draft_limiter = DraftLimiter(self)
+        self._proposed = messages.NO_PROPOSALS
         """What came with the last drafts."""
         self._grammar_drafts: dict[str, GrammarDraft] = {}
         """Of requests that wait for the step in which it is verified, or are in it."""
         self._report: step_report.StepReport | None = None
         """Of the step whose output is being processed."""
 
-    def _take_drafts(self, proposed: Proposed) -> None:
+    def _take_drafts(self, proposed: ProposedDrafts) -> None:
         self._proposed = proposed
         drafts = {i: proposed.drafts[i] for i in proposed.req_ids if i in proposed.drafts}
         if proposed.has_grammars:
@@ -86,30 +86,32 @@ class LookaheadScheduler(Scheduler):
         return nodes, min(nodes, request.max_tokens - request.num_output_tokens - 1)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        kept_blocks = self._room.make(self._probs, self._proposed.least_beside_prompt)
+        kept_blocks = self._draft_limiter.cut(self._probs, self._proposed.min_prob_beside_prompt)
         output = super().schedule(*args, **kwargs)
         for new in output.scheduled_new_reqs:
             request = self.requests[new.req_id]
             request.sampling_params = request_options.without_references(request.sampling_params)
         drafts = output.scheduled_spec_decode_tokens
-        others: dict[str, DraftTree] = {}
+        replacements: dict[str, DraftTree] = {}
         # A request that is left out of this step keeps its draft for a later one.
         for req_id in self._grammar_drafts.keys() & output.num_scheduled_tokens.keys():
             tree, tokens = self._grammar_drafts[req_id].tree, drafts.get(req_id, [])
             n = len(tokens)
             as_sent = tree.tokens[:n].tolist() == tokens
             if output.num_scheduled_tokens[req_id] == 1 + n and as_sent:
-                others[req_id] = tree
+                replacements[req_id] = tree
             else:  # it comes back from preemption
                 del self._grammar_drafts[req_id]
         for req_id, tokens in drafts.items():
             # Behind tokens of the prompt, or under a grammar that has not looked at it.
             reads_prompt = output.num_scheduled_tokens[req_id] > 1 + len(tokens)
             if reads_prompt or self.requests[req_id].use_structured_output:
-                others.setdefault(req_id, DraftTree.chain(tokens))
+                replacements.setdefault(req_id, DraftTree.chain(tokens))
         if drafts or kept_blocks:
-            forest, own = messages.recall(drafts, self._proposed.drafts, others)
-            messages.attach(output, ToVerify(list(drafts), forest, own, kept_blocks))
+            forest, from_proposer = messages.recall(drafts, self._proposed.drafts, replacements)
+            messages.attach(
+                output, DraftsToVerify(list(drafts), forest, from_proposer, kept_blocks)
+            )
         return output
 
     def _probs(self, req_id: str) -> Sequence[float]:
@@ -170,7 +172,7 @@ class LookaheadScheduler(Scheduler):
 
 
 @functools.cache
-def _ask_for_no_drafts() -> None:
+def _skip_draft_request() -> None:
     """Spare the call to the worker after every step: our drafts come with the step's output."""
     original = EngineCore.post_step
 

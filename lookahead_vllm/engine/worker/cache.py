@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lookahead_vllm.draft.cache import file as cache_file
-from lookahead_vllm.draft.cache.keeper import CacheKeeper, KeepsCache
+from lookahead_vllm.draft.cache.keeper import Cacheable, CacheKeeper
 from lookahead_vllm.draft.options import LookaheadOptions
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def open_cache(
     if rank := vllm_config.parallel_config.data_parallel_index:
         path = path.with_name(f"{path.name}.dp{rank}")
     tokenizer = fingerprint_of(vllm_config.model_config)
-    keeps = cast(KeepsCache, proposer)  # the options were checked
+    keeps = cast(Cacheable, proposer)  # the options were checked
     return CacheKeeper(keeps, path, options.cache_interval, tokenizer)
 
 

@@ -13,11 +13,11 @@ from llvmlite.binding import ffi
 from vllm.logger import init_logger
 
 from lookahead_vllm.draft.budget.cost import Load
-from lookahead_vllm.draft.proposer import DraftRequest, NoProposer, Proposer, Verified
+from lookahead_vllm.draft.proposer import DraftLimits, NoProposer, Proposer, Verified
 from lookahead_vllm.draft.registry import make_proposer
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree, DraftTreeError
 from lookahead_vllm.engine import config, request_options, shutdown
-from lookahead_vllm.engine.messages import Proposed, Sent
+from lookahead_vllm.engine.messages import ProposedDrafts, SentDraft
 from lookahead_vllm.engine.request_options import RequestOptions
 from lookahead_vllm.engine.worker.cache import open_cache
 from lookahead_vllm.verify.acceptance import accepted_paths
@@ -73,7 +73,7 @@ class Counters:
 
 
 @dataclass(slots=True)
-class Live:
+class LiveRequest:
     """A request that gets drafts."""
 
     request_id: str
@@ -83,9 +83,9 @@ class Live:
     """Tokens that end it."""
 
 
-REST_AFTER = 16
+BACKOFF_AFTER = 16
 """Steps in a row in which no node was worth sending; from then on,"""
-REST = 3
+BACKOFF = 3
 """so many steps are passed over before the next one is looked at."""
 
 
@@ -111,17 +111,17 @@ class LookaheadDrafter:
         self._max_model_len = vllm_config.model_config.max_model_len
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._options: dict[str, RequestOptions] = {}
-        self._live: dict[str, Live | None] = {}
+        self._live: dict[str, LiveRequest | None] = {}
         self._with_grammar: set[str] = set()
-        self._sent: dict[str, Sent] = {}
+        self._sent: dict[str, SentDraft] = {}
         """The drafts that wait to be verified."""
-        self._unsaid: dict[str, list[int]] = {}
+        self._uncommitted: dict[str, list[int]] = {}
         """Tokens of live requests that the proposer has not been told of yet."""
-        self.asked: frozenset[str] = frozenset()
+        self.drafted_for: frozenset[str] = frozenset()
         """The requests that the proposer was asked for in the last step."""
-        self._fruitless = 0
+        self._steps_without_nodes = 0
         """Steps in a row without a node."""
-        self.rest_left = 0
+        self.backoff_left = 0
         """How many of the next steps are passed over."""
         _compile_kernels()
 
@@ -151,7 +151,7 @@ class LookaheadDrafter:
         """Whether a live request is under a grammar."""
         return bool(self._with_grammar)
 
-    def live(self, request_id: str) -> Live | None:
+    def live(self, request_id: str) -> LiveRequest | None:
         """The request's record; None for one that gets no drafts.
 
         Raises
@@ -163,7 +163,7 @@ class LookaheadDrafter:
 
     def follow(
         self, request_id: str, prompt: Sequence[int], params: SamplingParams | None
-    ) -> Live | None:
+    ) -> LiveRequest | None:
         """Make the record of a request, at its first token.
 
         The proposer never hears of a request that turned lookahead off, nor of one that asks for
@@ -174,33 +174,33 @@ class LookaheadDrafter:
             options = self._options.pop(request_id)
             if options.enabled:
                 self.proposer.start(
-                    request_id, prompt, options.namespace, options.references, options.wishes
+                    request_id, prompt, options.namespace, options.references, options.overrides
                 )
                 remaining = self._max_model_len if params.max_tokens is None else params.max_tokens
                 stops = {params.eos_token_id, *(params.stop_token_ids or ())}
-                live = Live(request_id, remaining, frozenset(stops))
+                live = LiveRequest(request_id, remaining, frozenset(stops))
         self._live[request_id] = live
         return live
 
-    def rest(self, request_ids: Sequence[str], emitted: Sequence[list[int]]) -> bool:
+    def back_off(self, request_ids: Sequence[str], emitted: Sequence[list[int]]) -> bool:
         """Whether this step is passed over, because nothing has been worth sending for a while.
 
         What was emitted is kept for the next step that is not.
         """
-        if not self.rest_left:
+        if not self.backoff_left:
             return False
         if self._sent or not self._live.keys() >= set(request_ids):  # somebody is new
-            self.rest_left = 0
+            self.backoff_left = 0
             return False
-        self.rest_left -= 1
-        self.asked = frozenset()
+        self.backoff_left -= 1
+        self.drafted_for = frozenset()
         for request_id, tokens in zip(request_ids, emitted, strict=True):
             if self._live[request_id] is not None:
-                self._unsaid.setdefault(request_id, []).extend(tokens)
+                self._uncommitted.setdefault(request_id, []).extend(tokens)
         return True
 
     def commit(
-        self, emitted: Sequence[tuple[Live, list[int]]], verified: Verified | None = None
+        self, emitted: Sequence[tuple[LiveRequest, list[int]]], verified: Verified | None = None
     ) -> None:
         """Tell the proposer what was emitted, up to the first token that ends the request.
 
@@ -210,8 +210,8 @@ class LookaheadDrafter:
         tokens: dict[str, list[int]] = {}
         for live, burst in emitted:
             self._sent.pop(live.request_id, None)
-            if live.request_id in self._unsaid:
-                burst = self._unsaid.pop(live.request_id) + burst
+            if live.request_id in self._uncommitted:
+                burst = self._uncommitted.pop(live.request_id) + burst
             if len(burst) > live.remaining:
                 burst = burst[: live.remaining]
             if not live.stops.isdisjoint(burst):
@@ -223,7 +223,7 @@ class LookaheadDrafter:
         if verified is not None:
             self.proposer.observe(verified)
 
-    def want(self, live: Live, num_tokens: int) -> DraftRequest | None:
+    def limits_of(self, live: LiveRequest, num_tokens: int) -> DraftLimits | None:
         """How large a tree this request may get; None where it gets no draft at all.
 
         Nodes take the slots after the `num_tokens` committed tokens, and one token more than the
@@ -233,39 +233,41 @@ class LookaheadDrafter:
         max_depth = min(max_nodes, live.remaining - 1)
         if max_depth < 1:
             return None
-        return DraftRequest(live.request_id, max_nodes, max_depth, self.may_branch, num_tokens)
+        return DraftLimits(live.request_id, max_nodes, max_depth, self.may_branch, num_tokens)
 
-    def draft(self, wants: Sequence[DraftRequest], load: Load) -> dict[str, list[int]]:
+    def draft(self, limits: Sequence[DraftLimits], load: Load) -> dict[str, list[int]]:
         """The trees for these wants, remembered until they are verified; returns their tokens.
 
         A want that gets no node is left out. `load` is what the next step has to do beside them.
         """
-        forest = DraftForest.of(self.proposer.propose(wants, load))
-        self.asked = frozenset(want.request_id for want in wants)
+        forest = DraftForest.of(self.proposer.propose(limits, load))
+        self.drafted_for = frozenset(limit.request_id for limit in limits)
         if not forest.num_nodes:
-            self._fruitless += 1
+            self._steps_without_nodes += 1
             # A grammar has something to say in every step.
-            may_rest = self.options.budget == "auto" and not self._with_grammar
-            if self._fruitless >= REST_AFTER and may_rest:
-                self.rest_left = REST
+            may_back_off = self.options.budget == "auto" and not self._with_grammar
+            if self._steps_without_nodes >= BACKOFF_AFTER and may_back_off:
+                self.backoff_left = BACKOFF
             return {}
-        self._fruitless = 0
-        forest = self._checked(forest, wants)
+        self._steps_without_nodes = 0
+        forest = self._checked(forest, limits)
         tokens = forest.tokens.tolist()
         drafts: dict[str, list[int]] = {}
-        for i, (want, (first, end)) in enumerate(
-            zip(wants, pairwise(forest.firsts.tolist()), strict=True)
+        for i, (limit, (first, end)) in enumerate(
+            zip(limits, pairwise(forest.firsts.tolist()), strict=True)
         ):
             if first < end:
-                drafts[want.request_id] = own = tokens[first:end]
-                self._sent[want.request_id] = Sent(forest, i, own)
+                drafts[limit.request_id] = own = tokens[first:end]
+                self._sent[limit.request_id] = SentDraft(forest, i, own)
         return drafts
 
-    def proposed(self, req_ids: Sequence[str]) -> Proposed | None:
+    def proposed(self, req_ids: Sequence[str]) -> ProposedDrafts | None:
         """What the scheduler has to know of the drafts of a step; None if there are none."""
         if not self._sent and not self.has_grammars:
             return None
-        return Proposed(self._sent, req_ids, self.has_grammars, self.proposer.least_beside_prompt)
+        return ProposedDrafts(
+            self._sent, req_ids, self.has_grammars, self.proposer.min_prob_beside_prompt
+        )
 
     def finish(self, request_id: str) -> None:
         """The request has ended; a preempted one has not."""
@@ -274,7 +276,7 @@ class LookaheadDrafter:
         self._with_grammar.discard(request_id)
         live = self._live.pop(request_id, None)
         if live is not None:
-            if request_id in self._unsaid:
+            if request_id in self._uncommitted:
                 self.commit([(live, [])])
             self.proposer.finish(request_id)
 
@@ -288,20 +290,20 @@ class LookaheadDrafter:
         if self._cache is not None:
             self._cache.close()
 
-    def _checked(self, forest: DraftForest, wants: Sequence[DraftRequest]) -> DraftForest:
+    def _checked(self, forest: DraftForest, limits: Sequence[DraftLimits]) -> DraftForest:
         """The forest without trees that no verifier could make sense of."""
-        max_nodes = np.array([want.max_nodes for want in wants], np.int64)
+        max_nodes = np.array([limit.max_nodes for limit in limits], np.int64)
         if forest.faults(self._vocab_size, max_nodes).any():
             forest = DraftForest.of(
-                [self._accept(tree, want) for tree, want in zip(forest, wants, strict=True)]
+                [self._accept(tree, limit) for tree, limit in zip(forest, limits, strict=True)]
             )
         if not self.may_branch and forest.branching.any():
             forest = forest.cut(forest.sizes, np.ones(len(forest), np.bool_))
         return forest
 
-    def _accept(self, tree: DraftTree, want: DraftRequest) -> DraftTree:
+    def _accept(self, tree: DraftTree, limit: DraftLimits) -> DraftTree:
         try:
-            tree.check(self._vocab_size, want.max_nodes)
+            tree.check(self._vocab_size, limit.max_nodes)
         except DraftTreeError as error:
             self.counters.refused_trees += 1
             logger.error_once(

@@ -143,11 +143,11 @@ def _check(call: PagedCall) -> None:
 
 def _attend_torch(call: PagedCall) -> None:
     output = call.output.view(len(call.output), *call.query.shape[1:])
-    for start, rows in by_the_book(call):
+    for start, rows in reference_attention(call):
         output[start : start + len(rows)] = rows.to(output.dtype)
 
 
-def by_the_book(
+def reference_attention(
     call: PagedCall, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[int, Tensor]]:
     """The first row of each request, and what all its rows get: [rows, heads, head_size].

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache.file import CacheFileError, fingerprint, load, read_header, save
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftRequest
+from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.suffix import empty_row
 from lookahead_vllm.draft.trie.table import NAME, TOKEN_BITS, USE, Trie, spaces_of
@@ -53,7 +53,7 @@ def drafts(proposer, texts, namespace=""):
     for text in texts:
         proposer.start("r", [1], namespace)
         proposer.extend({"r": text})
-        (tree,) = proposer.propose([DraftRequest("r", 16, 16)])
+        (tree,) = proposer.propose([DraftLimits("r", 16, 16)])
         trees.append((tree.tokens.tolist(), tree.parents.tolist(), tree.probs.tolist()))
         proposer.finish("r")
     return trees

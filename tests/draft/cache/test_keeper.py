@@ -164,7 +164,7 @@ def test_a_save_can_begin_before_the_end(path):
 
 
 def test_the_last_save_does_not_wait_for_another(path, monkeypatch):
-    monkeypatch.setattr(cache_keeper, "REST", 3600)
+    monkeypatch.setattr(cache_keeper, "PAUSE_SECONDS", 3600)
     proposer = new_proposer()
     keeper = keep(proposer, path)
     teach(proposer)

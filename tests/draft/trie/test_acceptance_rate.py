@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftRequest
+from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.trie.acceptance_rate import MEMORY, PRIOR_TRIALS, TRIALS, AcceptanceRate
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 
@@ -17,7 +17,7 @@ def answer_in_part(proposer, share, rounds=400):
         a, b, c = 10_000 + 3 * i, 10_001 + 3 * i, 10_002 + 3 * i
         proposer.start("r", [a, b, 1])
         proposer.extend({"r": [a]})
-        tree = proposer.propose([DraftRequest("r", 16, 1)])[0]
+        tree = proposer.propose([DraftLimits("r", 16, 1)])[0]
         held = dict(zip(tree.tokens.tolist(), tree.probs.tolist(), strict=True))
         probs.append(held.get(b, 0.0))
         proposer.extend({"r": [b if rng.random() < share else c]})
@@ -44,7 +44,7 @@ def test_it_learns_from_what_was_not_drafted_too():
         proposer.start("r", [10_000 + 2 * i, 10_001 + 2 * i, 1])
         proposer.extend({"r": [10_000 + 2 * i, 10_001 + 2 * i]})
     proposer.start("r", [5, 6, 7, 5])
-    assert proposer.propose([DraftRequest("r", 1, 1)])[0].probs[0] > 0.8
+    assert proposer.propose([DraftLimits("r", 1, 1)])[0].probs[0] > 0.8
 
 
 def test_old_trials_are_forgotten():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftRequest
+from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.trie import namespaces as module
 from lookahead_vllm.draft.trie.namespaces import Namespaces
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
@@ -30,7 +30,7 @@ def test_names_that_were_thrown_away_push_out_no_namespace_in_use():
         answer(f"made up {i}", [5, 6])
     proposer.start("r", [1], "idle")
     proposer.extend({"r": [60, 61]})
-    assert 62 in proposer.propose([DraftRequest("r", 16, 16)])[0].tokens
+    assert 62 in proposer.propose([DraftLimits("r", 16, 16)])[0].tokens
     assert len(proposer.snapshot()[1]["namespaces"]) <= 8
 
 

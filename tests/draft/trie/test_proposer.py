@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftRequest
+from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.trie.acceptance_rate import AcceptanceRate
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from tests.support.reference_trie import ProposerModel
@@ -24,8 +24,8 @@ def proposer():
 
 
 def draft(proposer, request_id, max_nodes=16, max_depth=64, may_branch=True):
-    wants = [DraftRequest(request_id, max_nodes, max_depth, may_branch)]
-    return proposer.propose(wants)[0]
+    limits = [DraftLimits(request_id, max_nodes, max_depth, may_branch)]
+    return proposer.propose(limits)[0]
 
 
 def children_of_root(tree):
@@ -215,10 +215,10 @@ def test_every_tree_is_valid_within_its_limits_and_best_first(
     for request, prompt, answer in requests:
         proposer.start(str(request), prompt)
         proposer.extend({str(request): answer})
-    wants = [
-        DraftRequest(str(r), max_nodes, max_depth, may_branch) for r in {r for r, _, _ in requests}
+    limits = [
+        DraftLimits(str(r), max_nodes, max_depth, may_branch) for r in {r for r, _, _ in requests}
     ]
-    for tree in proposer.propose(wants):
+    for tree in proposer.propose(limits):
         tree.check(vocab_size=6, max_nodes=max_nodes)
         assert len(tree) == 0 or tree.depths.max() <= max_depth
         assert (np.diff(tree.probs) <= 0).all() and (tree.probs > 0).all()

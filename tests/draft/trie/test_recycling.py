@@ -4,10 +4,10 @@ import numpy as np
 
 from lookahead_vllm.draft.hybrid import HybridProposer
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftRequest, Verified, Wishes
+from lookahead_vllm.draft.proposer import DraftLimits, RequestOverrides, Verified
 from lookahead_vllm.draft.sources import NAMES, RECYCLED, WINDOW
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.draft.trie.candidates import CHOSEN, TOKEN, room_for_continuations
+from lookahead_vllm.draft.trie.candidates import CHOSEN, TOKEN, candidate_scratch
 from lookahead_vllm.draft.trie.recycling import (
     NUM_CHOICES,
     find_choices,
@@ -45,7 +45,7 @@ def keep(lines, text, tree, at_root, at_nodes, space=1, grown=None):
 
 
 def find(lines, text, space=1, most=8):
-    found, _, _ = room_for_continuations()
+    found, _, _ = candidate_scratch()
     longest, size = find_choices(lines, space, row_of(ids(*text)), found, 0, most)
     return longest, found[:size, TOKEN].tolist(), found[:size, CHOSEN].tolist()
 
@@ -91,7 +91,7 @@ def test_a_cell_of_a_window_is_told_from_a_real_text_and_does_not_replace_it():
 def step(proposer, request_id, choose, max_nodes=32):
     """One step of a request whose model says `choose(token)` after each token."""
     (tree,) = forest = DraftForest.of(
-        proposer.propose([DraftRequest(request_id, max_nodes, max_nodes)])
+        proposer.propose([DraftLimits(request_id, max_nodes, max_nodes)])
     )
     root = proposer.last
     accepted = np.zeros(len(tree), np.bool_)
@@ -141,7 +141,7 @@ def test_the_hybrid_tree_draws_on_all_sources():
 def test_a_request_may_wish_for_the_trie_alone():
     options = LookaheadOptions(proposer="hybrid", num_speculative_tokens=32, budget=32)
     proposer = HybridProposer(options)
-    proposer.start("r", [1, 2, 3, 1, 2], wishes=Wishes(proposer="ngram_trie"))
+    proposer.start("r", [1, 2, 3, 1, 2], overrides=RequestOverrides(proposer="ngram_trie"))
     proposer.extend({"r": [3]})
     proposer.last = 3
     for _ in range(5):

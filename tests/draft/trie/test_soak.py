@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftRequest
+from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.trie import proposer as ngram_trie
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 
@@ -50,9 +50,9 @@ def test_memory_and_proposals_stay_as_they_are_over_20_000_requests(monkeypatch)
                 if not live[request_id]:
                     del live[request_id]
                     proposer.finish(request_id)
-            wants = [DraftRequest(request_id, 16, 16) for request_id in live]
-            trees = proposer.propose(wants)
-            if wants:
+            limits = [DraftLimits(request_id, 16, 16) for request_id in live]
+            trees = proposer.propose(limits)
+            if limits:
                 drafted.append(np.mean([len(tree) for tree in trees]))
         if (serial + 1) % 2000 == 0:
             memory.append(int(Path("/proc/self/statm").read_text().split()[1]))

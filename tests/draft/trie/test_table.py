@@ -11,14 +11,14 @@ from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.draft.trie.suffix import NUM_SUFFIXES, ORDERS, empty_row, row_of
 from lookahead_vllm.draft.trie.table import (
     BYTES_PER_NODE,
-    HALF_LIFE,
+    CLOCK_TICKS,
+    HALF_LIFE_TICKS,
     LAST_PRIVATE,
     LINE,
     LIVE_BONUS,
     MADE,
-    MAX_LIVE,
-    NOWHERE,
-    TICKS,
+    MAX_LIVE_SPACES,
+    NO_SPACE,
     Trie,
 )
 from tests.support.reference_trie import SUFFIXES, TrieModel, context
@@ -58,7 +58,7 @@ def test_the_row_of_a_text_is_made_of_its_end():
     trie = Trie(4096)
     text = list(range(50))
     row = empty_row()
-    trie.insert(NOWHERE, row, ids(text))
+    trie.insert(NO_SPACE, row, ids(text))
     assert row.tolist() == row_of(ids(text)).tolist()
 
 
@@ -98,7 +98,7 @@ def test_of_the_equally_frequent_the_oldest_goes():
     space = trie.new_shared()
     for token in range(LINE + 1):
         insert(trie, space, [99, token])
-        trie.counters[MADE] += (1 << 16) // TICKS  # time goes by
+        trie.counters[MADE] += (1 << 16) // CLOCK_TICKS  # time goes by
     held = {token for token, _ in followers(trie, space, [99])[0]}
     assert held == set(range(1, LINE + 1))
 
@@ -165,9 +165,9 @@ def test_nothing_is_found_in_another_space_nor_after_the_end_of_its_own():
 
 def test_nowhere_holds_nothing():
     trie = Trie(1024)
-    insert(trie, NOWHERE, [1, 2, 3])
+    insert(trie, NO_SPACE, [1, 2, 3])
     assert trie.count_edges() == 0
-    assert not any(followers(trie, NOWHERE, [1, 2]).values())
+    assert not any(followers(trie, NO_SPACE, [1, 2]).values())
 
 
 def flood(trie, space, num_tokens, seed=0):
@@ -206,7 +206,9 @@ def test_a_frequency_that_is_not_refreshed_fades():
     space, other = trie.new_shared(), trie.new_shared()
     for _ in range(40):
         insert(trie, space, [1, 2])
-    trie.counters[MADE] += 2 * HALF_LIFE * (4096 // TICKS)  # as if so many others had come
+    trie.counters[MADE] += (
+        2 * HALF_LIFE_TICKS * (4096 // CLOCK_TICKS)
+    )  # as if so many others had come
     insert(trie, space, [1, 2])
     assert followers(trie, space, [1])[0] == [(2, 11)]
     insert(trie, other, [1, 3])
@@ -250,10 +252,10 @@ def test_the_numbers_of_private_spaces_come_around():
 
 def test_there_is_an_end_to_live_spaces():
     trie = Trie(1024)
-    held = [trie.new_private(1) for _ in range(MAX_LIVE)]
-    assert len(set(held)) == MAX_LIVE and trie.new_private(1) == NOWHERE
+    held = [trie.new_private(1) for _ in range(MAX_LIVE_SPACES)]
+    assert len(set(held)) == MAX_LIVE_SPACES and trie.new_private(1) == NO_SPACE
     trie.eliminate(held[5])
-    assert trie.new_private(1) != NOWHERE
+    assert trie.new_private(1) != NO_SPACE
 
 
 def test_a_node_takes_16_bytes_and_a_line_of_4_is_one_cache_line():

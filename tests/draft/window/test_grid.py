@@ -50,14 +50,14 @@ def full_window(shape, levels):
     """One window with these levels, int [N - 1, W], all filled."""
     windows = Windows(shape)
     windows.start("r", np.array([1, 2, 3], np.int32), shape)
-    (number,) = windows.roster.numbers(["r"])
+    (number,) = windows.request_rows.numbers(["r"])
     windows.shapes[number, 2] = shape.ngram_size - 1
     windows.tokens[number, :, : shape.window_size] = levels
     return windows, np.array([number])
 
 
 def add_comb(windows, numbers, tree, max_nodes=128, max_depth=64):
-    forest = windows.add_combs(
+    forest = windows.append_combs(
         DraftForest.of([tree]), numbers, np.array([max_nodes]), np.array([max_depth]), 0.001
     )
     return forest[0]
@@ -143,7 +143,7 @@ def test_the_levels_are_filled_one_a_step():
     shape = WindowShape(4, 4)
     windows = Windows(shape)
     windows.start("r", np.arange(20, 30, dtype=np.int32), shape)
-    numbers = windows.roster.numbers(["r"])
+    numbers = windows.request_rows.numbers(["r"])
     nodes = []
     for _ in range(4):
         tree = add_comb(windows, numbers, DraftTree.chain([]))
@@ -166,8 +166,8 @@ def test_two_tokens_at_once_move_it_as_the_option_says(shift, expected):
     tree = add_comb(windows, numbers, DraftTree.chain([]))
     iterate(windows, numbers, tree, lambda token: token + 10, lengths=1, shift=shift)
     for level, wanted in zip(windows.tokens[numbers[0], :, :3].tolist(), expected, strict=True):
-        for token, want in zip(level, wanted, strict=True):
-            assert want in (None, token)
+        for token, limit in zip(level, wanted, strict=True):
+            assert limit in (None, token)
 
 
 def test_cells_that_were_cut_give_no_n_gram():
@@ -183,9 +183,11 @@ def test_windows_of_all_shapes_share_a_table_that_grows():
     for i, request_id in enumerate(ids):
         shape = WindowShape(1 + i % 6, 2 + i % 4)
         windows.start(request_id, np.arange(3, 30, dtype=np.int32), shape)
-    numbers = windows.roster.numbers(ids)
+    numbers = windows.request_rows.numbers(ids)
     most = np.full(200, 128)
-    forest = windows.add_combs(DraftForest.of([DraftTree.chain([])] * 200), numbers, most, most, 1)
+    forest = windows.append_combs(
+        DraftForest.of([DraftTree.chain([])] * 200), numbers, most, most, 1
+    )
     assert not forest.faults(30, most).any()
     assert (forest.sizes <= windows.comb_nodes(numbers)).all()
 

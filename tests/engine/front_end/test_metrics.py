@@ -28,7 +28,7 @@ from lookahead_vllm.engine.front_end.stat_logger import (
     LookaheadStatLogger,
     ReportingOutputs,
 )
-from lookahead_vllm.engine.step_report import PARTS, DrafterWatch, StepReport
+from lookahead_vllm.engine.step_report import PARTS, StepReport, TrieGauges
 from lookahead_vllm.engine.worker.drafter import Counters
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from tests.support import proposers  # noqa: F401  (registers them)
@@ -200,7 +200,7 @@ class Sampled:
 class Runner(LookaheadRunner, Sampled):
     def __init__(self, report: StepReport) -> None:
         self.report = report
-        self.drafter = cast(Any, SimpleNamespace(rest_left=0, proposed=lambda _: None))
+        self.drafter = cast(Any, SimpleNamespace(backoff_left=0, proposed=lambda _: None))
         self._watch = cast(Any, SimpleNamespace(look=lambda _: None))
 
 
@@ -225,7 +225,7 @@ def drafter(proposer: Any) -> Any:
 
 def test_evictions_are_those_since_the_last_look() -> None:
     trie = SimpleNamespace(num_pruned=5, num_filled=40)
-    watch = DrafterWatch(drafter(SimpleNamespace(trie=trie, num_bytes=640)))
+    watch = TrieGauges(drafter(SimpleNamespace(trie=trie, num_bytes=640)))
     trie.num_pruned = 8
     report = StepReport()
     for _ in range(2):
@@ -241,7 +241,7 @@ def test_refused_trees_are_counted(llama: Path) -> None:
 
 
 def test_a_proposer_may_have_no_trie() -> None:
-    DrafterWatch(drafter(object())).look(report := StepReport())
+    TrieGauges(drafter(object())).look(report := StepReport())
     assert report == StepReport()
 
 

@@ -105,17 +105,17 @@ def test_the_schedule_without_its_drafts_is_plain_vllms(
 
 def test_blocks_of_rejected_tokens_come_back(llama: Path) -> None:
     """A long draft needs a block that is not there; the next request's prompt finds it free."""
-    from lookahead_vllm.engine.scheduler.draft_limits import DraftRoom
+    from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
 
     gave: list[dict[str, list[int]]] = []
-    original = DraftRoom.make
+    original = DraftLimiter.cut
 
-    def make(self: DraftRoom, *args: Any) -> dict[str, list[int]]:
+    def make(self: DraftLimiter, *args: Any) -> dict[str, list[int]]:
         gave.append(original(self, *args))
         return gave[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DraftRoom, "make", make)
+        patch.setattr(DraftLimiter, "cut", make)
         expected, *_ = run(llama, None, PROMPTS)
         record(PROMPTS, expected)
         answers, *_ = run(llama, WRONG, PROMPTS, num_gpu_blocks_override=NEED)

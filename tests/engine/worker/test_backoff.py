@@ -10,7 +10,7 @@ import pytest
 from vllm import LLM, SamplingParams, TokensPrompt
 
 from lookahead_vllm.draft.tree import DraftTree
-from lookahead_vllm.engine.worker.drafter import REST, REST_AFTER
+from lookahead_vllm.engine.worker.drafter import BACKOFF, BACKOFF_AFTER
 from tests.support.driving import drafter_of, engine, generate
 from tests.support.proposers import Planned
 
@@ -40,26 +40,30 @@ def looked(planned: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]
     lengths: list[int] = []
     propose = proposer.propose
 
-    def watched(wants: Any, load: Any) -> Any:
-        lengths.extend(len(proposer.outputs[want.request_id]) for want in wants)
-        return propose(wants, load)
+    def watched(limits: Any, load: Any) -> Any:
+        lengths.extend(len(proposer.outputs[limit.request_id]) for limit in limits)
+        return propose(limits, load)
 
     monkeypatch.setattr(proposer, "propose", watched)
     monkeypatch.setattr(Planned, "TREES", {})
-    monkeypatch.setattr(drafter_of(planned), "_fruitless", 0)
-    monkeypatch.setattr(drafter_of(planned), "rest_left", 0)
+    monkeypatch.setattr(drafter_of(planned), "_steps_without_nodes", 0)
+    monkeypatch.setattr(drafter_of(planned), "backoff_left", 0)
     yield lengths
 
 
 def test_steps_are_passed_over_until_something_is_found(
     planned: LLM, looked: list[int], answer: list[int]
 ) -> None:
-    found = REST_AFTER + 5 * (1 + REST)  # tokens of the answer
+    found = BACKOFF_AFTER + 5 * (1 + BACKOFF)  # tokens of the answer
     Planned.TREES[tuple(answer[:found])] = DraftTree.chain(answer[found : found + 10])
     assert generate(planned, [PROMPT], greedy(90))[0][0] == answer
-    at_rest = range(REST_AFTER, found + 1, 1 + REST)
-    awake = range(found + 11, found + 11 + REST_AFTER)
-    assert [n for n in looked if n < awake[-1] + REST] == [*range(1, REST_AFTER), *at_rest, *awake]
+    at_rest = range(BACKOFF_AFTER, found + 1, 1 + BACKOFF)
+    awake = range(found + 11, found + 11 + BACKOFF_AFTER)
+    assert [n for n in looked if n < awake[-1] + BACKOFF] == [
+        *range(1, BACKOFF_AFTER),
+        *at_rest,
+        *awake,
+    ]
 
 
 def test_what_was_said_at_rest_is_heard_in_the_end(
@@ -74,11 +78,11 @@ def test_what_was_said_at_rest_is_heard_in_the_end(
         finish(request_id)
 
     monkeypatch.setattr(proposer, "finish", watched)
-    for length in range(REST_AFTER, REST_AFTER + 2 + REST):
+    for length in range(BACKOFF_AFTER, BACKOFF_AFTER + 2 + BACKOFF):
         generate(planned, [PROMPT], greedy(length))
         generate(planned, [PROMPT], greedy(1))  # the engine hears of an end in the next step
         assert heard.pop() == answer[:length]
-    assert not drafter_of(planned)._unsaid
+    assert not drafter_of(planned)._uncommitted
 
 
 def test_a_new_request_is_looked_at_at_once(
@@ -86,13 +90,13 @@ def test_a_new_request_is_looked_at_at_once(
 ) -> None:
     core = planned.llm_engine
     core.add_request("old", TokensPrompt(prompt_token_ids=PROMPT), greedy(60))
-    while not looked or looked[-1] < REST_AFTER:
+    while not looked or looked[-1] < BACKOFF_AFTER:
         core.step()
     core.step()  # at rest
-    assert looked[-1] == REST_AFTER
+    assert looked[-1] == BACKOFF_AFTER
     core.add_request("new", TokensPrompt(prompt_token_ids=PROMPT), greedy(60))
     core.step()
-    assert looked[-2:] == [REST_AFTER + 2, 1]
+    assert looked[-2:] == [BACKOFF_AFTER + 2, 1]
     answers = {}
     while core.has_unfinished_requests():
         for output in core.step():

@@ -12,7 +12,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine import messages
-from lookahead_vllm.engine.messages import Sent
+from lookahead_vllm.engine.messages import SentDraft
 from tests.support.driving import drafter_of, engine, generate, generate_staggered, random_prompts
 from tests.support.kernels import compiled, forget, new_since
 
@@ -65,7 +65,7 @@ def test_requests_compile_nothing(proposer: str, budget: int | str, llama: Path)
 def test_a_scheduler_in_a_process_of_its_own_compiles_nothing(llama: Path) -> None:
     trees = [DraftTree.from_lists([5, 6, 7], [-1, 0, -1]), DraftTree.chain([8, 9])]
     forest = DraftForest.of(trees)
-    sent = {str(i): Sent(forest, i, tree.tokens.tolist()) for i, tree in enumerate(trees)}
+    sent = {str(i): SentDraft(forest, i, tree.tokens.tolist()) for i, tree in enumerate(trees)}
     with engine(llama, {"budget": 4}) as llm:
         scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
         forget()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 
-class PositionalDraws(torch.nn.Module):
+class SeededSampler(torch.nn.Module):
     """Stands in the place of the `topk_topp_sampler` of vLLM's first sampler, around it."""
 
     def __init__(self, original: TopKTopPSampler) -> None:

@@ -19,29 +19,29 @@ from vllm.v1.worker import gpu_model_runner
 
 from lookahead_vllm.draft import sources
 from lookahead_vllm.draft.budget.cost import Load, StepWork
-from lookahead_vllm.draft.jit import Ints, Words
+from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.tree import UNKNOWN, DraftForest, DraftTree
 from lookahead_vllm.engine import messages, step_report
-from lookahead_vllm.engine.step_report import DrafterWatch, StepReport
+from lookahead_vllm.engine.step_report import StepReport, TrieGauges
 from lookahead_vllm.engine.worker import profile
-from lookahead_vllm.engine.worker.drafter import Live, LookaheadDrafter
+from lookahead_vllm.engine.worker.drafter import LiveRequest, LookaheadDrafter
 from lookahead_vllm.engine.worker.step_cost import step_cost
-from lookahead_vllm.engine.worker.v1.positional_draws import PositionalDraws
+from lookahead_vllm.engine.worker.v1.positional_draws import SeededSampler
 from lookahead_vllm.engine.worker.v1.sampler import (
     NodeProcessors,
     NodeRows,
     NodeThinking,
+    generator_states_for,
+    keep_all_processors,
     merge_outputs,
     node_metadata,
     spread_metadata,
-    tapes_for,
-    with_every_processor,
     without_speculation,
 )
 from lookahead_vllm.verify.acceptance import accepted_paths
 from lookahead_vllm.verify.choices import likeliest
-from lookahead_vllm.verify.seeded_draws import DrawTape
+from lookahead_vllm.verify.seeded_draws import GeneratorStates
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
 if TYPE_CHECKING:
@@ -61,17 +61,17 @@ class Scheduled:
     """The drafts that are being verified in this step, in the order of the batch."""
 
     forest: DraftForest
-    rows: Words
+    rows: Int64s
     """int64 [t]: the row of the batch of each tree's request."""
-    starts: Words
+    starts: Int64s
     """int64 [t]: index of each root in the step's flattened tokens; the nodes follow."""
-    contexts: Words
+    contexts: Int64s
     """int64 [t]: committed tokens before the root, which is the root's position."""
-    own: NDArray[np.bool_]
+    from_proposer: NDArray[np.bool_]
     """bool [t]: the trees that are the proposer's, and not a grammar's or what is left of them."""
 
 
-_NOTHING: Words = np.empty(0, np.int64)
+_NOTHING: Int64s = np.empty(0, np.int64)
 _NO_DRAFTS = Scheduled(DraftForest.of([]), _NOTHING, _NOTHING, _NOTHING, np.empty(0, np.bool_))
 
 
@@ -85,15 +85,15 @@ class LookaheadRunner(_Base):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         original = gpu_model_runner.build_logitsprocs
-        gpu_model_runner.build_logitsprocs = with_every_processor(original)
+        gpu_model_runner.build_logitsprocs = keep_all_processors(original)
         try:
             super().__init__(*args, **kwargs)
         finally:
             gpu_model_runner.build_logitsprocs = original
-        self._draws: PositionalDraws | None = None
+        self._draws: SeededSampler | None = None
         """Where plain vLLM would draw by position; else by generators."""
         if without_speculation(self.vllm_config).use_v2_model_runner:
-            self._draws = PositionalDraws(self.sampler.topk_topp_sampler)
+            self._draws = SeededSampler(self.sampler.topk_topp_sampler)
             self.sampler.topk_topp_sampler = self._draws
         self._logits_indices: torch.Tensor | None = None
         """int64 [rows of logits]: the token of the step that each one follows."""
@@ -116,7 +116,7 @@ class LookaheadRunner(_Base):
         """Of the step under way; sent with its output."""
         self._wanted = False
         """Whether a request of the step under way could have a draft."""
-        self._watch = DrafterWatch(self.drafter)
+        self._watch = TrieGauges(self.drafter)
 
     # ---- what may branch -------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class LookaheadRunner(_Base):
             self.speculative_config = config
         self._logits_indices = prepared[0]
         self._scheduled = scheduled = self._recall(scheduler_output, num_scheduled_tokens)
-        if not self.drafter.rest_left:
+        if not self.drafter.backoff_left:
             self._work = self._work_of(num_scheduled_tokens, scheduled)
         forest = scheduled.forest
         if self._wanted or forest.num_nodes:
@@ -234,16 +234,18 @@ class LookaheadRunner(_Base):
             return _NO_DRAFTS
         batch = self.input_batch
         rows = np.array([batch.req_id_to_index[req_id] for req_id in drafts.req_ids])
-        forest, own = drafts.forest, drafts.own
+        forest, from_proposer = drafts.forest, drafts.from_proposer
         order = np.argsort(rows)
         if (np.diff(order) < 0).any():
-            rows, own = rows[order], own[order]
+            rows, from_proposer = rows[order], from_proposer[order]
             forest = forest.take(order, forest.sizes[order])
         # Tokens of the prompt may be scheduled before the root.
         leads = num_scheduled_tokens[rows] - forest.sizes - 1
         starts = np.cumsum(num_scheduled_tokens)[rows] - num_scheduled_tokens[rows] + leads
         contexts = batch.num_computed_tokens_cpu[rows] + leads
-        return Scheduled(forest, rows, starts.astype(np.int64), contexts.astype(np.int64), own)
+        return Scheduled(
+            forest, rows, starts.astype(np.int64), contexts.astype(np.int64), from_proposer
+        )
 
     def _work_of(
         self, num_scheduled_tokens: NDArray[np.int32], scheduled: Scheduled
@@ -291,13 +293,13 @@ class LookaheadRunner(_Base):
         before = {row: generator.get_state() for row, generator in discarded.items()}
         try:
             if spec_decode_metadata is None or not scheduled.forest.num_nodes:
-                if self.drafter.proposer.hears_roots:
+                if self.drafter.proposer.wants_roots:
                     plain = np.zeros(self.input_batch.num_reqs, np.int64)
-                    self._verified = self._hear(logits, plain, _NO_DRAFTS)
+                    self._verified = self._collect_choices(logits, plain, _NO_DRAFTS)
                 return super()._sample(logits, None)
             with self._timed("verify"):
                 num_nodes = np.asarray(spec_decode_metadata.num_draft_tokens)
-                self._verified = verified = self._hear(logits, num_nodes, scheduled)
+                self._verified = verified = self._collect_choices(logits, num_nodes, scheduled)
                 output, paths = self._sample_trees(logits, num_nodes, scheduled)
         finally:
             for row, state in before.items():
@@ -306,14 +308,14 @@ class LookaheadRunner(_Base):
             self._move_accepted(scheduled, paths)
         self._count(scheduled.forest, paths)
         if verified is not None:
-            own = paths[scheduled.own]
-            verified.lengths[: len(own)] = (own >= 0).sum(axis=1)
-            firsts = verified.forest.firsts[: len(own), None]
-            verified.accepted[(firsts + own)[own >= 0]] = True
+            accepted = paths[scheduled.from_proposer]
+            verified.lengths[: len(accepted)] = (accepted >= 0).sum(axis=1)
+            firsts = verified.forest.firsts[: len(accepted), None]
+            verified.accepted[(firsts + accepted)[accepted >= 0]] = True
         return output
 
-    def _hear(
-        self, logits: torch.Tensor, num_nodes: Words, scheduled: Scheduled
+    def _collect_choices(
+        self, logits: torch.Tensor, num_nodes: Int64s, scheduled: Scheduled
     ) -> Verified | None:
         """What the proposer wants to know of this step, but what is accepted; None for nothing.
 
@@ -322,16 +324,16 @@ class LookaheadRunner(_Base):
         drafter, req_ids = self.drafter, self.input_batch.req_ids
         if not drafter.proposer.num_choices:
             return None
-        trees = np.flatnonzero(scheduled.own)
+        trees = np.flatnonzero(scheduled.from_proposer)
         forest = scheduled.forest
         if len(trees) < len(forest):
             forest = forest.take(trees, forest.sizes[trees])
         rows = scheduled.rows[trees]
-        if drafter.proposer.hears_roots and drafter.asked:
+        if drafter.proposer.wants_roots and drafter.drafted_for:
             bare = [
                 row
                 for row in np.flatnonzero(num_nodes == 0).tolist()
-                if req_ids[row] in drafter.asked
+                if req_ids[row] in drafter.drafted_for
             ]
             rows = np.concatenate([rows, np.array(bare, np.int64)])
             forest = forest.with_empty(len(bare))
@@ -354,9 +356,9 @@ class LookaheadRunner(_Base):
     def _sample_trees(
         self,
         logits: torch.Tensor,
-        num_nodes: Words,
+        num_nodes: Int64s,
         scheduled: Scheduled,
-    ) -> tuple[SamplerOutput, Ints]:
+    ) -> tuple[SamplerOutput, Int32s]:
         """Sample at every root and node, then match.
 
         `logits` holds a row for the root and for each node of every request, in order. Also
@@ -368,7 +370,7 @@ class LookaheadRunner(_Base):
         node_rows = np.delete(np.arange(len(logits)), root_rows)
         nodes = NodeRows([self.requests[i] for i in self.input_batch.req_ids], forest, rows)
         metadata = replace(self.input_batch.sampling_metadata, spec_token_ids=None)
-        tapes: dict[int, DrawTape] = {}
+        tapes: dict[int, GeneratorStates] = {}
         thinking = None
         no_tapes = self._draws is not None or not metadata.generators
         if no_tapes and self._node_processors.rows_are_alike(metadata, nodes):
@@ -381,7 +383,9 @@ class LookaheadRunner(_Base):
         else:
             at_roots = self._sample_some(logits, root_rows, metadata)
             if not no_tapes:
-                tapes = tapes_for(self.sampler, metadata.generators, nodes, logits.shape[-1])
+                tapes = generator_states_for(
+                    self.sampler, metadata.generators, nodes, logits.shape[-1]
+                )
             if (holder := metadata.thinking_budget_state_holder) is not None:
                 thinking = NodeThinking(holder, nodes)
             at_nodes = self._sample_some(
@@ -417,14 +421,14 @@ class LookaheadRunner(_Base):
         return merge_outputs(at_roots, at_nodes, forest, rows, paths), paths
 
     def _sample_some(
-        self, logits: torch.Tensor, rows: Words, metadata: SamplingMetadata
+        self, logits: torch.Tensor, rows: Int64s, metadata: SamplingMetadata
     ) -> SamplerOutput:
         """Sample these rows of the step's logits."""
         some = torch.from_numpy(rows).to(logits.device)
         with self._draws.of_rows(some) if self._draws is not None else nullcontext():
             return self.sampler(logits[some], metadata)
 
-    def _count(self, forest: DraftForest, paths: Ints) -> None:
+    def _count(self, forest: DraftForest, paths: Int32s) -> None:
         counters, report = self.drafter.counters, self.report
         drafted = forest.sizes > 0
         lengths = (paths >= 0).sum(axis=1)
@@ -439,7 +443,7 @@ class LookaheadRunner(_Base):
         )
         report.count_lengths((1 + lengths[drafted]).tolist())
 
-    def _move_accepted(self, scheduled: Scheduled, paths: Ints) -> None:
+    def _move_accepted(self, scheduled: Scheduled, paths: Int32s) -> None:
         """Move the accepted nodes' KV to the slots right after the root's."""
         trees, places = np.nonzero((paths >= 0) & (paths != np.arange(paths.shape[1])))
         if not len(trees):
@@ -490,11 +494,11 @@ class LookaheadRunner(_Base):
         **kwargs: Any,
     ) -> list[list[int]]:
         batch, drafter = self.input_batch, self.drafter
-        if drafter.rest(batch.req_ids, sampled_token_ids):
+        if drafter.back_off(batch.req_ids, sampled_token_ids):
             self._observe_step(scheduler_output)
             return [[] for _ in batch.req_ids]
         with self._timed("draft"):
-            emitted: list[tuple[Live, list[int]]] = []
+            emitted: list[tuple[LiveRequest, list[int]]] = []
             lengths: list[int] = []
             plain: list[int] = []
             prefill = 0
@@ -518,19 +522,19 @@ class LookaheadRunner(_Base):
                     lengths.append(num_tokens[row])
             verified, self._verified = self._verified, None
             drafter.commit(emitted, verified)
-            wants = []
+            limits = []
             for (live, _), length in zip(emitted, lengths, strict=True):
-                if (want := drafter.want(live, length)) is not None:
-                    wants.append(want)
+                if (limit := drafter.limits_of(live, length)) is not None:
+                    limits.append(limit)
                 else:
                     plain.append(length)
             load = Load(len(plain), sum(plain), min(prefill, self.max_num_tokens))
-            drafts = drafter.draft(wants, load)
-        self._wanted = bool(wants)
+            drafts = drafter.draft(limits, load)
+        self._wanted = bool(limits)
         self._observe_step(scheduler_output)
         return [drafts.get(request_id, []) for request_id in batch.req_ids]
 
-    def _follow(self, request_id: str) -> Live | None:
+    def _follow(self, request_id: str) -> LiveRequest | None:
         request = self.requests[request_id]
         # Not the batch's row: vLLM leaves another request's tokens there where a prompt has none.
         prompt = np.array(request.prompt_token_ids or (), np.int32)
@@ -553,7 +557,11 @@ class LookaheadRunner(_Base):
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
         # One without requests is a constant of vLLM's that all such steps share.
-        if isinstance(output, ModelRunnerOutput) and output.req_ids and not self.drafter.rest_left:
+        if (
+            isinstance(output, ModelRunnerOutput)
+            and output.req_ids
+            and not self.drafter.backoff_left
+        ):
             if (proposed := self.drafter.proposed(output.req_ids)) is not None:
                 messages.attach(output, proposed)
             self._watch.look(self.report)

@@ -23,9 +23,9 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
-from lookahead_vllm.draft.jit import Ints, Words
+from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.verify.seeded_draws import DrawTape
+from lookahead_vllm.verify.seeded_draws import GeneratorStates
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,7 +36,7 @@ T = TypeVar("T")
 BuildLogitsProcessors = Callable[..., LogitsProcessors]
 
 
-def with_every_processor(build: BuildLogitsProcessors) -> BuildLogitsProcessors:
+def keep_all_processors(build: BuildLogitsProcessors) -> BuildLogitsProcessors:
     """`build_logitsprocs` that does not leave most of them out because drafts are verified."""
 
     def build_logitsprocs(vllm_config: VllmConfig, *args: Any) -> LogitsProcessors:
@@ -65,11 +65,11 @@ class NodeRows:
     """
 
     def __init__(
-        self, requests: Sequence[CachedRequestState], forest: DraftForest, rows: Words
+        self, requests: Sequence[CachedRequestState], forest: DraftForest, rows: Int64s
     ) -> None:
         self.requests = requests
         self.forest = forest
-        self.owners: Words = rows[forest.owners]
+        self.owners: Int64s = rows[forest.owners]
         """The request's row of each node."""
         self._trees = {row: i for i, row in enumerate(rows.tolist()) if forest.sizes[i]}
         self._histories: dict[int, list[list[int]]] = {}
@@ -223,11 +223,11 @@ class NodeThinking:
             self._roots._state[row] = self._holder._state[node]
 
 
-def _of_rows(owners: Words, tensor: torch.Tensor | None) -> torch.Tensor | None:
+def _of_rows(owners: Int64s, tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor[torch.from_numpy(owners).to(tensor.device)]
 
 
-def _spread(owners: Words, by_request: Mapping[int, T]) -> dict[int, T]:
+def _spread(owners: Int64s, by_request: Mapping[int, T]) -> dict[int, T]:
     """The same for what is known of some requests, by row."""
     if not by_request:
         return {}
@@ -236,7 +236,7 @@ def _spread(owners: Words, by_request: Mapping[int, T]) -> dict[int, T]:
     }
 
 
-def spread_metadata(metadata: SamplingMetadata, owners: Words) -> SamplingMetadata:
+def spread_metadata(metadata: SamplingMetadata, owners: Int64s) -> SamplingMetadata:
     """The sampling metadata of rows int64 [n] that belong to the requests `owners`, without what
     is known of single requests but their seeds."""
     pick = partial(_of_rows, owners)
@@ -299,12 +299,12 @@ def _has_penalty(params: SamplingParams) -> bool:
     )
 
 
-def tapes_for(
+def generator_states_for(
     sampler: Sampler,
     generators: dict[int, torch.Generator],
     nodes: NodeRows,
     vocab: int,
-) -> dict[int, DrawTape]:
+) -> dict[int, GeneratorStates]:
     """Each seeded request's draws for the outputs that its nodes stand for.
 
     Called after the root row was sampled, which spent the first draw of the step.
@@ -320,13 +320,13 @@ def tapes_for(
             )
 
     return {
-        row: DrawTape(generators[row], draw, int(nodes.tree(row).depths.max()))
+        row: GeneratorStates(generators[row], draw, int(nodes.tree(row).depths.max()))
         for row in generators.keys() & nodes.rows
     }
 
 
 def merge_outputs(
-    roots: SamplerOutput, nodes: SamplerOutput, forest: DraftForest, rows: Words, paths: Ints
+    roots: SamplerOutput, nodes: SamplerOutput, forest: DraftForest, rows: Int64s, paths: Int32s
 ) -> SamplerOutput:
     """One output row a request, as wide as the longest burst.
 
@@ -342,7 +342,7 @@ def merge_outputs(
     device = roots.sampled_token_ids.device
     num_reqs = len(roots.sampled_token_ids)
     # Where each emitted token was sampled, among the roots and then the nodes.
-    places: Words = np.full((num_reqs, 1 + paths.shape[1]), -1, np.int64)
+    places: Int64s = np.full((num_reqs, 1 + paths.shape[1]), -1, np.int64)
     places[:, 0] = np.arange(num_reqs)
     places[rows, 1:] = np.where(paths < 0, -1, num_reqs + forest.firsts[:-1, None] + paths)
     flat = torch.from_numpy(places.reshape(-1)).to(device)
