@@ -1,4 +1,4 @@
-"""What the command lines of the benchmarks share."""
+"""Command-line options and signal handling that several benchmarks share."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ a line of the prompts:
 
 
 def engine_arg(text: str) -> tuple[str, Any]:
-    """`KEY=VALUE` with a value in JSON, or else a string."""
+    """Parse `KEY=VALUE`; a value that is not JSON is taken as a string."""
     pair = key_value(text)
     if pair is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, as in enforce_eager=true")
     return pair
 
 
-def engine_parser(description: str | None, teach: str, methods: str) -> argparse.ArgumentParser:
-    """A command line with the options of all benchmarks that start engines.
+def engine_parser(description: str | None, epilog: str, methods: str) -> argparse.ArgumentParser:
+    """A parser with the options of all benchmarks that start engines.
 
     Parameters
     ----------
-    teach : str
-        What stands below the options.
+    epilog : str
+        The text below the options in `--help`.
     methods : str
         The default of --methods.
     """
     result = argparse.ArgumentParser(
-        description=description, epilog=teach, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = result.add_argument
     add("--model", required=True, metavar="DIR", help="the model's folder, or its name on a hub")
@@ -77,7 +77,7 @@ def engine_parser(description: str | None, teach: str, methods: str) -> argparse
 
 
 def add_engine_arg(result: argparse.ArgumentParser) -> None:
-    """For those benchmarks that use `vllm.LLM`."""
+    """Add --engine-arg, for benchmarks that use `vllm.LLM`."""
     result.add_argument(
         "--engine-arg",
         action="append",
@@ -89,21 +89,21 @@ def add_engine_arg(result: argparse.ArgumentParser) -> None:
 
 
 def kv_cache_bytes(options: argparse.Namespace) -> int | None:
-    """What --kv-cache-gib asks for; None leaves it to vLLM."""
+    """The size that --kv-cache-gib gives; None leaves it to vLLM."""
     gib = options.kv_cache_gib or (1 if is_cpu_build() else None)
     return int(gib * 2**30) if gib else None
 
 
 def engine_environment(options: argparse.Namespace) -> dict[str, str]:
-    """What is added to the environment of every engine."""
+    """Environment variables to add for every engine."""
     binding = {"VLLM_CPU_OMP_THREADS_BIND": options.threads} if options.threads else {}
     return {**cpu_runtime(os.environ), **binding}
 
 
 def interrupted(run: Callable[[], None]) -> bool:
-    """Run to the end, or to Ctrl-C or a SIGTERM; then it says so and returns True.
+    """Run to the end (False), or until Ctrl-C or SIGTERM (True, after printing a line).
 
-    Also where this was started with SIGINT ignored, as with `&` in a script.
+    Works too if the process was started with SIGINT ignored, as with `&` in a script.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)

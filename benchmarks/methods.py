@@ -24,7 +24,7 @@ KNOWN: dict[str, SpeculativeConfig | None] = {
 
 
 class MethodError(ValueError):
-    """The methods asked for make no sense; the message says what to write."""
+    """The methods given cannot be run; the message says what to write instead."""
 
 
 def choose_methods(names: str, configs: Sequence[str] = ()) -> dict[str, SpeculativeConfig | None]:
@@ -35,12 +35,12 @@ def choose_methods(names: str, configs: Sequence[str] = ()) -> dict[str, Specula
     names : str
         Comma-separated names, as in `none,ngram,lookahead`.
     configs : sequence of str
-        Further methods, each `NAME=JSON`. They run after `names`, or where `names` puts them.
+        Further methods, each `NAME=JSON`. They run after `names`, or at their place in `names`.
 
     Raises
     ------
     MethodError
-        A name is unknown, taken or given twice, or a configuration is not a JSON object.
+        A name is unknown, already taken or given twice, or a configuration is not a JSON object.
     """
     known = dict(KNOWN)
     for text in configs:

@@ -18,29 +18,29 @@ class PromptError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request: its token ids, the category it is reported under, and its line in the file."""
+    """One request: its token ids, its category in the tables, and its line in the file."""
 
     token_ids: list[int]
     category: str
     line: int
     answer: list[int] | None = None
-    """What was recorded after it."""
+    """The token ids that were recorded as its answer."""
 
 
 def load_prompts(path: Path, tokenize: Tokenize, limit: int | None = None) -> list[Prompt]:
     """Read a JSON-lines file.
 
-    Each line holds `prompt_token_ids` (a list), `prompt` (text) or `messages` (a chat),
-    and may name its `category`, or else its `suite`, and its answer, `output_token_ids`.
+    Each line is an object with `prompt_token_ids` (a list), `prompt` (text) or `messages` (a
+    chat). `category`, or else `suite`, and the recorded answer, `output_token_ids`, are optional.
 
     Parameters
     ----------
     path : Path
         The file.
     tokenize : callable
-        Called for the chosen lines without `prompt_token_ids`.
+        Called for the chosen lines that have no `prompt_token_ids`.
     limit : int, optional
-        Take this many prompts, spread evenly over the categories.
+        Choose this many prompts, spread evenly over the categories.
 
     Raises
     ------
@@ -66,21 +66,21 @@ def load_prompts(path: Path, tokenize: Tokenize, limit: int | None = None) -> li
 
 
 def spread(categories: Sequence[str], limit: int | None) -> list[int]:
-    """Indices of `limit` items, as many of each category as of any other, in their order."""
+    """Indices of `limit` items, in order, spread evenly over the categories."""
     if limit is None or limit >= len(categories):
         return list(range(len(categories)))
     queues: dict[str, list[int]] = {}
     for index, category in enumerate(categories):
         queues.setdefault(category, []).append(index)
-    turns = [(turn, index) for queue in queues.values() for turn, index in enumerate(queue)]
-    turns.sort(key=lambda item: item[0])  # stable: every category's first, every second, ...
-    return sorted(index for _, index in turns[:limit])
+    ranked = [(rank, index) for queue in queues.values() for rank, index in enumerate(queue)]
+    ranked.sort(key=lambda item: item[0])  # stable: every category's first, every second, ...
+    return sorted(index for _, index in ranked[:limit])
 
 
 def context_length(prompts: Sequence[Prompt], max_tokens: int, model: str) -> int:
-    """Positions for the longest prompt, its answer and a draft, in whole blocks of 128.
+    """Positions for the longest prompt, its answer and a draft, rounded up to a multiple of 128.
 
-    No more than the model has, where its folder says how many these are.
+    At most the model's own number of positions, where its folder has a config.json.
     """
     needed = max(len(prompt.token_ids) for prompt in prompts) + max_tokens + 64
     rounded = -(-needed // 128) * 128
@@ -150,7 +150,7 @@ def model_tokenizer(model: str) -> Tokenize:
 
 
 def as_texts(prompts: Sequence[Prompt], model: str) -> list[str]:
-    """The prompts as the model's tokenizer says them, special tokens included."""
+    """The prompts decoded by the model's tokenizer, special tokens included."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)

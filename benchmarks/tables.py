@@ -1,4 +1,4 @@
-"""Rows as text, in Markdown."""
+"""Rows of a benchmark as Markdown tables."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from benchmarks.engines.profile import shares
 from benchmarks.engines.rows import Figures, Row, median_figures
 from lookahead_vllm.simulation.markdown import MISSING, markdown, number
 
-NOTHING = median_figures([])
-"""The figures of a category of which a batch size has no prompt."""
+NO_FIGURES = median_figures([])
+"""The figures of a category without prompts."""
 
 
 def with_spread(value: float | None, runs: Sequence[float], digits: int) -> str:
-    """A median, and from where to where the rounds went."""
+    """A median; with two or more runs, their smallest and largest in brackets."""
     if len(runs) < 2:
         return number(value, digits)
     return f"{number(value, digits)} ({number(min(runs), digits)}–{number(max(runs), digits)})"
 
 
 def main_table(rows: Sequence[Row], check_exact: bool) -> str:
-    """One line a method and batch size, and below it why methods failed."""
+    """One line for each method and batch size; below, the reasons of failures."""
     head = ["method", "batch", "full", "tokens/s", "ratio", "steps", "tokens/step", "acceptance"]
     head.append("drafted")
     if check_exact:
@@ -50,7 +50,7 @@ def main_table(rows: Sequence[Row], check_exact: bool) -> str:
 
 
 def category_tables(rows: Sequence[Row]) -> str:
-    """Tokens a step by category, and the ratio where requests ran one at a time."""
+    """Tokens a step by category, and the ratio at batch size 1; "" for a single category."""
     finished = [row for row in rows if row["tokens_per_s"] is not None]
     categories = list(dict.fromkeys(name for row in finished for name in row["by_category"]))
     if len(categories) < 2:
@@ -60,7 +60,7 @@ def category_tables(rows: Sequence[Row]) -> str:
         body = [
             [
                 f"{row['method']}, batch {row['batch_size']}",
-                *(number(pick(row["by_category"].get(name, NOTHING))) for name in categories),
+                *(number(pick(row["by_category"].get(name, NO_FIGURES))) for name in categories),
             ]
             for row in chosen
         ]
@@ -74,7 +74,7 @@ def category_tables(rows: Sequence[Row]) -> str:
 
 
 def profile_table(rows: Sequence[Row]) -> str:
-    """The shares of a step, for the methods that were profiled."""
+    """The shares of a step of each method that was profiled."""
     profiled = [(row, shares(row["profile"])) for row in rows if shares(row["profile"])]
     if not profiled:
         return (

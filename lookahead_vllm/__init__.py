@@ -4,19 +4,19 @@ import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import lookahead_vllm.machine  # noqa: F401  before vLLM binds threads to cores
+import lookahead_vllm.machine  # noqa: F401  reads the cores before vLLM binds threads to them
 from lookahead_vllm.draft.registry import PROPOSERS
 
 try:
     __version__ = version("lookahead-vllm")
-except PackageNotFoundError:  # a source tree on sys.path, not installed
+except PackageNotFoundError:  # a source tree on sys.path that is not installed
     __version__ = "0.0.0"
 
 __all__ = ["HybridProposer", "JacobiWindowProposer", "NGramTrieProposer", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    # vLLM loads this package in every process; numba only comes with the proposer.
+    # Imported on first use: vLLM loads this package in every process, and proposers import numba.
     for path in PROPOSERS.values():
         module, _, proposer = path.rpartition(".")
         if name == proposer:

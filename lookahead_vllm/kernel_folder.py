@@ -1,4 +1,4 @@
-"""Where what is compiled on a user's machine is kept for later processes."""
+"""The folder that keeps code compiled on this machine for later processes."""
 
 from __future__ import annotations
 
@@ -14,68 +14,68 @@ from pathlib import Path
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-_ROOT = "LOOKAHEAD_VLLM_CACHE"
+_ROOT_VARIABLE = "LOOKAHEAD_VLLM_CACHE"
 _NAME = "lookahead_vllm"
-_PROBE = b"\0" * 65536  # a disk that takes so much is not full
+_PROBE_BYTES = 65536
+"""A disk that cannot take this many bytes counts as full."""
 
 
 @functools.cache
 def cache_dir() -> Path:
     """The folder `lookahead_vllm` in `$LOOKAHEAD_VLLM_CACHE`, `$XDG_CACHE_HOME` or `~/.cache`.
 
-    It is made if there is none, for this user alone: code that is loaded lies in it. One that
-    cannot be written, or that somebody else could write to, is not used. Then it is a temporary
-    one, which the processes that this one starts share, and which goes when this one ends; the log
-    says so once.
+    It holds code that is loaded and run, so it is created for this user alone. A folder that is
+    not writable, or that another user may write to, is not used. A temporary folder replaces it,
+    with one warning; child processes share that folder, and it is removed when this process ends.
 
     Raises
     ------
     OSError
-        There is no place for a temporary one either.
+        A temporary folder could not be created either.
     """
     try:
-        return _kept()
+        return _persistent_folder()
     except (OSError, RuntimeError) as error:
-        directory = _temporary()
+        directory = _temporary_folder()
         logger.warning(
             "Lookahead's compiled kernels are not kept for the next start: %s. They are compiled "
             "in %s now; set %s to a folder of your own that can be written.",
             str(error).rstrip("."),
             directory,
-            _ROOT,
+            _ROOT_VARIABLE,
         )
         return directory
 
 
 def share_cache_dir() -> None:
-    """In the process that starts all others: choose the folder for them, too."""
+    """Choose the folder in the parent process, so that its child processes use the same one."""
     try:
         cache_dir()
     except OSError as error:
         logger.warning("Lookahead's kernels are compiled anew by every process: %s.", error)
 
 
-def _kept() -> Path:
-    """Raises OSError, or RuntimeError where there is no home."""
-    root = os.environ.get(_ROOT) or os.environ.get("XDG_CACHE_HOME")
+def _persistent_folder() -> Path:
+    """Raises OSError if it cannot be used safely, RuntimeError if the user has no home."""
+    root = os.environ.get(_ROOT_VARIABLE) or os.environ.get("XDG_CACHE_HOME")
     directory = (Path(root) if root else Path.home() / ".cache") / _NAME
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = directory.stat()
-    if found.st_uid != os.geteuid():
-        raise PermissionError(f"{directory} belongs to user {found.st_uid}, not to {os.geteuid()}")
-    if found.st_mode & 0o022:
+    status = directory.stat()
+    if status.st_uid != os.geteuid():
+        raise PermissionError(f"{directory} belongs to user {status.st_uid}, not to {os.geteuid()}")
+    if status.st_mode & 0o022:
         raise PermissionError(f"others may write to {directory}; run chmod 700 {directory}")
-    _probe(directory)
+    _check_writable(directory)
     return directory
 
 
-def _temporary() -> Path:
+def _temporary_folder() -> Path:
     root = temporary_root()
-    os.environ[_ROOT] = str(root)  # for the processes that this one starts
+    os.environ[_ROOT_VARIABLE] = str(root)  # for child processes
     creator = os.getpid()
 
     def remove() -> None:
-        if os.getpid() == creator:  # and no fork of it
+        if os.getpid() == creator:  # not in a fork
             shutil.rmtree(root, ignore_errors=True)
 
     atexit.register(remove)
@@ -85,36 +85,37 @@ def _temporary() -> Path:
 
 
 def temporary_root() -> Path:
-    """A new folder, in memory where no disk has room.
+    """Create a folder in the temporary directory or, if that is full, in shared memory.
 
     Raises
     ------
     OSError
-        It cannot be made.
+        The folder could not be created in either.
     """
-    problem: OSError | None = None
-    for parent in _parents():
+    last_error: OSError | None = None
+    for parent in _temporary_directories():
         try:
             root = Path(tempfile.mkdtemp(prefix="lookahead_vllm-", dir=parent))
         except OSError as error:
-            problem = error
+            last_error = error
             continue
         try:
-            _probe(root)
+            _check_writable(root)
         except OSError as error:
-            problem = error
+            last_error = error
             root.rmdir()
             continue
         return root
-    raise problem or OSError("there is no folder for temporary files")
+    raise last_error or OSError("there is no folder for temporary files")
 
 
-def _parents() -> Iterator[str]:
-    with suppress(OSError):  # none can be written
+def _temporary_directories() -> Iterator[str]:
+    with suppress(OSError):  # gettempdir found none that is writable
         yield tempfile.gettempdir()
     yield "/dev/shm"
 
 
-def _probe(directory: Path) -> None:
+def _check_writable(directory: Path) -> None:
+    """Write a small temporary file; OSError if that fails."""
     with tempfile.TemporaryFile(dir=directory) as file:
-        file.write(_PROBE)
+        file.write(bytes(_PROBE_BYTES))

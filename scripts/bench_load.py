@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Change the load in mid-run, and write down what every step does: the batch, and a busy core."""
+"""Change the batch size and the load of a core during a run, and record every step."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure how much clients with the largest allowed references slow down a client beside them."""
+"""Measure how much clients with the largest allowed references slow down another client."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare servers under load: requests arrive at random, and wait for what others are answered."""
+"""Compare servers under load: requests arrive at random and wait for each other."""
 
 import sys
 from pathlib import Path

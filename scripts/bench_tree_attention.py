@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Side by side: vLLM's causal kernel on a chain, our compiled tree kernel, and plain torch."""
+"""Compare vLLM's causal kernel on a chain with our compiled tree kernel and plain torch."""
 
 import sys
 from pathlib import Path

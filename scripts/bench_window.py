@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Step compression of the lookahead branch: tokens a step by W, N and G, and by source."""
+"""Measure the step compression of the lookahead branch: tokens a step by W, N, G and source."""
 
 import sys
 from pathlib import Path

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Run a command with the CPU runtime that vLLM asks for:
+# Run a command with the CPU runtime that vLLM recommends:
 #
 #   scripts/cpu_env.sh .venv/bin/python my_benchmark.py
 #
-# Intel's OpenMP and tcmalloc are preloaded (without the first, speculation on a CPU loses much of
-# its speed). The demo, the tests and the benchmarks all go through here, so that they measure and
-# prove the same thing. Only the command sees the preloads, never your shell.
+# It preloads Intel's OpenMP and tcmalloc; without the first, speculation on a CPU loses much of its
+# speed. The demo, the tests and the benchmarks all run with it, so that they measure and test the
+# same thing. The preloads apply to the command only, not to your shell.
 set -euo pipefail
 
 if [[ $# -eq 0 || $1 == -* ]]; then
@@ -15,7 +15,7 @@ fi
 
 preload=()
 
-# libiomp5.so lies in the environment's own lib/: that of the command, else the repo's .venv.
+# libiomp5.so is in lib/ of a virtual environment: the command's, the active one, or .venv here.
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 for prefix in "$(dirname "$(command -v "$1" || true)")/.." "${VIRTUAL_ENV:-}" "$repo/.venv"; do
     if [[ -n $prefix && -e $prefix/lib/libiomp5.so ]]; then
@@ -24,7 +24,7 @@ for prefix in "$(dirname "$(command -v "$1" || true)")/.." "${VIRTUAL_ENV:-}" "$
     fi
 done
 
-# tcmalloc is the system's: Debian and Ubuntu call the package libtcmalloc-minimal4.
+# tcmalloc is installed by the system: Debian and Ubuntu call the package libtcmalloc-minimal4.
 for file in /usr/lib/*-linux-gnu/libtcmalloc_minimal.so.4 /usr/lib64/libtcmalloc_minimal.so.4; do
     if [[ -e $file ]]; then
         preload+=("$file")

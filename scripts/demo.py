@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Lookahead and plain vLLM, side by side: two real servers, one after the other, same prompts."""
+"""Compare lookahead with plain vLLM: two servers, one after the other, with the same prompts."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Lookahead against plain vLLM, on this machine: installs what is missing, prepares the model and
-# runs both servers. `scripts/demo.sh --help` lists the options.
+# Compare lookahead with plain vLLM on this machine: install what is missing, prepare the model, and
+# run both servers. `scripts/demo.sh --help` lists the options.
 set -euo pipefail
 
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

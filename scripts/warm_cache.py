@@ -1,8 +1,16 @@
 #!/usr/bin/env python3
-"""Build a cache file from documents or past answers, so that a server starts warm."""
+"""`lookahead-vllm cache build`; with --info FILE, `lookahead-vllm cache info FILE`."""
 
+import argparse
 import sys
+from pathlib import Path
 
-from lookahead_vllm.cli.cache import main
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-sys.exit(main(sys.argv[1:]))
+from lookahead_vllm.cli.main import main
+
+parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+parser.add_argument("--info")
+options, rest = parser.parse_known_args()
+command = ["build", *rest] if options.info is None else ["info", options.info, *rest]
+sys.exit(main(["cache", *command]))

@@ -1,4 +1,4 @@
-"""Engines in this suite live in the test process, so that tests can look inside."""
+"""Engines run in the test process, so that tests can inspect and patch them."""
 
 import math
 import os
@@ -14,12 +14,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "SECOND_RUNNER" in os.environ:
     from tests.support import second_runner
 
-    second_runner.bring()
+    second_runner.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _insert_whole_texts() -> Iterator[None]:
-    """No test depends on how much of a text this machine inserts in a millisecond."""
+    """Remove the time limit on insertion, so that no test depends on the speed of the machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lookahead_vllm.draft.insertion.SECONDS", math.inf)
         yield

@@ -1,7 +1,7 @@
-"""The container files pass the linters, name what is there, and open nothing by themselves.
+"""The container files pass the linters, name existing files, and publish ports locally only.
 
-No engine for containers is needed to see that. Docker Compose and promtool (Debian's package
-prometheus) are asked where they are installed.
+No container engine is needed. The tests with Docker Compose and promtool (Debian's package
+prometheus) run where these are installed.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ def tool(name: str, package: str) -> str:
 
 @pytest.fixture(scope="module")
 def docker_compose() -> list[str]:
-    """The command, where it is of a release that knows `!override`."""
+    """The command of a release with `!override`; without it the test is skipped."""
     for *command, ask in COMPOSE_COMMANDS:
         if path := shutil.which(command[0]):
-            said = run(path, *command[1:], ask, "--short").stdout.strip().lstrip("v")
-            version = [int(part) for part in re.findall(r"\d+", said)[:2]]
+            release = run(path, *command[1:], ask, "--short").stdout.strip().lstrip("v")
+            version = [int(part) for part in re.findall(r"\d+", release)[:2]]
             if version >= [2, 24]:
                 return [path, *command[1:]]
     pytest.skip("no Docker Compose 2.24 or newer is installed")
 
 
 def effective(command: list[str], *files: str, **env: str) -> Any:
-    """What Docker Compose makes of these files, profiles for GPUs and CPUs together; or says."""
+    """Docker Compose's config of these files, with the profiles for GPUs and CPUs, or its error."""
     paths = [word for name in files for word in ("-f", str(DOCKER / name))]
     profiles = ["--profile", "gpu", "--profile", "cpu"]
     unset = dict(VLLM_API_KEY="", GRAFANA_PASSWORD="", BIND="", HF_TOKEN="", MODELS="")
@@ -95,7 +95,7 @@ def test_prometheus_takes_its_config() -> None:
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_what_is_copied_is_there_and_in_the_context(name: str) -> None:
+def test_copied_files_exist_and_are_in_the_context(name: str) -> None:
     rules = (DOCKER / f"{name}.dockerignore").read_text().split()
     assert rules[0] == "*"
     kept = {rule[1:] for rule in rules if rule.startswith("!")}
@@ -122,19 +122,23 @@ def test_the_gpu_image_is_the_supported_release_and_keeps_its_entrypoint() -> No
     assert not {"ENTRYPOINT", "CMD"} & {name for name, _ in found}
     install = [rest for name, rest in found if name == "RUN"][-1]
     assert "--no-deps" in install  # vLLM's own torch stays
-    exec(shlex.split(install)[-1])  # what the image is asked when it is built
+    exec(shlex.split(install)[-1])  # the check at the end of the build
 
 
-def test_the_cpu_image_runs_scripts_that_exist() -> None:
-    entrypoint = json.loads(dict(instructions("Dockerfile.cpu"))["ENTRYPOINT"])
+def test_the_cpu_image_has_its_scripts_and_no_test_tools() -> None:
+    found = instructions("Dockerfile.cpu")
+    copied = {source for name, rest in found if name == "COPY" for source in rest.split()[:-1]}
+    setup = next(rest for name, rest in found if name == "RUN" and "setup.sh" in rest)
+    assert setup.startswith("scripts/setup.sh --runtime ")
+    entrypoint = json.loads(dict(found)["ENTRYPOINT"])
     folder = "/opt/lookahead-vllm/"
     assert entrypoint[1:] == ["vllm", "serve"] and entrypoint[0].startswith(folder)
     for script in (entrypoint[0].removeprefix(folder), "scripts/setup.sh"):
-        assert (ROOT / script).stat().st_mode & 0o100, f"{script} cannot be run"
+        assert script in copied and (ROOT / script).stat().st_mode & 0o100
 
 
 def test_every_port_is_published_to_this_machine_alone() -> None:
-    """As the file is written; what Docker Compose makes of it is asked below."""
+    """Reads the file itself; the next tests read Docker Compose's config of it."""
     services = COMPOSE["services"].values()
     ports = [port for service in services for port in service.get("ports", [])]
     assert len(ports) == 4
@@ -143,7 +147,7 @@ def test_every_port_is_published_to_this_machine_alone() -> None:
     assert not [name for env in environments for name in env if "ANONYMOUS" in name]
 
 
-def test_alone_it_opens_nothing_and_a_server_may_have_a_key(docker_compose: list[str]) -> None:
+def test_compose_yaml_alone_publishes_locally_and_takes_a_key(docker_compose: list[str]) -> None:
     config = effective(docker_compose, "compose.yaml")
     here = "127.0.0.1"
     assert published(config) == {
@@ -162,7 +166,7 @@ def test_alone_it_opens_nothing_and_a_server_may_have_a_key(docker_compose: list
         assert config["services"][name]["environment"][variable] == value
 
 
-def test_it_is_opened_with_a_key_and_a_password_only(docker_compose: list[str]) -> None:
+def test_compose_open_yaml_needs_a_key_and_a_password(docker_compose: list[str]) -> None:
     files = ("compose.yaml", "compose.open.yaml")
     assert "write VLLM_API_KEY=" in effective(docker_compose, *files, GRAFANA_PASSWORD="p")
     assert "write GRAFANA_PASSWORD=" in effective(docker_compose, *files, VLLM_API_KEY="k")
@@ -182,7 +186,7 @@ def test_it_is_opened_with_a_key_and_a_password_only(docker_compose: list[str]) 
         assert password == "p"
 
 
-def test_compose_builds_and_mounts_what_is_there(docker_compose: list[str]) -> None:
+def test_compose_builds_and_mounts_existing_files(docker_compose: list[str]) -> None:
     config = effective(docker_compose, "compose.yaml", MODELS=str(ROOT))
     for name, service in config["services"].items():
         for volume in service.get("volumes", []):

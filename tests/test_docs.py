@@ -1,4 +1,4 @@
-"""What the README and the docs tell users to write is what the programs take."""
+"""The README and the docs name commands, options, files and messages that exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,27 +18,30 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from lookahead_vllm.cli.main import main
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine import plugin
 from lookahead_vllm.engine.config import is_lookahead
+from lookahead_vllm.engine.request_options import FLAT
 from tests.support.models import save_tiny_model
 from tests.support.tokenizer import save_tokenizer
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
 
 plugin.register()
 
 
 def blocks(language: str) -> Iterator[tuple[str, str]]:
-    """The fenced blocks of a language, each with the name of its page."""
+    """The name of the page and the text of every fenced block of a language."""
     for page in PAGES:
         for found in re.finditer(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S):
             yield page.name, found[1]
 
 
 def commands() -> Iterator[list[str]]:
-    """The words of every command in a block for the shell, settings before it left out."""
+    """The words of every command in a block for the shell, without variables set in front."""
     for _, block in blocks("bash"):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
@@ -49,15 +52,21 @@ def commands() -> Iterator[list[str]]:
 
 
 COMMANDS = list(commands())
-SERVERS = [words[2:] for words in COMMANDS if words[:2] == ["vllm", "serve"]]
+SERVERS = [
+    words[place + 1 :]
+    for words in COMMANDS
+    for place, word in enumerate(words)
+    if word == "serve" and words[place - 1].endswith("vllm")
+]
 SERVERS += [words[words.index("lookahead-vllm") + 1 :] for words in COMMANDS if "run" in words]
+CONSOLE = [words[1:] for words in COMMANDS if words[0] == "lookahead-vllm"]
 
 
 def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text()
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -69,6 +78,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         if anchor:
             headings = re.findall(r"^#+ (.*)$", there.read_text(), re.M)
             assert anchor in map(slug, headings), target
+
+
+def test_all_pages_are_listed() -> None:
+    text = (DOCS / "README.md").read_text()
+    for page in DOCS.glob("*.md"):
+        assert page.name == "README.md" or f"({page.name})" in text, page.name
 
 
 def test_blocks_can_be_read() -> None:
@@ -86,7 +101,7 @@ def test_files_that_are_named_exist() -> None:
             if re.match(r"(\./)?(scripts|docker|configs)/", word):
                 path = ROOT / word
                 assert path.is_file(), word
-                # Anything but Python's argument is run as it is.
+                # A script is run by itself unless it is the argument of one of these.
                 is_run = place == 0 or not words[place - 1].endswith(("python", "-f", "--config"))
                 assert not is_run or path.stat().st_mode & 0o100, f"{word} cannot be run"
 
@@ -96,18 +111,29 @@ SCRIPTS = sorted({word for words in COMMANDS for word in words if word.startswit
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_take_the_options_that_are_shown(script: str) -> None:
+    if script.endswith("cpu_env.sh"):
+        return  # its arguments are another command
     shown = set()
     for words in COMMANDS:
         if script in words:
-            rest = words[words.index(script) + 1 :]
-            shown |= {word for word in rest if word.startswith("--")} - {"--"}
-            if script.endswith("cpu_env.sh"):
-                return  # what follows is another command
+            shown |= {word for word in words[words.index(script) + 1 :] if word.startswith("--")}
     python = [sys.executable] if script.endswith(".py") else []
     done = subprocess.run(
         [*python, str(ROOT / script), "--help"], capture_output=True, text=True, check=True
     )
     assert not {option for option in shown if not re.search(rf"{option}\b", done.stdout)}
+
+
+@pytest.mark.parametrize("words", CONSOLE, ids=" ".join)
+def test_the_console_command_takes_what_is_shown(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    subcommand = words[: 2 if words[0] == "cache" else 1]
+    with pytest.raises(SystemExit) as ended:
+        main([*subcommand, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert all(re.search(rf"{word}\b", text) for word in words if word.startswith("--"))
 
 
 @pytest.mark.parametrize("words", SERVERS, ids=" ".join)
@@ -142,28 +168,66 @@ def check(args: object, folder: Path, asks: bool) -> None:
     assert is_lookahead(config) is asks
 
 
-def test_the_options_have_the_defaults_that_are_told() -> None:
-    """Every option has a row, `name` | default, in one of the tables."""
-    told = {
-        name: default.strip("`")
-        for page in PAGES
-        for name, default in re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page.read_text(), re.M)
-    }
-    for field in fields(LookaheadOptions):
-        default = getattr(LookaheadOptions(), field.name)
-        assert told.get(field.name) == ("none" if default is None else json.dumps(default))
+def test_paths_in_the_text_exist() -> None:
+    """Paths of files are relative to the repository, the package, or the tests."""
+    for page in PAGES[:1] + PAGES[2:]:
+        for path in re.findall(
+            r"`((?:\w+/)+[\w-]+\.(?:py|sh|cpp|md|yaml|json))`", page.read_text()
+        ):
+            folders = (ROOT, ROOT / "lookahead_vllm", ROOT / "tests")
+            assert any((folder / path).is_file() for folder in folders), f"{page.name}: {path}"
+
+
+def rows(page: Path) -> dict[str, str]:
+    """Of every table row `name` | default | ...: the name, and the default without backticks."""
+    found = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page.read_text(), re.M)
+    return {name: default.strip("`") for name, default in found}
+
+
+def test_all_options_are_listed_with_their_defaults() -> None:
+    options = asdict(LookaheadOptions())
+    defaults = {k: "none" if v is None else json.dumps(v) for k, v in options.items()}
+    listed = rows(DOCS / "configuration.md")
+    assert {name: listed.get(name) for name in defaults} == defaults
+    assert set(FLAT) <= listed.keys()
+    in_readme = rows(ROOT / "README.md")
+    assert len(in_readme) == 5 and in_readme.items() <= defaults.items()
 
 
 def test_the_tests_that_are_named_exist() -> None:
-    """The README's table of features says by which test each is covered."""
-    names = [
-        (cell.partition("/")[0] if "/" in cell else "", name)
-        for line in (ROOT / "README.md").read_text().splitlines()
+    """The table of features names the tests of each."""
+    cells = [
+        line.split("|")[-2]
+        for line in (DOCS / "features.md").read_text().splitlines()
         if line.startswith("|") and "test_" in line
-        for cell in [line.split("|")[-2]]
-        for name in re.findall(r"`([\w/]+\.py)`", cell)
     ]
+    names = [name for cell in cells for name in re.findall(r"`([\w/]+\.py)`", cell)]
     assert len(names) > 10
-    for _, name in names:
-        assert list((ROOT / "tests").rglob(Path(name).name)), name
-        assert "/" not in name or (ROOT / "tests" / name).is_file(), name
+    for name in names:
+        assert (ROOT / "tests" / name).is_file(), name
+
+
+def texts_of_sources() -> str:
+    """All strings of the package's sources; "{}" where a value is filled in."""
+    texts = []
+    for path in (ROOT / "lookahead_vllm").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (v.value if isinstance(v, ast.Constant) else "{}" for v in node.values)
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(texts)
+
+
+def test_the_messages_that_are_explained_exist() -> None:
+    """In the tables of messages, `...` stands for a value; vLLM has the first two messages."""
+    text = (
+        texts_of_sources() + "unrecognized arguments: --speculative-model Input should be 'ngram'"
+    )
+    cells = re.findall(r"^\| (`.*`) \| ", (DOCS / "troubleshooting.md").read_text(), re.M)
+    messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+    assert len(messages) > 30
+    for message in messages:
+        for part in message.split("..."):
+            assert part.strip(" ,:") in text, message

@@ -1,4 +1,4 @@
-"""Which folder of the package may import what, read from its sources."""
+"""Each folder of the package imports only what ALLOWED lists, as its sources show."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lookahead_vllm"
 
-DRAFT, VERIFY, ENGINE = (f"lookahead_vllm.{room}" for room in ("draft", "verify", "engine"))
+DRAFT, VERIFY, ENGINE = (f"lookahead_vllm.{folder}" for folder in ("draft", "verify", "engine"))
 ALLOWED: dict[str, set[str]] = {
     "": {DRAFT},
     "draft": {"numpy", "numba", DRAFT},
@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "verify": {"numpy", "torch", f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.cpu.native"},
     "verify/cpu": {"numpy", "torch", f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.cpu"},
     "verify/gpu": {
-        *("numpy", "torch", "triton", "xformers"),
+        *("numpy", "torch", "triton"),
         *(f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.gpu"),
     },
     "engine": {"numpy", "vllm", f"{DRAFT}.*", ENGINE},
@@ -51,17 +51,17 @@ ALLOWED: dict[str, set[str]] = {
     },
     "cli": {"numpy", "tqdm", "torch", "vllm", "transformers", PACKAGE.name},
 }
-"""By room. `X.*` are the modules that lie in X itself, and not those of its rooms.
+"""Permitted imports by folder. `X.*` permits the modules directly in X, not its subfolders.
 
-Everybody may import the standard library and the modules beside the rooms.
+Every folder may import the standard library and the modules directly in lookahead_vllm.
 """
-ROOMS = {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*/__init__.py")}
-FOLDERS = {room for room in ROOMS if "/" not in room}
+FOLDERS = {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*/__init__.py")}
+TOP_FOLDERS = {folder for folder in FOLDERS if "/" not in folder}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def imports(source: str) -> Iterator[str]:
-    """Dotted names of all that is imported anywhere in a module, and of our objects in strings."""
+    """Dotted names of everything that a module imports anywhere, or names in a string."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
@@ -69,47 +69,50 @@ def imports(source: str) -> Iterator[str]:
             case ast.ImportFrom(module=module, names=names, level=0):
                 yield from (f"{module}.{alias.name}" for alias in names)
             case ast.ImportFrom(module=module, level=level):
-                yield "." * level + (module or "")  # allowed to nobody: its direction is not seen
+                # Never allowed: a relative import does not show its folder.
+                yield "." * level + (module or "")
             case ast.Constant(value=str(text)) if re.fullmatch(r"(lookahead_)?vllm(\.\w+)+", text):
                 yield text
 
 
 def is_allowed(name: str, allowed: set[str]) -> bool:
     first, *rest = name.split(".")
-    if first == PACKAGE.name and not (rest and rest[0] in FOLDERS):
+    if first == PACKAGE.name and not (rest and rest[0] in TOP_FOLDERS):
         return True
     return first in sys.stdlib_module_names or any(
-        is_directly_in(name, one[:-2]) if one.endswith(".*") else f"{name}.".startswith(f"{one}.")
-        for one in allowed
+        is_directly_in(name, entry[:-2])
+        if entry.endswith(".*")
+        else f"{name}.".startswith(f"{entry}.")
+        for entry in allowed
     )
 
 
-def is_directly_in(name: str, room: str) -> bool:
-    """Whether `name` is of a module that lies in the room itself."""
-    if not f"{name}.".startswith(f"{room}."):
+def is_directly_in(name: str, folder: str) -> bool:
+    """Whether `name` belongs to a module directly in the folder."""
+    if not f"{name}.".startswith(f"{folder}."):
         return False
-    module = name.removeprefix(room).strip(".").split(".")[0]
-    return not (PACKAGE.parent / room.replace(".", "/") / module / "__init__.py").exists()
+    module = name.removeprefix(folder).strip(".").split(".")[0]
+    return not (PACKAGE.parent / folder.replace(".", "/") / module / "__init__.py").exists()
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_one_way(path: Path) -> None:
-    room = str(path.parent.relative_to(PACKAGE)).removeprefix(".")
-    assert room in ALLOWED, f"say in ALLOWED what {room}/ may import"
+def test_a_module_imports_only_what_its_folder_may(path: Path) -> None:
+    folder = str(path.parent.relative_to(PACKAGE)).removeprefix(".")
+    assert folder in ALLOWED, f"list in ALLOWED what {folder}/ may import"
     names = set(imports(path.read_text()))
-    assert not {name for name in names if not is_allowed(name, ALLOWED[room])}
+    assert not {name for name in names if not is_allowed(name, ALLOWED[folder])}
 
 
-def test_all_modules_are_looked_at() -> None:
-    assert set(ALLOWED) == ROOMS | {""}
+def test_every_folder_is_listed_and_none_may_import_upwards() -> None:
+    assert set(ALLOWED) == FOLDERS | {""}
     assert not {"torch", "vllm"} & ALLOWED["draft"] and "vllm" not in ALLOWED["verify"]
-    for room, allowed in ALLOWED.items():
-        upwards = {"draft": (VERIFY, ENGINE), "verify": (ENGINE,)}.get(room.split("/")[0], ())
-        assert not any(name.startswith(upwards) for name in allowed if upwards), room
+    for folder, allowed in ALLOWED.items():
+        upwards = {"draft": (VERIFY, ENGINE), "verify": (ENGINE,)}.get(folder.split("/")[0], ())
+        assert not any(name.startswith(upwards) for name in allowed if upwards), folder
 
 
 @pytest.mark.parametrize(
-    ("room", "name"),
+    ("folder", "name"),
     [
         ("draft/trie", "lookahead_vllm.draft.window.grid"),
         ("draft/window", "lookahead_vllm.draft.trie.suffix"),
@@ -122,8 +125,8 @@ def test_all_modules_are_looked_at() -> None:
         ("engine/worker/v1", "lookahead_vllm.engine.scheduler.grammar"),
     ],
 )
-def test_a_room_does_not_reach_into_another(room: str, name: str) -> None:
-    assert not is_allowed(name, ALLOWED[room])
+def test_a_folder_may_not_import_from_its_neighbours(folder: str, name: str) -> None:
+    assert not is_allowed(name, ALLOWED[folder])
 
 
 @pytest.mark.parametrize(
@@ -143,6 +146,6 @@ def test_a_room_does_not_reach_into_another(room: str, name: str) -> None:
 @pytest.mark.parametrize(
     "around", ["{}", "def f():\n    {}", "if TYPE_CHECKING:\n    {}", "try:\n    {}\nfinally: ..."]
 )
-def test_a_wrong_import_is_seen(line: str, around: str) -> None:
-    (wrong,) = (n for n in imports(around.format(line)) if not is_allowed(n, ALLOWED["draft"]))
-    assert wrong
+def test_a_forbidden_import_is_detected(line: str, around: str) -> None:
+    (forbidden,) = (n for n in imports(around.format(line)) if not is_allowed(n, ALLOWED["draft"]))
+    assert forbidden

@@ -1,5 +1,4 @@
-"""Compiled code is kept where it can be, in a temporary folder where not, and never loaded from
-where somebody else could have put it."""
+"""Compiled code is kept in a folder that only this user can write, or else a temporary one."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ NOBODY = 65534
 
 
 @pytest.fixture(autouse=True)
-def _chosen_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("LOOKAHEAD_VLLM_CACHE", "")  # is put back, whatever a test chooses
+def _without_chosen_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("LOOKAHEAD_VLLM_CACHE", "")  # restored after the test
     kernel_folder.cache_dir.cache_clear()
     yield
     kernel_folder.cache_dir.cache_clear()
@@ -56,7 +55,7 @@ def without_a_home(root: Path, patch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     "case", [below_a_file, of_another_user, that_others_may_write_to, without_a_home]
 )
-def test_a_folder_that_cannot_be_trusted_or_written_is_not_used(
+def test_an_unsafe_or_unwritable_folder_is_not_used(
     case: Callable[[Path, pytest.MonkeyPatch], str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -71,10 +70,10 @@ def test_a_folder_that_cannot_be_trusted_or_written_is_not_used(
     assert tmp_path not in directory.parents
     (directory / "a").write_text("can be written")
     assert directory.stat().st_mode & 0o777 == 0o700
-    (warning,) = set(caplog.messages)  # both loggers may hand a record on
+    (warning,) = set(caplog.messages)  # both loggers may propagate a record
     assert says in warning and str(directory) in warning
 
-    # A process that this one starts uses the same folder and says nothing.
+    # A child process uses the same folder and logs nothing.
     monkeypatch.undo()
     kernel_folder.cache_dir.cache_clear()
     monkeypatch.setenv("LOOKAHEAD_VLLM_CACHE", str(directory.parent))
@@ -88,16 +87,16 @@ logging.basicConfig(format="WARNED %(message)s", stream=sys.stdout)
 import numpy as np
 from lookahead_vllm.kernel_folder import cache_dir
 from lookahead_vllm.draft.trie.table import spaces_of, Trie
-from lookahead_vllm.draft.trie.suffix import empty_row
+from lookahead_vllm.draft.trie.suffix import empty_hashes
 from lookahead_vllm.verify.cpu import native
-Trie(64).insert(1, empty_row(), np.array([1, 2], np.int32))
+Trie(64).insert(1, empty_hashes(), np.array([1, 2], np.int32))
 assert native.load() is not None
 print("DONE", cache_dir())
 """
 
 
 def compile_in(folder: Path | str, *prefix: str, **changes: str) -> tuple[list[str], Path]:
-    """The warnings of a process that compiles, and the folder that it used."""
+    """Compile in a new process; returns its warnings and the folder that it used."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "LOOKAHEAD_VLLM_CACHE": str(folder), **changes}
     command = [*prefix, sys.executable, "-c", COMPILES]
     result = subprocess.run(command, capture_output=True, text=True, env=env, cwd="/")
@@ -127,10 +126,10 @@ def test_a_full_disk_is_not_used(full_disk: Path) -> None:
     (full_disk / "rest").write_bytes(bytes(240 << 10))
     (warning,), used = compile_in(full_disk)
     assert "No space left" in warning and full_disk not in used.parents
-    assert not used.exists()  # it went with the process
+    assert not used.exists()  # removed when the process ended
 
 
-def test_a_disk_that_becomes_full_is_no_reason_to_fail(full_disk: Path) -> None:
+def test_a_disk_that_becomes_full_causes_no_failure(full_disk: Path) -> None:
     (full_disk / "rest").write_bytes(bytes(160 << 10))
     warnings, used = compile_in(full_disk)
     assert warnings == [] and full_disk in used.parents
@@ -143,7 +142,7 @@ def test_a_read_only_disk_is_not_used(full_disk: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can run a process as another user")
-def test_another_users_folder_is_not_loaded_from(tmp_path: Path) -> None:
+def test_code_in_another_users_folder_is_not_loaded(tmp_path: Path) -> None:
     nobody = ("setpriv", f"--reuid={NOBODY}", "--clear-groups")
     tmp_path.chmod(0o777)
     for parent in tmp_path.parents[:-2]:
@@ -157,7 +156,7 @@ def test_another_users_folder_is_not_loaded_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can run a process as another user")
-def test_a_user_without_a_home_and_an_entry_in_passwd(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_home_gets_a_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOME", raising=False)
     unknown = ("setpriv", "--reuid=54321", "--clear-groups")
     (warning,), used = compile_in("", *unknown, XDG_CACHE_HOME="")

@@ -1,1 +1,1 @@
-"""Methods compared in engines of their own: tokens, time and steps."""
+"""Methods compared by tokens, time and steps, each in an engine of its own."""

@@ -53,22 +53,22 @@ examples:
       --prompts prompts.jsonl --limit 48 --max-tokens 128 --batch-sizes 1,8 \\
       --methods none,ngram,suffix,lookahead --check-exact --json out.json --plot out.png
 
-  over batch sizes, with ratios of few percent told from noise: engines of a size take turns
+  over batch sizes, with ratios accurate to a few percent: the engines of a size take turns
       --batch-sizes 1,2,4,8,16,32,64 --limit 24,24,36,48,96,192,240 --turns 3,3,3,3,3,3,2
 
-  a model of another size, without its weights, on answers that were recorded
+  a model of another size, without its weights, on recorded answers
       --model FOLDER_WITH_A_CONFIG --engine-arg load_format=dummy --target-guided \\
       --engine-arg skip_tokenizer_init=true
 
-  where no draft is ever right, nothing may be lost
+  the cost of drafts that are never right
       --methods none,lookahead --batch-sizes 1,8,32 --limit 24,96,192 --adversarial --turns 6
 
 {PROMPT_LINES}
 
 columns:
-  full         the share of the time in which the batch was full: the end goes to the last few
-               answers, so that large batches need many prompts (--limit), in each turn two or
-               more for each place
+  full         the share of the time in which the batch was full: at the end only a few requests
+               still run, so large batches need many prompts (--limit), at least twice the batch
+               size in each turn
   tokens/s     emitted tokens over wall time, prefills included, start-up not
   ratio        tokens/s over plain vLLM's (`none`) in the same round
   steps        decode steps of a request, summed over the requests
@@ -79,28 +79,28 @@ columns:
   drafted      draft tokens that were verified, over `steps`
   differing    prompts whose token ids differ from plain vLLM's at the same batch size
                (--check-exact; bfloat16 rounds a step of several tokens differently, so
-               expect zero with --dtype float32 only)
+               expect zero only with --dtype float32)
 
 how it measures:
   Each method at each batch size has an engine of its own, in a process of its own, with cold
   drafters and no prefix caching; a method that fails is reported, and the others go on. The
-  engine runs as vLLM starts it (its core in a process apart). All prompts are queued in
-  file order and `batch size` of them run at any time. Decoding is greedy and stops at the
+  engine runs as vLLM starts it (its core in a separate process). All prompts are queued in
+  file order, and `batch size` of them run at any time. Decoding is greedy and stops at the
   end of sequence. A warm-up with other content comes first. With --repeat, rounds are
   interleaved; the table shows medians and, in brackets, the smallest and largest.
-  --turns N takes drift out of the ratios, and costs no further starts: the engines of one batch
-  size live at the same time, and answer one N-th of the prompts (every N-th line) in turn, in
-  one order and then in the other. In brackets are then the turns, whose prompts differ. There
-  has to be memory for all methods at once, and engines that wait take 1 to 2 % of a core each:
-  from all methods alike, so that it does not show in the ratios.
-  --adversarial gives the model random weights next to zero, which costs the same time, and
-  samples, always --max-tokens tokens: every token is as likely as any other, so that a draft is
-  right once in the size of the vocabulary.
-  --target-guided makes the recorded token (`output_token_ids`) the likeliest at every position, so
-  that any model says what was recorded, and accepts what the model that said it would have: a
-  large one with made-up weights, too (--engine-arg load_format=dummy). LLMA, section 3.2.
+  --turns N removes drift from the ratios, and needs no more starts: the engines of one batch
+  size live at the same time, and take turns with one N-th of the prompts (every N-th line),
+  in alternating order. The brackets then span the turns, whose prompts differ. All engines
+  need memory at once, and each waiting engine takes 1 to 2 % of a core: the same for all
+  methods, so that the ratios do not change.
+  --adversarial gives the model random weights close to zero, which takes the same time, and
+  samples --max-tokens tokens for each prompt: all tokens are equally likely, so that a draft
+  token is right with probability 1 over the size of the vocabulary.
+  --target-guided makes the recorded token (`output_token_ids`) the likeliest at every position: any
+  model then gives the recorded answers, and accepts what the model that was recorded would have
+  accepted. It works with random weights, too (--engine-arg load_format=dummy). LLMA, section 3.2.
   On CPU, Intel's OpenMP and tcmalloc are preloaded where they are found. Threads are bound as
-  vLLM does by default, which leaves a core to its front end: on a machine with few cores
+  vLLM does by default, which leaves a core to its front end: on a machine with few cores,
   compare with --threads nobind.
 
 The exit status is 0 if any run finished, 1 if none did, 2 for wrong options, 130 after Ctrl-C.
@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
         type=limits,
         default=[None],
         metavar="N[,M]",
-        help="take N prompts, spread evenly over the categories; or so many for each batch size",
+        help="take N prompts, spread evenly over the categories; or one N for each batch size",
     )
     add("--repeat", type=positive, default=1, metavar="N", help="rounds (default: 1)")
     add(
@@ -125,10 +125,10 @@ def parser() -> argparse.ArgumentParser:
         type=limits,
         default=[1],
         metavar="N[,M]",
-        help="turns of each engine (default: 1); or so many for each batch size",
+        help="turns of each engine (default: 1); or one N for each batch size",
     )
-    add("--adversarial", action="store_true", help="requests on which no draft is right")
-    add("--target-guided", action="store_true", help="any model follows the recorded answers")
+    add("--adversarial", action="store_true", help="requests whose drafts are never right")
+    add("--target-guided", action="store_true", help="the model gives the recorded answers")
     add("--check-exact", action="store_true", help="compare every answer with plain vLLM's")
     add("--profile", action="store_true", help="print the shares of a step; costs a little time")
     add(
@@ -148,14 +148,14 @@ def limits(text: str) -> list[int]:
 
 
 def by_size(name: str, options: argparse.Namespace) -> dict[int, Any]:
-    """What an option says of each batch size; PromptError if that cannot be known."""
-    sizes, given = options.batch_sizes, getattr(options, name)
-    if len(given) not in (1, len(sizes)):
+    """An option's value for each batch size; PromptError if their numbers do not match."""
+    sizes, values = options.batch_sizes, getattr(options, name)
+    if len(values) not in (1, len(sizes)):
         raise PromptError(
-            f"--{name}: {len(given)} numbers for {len(sizes)} batch sizes; give one for all, or "
+            f"--{name}: {len(values)} numbers for {len(sizes)} batch sizes; give one for all, or "
             "one for each"
         )
-    return dict(zip(sizes, given * (len(sizes) // len(given)), strict=True))
+    return dict(zip(sizes, values * (len(sizes) // len(values)), strict=True))
 
 
 def engine_args(options: argparse.Namespace, prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -182,30 +182,30 @@ def engine_args(options: argparse.Namespace, prompts: Sequence[Prompt]) -> dict[
 
 
 class Progress:
-    """Shows what the engine of a method does, on a bar of all prompts that it may share."""
+    """Shows the state of one method's engine, on a progress bar that engines may share."""
 
     def __init__(self, bar: tqdm[Any], name: str) -> None:
         self.bar = bar
         self.name = name
-        self._before = 0
+        self._start = 0
 
     def show(self, event: dict[str, Any]) -> None:
-        """Take an event of the engine."""
+        """Show an event of the engine."""
         if event["event"] == "finished":
-            self.bar.update(self._before + event["done"] - self.bar.n)
+            self.bar.update(self._start + event["done"] - self.bar.n)
             return
         self.bar.set_description(f"{self.name}: {event['event']}")
         if event["event"] == "generating":
-            self._before = self.bar.n
+            self._start = self.bar.n
             if not self.bar.n:
-                self.bar.unpause()  # the start-up does not count for the time left
+                self.bar.unpause()  # the estimate of the time left excludes the start-up
                 self.bar.start_t = self.bar.last_print_t
 
 
 class Benchmark:
-    """All runs of one call, and what has come of them so far.
+    """All runs of one call, and their results so far.
 
-    `prompts` are those of each batch size, and `turns` the turns in which they are answered.
+    `prompts` and `turns` are by batch size: the prompts, and the number of turns to answer them in.
     """
 
     def __init__(
@@ -232,40 +232,41 @@ class Benchmark:
 
     def run(self) -> None:
         """Run every method at every batch size, round by round."""
-        for lap in range(self.options.repeat):
-            methods = list(self.methods)[:: -1 if lap % 2 else 1]
+        for number in range(self.options.repeat):
+            methods = list(self.methods)[:: -1 if number % 2 else 1]
             for size in self.prompts:
                 together = self.turns[size] > 1
                 for group in [methods] if together else [[method] for method in methods]:
-                    self._run_group(group, size, lap)
+                    self._run_group(group, size, number)
 
-    def _run_group(self, methods: list[str], size: int, lap: int) -> None:
+    def _run_group(self, methods: list[str], size: int, number: int) -> None:
         """Start the engines of these methods, and let them take turns with the prompts."""
         name = f"batch {size}"
         if self.options.repeat > 1:
-            name += f", round {lap + 1}/{self.options.repeat}"
+            name += f", round {number + 1}/{self.options.repeat}"
         count = len(self.prompts[size])
-        form = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}, {remaining} left"
+        bar_format = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}, {remaining} left"
         engines: dict[str, FreshEngine] = {}
         turns: dict[str, list[Turn]] = {method: [] for method in methods}
-        with ExitStack() as stack, tqdm(total=count * len(methods), bar_format=form) as bar:
+        with ExitStack() as stack, tqdm(total=count * len(methods), bar_format=bar_format) as bar:
             for method in methods:
-                with self._failing_alone(method, size, lap):
-                    engine = self._engine(method, size, lap, Progress(bar, f"{method}, {name}"))
+                with self._recording_failure(method, size, number):
+                    progress = Progress(bar, f"{method}, {name}")
+                    engine = self._engine(method, size, number, progress)
                     engines[method] = stack.enter_context(engine)
                     engine.wait_until_ready()
             for part in range(self.turns[size]):
                 for method in methods[:: -1 if part % 2 else 1]:
-                    if lap in self.outcomes[method, size]:  # it has failed
+                    if number in self.outcomes[method, size]:  # it has failed
                         continue
-                    with self._failing_alone(method, size, lap):
+                    with self._recording_failure(method, size, number):
                         chosen = range(part, count, self.turns[size])
                         turns[method].append(Turn.read(engines[method].ask(list(chosen))))
         for method, engine in engines.items():
             run = Run(turns[method], engine.bound_cores())
-            self.outcomes[method, size].setdefault(lap, Outcome(run))
+            self.outcomes[method, size].setdefault(number, Outcome(run))
 
-    def _engine(self, method: str, size: int, lap: int, progress: Progress) -> FreshEngine:
+    def _engine(self, method: str, size: int, number: int, progress: Progress) -> FreshEngine:
         args = {**self.args, "max_num_seqs": size}
         if self.methods[method] is not None:
             args["speculative_config"] = self.methods[method]
@@ -279,19 +280,20 @@ class Benchmark:
             answers if self.options.target_guided else None,
         )
         progress.show({"event": "starting"})
-        log = self._log(method, size, lap)
+        log = self._log(method, size, number)
         return FreshEngine(generate.__name__, asdict(job), self.environment, log, progress.show)
 
-    def _log(self, method: str, size: int, lap: int) -> Path:
-        return self.logs / f"{method}-{size}-{lap}.log".replace("/", "_")
+    def _log(self, method: str, size: int, number: int) -> Path:
+        return self.logs / f"{method}-{size}-{number}.log".replace("/", "_")
 
     @contextmanager
-    def _failing_alone(self, method: str, size: int, lap: int) -> Iterator[None]:
+    def _recording_failure(self, method: str, size: int, number: int) -> Iterator[None]:
+        """Catch RunFailed, print it with the end of the log, and make it the method's outcome."""
         try:
             yield
         except RunFailed as error:
-            self.outcomes[method, size][lap] = Outcome(error=str(error))
-            log = self._log(method, size, lap)
+            self.outcomes[method, size][number] = Outcome(error=str(error))
+            log = self._log(method, size, number)
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
             print(
                 f"\n{method}, batch {size} failed: {error}\nThe log, {log}, ends with\n{tail}\n",
@@ -299,21 +301,21 @@ class Benchmark:
             )
 
     def rows(self) -> list[Row]:
-        """A row for every method and batch size that has come to an end at least once."""
+        """A row for every method and batch size with at least one outcome."""
         result = []
-        for (method, size), laps in self.outcomes.items():
+        for (method, size), rounds in self.outcomes.items():
             plain = self.outcomes.get((BASELINE, size), {})
-            baselines = [plain[lap].run if lap in plain else None for lap in laps]
-            if laps:
-                outcomes = list(laps.values())
+            baselines = [plain[number].run if number in plain else None for number in rounds]
+            if rounds:
+                outcomes = list(rounds.values())
                 categories = [prompt.category for prompt in self.prompts[size]]
                 exact = self.options.check_exact
                 result.append(make_row(method, size, outcomes, baselines, categories, exact))
         return result
 
     def meta(self, argv: Sequence[str]) -> dict[str, Any]:
-        """What there is to know to repeat this."""
-        outcomes = [outcome for laps in self.outcomes.values() for outcome in laps.values()]
+        """Machine, versions, options and prompts: what is needed to repeat the benchmark."""
+        outcomes = self._all_outcomes()
         run = next((outcome.run for outcome in outcomes if outcome.run), None)
         inherited = {k: v for k, v in os.environ.items() if k.startswith(("VLLM_", "OMP_", "KMP_"))}
         preloaded = self.environment.get("LD_PRELOAD", "").split(":")
@@ -348,15 +350,17 @@ class Benchmark:
             "complete": len(outcomes) == len(self.outcomes) * self.options.repeat,
         }
 
+    def _all_outcomes(self) -> list[Outcome]:
+        return [outcome for rounds in self.outcomes.values() for outcome in rounds.values()]
+
     def clean_up(self) -> None:
-        """Keep the logs only if something failed."""
-        outcomes = [outcome for laps in self.outcomes.values() for outcome in laps.values()]
-        if not any(outcome.error for outcome in outcomes):
+        """Delete the logs unless a run failed."""
+        if not any(outcome.error for outcome in self._all_outcomes()):
             shutil.rmtree(self.logs, ignore_errors=True)
 
 
 def report(benchmark: Benchmark, argv: Sequence[str]) -> list[Row]:
-    """Print the tables of what is finished; write the JSON and the picture."""
+    """Print the tables of the finished runs; write the JSON and the picture."""
     options, rows, meta = benchmark.options, benchmark.rows(), benchmark.meta(argv)
     if not rows:
         return rows
@@ -409,7 +413,7 @@ def check_target_guided(
     methods: dict[str, SpeculativeConfig | None],
     prompts: dict[int, list[Prompt]],
 ) -> None:
-    """Every prompt has its answer, and no method needs more of the model than that."""
+    """Check that every prompt has a recorded answer, and that no method needs the model's own."""
     if options.adversarial:
         raise MethodError("--target-guided follows answers, --adversarial has none: leave one out")
     for name, config in methods.items():

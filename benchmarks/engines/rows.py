@@ -1,4 +1,4 @@
-"""From runs to rows: the figures of one method at one batch size."""
+"""Compute rows from runs: the figures of one method at one batch size."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from benchmarks.engines.profile import Seconds
 
 
 class Figures(TypedDict):
-    """What is said of a set of answers; None where it cannot be said.
+    """The figures of a set of answers; None where a figure is not defined.
 
     tokens_per_s
-        Emitted tokens over wall time, prefills included. Of a category, only at batch size 1.
+        Emitted tokens over wall time, prefills included. For a category, only at batch size 1.
     ratio
         `tokens_per_s` over that of plain vLLM, measured in the same round.
     steps
@@ -29,7 +29,7 @@ class Figures(TypedDict):
     draft_tokens_per_step
         Draft tokens that were verified, over `steps`.
     mismatches
-        Prompts whose token ids differ from plain vLLM's; the largest number of all rounds.
+        Prompts whose token ids differ from plain vLLM's; the largest count of all rounds.
     """
 
     tokens: int | None
@@ -46,11 +46,11 @@ class Row(Figures):
     """The figures of a method at a batch size: medians over the rounds.
 
     prompts
-        How many there were.
+        Their number.
     full
-        The share of the time in which the batch was full; near its end it empties.
+        The share of the time in which the batch was full; at the end of a turn it empties.
     tokens_per_s_runs, ratio_runs
-        Of every turn of every round.
+        The figure in each turn of each round.
     """
 
     method: str
@@ -73,29 +73,29 @@ class Run:
 
     turns: list[Turn]
     cores: Sequence[int] = ()
-    """That vLLM bound its worker's threads to."""
+    """The cores that vLLM bound its worker's threads to."""
 
     @cached_property
     def generations(self) -> list[Generation]:
-        """What became of each prompt, in their order."""
-        parts = [iter(turn.generations) for turn in self.turns]
+        """The answer to each prompt, in the order of the prompts."""
+        turns = [iter(turn.generations) for turn in self.turns]
         count = sum(len(turn.generations) for turn in self.turns)
-        return [next(parts[index % len(parts)]) for index in range(count)]
+        return [next(turns[index % len(turns)]) for index in range(count)]
 
     @property
     def seconds(self) -> float:
-        """The time of all turns."""
+        """The wall time of all turns."""
         return sum(turn.seconds for turn in self.turns)
 
     @property
     def full(self) -> float:
-        """The share of it in which the batch was full."""
+        """The share of `seconds` in which the batch was full."""
         return sum(turn.full_seconds for turn in self.turns) / self.seconds
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one method in one round: a run, or the reason why there is none."""
+    """The result of one method in one round: a run, or the reason of its failure."""
 
     run: Run | None = None
     error: str | None = None
@@ -114,7 +114,7 @@ def make_row(
     Parameters
     ----------
     outcomes : sequence of Outcome
-        One a round.
+        One for each round.
     baselines : sequence of Run or None
         Plain vLLM's run in the same rounds.
     categories : sequence of str
@@ -128,10 +128,10 @@ def make_row(
         if outcome.run is not None
     ]
 
-    def of(chosen: Sequence[int]) -> list[Figures]:
+    def by_round(chosen: Sequence[int]) -> list[Figures]:
         return [figures(run, baseline, chosen, batch_size, check_exact) for run, baseline in rounds]
 
-    everything = of(range(len(categories)))
+    all_prompts = by_round(range(len(categories)))
     names = dict.fromkeys(categories)
     members = {name: [i for i, c in enumerate(categories) if c == name] for name in names}
     errors = [outcome.error for outcome in outcomes if outcome.error]
@@ -140,8 +140,8 @@ def make_row(
         "batch_size": batch_size,
         "prompts": len(categories),
         "full": _median(run.full for run, _ in rounds),
-        **median_figures(everything),
-        "by_category": {name: median_figures(of(chosen)) for name, chosen in members.items()},
+        **median_figures(all_prompts),
+        "by_category": {name: median_figures(by_round(chosen)) for name, chosen in members.items()},
         "tokens_per_s_runs": [_speed(turn) for run, _ in rounds for turn in run.turns],
         "ratio_runs": [
             _speed(turn) / _speed(plain)
@@ -186,7 +186,7 @@ def figures(
 
 
 def tokens_per_s(run: Run, chosen: Sequence[int], batch_size: int) -> float | None:
-    """Speed over the chosen prompts; None for some of the prompts when they share their steps."""
+    """Speed over the chosen prompts; None for a part of the prompts if requests share steps."""
     tokens = sum(len(run.generations[i].token_ids) for i in chosen)
     if len(chosen) == len(run.generations):
         return tokens / run.seconds
@@ -200,7 +200,7 @@ def _speed(turn: Turn) -> float:
 
 
 def median_figures(rounds: Sequence[Figures]) -> Figures:
-    """The median of each figure; of the mismatches the largest."""
+    """The median of each figure; the largest of the mismatches."""
     return {
         "tokens": _median_int(f["tokens"] for f in rounds),
         "tokens_per_s": _median(f["tokens_per_s"] for f in rounds),

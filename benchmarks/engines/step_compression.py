@@ -1,4 +1,4 @@
-"""Step compression of the lookahead branch: tokens a step by W, N and G, and by source."""
+"""Measure the step compression of the lookahead branch: tokens a step by W, N, G and source."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from lookahead_vllm.simulation.markdown import markdown
 
 
 class Setting(NamedTuple):
-    """One row of a table."""
+    """One configuration, a row of the table."""
 
     name: str
     config: SpeculativeConfig
     paper: float | None = None
-    """The paper's Table 3: LLaMA-2-7B-Chat on MT-Bench."""
+    """S in the paper's Table 3: LLaMA-2-7B-Chat on MT-Bench."""
 
 
 def jacobi(
     ngram: int, window: int, guesses: int, paper: float | None = None, **more: Any
 ) -> Setting:
-    """Lookahead Decoding with these (N, W, G), nothing cut."""
+    """Lookahead Decoding with these (N, W, G), with room for all of its nodes."""
     prompt = ", with prompt" if more.get("pool_from_prompt") else ""
     shift = f", shift {more['window_shift']}" if "window_shift" in more else ""
     config = {
@@ -58,7 +58,7 @@ def jacobi(
 
 
 def tree(name: str, proposer: str, nodes: int = 64, **more: Any) -> Setting:
-    """A tree of so many nodes, always."""
+    """Draft trees with a fixed number of nodes."""
     config = {
         "method": "lookahead",
         "proposer": proposer,
@@ -99,11 +99,11 @@ examples:
 sets:
   table     the paper's Table 3: (N, W, G), with and without the prompt's n-grams in the pool
   sources   trees of 64 nodes from the trie, from the model's recycled choices, from a window
-  shifts    what becomes of the window when several tokens are accepted at once
+  shifts    the ways to shift the window when several tokens are accepted at once
   scaling   W = G from 1 to 16, the paper's Figure 4
 
 columns:
-  S       tokens a step, the prefill's step and token left out; the bonus token included
+  S       tokens a step, without the prefill's step and token; the bonus token included
   paper   the paper's figure for LLaMA-2-7B-Chat on MT-Bench
   nodes   draft tokens a step
 
@@ -150,12 +150,12 @@ def sets(text: str) -> list[str]:
 
 def compression(generations: Sequence[Generation]) -> float:
     """Tokens a decode step."""
-    steps = sum(one.steps for one in generations)
-    return sum(len(one.token_ids) - 1 for one in generations) / max(steps, 1)
+    steps = sum(each.steps for each in generations)
+    return sum(len(each.token_ids) - 1 for each in generations) / max(steps, 1)
 
 
 class Measurement:
-    """All settings of one call, and what came of them so far."""
+    """All settings of one call, and their results so far."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         if options.plot and "scaling" not in options.sets:
@@ -171,7 +171,7 @@ class Measurement:
         self.failed: dict[str, str] = {}
 
     def run(self) -> None:
-        """Measure them one after the other."""
+        """Measure the settings one after the other."""
         options = self.options
         length = context_length(self.prompts, options.max_tokens, options.model)
         args = {
@@ -209,21 +209,21 @@ class Measurement:
                     self.failed[setting.name] = str(error)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each setting that was measured."""
+        """A row for each setting that was measured."""
         categories = [prompt.category for prompt in self.prompts]
         rows = []
         for name, turn in self.turns.items():
             by_category: dict[str, list[Generation]] = {}
-            for category, one in zip(categories, turn.generations, strict=True):
-                by_category.setdefault(category, []).append(one)
-            steps = sum(one.steps for one in turn.generations)
+            for category, generation in zip(categories, turn.generations, strict=True):
+                by_category.setdefault(category, []).append(generation)
+            steps = sum(each.steps for each in turn.generations)
             rows.append(
                 {
                     "setting": name,
                     "S": compression(turn.generations),
                     "paper": self.settings[name].paper,
-                    "nodes": sum(one.draft_tokens for one in turn.generations) / max(steps, 1),
-                    "by_category": {k: compression(some) for k, some in by_category.items()},
+                    "nodes": sum(each.draft_tokens for each in turn.generations) / max(steps, 1),
+                    "by_category": {k: compression(each) for k, each in by_category.items()},
                     "config": self.settings[name].config,
                 }
             )
@@ -231,7 +231,7 @@ class Measurement:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """All rows, with a column for each category."""
+    """The rows in Markdown, with a column for each category."""
     categories = list(rows[0]["by_category"]) if rows else []
     body = [
         [

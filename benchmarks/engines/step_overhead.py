@@ -1,4 +1,4 @@
-"""What lookahead adds to a step outside the model: a model of almost no cost, many requests."""
+"""Measure the time that lookahead adds to a step outside the model, on a very small model."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_step.py"
 
 EPILOG = """\
 columns, milliseconds a step, medians over the steps in which all requests decode:
-  plain      plain vLLM, all of the step but the forward pass and the logits
+  plain      plain vLLM, the whole step except for the forward pass and the logits
   lookahead  the same with drafts of --nodes nodes for every request
-  added      their difference: what drafts cost beside the model, vLLM's own bookkeeping for
-             drafts and sampling at every node included
+  added      their difference: the cost of drafts outside the model, including vLLM's own
+             bookkeeping for drafts and sampling at every node
   draft, verify, compaction
              parts of it: growing trees and learning from the last step; sampling at every
-             root and node and matching; moving the KV of what was accepted
-  nodes      nodes verified, over requests and steps
-  accepted   nodes accepted, likewise
+             root and node, and matching; moving the KV of accepted nodes
+  nodes      verified nodes of a request in a step
+  accepted   accepted nodes of a request in a step
 
-The model is a Llama of two small layers with made-up weights, in float32, in this process, with
-eager execution. Each row is measured in a process of its own, plain and lookahead in turn.
+The model is a Llama of two small layers with random weights, in float32, with eager execution.
+Each figure of plain vLLM and of lookahead is measured in a process of its own.
 """
 
 LLAMA = dict(
@@ -55,7 +55,7 @@ LLAMA = dict(
     torch_dtype="float32",
 )
 PROMPT_TOKENS, STEPS, WARM_UP = 300, 60, 20
-NOISE = 0.2  # beside logits of 1
+NOISE = 0.2  # standard deviation, added to logits of about 1
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,13 +74,15 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-class Watch:
-    """Adds up the time that some functions take."""
+class Stopwatch:
+    """Sums the time that functions take."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def over(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def timing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with its time added to `seconds`."""
+
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
@@ -91,20 +93,15 @@ class Watch:
         return timed
 
 
-def measure(size: int, nodes: int, lookahead: bool) -> dict[str, float]:
-    """Medians of the steps of one engine, in milliseconds."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["LOOKAHEAD_VLLM_PROFILE"] = "1"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # lookahead's, for plain vLLM too
+def make_llm(size: int, nodes: int, lookahead: bool) -> Any:
+    """`vllm.LLM` in this process, with random weights."""
     import torch
-    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm import LLM
     from vllm.model_executor.model_loader import DummyModelLoader, register_model_loader
-
-    from lookahead_vllm.engine.worker import profile
 
     @register_model_loader("markov")
     class MarkovModelLoader(DummyModelLoader):
-        """Weights with which the next token follows from the last one alone."""
+        """Weights with which the next token depends only on the last one."""
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             rng = torch.Generator().manual_seed(0)
@@ -113,16 +110,16 @@ def measure(size: int, nodes: int, lookahead: bool) -> dict[str, float]:
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
                     weight.data.zero_()
 
-    more: dict[str, Any] = {}
+    speculation: dict[str, Any] = {}
     if lookahead:
-        more["speculative_config"] = {
+        speculation["speculative_config"] = {
             "method": "lookahead",
             "num_speculative_tokens": nodes,
             "budget": nodes,
         }
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(LLAMA))
-        llm = LLM(
+        return LLM(
             model=folder,
             load_format="markov",
             skip_tokenizer_init=True,
@@ -133,20 +130,31 @@ def measure(size: int, nodes: int, lookahead: bool) -> dict[str, float]:
             max_model_len=2048,
             max_num_seqs=size,
             max_num_batched_tokens=size * max(nodes + 1, 64),
-            **more,
+            **speculation,
         )
-    engine: Any = llm.llm_engine
-    runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def time_model(runner: Any) -> Stopwatch:
+    """Time the forward pass and the logits of a model runner, and add noise to the logits."""
+    import torch
+
     compute_logits = runner.model.compute_logits
 
-    def undecided(hidden: torch.Tensor) -> torch.Tensor:
-        """Logits with noise: the text neither loops nor is it all guesswork."""
+    def noisy_logits(hidden: torch.Tensor) -> torch.Tensor:
+        """Without noise the text would loop; with more of it no draft would be right."""
         logits = compute_logits(hidden)
         return logits + NOISE * torch.randn_like(logits)
 
-    watch = Watch()
-    runner._model_forward = watch.over(runner._model_forward)
-    runner.model.compute_logits = watch.over(undecided)
+    stopwatch = Stopwatch()
+    runner._model_forward = stopwatch.timing(runner._model_forward)
+    runner.model.compute_logits = stopwatch.timing(noisy_logits)
+    return stopwatch
+
+
+def start_requests(engine: Any, runner: Any, size: int) -> None:
+    """Add random prompts, and step until all requests decode."""
+    from vllm import SamplingParams, TokensPrompt
+
     rng = random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=1700, ignore_eos=True, detokenize=False)
     for i in range(size):
@@ -156,20 +164,33 @@ def measure(size: int, nodes: int, lookahead: bool) -> dict[str, float]:
         not request.output_token_ids for request in runner.requests.values()
     ):
         engine.step()
+
+
+def measure(size: int, nodes: int, lookahead: bool) -> dict[str, float]:
+    """Medians of the steps of one engine, in milliseconds."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["LOOKAHEAD_VLLM_PROFILE"] = "1"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # lookahead's runner, for plain vLLM too
+    from lookahead_vllm.engine.worker import step_recorder
+
+    engine: Any = make_llm(size, nodes, lookahead).llm_engine
+    runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    stopwatch = time_model(runner)
+    start_requests(engine, runner, size)
     outside: list[float] = []
     parts: dict[str, list[float]] = {name: [] for name in ("draft", "verify", "compaction")}
     counters = runner.drafter.counters if lookahead else None
     for step in range(WARM_UP + STEPS):
         if step == WARM_UP and counters:
             verified, accepted = counters.nodes, counters.accepted_nodes
-        watch.seconds = 0.0
-        before = dict(profile.seconds)
+        stopwatch.seconds = 0.0
+        before = dict(step_recorder.seconds)
         start = time.perf_counter()
         engine.step()
         if step >= WARM_UP:
-            outside.append((time.perf_counter() - start - watch.seconds) * 1e3)
+            outside.append((time.perf_counter() - start - stopwatch.seconds) * 1e3)
             for name in parts:
-                parts[name].append((profile.seconds[name] - before.get(name, 0.0)) * 1e3)
+                parts[name].append((step_recorder.seconds[name] - before.get(name, 0.0)) * 1e3)
     assert engine.get_num_unfinished_requests() == size, "a request ended too early"
     result = {"outside": median(outside)} | {name: median(values) for name, values in parts.items()}
     if counters:
@@ -179,7 +200,7 @@ def measure(size: int, nodes: int, lookahead: bool) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure each batch size; 1 if an engine did not get through."""
+    """Measure each batch size; returns 1 if an engine failed."""
     options = parser().parse_args(argv)
     if options.one:
         size, method = options.one
@@ -187,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     rows: list[dict[str, float]] = []
     for size in options.batch_sizes:
-        found: dict[str, dict[str, float]] = {}
+        measured: dict[str, dict[str, float]] = {}
         for method in ("plain", "lookahead"):
             command = [sys.executable, str(SCRIPT), "--nodes", str(options.nodes)]
             run = subprocess.run(
@@ -196,11 +217,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if run.returncode:
                 print(run.stderr[-3000:], file=sys.stderr)
                 return 1
-            found[method] = json.loads(run.stdout.splitlines()[-1])
-        plain, ours = found["plain"]["outside"], found["lookahead"].pop("outside")
+            measured[method] = json.loads(run.stdout.splitlines()[-1])
+        plain, ours = measured["plain"]["outside"], measured["lookahead"].pop("outside")
         rows.append(
             {"batch": size, "plain": plain, "lookahead": ours, "added": ours - plain}
-            | found["lookahead"]
+            | measured["lookahead"]
         )
         print(f"batch {size}: {ours - plain:.2f} ms a step", file=sys.stderr)
     print(

@@ -1,9 +1,9 @@
-"""Target-guided decoding: a model that says what was recorded, whatever its weights are.
+"""Target-guided decoding: a model gives recorded answers, whatever its weights are.
 
-Source: LLMA (Yang et al., 2023), section 3.2, where the speed of a large model is measured on
-recorded answers. The model runs as ever; then, at every position from which a token is sampled, the
-recorded one is made the likeliest. So a large model with made-up weights accepts what the real one
-would have.
+Source: LLMA (Yang et al., 2023), section 3.2, which measures the speed of a large model on recorded
+answers. The model runs as usual; then, at every position from which a token is sampled, the logit
+of the recorded token is raised above all others. A large model with random weights then accepts the
+drafts that the real model would have accepted.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ import numpy as np
 import torch
 
 LIKELIEST = 1e4
-"""A logit that no other reaches."""
-NOBODYS = -1
-"""The number of the text of whoever follows none."""
+"""A logit above all logits of a model."""
+NO_TEXT = -1
+"""The number of the text of requests without a recorded answer."""
 
 
 def follow(llm: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
-    """Let requests with these prompts get these answers; others are left alone.
+    """Give requests with these prompts these answers; other requests do not change.
 
-    What lies behind the end of an answer is the model's own.
+    Tokens after the end of an answer are the model's own.
 
     Raises
     ------
     ValueError
-        An answer has a token that the model does not know.
+        An answer has a token outside the model's vocabulary.
     """
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
-    most = max((max(answer, default=0) for answer in answers), default=0)
-    if most >= vocabulary:
+    largest = max((max(answer, default=0) for answer in answers), default=0)
+    if largest >= vocabulary:
         raise ValueError(
-            f"an answer has the token {most}, but the model knows 0 to {vocabulary - 1}; take "
+            f"an answer has the token {largest}, but the model knows 0 to {vocabulary - 1}; take "
             "answers of its tokenizer, or a model with a larger vocabulary"
         )
     llm.collective_rpc(_install, args=([*map(list, prompts)], [*map(list, answers)]))
 
 
 def _install(worker: Any, prompts: list[list[int]], answers: list[list[int]]) -> None:
-    """In a worker, on either of vLLM's model runners: plain vLLM's is the second one on GPUs."""
+    """Runs in a worker, for both of vLLM's model runners: on GPUs plain vLLM uses the second."""
     runner = worker.model_runner
     guide = Guide(prompts, answers, runner.device)
     execute = runner.execute_model
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         for request in scheduler_output.scheduled_new_reqs:
-            guide.meet(request.req_id, request.prompt_token_ids)
+            guide.add_request(request.req_id, request.prompt_token_ids)
         return execute(scheduler_output, *args, **kwargs)
 
     runner.execute_model = execute_model
@@ -96,7 +96,7 @@ def _guide_second(runner: Any, guide: Guide) -> None:
 
 
 class Guide:
-    """The recorded texts, and which of them each request follows."""
+    """The recorded texts, and the text that each request follows."""
 
     def __init__(
         self,
@@ -105,17 +105,18 @@ class Guide:
         device: torch.device,
     ) -> None:
         texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-        self._known = {tuple(prompt): i for i, prompt in enumerate(prompts)}
-        self._of_request: dict[str, int] = {}
-        # int64 [texts + 1, longest + 1]: -1 behind the end, and everywhere in NOBODYS.
+        self._text_of_prompt = {tuple(prompt): i for i, prompt in enumerate(prompts)}
+        self._text_of_request: dict[str, int] = {}
+        # int64 [texts + 1, longest + 1]: -1 after a text's end, and in the whole row NO_TEXT.
         table = np.full((len(texts) + 1, max(map(len, texts), default=0) + 1), -1, np.int64)
         for row, text in zip(table, texts, strict=False):
             row[: len(text)] = text
         self._texts = torch.from_numpy(table).to(device)
 
-    def meet(self, request_id: str, prompt: Sequence[int] | None) -> None:
-        """A request begins."""
-        self._of_request[request_id] = self._known.get(tuple(prompt or ()), NOBODYS)
+    def add_request(self, request_id: str, prompt: Sequence[int] | None) -> None:
+        """Find the text of a new request by its prompt."""
+        text = self._text_of_prompt.get(tuple(prompt or ()), NO_TEXT)
+        self._text_of_request[request_id] = text
 
     def guide(
         self,
@@ -124,7 +125,7 @@ class Guide:
         counts: torch.Tensor,
         positions: torch.Tensor,
     ) -> None:
-        """Raise the recorded next token of every row of the logits, which are those of a step.
+        """Raise the logit of the recorded next token in every row of a step's logits, in place.
 
         Parameters
         ----------
@@ -132,14 +133,14 @@ class Guide:
         req_ids
             The requests of the batch.
         counts : int64 [len(req_ids)]
-            The rows of each, one after another; on the CPU.
+            The number of rows of each request, in the order of the rows; on the CPU.
         positions : int [n]
-            That of the token behind which each row is.
+            The position of the token that each row follows.
         """
-        numbers = [self._of_request.get(req_id, NOBODYS) for req_id in req_ids]
+        numbers = [self._text_of_request.get(req_id, NO_TEXT) for req_id in req_ids]
         texts = torch.tensor(numbers).repeat_interleave(counts)
-        behind = self._texts.shape[1] - 1
-        places = (positions.long() + 1).clamp(max=behind)
-        said = self._texts[texts.to(self._texts.device), places]
-        place = torch.arange(len(said), device=said.device), said.clamp(min=0)
-        logits[place] = logits[place].masked_fill(said >= 0, LIKELIEST)
+        end = self._texts.shape[1] - 1
+        columns = (positions.long() + 1).clamp(max=end)
+        recorded = self._texts[texts.to(self._texts.device), columns]
+        place = torch.arange(len(recorded), device=recorded.device), recorded.clamp(min=0)
+        logits[place] = logits[place].masked_fill(recorded >= 0, LIKELIEST)

@@ -1,1 +1,1 @@
-"""Kernels alone."""
+"""Kernels measured without an engine."""

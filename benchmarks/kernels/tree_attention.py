@@ -1,7 +1,7 @@
-"""Side by side: vLLM's causal kernel on a chain, our compiled tree kernel, and plain torch.
+"""Compare vLLM's causal kernel on a chain with our compiled tree kernel and plain torch.
 
-The chain has as many rows as the tree, so the ratio is what a tree costs more than a chain.
-Each way gets its turn in every round, and its best round is shown: a machine is rarely quiet.
+The chain has as many rows as the tree, so the ratio is the cost of a tree over that of a chain.
+The kernels take turns, and the best round of each counts, to leave out noise of the machine.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from lookahead_vllm.verify.tree_batch import TreeBatch
 
 
 def random_tree(nodes: int, rng: np.random.Generator) -> DraftTree:
-    """A tree in which every node hangs from one of the four before it."""
+    """A tree in which each node's parent is one of the four nodes before it, or the root."""
     parents = [int(rng.integers(max(-1, i - 4), i)) for i in range(nodes)]
     return DraftTree.from_lists(range(nodes), parents)
 
 
 class Case:
-    """One layer's tensors, and the three ways to run attention over them."""
+    """The inputs of attention over one KV cache for each layer, and the kernels to run on them."""
 
     def __init__(self, args: argparse.Namespace, context: int, rows: int, reqs: int, dtype: str):
         self.dtype = getattr(torch, dtype)
@@ -49,6 +49,7 @@ class Case:
         )
 
     def vllm(self) -> Callable[[torch.Tensor], None]:
+        """vLLM's causal kernel, a function of one layer's KV cache."""
         from vllm import _custom_ops as ops
 
         isa = "vec" if self.head_size % 32 == 0 else "vec16"
@@ -68,6 +69,8 @@ class Case:
         return run
 
     def tree(self, impl: str) -> Callable[[torch.Tensor], None]:
+        """`tree_attention` with this implementation."""
+
         def run(cache: torch.Tensor) -> None:
             tree_attention(
                 self.query, cache, self.output, self.block_table, self.batch,
@@ -78,18 +81,18 @@ class Case:
 
 
 def microseconds(
-    ways: list[Callable[[torch.Tensor], None]], caches: list[torch.Tensor], seconds: float
+    kernels: list[Callable[[torch.Tensor], None]], caches: list[torch.Tensor], seconds: float
 ) -> list[float]:
-    """Microseconds a call for each way, in its best turn over all layers."""
-    times: list[list[float]] = [[] for _ in ways]
-    for way in ways:
-        way(caches[0])
+    """Microseconds a call of each kernel, in its best round over all layers."""
+    times: list[list[float]] = [[] for _ in kernels]
+    for kernel in kernels:
+        kernel(caches[0])
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times[0]) < 5:
-        for way, samples in zip(ways, times, strict=True):
+        for kernel, samples in zip(kernels, times, strict=True):
             start = time.perf_counter()
             for cache in caches:
-                way(cache)
+                kernel(cache)
             samples.append((time.perf_counter() - start) / len(caches) * 1e6)
     return [min(samples) for samples in times]
 
@@ -106,7 +109,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 16, 32])
     parser.add_argument("--reqs", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--layers", type=int, default=4, help="caches to go round")
+    parser.add_argument("--layers", type=int, default=4, help="number of KV caches, used in turn")
     parser.add_argument("--seconds", type=float, default=0.5, help="time for a line of the table")
     parser.add_argument("--threads", type=int, help="torch threads")
     args = parser.parse_args()
@@ -125,8 +128,8 @@ def main() -> None:
             for context in args.contexts:
                 for rows in args.rows:
                     case = Case(args, context, rows, reqs, dtype)
-                    ways = [case.vllm(), case.tree("native"), case.tree("torch")]
-                    chain, tree, slow = microseconds(ways, case.caches, args.seconds)
+                    kernels = [case.vllm(), case.tree("native"), case.tree("torch")]
+                    chain, tree, slow = microseconds(kernels, case.caches, args.seconds)
                     print(
                         f"| {dtype} | {reqs} | {context} | {rows} | {chain:.0f} | {tree:.0f} "
                         f"| {slow:.0f} | {tree / chain:.2f} | {slow / chain:.2f} |",

@@ -1,1 +1,1 @@
-"""A load that changes in mid-run, step by step."""
+"""A load that changes during a run, measured step by step."""

@@ -1,4 +1,4 @@
-"""Change the load in mid-run, and write down what every step does: the batch, and a busy core."""
+"""Change the batch size and the load of a core during a run, and record every step."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ columns, for each phase:
   ratio         over plain vLLM's (`none`) in the same phase
   step ms       a step's time, where it read no prompt; the median
   nodes/step    draft tokens that a step verified, of all requests together: the budget
-  predicted ms  what lookahead's cost model said of these steps before they ran; the median
-  error         of the prediction over what the step took; the median, by size
+  predicted ms  the prediction of these steps by lookahead's cost model; the median
+  error         of the prediction over the step's time, without its sign; the median
 
 how it measures:
   Each method has an engine of its own, one after the other, warmed up and with cold drafters.
-  In a phase SIZE:SECONDS so many requests are kept running, another one being sent when one
-  has ended; after a larger phase its requests come to their end first. In a phase
-  SIZE:SECONDS:busy another process computes on one core: on that of the engine's worker, or
-  on --busy-core. Prompts are shuffled, and the same for all methods; when they are used up
-  they come again, without help from their first answers. Decoding is greedy, up to the end of
-  sequence or --max-tokens. What a step did is read from what the engine's core sends after it;
-  the picture has a point for each second. The JSON has every step.
+  In a phase SIZE:SECONDS, SIZE requests are kept running: when one ends, another is sent. After
+  a larger phase its requests are answered first. In a phase SIZE:SECONDS:busy another process
+  computes on one core: the first of the engine's worker, or --busy-core. Prompts are shuffled,
+  and the same for all methods; when they are used up they are sent again, with another
+  `cache_salt`, so that their first answers do not help. Decoding is greedy, up to the end of
+  sequence or --max-tokens. Steps are recorded from the messages that the engine's core sends
+  after each step. The picture has a point for each second, the JSON every step.
 
 The exit status is 0 if all methods finished, 1 if one failed, 2 for wrong options, 130 after
 Ctrl-C.
@@ -74,14 +74,14 @@ def parser() -> argparse.ArgumentParser:
     result = engine_parser(__doc__, EPILOG, "none,lookahead")
     add = result.add_argument
     add("--phases", type=phases, default=PHASES, metavar="A,B", help=f"default: {PHASES}")
-    add("--busy-core", type=int, metavar="N", help="default: the first one of the worker's")
+    add("--busy-core", type=int, metavar="N", help="default: the worker's first core")
     add_engine_arg(result)
     return result
 
 
 def phases(text: str) -> list[Phase]:
     """SIZE:SECONDS or SIZE:SECONDS:busy, separated by commas."""
-    found = []
+    plan = []
     for part in text.split(","):
         size, *rest = part.split(":")
         try:
@@ -90,12 +90,12 @@ def phases(text: str) -> list[Phase]:
             seconds, busy = 0.0, []
         if not 0 < seconds < float("inf") or busy not in ([], ["busy"]):
             raise argparse.ArgumentTypeError(f"{part!r} is not a phase; write for example {PHASES}")
-        found.append(Phase(positive(size), seconds, bool(busy)))
-    return found
+        plan.append(Phase(positive(size), seconds, bool(busy)))
+    return plan
 
 
 class LoadBenchmark:
-    """The runs of one call, and what has come of them so far."""
+    """The runs of one call, and their results so far."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class LoadBenchmark:
         return min(engine.bound_cores() or os.sched_getaffinity(0))
 
     def content(self, argv: Sequence[str]) -> dict[str, Any]:
-        """All that was measured, and what there is to know to repeat it."""
+        """The JSON: all results, and what is needed to repeat the benchmark."""
         plan: list[Phase] = self.options.phases
         return {
             "meta": {
@@ -185,7 +185,7 @@ class LoadBenchmark:
 
 
 def report(benchmark: LoadBenchmark, argv: Sequence[str]) -> None:
-    """Print the table of what is finished; write the JSON and the picture."""
+    """Print the table of the finished runs; write the JSON and the picture."""
     options = benchmark.options
     if options.json:
         options.json.write_text(json.dumps(benchmark.content(argv)) + "\n")

@@ -1,4 +1,4 @@
-"""Runs under a changing load, as a table and as a picture."""
+"""The steps under a changing load as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.methods import BASELINE
 from lookahead_vllm.simulation.markdown import markdown, number
 
 Runs = Mapping[str, Sequence[Step]]
-"""By method."""
+"""The steps of each method."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A time in which the load stays the same; `busy` if another process eats a core meanwhile."""
+    """A time of constant load; if `busy`, another process computes on a core meanwhile."""
 
     batch_size: int
     seconds: float
@@ -31,20 +31,20 @@ class Phase:
 
 
 class PhaseFigures(TypedDict):
-    """What a method did in a phase; None where it cannot be said.
+    """The figures of a method in a phase; None where a figure is not defined.
 
     tokens_per_s
         Emitted tokens over the phase's time.
     requests
-        That got tokens in a step; the median.
+        Requests that got tokens in a step; the median.
     step_ms
         A step's time, where it read no prompt; the median.
     nodes
         Draft tokens that a step verified; the mean.
     predicted_ms
-        What the cost model said of the same steps; the median.
+        The cost model's prediction of the same steps; the median.
     error
-        Of the prediction over what the step took; the median, by size.
+        Of the prediction over the step's time, without its sign; the median.
     """
 
     tokens_per_s: float
@@ -56,7 +56,7 @@ class PhaseFigures(TypedDict):
 
 
 def figures(steps: Sequence[Step], seconds: float) -> PhaseFigures:
-    """Sum up the steps of a phase that lasted so many seconds."""
+    """The figures of the steps of a phase that lasted `seconds`."""
     predicted = [
         (step.predicted, step.seconds) for step in steps if step.predicted and step.seconds
     ]
@@ -65,8 +65,8 @@ def figures(steps: Sequence[Step], seconds: float) -> PhaseFigures:
         "requests": _median(step.running for step in steps),
         "step_ms": _median(1e3 * step.seconds for step in steps if step.seconds),
         "nodes": _mean(step.nodes for step in steps if step.nodes is not None),
-        "predicted_ms": _median(1e3 * said for said, _ in predicted),
-        "error": _median(abs(said - took) / took for said, took in predicted),
+        "predicted_ms": _median(1e3 * prediction for prediction, _ in predicted),
+        "error": _median(abs(prediction - time) / time for prediction, time in predicted),
     }
 
 
@@ -82,26 +82,26 @@ def by_phase(runs: Runs, phases: Sequence[Phase]) -> dict[str, list[PhaseFigures
 
 
 def table(runs: Runs, phases: Sequence[Phase]) -> str:
-    """One line a phase and method."""
+    """One line for each phase and method."""
     head = ["phase", "method", "requests", "tokens/s", "ratio", "step ms", "nodes/step"]
     head += ["predicted ms", "error"]
-    found = by_phase(runs, phases)
+    by_method = by_phase(runs, phases)
     body = []
     for index, phase in enumerate(phases):
-        for place, (method, of_phases) in enumerate(found.items()):
-            one = of_phases[index]
-            plain = found[BASELINE][index]["tokens_per_s"] if BASELINE in found else 0.0
-            error = one["error"]
+        for place, (method, rows) in enumerate(by_method.items()):
+            row = rows[index]
+            plain = by_method[BASELINE][index]["tokens_per_s"] if BASELINE in by_method else 0.0
+            error = row["error"]
             body.append(
                 [
                     f"{index + 1}: {phase}" if place == 0 else "",
                     method,
-                    number(one["requests"], 0),
-                    number(one["tokens_per_s"], 1),
-                    number(one["tokens_per_s"] / plain if plain else None),
-                    number(one["step_ms"], 1),
-                    number(one["nodes"], 1),
-                    number(one["predicted_ms"], 1),
+                    number(row["requests"], 0),
+                    number(row["tokens_per_s"], 1),
+                    number(row["tokens_per_s"] / plain if plain else None),
+                    number(row["step_ms"], 1),
+                    number(row["nodes"], 1),
+                    number(row["predicted_ms"], 1),
                     number(None if error is None else 100 * error, 0) + " %" * (error is not None),
                 ]
             )
@@ -111,7 +111,7 @@ def table(runs: Runs, phases: Sequence[Phase]) -> str:
 def plot(runs: Runs, phases: Sequence[Phase], path: Path, title: str) -> None:
     """Draw requests, nodes, tokens/s and step times over time, second by second.
 
-    Phases are parted by lines; while another process eats a core, the ground is grey.
+    Lines separate the phases; a grey background marks those with a busy core.
     """
     import matplotlib
 

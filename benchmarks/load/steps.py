@@ -1,8 +1,8 @@
-"""A load that changes in mid-run: the process that holds the engine, and writes down every step.
+"""The process of an engine under a changing load: it records every step.
 
-It is asked for phases, a list of [batch size, seconds, core]: it keeps the batch at that size for
-that time, and that core busy with something else where it is not null. What happens is read from
-outside: from what the engine's core sends after each step.
+Each question is a list of phases [batch size, seconds, core]: the process keeps the batch at that
+size for that time, and, if core is not null, that core busy with another process. Steps are
+recorded from the messages that the engine's core sends after each step.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from benchmarks.engines.engine_process import Emit, answer_questions
 from benchmarks.engines.generate import warm_up
 
 PhaseTimes: TypeAlias = Sequence[tuple[int, float, int | None]]
-"""Of each phase the batch size, the seconds, and the core that another process keeps busy."""
+"""For each phase the batch size, the seconds, and the core that another process keeps busy."""
 
 
 @dataclass(frozen=True)
 class LoadJob:
-    """What a run needs to know.
+    """The input of a run.
 
-    `engine_args` are those of `vllm.LLM`; `prompts` are token ids, which are sent in this order and
-    then again; answers are greedy.
+    `engine_args` are those of `vllm.LLM`. `prompts` are token ids, sent in this order, again and
+    again. Decoding is greedy.
     """
 
     engine_args: dict[str, Any]
@@ -37,22 +37,23 @@ class LoadJob:
 
 @dataclass
 class Step:
-    """What the engine did in a step.
+    """One step of the engine.
 
     Attributes
     ----------
     time : float
-        When it ended, in seconds from the start of the first phase.
+        Its end, in seconds from the start of the first phase.
     phase : int
         The phase in which it ended.
     running : int
-        Requests that got tokens in it.
+        Requests that got tokens.
     tokens : int
-        That it emitted.
+        Emitted tokens.
     seconds : float, optional
-        From the end of the step before; None where it read a prompt, or the engine may have waited.
+        The time since the end of the previous step; None if the step read a prompt or the engine
+        may have waited.
     nodes : int, optional
-        Draft tokens that it verified: the budget of all requests together. None without lookahead.
+        Verified draft tokens of all requests together; None without lookahead.
     predicted : float, optional
         The seconds that lookahead's cost model predicted.
     """
@@ -69,15 +70,15 @@ class Step:
 class BusyCore:
     """A process that computes on one core.
 
-    It begins in the engine's session: Linux shares a core between sessions first, and was seen to
-    leave another session's process next to nothing beside vLLM's worker.
+    It belongs to the engine's session: Linux divides a core among sessions first, and left a
+    process of another session almost no time beside vLLM's worker.
     """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def set(self, core: int | None) -> None:
-        """Let it compute there, or nowhere."""
+        """Compute on this core from now on; None stops."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -90,13 +91,13 @@ _COMPUTE = """
 import os, sys
 os.sched_setaffinity(0, {int(sys.argv[1])})
 parent = os.getppid()
-while os.getppid() == parent:  # it never outlives it
+while os.getppid() == parent:  # it ends with its parent
     sum(range(1_000_000))
 """
 
 
-class StepWatch:
-    """Sees what the engine's core sends after each step, on its way to vLLM's front end."""
+class StepLog:
+    """Records the messages that the engine's core sends to vLLM's front end after each step."""
 
     def __init__(self, engine: Any) -> None:
         self.steps: list[Step] = []
@@ -104,16 +105,16 @@ class StepWatch:
         self.start = 0.0
         self._last = 0.0
         self._get_output = engine.engine_core.get_output
-        engine.engine_core.get_output = self._look
+        engine.engine_core.get_output = self._get_and_record
 
-    def _look(self) -> Any:
+    def _get_and_record(self) -> Any:
         outputs = self._get_output()
         stats = outputs.scheduler_stats
-        if stats is None:  # no step, but a message
+        if stats is None:  # a message without a step
             return outputs
         emitting = [output for output in outputs.outputs if output.new_token_ids]
         ended = sum(output.finish_reason is not None for output in emitting)
-        # One that has no token yet, or its first one, read its prompt.
+        # A request without tokens, or with its first one, read its prompt in this step.
         reading = len(emitting) < stats.num_running_reqs + ended or any(
             output.prefill_stats is not None for output in emitting
         )
@@ -135,29 +136,28 @@ class StepWatch:
 
 def play(
     engine: Any,
-    watch: StepWatch,
+    log: StepLog,
     phases: PhaseTimes,
     requests: Iterator[tuple[str, Any, Any]],
     begin: Callable[[int, int | None], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Step]:
-    """Keep as many requests running as each phase asks for; those left over at the end are aborted.
+    """Keep each phase's number of requests running; requests that run at the end are aborted.
 
-    A phase with a smaller batch than the one before lets the larger one's requests come to their
-    end.
+    If a phase has a smaller batch than the previous one, the surplus requests run to their end.
 
     Parameters
     ----------
     requests : iterator
-        Identifier, prompt and parameters of each, for ever.
+        Identifier, prompt and parameters of each request, without end.
     begin : callable
         Called with the number and the core of each phase when it begins.
     """
-    watch.steps.clear()
-    watch.start = end = clock()
+    log.steps.clear()
+    log.start = end = clock()
     running: set[str] = set()
-    for watch.phase, (batch_size, seconds, core) in enumerate(phases):
-        begin(watch.phase, core)
+    for log.phase, (batch_size, seconds, core) in enumerate(phases):
+        begin(log.phase, core)
         end += seconds
         while clock() < end:
             while len(running) < batch_size:
@@ -168,23 +168,23 @@ def play(
                 if output.finished:
                     running.discard(output.request_id)
     engine.abort_request(list(running))
-    return watch.steps
+    return log.steps
 
 
 def run(job: LoadJob, questions: Iterable[PhaseTimes], emit: Emit) -> None:
-    """Start an engine, warm it up, and play the phases that are asked for."""
+    """Start an engine, warm it up, and play the phases of each question."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(**job.engine_args, disable_log_stats=False).llm_engine
     emit("warm-up")
     warm_up(engine, job.prompts, job.engine_args["max_num_seqs"])
-    watch = StepWatch(engine)
+    log = StepLog(engine)
     params = SamplingParams(temperature=0, max_tokens=job.max_tokens)
 
     def requests() -> Iterator[tuple[str, Any, Any]]:
         for number in count():
             lap, index = divmod(number, len(job.prompts))
-            # No help from the same prompt's answer of a lap before.
+            # So that the prompt's earlier answers do not help.
             prompt = {"prompt_token_ids": job.prompts[index], "cache_salt": f"lap {lap}"}
             yield str(number), prompt, params
 
@@ -197,7 +197,7 @@ def run(job: LoadJob, questions: Iterable[PhaseTimes], emit: Emit) -> None:
     emit("ready")
     for phases in questions:
         try:
-            steps = play(engine, watch, phases, requests(), begin)
+            steps = play(engine, log, phases, requests(), begin)
         finally:
             busy.set(None)
         emit("answer", answer=[asdict(step) for step in steps])

@@ -1,7 +1,7 @@
-"""What two servers answered to one request: read, and compared.
+"""Read and compare two servers' answers to the same request.
 
-An answer is what the `openai` client hands to its user, as JSON. The chunks of a stream are put
-together first, because a step of speculation sends several tokens in one of them.
+An answer is the JSON that the `openai` client returns. The chunks of a stream are joined first,
+because a step of speculation sends several tokens in one chunk.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ DROPPED = {
 """Fields that are not compared, and why."""
 
 TOLERANCE = 1e-3
-"""Of logprobs: float32 adds up in another order when several tokens share a step."""
+"""Allowed difference of logprobs: float32 sums depend on how many tokens share a step."""
 
 JOINED = {"text", "content", "reasoning", "refusal", "arguments"}
-"""Strings that a stream sends in pieces; of any other field the last value counts."""
+"""Strings that a stream sends in pieces; any other field has the value of the last chunk."""
 
 ALTERNATIVES = {"top_logprobs", "prompt_logprobs"}
+"""Lists of the likeliest tokens at each position."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,11 @@ class Answer:
     Attributes
     ----------
     status : int
-        Of HTTP.
+        The HTTP status.
     content : Any
-        The JSON, of a stream put together; None where there is none.
+        The JSON, of a stream the joined chunks; None for an error.
     error : Any
-        The error's JSON, also where a stream reports it after a status of 200.
+        The error's JSON; a stream may report one after a status of 200.
     """
 
     status: int
@@ -59,7 +60,7 @@ class Answer:
 
 
 def assembled(chunks: Sequence[Mapping[str, Any]]) -> Any:
-    """What the chunks of a stream say together."""
+    """The chunks of a stream, joined."""
     if any("type" in chunk for chunk in chunks):
         return _joined_events(chunks)
     whole: Any = None
@@ -86,7 +87,7 @@ def _merged(before: Any, after: Any, key: str) -> Any:
 
 
 def _joined_events(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The events of the Responses endpoint, with deltas that follow each other in one."""
+    """The events of the Responses endpoint, with consecutive deltas joined."""
     joined: list[dict[str, Any]] = []
     for event in map(dict, events):
         last = joined[-1] if joined else {}
@@ -112,9 +113,9 @@ def draft_counters(metrics: str) -> list[int]:
 
 
 def compared(plain: Answer, ours: Answer, exact: bool = True) -> tuple[Verdict, list[str]]:
-    """What two answers are to each other, with a sentence for each place in which they differ.
+    """The verdict on two answers, and a sentence for each place in which they differ.
 
-    Answers that were sampled without a seed are not `exact`: they are the same in their fields.
+    Answers that were sampled without a seed are not `exact`: only their shapes are compared.
     """
     if not exact and plain.error is None and ours.error is None:
         plain, ours = (Answer(a.status, shape(a.content)) for a in (plain, ours))
@@ -125,7 +126,7 @@ def compared(plain: Answer, ours: Answer, exact: bool = True) -> tuple[Verdict, 
 
 
 def shape(value: Any) -> Any:
-    """What is left of an answer that was sampled without a seed: its fields."""
+    """An answer's fields without their values, and the first item of each list."""
     if isinstance(value, dict):
         return {k: shape(v) for k, v in value.items() if k not in DROPPED}
     if isinstance(value, list):
@@ -158,11 +159,11 @@ def _differences(plain: Any, ours: Any, path: str) -> Iterator[str]:
 
 
 def _alternatives(plain: list[Any], ours: Any, path: str) -> Iterator[str]:
-    """Lists of likeliest tokens, in which two of almost the same logprob may change places."""
-    tables, theirs = _by_token(plain), _by_token(ours)
-    if len(tables) != len(theirs):
-        yield f"{path}: {len(tables)} positions in plain's, {len(theirs)} in lookahead's"
-    for i, (a, b) in enumerate(zip(tables, theirs, strict=False)):
+    """Compare lists of the likeliest tokens; tokens of almost equal logprob may be swapped."""
+    plain_tables, our_tables = _by_token(plain), _by_token(ours)
+    if len(plain_tables) != len(our_tables):
+        yield f"{path}: {len(plain_tables)} positions in plain's, {len(our_tables)} in lookahead's"
+    for i, (a, b) in enumerate(zip(plain_tables, our_tables, strict=False)):
         if len(a) != len(b):
             yield f"{path}[{i}]: {len(a)} alternatives in plain's, {len(b)} in lookahead's"
         for token in {**a, **b}:
@@ -177,7 +178,7 @@ def _alternatives(plain: list[Any], ours: Any, path: str) -> Iterator[str]:
 
 
 def _by_token(positions: Any) -> list[dict[str, Any]]:
-    """A table from token to logprob, or to an object with one, for each position."""
+    """For each position, tokens mapped to logprobs or to objects with a `logprob`."""
     if not isinstance(positions, list):
         return []
     if all(isinstance(entry, dict) and "token" in entry for entry in positions):

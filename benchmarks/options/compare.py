@@ -36,28 +36,30 @@ from benchmarks.options.answers import (
     compared,
     draft_counters,
 )
-from benchmarks.options.samples import Endpoint, Sample, SampleError, endpoints
+from benchmarks.options.endpoint import Endpoint, Sample, SampleError
+from benchmarks.options.samples import endpoints
 from benchmarks.options.table import Row, document
 from benchmarks.serving.demo import MODEL, REPO
 from benchmarks.serving.server import ServerError, free_port, get, serving
 
 EPILOG = """\
 examples:
-  python scripts/compare_options.py                         all of it, into docs/options.md
+  python scripts/compare_options.py                         every option
+  python scripts/compare_options.py --out options.md        the same, with the table in that file
   python scripts/compare_options.py --only stop --only n    some options, printed only
   python scripts/compare_options.py --plain-url http://127.0.0.1:8000 \\
       --lookahead-url http://127.0.0.1:8001                 servers that run already
 
 what it sends:
   The options are the fields of vLLM's own request classes, and some that only OpenAI's
-  documentation knows. benchmarks/options/samples.py has the values for each, bad ones
-  among them; an option without a value is an error. A request is sent in one piece and streamed,
-  to both servers at once; four requests of an option are on their way at a time.
+  documentation has. benchmarks/options/samples.py has values for each, good and bad ones; an
+  option without a value is an error. Each request is sent in one piece and streamed, to both
+  servers at once; up to four requests of an option are sent at a time.
 
 what it compares:
-  The whole JSON, a stream's once it is put together, but for what benchmarks/options/answers.py
-  lists as DROPPED: ids, times and the like. Logprobs may differ by 0.001. What is sampled without
-  a seed is compared in status and shape.
+  The whole JSON, of a stream the joined chunks, except for the fields that
+  benchmarks/options/answers.py lists as DROPPED: ids, times and the like. Logprobs may differ by
+  0.001. What is sampled without a seed is compared in status and shape.
 
 the table:
   equal            both servers gave the same answer
@@ -69,7 +71,7 @@ the table:
 The exit status is 0 if nothing differs, 1 if something does, 2 for wrong options, 130 after Ctrl-C.
 """
 
-# Whatever an option needs to be served at all.
+# What some options need to be served.
 SERVING = (
     *("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"),
     *("--kv-cache-memory-bytes", "512M", "--max-num-seqs", "8", "--served-model-name", "m"),
@@ -78,14 +80,15 @@ SERVING = (
     *("--trust-request-chat-template", "--scheduling-policy", "priority"),
     *("--reasoning-config", '{"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}'),
 )
-# A fixed budget, so that there is something to verify even where it does not pay.
+# A fixed budget: drafts are verified even where they do not pay.
 SPECULATION = (
     "--speculative-model=[lookahead]",
     *("--num-speculative-tokens=6", "--speculative-config.budget=6"),
 )
 STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
-ANSWER_S = 120
-AT_ONCE = 4
+OUT = REPO / ".cache" / "compare_options" / "table.md"
+ANSWER_SECONDS = 120
+CONCURRENT_REQUESTS = 4
 
 
 def parser() -> argparse.ArgumentParser:
@@ -106,37 +109,39 @@ def parser() -> argparse.ArgumentParser:
         "--only",
         action="append",
         metavar="OPTION",
-        help="this option of every endpoint that has it; repeatable; nothing is written",
+        help="this option of every endpoint that has it; repeatable; without --out the "
+        "table is only printed",
     )
     add(
         "--out",
         type=Path,
         metavar="FILE.md",
-        help="write the table there (default: docs/options.md, with --only nowhere)",
+        help="write the table there (default: .cache/compare_options/table.md in this repository; "
+        "with --only, nowhere)",
     )
     return result
 
 
-# ---- asking -------------------------------------------------------------------------------------
+# ---- requests -----------------------------------------------------------------------------------
 
 
 class Server:
-    """A server, as the official client sees it."""
+    """A server, used through the official client."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.client = OpenAI(
-            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=ANSWER_S
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=ANSWER_SECONDS
         )
         self.model = self.client.models.list().data[0].id
 
     def ask(self, endpoint: Endpoint, body: Mapping[str, Any]) -> Answer:
-        """Send one request and wait for all of its answer.
+        """Send one request and wait for its whole answer.
 
         Raises
         ------
         ServerError
-            Nobody answers any more.
+            The server does not answer any more.
         """
         create = attrgetter(endpoint.method)(self.client).create
         named = inspect.signature(create).parameters
@@ -152,7 +157,7 @@ class Server:
             chunks += map(_json, answer)
             return Answer(200, assembled(chunks))
         except openai.APIConnectionError as error:
-            # So vLLM refuses some requests once their stream has begun.
+            # vLLM refuses some requests in this way, after their stream has begun.
             if streamed and not isinstance(error, openai.APITimeoutError):
                 return Answer(200, assembled(chunks), "the connection broke inside the stream")
             raise ServerError(f"{self.url} does not answer {json.dumps(body)[:600]}") from error
@@ -162,8 +167,8 @@ class Server:
             return Answer(200, assembled(chunks), error.body)
 
     def _finished(self, answer: Any) -> Answer:
-        """The answer, of a request in the background once it is there."""
-        deadline = time.monotonic() + ANSWER_S
+        """The answer; of a background request, poll until it is there."""
+        deadline = time.monotonic() + ANSWER_SECONDS
         while getattr(answer, "status", "") in ("queued", "in_progress"):
             if time.monotonic() > deadline:
                 raise ServerError(f"{self.url} has not finished {answer.id} in the background")
@@ -184,27 +189,31 @@ def _json(answer: Any) -> dict[str, Any]:
 
 
 class Comparison:
-    """Two servers, and what has come of the options so far."""
+    """Sends each request to two servers, and compares their answers."""
 
     def __init__(self, plain: Server, ours: Server) -> None:
         self.servers = (plain, ours)
-        self.requests = ThreadPoolExecutor(AT_ONCE)
-        self.answers = ThreadPoolExecutor(2 * AT_ONCE)
+        self.requests = ThreadPoolExecutor(CONCURRENT_REQUESTS)
+        self.answers = ThreadPoolExecutor(2 * CONCURRENT_REQUESTS)
 
     def row(self, endpoint: Endpoint, option: str, bar: tqdm[None]) -> Row:
-        """Try all samples of an option."""
+        """Send all samples of an option."""
         row = Row(option, option in endpoint.fields())
         before = self.servers[1].counters()
         bar.set_description(f"{endpoint.name}: {option}")
-        ways = [(s, way) for s in endpoint.samples[option] for way in endpoint.ways(option, s)]
+        sent = [
+            (sample, streamed)
+            for sample in endpoint.samples[option]
+            for streamed in endpoint.stream_modes(option, sample)
+        ]
 
         def verdict(sample: Sample, streamed: bool) -> Verdict:
             result = self._verdict(endpoint, option, sample, streamed)
             bar.update()
             return result
 
-        verdicts = self.requests.map(lambda way: verdict(*way), ways)
-        for (sample, streamed), result in zip(ways, verdicts, strict=True):
+        verdicts = self.requests.map(lambda each: verdict(*each), sent)
+        for (sample, streamed), result in zip(sent, verdicts, strict=True):
             row.add(str(sample), streamed, result)
         after = self.servers[1].counters()
         row.drafted, row.accepted = (b - a for a, b in zip(before, after, strict=True))
@@ -212,8 +221,8 @@ class Comparison:
 
     def _verdict(self, endpoint: Endpoint, option: str, sample: Sample, streamed: bool) -> Verdict:
         model = {"model": self.servers[0].model}
-        if sample.first:
-            self._ask(endpoint, {**endpoint.base, **model, **sample.first})
+        if sample.setup:
+            self._ask(endpoint, {**endpoint.base, **model, **sample.setup})
         body = {**model, **endpoint.body(option, sample, streamed)}
         plain, ours = self._ask(endpoint, body)
         verdict, places = compared(plain, ours, sample.exact)
@@ -234,7 +243,7 @@ class Comparison:
 
 @contextlib.contextmanager
 def servers(options: argparse.Namespace) -> Iterator[tuple[Server, Server]]:
-    """The two that were given, or two of our own."""
+    """The servers that --plain-url and --lookahead-url name, or two that are started here."""
     if options.plain_url:
         yield Server(options.plain_url), Server(options.lookahead_url)
         return
@@ -252,17 +261,17 @@ def servers(options: argparse.Namespace) -> Iterator[tuple[Server, Server]]:
 
 
 def head(model: str, rows: Sequence[Row]) -> str:
-    """What stands above the table."""
+    """The text above the table."""
     counts = [sum(row.count()[verdict] for row in rows) for verdict in VERDICTS]
     drafted, accepted = sum(r.drafted for r in rows), sum(r.accepted for r in rows)
     dropped = "\n".join(f"- `{name}`: {why}" for name, why in DROPPED.items())
     versions = ", ".join(f"{name} {version(name)}" for name in ("lookahead-vllm", "vllm", "openai"))
     summary = (
         f"Every request went through the official `openai` client to two servers, one plain and "
-        f"one with lookahead, in one piece and streamed, {AT_ONCE} at a time. {sum(counts)} "
-        f"requests: {counts[0]} equal, {counts[1]} refused by both with the same status and error, "
-        f"{counts[2]} differ. For them the lookahead server verified {drafted} draft tokens and "
-        f"accepted {accepted}."
+        f"one with lookahead, in one piece and streamed, {CONCURRENT_REQUESTS} at a time. "
+        f"{sum(counts)} requests: {counts[0]} equal, {counts[1]} refused by both with the same "
+        f"status and error, {counts[2]} differ. For them the lookahead server verified {drafted} "
+        f"draft tokens and accepted {accepted}."
     )
     return f"""\
 # Every request option, with and without lookahead
@@ -290,15 +299,15 @@ These fields are not compared:
 
 
 def _lines(flags: Sequence[str]) -> str:
-    """Flags as one types them, one to a line."""
+    """Flags as a shell takes them, one to a line."""
     quoted = (f"'{flag}'" if set(flag) & set("{[") else flag for flag in flags)
     return " ".join(quoted).replace(" --", " \\\n    --")
 
 
 def compare(options: argparse.Namespace, chosen: Mapping[Endpoint, list[str]]) -> int:
-    """Ask everything; the exit status."""
+    """Send all requests and write the table; returns the exit status."""
     total = sum(
-        len(endpoint.ways(option, sample))
+        len(endpoint.stream_modes(option, sample))
         for endpoint, names in chosen.items()
         for option in names
         for sample in endpoint.samples[option]
@@ -326,7 +335,7 @@ def compare(options: argparse.Namespace, chosen: Mapping[Endpoint, list[str]]) -
 
 
 def choose(only: Sequence[str] | None) -> dict[Endpoint, list[str]]:
-    """The options of each endpoint that shall be tried."""
+    """The options of each endpoint to be sent: all of them, or those of `only`."""
     known = {endpoint: endpoint.options() for endpoint in endpoints()}
     every = {option for names in known.values() for option in names}
     for option in only or ():
@@ -342,7 +351,8 @@ def main(argv: Sequence[str]) -> int:
     if bool(options.plain_url) != bool(options.lookahead_url):
         arguments.error("--plain-url and --lookahead-url go together")
     if not options.only and not options.out:
-        options.out = REPO / "docs" / "options.md"
+        OUT.parent.mkdir(parents=True, exist_ok=True)
+        options.out = OUT
     if options.out and not options.out.parent.is_dir():
         arguments.error(f"--out: there is no folder {options.out.parent}")
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -352,7 +362,7 @@ def main(argv: Sequence[str]) -> int:
     except SampleError as error:
         arguments.error(str(error))
     except openai.APIConnectionError:
-        arguments.error(f"nobody answers at {options.plain_url} or {options.lookahead_url}")
+        arguments.error(f"no server answers at {options.plain_url} or {options.lookahead_url}")
     except ServerError as error:
         print(f"\ncompare_options: {error}", file=sys.stderr)
         return 1

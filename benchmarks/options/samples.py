@@ -1,131 +1,24 @@
 """Values for every request option of vLLM's OpenAI server, good ones and bad ones.
 
-The names come from vLLM's own request classes, so an option of another release that has no value
-here is an error and not a gap.
+The names of the options come from vLLM's own request classes: if another release adds an option,
+the comparison stops with an error until it has a sample here.
 """
 
 from __future__ import annotations
 
 import base64
-import importlib
 import io
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from benchmarks.options.endpoint import Endpoint, Sample, of, unseeded
 
-class SampleError(ValueError):
-    """An option has no sample."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A value of one option. Samples of one option are sent at the same time.
-
-    Attributes
-    ----------
-    value : Any
-        What is sent.
-    others : mapping
-        The options that give it a meaning.
-    exact : bool
-        False: sampled without a seed, so only status and shape are compared.
-    first : mapping or None
-        A request that is sent before.
-    """
-
-    value: Any
-    others: Mapping[str, Any] = field(default_factory=dict)
-    exact: bool = True
-    first: Mapping[str, Any] | None = None
-
-    def __str__(self) -> str:
-        names = [
-            k if v and isinstance(v, (dict, list)) else f"{k}={_short(v, 24)}"
-            for k, v in self.others.items()
-        ]
-        return _short(self.value) + (f" with {', '.join(names)}" if names else "")
-
-
-@dataclass(frozen=True, eq=False)
-class Endpoint:
-    """One of the server's endpoints.
-
-    Attributes
-    ----------
-    name : str
-        Its path below /v1.
-    method : str
-        The attribute of the `openai` client that asks it.
-    protocol : str
-        vLLM's request class, as module:class.
-    base : mapping
-        What every request says, where its sample does not say otherwise.
-    samples : mapping
-        Option to samples.
-    """
-
-    name: str
-    method: str
-    protocol: str
-    base: Mapping[str, Any]
-    samples: Mapping[str, list[Sample]]
-
-    def fields(self) -> list[str]:
-        """The options that vLLM declares."""
-        module, _, name = self.protocol.partition(":")
-        return list(getattr(importlib.import_module(module), name).model_fields)
-
-    def options(self) -> list[str]:
-        """vLLM's options in its own order, then those that only OpenAI's documentation knows.
-
-        Raises
-        ------
-        SampleError
-            An option that vLLM declares has no sample.
-        """
-        fields = self.fields()
-        for option in fields:
-            if not self.samples.get(option):
-                raise SampleError(
-                    f"no sample for option {option} of endpoint {self.name}: add one to {__name__}"
-                )
-        return [*fields, *(option for option in self.samples if option not in fields)]
-
-    def body(self, option: str, sample: Sample, streamed: bool) -> dict[str, Any]:
-        """The request."""
-        stream = {"stream": True} if streamed else {}
-        return {**self.base, **stream, **sample.others, option: sample.value}
-
-    def ways(self, option: str, sample: Sample) -> tuple[bool, ...]:
-        """Whether to send it in one piece, as a stream, or both ways."""
-        if option == "stream":
-            return (bool(sample.value),)
-        return (bool(sample.others["stream"]),) if "stream" in sample.others else (False, True)
-
-
-def of(value: Any, /, **others: Any) -> Sample:
-    return Sample(value, others)
-
-
-def unseeded(value: Any, /, **others: Any) -> Sample:
-    """With an end that is no matter of chance, for that shows in an answer's shape."""
-    return Sample(value, {**others, "ignore_eos": True}, exact=False)
-
-
-def _short(value: Any, limit: int = 52) -> str:
-    """The value as JSON, of a long one its beginning and its end."""
-    text, end = json.dumps(value, ensure_ascii=False), limit * 2 // 5
-    return text if len(text) <= limit else f"{text[: limit - end - 1]}…{text[-end:]}"
-
-
-# ---- what samples are made of -------------------------------------------------------------------
+# ---- parts of samples ---------------------------------------------------------------------------
 
 SAMPLED = {"temperature": 0.8, "seed": 7}
 
-# Tokens of SmolLM2 that the answers below have.
+# Tokens of SmolLM2 that occur in the answers.
 COMMA, STOP, NEWLINE, AND = 28, 30, 198, 284
 ALLOWED = [COMMA, STOP, NEWLINE, AND, 260, 827, 1296, 12397, 15083]
 
@@ -168,7 +61,7 @@ WEATHER = {"name": "get_weather", "parameters": {**CITY, "required": ["city"]}}
 CLOCK = {"name": "get_time", "parameters": CITY}
 TOOLS = [{"type": "function", "function": function} for function in (WEATHER, CLOCK)]
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "(Paris|Rome)"}}</tool_call>'
-# The grammar writes the call, so that the parser has one to find.
+# The grammar dictates a call, so that the parser finds one.
 CALLING = {"structured_outputs": {"regex": CALL.replace("{", r"\{").replace("}", r"\}")}}
 NAMED = {"type": "function", "function": {"name": "get_time"}}
 FLAT_TOOLS = [{"type": "function", **function} for function in (WEATHER, CLOCK)]
@@ -177,7 +70,7 @@ FLAT_NAMED = {"type": "function", "name": "get_time"}
 
 @cache
 def embeddings() -> str:
-    """A prompt of 8 vectors of SmolLM2's width, as a server takes it; the same every time."""
+    """A prompt of 8 vectors of SmolLM2's width, in base64; the same every time."""
     import torch
 
     rng = torch.Generator().manual_seed(0)
@@ -292,6 +185,7 @@ def generating() -> dict[str, list[Sample]]:
 
 
 def completions() -> dict[str, list[Sample]]:
+    """Options of Completions."""
     ids = [504, 2029, 282, 260, 2322, 359]
     many = ["Red, green, blue, red, green,", "One, two, three, one, two,"]
     return {
@@ -326,6 +220,7 @@ def completions() -> dict[str, list[Sample]]:
 
 
 def chat() -> dict[str, list[Sample]]:
+    """Options of Chat Completions."""
     tools = {"tools": TOOLS, "max_tokens": 64}
     generates = generating()
     generates["prompt_logprobs"] = [s for s in generates["prompt_logprobs"] if not s.others]
@@ -392,7 +287,13 @@ def chat() -> dict[str, list[Sample]]:
         "mm_processor_kwargs": [of({}), of({"a": 1})],
         "return_tokens_as_token_ids": [of(True, logprobs=True, top_logprobs=2), of(True)],
         "return_prompt_text": [of(True)],
-        # OpenAI's, which vLLM does not declare.
+        **openai_chat(),
+    }
+
+
+def openai_chat() -> dict[str, list[Sample]]:
+    """Options of OpenAI's Chat Completions that vLLM does not declare."""
+    return {
         "prediction": [
             of({"type": "content", "content": "7 x 1 = 7\n7 x 2 = 14\n7 x 3 = 21\n"}),
             of({"type": "content", "content": [{"type": "text", "text": "7 x 1 = 7"}]}, **SAMPLED),
@@ -411,11 +312,12 @@ def chat() -> dict[str, list[Sample]]:
 
 
 def responses() -> dict[str, list[Sample]]:
+    """Options of Responses."""
     tools = {"tools": FLAT_TOOLS, "max_output_tokens": 64}
     logprobs = {"include": ["message.output_text.logprobs"]}
 
     def after(response: str, **others: Any) -> Sample:
-        return Sample(response, others, first={"request_id": response, "input": SHORT})
+        return Sample(response, others, setup={"request_id": response, "input": SHORT})
 
     return {
         **everywhere(),
@@ -482,7 +384,7 @@ def responses() -> dict[str, list[Sample]]:
 
 
 def endpoints() -> list[Endpoint]:
-    """All of them. A greedy request for 24 tokens is what samples start from."""
+    """All endpoints. Unless a sample says otherwise, a request asks greedily for 24 tokens."""
     openai = "vllm.entrypoints.openai"
     greedy = {"temperature": 0, "max_tokens": 24}
     return [

@@ -11,16 +11,18 @@ from benchmarks.options.answers import VERDICTS, Verdict
 
 @dataclass
 class Row:
-    """What came of one option.
+    """The results of one option.
 
     Attributes
     ----------
     option : str
         Its name.
     known : bool
-        Whether vLLM declares it; others are OpenAI's alone.
+        Whether vLLM declares it; the others are only OpenAI's.
     drafted, accepted : int
-        Draft tokens that the lookahead server verified and accepted meanwhile.
+        Draft tokens that the lookahead server verified and accepted for its requests.
+    values : dict
+        By value, and by whether the request was streamed, the verdict.
     """
 
     option: str
@@ -33,34 +35,34 @@ class Row:
         self.values.setdefault(value, {})[streamed] = verdict
 
     def count(self) -> Counter[Verdict]:
-        """Requests by verdict."""
+        """The number of requests with each verdict."""
         return Counter(v for by_stream in self.values.values() for v in by_stream.values())
 
     def cell(self, verdict: Verdict) -> str:
-        """The values with this verdict; how they were sent, where the other way went otherwise."""
-        shown = []
+        """The values with this verdict; if streaming makes a difference, how they were sent."""
+        cells = []
         for value, by_stream in self.values.items():
-            ways = [streamed for streamed, v in by_stream.items() if v == verdict]
-            if ways:
-                alone = len(ways) < len(by_stream)
-                way = (" streamed" if ways[0] else " in one piece") if alone else ""
-                shown.append(f"`{code(value)}`{way}")
-        return ", ".join(shown) or "–"
+            modes = [streamed for streamed, v in by_stream.items() if v == verdict]
+            if modes:
+                partial = len(modes) < len(by_stream)
+                mode = (" streamed" if modes[0] else " in one piece") if partial else ""
+                cells.append(f"`{code(value)}`{mode}")
+        return ", ".join(cells) or "–"
 
 
 def code(text: str) -> str:
-    """Text that stands between backticks in a cell."""
+    """Escape text that stands between backticks in a cell."""
     return text.replace("`", "'").replace("|", "\\|").replace("\n", "\\n")
 
 
 def section(title: str, rows: Sequence[Row]) -> str:
     """One endpoint: its counts, and a line for each option."""
     counts = sum((row.count() for row in rows), Counter())
-    said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
+    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
     lines = [
         f"## {title}",
         "",
-        f"{len(rows)} options, {counts.total()} requests: {said}.",
+        f"{len(rows)} options, {counts.total()} requests: {summary}.",
         "",
         "| option | equal | refused by both | differs | drafted | accepted |",
         "| :-- | :-- | :-- | :-- | --: | --: |",

@@ -1,4 +1,4 @@
-"""Requests that arrive at a server over time: `vllm bench serve`, and what it measured."""
+"""Requests that arrive at a server over time, sent and measured by `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-LONGEST_PROMPT = 1024
-"""Tokens; `vllm bench serve` leaves longer prompts of its ShareGPT format out."""
+MAX_PROMPT_TOKENS = 1024
+"""`vllm bench serve` leaves out longer prompts of its ShareGPT format."""
 
 
 class Latencies(TypedDict):
-    """What a client saw, in milliseconds and tokens a second.
+    """What a client measures, in milliseconds and tokens a second.
 
     tpot_mean, tpot_p99
         Time per output token of a request: from its first token to its last, over the tokens after
         the first; the mean and the 99th percentile of the requests.
     ttft_mean, ttft_p99
-        Time to first token, likewise.
+        Time to first token; the mean and the 99th percentile of the requests.
     tokens_per_s
         Emitted tokens over the time from the first request to the end of the last answer.
     requests_per_s
@@ -38,24 +38,24 @@ class Latencies(TypedDict):
 
 
 class LoadFailed(Exception):
-    """The requests were not all answered; the message says why."""
+    """Not all requests were answered; the message says why."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests, and when they arrive.
+    """A number of requests, and when they arrive.
 
     Parameters
     ----------
     count : int
-        How many.
+        The number of requests.
     rate : float, optional
-        Requests a second, a Poisson process; without it, a closed loop of `concurrency` clients,
-        each of which asks again as soon as it has its answer.
+        Requests a second, as a Poisson process. Without it, a closed loop of `concurrency` clients,
+        each of which sends a request as soon as its previous one is answered.
     concurrency : int, optional
-        Of the closed loop.
+        Clients of the closed loop.
     seed : int
-        Decides which of the prompts are sent, in what order and when.
+        Determines which prompts are sent, in which order and when.
     """
 
     count: int
@@ -65,9 +65,9 @@ class Load:
 
 
 def write_requests(texts: Sequence[str], path: Path) -> None:
-    """Write prompts as `vllm bench serve` reads them.
+    """Write prompts as `vllm bench serve` reads them: as ShareGPT's conversations.
 
-    As ShareGPT's conversations: for its format `custom` it needs pandas, which serves nothing else.
+    Its format `custom` would need pandas.
     """
     turns = [{"conversations": [{"value": text}, {"value": ""}]} for text in texts]
     path.write_text(json.dumps(turns))
@@ -76,23 +76,22 @@ def write_requests(texts: Sequence[str], path: Path) -> None:
 def bench_serve(
     url: str, model: str, requests: Path, load: Load, max_tokens: int, salt: str, log: Path
 ) -> Latencies:
-    """Send the load to a server and wait for the answers, which are greedy.
+    """Send the load to a server and wait for the greedy answers.
 
     Parameters
     ----------
     url : str
-        The server's, as in http://127.0.0.1:8000.
+        The server's URL, as in http://127.0.0.1:8000.
     model : str
-        The served model, with whose tokenizer prompts are counted.
+        The served model; its tokenizer counts the tokens of the prompts.
     requests : Path
-        What `write_requests` wrote.
+        The file that `write_requests` wrote.
     max_tokens : int
-        Of each answer.
+        The limit of each answer.
     salt : str
-        The requests' `cache_salt`: whatever the server keeps of requests with another one, KV of
-        their prompts or n-grams of their answers, is of no use to these.
+        The requests' `cache_salt`. KV and n-grams of requests with another salt are not used.
     log : Path
-        Gets all that the client prints.
+        Gets everything that the client prints.
 
     Raises
     ------
@@ -101,14 +100,14 @@ def bench_serve(
     """
     result = log.with_suffix(".json")
     result.unlink(missing_ok=True)
-    when = ["--request-rate", "inf" if load.rate is None else str(load.rate)]
+    arrival = ["--request-rate", "inf" if load.rate is None else str(load.rate)]
     if load.concurrency is not None:
-        when += ["--max-concurrency", str(load.concurrency)]
+        arrival += ["--max-concurrency", str(load.concurrency)]
     command = [
         *(str(Path(sys.executable).parent / "vllm"), "bench", "serve", "--disable-tqdm"),
         *("--base-url", url, "--model", model, "--backend", "openai"),
         *("--dataset-name", "sharegpt", "--dataset-path", str(requests), "--no-oversample"),
-        *("--num-prompts", str(load.count), "--seed", str(load.seed), *when),
+        *("--num-prompts", str(load.count), "--seed", str(load.seed), *arrival),
         *("--sharegpt-output-len", str(max_tokens), "--temperature", "0"),
         *("--extra-body", json.dumps({"cache_salt": salt})),
         *("--percentile-metrics", "ttft,tpot", "--metric-percentiles", "99"),

@@ -1,4 +1,4 @@
-"""Compare servers under load: requests arrive at random, and wait for what others are answered."""
+"""Compare servers under load: requests arrive at random and wait for each other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from benchmarks.prompts import (
     model_tokenizer,
 )
 from benchmarks.serving.arrivals import (
-    LONGEST_PROMPT,
+    MAX_PROMPT_TOKENS,
     Latencies,
     Load,
     LoadFailed,
@@ -53,35 +53,33 @@ examples:
       --rates 0.5 --seconds 20 --rounds 1 --server-arg=--enforce-eager
 
 {PROMPT_LINES}
-  `vllm bench serve` leaves out prompts of more than {LONGEST_PROMPT} tokens.
+  `vllm bench serve` leaves out prompts of more than {MAX_PROMPT_TOKENS} tokens.
 
 what is printed, for each rate:
   TPOT      time per output token of a request, from its first token to its last
   TTFT      time to first token of a request, waiting included
   tokens/s  emitted tokens over the time from the first request to the end of the last answer
   ratio     over plain vLLM's (`none`) in the same round
-  verdict   better or worse than plain vLLM: the ratio is off 1 by more than the spread of the
-            rounds, from the least ratio to the largest. Noise alone looks worse in one figure
-            of 20 with 3 rounds, of 300 with 5
-  Figures are medians of the rounds; in brackets from where to where these went.
+  verdict   better or worse than plain vLLM: the ratio differs from 1 by more than the spread of
+            the rounds, from the smallest ratio to the largest. With 3 rounds, noise alone looks
+            worse in one figure of 20; with 5 rounds, in one of 300
+  Figures are medians of the rounds, with the smallest and the largest in brackets.
 
 how it measures:
-  `vllm serve` is started once for each method, and all servers live until the end. They are
-  asked in turn, every other round in the other order, so that whatever else the machine does
-  reaches all of them; the others wait. Before, every server answers a closed loop of
-  --max-num-seqs clients; what plain vLLM answers a second there is taken for its saturation,
-  and --loads are shares of it. A run lasts about --seconds: so many requests arrive, as a
-  Poisson process, through `vllm bench serve`, and are answered greedily up to the end of
-  sequence or --max-tokens. At a rate every round has the same requests at the same times, so
-  that rounds differ by noise alone.
-  Each run has a `cache_salt` of its own. So no server profits from having answered the same
-  request in an earlier run, neither by its KV nor by lookahead's n-grams. (Suffix decoding does
-  not heed it: compare with `suffix` in one round only.)
+  `vllm serve` is started once for each method, and all servers run until the end. They get
+  their requests in turn, in alternating order from round to round, so that other load of the
+  machine affects them all; the others wait. First, every server answers a closed loop of
+  --max-num-seqs clients. Plain vLLM's requests a second in this loop are its saturation, and
+  --loads are shares of it. A run lasts about --seconds: `vllm bench serve` sends requests as
+  a Poisson process, answered greedily up to the end of sequence or --max-tokens. At a rate, all
+  rounds have the same requests at the same times, so that rounds differ only by noise.
+  Each run has a `cache_salt` of its own: no server uses KV or n-grams of the same request in an
+  earlier run. (Suffix decoding ignores the salt: compare with `suffix` in one round only.)
   On CPU, Intel's OpenMP and tcmalloc are preloaded where they are found. The client runs on the
   same machine, and shares its cores.
 
 The exit status is 0 if all runs finished, 1 if a server or a run failed, 2 for wrong options, 130
-after Ctrl-C; what has finished is reported in any case.
+after Ctrl-C; finished runs are reported in any case.
 """
 
 
@@ -111,22 +109,22 @@ def parser() -> argparse.ArgumentParser:
 
 
 def numbers(text: str) -> list[float]:
-    """Numbers above 0, separated by commas, the least first."""
+    """Numbers above 0, separated by commas, in ascending order."""
     try:
-        found = sorted({float(part) for part in text.split(",")})
+        values = sorted({float(part) for part in text.split(",")})
     except ValueError:
-        found = []
-    if not found or not 0 < found[0] <= found[-1] < float("inf"):
+        values = []
+    if not values or not 0 < values[0] <= values[-1] < float("inf"):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a list of numbers above 0, as in 0.5,1,2"
         )
-    return found
+    return values
 
 
 def server_command(
     options: argparse.Namespace, config: SpeculativeConfig | None, length: int, port: int
 ) -> list[str]:
-    """The `vllm serve` of a method."""
+    """The `vllm serve` command of a method."""
     command = ["vllm", "serve", options.model, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", options.dtype, "--max-model-len", str(length)]
     command += ["--max-num-seqs", str(options.max_num_seqs)]
@@ -138,7 +136,7 @@ def server_command(
 
 
 class ServingBenchmark:
-    """All runs of one call, and what has come of them so far."""
+    """All runs of one call, and their results so far."""
 
     def __init__(
         self,
@@ -148,9 +146,11 @@ class ServingBenchmark:
     ) -> None:
         self.options = options
         self.methods = methods
-        self.prompts = [p for p in prompts if len(p.token_ids) <= LONGEST_PROMPT]
+        self.prompts = [p for p in prompts if len(p.token_ids) <= MAX_PROMPT_TOKENS]
         if not self.prompts:
-            raise PromptError(f"{options.prompts}: all prompts have over {LONGEST_PROMPT} tokens")
+            raise PromptError(
+                f"{options.prompts}: all prompts have over {MAX_PROMPT_TOKENS} tokens"
+            )
         self.length = context_length(self.prompts, options.max_tokens, options.model)
         self.folder = Path(tempfile.mkdtemp(prefix="lookahead-bench-serve-"))
         self.requests = self.folder / "requests.json"
@@ -175,9 +175,9 @@ class ServingBenchmark:
             self._send(urls)
 
     def _warm_up(self, urls: dict[str, str]) -> None:
-        """The closed loop, which also finds plain vLLM's saturation."""
-        most = self.options.max_num_seqs
-        load = Load(min(len(self.prompts), 2 * most), concurrency=most)
+        """Run the closed loop, which also measures plain vLLM's saturation."""
+        clients = self.options.max_num_seqs
+        load = Load(min(len(self.prompts), 2 * clients), concurrency=clients)
         for method, url in tqdm(urls.items(), desc="closed loop", unit="server"):
             self.closed_loop[method] = self._bench(url, load, "closed-loop")
 
@@ -214,11 +214,11 @@ class ServingBenchmark:
         return bench_serve(url, options.model, self.requests, load, options.max_tokens, salt, log)
 
     def finished(self) -> Measured:
-        """The rates at which a run has ended."""
+        """The rates with at least one finished run."""
         return {rate: rounds for rate, rounds in self.measured.items() if any(rounds.values())}
 
     def content(self, argv: Sequence[str]) -> dict[str, Any]:
-        """All that was measured, and what there is to know to repeat it."""
+        """The JSON: all results, and what is needed to repeat the benchmark."""
         return {
             "meta": {
                 "model": self.options.model,
@@ -242,7 +242,7 @@ class ServingBenchmark:
 
 
 def report(benchmark: ServingBenchmark, argv: Sequence[str]) -> None:
-    """Print the table of what is finished; write the JSON and the picture."""
+    """Print the table of the finished runs; write the JSON and the picture."""
     options, measured = benchmark.options, benchmark.finished()
     if options.json:
         options.json.write_text(json.dumps(benchmark.content(argv), indent=1) + "\n")

@@ -1,8 +1,8 @@
-"""Lookahead and plain vLLM, side by side: two real servers, one after the other, same prompts.
+"""Compare lookahead and plain vLLM: two servers, one after the other, with the same prompts.
 
-Each is started with `vllm serve`, asked through the official `openai` client and stopped again.
-At the end: how fast each was, how many tokens a step of lookahead brought, and whether the texts
-are the same.
+Each is started with `vllm serve`, gets the prompts through the official `openai` client, and is
+stopped. Then a table shows the speeds, the tokens accepted by a step of lookahead, and whether the
+texts are the same.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from benchmarks.serving.server import ServerError, free_port, get, is_free, serv
 REPO = Path(__file__).resolve().parents[2]
 MODEL = REPO / ".cache" / "models" / "SmolLM2-135M-Instruct"
 
-# Work in which an answer repeats some of what was said (that is where speculation pays), and a
-# story, in which it does not.
+# Three answers that repeat parts of their prompts, where speculation pays, and a story.
 PROMPTS = (
     "Add a docstring to this function and print the whole function again:\n\n"
     "def merge_intervals(intervals):\n"
@@ -48,7 +47,7 @@ WARM_UP = "Name three colours."
 
 @dataclass
 class Result:
-    """What one server did with all prompts."""
+    """One server's answers to all prompts, and their speed."""
 
     texts: list[str] = field(default_factory=list)
     tokens: int = 0
@@ -69,7 +68,7 @@ def bold(text: str) -> str:
 
 
 def speculation_counters(url: str) -> tuple[float, float]:
-    """(drafts, accepted tokens) since the server started; zeros where nothing is speculated."""
+    """(drafts, accepted tokens) since the server started; zeros without speculation."""
     totals = {"vllm:spec_decode_num_drafts_total": 0.0}
     totals["vllm:spec_decode_num_accepted_tokens_total"] = 0.0
     for line in get(f"{url}/metrics").splitlines():
@@ -81,7 +80,7 @@ def speculation_counters(url: str) -> tuple[float, float]:
 
 
 def stream(client: OpenAI, model: str, prompt: str, max_tokens: int, show: bool) -> tuple[str, int]:
-    """One greedy completion, printed as it arrives. Returns the text and its number of tokens."""
+    """Stream one greedy completion, and print it if `show`. Returns the text and its tokens."""
     pieces: list[str] = []
     tokens = 0
     for chunk in client.chat.completions.create(
@@ -182,9 +181,9 @@ def parse_args() -> argparse.Namespace:
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="float32 (default): the texts are the same, token for token. bfloat16: faster; a near "
-        "tie between two tokens may fall differently, because a step over several tokens rounds "
-        "differently from several steps over one",
+        help="float32 (default): the texts are the same, token for token. bfloat16: faster; where "
+        "two tokens are almost equally likely, another may be chosen, because a step over several "
+        "tokens rounds differently from several steps over one",
     )
     parser.add_argument(
         "--max-tokens", type=positive, default=128, help="of each completion (default: 128)"
@@ -219,21 +218,21 @@ def parse_args() -> argparse.Namespace:
 
 def _demo() -> int:
     args = parse_args()
-    # Also where the demo was started with SIGINT ignored, as in `demo.sh &`.
+    # Needed if the demo was started with SIGINT ignored, as in `demo.sh &`.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
 
     if args.speculative_config:
         method = json.loads(args.speculative_config).get("method", "speculation")
-        asked = [f"--speculative-config={args.speculative_config}"]
+        method_flags = [f"--speculative-config={args.speculative_config}"]
     else:
-        method, asked = "lookahead", ["--speculative-model=[lookahead]"]
+        method, method_flags = "lookahead", ["--speculative-model=[lookahead]"]
 
     logs = REPO / ".cache" / "demo"
     logs.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
-    for name, flags in ((method, asked), ("plain", [])):
+    for name, flags in ((method, method_flags), ("plain", [])):
         port = args.port or free_port()
         command = ["vllm", "serve", args.model, *flags]
         command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", args.dtype]

@@ -1,4 +1,4 @@
-"""Latencies of several rounds, of plain vLLM and of others: compared, as a table, as a picture."""
+"""Compare the latencies of plain vLLM and other methods over several rounds."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ MORE_IS_BETTER = {"tokens_per_s"}
 Verdict: TypeAlias = Literal["better", "within spread", "worse"]
 
 Measured: TypeAlias = Mapping[float, Mapping[str, Sequence[Latencies]]]
-"""By rate, in requests a second, and method: one a round."""
+"""By rate, in requests a second, and by method: the latencies of each round."""
 
 
 def values(rounds: Sequence[Latencies], metric: Metric) -> list[float]:
     """A metric in every round."""
-    return [one[metric] for one in rounds]
+    return [latencies[metric] for latencies in rounds]
 
 
 def ratios(measured: Measured, rate: float, method: str, metric: Metric) -> list[float]:
-    """The method's metric over plain vLLM's, of every round that both have ended."""
+    """The method's metric over plain vLLM's, for each round that both have finished."""
     rounds = measured[rate]
     plain, other = (values(rounds.get(name, []), metric) for name in (BASELINE, method))
     return [b / a for a, b in zip(plain, other, strict=False)]
 
 
 def verdict(ratios: Sequence[float], metric: Metric) -> Verdict | None:
-    """Whether the median of the rounds' ratios is off 1 by more than their spread.
+    """Whether the median of the rounds' ratios differs from 1 by more than their spread.
 
-    The spread is their range, from the smallest to the largest. A single round has none, and so
-    there is no verdict.
+    The spread is the range from the smallest to the largest. None for a single round, which has no
+    spread.
     """
     if len(ratios) < 2:
         return None
@@ -58,7 +58,7 @@ def verdict(ratios: Sequence[float], metric: Metric) -> Verdict | None:
 
 
 def table(measured: Measured) -> str:
-    """One line a rate and metric: medians, in brackets from where to where the rounds went."""
+    """One line for each rate and metric: medians, the smallest and largest round in brackets."""
     head = ["requests/s", "", BASELINE]
     for method in _others(measured):
         head += [method, "ratio", "verdict"]
@@ -76,7 +76,7 @@ def table(measured: Measured) -> str:
 
 
 def conclusion(measured: Measured) -> list[str]:
-    """For each method a sentence that says where it is worse than plain vLLM."""
+    """A sentence for each method: the figures in which it is worse than plain vLLM."""
     sentences = []
     for method in _others(measured):
         found: dict[Verdict | None, list[str]] = {}

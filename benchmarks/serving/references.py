@@ -1,4 +1,4 @@
-"""Measure how much clients with the largest allowed references slow down a client beside them."""
+"""Measure how much clients with the largest allowed references slow down another client."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ examples:
       --model .cache/models/SmolLM2-135M-Instruct
 
 how it measures:
-  One server with lookahead. --clients clients send completions of --max-tokens tokens, each one
-  again as soon as it is answered; one plain client beside them streams one answer of 128 tokens
-  after the other. In phases of --seconds that take turns, the clients' requests go without a
-  reference, and with one of the largest size that the server allows, one of 256 texts. The
-  time per output token is the time between two pieces of the plain client's stream over the
-  tokens of the later one; those of all phases of a kind are pooled.
+  One server with lookahead. --clients clients each request completions of --max-tokens tokens, one
+  after the other; a plain client beside them streams answers of 128 tokens, one after the other.
+  In alternating phases of --seconds the clients send no reference, and a reference of the largest
+  size that the server allows, one of 256 texts. The time per output token is the time between two
+  chunks of the plain client's stream over the tokens of the later one; the times of all phases of
+  a kind are pooled.
   With --default-total the server keeps its default limit for all live references together, so
   that most requests with one are refused (HTTP 400); a client then waits for a second. Otherwise
   the limit is raised until all of them fit.
@@ -66,14 +66,14 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--clients", type=positive, default=32, help="default: 32")
     add("--max-tokens", type=positive, default=16, help="of each client's answers (default: 16)")
     add("--seconds", type=positive, default=20, help="of a phase (default: 20)")
-    add("--phases", type=positive, default=3, help="of each kind (default: 3)")
+    add("--phases", type=positive, default=3, help="number of each kind (default: 3)")
     add("--reference-tokens", type=positive, default=16_384, help="default: 16384, the server's")
     add("--default-total", action="store_true", help="see below")
     return parser.parse_args(argv)
 
 
 def text_of(num_bytes: int, rng: random.Random) -> str:
-    """Words of English, in an order of their own."""
+    """Random English words, `num_bytes` long."""
     words = rng.choices(WORDS, k=num_bytes // 3)
     return " ".join(words)[:num_bytes]
 
@@ -85,14 +85,14 @@ class Clients:
         self._url = url
         self._options = options
         self._rng = random.Random(0)
-        # Made beforehand: this process shares its cores with the server.
+        # Made before the run: this process shares its cores with the server.
         size = 4 * options.reference_tokens
         self._references = [text_of(size, self._rng) for _ in range(256)]
         self.with_references = False
         self.answered = {200: 0, 400: 0}
 
-    async def send_again_and_again(self, session: aiohttp.ClientSession) -> None:
-        """One client beside the plain one."""
+    async def send_requests(self, session: aiohttp.ClientSession) -> None:
+        """One of the clients beside the plain one: a request after the other, until cancelled."""
         while True:
             body = {
                 "model": "m",
@@ -111,7 +111,7 @@ class Clients:
                 await asyncio.sleep(1)
 
     async def stream(self, session: aiohttp.ClientSession, until: float) -> list[float]:
-        """The plain client; returns seconds per output token."""
+        """The plain client; returns the seconds of each output token."""
         times: list[float] = []
         while time.monotonic() < until:
             body = {
@@ -137,16 +137,16 @@ class Clients:
 
 
 async def measure(url: str, options: argparse.Namespace) -> dict[bool, list[float]]:
-    """Seconds per output token of the plain client, by whether the others send references."""
+    """The plain client's seconds per output token, by whether the others send references."""
     clients = Clients(url, options)
     times: dict[bool, list[float]] = {False: [], True: []}
-    limits = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=limits, timeout=aiohttp.ClientTimeout()) as session:
-        others = [
-            asyncio.create_task(clients.send_again_and_again(session))
-            for _ in range(options.clients)
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout()
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        tasks = [
+            asyncio.create_task(clients.send_requests(session)) for _ in range(options.clients)
         ]
-        for phase in range(2 * options.phases + 1):  # the first one warms up
+        for phase in range(2 * options.phases + 1):  # phase 0 is a warm-up
             clients.with_references = phase % 2 == 1
             await asyncio.sleep(3)
             clients.answered = dict.fromkeys(clients.answered, 0)
@@ -160,9 +160,9 @@ async def measure(url: str, options: argparse.Namespace) -> dict[bool, list[floa
                 f"{clients.answered[200]} answers and {clients.answered[400]} refusals",
                 flush=True,
             )
-        for task in others:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
     return times
 
 

@@ -1,4 +1,4 @@
-"""`vllm serve` in a process group of its own, for as long as a block lasts."""
+"""Run `vllm serve` in a process group of its own, for the duration of a `with` block."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pathlib import Path
 
 from benchmarks.engines.fresh_engine import cpu_runtime
 
-STARTUP_S = 600
-STOP_S = 10
-# The engine's last words. The server itself may outlive it, waiting for a worker that hangs.
+STARTUP_SECONDS = 600
+STOP_SECONDS = 10
+# The engine's last message. The server may outlive it while it waits for a worker that hangs.
 ENGINE_DIED = "EngineCore failed to start"
 
 
@@ -31,19 +31,20 @@ class ServerError(RuntimeError):
 def serving(
     command: Sequence[str], port: int, log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Show the command, run the server and yield its URL when it is healthy.
+    """Print the command, run the server, and yield its URL once it is healthy.
 
     Parameters
     ----------
     command : sequence of str
-        `vllm serve ...`, with a `--port`; the command of this Python's environment is run, with
-        the CPU runtime that vLLM asks for. As it is shown, it works in a shell too.
+        `vllm serve ...`, with a `--port`. `vllm` is that of this Python's environment; on a CPU
+        it runs with the libraries that vLLM asks to have preloaded. The printed command works in a
+        shell.
     port : int
-        On 127.0.0.1.
+        The port on 127.0.0.1.
     log : Path
-        Gets all that the server prints.
+        Gets everything that the server prints.
     environment : mapping, optional
-        Added to this process's own.
+        Added to this process's environment.
 
     Raises
     ------
@@ -70,13 +71,13 @@ def serving(
 
 
 def get(url: str) -> str:
-    """What a GET answers."""
+    """The body of the answer to a GET request."""
     with urllib.request.urlopen(url, timeout=5) as response:
         return str(response.read().decode())
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on."""
+    """A free port of 127.0.0.1."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -96,7 +97,7 @@ def is_free(port: int) -> bool:
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     started = time.monotonic()
     reported = 0
-    while (elapsed := int(time.monotonic() - started)) < STARTUP_S:
+    while (elapsed := int(time.monotonic() - started)) < STARTUP_SECONDS:
         if process.poll() is not None or ENGINE_DIED in log.read_text(errors="replace"):
             raise ServerError(f"the server did not start; {_end_of(log)}")
         with contextlib.suppress(urllib.error.URLError, OSError):
@@ -109,16 +110,16 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -
             reported = elapsed
             _say(f"  starting, {elapsed} s")
         time.sleep(0.5)
-    raise ServerError(f"the server was not ready after {STARTUP_S} s; {_end_of(log)}")
+    raise ServerError(f"the server was not ready after {STARTUP_SECONDS} s; {_end_of(log)}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server and all its children (its engine is one), whatever state they are in."""
+    """End the server and its children, such as the engine; after `STOP_SECONDS`, kill them."""
     handlers = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)}
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_S)
+        process.wait(STOP_SECONDS)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -132,7 +133,7 @@ def _end_of(log: Path) -> str:
 
 
 def _shown(path: Path) -> str:
-    """The path as one would type it from here."""
+    """The path, relative to the working directory if it is inside."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 

@@ -1,1 +1,1 @@
-"""The command `lookahead-vllm`."""
+"""The console command `lookahead-vllm`: `main.py`, and one module a subcommand."""

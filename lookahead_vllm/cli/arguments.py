@@ -1,4 +1,4 @@
-"""Arguments that several command lines take."""
+"""Argument types and checks that several command lines share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def positive(text: str) -> int:
 
 
 def positives(text: str) -> list[int]:
-    """Numbers of at least 1, separated by commas, each once."""
+    """Numbers of at least 1, separated by commas; duplicates are dropped."""
     return list(dict.fromkeys(positive(part) for part in text.split(",")))
 
 
 def check_outputs(options: argparse.Namespace, error: type[ValueError]) -> None:
-    """Raise `error` where what --json or --plot ask for could not be written in the end."""
+    """Raise `error` if the files of --json and --plot cannot be written after the run."""
     for path in (options.json, options.plot):
         if path and not path.parent.is_dir():
             raise error(f"there is no folder {path.parent} to write {path.name} in")

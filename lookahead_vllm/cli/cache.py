@@ -1,4 +1,4 @@
-"""Build a cache file from documents or past answers, so that a server starts warm."""
+"""Build a cache file from documents or past answers, or print the contents of one."""
 
 from __future__ import annotations
 
@@ -20,59 +20,81 @@ from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 
 EPILOG = """\
 examples:
-  python scripts/warm_cache.py --model MODEL --texts manual.txt answers.jsonl --out warm.cache
+  lookahead-vllm cache build --model MODEL --texts manual.txt answers.jsonl --out warm.cache
   vllm serve MODEL --speculative-config '{"method": "lookahead", "cache_path": "warm.cache"}'
-  python scripts/warm_cache.py --info warm.cache --model MODEL
+  lookahead-vllm cache info warm.cache --model MODEL
 
+The exit status is 0, 2 for wrong options, texts or files, 130 after Ctrl-C.
+"""
+
+BUILD_EPILOG = """\
 texts:
   FILE.jsonl, where every line is one of
     {"text": "a document"}
-    {"prompt": "before it", "response": "an answer"}   (or "completion" for "response")
+    {"prompt": "a question", "response": "an answer"}   (or "completion" for "response")
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
-    {"prompt_token_ids": [1, 9690], "output_token_ids": [504]}   (the former may be missing)
-  any other file is one document, in UTF-8.
-  Documents and answers are learned as if the model had just said them. Prompts are only what they
-  follow: nothing of a prompt is kept. Put first what matters least, for a full cache forgets the
-  oldest first.
+    {"prompt_token_ids": [1, 9690], "output_token_ids": [504]}   (the prompt may be missing)
+  Any other file is one document, in UTF-8.
+  Documents and answers are learned like a model's answers. A prompt only gives the context of its
+  answer: its n-grams are not stored. List the least important files first: a full cache drops the
+  oldest n-grams.
 
-what has to fit:
-  the model      the file belongs to its tokenizer, and no other one is served from it
-  --max-nodes    must be what the server has as max_nodes, or the server refuses the file
-  --namespace    must be what requests give as lookahead_namespace; without it the n-grams are for
-                 requests that name none (and carry no cache_salt and no LoRA adapter)
+requirements:
+  the model      A cache file belongs to one tokenizer; servers with another refuse it.
+  --max-nodes    must equal the server's max_nodes, or the server refuses the file.
+  --namespace    must equal the requests' lookahead_namespace. Without it, the n-grams serve
+                 requests without a namespace, a cache_salt and a LoRA adapter.
 
-The file holds hashes of texts, and the tokens that followed them: treat it like the texts. The
-exit status is 0, 2 for wrong options, texts or files, 130 after Ctrl-C; then nothing was written.
+The file holds hashes of the texts and the tokens that followed them: protect it like the texts.
+
+example:
+  lookahead-vllm cache build --model MODEL --texts manual.txt answers.jsonl --out warm.cache
+
+The exit status is 0, 2 for wrong options, texts or files, 130 after Ctrl-C. Unless it is 0,
+nothing was written.
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command line; `run` and `error` of the parsed options belong to the chosen command."""
+    raw = argparse.RawDescriptionHelpFormatter
     result = argparse.ArgumentParser(
-        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="lookahead-vllm cache", description=__doc__, epilog=EPILOG, formatter_class=raw
     )
-    add = result.add_argument
-    add("--model", type=Path, metavar="DIR", help="the model's folder, for its tokenizer")
-    add("--texts", nargs="+", type=Path, metavar="FILE", help="what to learn; see below")
-    add("--out", type=Path, metavar="FILE", help="the cache file to write")
-    add("--add", action="store_true", help="go on from what --out holds")
-    add("--namespace", default="", metavar="NAME", help="whose requests it is for; see below")
+    commands = result.add_subparsers(metavar="COMMAND", required=True)
+    line = "learn texts into a cache file, so that a server starts warm"
+    build = commands.add_parser(
+        "build", help=line, description=line, epilog=BUILD_EPILOG, formatter_class=raw
+    )
+    build.set_defaults(run=build_cache, error=build.error)
+    add = build.add_argument
+    add("--model", type=Path, required=True, metavar="DIR", help="the model's folder (tokenizer)")
+    add("--texts", nargs="+", type=Path, required=True, metavar="FILE", help="see below")
+    add("--out", type=Path, required=True, metavar="FILE", help="the cache file to write")
+    add("--add", action="store_true", help="extend the file of --out, which must exist")
+    add("--namespace", default="", metavar="NAME", help="which requests it serves; see below")
     add(
         "--max-nodes",
         type=int,
         metavar="N",
-        help=f"room for so many n-grams (default: {LookaheadOptions.max_nodes})",
+        help=f"capacity in n-grams (default: {LookaheadOptions.max_nodes})",
     )
-    add("--info", type=Path, metavar="FILE", help="print what a cache file holds, and leave")
+    line = "print the contents of a cache file: n-grams, namespaces, tokenizer"
+    info = commands.add_parser("info", help=line, description=line)
+    info.set_defaults(run=print_info, error=info.error)
+    info.add_argument("out", type=Path, metavar="FILE", help="the cache file")
+    info.add_argument(
+        "--model", type=Path, metavar="DIR", help="also print its most frequent n-grams as text"
+    )
     return result
 
 
 class UsageError(ValueError):
-    """One sentence: what is missing or too much on the command line."""
+    """One sentence: what is wrong with the command line."""
 
 
 def load_tokenizer(model: Path) -> Any:
-    """The tokenizer in the model's folder."""
+    """The tokenizer in the model's folder; UsageError if there is none."""
     if not model.is_dir():
         raise UsageError(f"--model: there is no folder {model}")
     from transformers import AutoTokenizer
@@ -86,7 +108,7 @@ def load_tokenizer(model: Path) -> Any:
 
 
 def full_namespace(name: str) -> str:
-    """The namespace of requests that give this one, and neither a salt nor an adapter."""
+    """The engine's namespace of requests with this name, no cache salt and no LoRA adapter."""
     if not name:
         return ""
     try:
@@ -96,23 +118,28 @@ def full_namespace(name: str) -> str:
     return shared_namespace("namespace", None, None, name) or ""
 
 
-def info(options: argparse.Namespace) -> None:
-    """Print what the file holds."""
+def print_info(options: argparse.Namespace) -> None:
+    """`cache info`."""
     if options.model is None:
-        print(describe(options.info))
+        print(describe(options.out))
         return
     tokenizer = load_tokenizer(options.model)
     vocabulary = tokenizer.get_vocab()
     fingerprint = cache_file.fingerprint(vocabulary)
-    print(describe(options.info, fingerprint, max(vocabulary.values()) + 1, tokenizer.decode))
+    print(describe(options.out, fingerprint, max(vocabulary.values()) + 1, tokenizer.decode))
 
 
-def begin(options: argparse.Namespace, tokenizer: str) -> NGramTrieProposer:
-    """A proposer that knows what it should go on from."""
+def make_proposer(options: argparse.Namespace, fingerprint: str) -> NGramTrieProposer:
+    """An empty proposer, or with --add one with the contents of the file.
+
+    Raises
+    ------
+    UsageError, CacheFileError, OptionError, OSError
+    """
     if not options.add:
         given = {} if options.max_nodes is None else {"max_nodes": options.max_nodes}
         return NGramTrieProposer(LookaheadOptions.from_dict(given))
-    arrays, facts = cache_file.load(options.out, tokenizer)
+    arrays, facts = cache_file.load(options.out, fingerprint)
     capacity = len(arrays["edges"])
     if options.max_nodes not in (None, capacity):
         raise UsageError(
@@ -126,11 +153,8 @@ def begin(options: argparse.Namespace, tokenizer: str) -> NGramTrieProposer:
     return proposer
 
 
-def warm(options: argparse.Namespace) -> None:
-    """Learn the texts and write the file."""
-    for name in ("model", "texts", "out"):
-        if getattr(options, name) is None:
-            raise UsageError(f"--{name} is missing; --model, --texts and --out go together")
+def check_paths(options: argparse.Namespace) -> None:
+    """Raise UsageError if a text cannot be read or the file cannot be written."""
     if not options.out.parent.is_dir():
         raise UsageError(f"--out: there is no folder {options.out.parent}")
     if options.out.exists() and not options.add:
@@ -138,50 +162,60 @@ def warm(options: argparse.Namespace) -> None:
     for path in options.texts:
         if not path.is_file():
             raise UsageError(f"--texts: there is no file {path}")
+
+
+def build_cache(options: argparse.Namespace) -> None:
+    """`cache build`: learn the texts and write the file."""
+    check_paths(options)
     namespace = full_namespace(options.namespace)
     tokenizer = load_tokenizer(options.model)
-    identity = cache_file.fingerprint(tokenizer.get_vocab())
-    proposer = begin(options, identity)
-    start, pruned, texts, tokens = time.perf_counter(), proposer.trie.num_pruned, 0, 0
-    total = sum(path.stat().st_size for path in options.texts)
-    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
-        for path in options.texts:
-            bar.set_description(path.name)
-            for text in read_texts(path, tokenizer):
-                learn(proposer, text, namespace, bar.update)
-                texts, tokens = texts + bool(text.answer), tokens + len(text.answer)
+    fingerprint = cache_file.fingerprint(tokenizer.get_vocab())
+    proposer = make_proposer(options, fingerprint)
+    start, pruned_before = time.perf_counter(), proposer.trie.num_pruned
+    num_texts, num_tokens = learn_files(proposer, options.texts, tokenizer, namespace)
     arrays, facts = proposer.snapshot()
-    size = cache_file.save(options.out.resolve(), arrays, facts, identity)
+    size = cache_file.save(options.out.resolve(), arrays, facts, fingerprint)
     held, capacity = cache_file.count_ngrams(arrays), len(arrays["edges"])
     print(
-        f"{options.out}: {tokens} tokens of {texts} texts learned in "
+        f"{options.out}: {num_tokens} tokens of {num_texts} texts learned in "
         f"{time.perf_counter() - start:.1f} s; it holds {held} n-grams of at most {capacity} "
         f"({held / capacity:.1%}), {size / 1e6:.1f} MB"
     )
-    if held + (forgotten := proposer.trie.num_pruned - pruned) > capacity:
+    pruned = proposer.trie.num_pruned - pruned_before
+    if held + pruned > capacity:
         print(
-            f"{forgotten} n-grams were pruned, for there were more than --max-nodes; with a larger "
-            "one, and the same max_nodes for the server, more of them stay"
+            f"{pruned} n-grams were pruned, for there were more than --max-nodes; a larger "
+            "--max-nodes, and the same max_nodes for the server, keeps more of them"
         )
 
 
+def learn_files(
+    proposer: NGramTrieProposer, paths: Sequence[Path], tokenizer: Any, namespace: str
+) -> tuple[int, int]:
+    """Learn all texts, with a progress bar; returns how many texts and tokens were learned."""
+    num_texts, num_tokens = 0, 0
+    total = sum(path.stat().st_size for path in paths)
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
+        for path in paths:
+            bar.set_description(path.name)
+            for text in read_texts(path, tokenizer):
+                learn(proposer, text, namespace, bar.update)
+                num_texts += bool(text.answer)
+                num_tokens += len(text.answer)
+    return num_texts, num_tokens
+
+
 def main(argv: Sequence[str]) -> int:
-    """Do what the command line says; the exit status is explained in `--help`."""
-    arguments = parser()
-    options = arguments.parse_args(argv)
+    """Run the command; `--help` explains the exit status."""
+    options = parser().parse_args(argv)
     try:
-        if options.info is None:
-            warm(options)
-        elif options.texts or options.out or options.add:
-            raise UsageError("--info prints and leaves; give it alone, or with --model")
-        else:
-            info(options)
+        options.run(options)
     except CacheFileError as error:
-        arguments.error(f"{options.info or options.out}: {error}")
+        options.error(f"{options.out}: {error}")
     except OSError as error:
-        arguments.error(f"{error.filename or options.out}: {error.strerror or error}")
+        options.error(f"{error.filename or options.out}: {error.strerror or error}")
     except (UsageError, OptionError, TextError) as error:
-        arguments.error(str(error))
+        options.error(str(error))
     except KeyboardInterrupt:
         print("\ninterrupted; nothing was written", file=sys.stderr)
         return 130

@@ -1,4 +1,4 @@
-"""Compare what lookahead uses of vLLM with a release of vLLM that is not installed."""
+"""Compare the parts of vLLM that lookahead uses with a release of vLLM that is not installed."""
 
 from __future__ import annotations
 
@@ -9,23 +9,36 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lookahead_vllm.engine import compatibility
-from lookahead_vllm.engine.seams.table import SEAMS
+from lookahead_vllm.engine.seams import SEAMS
 
-EPILOG = """\
-Names and parameters of the table in lookahead_vllm/engine/seams/ are compared, and all that is
-imported from vLLM, as at every start of an engine with lookahead. That they are there does not say
-that they mean the same: a release is supported once its tests pass.
-
+EXPLANATION = """\
+Names and parameters of the tables in lookahead_vllm/engine/seams/ are compared, and everything
+that lookahead imports from vLLM, as at every start of an engine with lookahead. The comparison
+reads sources: it cannot tell whether they still do the same. A release is supported once the tests
+pass with it.
+"""
+EPILOG = f"""\
+{EXPLANATION}
 examples:
   pip download --no-deps vllm==0.33.0 && python scripts/check_seams.py vllm-0.33.0-*.whl
   python scripts/check_seams.py path/to/a/checkout/of/vllm
 
-The exit status is 0 if everything is there, 1 if something is not, 2 for wrong arguments.
+The exit status is 0 if everything is there, 1 if something is missing, 2 for wrong arguments.
 """
 
 
+def release(text: str) -> Path:
+    """Argument type: a wheel of vLLM, or a folder that holds the package `vllm`."""
+    path = Path(text)
+    if not (zipfile.is_zipfile(path) or (path / "vllm").is_dir()):
+        raise argparse.ArgumentTypeError(
+            f"{path} is no wheel, and no folder with the package `vllm` in it"
+        )
+    return path
+
+
 def compare(place: Path) -> list[str]:
-    """What a wheel, or a folder with the package `vllm` in it, does not have."""
+    """One sentence for each difference between the tables and this release."""
     if place.is_dir():
         return list(compatibility.problems(place))
     with zipfile.ZipFile(place) as wheel, tempfile.TemporaryDirectory() as folder:
@@ -34,17 +47,8 @@ def compare(place: Path) -> list[str]:
         return list(compatibility.problems(Path(folder)))
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "places", nargs="+", type=Path, metavar="WHEEL", help="wheels, or folders that hold `vllm`"
-    )
-    places = parser.parse_args(argv).places
-    for place in places:
-        if not (zipfile.is_zipfile(place) or (place / "vllm").is_dir()):
-            parser.error(f"{place} is no wheel, and no folder with the package `vllm` in it")
+def report(places: Sequence[Path]) -> int:
+    """Print the differences of each release; 1 if there are any, else 0."""
     found = 0
     for place in places:
         missing = compare(place)
@@ -53,3 +57,14 @@ def main(argv: Sequence[str]) -> int:
         for problem in missing:
             print(f"  {problem}")
     return 1 if found else 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line of scripts/check_seams.py; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "places", nargs="+", type=release, metavar="WHEEL", help="wheels, or folders that hold vllm"
+    )
+    return report(parser.parse_args(argv).places)

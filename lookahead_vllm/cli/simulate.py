@@ -29,63 +29,63 @@ from lookahead_vllm.simulation.traces import Trace, TraceError, TraceFile, load_
 
 EPILOG = """\
 example:
-  python scripts/simulate.py --traces ../shared/data/*_reference.jsonl \\
+  lookahead-vllm simulate --traces *_reference.jsonl \\
       --proposers ngram_trie,prompt_lookup,suffix --budget 16,32 --mode cold,replay \\
       --json out.json --plot out.png
 
 a line of the traces:
   {"prompt_token_ids": [1, 9690, ...], "output_token_ids": [504, ...],
    "suite": "spec_bench", "category": "qa", "loops": false}
-  the last three may be missing.
+  The last three may be missing.
 
 proposers, as --list prints them:
 %s
-  One with settings is another one: ngram_trie:branch_length=8:max_nodes=50000,
+  Settings make another proposer: ngram_trie:branch_length=8:max_nodes=50000,
   suffix:max_tree_depth=64, prompt_lookup:prompt_lookup_min=3.
 
 modes:
-  cold    all traces of a file, in order, beginning with an empty cache
-  warm    those of the file's second half, after its first half
+  cold    all traces of a file, in order, starting with an empty cache
+  warm    the traces of the file's second half, after those of its first half
   replay  all traces of a file, after all of them were played once (as new requests)
-  Each file has a cache of its own; the overall figures pool the steps of all files.
+  Each file has its own cache; the overall figures pool the steps of all files.
 
 columns:
-  budget      the most nodes of a tree
-  EDL         tokens a decode step, the bonus token included; a step without a draft counts
-  nodes       draft tokens a decode step
-  propose µs  a call of `propose`: the median, and the 99th percentile beside it
-  update µs   a call of `extend` over the number of its tokens: the median
-  MB          bytes held when the file has been played, the largest of the files. Of ours, what
-              the proposer says that its caches hold. Of suffix, what malloc gets back when the
-              cache is let go, headers included (in a fork); only where that cannot be told,
-              arctic-inference's own estimate. prompt_lookup keeps nothing
-  bytes/token with --fill: bytes held after the made-up answers, over their tokens
-  speed-up    with --cost-curve: tokens * t(1) over the sum of t(1 + nodes) of all steps
-  The JSON has these, and more, as results[proposer][budget][mode] = {edl, nodes,
+  budget      the maximum of nodes in a tree
+  EDL         tokens per decode step, the bonus token included; steps without a draft count
+  nodes       draft tokens per decode step
+  propose µs  one call of `propose`: median and 99th percentile
+  update µs   one call of `extend`, divided by the number of its tokens: median
+  MB          bytes held after the file was played; the maximum over the files. For proposers of
+              this package, the size that they report for their caches. For suffix, the bytes that
+              malloc gets back when the cache is freed (measured in a fork, headers included), or,
+              where malloc does not report it, arctic-inference's own estimate. prompt_lookup
+              stores nothing
+  bytes/token with --fill: bytes held after the generated answers, divided by their tokens
+  speed-up    with --cost-curve: tokens * t(1), divided by the sum of t(1 + nodes) over all steps
+  The JSON has these and more as results[proposer][budget][mode] = {edl, nodes,
   propose_us_p50, propose_us_p99, update_us_p50, bytes, by_category, by_file, ...}.
 
-how it measures:
-  One request at a time, of which the first output token is the prefill's, so no decode step.
-  A step proposes a tree, accepts its longest path that agrees with the recorded output, and
-  commits that path and one token more. What is left of the recorded output bounds the depth:
-  nodes beyond it are not sent, whoever proposed them. Times are of the proposer's own calls, in
-  this process, with garbage collection off, after a warm-up on a throw-away proposer; those of
-  prompt_lookup are of a NumPy version of vLLM's kernel.
-  --fill makes answers of 200 to 300 tokens with prompts of 50 from the outputs of all files (each
-  token is one that followed the last two somewhere in them, drawn with a fixed seed), and every
-  cache hears them first. More of them than suffix keeps requests (max_cached_requests), or than
-  ngram_trie keeps nodes (max_nodes), are forgotten, so that bytes/token is low by as much. It is
-  there for times and bytes: EDL means little after it, for the answers come from the traces.
+method:
+  Requests run one at a time. The prefill produces the first output token, so that token is no
+  decode step. A step proposes a tree, accepts its longest path that agrees with the recorded
+  output, and commits that path and one more token. The remaining recorded output bounds the depth:
+  deeper nodes of any proposer are not sent. Times are those of the proposer's calls, in this
+  process, with garbage collection off, after a warm-up on another instance; those of prompt_lookup
+  are of a NumPy version of vLLM's kernel.
+  --fill generates answers of 200 to 300 tokens, with prompts of 50, from the outputs of all files:
+  each token is one that follows the last two somewhere in them, drawn with a fixed seed. Every
+  cache learns them first. suffix forgets requests above max_cached_requests and ngram_trie nodes
+  above max_nodes, which lowers bytes/token. Use it for times and bytes only: the EDL after it
+  means little, because the answers are made of the traces.
 
 The exit status is 0, 2 for wrong options or traces, 130 after Ctrl-C.
 """
 
 
 class ListProposers(argparse.Action):
-    """`--list` prints and leaves, as `--help` does."""
+    """`--list`: print the proposers and exit."""
 
     def __call__(self, arguments: argparse.ArgumentParser, *args: Any) -> None:
-        """Print the proposers."""
         print(describe())
         arguments.exit()
 
@@ -94,6 +94,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     listed = "\n".join(f"  {line}" for line in describe().splitlines())
     result = argparse.ArgumentParser(
+        prog="lookahead-vllm simulate",
         description=__doc__,
         epilog=EPILOG.replace("%s", listed),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -106,33 +107,33 @@ def parser() -> argparse.ArgumentParser:
         metavar="A,B",
         help="default: ngram_trie,prompt_lookup,suffix",
     )
-    add("--list", nargs=0, action=ListProposers, help="print the proposers and leave")
+    add("--list", nargs=0, action=ListProposers, help="print the proposers and exit")
     add(
         "--budget",
         type=budgets,
         default=[8, 16, 32, 64],
         metavar="N,M",
-        help="the most nodes of a tree, 1 to 128 (default: 8,16,32,64)",
+        help="maximum of nodes in a tree, 1 to 128 (default: 8,16,32,64)",
     )
     add("--mode", type=modes, default=["cold"], metavar="A,B", help="default: cold; see below")
     add("--limit", type=positive, metavar="N", help="the first N traces of each file")
     add("--shuffle", type=int, metavar="SEED", help="shuffle the traces of each file first")
-    add("--no-loops", action="store_true", help="leave out traces with `loops: true` first of all")
-    add("--fill", type=positive, metavar="N", help="fill every cache with N made-up tokens first")
+    add("--no-loops", action="store_true", help="first leave out traces with `loops: true`")
+    add("--fill", type=positive, metavar="N", help="first fill every cache with N generated tokens")
     add(
         "--cost-curve",
         type=cost_curve,
         metavar="TOKENS:MS,...",
-        help="what a step over so many tokens costs, as in 1:25,8:32.4,32:73.5: proposers of "
-        "this package then send what is worth it, and the speed-up is simulated",
+        help="cost of a step by its tokens, as in 1:25,8:32.4,32:73.5: proposers of this package "
+        "then send only nodes that pay, and the speed-up is computed",
     )
-    add("--json", type=Path, metavar="OUT.json", help="write everything there")
-    add("--plot", type=Path, metavar="OUT.png", help="draw EDL over nodes")
+    add("--json", type=Path, metavar="OUT.json", help="write all results to this file")
+    add("--plot", type=Path, metavar="OUT.png", help="plot EDL over nodes")
     return result
 
 
 def budgets(text: str) -> list[int]:
-    """Numbers from 1 to 128, separated by commas, each once."""
+    """Numbers from 1 to 128, separated by commas; duplicates are dropped."""
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
         if not part.isdecimal() or not 1 <= int(part) <= 128:
@@ -141,7 +142,7 @@ def budgets(text: str) -> list[int]:
 
 
 def modes(text: str) -> list[Mode]:
-    """Modes, separated by commas, each once."""
+    """Modes, separated by commas, in the order of MODES."""
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
         if part not in MODES:
@@ -161,7 +162,7 @@ def cost_curve(text: str) -> CostCurve:
 
 
 class Simulation:
-    """All that one call replays, and what has come of it so far."""
+    """The proposers and traces of one call, and the results so far."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         check_outputs(options, OptionError)
@@ -181,9 +182,9 @@ class Simulation:
         tokens += filled * len(self.files)
         runs = [(name, budget) for name in self.makers for budget in self.options.budget]
         form = "{desc} |{bar}| {percentage:3.0f} %, {elapsed}, {remaining} left"
-        tqdm.monitor_interval = 0  # its thread would hinder the fork that measures memory
+        tqdm.monitor_interval = 0  # no thread, because measuring memory forks
         with tqdm(total=filled + tokens * len(runs), bar_format=form) as bar:
-            bar.set_description("making up answers" if filled else "starting")
+            bar.set_description("generating answers" if filled else "starting")
             filling = self._filling(bar)
             for name, budget in runs:
                 bar.set_description(f"{name}, {budget}")
@@ -200,11 +201,11 @@ class Simulation:
         self.complete = True
 
     def _filling(self, bar: Any) -> list[Trace]:
-        everything = [trace for file in self.files for trace in file.traces]
-        return resample(everything, self.options.fill or 0, advance=bar.update)
+        traces = [trace for file in self.files for trace in file.traces]
+        return resample(traces, self.options.fill or 0, advance=bar.update)
 
     def meta(self, argv: Sequence[str]) -> dict[str, Any]:
-        """What there is to know to repeat this."""
+        """Versions, inputs and arguments: what it takes to repeat this run."""
         names = ("lookahead-vllm", "arctic-inference", "numpy", "numba")
         found = {}
         for name in names:
@@ -228,7 +229,7 @@ class Simulation:
 
 
 def report(simulation: Simulation, argv: Sequence[str]) -> None:
-    """Print the tables of what is finished; write the JSON and the picture."""
+    """Print the tables of the finished runs; write the JSON and the plot."""
     options, results = simulation.options, simulation.results
     for file in simulation.files:
         short = f", {file.too_short} shorter than two tokens left out" if file.too_short else ""
@@ -252,7 +253,7 @@ def report(simulation: Simulation, argv: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the simulation; the exit status is explained in `--help`."""
+    """Run the simulation; `--help` explains the exit status."""
     arguments = parser()
     options = arguments.parse_args(argv)
     try:
@@ -264,6 +265,6 @@ def main(argv: Sequence[str]) -> int:
         simulation.run()
     except KeyboardInterrupt:
         interrupted = True
-        print("\ninterrupted; this is what had finished", file=sys.stderr)
+        print("\ninterrupted; these runs had finished", file=sys.stderr)
     report(simulation, argv)
     return 130 if interrupted else 0

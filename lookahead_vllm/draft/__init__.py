@@ -1,1 +1,1 @@
-"""What to guess: draft trees, tries, proposers, budgets. NumPy only: no torch, no vllm."""
+"""Drafting: draft trees, proposers, budgets and the cache file. Imports neither torch nor vllm."""

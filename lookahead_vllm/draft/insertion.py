@@ -1,4 +1,4 @@
-"""Texts that wait to be inserted: a little of each request's in turn, for a share of each step."""
+"""Inserts long texts a little at a time, for a share of each step, request by request."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from time import perf_counter
 
 from lookahead_vllm.draft.jit import Int32s
 
-SHARE = 1 / 16
-"""The part of a step's time that all insertions of the step may take together."""
+SHARE = 1 / 32
+"""The share of a step's time that all insertions of the step may take."""
 
 SECONDS = 0.002
-"""And the most that they may take, however long the step is."""
+"""The most time that all insertions of a step may take."""
 
 CHUNK = 64
-"""Tokens of one request that are inserted before the next request has its turn: some 50 µs."""
+"""Tokens of one request that are inserted in one turn, in about 50 µs."""
 
 
 @dataclass(slots=True)
@@ -29,46 +29,45 @@ class _Text:
 class InsertionQueue:
     """Inserts long texts over several steps, so that no request delays the others.
 
-    Each request has one turn of CHUNK tokens, then the next one has its turn. How long a step is,
-    is told by the time between the last two calls of `end_step`. A step inserts for its share of
-    that, and at most one turn longer.
+    Requests take turns of CHUNK tokens. The length of a step is the time between the last two
+    calls of `end_step`; a step inserts for a share of it, and at most one turn longer.
 
     Attributes
     ----------
     share, seconds : float
-        Bounds for the time of all insertions of one step; at least one turn is taken in each. If
-        `seconds` is infinite, texts are inserted at once.
+        Bounds for the time of a step's insertions: a share of the step's length, and seconds. A
+        step takes at least one turn. If `seconds` is infinite, texts are inserted at once.
     clock : callable
-        Returns seconds.
+        Returns the time in seconds.
     """
 
     def __init__(self) -> None:
         self.share, self.seconds = SHARE, SECONDS
         self.clock: Callable[[], float] = perf_counter
         self._left = self.seconds
-        """Of this step's time."""
+        """Seconds left for insertions in this step."""
         self._has_inserted = False
-        """In this step."""
+        """Whether a turn was taken in this step."""
         self._last_end: float | None = None
         self._waiting: dict[Hashable, deque[_Text]] = {}
-        """By request; the next turn is the first one's."""
+        """By request, in the order of their turns."""
 
     def add(self, request: Hashable, insert: Callable[[Int32s], None], tokens: Int32s) -> None:
-        """Let `insert` have `tokens` int32 [n] in pieces, after the texts of this request."""
+        """Queue `tokens` int32 [n] for `insert`, in parts, after the request's earlier texts."""
         if len(tokens):
             self._waiting.setdefault(request, deque()).append(_Text(insert, tokens))
 
     def drop(self, request: Hashable) -> None:
-        """The request has ended: forget what waits."""
+        """The request has ended: remove its texts from the queue."""
         self._waiting.pop(request, None)
 
     def work(self) -> None:
-        """Insert until the time of this step is used up or nothing waits."""
+        """Insert until this step's time is used up or the queue is empty."""
         while self._waiting and (self._left > 0 or self.seconds == math.inf):
             self._take_turn()
 
     def end_step(self) -> None:
-        """Do the work of this step, one turn at least; the next step begins with its full time."""
+        """Insert for the rest of this step's time, at least one turn, and begin the next step."""
         if self._waiting and not self._has_inserted:
             self._take_turn()
         self.work()

@@ -1,4 +1,4 @@
-"""How hot loops are compiled: by numba, once for every release."""
+"""The `kernel` decorator: numba compilation with a cache on disk."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ Int64s = NDArray[np.int64]
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile `function` at its first call, and keep what was compiled for later processes.
+    """Compile `function` with numba at its first call, and cache the machine code on disk.
 
-    numba looks at the file of a kernel alone when it asks whether a compiled one still fits, and
-    not at the files of the kernels that are inlined into it. So each state of the sources of
-    `draft/` and `verify/` has a folder of its own in
-    `compiled.cache_dir()`. Where there is none, every process compiles for itself.
+    numba recompiles a cached kernel when the kernel's own file changes, but not when the file of
+    an inlined kernel does. So the cache is a folder of `kernel_folder.cache_dir()` that is named by
+    a hash of all sources of `draft/` and `verify/`. If there is no usable folder, each process
+    compiles for itself.
     """
     compiled = numba.njit(error_model="numpy")(function)
-    before = numba.config.CACHE_DIR
+    default_folder = numba.config.CACHE_DIR
     try:
         numba.config.CACHE_DIR = _folder()
         cache = _Cache(function)
     except (OSError, RuntimeError):
         return compiled
     finally:
-        numba.config.CACHE_DIR = before
-    # Where the folder cannot be used, numba takes one whose kernels may be of other sources.
+        numba.config.CACHE_DIR = default_folder
+    # If numba cannot write to the folder, it picks another, whose kernels may be out of date.
     if cache.cache_path.startswith(_folder()):
-        compiled._cache = cache  # what `enable_caching` does
+        compiled._cache = cache  # as `Dispatcher.enable_caching` does
     return compiled
 
 
 class _Cache(FunctionCache):
-    """numba's, that gives up what it cannot write: the kernel is compiled, and that is enough."""
+    """numba's cache, which ignores failed writes: the kernel is compiled in memory anyway."""
 
     def save_overload(self, sig: Any, data: Any) -> None:
         with suppress(OSError):
@@ -52,9 +52,9 @@ class _Cache(FunctionCache):
 
 
 def sources_of_kernels(package: Path) -> list[Path]:
-    """All modules of `draft/` and `verify/`, in folders of any depth."""
+    """All modules of `draft/` and `verify/`, subfolders included: those that may hold kernels."""
     return sorted(
-        source for room in ("draft", "verify") for source in (package / room).rglob("*.py")
+        source for folder in ("draft", "verify") for source in (package / folder).rglob("*.py")
     )
 
 

@@ -1,4 +1,4 @@
-"""What a user may set, in the papers' names, checked at start-up."""
+"""The options of lookahead decoding, named as in the papers and checked at start-up."""
 
 from __future__ import annotations
 
@@ -25,67 +25,69 @@ SHIFTS = ("one", "hits", "paper")
 
 MAX_DECODING_LENGTH = 128
 
-WEEK = 7 * 24 * 3600
+WEEK_SECONDS = 7 * 24 * 3600
 
 
 class OptionError(ValueError):
-    """One sentence: what was given, what is allowed, what to write instead."""
+    """An invalid option; the message says what was given, what is allowed and what to write."""
 
 
 @dataclass(frozen=True)
 class LookaheadOptions:
-    """The options of lookahead decoding; making one with a wrong value raises OptionError.
+    """The options of lookahead decoding; a wrong value raises OptionError.
 
     Attributes
     ----------
     num_speculative_tokens : int
-        The decoding length: the most nodes of one draft tree, 1 to 128. By default 16; 64 with
-        the proposer "hybrid"; with "jacobi_window" what both branches take.
+        The decoding length: the maximum number of nodes of one draft tree, 1 to 128. The default
+        is 16; 64 for the proposer "hybrid"; for "jacobi_window" the nodes of both its branches.
     branch_length : int
-        The longest branch below the root, in tokens, 1 to 64.
+        The maximum length of a branch below the root, in tokens, 1 to 64.
     max_nodes : int
-        The most n-grams that the trie holds, of all prompts and answers together, at least 1024;
-        16 bytes each, allocated at start-up.
+        The capacity of the trie in n-grams, for all prompts and answers together, at least 1024.
+        An n-gram takes 16 bytes; all are allocated at start-up.
     max_bytes : int or None
-        The same bound in bytes, at least 16384; the tighter one holds.
+        The same capacity in bytes, at least 16384; the smaller of the two applies.
     draft : "hierarchical", "parallel" or "single"
-        The paper's drafts: branches merged into a tree, branches that part at the root alone, or
+        The shape of a draft: branches merged into a tree, branches that share only the root, or
         one branch. Source: Lookahead (KDD 2024), section 4.1.
     sources : "both", "prompt", "output" or "none"
-        What is inserted into the trie. Source: the same paper's ablation, section 5.4.
+        The texts that are inserted into the trie. Source: the same paper, section 5.4.
     proposer : str
-        Who grows the trees: a key of `registry.PROPOSERS`.
+        The proposer that grows the trees, a key of `registry.PROPOSERS`.
     budget : "auto" or int
-        "auto": every step sends only the nodes that the measured cost of a step is worth.
-        A number: that many nodes for each request, always.
+        "auto": each step sends only the nodes that pay for themselves, by the measured cost of a
+        step. A number: each step sends up to that many nodes for each request, whatever they cost.
     window_size : "auto" or int
-        W of the lookahead branch, 0 to 128; 0 is none. "auto": by the size of the model, as in
-        Lookahead Decoding (ICML 2024), Table 4, and no more than there are nodes for.
+        W of the lookahead branch, 0 to 128; 0 disables the branch. "auto": by the size of the
+        model, as in Lookahead Decoding (ICML 2024), Table 4, as far as the nodes suffice.
     ngram_size : int
-        N, 2 to 16; 2 is Jacobi decoding.
+        N of the lookahead branch, 2 to 16; 2 is Jacobi decoding.
     guess_set_size : "auto" or int
-        G, 1 to 128: candidates that the pool of "jacobi_window" gives a step; "auto" is W.
+        G, 1 to 128: the maximum number of candidates that a step takes from the pool of
+        "jacobi_window". "auto" is W.
     pool_from_prompt : bool
-        Whether the n-grams of the prompt are put into that pool, too.
+        Whether the n-grams of the prompt are added to that pool.
     window_shift : "one", "hits" or "paper"
-        What becomes of the window when several tokens are accepted at once: it moves on as after
-        one, by as many positions, or by as many levels (Algorithm 2).
+        How the window moves when a step accepts several tokens: as after one token, by as many
+        positions, or by as many levels (Algorithm 2).
     share : "none", "namespace" or "all"
         Which requests learn from each other's answers: none, those of one namespace, or all.
     cache_path : str or None
-        The file in which what was learned outlives the server.
+        The file that keeps the cache when the server stops.
     cache_interval : int or float
-        Seconds between two saves of it, 0 to a week; 0: only when the server ends.
+        Seconds between two saves of that file, 0 to a week. 0 saves only when the server stops.
     max_reference_tokens : int
-        The most tokens of references that one request may bring, 1 to 2**20. A token id counts as
-        one, and so do 4 bytes of a text in UTF-8.
+        The maximum number of reference tokens of one request, 1 to 2**20. In a reference that is
+        text, 4 bytes of UTF-8 count as a token.
     max_live_reference_tokens : int
-        The same for all requests together that one API server is answering, 1 to 2**24. In a trie
-        of the default size, references up to the default take half of the room.
+        The maximum for all live requests of one API server together, 1 to 2**24. The default
+        fills half of a trie of the default size.
     accept_references : bool
-        False: what requests say of references is ignored.
+        Whether requests may bring references. False ignores these.
     accept_namespaces : bool
-        False: the namespace is made of LoRA adapter and cache_salt alone, whatever requests say.
+        Whether requests may name their namespace. False derives it from the LoRA adapter and
+        cache_salt alone.
     """
 
     num_speculative_tokens: int = None  # type: ignore[assignment]  # until __post_init__
@@ -124,9 +126,9 @@ class LookaheadOptions:
             self._check_int("max_bytes", 16_384, 2**40)
         self._check_choice("draft", DRAFTS)
         self._check_choice("sources", SOURCES)
-        most = self.num_speculative_tokens
-        if self.budget != "auto" and not _is_int(self.budget, 1, most):
-            allowed = f'"auto" or 1 to num_speculative_tokens={most} nodes'
+        max_budget = self.num_speculative_tokens
+        if self.budget != "auto" and not _is_int(self.budget, 1, max_budget):
+            allowed = f'"auto" or 1 to num_speculative_tokens={max_budget} nodes'
             raise _wrong("budget", self.budget, allowed, "auto")
         self._check_comb()
         self._check_choice("share", SHARES)
@@ -139,42 +141,43 @@ class LookaheadOptions:
                 "cache; leave cache_path out"
             )
         seconds = self.cache_interval
-        if type(seconds) not in (int, float) or not 0 <= seconds <= WEEK:
-            raise _wrong("cache_interval", seconds, f"a number of seconds from 0 to {WEEK}", 300)
+        if type(seconds) not in (int, float) or not 0 <= seconds <= WEEK_SECONDS:
+            allowed = f"a number of seconds from 0 to {WEEK_SECONDS}"
+            raise _wrong("cache_interval", seconds, allowed, 300)
         self._check_references()
         self._check_bool("accept_namespaces")
 
     @classmethod
     def from_dict(cls, given: Mapping[str, object]) -> LookaheadOptions:
-        """Make options of `given`; what is not given, or is a None, gets its default.
+        """Make options of `given`; an option that is missing or None gets its default.
 
         Raises
         ------
         OptionError
-            An unknown key, a wrong type, a value out of its range, or two that contradict.
+            A key is unknown, a value has a wrong type or is out of range, or two contradict.
         """
-        known = [field.name for field in fields(cls)]
+        names = [field.name for field in fields(cls)]
         for key in given:
-            if key not in known:
-                close = get_close_matches(str(key), known, n=1)
+            if key not in names:
+                close = get_close_matches(str(key), names, n=1)
                 raise OptionError(
-                    f"option {key!r} was given, but lookahead knows {', '.join(known)}; "
+                    f"option {key!r} was given, but lookahead knows {', '.join(names)}; "
                     + (f"did you mean {close[0]!r}?" if close else "leave it out")
                 )
         values = {key: value for key, value in given.items() if value is not None}
         return cls(**values)  # type: ignore[arg-type]  # __post_init__ checks the types
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values that `from_dict` reads back."""
+        """The options as plain values, which `from_dict` reads back."""
         return asdict(self)
 
     def with_checked_cache(self) -> LookaheadOptions:
-        """The same with an absolute `cache_path`, after a look at its directory.
+        """Return these options with an absolute `cache_path`, after checking its directory.
 
         Raises
         ------
         OptionError
-            No file can be written there.
+            The file could not be written there.
         """
         if self.cache_path is None:
             return self
@@ -198,37 +201,36 @@ class LookaheadOptions:
         return replace(self, cache_path=str(path))
 
     def for_model(self, num_parameters: float) -> LookaheadOptions:
-        """The same without an "auto" in the window, for a model of that size.
+        """Replace "auto" in `window_size` and `guess_set_size`, for a model of this size.
 
-        The paper's W where there are nodes for it: for the comb and G candidates in the proposer
-        "jacobi_window", for the comb and as much again in "hybrid".
+        W is the paper's, or the largest whose comb fits into half of a tree's nodes with the
+        proposer "jacobi_window", into a quarter with "hybrid". G is W, at least 1.
         """
         if self.proposer not in HAVE_WINDOW:
             return self
         size, guesses = self.window_size, self.guess_set_size
         if size == "auto":
-            most = self._max_comb_nodes
-            paper = paper_window_size(num_parameters)
-            fitting = [w for w in range(paper + 1) if WindowShape(w, self.ngram_size).nodes <= most]
-            size = fitting[-1]
+            sizes = range(paper_window_size(num_parameters) + 1)
+            nodes = [WindowShape(size, self.ngram_size).nodes for size in sizes]
+            size = max(s for s, n in zip(sizes, nodes, strict=True) if n <= self._max_comb_nodes)
         if guesses == "auto":
             guesses = max(1, int(size))
         return replace(self, window_size=size, guess_set_size=guesses)
 
     @property
-    def most_nodes(self) -> int:
-        """Of one tree: the budget, where it is fixed."""
+    def max_nodes_per_tree(self) -> int:
+        """The maximum number of nodes of one tree: `budget` if it is a number."""
         return self.num_speculative_tokens if self.budget == "auto" else int(self.budget)
 
     @property
     def window(self) -> WindowShape:
-        """W and N, where W is no longer "auto"."""
+        """W and N; `window_size` must not be "auto"."""
         return WindowShape(int(self.window_size), self.ngram_size)
 
     @property
     def _max_comb_nodes(self) -> int:
-        """The nodes that a comb of "auto" size may have: fewer where other sources compete."""
-        return self.most_nodes // (4 if self.proposer == "hybrid" else 2)
+        """The maximum number of nodes of the comb if `window_size` is "auto"."""
+        return self.max_nodes_per_tree // (4 if self.proposer == "hybrid" else 2)
 
     def _default_length(self) -> int:
         if self.proposer == "hybrid":
@@ -263,12 +265,12 @@ class LookaheadOptions:
     def _check_comb(self) -> None:
         if self.proposer not in HAVE_WINDOW or self.window_size == "auto":
             return
-        most = self.most_nodes
-        if self.window.nodes > most:
+        max_nodes = self.max_nodes_per_tree
+        if self.window.nodes > max_nodes:
             name = "num_speculative_tokens" if self.budget == "auto" else "budget"
             raise OptionError(
                 f"window_size={self.window_size} and ngram_size={self.ngram_size} were given, "
-                f"but their {self.window.nodes} nodes are more than {name}={most}; "
+                f"but their {self.window.nodes} nodes are more than {name}={max_nodes}; "
                 "write window_size='auto'"
             )
 
@@ -304,7 +306,7 @@ class LookaheadOptions:
 
 
 def _is_int(value: object, low: int, high: int) -> bool:
-    return type(value) is int and low <= value <= high  # a bool is no number here
+    return type(value) is int and low <= value <= high  # isinstance would accept a bool
 
 
 def _wrong(name: str, value: object, allowed: str, instead: object) -> OptionError:

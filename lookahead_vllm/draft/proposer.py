@@ -1,4 +1,4 @@
-"""Who guesses: the interface that the engine calls."""
+"""The Proposer protocol, through which the engine gets draft trees, and its argument types."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ NO_LOAD = Load()
 
 
 class RequestOverrides(NamedTuple):
-    """What one request wants otherwise than the server's options say; None is no wish.
+    """The options that one request overrides; None keeps the server's value.
 
-    `proposer` is "ngram_trie", "jacobi_window" or "hybrid", on a server whose proposer is hybrid.
+    `proposer` is "ngram_trie", "jacobi_window" or "hybrid"; it requires the server's "hybrid".
     """
 
     proposer: str | None = None
@@ -32,38 +32,38 @@ NO_OVERRIDES = RequestOverrides()
 
 
 class DraftLimits(NamedTuple):
-    """How large a tree one request may get."""
+    """The largest tree that a request may get in one step."""
 
     request_id: str
     max_nodes: int
     max_depth: int
     may_branch: bool = True
-    """False: a chain, because this request's tree could not be verified."""
+    """False: only a chain, because a branching tree of this request could not be verified."""
     context: int = 0
-    """Committed tokens, which every node attends to."""
+    """The number of committed tokens, to which every node attends."""
 
 
 class Verified(NamedTuple):
-    """What the model said of the drafts of one step: its likeliest tokens, accepted or not."""
+    """The model's likeliest tokens at the roots and nodes verified in one step, accepted or not."""
 
     request_ids: Sequence[str]
     forest: DraftForest
-    """The first nodes of what was proposed for each of these requests; where `wants_roots`, also of
-    those that were proposed nothing."""
+    """The verified tree of each request: the first nodes of the proposed one. If `wants_roots`,
+    requests for which no node was proposed are included."""
     at_roots: Int32s
     """int32 [t, k]: the likeliest tokens after each root, best first; k is `num_choices`."""
     at_nodes: Int32s
-    """int32 [n, k]: and after each node."""
+    """int32 [n, k]: the likeliest tokens after each node, best first."""
     gaps: NDArray[np.float32]
-    """float32 [t + n, k]: how far each logit is below the best one, roots first."""
+    """float32 [t + n, k]: the difference between the best logit and each of these, roots first."""
     accepted: NDArray[np.bool_]
-    """bool [n]: the nodes that became output."""
+    """bool [n]: whether each node was accepted."""
     lengths: Int64s
-    """int64 [t]: how many each tree has of those."""
+    """int64 [t]: the number of accepted nodes of each tree."""
 
     @classmethod
     def nothing(cls, request_ids: Sequence[str], forest: DraftForest, num_choices: int) -> Verified:
-        """No node was accepted, and the model said 0 everywhere: to try a proposer out."""
+        """A result without accepted nodes, with all tokens and gaps 0, for compiling kernels."""
         t, n = len(forest), forest.num_nodes
         return cls(
             request_ids,
@@ -77,16 +77,16 @@ class Verified(NamedTuple):
 
 
 class Proposer(Protocol):
-    """What the engine calls. A request may be absent from any number of calls: that is no end."""
+    """Grows draft trees. A request stays live until `finish`, even if calls leave it out."""
 
     cost: StepCost | None
-    """What a step costs; None while it is not known, and then no tree is cut."""
+    """The cost model of a step. While it is None, no tree is cut to what pays."""
     min_prob_beside_prompt: float
-    """What a node's probability must be to pay in a step that reads a prompt as well."""
+    """The probability from which a node pays in a step that also prefills a prompt."""
     num_choices: int
-    """How many of the model's likeliest tokens at each node `observe` wants to hear of."""
+    """How many of the model's likeliest tokens at each node `observe` needs; 0 if it needs none."""
     wants_roots: bool
-    """Whether it wants to hear of requests without a node, too."""
+    """Whether `observe` also needs the root choices of requests without a node."""
 
     def start(
         self,
@@ -96,52 +96,60 @@ class Proposer(Protocol):
         references: Sequence[Sequence[int]] = (),
         overrides: RequestOverrides = NO_OVERRIDES,
     ) -> None:
-        """A request begins; one that is already known begins anew.
+        """Start a request; one that is live already starts over.
 
-        `prompt` has UNKNOWN (`tree.py`) in the places of embeddings, and may be empty.
-        Requests of one `namespace` learn from each other's answers, and from no others; None
-        shares with nobody. `references` are texts that this request's answer may copy from.
+        Parameters
+        ----------
+        request_id : str
+        prompt : Sequence[int]
+            Token ids, possibly none; UNKNOWN (`tree.py`) in place of embeddings.
+        namespace : str or None
+            The request learns from the answers of its namespace only; None shares with none.
+        references : Sequence[Sequence[int]]
+            Texts from which the answer is likely to copy.
+        overrides : RequestOverrides
+            Options that differ from the server's.
         """
 
     def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
-        """The next output tokens of some requests, in order, as they are committed."""
+        """Append newly committed output tokens to the requests, keyed by request id."""
 
     def observe(self, verified: Verified) -> None:
-        """What the model said at the nodes of the step whose tokens came with `extend` just now.
+        """Learn from the model's choices in the step whose tokens `extend` has just received.
 
-        Not called where `num_choices` is 0.
+        Not called if `num_choices` is 0.
         """
 
     def propose(self, limits: Sequence[DraftLimits], load: Load = NO_LOAD) -> Sequence[DraftTree]:
-        """One tree, possibly empty, for each of `limits`: the requests of one step.
+        """Return one tree, possibly empty, for each entry of `limits`, in order.
 
-        `load` is what the step has to do beside those of `limits`.
+        `limits` has the requests of one step; `load` is the step's other work.
         """
 
     def finish(self, request_id: str) -> None:
-        """The request has ended; an unknown one is ignored."""
+        """End the request; an unknown one is ignored."""
 
 
 class NoProposer:
-    """Guesses nothing and learns nothing: who proposes where another one's drafts are verified."""
+    """Drafts nothing. Used on ranks that only verify rank 0's drafts."""
 
     cost: StepCost | None = None
     min_prob_beside_prompt = 0.0
     num_choices = 0
     wants_roots = False
 
-    def start(self, request_id: str, prompt: Sequence[int], *more: Any) -> None:
-        """Pass over it."""
+    def start(self, request_id: str, prompt: Sequence[int], *rest: Any) -> None:
+        """Do nothing."""
 
     def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
-        """Pass over them."""
+        """Do nothing."""
 
     def observe(self, verified: Verified) -> None:
-        """Pass over it."""
+        """Do nothing."""
 
     def propose(self, limits: Sequence[DraftLimits], load: Load = NO_LOAD) -> Sequence[DraftTree]:
-        """No node for anybody."""
+        """Return an empty tree for each request."""
         return [EMPTY_TREE] * len(limits)
 
     def finish(self, request_id: str) -> None:
-        """Pass over it."""
+        """Do nothing."""

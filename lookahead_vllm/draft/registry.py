@@ -1,4 +1,4 @@
-"""Who can be named in the option `proposer`."""
+"""The proposers that the option `proposer` can name."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ PROPOSERS = {
     "jacobi_window": "lookahead_vllm.draft.window.proposer.JacobiWindowProposer",
     "hybrid": "lookahead_vllm.draft.hybrid.HybridProposer",
 }
-"""Dotted paths of proposer classes, imported only when one is used: their kernels need numba."""
+"""Dotted paths of the proposer classes. A class is imported when it is used, as it needs numba."""
 
 HAVE_WINDOW = {"jacobi_window", "hybrid"}
-"""Those of them that have a lookahead branch, and so need a model's choices."""
+"""Proposers with a lookahead branch, which need the model's choices."""
 
 KEEP_CACHE = {"ngram_trie", "hybrid"}
-"""Those of them that have `snapshot` and `restore`, see `cache_keeper.Cacheable`."""
+"""Proposers that implement `cache.keeper.Cacheable`: `snapshot` and `restore`."""
 
 
 def make_proposer(options: LookaheadOptions) -> Proposer:
-    """A proposer of the class that `options.proposer` names."""
+    """Make a proposer of the class named by `options.proposer`."""
     module, _, name = PROPOSERS[options.proposer].rpartition(".")
     cls: Callable[[LookaheadOptions], Any] = getattr(importlib.import_module(module), name)
     return cls(options)

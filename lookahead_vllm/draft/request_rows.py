@@ -1,4 +1,4 @@
-"""The live requests, numbered: arrays have a row for each."""
+"""Which row of an array belongs to which live request."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ _INITIAL_CAPACITY = 64
 
 
 class RequestRows:
-    """Small numbers for live requests; one that has ended leaves its number to another."""
+    """Maps the id of each live request to a row; rows of ended requests are used again."""
 
     def __init__(self) -> None:
         self.capacity = _INITIAL_CAPACITY
-        """All numbers are below; doubled when they are used up."""
-        self._numbers: dict[str, int] = {}
+        """The number of rows, doubled when all are used."""
+        self._rows: dict[str, int] = {}
         self._free = list(range(self.capacity))
 
     def add(self, request_id: str) -> int:
-        """The number of a new request."""
+        """Assign a row to a new request and return it."""
         if not self._free:
             self._free = list(range(self.capacity, 2 * self.capacity))
             self.capacity *= 2
-        self._numbers[request_id] = number = self._free.pop()
-        return number
+        self._rows[request_id] = row = self._free.pop()
+        return row
 
     def pop(self, request_id: str) -> int | None:
-        """The number that the request had; None for an unknown one."""
-        number = self._numbers.pop(request_id, None)
-        if number is not None:
-            self._free.append(number)
-        return number
+        """Release the row of a request and return it; None for an unknown request."""
+        row = self._rows.pop(request_id, None)
+        if row is not None:
+            self._free.append(row)
+        return row
 
-    def numbers(self, request_ids: Iterable[str]) -> Int64s:
-        """int64 [t]; KeyError for one that is unknown."""
-        return np.array([self._numbers[i] for i in request_ids], np.int64)
+    def rows_of(self, request_ids: Iterable[str]) -> Int64s:
+        """The row of each request, int64 [t]; KeyError for an unknown one."""
+        return np.array([self._rows[i] for i in request_ids], np.int64)
 
-    def numbers_or(self, request_ids: Iterable[str], nobody: int) -> Int64s:
-        """int64 [t]; `nobody` for those that are unknown."""
-        return np.array([self._numbers.get(i, nobody) for i in request_ids], np.int64)
+    def rows_or(self, request_ids: Iterable[str], missing: int) -> Int64s:
+        """The row of each request, int64 [t]; `missing` for unknown ones."""
+        return np.array([self._rows.get(i, missing) for i in request_ids], np.int64)
 
-    def widened(self, array: NDArray[Any]) -> NDArray[Any]:
-        """`array`, with a row of zeros for every number that it has none for."""
+    def resized(self, array: NDArray[Any]) -> NDArray[Any]:
+        """`array` itself if it has `capacity` rows, else a copy with rows of zeros appended."""
         if len(array) == self.capacity:
             return array
-        wider = np.zeros((self.capacity, *array.shape[1:]), array.dtype)
-        wider[: len(array)] = array
-        return wider
+        larger = np.zeros((self.capacity, *array.shape[1:]), array.dtype)
+        larger[: len(array)] = array
+        return larger

@@ -1,8 +1,14 @@
-"""Who guessed a node of a draft tree; a source's number is its place here."""
+"""The sources of draft nodes. A node's source is stored as an index into NAMES."""
 
 NAMES = ("own", "answers", "reference", "grammar", "window", "recycled")
-"""The request's own prompt and output, other requests' answers, a reference that the request was
-given, a grammar that allows one text only, the lookahead branch's window and its n-grams, the
-model's choices at nodes verified earlier."""
+"""The names, which are also values of a metrics label:
+
+own        the request's own prompt and output
+answers    answers to other requests
+reference  a reference that came with the request
+grammar    a grammar that allows only one text
+window     the lookahead branch's window and its n-grams
+recycled   the model's choices at nodes verified in earlier steps
+"""
 
 OWN, ANSWERS, REFERENCE, GRAMMAR, WINDOW, RECYCLED = range(len(NAMES))

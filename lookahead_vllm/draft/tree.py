@@ -1,4 +1,4 @@
-"""The draft tree: the one shape in which every guess travels."""
+"""The draft tree, the format of every draft; and the forest, the trees of one step."""
 
 from __future__ import annotations
 
@@ -13,37 +13,38 @@ from numpy.typing import NDArray
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 
 UNKNOWN = -1
-"""Stands in a prompt for what has no token id, an embedding. Behind it a text begins anew."""
+"""Marks a prompt position without a token id, an embedding. No n-gram reaches across it."""
 
 
 class DraftTreeError(ValueError):
-    """A grower returned something that is not a draft tree; the message says what."""
+    """A proposer returned an invalid draft tree; the message names the fault."""
 
 
-@dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond, and there are many
+@dataclass(slots=True, eq=False)  # not frozen: that adds a microsecond to each construction
 class DraftTree:
-    """Guessed tokens hanging from the last committed token, the root.
+    """A tree of draft tokens. Its root, the last committed token, is not stored.
 
-    The root itself is not stored. Nodes stand parents before children, best first, so that
-    every prefix of the lists is a valid tree too: the scheduler may cut a draft anywhere.
+    Parents precede their children, and likelier nodes come first. Every prefix of the arrays is a
+    valid tree too, so the scheduler may cut a draft anywhere.
 
     Attributes
     ----------
     tokens : int32 [n]
-        The guessed token of each node.
+        The draft token of each node.
     parents : int32 [n]
-        Index of each node's parent, smaller than its own; -1 is the root.
+        Index of each node's parent, smaller than the node's own; -1 is the root.
     probs : float32 [n]
-        The grower's estimate that the node is accepted (the product along its path), in [0, 1].
+        The proposer's estimate of the probability that the node is accepted, the product along its
+        path, in [0, 1].
     """
 
     tokens: Int32s
     parents: Int32s
     probs: NDArray[np.float32]
     depths: Int32s = None  # type: ignore[assignment]  # until __post_init__
-    """int32 [n]: 1 for a child of the root; found out where it is not given."""
+    """int32 [n]: 1 for a child of the root; computed from `parents` if omitted."""
     sources: NDArray[np.uint8] = None  # type: ignore[assignment]
-    """uint8 [n]: who guessed the node, a number of the grower's; 0 where it is not given."""
+    """uint8 [n]: the source of each node, an index into `sources.NAMES`; 0 if omitted."""
 
     def __post_init__(self) -> None:
         if self.sources is None:
@@ -67,7 +68,7 @@ class DraftTree:
         probs: Sequence[float] | None = None,
         sources: Sequence[int] | None = None,
     ) -> DraftTree:
-        """Build a tree from plain lists; without `probs` every node counts as certain."""
+        """Build a tree from plain lists. Without `probs`, every node has probability 1."""
         n = len(tokens)
         if any(values is not None and len(values) != n for values in (parents, probs, sources)):
             raise DraftTreeError("tokens, parents, probs and sources differ in length")
@@ -82,7 +83,7 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens: Sequence[int], probs: Sequence[float] | None = None) -> DraftTree:
-        """A tree with one branch: each token hangs from the one before it."""
+        """A tree with one branch: each token is the child of the token before it."""
         return cls.from_lists(tokens, range(-1, len(tokens) - 1), probs)
 
     def __len__(self) -> int:
@@ -90,7 +91,7 @@ class DraftTree:
 
     @property
     def is_chain(self) -> bool:
-        """True for a single branch, which plain causal attention verifies as it is."""
+        """Whether the tree is a single branch, which causal attention can verify."""
         return bool((self.parents == np.arange(-1, len(self) - 1)).all())
 
     def prefix(self, n: int) -> DraftTree:
@@ -102,7 +103,11 @@ class DraftTree:
         )
 
     def check(self, vocab_size: int, max_nodes: int) -> None:
-        """Refuse what would make verification wrong: DraftTreeError says what is off."""
+        """Raise DraftTreeError if the verifier cannot use this tree.
+
+        It must have at most `max_nodes` nodes and only tokens below `vocab_size`, and no two
+        children of one node may have the same token.
+        """
         fault = int(DraftForest.of([self]).faults(vocab_size, np.array([max_nodes]))[0])
         if fault:
             raise DraftTreeError(_FAULTS[fault].format(len(self), max_nodes, vocab_size))
@@ -110,24 +115,24 @@ class DraftTree:
 
 EMPTY_TREE = DraftTree.chain([])
 
-_TOO_MANY, _FOREIGN, _TWINS = 1, 2, 3
+_TOO_MANY_NODES, _OUTSIDE_VOCABULARY, _TWIN_SIBLINGS = 1, 2, 3
 _FAULTS = {
-    _TOO_MANY: "{0} nodes, more than the {1} allowed",
-    _FOREIGN: "a token lies outside the vocabulary of {2}",
-    _TWINS: "two children of one node carry the same token",
+    _TOO_MANY_NODES: "{0} nodes, more than the {1} allowed",
+    _OUTSIDE_VOCABULARY: "a token lies outside the vocabulary of {2}",
+    _TWIN_SIBLINGS: "two children of one node carry the same token",
 }
 
 
 @dataclass(eq=False)
 class DraftForest(Sequence[DraftTree]):
-    """The draft trees of one step, one after another, so that one call does for all.
+    """The draft trees of one step, concatenated, so that one kernel call handles all of them.
 
     Attributes
     ----------
     tokens, parents, depths, probs, sources : [n]
-        As in DraftTree; a parent is a number within its own tree.
+        As in DraftTree; `parents` are indices within the tree.
     firsts : int64 [t + 1]
-        The first node of each of the t trees, and n.
+        The first node of each of the t trees, then n.
     """
 
     tokens: Int32s
@@ -139,18 +144,18 @@ class DraftForest(Sequence[DraftTree]):
 
     @classmethod
     def of(cls, trees: Sequence[DraftTree]) -> DraftForest:
-        """The forest of these trees."""
+        """Concatenate `trees`; a DraftForest is returned as it is."""
         if isinstance(trees, DraftForest):
             return trees
         firsts = np.zeros(len(trees) + 1, np.int64)
         np.cumsum([len(tree) for tree in trees], out=firsts[1:])
-        some = trees or [EMPTY_TREE]
+        at_least_one = trees or [EMPTY_TREE]  # np.concatenate refuses an empty list
         return cls(
-            np.concatenate([tree.tokens for tree in some]),
-            np.concatenate([tree.parents for tree in some]),
-            np.concatenate([tree.probs for tree in some]),
-            np.concatenate([tree.depths for tree in some]),
-            np.concatenate([tree.sources for tree in some]),
+            np.concatenate([tree.tokens for tree in at_least_one]),
+            np.concatenate([tree.parents for tree in at_least_one]),
+            np.concatenate([tree.probs for tree in at_least_one]),
+            np.concatenate([tree.depths for tree in at_least_one]),
+            np.concatenate([tree.sources for tree in at_least_one]),
             firsts,
         )
 
@@ -165,43 +170,45 @@ class DraftForest(Sequence[DraftTree]):
         if isinstance(i, slice):
             return [self[j] for j in range(*i.indices(len(self)))]
         i = range(len(self))[i]
-        own = slice(int(self.firsts[i]), int(self.firsts[i + 1]))
+        nodes = slice(int(self.firsts[i]), int(self.firsts[i + 1]))
         return DraftTree(
-            self.tokens[own],
-            self.parents[own],
-            self.probs[own],
-            self.depths[own],
-            self.sources[own],
+            self.tokens[nodes],
+            self.parents[nodes],
+            self.probs[nodes],
+            self.depths[nodes],
+            self.sources[nodes],
         )
 
     @property
     def num_nodes(self) -> int:
-        """Of all trees together."""
+        """The number of nodes of all trees together."""
         return len(self.tokens)
 
     @cached_property
     def sizes(self) -> Int64s:
-        """int64 [t]: the nodes of each tree."""
+        """int64 [t]: the number of nodes of each tree."""
         return np.diff(self.firsts)
 
     @cached_property
     def owners(self) -> Int64s:
-        """int64 [n]: the tree of each node."""
+        """int64 [n]: the index of each node's tree."""
         return np.repeat(np.arange(len(self)), self.sizes)
 
     @cached_property
     def places(self) -> Int64s:
-        """int64 [n]: the number of each node within its tree."""
+        """int64 [n]: the index of each node within its tree."""
         return np.arange(self.num_nodes) - self.firsts[self.owners]
 
     @cached_property
     def branching(self) -> NDArray[np.bool_]:
-        """bool [t]: the trees that are no chains."""
+        """bool [t]: whether each tree has more than one branch."""
         return np.bincount(self.owners[self.parents != self.places - 1], minlength=len(self)) > 0
 
     def cut(self, sizes: Int64s, chained: NDArray[np.bool_] | None = None) -> DraftForest:
-        """The first `sizes` int64 [t] nodes of each tree; of those that are `chained`, bool [t],
-        only the branch that takes the first child of every node."""
+        """Cut each tree to its first `sizes` nodes, int64 [t].
+
+        Trees marked in `chained`, bool [t], are then cut to the branch of first children.
+        """
         if chained is None:
             chained = np.zeros(len(self), np.bool_)
         return self.take(np.arange(len(self)), sizes, chained)
@@ -209,7 +216,7 @@ class DraftForest(Sequence[DraftTree]):
     def take(
         self, trees: Int64s, sizes: Int64s, chained: NDArray[np.bool_] | None = None
     ) -> DraftForest:
-        """The forest of these trees, int64 [m], cut to `sizes` nodes each, int64 [m]."""
+        """Like `cut`, for the trees with these indices: `trees`, `sizes` and `chained` are [m]."""
         if chained is None:
             chained = np.zeros(len(trees), np.bool_)
         kept, parents, firsts = _take(self.parents, self.firsts, trees, sizes, chained)
@@ -219,11 +226,11 @@ class DraftForest(Sequence[DraftTree]):
         )
 
     def with_empty(self, count: int) -> DraftForest:
-        """The same trees, and so many without a node behind them."""
+        """Append `count` empty trees."""
         return replace(self, firsts=np.append(self.firsts, np.full(count, self.num_nodes)))
 
     def faults(self, vocab_size: int, max_nodes: Int64s) -> Int64s:
-        """int64 [t]: 0 for every tree that is one; `max_nodes` int64 [t] are allowed."""
+        """int64 [t]: 0 for a valid tree, else a key of `_FAULTS`. `max_nodes` is int64 [t]."""
         return _find_faults(self.tokens, self.parents, self.firsts, vocab_size, max_nodes)
 
 
@@ -231,9 +238,9 @@ class DraftForest(Sequence[DraftTree]):
 def _take(
     parents: Int32s, firsts: Int64s, trees: Int64s, sizes: Int64s, chained: NDArray[np.bool_]
 ) -> tuple[Int64s, Int32s, Int64s]:
-    """Which nodes are kept, int64 [m]; their parents int32 [m]; the first one of each tree."""
-    most = sizes.sum()
-    kept, new_parents = np.empty(most, np.int64), np.empty(most, np.int32)
+    """Returns the kept nodes int64 [m], their parents int32 [m], and `firsts` of the new forest."""
+    max_kept = sizes.sum()
+    kept, new_parents = np.empty(max_kept, np.int64), np.empty(max_kept, np.int32)
     new_firsts = np.zeros(len(trees) + 1, np.int64)
     size = 0
     for i, tree in enumerate(trees):
@@ -261,12 +268,12 @@ def _find_faults(
     for tree in range(len(faults)):
         first, end = firsts[tree], firsts[tree + 1]
         if end - first > max_nodes[tree]:
-            faults[tree] = _TOO_MANY
+            faults[tree] = _TOO_MANY_NODES
             continue
         for node in range(first, end):
             if not 0 <= tokens[node] < vocab_size:
-                faults[tree] = _FOREIGN
+                faults[tree] = _OUTSIDE_VOCABULARY
             for other in range(first, node):
                 if parents[other] == parents[node] and tokens[other] == tokens[node]:
-                    faults[tree] = max(faults[tree], _TWINS)
+                    faults[tree] = max(faults[tree], _TWIN_SIBLINGS)
     return faults

@@ -1,1 +1,1 @@
-"""The adapters to one vLLM release. `seams.py` lists every place where they touch it."""
+"""The adapters to vLLM, in one folder for each of its processes; `seams/` lists what they touch."""

@@ -1,7 +1,7 @@
-"""Whether a release of vLLM is shaped as lookahead-vllm relies on.
+"""Whether a release of vLLM has everything that lookahead uses of it.
 
-The sources of vLLM are read, not imported. So this takes a second or two, comes before any
-worker starts, and works on an unpacked wheel too (`check(root=...)`).
+vLLM's sources are parsed, not imported: this takes one or two seconds, runs before any worker
+starts, and works on an unpacked wheel too (`check(root=...)`).
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from lookahead_vllm.engine.seams.table import SEAMS, Seam
+from lookahead_vllm.engine.seams import SEAMS, Seam
 
 SUPPORTED = ("0.32", "0.33")
 
 
 class SeamError(RuntimeError):
-    """This vLLM release is not shaped as lookahead-vllm relies on; the message names the place."""
+    """This vLLM release lacks something that lookahead uses; the message names it."""
 
 
 def check(root: Path | None = None) -> None:
-    """Compare the table, and what is imported here, with vLLM's sources.
+    """Compare the seams, and all that `engine/` imports from vLLM, with vLLM's sources.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ def check(root: Path | None = None) -> None:
     Raises
     ------
     SeamError
-        One sentence: the first place that differs, and what to install.
+        One sentence: the first difference, and what to install.
     """
     for problem in problems(root):
         raise SeamError(
@@ -43,7 +43,7 @@ def check(root: Path | None = None) -> None:
 
 
 def problems(root: Path | None = None) -> Iterator[str]:
-    """All places that differ, see `check`."""
+    """All differences, see `check`; each as in "vllm.config.vllm has no VllmConfig"."""
     package = _package(root)
     version = _version(package)
     for seam in SEAMS:
@@ -69,7 +69,7 @@ def _package(root: Path | None) -> Path:
 
 
 def _version(package: Path) -> str | None:
-    """As in "0.33"; a checkout that was not built has none."""
+    """As in "0.33"; None for a checkout that was not built."""
     path = package / "_version.py"
     if path.is_file():
         for node in _parse(path).body:
@@ -80,6 +80,7 @@ def _version(package: Path) -> str | None:
 
 
 def _problem(package: Path, seam: Seam) -> str | None:
+    """What this vLLM lacks of `seam`, or None."""
     path = _file(package, seam.module)
     if path is None:
         return f"there is no module {seam.module}"
@@ -109,6 +110,7 @@ def _problem(package: Path, seam: Seam) -> str | None:
 
 
 def _file(package: Path, module: str) -> Path | None:
+    """The source of a module, by its dotted name; None if there is none."""
     path = package.joinpath(*module.split(".")[1:])
     return next(filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py")), None)
 
@@ -117,8 +119,8 @@ ENGINE = Path(__file__).parent
 
 
 def _imported(folder: Path = ENGINE) -> set[tuple[str, str]]:
-    """Module and name of everything that is imported from vLLM below `folder`; without a name, a
-    module."""
+    """(module, name) of all imports from vLLM in files below `folder`; ("vllm.x", "") of a module
+    that is imported as a whole."""
     found: set[tuple[str, str]] = set()
     for path in folder.rglob("*.py"):
         for node in ast.walk(_parse(path)):
@@ -157,7 +159,7 @@ def _bound(node: ast.AST) -> set[str]:
 
 
 def _targets(node: ast.AST) -> Iterator[ast.expr]:
-    """What a statement assigns to."""
+    """The targets of an assignment, a loop or a `with`."""
     if isinstance(node, ast.Assign):
         targets = list(node.targets)
     elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.For):
@@ -171,7 +173,7 @@ def _targets(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def _top_level(module: ast.AST) -> Iterator[ast.AST]:
-    """What a module does when it is imported, in branches and attempts too."""
+    """The statements that run when a module is imported, also inside `if`, `try` and `with`."""
     for node in ast.iter_child_nodes(module):
         yield node
         if isinstance(node, ast.If | ast.Try | ast.ExceptHandler | ast.With):
@@ -192,7 +194,7 @@ def _definitions(
 
 
 def _members(cls: ast.ClassDef) -> Iterator[str]:
-    """Methods, class attributes, and what the methods assign to `self`."""
+    """Names of methods, of class attributes, and of attributes that methods assign to `self`."""
     for node in _top_level(cls):
         yield from _bound(node)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -1,12 +1,12 @@
-"""From the ways in which a user can ask for lookahead to the config of one vLLM release."""
+"""Reads lookahead's options from vLLM's engine arguments, and writes them into its config."""
 
 from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.draft.registry import PROPOSERS
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 KEY = "lookahead"
-"""Where our options ride in `VllmConfig.additional_config`."""
+"""The key of our options in `VllmConfig.additional_config`."""
 
 NAMES = ("lookahead", "[lookahead]")
 PROPOSER_PATHS = {
@@ -31,12 +31,12 @@ WORKERS = {
 }
 SCHEDULER = "lookahead_vllm.engine.scheduler.scheduler.LookaheadScheduler"
 
-# Where vLLM keeps the same three settings a second time.
 _FLAGS = {
     "method": ("spec_method", "--spec-method"),
     "model": ("spec_model", "--speculative-model"),
     "num_speculative_tokens": ("spec_tokens", "--num-speculative-tokens"),
 }
+"""Keys of `speculative_config` that are also fields of `EngineArgs`, with their flags."""
 
 
 def asks(args: Any) -> bool:
@@ -56,7 +56,7 @@ def asks(args: Any) -> bool:
 
 
 def requested_options(args: EngineArgs) -> LookaheadOptions:
-    """The options of who asks for lookahead, under a release that fits.
+    """The options in engine arguments that ask for lookahead.
 
     Raises
     ------
@@ -104,7 +104,7 @@ def requested_options(args: EngineArgs) -> LookaheadOptions:
 
 @contextmanager
 def as_custom_class(args: EngineArgs, options: LookaheadOptions) -> Iterator[None]:
-    """Let `args` say `custom_class`, vLLM's open door, while the engine config is made."""
+    """Make `args` ask for `custom_class`, vLLM's method for proposers of others, in the block."""
     fields = ("speculative_config", *(attr for attr, _ in _FLAGS.values()))
     saved = {field: getattr(args, field) for field in fields}
     for field in fields:
@@ -121,8 +121,66 @@ def as_custom_class(args: EngineArgs, options: LookaheadOptions) -> Iterator[Non
             setattr(args, field, value)
 
 
+class _Refusal(NamedTuple):
+    """An engine config that lookahead does not serve."""
+
+    applies: Callable[[VllmConfig], bool]
+    message: str
+    """A template; `{config}` is the `VllmConfig`."""
+
+
+_REFUSALS = (
+    _Refusal(
+        lambda config: config.parallel_config.pipeline_parallel_size > 1,
+        "pipeline_parallel_size={config.parallel_config.pipeline_parallel_size} was given, but "
+        "only the last stage knows which drafts were accepted, and all have to move their KV; "
+        "write tensor_parallel_size instead, or leave lookahead out of the speculative config",
+    ),
+    _Refusal(
+        lambda config: (
+            config.parallel_config.distributed_executor_backend == "external_launcher"
+            and config.parallel_config.world_size > 1
+        ),
+        "distributed_executor_backend='external_launcher' was given, under which every rank "
+        "schedules for itself, but lookahead's ranks share what one of them drafts; write 'mp' "
+        "or 'ray', or leave lookahead out of the speculative config",
+    ),
+    _Refusal(
+        lambda config: config.parallel_config.worker_cls not in WORKERS,
+        "worker_cls={config.parallel_config.worker_cls!r} was given, but lookahead brings its own "
+        f"worker for {' and '.join(WORKERS)}; write worker_cls='auto'",
+    ),
+    _Refusal(
+        lambda config: config.scheduler_config.scheduler_cls is not None,
+        "scheduler_cls={config.scheduler_config.scheduler_cls!r} was given, but lookahead brings "
+        "its own scheduler; leave scheduler_cls out",
+    ),
+    _Refusal(
+        lambda config: config.model_config.is_hybrid or config.model_config.is_attention_free,
+        "model {config.model_config.model!r} keeps recurrent state, which lookahead cannot roll "
+        "back yet; leave lookahead out of the speculative config",
+    ),
+    _Refusal(
+        lambda config: config.model_config.hf_text_config.model_type == "hrm_text",
+        "model {config.model_config.model!r} attends in both directions to the tokens of a step, "
+        "so a draft would change its own verification; leave lookahead out of the speculative "
+        "config",
+    ),
+    _Refusal(
+        lambda config: config.model_config.runner_type != "generate",
+        "runner={config.model_config.runner_type!r} generates no text to look ahead in; leave "
+        "lookahead out of the speculative config",
+    ),
+    _Refusal(
+        lambda config: not isinstance(config.additional_config, dict),
+        "additional_config is not a dict, so lookahead's options cannot be stored in it; write a "
+        "JSON object",
+    ),
+)
+
+
 def apply(config: VllmConfig, options: LookaheadOptions) -> None:
-    """Write `options` and our worker into `config`, or refuse with one sentence.
+    """Write `options`, our worker and our scheduler into `config`.
 
     Raises
     ------
@@ -137,69 +195,27 @@ def apply(config: VllmConfig, options: LookaheadOptions) -> None:
             "namespaces and request options on; unset it, or leave lookahead out of the "
             "speculative config"
         )
-    parallel = config.parallel_config
-    if (size := parallel.pipeline_parallel_size) > 1:
-        raise OptionError(
-            f"pipeline_parallel_size={size} was given, but only the last stage knows which drafts "
-            "were accepted, and all have to move their KV; write tensor_parallel_size instead, or "
-            "leave lookahead out of the speculative config"
-        )
-    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
-        raise OptionError(
-            "distributed_executor_backend='external_launcher' was given, under which every rank "
-            "schedules for itself, but lookahead's ranks share what one of them drafts; write 'mp' "
-            "or 'ray', or leave lookahead out of the speculative config"
-        )
-    if parallel.worker_cls not in WORKERS:
-        raise OptionError(
-            f"worker_cls={parallel.worker_cls!r} was given, but lookahead brings its own worker "
-            f"for {' and '.join(WORKERS)}; write worker_cls='auto'"
-        )
-    scheduler = config.scheduler_config
-    if scheduler.scheduler_cls is not None:
-        raise OptionError(
-            f"scheduler_cls={scheduler.scheduler_cls!r} was given, but lookahead brings its own "
-            "scheduler; leave scheduler_cls out"
-        )
-    if config.model_config.is_hybrid or config.model_config.is_attention_free:
-        raise OptionError(
-            f"model {config.model_config.model!r} keeps recurrent state, which lookahead cannot "
-            "roll back yet; leave lookahead out of the speculative config"
-        )
-    if config.model_config.hf_text_config.model_type == "hrm_text":
-        raise OptionError(
-            f"model {config.model_config.model!r} attends in both directions to the tokens of a "
-            "step, so a draft would change its own verification; leave lookahead out of the "
-            "speculative config"
-        )
-    if config.model_config.runner_type != "generate":
-        raise OptionError(
-            f"runner={config.model_config.runner_type!r} generates no text to look ahead in; "
-            "leave lookahead out of the speculative config"
-        )
-    if not isinstance(config.additional_config, dict):
-        raise OptionError(
-            "additional_config is not a dict, so lookahead's options cannot ride in it; "
-            "write a JSON object"
-        )
+    for refusal in _REFUSALS:
+        if refusal.applies(config):
+            raise OptionError(refusal.message.format_map({"config": config}))
     options = options.with_checked_cache().for_model(_num_parameters(config.model_config))
-    scheduler.scheduler_cls = SCHEDULER
-    parallel.worker_cls = WORKERS[parallel.worker_cls]
+    config.scheduler_config.scheduler_cls = SCHEDULER
+    config.parallel_config.worker_cls = WORKERS[config.parallel_config.worker_cls]
     config.additional_config = {**config.additional_config, KEY: options.to_dict()}
 
 
 def _num_parameters(model_config: ModelConfig) -> float:
-    """About so many, of a dense model of that shape: 12 matrices of hidden size a layer."""
+    """The approximate number of a dense model's: 12 matrices of [hidden, hidden] in each layer."""
     hidden = model_config.get_hidden_size()
     layers = model_config.get_total_num_hidden_layers()
     return 12.0 * layers * hidden**2 + float(model_config.get_vocab_size() * hidden)
 
 
 def options_of(config: VllmConfig) -> LookaheadOptions:
-    """Read back what `apply` wrote."""
+    """The options that `apply` wrote."""
     return LookaheadOptions.from_dict(config.additional_config[KEY])
 
 
 def is_lookahead(config: VllmConfig) -> bool:
-    """Whether this engine was asked to serve with lookahead."""
+    """Whether `apply` wrote options into this config."""
     return isinstance(config.additional_config, Mapping) and KEY in config.additional_config

@@ -1,8 +1,8 @@
-"""What runner and scheduler send each other beside what vLLM has them send.
+"""Messages between runner and scheduler, attached to objects that vLLM sends.
 
-Drafts are made by one runner, the first of those that share a model. They go to the scheduler with
-the output of the step that made them, and come back with the step in which they are verified, to
-all runners. So every rank verifies the same trees, whatever its clock says.
+Rank 0 makes the drafts. They go to the scheduler with the output of the step that made them, and
+from there to all ranks with the step that verifies them. So every rank verifies the same trees,
+independent of its own timings.
 """
 
 from __future__ import annotations
@@ -20,41 +20,43 @@ class SentDraft(NamedTuple):
     """A draft as it was proposed."""
 
     forest: DraftForest
-    """All that were proposed in the same step."""
+    """All drafts that were proposed in the same step."""
     place: int
-    """Its place among them."""
+    """The draft's index in `forest`."""
     tokens: list[int]
 
     @property
     def tree(self) -> DraftTree:
-        """The draft itself."""
+        """The draft's tree, of which `tokens` are the tokens."""
         return self.forest[self.place]
 
 
 class ProposedDrafts(NamedTuple):
-    """What comes to the scheduler with `ModelRunnerOutput`."""
+    """Attached to `ModelRunnerOutput`: the drafts for the next steps."""
 
     drafts: Mapping[str, SentDraft]
-    """By request id; also of requests that were not in the step, and wait with theirs."""
+    """By request id; also of requests that were not in the step, which keep their drafts."""
     req_ids: Sequence[str]
     """The requests of the step."""
     has_grammars: bool = False
-    """Whether any live request is under a grammar."""
+    """Whether any live request has a grammar."""
     min_prob_beside_prompt: float = 0.0
-    """What a node's probability must be at least to pay in a step that reads a prompt too."""
+    """The smallest probability at which a node pays in a step that also computes a prompt."""
 
 
 class DraftsToVerify(NamedTuple):
-    """What goes to every runner with `SchedulerOutput`."""
+    """Attached to `SchedulerOutput`: the drafts of the step."""
 
     req_ids: Sequence[str]
     """Requests whose drafts are verified in this step."""
     forest: DraftForest
-    """Their drafts, in that order, as many nodes of each as were scheduled."""
+    """Their drafts, in the order of `req_ids`, each cut to the nodes that were scheduled."""
     from_proposer: NDArray[np.bool_]
-    """bool [t]: the trees that are the proposer's, and not a grammar's or what is left of them."""
+    """bool [t]: which trees are the proposer's; others are a grammar's, or chains of tokens whose
+    tree is unknown."""
     kept_blocks: Mapping[str, list[int]]
-    """Requests that gave KV blocks back, and how many each still has in each KV cache group."""
+    """By id of a request that gave KV blocks back: the number that it keeps in each KV cache
+    group."""
 
 
 NO_PROPOSALS = ProposedDrafts({}, ())
@@ -68,53 +70,58 @@ def recall(
     sent: Mapping[str, SentDraft],
     replacements: Mapping[str, DraftTree],
 ) -> tuple[DraftForest, NDArray[np.bool_]]:
-    """The trees whose nodes were `scheduled`, possibly cut; a chain of what nobody knows.
-
-    Also which ones are the proposer's: bool [t].
+    """The trees of the tokens in `scheduled`; a chain where no tree has these tokens.
 
     Parameters
     ----------
     scheduled
-        Tokens by request id.
+        Tokens by request id: a tree's nodes, possibly without the last ones.
     sent
-        What was proposed; it is recognized by its tokens.
+        Proposed drafts by request id. One whose first tokens differ is not used.
     replacements
-        Trees that take the place of those.
+        Trees that are used instead of proposed ones.
+
+    Returns
+    -------
+    DraftForest
+        One tree for each entry of `scheduled`.
+    bool [t]
+        Which trees are from `sent`.
     """
     drafts = [
         _NOTHING_SENT if req_id in replacements else sent.get(req_id, _NOTHING_SENT)
         for req_id in scheduled
     ]
-    known = [d.tokens[: len(t)] == t for d, t in zip(drafts, scheduled.values(), strict=True)]
-    from_proposer = np.array(known, np.bool_)
-    if all(known) and len({id(draft.forest) for draft in drafts}) == 1:  # of one step, as a rule
+    matches = [d.tokens[: len(t)] == t for d, t in zip(drafts, scheduled.values(), strict=True)]
+    from_proposer = np.array(matches, np.bool_)
+    if all(matches) and len({id(draft.forest) for draft in drafts}) == 1:  # the common case
         places = np.array([draft.place for draft in drafts])
         sizes = np.array([len(tokens) for tokens in scheduled.values()])
         return drafts[0].forest.take(places, sizes), from_proposer
     forest = DraftForest.of(
         [
-            (d.tree if mine else replacements.get(req_id) or DraftTree.chain(t)).prefix(len(t))
-            for d, mine, (req_id, t) in zip(drafts, known, scheduled.items(), strict=True)
+            (d.tree if match else replacements.get(req_id) or DraftTree.chain(t)).prefix(len(t))
+            for d, match, (req_id, t) in zip(drafts, matches, scheduled.items(), strict=True)
         ]
     )
     return forest, from_proposer
 
 
 def compile_recall() -> None:
-    """Compile what `recall` calls, so that no request waits for the compiler."""
+    """Compile the kernels that `recall` calls, so that no request waits for the compiler."""
     recall({"": [0]}, {"": SentDraft(DraftForest.of([DraftTree.chain([0])]), 0, [0])}, {})
 
 
-def attach(carrier: Any, what: ProposedDrafts | DraftsToVerify) -> None:
-    """Send `what` along with an object of vLLM's."""
-    setattr(carrier, _ATTRIBUTE, what)
+def attach(carrier: Any, message: ProposedDrafts | DraftsToVerify) -> None:
+    """Attach `message` to a `ModelRunnerOutput` or a `SchedulerOutput`."""
+    setattr(carrier, _ATTRIBUTE, message)
 
 
 def proposed(model_runner_output: Any) -> ProposedDrafts | None:
-    """What came along with `ModelRunnerOutput`; None: the step made no drafts."""
+    """The message of the runner; None if the step made no drafts."""
     return getattr(model_runner_output, _ATTRIBUTE, None)
 
 
 def to_verify(scheduler_output: Any) -> DraftsToVerify:
-    """What came along with `SchedulerOutput`."""
+    """The message of the scheduler."""
     return getattr(scheduler_output, _ATTRIBUTE, NO_DRAFTS_TO_VERIFY)

@@ -1,8 +1,8 @@
 """The entry point `vllm.general_plugins`: puts `lookahead` among vLLM's speculative methods.
 
-Two functions of `EngineArgs` are wrapped (see `seams.py`). For anyone who does not ask for
-lookahead they add two flags to `--help` and nothing else: whatever is needed beyond this module
-is imported when somebody asks, and after `compatibility.check`.
+Two functions of `EngineArgs` are patched (`seams/config.py`). Without lookahead in the engine's
+arguments they add two flags to `--help` and nothing else: all other modules are imported when
+lookahead is asked for, most of them after `compatibility.check`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
+
+from lookahead_vllm.engine import patches
 
 HOME = "vllm.engine.arg_utils"
 """The module of `EngineArgs`."""
@@ -47,10 +49,10 @@ def register() -> None:
     """
     module = sys.modules.get(HOME)
     if module is None and _exists(HOME):
-        if not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _WhenImported())
+        if not any(isinstance(finder, _PatchOnImport) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _PatchOnImport())
     else:
-        wrap(getattr(module or sys.modules.get("vllm"), "EngineArgs", None))
+        patch_engine_args(getattr(module or sys.modules.get("vllm"), "EngineArgs", None))
 
 
 def _exists(module: str) -> bool:
@@ -60,8 +62,8 @@ def _exists(module: str) -> bool:
         return False
 
 
-class _WhenImported:
-    """A finder of `sys.meta_path` that wraps `EngineArgs` once its module is imported."""
+class _PatchOnImport:
+    """A finder of `sys.meta_path` that patches `EngineArgs` once its module is imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -75,39 +77,35 @@ class _WhenImported:
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            wrap(getattr(module, "EngineArgs", None))
+            patch_engine_args(getattr(module, "EngineArgs", None))
 
         spec.loader.exec_module = exec_module  # type: ignore[union-attr, method-assign]
         return spec
 
 
-def wrap(engine_args: Any) -> None:
-    """Wrap what there is of the functions of `EngineArgs`, once."""
-    if not isinstance(engine_args, type) or "_lookahead_registered" in vars(engine_args):
+def patch_engine_args(engine_args: Any) -> None:
+    """Patch those functions that this release's `EngineArgs` has, once."""
+    if not isinstance(engine_args, type) or patches.is_patched(engine_args):
         return
-    engine_args._lookahead_registered = True  # type: ignore[attr-defined]
-    _replace(engine_args, "add_cli_args", functools.partial(_offering_flags, engine_args))
-    if not _replace(engine_args, "create_engine_config", _serving):
-        _replace(engine_args, "__post_init__", _refusing)
+    functions = {name for name, value in vars(engine_args).items() if _is_function(value)}
+    if "add_cli_args" in functions:
+        with_flags = functools.partial(_with_flags, engine_args)
+        patches.patch(engine_args, "add_cli_args", with_flags)
+    if "create_engine_config" in functions:
+        patches.patch(engine_args, "create_engine_config", _with_lookahead)
+    elif "__post_init__" in functions:
+        patches.patch(engine_args, "__post_init__", _refusing_lookahead)
 
 
-def _replace(cls: type, name: str, wrapper: Callable[[Any], Any]) -> bool:
-    """Whether `cls` defines this function, which may be a static or a class method."""
-    original = vars(cls).get(name)
-    if isinstance(original, staticmethod | classmethod):
-        setattr(cls, name, type(original)(wrapper(original.__func__)))
-    elif callable(original):
-        setattr(cls, name, wrapper(original))
-    else:
-        return False
-    return True
+def _is_function(attribute: Any) -> bool:
+    return callable(attribute) or isinstance(attribute, classmethod)
 
 
 # ---- flags ---------------------------------------------------------------------------------------
 
 
-def _offering_flags(engine_args: type, original: Callable[..., Any]) -> Callable[..., Any]:
-    """`EngineArgs.add_cli_args` of a parser that knows our flags."""
+def _with_flags(engine_args: type, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`EngineArgs.add_cli_args`, whose parser also knows our flags."""
 
     @functools.wraps(original)
     def add_cli_args(*args: Any, **kwargs: Any) -> Any:
@@ -120,35 +118,35 @@ def _offering_flags(engine_args: type, original: Callable[..., Any]) -> Callable
 
 
 def _offer_flags(parser: Any, engine_args: type) -> None:
-    """Let `parser` know our flags once one of them is given, or help is asked for.
+    """Add our flags to `parser` once one of them, or help, is asked for.
 
-    Not before: another plugin, or the user's script, may add flags of the same names after us, and
-    a flag that is there makes abbreviations of others ambiguous.
+    Not earlier: another plugin, or the user's script, may add flags of the same names after us, and
+    every flag of a parser makes abbreviations of others ambiguous.
     """
-    parse, help_text = parser.parse_known_args, parser.format_help
-    ours: set[str] = set()
+    parse, format_original = parser.parse_known_args, parser.format_help
+    added: set[str] = set()
 
     @functools.wraps(parse)
     def parse_known_args(args: Any = None, *others: Any, **kwargs: Any) -> Any:
         given = {str(arg).partition("=")[0] for arg in (sys.argv[1:] if args is None else args)}
         if not given.isdisjoint(FLAGS):
-            ours.update(_add_flags(parser))
-            if "--speculative-model" in given & ours and not hasattr(engine_args, "spec_model"):
+            added.update(_add_flags(parser))
+            if "--speculative-model" in given & added and not hasattr(engine_args, "spec_model"):
                 from lookahead_vllm.engine import compatibility
 
                 compatibility.check()
         return parse(args, *others, **kwargs)
 
-    @functools.wraps(help_text)
+    @functools.wraps(format_original)
     def format_help() -> Any:
-        ours.update(_add_flags(parser))
-        return help_text()
+        added.update(_add_flags(parser))
+        return format_original()
 
     parser.parse_known_args, parser.format_help = parse_known_args, format_help
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> set[str]:
-    """Add those of our flags that nobody else has added; says which."""
+    """Add those of our flags that `parser` does not have; returns their names."""
     free = {name: flag for name, flag in FLAGS.items() if name not in parser._option_string_actions}
     if free:
         group = parser.add_argument_group(
@@ -163,8 +161,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> set[str]:
 # ---- the engine's config -------------------------------------------------------------------------
 
 
-def _serving(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`EngineArgs.create_engine_config` that knows lookahead."""
+def _with_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`EngineArgs.create_engine_config`, which also accepts lookahead's options."""
 
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +190,7 @@ def _serving(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_engine_config
 
 
-def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
     """`EngineArgs.__post_init__` of a release that makes its config elsewhere."""
 
     @functools.wraps(original)

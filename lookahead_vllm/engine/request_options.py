@@ -1,8 +1,8 @@
-"""What one request may ask of lookahead, and how that reaches the worker.
+"""The options of one request, and how they reach the worker.
 
-A user writes it into `SamplingParams.extra_args` (over HTTP: `vllm_xargs`), as one dict under
-`lookahead` or flat as `lookahead_reference`, `lookahead_namespace` and so on. The
-front-end checks it, tokenizes texts, and writes the one dict back for the worker.
+They are written into `SamplingParams.extra_args` (over HTTP: `vllm_xargs`), as one dict under
+`lookahead` or flat as `lookahead_reference`, `lookahead_namespace` and so on. The front-end checks
+them, tokenizes texts, and replaces them by one dict for the worker.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ NAMES = ("reference", "namespace", "enabled", *RequestOverrides._fields)
 FLAT = {f"{KEY}_{name}": name for name in NAMES}
 
 MARK = "passed"
-"""The front-end's mark beside a request's options. Its value is bytes, which no JSON of a client
-can hold, so that options that another way than the front-end's has let through are not believed."""
+"""The key with which the front-end marks options that it has checked. Its value is bytes, which a
+client's JSON cannot contain, so no client can forge it."""
 
 MAX_REFERENCES = 64
 BYTES_PER_TOKEN = 4
-"""So many bytes of a text in UTF-8 count as one token. The tokenizer is not asked, so that a text
-that is too long is refused before anything else is done with it."""
-MAX_NAMESPACE = 1024
-MOST_SHOWN = 60
-"""Characters of a wrong name that are shown, and up to which a similar name is looked for."""
+"""Bytes of a text in UTF-8 that count as one token. The count needs no tokenizer, so a text that is
+too long is refused before it is tokenized."""
+MAX_NAMESPACE_CHARACTERS = 1024
+MAX_SHOWN_CHARACTERS = 60
+"""Of a wrong name: longer ones are shown cut, and no similar name is suggested for them."""
 
 Reference: TypeAlias = str | bytes
-"""A text, or token ids as int32 in little-endian order: they are copied and sent as one piece."""
+"""A text, or token ids as little-endian int32, which are copied and sent as one piece."""
 
 
 class RequestError(VLLMValidationError):
-    """One sentence: what was given, what is allowed, what to write. HTTP 400 for this request."""
+    """One sentence: what was given, what is allowed, what to write. A server answers HTTP 400."""
 
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What one request asks of lookahead.
+    """The options of one request.
 
     Attributes
     ----------
     references : sequence of Reference
         Texts that the answer may copy from; in the worker arrays of token ids, int32 [n].
     namespace : str or None
-        As given by the user. In the worker: whose answers this request learns from and teaches;
-        None shares with nobody.
+        As given by the user. In the worker: requests share n-grams with those of the same
+        namespace, and with none if it is None.
     enabled : bool
         False: no drafts, and nothing is learned from the request.
     overrides : RequestOverrides
-        What proposes for it, and how large its lookahead branch is.
+        Its proposer, and the size of its lookahead branch.
     """
 
     references: Sequence[Any] = ()
@@ -76,7 +76,7 @@ class RequestOptions:
 
     @property
     def reference_tokens(self) -> int:
-        """What the references count as, see `LookaheadOptions.max_reference_tokens`."""
+        """Tokens of the references, by the count of `LookaheadOptions.max_reference_tokens`."""
         return sum(map(_tokens_of, self.references))
 
 
@@ -86,15 +86,15 @@ _DEFAULT = LookaheadOptions()
 def given(
     extra_args: Mapping[str, Any] | None, vocab_size: int, server: LookaheadOptions = _DEFAULT
 ) -> RequestOptions:
-    """What the user asks for, of a server with these options.
+    """The options in `extra_args`, checked against the server's options.
 
     Raises
     ------
     RequestError
-        An unknown name, a wrong type, too much, or one thing said twice.
+        An unknown name, a wrong type, a value beyond its limit, or an option given twice.
     """
-    if isinstance(already := (extra_args or {}).get(KEY), RequestOptions):
-        return already
+    if isinstance(already_checked := (extra_args or {}).get(KEY), RequestOptions):
+        return already_checked
     values: dict[str, Any] = {}
     spellings: dict[str, str] = {}
     for name, spelling, value in _written(extra_args or {}):
@@ -120,7 +120,7 @@ def given(
     if "enabled" in values:
         options["enabled"] = _enabled(spellings["enabled"], values["enabled"])
         if not options["enabled"]:
-            options.pop("references", None)  # they were checked, and are of no use
+            options.pop("references", None)  # checked, but not used
     overrides = {name: values[name] for name in RequestOverrides._fields if name in values}
     if overrides:
         options["overrides"] = RequestOverrides(
@@ -133,12 +133,15 @@ def given(
 
 
 def checked(extra_args: Mapping[str, Any] | None, options: RequestOptions) -> dict[str, Any]:
-    """A copy of `extra_args` that says `options`; `given` returns them as they are."""
+    """A copy of `extra_args` with `options`, which `given` returns unchanged."""
     return {**_others(extra_args), KEY: options}
 
 
 def sent(extra_args: Mapping[str, Any] | None, options: RequestOptions) -> dict[str, Any]:
-    """A copy of `extra_args` that says `options`, of token ids, in the types of msgpack."""
+    """A copy of `extra_args` with `options` as a dict for the worker, in types of msgpack.
+
+    All references must be token ids.
+    """
     return {
         **_others(extra_args),
         KEY: {
@@ -152,37 +155,38 @@ def sent(extra_args: Mapping[str, Any] | None, options: RequestOptions) -> dict[
 
 
 def _others(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The part of `extra_args` that is not lookahead's."""
     return {k: v for k, v in (extra_args or {}).items() if k != KEY and k not in FLAT}
 
 
 def without_references(params: SamplingParams) -> SamplingParams:
-    """`params` as they were sent, without the references, once the worker has these."""
-    written = (params.extra_args or {}).get(KEY)
-    if not isinstance(written, Mapping) or not written.get("reference"):
+    """`params`, or a copy in which the list of references is empty."""
+    fields = (params.extra_args or {}).get(KEY)
+    if not isinstance(fields, Mapping) or not fields.get("reference"):
         return params
     params = copy(params)
-    params.extra_args = {**params.extra_args, KEY: {**written, "reference": []}}
+    params.extra_args = {**params.extra_args, KEY: {**fields, "reference": []}}
     return params
 
 
 def is_marked(extra_args: Any) -> bool:
-    """Whether these have passed the front-end."""
-    written = extra_args.get(KEY) if isinstance(extra_args, Mapping) else None
-    return isinstance(written, dict) and isinstance(written.get(MARK), bytes)
+    """Whether the front-end has checked these."""
+    fields = extra_args.get(KEY) if isinstance(extra_args, Mapping) else None
+    return isinstance(fields, dict) and isinstance(fields.get(MARK), bytes)
 
 
 def received(
     extra_args: Mapping[str, Any] | None,
 ) -> tuple[RequestOptions, dict[str, Any] | None]:
-    """What the front-end sent, and `extra_args` without it, as custom logits processors know them.
+    """In the worker: the options, and the rest of `extra_args`, for custom logits processors.
 
-    A request that did not pass the front-end shares with nobody. Whatever arrives, nothing is
-    raised.
+    Raises no error: a request whose options the front-end has not checked gets the default options,
+    and shares with no other request.
     """
     if not isinstance(extra_args, Mapping):
         return RequestOptions(), None
     others = {k: v for k, v in extra_args.items() if k != KEY} or None
-    options = _received(extra_args[KEY]) if is_marked(extra_args) else None
+    options = _from_fields(extra_args[KEY]) if is_marked(extra_args) else None
     if options is None:
         logger.warning_once(
             "A request reached the engine by a way on which lookahead does not see it: its "
@@ -192,24 +196,25 @@ def received(
     return options, others
 
 
-def _received(written: dict[str, Any]) -> RequestOptions | None:
-    """None for what no front-end has sent."""
-    if not {"reference", "namespace", "enabled"} <= written.keys():
+def _from_fields(fields: dict[str, Any]) -> RequestOptions | None:
+    """The options that `sent` wrote; None if `fields` have another form."""
+    if not {"reference", "namespace", "enabled"} <= fields.keys():
         return None
-    references, namespace, enabled = (written[k] for k in ("reference", "namespace", "enabled"))
+    references, namespace, enabled = (fields[k] for k in ("reference", "namespace", "enabled"))
     if not (namespace is None or isinstance(namespace, str)) or not isinstance(enabled, bool):
         return None
     if not isinstance(references, list) or not all(map(_is_token_ids, references)):
         return None
-    overrides = RequestOverrides(**{name: written.get(name) for name in RequestOverrides._fields})
-    for override, kind in zip(overrides, _OVERRIDE_TYPES, strict=True):
-        if override is not None and type(override) is not kind:
+    overrides = RequestOverrides(**{name: fields.get(name) for name in RequestOverrides._fields})
+    for override, expected in zip(overrides, _OVERRIDE_TYPES, strict=True):
+        if override is not None and type(override) is not expected:
             return None
     arrays = [np.frombuffer(reference, "<i4") for reference in references]
     return RequestOptions(arrays, namespace, enabled, overrides)
 
 
 _OVERRIDE_TYPES = (str, int, int, int, bool)
+"""Of the fields of `RequestOverrides`."""
 
 
 def _is_token_ids(reference: Any) -> bool:
@@ -219,9 +224,10 @@ def _is_token_ids(reference: Any) -> bool:
 def shared_namespace(
     share: str, adapter: str | None, cache_salt: str | None, namespace: str | None
 ) -> str | None:
-    """The namespace of a request in the terms of `Proposer.start`.
+    """The namespace of a request, as `Proposer.start` takes it.
 
-    No two triples of LoRA adapter, cache salt and given namespace have the same one.
+    With `share="namespace"`, different triples of LoRA adapter, cache salt and given namespace have
+    different ones; None and "" are the same.
     """
     if share == "none":
         return None
@@ -252,7 +258,7 @@ def with_prediction(extra_args: Mapping[str, Any] | None, prediction: Any) -> di
 
 
 def _written(extra_args: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """The name, the spelling and the value of everything that is meant for lookahead."""
+    """Name, spelling and value of each of lookahead's options."""
     for key, value in extra_args.items():
         if key == KEY:
             if value is not None and not isinstance(value, Mapping):
@@ -271,8 +277,12 @@ def _written(extra_args: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _unknown(spelling: str, name: str, known: Sequence[str]) -> RequestError:
-    close = get_close_matches(name, known, n=1) if len(name) <= MOST_SHOWN else []
-    shown = spelling if len(spelling) <= MOST_SHOWN else f"{spelling[: MOST_SHOWN - 3]}..."
+    close = get_close_matches(name, known, n=1) if len(name) <= MAX_SHOWN_CHARACTERS else []
+    shown = (
+        spelling
+        if len(spelling) <= MAX_SHOWN_CHARACTERS
+        else f"{spelling[: MAX_SHOWN_CHARACTERS - 3]}..."
+    )
     shown = "".join(c if c.isprintable() else "?" for c in shown)  # it goes into logs, too
     return RequestError(
         f"{shown} was given, but lookahead knows {', '.join(known)} of a request; "
@@ -281,7 +291,7 @@ def _unknown(spelling: str, name: str, known: Sequence[str]) -> RequestError:
 
 
 def _references(
-    spelling: str, value: Any, vocab_size: int, most_tokens: int
+    spelling: str, value: Any, vocab_size: int, max_tokens: int
 ) -> tuple[Reference, ...]:
     items = [value] if isinstance(value, str) else value
     if isinstance(items, list | tuple) and items and type(items[0]) is int:
@@ -290,14 +300,14 @@ def _references(
         isinstance(item, str | list | tuple) for item in items
     ):
         raise _wrong_reference(spelling, value)
-    tokens = sum(map(len, items)) // BYTES_PER_TOKEN  # a character is a byte or more
-    if tokens <= most_tokens:
+    tokens = sum(map(len, items)) // BYTES_PER_TOKEN  # at least: a character has a byte or more
+    if tokens <= max_tokens:
         tokens = sum(_tokens_of(item, spelling) for item in items)
-    if len(items) > MAX_REFERENCES or tokens > most_tokens:
+    if len(items) > MAX_REFERENCES or tokens > max_tokens:
         raise RequestError(
             f"{spelling} was given with {len(items)} texts of {tokens} tokens or more "
             f"({BYTES_PER_TOKEN} bytes of a text count as one), but this server allows "
-            f"{MAX_REFERENCES} texts of {most_tokens} tokens in all; write only what the answer "
+            f"{MAX_REFERENCES} texts of {max_tokens} tokens in all; write only what the answer "
             "may copy from"
         )
     return tuple(
@@ -308,6 +318,7 @@ def _references(
 
 
 def _tokens_of(item: Reference | Sequence[int], spelling: str = "") -> int:
+    """How many tokens a reference counts as, see `BYTES_PER_TOKEN`."""
     if isinstance(item, str):
         try:
             return -(-len(item.encode()) // BYTES_PER_TOKEN)
@@ -320,6 +331,7 @@ def _tokens_of(item: Reference | Sequence[int], spelling: str = "") -> int:
 
 
 def _token_ids(spelling: str, value: Any, ids: Sequence[Any], vocab_size: int) -> bytes:
+    """`ids`, one text of the option's `value`, as a `Reference`."""
     for token in ids:
         if type(token) is not int:
             raise _wrong_reference(spelling, value)
@@ -339,10 +351,10 @@ def _wrong_reference(spelling: str, value: Any) -> RequestError:
 
 
 def _namespace(spelling: str, value: Any) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAMESPACE:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAMESPACE_CHARACTERS:
         raise RequestError(
             f"{spelling}={reprlib.repr(value)} was given, but it must be a text of 1 to "
-            f'{MAX_NAMESPACE} characters; write for instance "team-a", or leave it out'
+            f'{MAX_NAMESPACE_CHARACTERS} characters; write for instance "team-a", or leave it out'
         )
     return value
 
@@ -379,7 +391,7 @@ def _override(spelling: str, name: str, value: Any, server: LookaheadOptions) ->
 
 
 def _enabled(spelling: str, value: Any) -> bool:
-    # vLLM's HTTP server makes numbers of JSON's booleans.
+    # vLLM's HTTP server converts JSON's booleans to numbers.
     if not isinstance(value, bool | int | float) or value not in (0, 1):
         raise RequestError(
             f"{spelling}={reprlib.repr(value)} was given, but it must be true or false; "

@@ -1,10 +1,10 @@
-"""When an engine ends: time to save what was learned, before its processes are gone.
+"""The end of an engine: its processes get the time to save the cache file.
 
-vLLM's front-end asks an engine process to end and, unless requests may be drained, kills it in the
-same moment; the engine process gives a worker 5 seconds. And a process group that is sent a signal
-as a whole, by Ctrl-C for instance, ends in all places at once: the front-end's SIGTERM then meets
-an engine process whose teardown has begun with taking away its signal handlers. So both wait
-longer, and an engine process saves, or waits for the worker that does, before its teardown.
+vLLM's front-end asks an engine process to end and, unless requests may be drained, kills it at
+once; the engine process gives a worker 5 seconds. A signal to the whole process group, as by
+Ctrl-C, ends all of them together: the front-end's SIGTERM then kills an engine process whose
+teardown has already removed its signal handlers. So both wait longer, and an engine process saves,
+or waits for the worker that does, before its teardown.
 """
 
 from __future__ import annotations
@@ -20,43 +20,45 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakMethod
 
-TIME_TO_SAVE = 15
-"""Seconds that a worker process gets to end, where vLLM would give 5."""
+from lookahead_vllm.engine import patches
 
-TIME_TO_END = TIME_TO_SAVE + 5.0
-"""Seconds that an engine process gets, where vLLM would give none or 5. vLLM's SIGTERM to a worker
-that takes longer comes before its end."""
+SECONDS_TO_SAVE = 15
+"""For a worker process to end; vLLM's default is 5."""
+
+SECONDS_TO_END = SECONDS_TO_SAVE + 5.0
+"""For an engine process to end; vLLM's default is 0 or 5. A worker that takes longer to save gets
+vLLM's SIGTERM before this time is over."""
 
 _before_teardown: list[WeakMethod[Callable[[], None]]] = []
 
 
 def allow_time_to_end() -> None:
-    """In the front-end's process: wait for processes that were asked to end."""
-    # Read by this process and those that it starts.
-    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(TIME_TO_SAVE))
-    _wrap_manager()
+    """In the front-end's process: wait longer for the processes that it asks to end."""
+    # For this process and those that it starts.
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(SECONDS_TO_SAVE))
+    _patch_front_end()
 
 
 @functools.cache
-def _wrap_manager() -> None:
+def _patch_front_end() -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.utils import CoreEngineProcManager
 
-    CoreEngineProcManager.shutdown = _with_time_to_end(CoreEngineProcManager.shutdown)
-    AsyncLLM.shutdown = _listening_no_more(AsyncLLM.shutdown)
+    patches.patch(CoreEngineProcManager, "shutdown", _with_time_to_end)
+    patches.patch(AsyncLLM, "shutdown", _cancelling_output_handler)
 
 
-def _listening_no_more(original: Callable[..., None]) -> Callable[..., None]:
-    """`AsyncLLM.shutdown` that ends the task that waits for outputs before the engine is gone.
+def _cancelling_output_handler(original: Callable[..., None]) -> Callable[..., None]:
+    """`AsyncLLM.shutdown`, which first ends the task that waits for outputs.
 
-    vLLM ends it afterwards. In the time that the engine gets to save, the task would see that the
-    engine is gone, and log that as an error.
+    vLLM ends it last. While the front-end waits for the engine, the task would notice the engine's
+    end and log it as an error.
     """
     from vllm.utils.async_utils import cancel_task_threadsafe
 
     @functools.wraps(original)
     def shutdown(self: Any, timeout: float | None = None) -> None:
-        # Where requests may be drained, their outputs are still to come.
+        # With a timeout, requests are drained, and their outputs are still to come.
         if not timeout and self.output_handler is not None:
             cancel_task_threadsafe(self.output_handler)
         original(self, timeout)
@@ -65,20 +67,22 @@ def _listening_no_more(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _with_time_to_end(original: Callable[..., None]) -> Callable[..., None]:
+    """`CoreEngineProcManager.shutdown`, which waits for `SECONDS_TO_END` at least."""
+
     @functools.wraps(original)
     def shutdown(self: Any, timeout: float | None = None) -> None:
-        # Where requests may be drained, the timeout is the deadline that makes an end of it.
+        # Otherwise requests may be drained until the timeout, which is then a deadline.
         if self._request_shutdown_timeout == 0:
-            timeout = max(timeout or 0.0, TIME_TO_END)
+            timeout = max(timeout or 0.0, SECONDS_TO_END)
         original(self, timeout)
 
     return shutdown
 
 
 def before_teardown(action: Callable[[], None]) -> None:
-    """In a process with a drafter: call `action`, a method, once the engine's loop has ended.
+    """In a process with a drafter: call `action`, a method, when the engine's loop has ended.
 
-    The method does not keep its object alive: an engine in the user's own process has no loop.
+    Its object is not kept alive, because an engine in the user's own process has no loop.
     """
     _before_teardown.append(WeakMethod(action))
     save_before_teardown()
@@ -86,35 +90,39 @@ def before_teardown(action: Callable[[], None]) -> None:
 
 @functools.cache
 def save_before_teardown() -> None:
-    """In the engine's process: let everything be saved once the loop has ended."""
-    from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+    """In the engine's process: save when the loop has ended."""
+    from vllm.v1.engine.core import EngineCoreProc
 
-    original = EngineCoreProc._handle_shutdown
+    patches.patch(EngineCoreProc, "_handle_shutdown", _saving)
+
+
+def _saving(original: Callable[..., bool]) -> Callable[..., bool]:
+    """`EngineCoreProc._handle_shutdown`, which saves before it returns False, the loop's end."""
+    from vllm.v1.engine.core import EngineShutdownState
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     @functools.wraps(original)
     def handle_shutdown(self: Any) -> bool:
         _end_with_parent()
-        was_asked = self.shutdown_state == EngineShutdownState.REQUESTED
-        goes_on: bool = original(self)
-        if goes_on:
-            if was_asked:
-                # Whoever drains requests may be killed before the last one ends.
+        was_requested = self.shutdown_state == EngineShutdownState.REQUESTED
+        if original(self):
+            if was_requested:
+                # The process may be killed before the last request is drained.
                 with suppress(RuntimeError, TimeoutError):
-                    self.model_executor.collective_rpc(_begin_to_save, timeout=TIME_TO_SAVE)
+                    self.model_executor.collective_rpc(_begin_to_save, timeout=SECONDS_TO_SAVE)
             return True
         while _before_teardown:
             if action := _before_teardown.pop()():
                 action()
         if isinstance(executor := self.model_executor, MultiprocExecutor):
             executor.shutdown()  # the workers save; a second call does nothing
-            # Nor does this one, where a thread calls it already because one of them was gone.
-            deadline = time.monotonic() + TIME_TO_SAVE
+            # If another thread called it first, because a worker had ended, the call returns early.
+            deadline = time.monotonic() + SECONDS_TO_SAVE
             for worker in executor.workers:
                 worker.proc.join(max(0.0, deadline - time.monotonic()))
         return False
 
-    EngineCoreProc._handle_shutdown = handle_shutdown
+    return handle_shutdown
 
 
 def _begin_to_save(worker: Any) -> None:
@@ -124,11 +132,11 @@ def _begin_to_save(worker: Any) -> None:
 
 @functools.cache
 def _end_with_parent() -> None:
-    """Ask this engine process to end when the one that started it is gone: nobody else would."""
+    """Send this engine process a SIGTERM when the process that started it has ended."""
     if parent := multiprocessing.parent_process():
 
-        def follow() -> None:
+        def end_after_parent() -> None:
             parent.join()
             os.kill(os.getpid(), signal.SIGTERM)
 
-        threading.Thread(target=follow, name="lookahead-parent", daemon=True).start()
+        threading.Thread(target=end_after_parent, name="lookahead-parent", daemon=True).start()

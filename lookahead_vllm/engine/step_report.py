@@ -1,9 +1,9 @@
-"""What a step tells the metrics, and how it travels from the runner to the front-end.
+"""The numbers of a step for the metrics, and their way from the worker to the front-end.
 
-The runner fills a `StepReport` and attaches it to the output of the step; the scheduler moves it
-on into the stats that vLLM sends with every output; `stat_logger.py` counts it where `/metrics` is
-served. Every number is that of the step alone, so reports may come from several engines and go to
-several front-ends: whoever adds them up, nothing is lost and nothing counted twice.
+The worker fills a `StepReport` and attaches it to the step's output. The scheduler moves it into
+the stats that vLLM sends with every output. `front_end/stat_logger.py` adds it to the metrics that
+`/metrics` serves. Each report covers its own step only, so reports of several engines can be added
+in several front-ends without loss and without counting twice.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from vllm.v1.metrics.stats import SchedulerStats
 from lookahead_vllm.draft.sources import NAMES
 
 PARTS = ("draft", "verify", "compaction")
-"""What is timed: growing the trees, sampling and matching their nodes, moving accepted KV."""
+"""Timed parts: growing the trees; sampling and matching their nodes; moving accepted KV."""
 
 _REPORT = "lookahead_report"
-"""The attribute of a `ModelRunnerOutput` under which its step's report goes to the scheduler."""
+"""The attribute of `ModelRunnerOutput` that holds the report."""
 
 
 @dataclass
 class StepReport:
-    """One step's numbers, or those of several steps if the first ones could not be sent at once.
+    """Numbers of one step, or of several if the first ones had no output to travel with.
 
-    It crosses a process boundary as msgpack, which knows Python's numbers and not NumPy's.
+    msgpack carries it between processes, so it holds Python's numbers and not NumPy's.
     """
 
     verified: list[int] = field(default_factory=lambda: [0] * len(NAMES))
-    """Nodes that went through the model, by source."""
+    """Verified nodes, by source."""
     accepted: list[int] = field(default_factory=lambda: [0] * len(NAMES))
-    """Those of them that became output, by source."""
+    """Accepted nodes, by source."""
     lengths: dict[int, int] = field(default_factory=dict)
-    """How many requests with a draft emitted so many tokens (accepted nodes and one more)."""
+    """Number of requests with a draft by emitted tokens (accepted nodes and one more)."""
     budgets: list[int] = field(default_factory=list)
-    """Nodes sent in all trees together: one number for each step in which a request could have had
-    a draft, 0 where none was worth its cost."""
+    """Nodes of all trees, for each step in which a request could have had a draft; 0 if no node
+    was worth its cost."""
     costs: list[tuple[float, float]] = field(default_factory=list)
-    """(predicted, measured) seconds of each step that the cost model predicted and that could be
-    measured: the engine did not wait for a request in between."""
+    """(predicted, measured) seconds of each step that was predicted and could be measured, because
+    the engine did not wait for requests in between."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     """Wall time by part."""
     refused_trees: int = 0
-    """Trees of the proposer that were malformed, so that their request got no draft."""
+    """Malformed trees of the proposer; their requests got no draft."""
     evictions: int = 0
     """N-grams that were pruned from the trie."""
     trie_nodes: int | None = None
-    """N-grams in the trie; None: not looked at in this step."""
+    """N-grams in the trie; None if there is no trie."""
     trie_bytes: int | None = None
-    """What the proposer's tables take; None: as above."""
+    """Size of the proposer's tables in bytes; None if there is no trie."""
 
     def count_nodes(self, verified: Iterable[int], accepted: Iterable[int]) -> None:
         """Add nodes by source, in the order of `sources.NAMES`."""
@@ -65,33 +65,9 @@ class StepReport:
             self.lengths[length] = self.lengths.get(length, 0) + 1
 
 
-class TrieGauges:
-    """Looks at a drafter for the reports, and at its proposer's trie, if that has one."""
-
-    def __init__(self, drafter: Any) -> None:
-        self._counters = drafter.counters
-        self._refused = 0
-        self._proposer = drafter.proposer
-        self._trie = getattr(drafter.proposer, "trie", None)
-        self._pruned = 0 if self._trie is None else self._trie.num_pruned
-
-    def look(self, report: StepReport) -> None:
-        """Put into `report` what the trie holds, and what went since the last look."""
-        refused = self._counters.refused_trees
-        report.refused_trees += refused - self._refused
-        self._refused = refused
-        if self._trie is None:
-            return
-        pruned = self._trie.num_pruned
-        report.evictions += pruned - self._pruned
-        self._pruned = pruned
-        report.trie_nodes = self._trie.num_filled
-        report.trie_bytes = self._proposer.num_bytes
-
-
 @dataclass
 class ReportingStats(SchedulerStats):
-    """vLLM's stats of a step with ours; whoever does not know of the field passes over it."""
+    """vLLM's stats of a step with our report; vLLM's own code ignores the field."""
 
     lookahead: StepReport | None = None
 
@@ -107,7 +83,7 @@ def attached(output: Any) -> StepReport | None:
 
 
 def with_report(stats: SchedulerStats | None, report: StepReport | None) -> SchedulerStats | None:
-    """The stats that the scheduler sends to the front-end; None where stats are turned off."""
+    """The stats that the scheduler sends to the front-end; None if stats are turned off."""
     if stats is None or report is None:
         return stats
     return ReportingStats(**vars(stats), lookahead=report)

@@ -1,1 +1,1 @@
-"""Proposers without a model: recorded generations, replayed as the engine would."""
+"""Simulation of proposers without a model, by replaying recorded generations."""

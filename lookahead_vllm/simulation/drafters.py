@@ -1,4 +1,4 @@
-"""Who can be simulated: the proposers of this package and their rivals, each by its name."""
+"""The drafters that can be simulated: this package's proposers and their rivals, by name."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from lookahead_vllm.simulation.traces import Int32s
 
 
 class Drafter(Protocol):
-    """A proposer as the simulator plays it: `start`, `extend` and `propose` are what it times."""
+    """The simulator's interface to a proposer. It times `start`, `extend` and `propose`."""
 
     def start(self, request_id: str, prompt: Int32s) -> None:
-        """A request begins."""
+        """Start a request."""
 
     def extend(self, request_id: str, tokens: list[int]) -> None:
-        """The request's next output tokens."""
+        """Append output tokens to the request."""
 
     def propose(self, limit: DraftLimits, context: Int32s) -> Any:
-        """A draft, in the shape that its own engine takes; `context` is the text so far."""
+        """Draft in the drafter's own format; `context` is the text so far, int32 [n]."""
 
     def tree(self, draft: Any) -> DraftTree:
-        """What `propose` returned, as a tree."""
+        """Convert a draft from `propose` to a tree."""
 
     def finish(self, request_id: str) -> None:
-        """The request has ended."""
+        """End the request."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that its caches hold now."""
+        """The memory that the caches hold now, in bytes."""
 
 
 Make = Callable[[int, CostCurve | None], Drafter]
-"""A fresh drafter for a budget, in nodes; with a cost curve, one that may send fewer."""
+"""Makes a drafter for a budget in nodes. With a cost curve, the drafter may send fewer."""
 
 
 class Lookahead:
@@ -61,50 +61,50 @@ class Lookahead:
         options = LookaheadOptions.from_dict({"num_speculative_tokens": budget, **given})
         self.proposer = make_proposer(options)
         self.proposer.cost = None if curve is None else StepCost(curve)
-        # A prompt is inserted whole, whatever the clock says.
+        # Without a time limit, each prompt is inserted at once and results do not depend on speed.
         cast(Any, self.proposer).insertion.seconds = math.inf
         self.start: Callable[[str, Any], None] = self.proposer.start
         self.finish: Callable[[str], None] = self.proposer.finish
 
     def extend(self, request_id: str, tokens: list[int]) -> None:
-        """The request's next tokens."""
+        """Append output tokens to the request."""
         self.proposer.extend({request_id: tokens})
 
     def propose(self, limit: DraftLimits, context: Int32s) -> DraftTree:
-        """The proposer's tree; it knows the text already."""
+        """Return the proposer's tree; `context` is unused."""
         return self.proposer.propose([limit])[0]
 
     def tree(self, draft: DraftTree) -> DraftTree:
-        """The tree itself."""
+        """Return the draft, which is a tree already."""
         return draft
 
     @property
     def num_bytes(self) -> int:
-        """What the proposer says; 0 if it says nothing."""
+        """The proposer's `num_bytes`, 0 if it has none."""
         return int(getattr(self.proposer, "num_bytes", 0))
 
 
 class Rival(NamedTuple):
-    """A drafter of somebody else's, and what can be set."""
+    """Another project's drafter, its options and a description."""
 
     options: Callable[..., Any]
     drafter: Callable[[Any], Drafter]
     about: str
 
 
-def _suffix_tree(factor: float, offset: float, least: float, depth: int = 24) -> Rival:
+def _suffix_tree(factor: float, offset: float, min_prob: float, depth: int = 24) -> Rival:
     return Rival(
         partial(
             SuffixOptions,
             use_tree_spec=True,
             max_spec_factor=factor,
             max_spec_offset=offset,
-            min_token_prob=least,
+            min_token_prob=min_prob,
             max_tree_depth=depth,
         ),
         Suffix,
         f"arctic-inference's trees: factor {factor:g}, offset {offset:g}, least probability "
-        f"{least:g}, depth {depth}",
+        f"{min_prob:g}, depth {depth}",
     )
 
 
@@ -126,13 +126,13 @@ GROUPS = {
     "suffix": ["suffix", "suffix_tree"],
     "suffix_sweep": [name for name in RIVALS if name.startswith("suffix")],
 }
-"""Names that stand for several."""
+"""Names that stand for several drafters."""
 
 OURS = [name for name in PROPOSERS if name not in HAVE_WINDOW]
 
 
 def describe() -> str:
-    """Every name, a line each."""
+    """List the names, one on each line, with a description."""
     ours = dict.fromkeys(OURS, "of this package")
     rivals = {name: rival.about for name, rival in RIVALS.items()}
     lines = {**ours, **rivals, "suffix_sweep": "all of arctic-inference's above"}
@@ -141,7 +141,7 @@ def describe() -> str:
 
 
 def choose_drafters(names: str) -> dict[str, Make]:
-    """The drafters to simulate, in order.
+    """Parse the names of the drafters to simulate, in order.
 
     Parameters
     ----------
@@ -153,11 +153,11 @@ def choose_drafters(names: str) -> dict[str, Make]:
     OptionError
         A name or a setting is unknown, wrong or given twice, or a rival is not installed.
     """
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    if not wanted:
+    given = [name.strip() for name in names.split(",") if name.strip()]
+    if not given:
         raise OptionError("--proposers: name at least one, as in ngram_trie,prompt_lookup,suffix")
     chosen: dict[str, Make] = {}
-    for spec in [spec for name in wanted for spec in GROUPS.get(name, [name])]:
+    for spec in [spec for name in given for spec in GROUPS.get(name, [name])]:
         if spec in chosen:
             raise OptionError(f"--proposers: {spec} is given twice, or is part of another name")
         try:
@@ -173,11 +173,11 @@ def _maker(spec: str) -> Make:
     if name in RIVALS:
         rival = RIVALS[name]
         options = _options(rival.options, given)
-        rival.drafter(options)  # it has to be installed
+        rival.drafter(options)  # raises if the rival is not installed
         return lambda budget, curve: rival.drafter(options)
     if name in HAVE_WINDOW:
         raise OptionError(
-            "it learns from what a model says to its drafts, and a recording says nothing; "
+            "it learns from the model's choices at its nodes, which a recording does not have; "
             "measure it with scripts/bench_window.py"
         )
     if name in OURS:
@@ -186,13 +186,13 @@ def _maker(spec: str) -> Make:
                 raise OptionError(f"{key} is the simulator's to set; leave it out")
         LookaheadOptions.from_dict(given)
         return partial(Lookahead, {"proposer": name, **given})
-    known = list(dict.fromkeys([*OURS, *RIVALS, *GROUPS]))
-    raise OptionError(f"there is no such proposer; {_hint(name, known)}")
+    choices = list(dict.fromkeys([*OURS, *RIVALS, *GROUPS]))
+    raise OptionError(f"there is no such proposer; {_hint(name, choices)}")
 
 
-def _hint(given: str, known: Sequence[str]) -> str:
-    close = get_close_matches(given, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+def _hint(given: str, choices: Sequence[str]) -> str:
+    close = get_close_matches(given, choices, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(choices)}"
 
 
 def _setting(text: str) -> tuple[str, object]:
@@ -215,7 +215,7 @@ def _options(make: Callable[..., Any], given: Mapping[str, object]) -> Any:
 
 
 def key_value(text: str) -> tuple[str, Any] | None:
-    """`KEY=VALUE` with a value in JSON, or else a string; None if it is no such thing."""
+    """Parse `KEY=VALUE`. A value that is not JSON is a string. None if there is no key."""
     key, separator, value = text.partition("=")
     if not separator or not key.isidentifier():
         return None

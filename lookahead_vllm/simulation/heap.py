@@ -1,4 +1,4 @@
-"""How much memory a native library holds, asked of the C library's allocator."""
+"""The memory that a native library holds, measured by the C library's allocator."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class _MallInfo2(ctypes.Structure):
 
 
 def bytes_in_use() -> int | None:
-    """What is allocated with malloc now, headers included; None where it cannot be told.
+    """The bytes allocated with malloc now, headers included.
 
-    It cannot without glibc 2.33 or later, or with another allocator preloaded.
+    None without glibc 2.33 or later, or with another allocator preloaded.
     """
     try:
         library = ctypes.CDLL(None)
@@ -40,26 +40,26 @@ def bytes_in_use() -> int | None:
 
     before = count()
     probe = malloc(1 << 20)
-    seen = count() - before >= 1 << 20
+    counted = count() - before >= 1 << 20
     free(probe)
-    return before if seen else None
+    return before if counted else None
 
 
-def bytes_released_by(let_go: Callable[[], None]) -> int | None:
-    """How many bytes of malloc `let_go` gives back, found out in a fork: here nothing changes.
+def bytes_released_by(release: Callable[[], None]) -> int | None:
+    """The bytes of malloc that `release` frees. It runs in a fork, so nothing changes here.
 
-    None where that cannot be told (see `bytes_in_use`).
+    None if `bytes_in_use` is None.
     """
     if not hasattr(os, "fork") or bytes_in_use() is None:
         return None
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # idle threads of NumPy's, no locks
+        warnings.simplefilter("ignore", DeprecationWarning)  # NumPy's idle threads hold no locks
         child = os.fork()
     if child == 0:
         try:
             before = bytes_in_use() or 0
-            let_go()
+            release()
             os.write(writing, str(before - (bytes_in_use() or 0)).encode())
         finally:
             os._exit(0)

@@ -8,12 +8,12 @@ MISSING = "–"
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A figure, or a dash."""
+    """Format a number, or None as a dash."""
     return MISSING if value is None else f"{value:.{digits}f}"
 
 
 def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """A table with aligned columns: the first to the left, the others to the right."""
+    """Format a table, with the first column aligned left and the others right."""
     widths = [max(len(line[column]) for line in [head, *body]) for column in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:

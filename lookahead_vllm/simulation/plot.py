@@ -1,4 +1,4 @@
-"""Simulations as a picture."""
+"""Plots of simulation results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lookahead_vllm.simulation.tables import Results, lines
 
 
 def plot(results: Results, path: Path) -> None:
-    """Draw EDL over nodes a step: a panel for each file and mode, a line for each proposer."""
+    """Plot EDL over nodes a step: a panel for each file and mode, a line for each proposer."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -27,14 +27,14 @@ def plot(results: Results, path: Path) -> None:
     for row, mode in zip(axes, modes, strict=True):
         for axis, file in zip(row, files, strict=True):
             for proposer, budgets in results.items():
-                found = [
-                    entries_of[mode]["by_file"][file]
-                    for entries_of in budgets.values()
-                    if mode in entries_of
+                points = [
+                    by_mode[mode]["by_file"][file]
+                    for by_mode in budgets.values()
+                    if mode in by_mode
                 ]
                 axis.plot(
-                    [one["nodes"] for one in found],
-                    [one["edl"] for one in found],
+                    [point["nodes"] for point in points],
+                    [point["edl"] for point in points],
                     marker="o",
                     markersize=4,
                     label=proposer,

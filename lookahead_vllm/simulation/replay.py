@@ -1,7 +1,7 @@
-"""Drafting without a model: recorded generations replayed, step by step, as the engine would.
+"""Replay of recorded generations, step by step as in the engine, but without a model.
 
-Source: LLMA (2023), Algorithm 2, widened to trees: what the model would say is known, so that the
-longest path of each draft tree that agrees with it is accepted.
+Source: LLMA (2023), Algorithm 2, extended to trees: the recorded output stands in for the model,
+and the longest path of each draft tree that agrees with it is accepted.
 """
 
 from __future__ import annotations
@@ -25,43 +25,46 @@ from lookahead_vllm.verify.acceptance import accepted_paths
 Mode = Literal["cold", "warm", "replay"]
 MODES: tuple[Mode, ...] = ("cold", "warm", "replay")
 
-WARM_UP = 3  # traces that a throw-away drafter plays first, so that no measured call compiles
+WARM_UP_TRACES = 3
+"""The number of traces replayed first with a separate drafter, so that no timed call compiles."""
 
 Advance = Callable[[int], None]
-"""Told how many output tokens were played."""
+"""A progress callback, called with the number of output tokens just replayed."""
 
 
 @dataclass
 class Played:
-    """What came of one trace: one entry a decode step in `nodes`, one a call in the times."""
+    """The measurements of one replayed trace."""
 
     category: str
     tokens: int = 0
-    """Emitted by decode steps: all but the prefill's."""
+    """Tokens emitted by decode steps: all but the prefill's."""
     nodes: list[int] = field(default_factory=list)
+    """The draft tokens of each decode step."""
     propose_ns: list[int] = field(default_factory=list)
+    """The time of each call of `propose`."""
     update_ns: list[float] = field(default_factory=list)
-    """Per token."""
+    """The time of each call of `extend`, divided by its number of tokens."""
     start_ns: int = 0
 
 
 class Figures(TypedDict):
-    """What is said of a set of traces; None where nothing was measured.
+    """The figures of a set of traces; None if nothing was measured.
 
     edl
-        Tokens a decode step, the bonus token included.
+        Tokens per decode step, the bonus token included.
     nodes
-        Draft tokens a decode step; plain steps count.
+        Draft tokens per decode step; steps without a draft count.
     propose_us_p50, propose_us_p99
-        Microseconds of a call of `propose`.
+        Microseconds per call of `propose`.
     update_us_p50, update_us_p99
-        Microseconds of a call of `extend` over the tokens of that call.
+        Microseconds per token of a call of `extend`.
     start_us_p50
-        Microseconds of a call of `start`: the prompt of a request.
+        Microseconds per call of `start`, which gets the prompt.
     tokens, steps
-        Emitted by decode steps, and how many steps there were.
+        Tokens emitted by decode steps, and the number of these steps.
     speedup
-        With a cost curve t: `tokens * t(1)` over the sum of `t(1 + nodes)` of the steps.
+        With a cost curve t: `tokens * t(1)` over the sum of `t(1 + nodes)` of all steps.
     """
 
     edl: float
@@ -77,7 +80,13 @@ class Figures(TypedDict):
 
 
 class FileFigures(Figures):
-    """And of a file; `bytes_per_cached_token` is that of the made-up answers alone."""
+    """The figures of a file.
+
+    bytes
+        The memory of the drafter's caches after the file.
+    bytes_per_cached_token
+        The memory after the filling, per token of the filling.
+    """
 
     bytes: int
     bytes_per_cached_token: float | None
@@ -86,7 +95,7 @@ class FileFigures(Figures):
 class Entry(FileFigures):
     """The figures of one drafter with one budget in one mode, pooled over the files.
 
-    `bytes` and `bytes_per_cached_token` are the largest of the files', which share no cache.
+    Files share no cache; `bytes` and `bytes_per_cached_token` are the maxima over the files.
     """
 
     by_category: dict[str, Figures]
@@ -94,26 +103,26 @@ class Entry(FileFigures):
 
 
 def play(drafter: Drafter, trace: Trace, request_id: str, budget: int) -> Played:
-    """Replay one generation, as the engine would with one request at a time.
+    """Replay one generation as the only request of an engine.
 
-    The first output token is the prefill's. Then each step proposes, accepts the longest path of
-    the tree that agrees with the recorded output, and commits that path and the bonus token. No
-    path may leave room for less than the bonus token, so nodes deeper than that are not sent; a
-    step with a single token to go has no draft.
+    The prefill emits the first output token. Then each step proposes a tree of at most `budget`
+    nodes, accepts its longest path that agrees with the recorded output, and commits that path and
+    the bonus token. A path ends at least one token before the output, which leaves the bonus
+    token: deeper nodes are not sent, and the last token has no draft.
     """
     played = Played(trace.category)
     text = np.concatenate((trace.prompt, trace.output))
     answer = trace.output.tolist()
-    expected = np.append(trace.output, -1)  # -1: beyond the end, where no token agrees
+    expected = np.append(trace.output, -1)  # -1 agrees with no token beyond the end
     before = perf_counter_ns()
     drafter.start(request_id, trace.prompt)
     played.start_ns = perf_counter_ns() - before
-    done, new = 0, answer[:1]
+    done, new_tokens = 0, answer[:1]
     while True:
         before = perf_counter_ns()
-        drafter.extend(request_id, new)
-        played.update_ns.append((perf_counter_ns() - before) / len(new))
-        done += len(new)
+        drafter.extend(request_id, new_tokens)
+        played.update_ns.append((perf_counter_ns() - before) / len(new_tokens))
+        done += len(new_tokens)
         if done == len(answer):
             break
         max_depth = min(budget, len(answer) - done - 1)
@@ -128,8 +137,8 @@ def play(drafter: Drafter, trace: Trace, request_id: str, budget: int) -> Played
             assert len(tree) <= budget
         choices = expected[np.minimum(done + np.append(0, tree.depths), len(answer))]
         accepted = accepted_paths(DraftForest.of([tree]), choices[:1], choices[1:]).shape[1]
-        new = answer[done : done + accepted + 1]  # of a tree that is too deep, no more than is left
-        played.tokens += len(new)
+        new_tokens = answer[done : done + accepted + 1]  # a slice, so never past the end
+        played.tokens += len(new_tokens)
         played.nodes.append(int((tree.depths <= max_depth).sum()))
     drafter.finish(request_id)
     return played
@@ -145,30 +154,30 @@ def simulate(
     filling: Sequence[Trace] = (),
     advance: Advance = lambda tokens: None,
 ) -> dict[Mode, Entry]:
-    """Replay every file with a drafter of its own, and say what came of it.
+    """Replay every file, each with a new drafter, and return the figures by mode.
 
     Parameters
     ----------
     make : callable
-        Makes a fresh drafter.
+        Makes a new drafter.
     budget : int
-        The most nodes of a tree.
+        The maximum number of nodes of a tree.
     files : Sequence[TraceFile]
-        Each starts from an empty cache.
+        The traces; each file starts from an empty cache.
     modes : Sequence[Mode]
-        "cold": all traces of a file, in order; "warm": those of its second half, after its first;
-        "replay": all of them, after they were all played once.
+        "cold": all traces of a file, in order. "warm": those of the second half, after the first.
+        "replay": all traces, after all were replayed once.
     curve : CostCurve, optional
-        What a step costs, for the simulated speed-up.
+        The cost of a step, for the simulated speed-up.
     filling : Sequence[Trace]
-        Answers that every cache hears before the first trace.
+        Requests that fill every cache before the first trace.
     advance : callable
-        Told how many output tokens were played, warm-up excluded.
+        Called with the number of output tokens just replayed, except in the warm-up.
     """
-    throw_away = make()
-    for i, trace in enumerate(files[0].traces[:WARM_UP]):
-        play(throw_away, trace, f"warm-up-{i}", budget)
-    del throw_away
+    warm_up_drafter = make()
+    for i, trace in enumerate(files[0].traces[:WARM_UP_TRACES]):
+        play(warm_up_drafter, trace, f"warm-up-{i}", budget)
+    del warm_up_drafter
     played: dict[Mode, list[list[Played]]] = {mode: [] for mode in modes}
     by_file: dict[Mode, dict[str, FileFigures]] = {mode: {} for mode in modes}
     for file in files:
@@ -182,39 +191,39 @@ def simulate(
         per_token = drafter.num_bytes / filled if filled else None
 
         first = _play_all(drafter, file, budget, 1, advance)
-        of_mode: dict[Mode, list[Played]] = {"cold": first, "warm": first[len(first) // 2 :]}
-        held = dict.fromkeys(("cold", "warm"), drafter.num_bytes)
+        by_mode: dict[Mode, list[Played]] = {"cold": first, "warm": first[len(first) // 2 :]}
+        num_bytes = dict.fromkeys(("cold", "warm"), drafter.num_bytes)
         if "replay" in modes:
-            of_mode["replay"] = _play_all(drafter, file, budget, 2, advance)
-            held["replay"] = drafter.num_bytes
+            by_mode["replay"] = _play_all(drafter, file, budget, 2, advance)
+            num_bytes["replay"] = drafter.num_bytes
         for mode in modes:
-            played[mode].append(of_mode[mode])
+            played[mode].append(by_mode[mode])
             by_file[mode][str(file.path)] = {
-                **figures(of_mode[mode], curve),
-                "bytes": held[mode],
+                **figures(by_mode[mode], curve),
+                "bytes": num_bytes[mode],
                 "bytes_per_cached_token": per_token,
             }
     return {mode: _entry(played[mode], by_file[mode], curve) for mode in modes}
 
 
 def _play_all(
-    drafter: Drafter, file: TraceFile, budget: int, turn: int, advance: Advance
+    drafter: Drafter, file: TraceFile, budget: int, replay_number: int, advance: Advance
 ) -> list[Played]:
     result = []
     with _no_garbage_collection():
         for i, trace in enumerate(file.traces):
-            result.append(play(drafter, trace, f"{turn}-{i}", budget))
+            result.append(play(drafter, trace, f"{replay_number}-{i}", budget))
             advance(len(trace.output))
     return result
 
 
 def passes(modes: Sequence[Mode]) -> int:
-    """How often `simulate` plays each file."""
+    """The number of times that `simulate` replays each file."""
     return 2 if "replay" in modes else 1
 
 
 def figures(played: Sequence[Played], curve: CostCurve | None = None) -> Figures:
-    """The figures of some traces, at least one."""
+    """The pooled figures of at least one replayed trace."""
     tokens = sum(one.tokens for one in played)
     nodes = np.array([n for one in played for n in one.nodes], dtype=np.int64)
     propose = [ns for one in played for ns in one.propose_ns]

@@ -1,4 +1,4 @@
-"""What vLLM drafts with without a draft model: prompt lookup, and arctic-inference's suffixes."""
+"""vLLM's own drafters without a draft model: prompt lookup and arctic-inference's suffixes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lookahead_vllm.simulation.traces import Int32s
 
 @dataclass(frozen=True)
 class PromptLookupOptions:
-    """The lengths of the n-gram that is looked up, as scripts/bench.py gives them to vLLM."""
+    """The n-gram lengths of prompt lookup; the defaults are those that scripts/bench.py sets."""
 
     prompt_lookup_max: int = 5
     prompt_lookup_min: int = 2
@@ -29,19 +29,24 @@ class PromptLookupOptions:
             )
 
 
-def look_up(context: Int32s, longest: int, shortest: int, most: int) -> Int32s:
-    """What followed, earlier in the text, the longest n-gram that ends it; the first such place.
+def look_up(context: Int32s, longest: int, shortest: int, max_tokens: int) -> Int32s:
+    """The tokens after the first earlier occurrence of the longest n-gram that ends the text.
 
-    As vLLM's `ngram_proposer._find_longest_matched_ngram_and_propose_tokens`.
+    Equivalent to vLLM's `ngram_proposer._find_longest_matched_ngram_and_propose_tokens`.
 
     Parameters
     ----------
     context : int32 [n]
         The text so far.
     longest, shortest : int
-        The lengths of the n-gram, in tokens.
-    most : int
-        The most tokens to return; fewer where the text ends.
+        The bounds of the n-gram's length, in tokens.
+    max_tokens : int
+        The maximum number of tokens returned; there are fewer if the text ends.
+
+    Returns
+    -------
+    int32 [at most max_tokens]
+        Empty if no n-gram occurs earlier.
     """
     last = len(context) - 1
     ends = np.flatnonzero(context[:last] == context[last]) if last > 0 else context[:0]
@@ -53,11 +58,11 @@ def look_up(context: Int32s, longest: int, shortest: int, most: int) -> Int32s:
             found = int(ends[0]) + 1
         ends = ends[ends >= length]
         ends = ends[context[ends - length] == context[last - length]]
-    return context[found : found + most] if found >= 0 else context[:0]
+    return context[found : found + max_tokens] if found >= 0 else context[:0]
 
 
 class PromptLookup:
-    """vLLM's `ngram`: a chain out of the request's own text. It keeps nothing."""
+    """vLLM's `ngram`: drafts a chain from the request's own text, and keeps no cache."""
 
     num_bytes = 0
 
@@ -71,14 +76,14 @@ class PromptLookup:
         """Nothing to do: the engine keeps the text."""
 
     def propose(self, limit: DraftLimits, context: Int32s) -> Int32s:
-        """The chain's tokens, int32 [at most want.max_depth]."""
+        """The chain's tokens, int32 [at most limit.max_depth]."""
         options = self.options
         return look_up(
             context, options.prompt_lookup_max, options.prompt_lookup_min, limit.max_depth
         )
 
     def tree(self, draft: Int32s) -> DraftTree:
-        """The draft as a tree."""
+        """Convert the draft to a tree."""
         return DraftTree.chain(draft.tolist())
 
     def finish(self, request_id: str) -> None:
@@ -87,7 +92,7 @@ class PromptLookup:
 
 @dataclass(frozen=True)
 class SuffixOptions:
-    """What arctic-inference is called with; the defaults are vLLM's `suffix`."""
+    """The arguments of arctic-inference; the defaults are those of vLLM's `suffix`."""
 
     max_tree_depth: int = 24
     max_cached_requests: int = 10_000
@@ -125,15 +130,15 @@ class Suffix:
         self._cache: Any = SuffixDecodingCache(options.max_tree_depth, options.max_cached_requests)
 
     def start(self, request_id: str, prompt: Int32s) -> None:
-        """The prompt gets a suffix tree of its own."""
+        """Build the prompt's suffix tree."""
         self._cache.start_request(request_id, prompt)
 
     def extend(self, request_id: str, tokens: list[int]) -> None:
-        """The tokens go into the request's suffix tree and into that of all answers."""
+        """Add the tokens to the suffix trees of the request and of all answers."""
         self._cache.add_active_response(request_id, tokens)
 
     def propose(self, limit: DraftLimits, context: Int32s) -> Any:
-        """A `SuffixDecodingDraft`."""
+        """Draft a chain or a tree; returns a `SuffixDecodingDraft`."""
         options = self.options
         return self._cache.speculate(
             limit.request_id,
@@ -146,18 +151,18 @@ class Suffix:
         )
 
     def tree(self, draft: Any) -> DraftTree:
-        """The draft as a tree."""
+        """Convert the draft to a tree."""
         return DraftTree.from_lists(draft.token_ids, draft.parents, draft.probs)
 
     def finish(self, request_id: str) -> None:
-        """The prompt's suffix tree goes; the answer stays."""
+        """Drop the prompt's suffix tree; the answer stays in the other one."""
         self._cache.stop_request(request_id)
 
     @property
     def num_bytes(self) -> int:
-        """What malloc would get back from the cache, or where that is unknown, its own estimate."""
-        released = bytes_released_by(self._let_go)
+        """The bytes that the cache has from malloc, or its own estimate if these are unknown."""
+        released = bytes_released_by(self._release)
         return self._cache._global_tree.estimate_memory() if released is None else released
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._cache = None

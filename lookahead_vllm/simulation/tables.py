@@ -1,4 +1,4 @@
-"""Simulations as text, in Markdown."""
+"""Tables of simulation results, in Markdown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lookahead_vllm.simulation.markdown import markdown, number
 from lookahead_vllm.simulation.replay import Entry, Figures, Mode
 
 Results = dict[str, dict[str, dict[Mode, Entry]]]
-"""By proposer, budget (a string, as JSON has it) and mode."""
+"""Entries by proposer, budget (a string, as it is a key in JSON) and mode."""
 
 
 def lines(results: Results) -> list[tuple[str, str, Mode, Entry]]:
@@ -23,12 +23,12 @@ def lines(results: Results) -> list[tuple[str, str, Mode, Entry]]:
 
 
 def overall_table(results: Results) -> str:
-    """One line a proposer, budget and mode."""
+    """A table with a line for each proposer, budget and mode."""
     head = ["proposer", "budget", "mode", "EDL", "nodes", "propose µs", "p99", "update µs", "MB"]
     entries = lines(results)
     filled = any(entry["bytes_per_cached_token"] is not None for *_, entry in entries)
-    costed = any(entry["speedup"] is not None for *_, entry in entries)
-    head += ["bytes/token"] * filled + ["speed-up"] * costed
+    has_speedup = any(entry["speedup"] is not None for *_, entry in entries)
+    head += ["bytes/token"] * filled + ["speed-up"] * has_speedup
     body = []
     for proposer, budget, mode, entry in entries:
         line = [
@@ -43,12 +43,12 @@ def overall_table(results: Results) -> str:
             number(entry["bytes"] / 1e6, 1),
         ]
         line += [number(entry["bytes_per_cached_token"], 0)] * filled
-        body.append(line + [number(entry["speedup"])] * costed)
+        body.append(line + [number(entry["speedup"])] * has_speedup)
     return markdown(head, body)
 
 
 def by_file(entry: Entry) -> Mapping[str, Figures]:
-    """The figures of each file, under its name where that tells the files apart."""
+    """The figures of each file, by file name, or by path if two names are equal."""
     files = entry["by_file"]
     names = [Path(path).name for path in files]
     return dict(zip(names, files.values(), strict=True)) if len({*names}) == len(files) else files
@@ -62,7 +62,7 @@ def by_category(entry: Entry) -> Mapping[str, Figures]:
 def parts_table(
     results: Results, title: str, parts: Callable[[Entry], Mapping[str, Figures]]
 ) -> str:
-    """EDL and, in brackets, nodes a step, with a column for each part; none for a single part."""
+    """A table of EDL and nodes a step with a column for each part; empty for a single part."""
     entries = lines(results)
     columns = list(dict.fromkeys(name for *_, entry in entries for name in parts(entry)))
     if len(columns) < 2:

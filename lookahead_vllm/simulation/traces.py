@@ -1,4 +1,4 @@
-"""Recorded generations to replay: one JSON object a line. And answers made up from them."""
+"""Traces: recorded generations, read from JSON lines, and synthetic ones made from them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from numpy.typing import NDArray
 
 Int32s = NDArray[np.int32]
 
-PROMPT_TOKENS = 50  # of an answer that is made up
-ANSWER_TOKENS = (200, 300)  # the shortest and the longest
+PROMPT_TOKENS = 50
+"""The length of a synthetic trace's prompt."""
+
+ANSWER_TOKENS = (200, 300)
+"""The minimum and maximum length of a synthetic trace's output."""
 
 
 class TraceError(ValueError):
@@ -35,8 +38,8 @@ class Trace:
 class TraceFile:
     """The traces of one file, in the order in which they are replayed.
 
-    `too_short` counts the outputs of fewer than two tokens, which are left out: the prefill made
-    the first one, so that there was no decode step.
+    Outputs of fewer than two tokens are left out, as they have no decode step: the prefill emits
+    the first token. `too_short` is their number.
     """
 
     path: Path
@@ -45,7 +48,7 @@ class TraceFile:
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens of all traces."""
+        """The number of output tokens of all traces."""
         return sum(len(trace.output) for trace in self.traces)
 
 
@@ -54,16 +57,16 @@ def load_traces(
 ) -> TraceFile:
     """Read a JSON-lines file of objects with `prompt_token_ids` and `output_token_ids`.
 
-    `suite`, `category` and `loops` may be missing.
+    The keys `suite`, `category` and `loops` are optional.
 
     Parameters
     ----------
     path : Path
         The file.
     limit : int, optional
-        Keep the first so many of what the other two leave.
+        Keep this many traces, after `shuffle` and `no_loops`.
     shuffle : int, optional
-        Shuffle with this seed; file order without it.
+        Shuffle with this seed; the file's order if omitted.
     no_loops : bool
         Leave out lines with `loops: true`.
 
@@ -92,6 +95,7 @@ def load_traces(
 
 
 def _parse(place: str, text: str) -> tuple[Trace, bool]:
+    """The trace of a line, and its `loops`. `place` names the line in errors."""
     try:
         line = json.loads(text)
     except json.JSONDecodeError as error:
@@ -120,12 +124,12 @@ def resample(
     seed: int = 0,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> list[Trace]:
-    """Make up answers of `num_tokens` tokens in all that read like the recorded ones.
+    """Make synthetic traces with `num_tokens` output tokens in total.
 
-    Each starts as some output does, and every further token is one that followed the last two
-    tokens in the outputs, as often as it did there (a Markov chain of order 2); where an output
-    ended, another one starts. An answer has 200 to 300 tokens, a prompt is 50 tokens of a recorded
-    one. `advance` is told how many tokens were made.
+    The outputs follow a Markov chain of order 2, estimated from the recorded outputs. An output
+    starts with the first two tokens of a recorded one, and again where the chain has no follower.
+    Outputs have ANSWER_TOKENS tokens, prompts up to PROMPT_TOKENS tokens of a recorded one.
+    `advance` is called with the number of tokens just made.
     """
     followers: dict[tuple[int, int], list[int]] = {}
     outputs = [trace.output.tolist() for trace in traces]

@@ -1,1 +1,1 @@
-"""Is it right: tree attention, acceptance, KV moves. PyTorch only: no vllm."""
+"""Verification of drafts: tree attention, acceptance, KV moves. Imports PyTorch, not vLLM."""

@@ -1,10 +1,9 @@
-"""Sample, then match: the walk that makes a draft tree lossless.
+"""Lossless acceptance of draft trees: sample at every node, then match.
 
-The target model's token is sampled at every node first, with the request's own sampling
-parameters; then the walk goes from the root to the child that carries the sampled token, as far
-as there is one. For drafts without probabilities of their own this is SpecInfer's multi-step
-verification (section 4.3) and Algorithm 4 of Lookahead Decoding in distribution, with greedy
-decoding as the special case.
+The target model's token is sampled at every node with the request's sampling parameters. Then a
+walk starts at the root and moves to the child that has the sampled token, until there is none. For
+drafts without probabilities, the output has the distribution of SpecInfer's multi-step verification
+(section 4.3) and of Algorithm 4 of Lookahead Decoding. Greedy decoding is a special case.
 """
 
 from __future__ import annotations
@@ -16,22 +15,20 @@ from lookahead_vllm.draft.tree import DraftForest
 
 
 def accepted_paths(forest: DraftForest, at_roots: Int32s, at_nodes: Int32s) -> Int32s:
-    """The nodes that the target model agrees with.
+    """The path of accepted nodes in each tree.
 
     Parameters
     ----------
     forest
-        t trees of n nodes together.
-    at_roots : int32 [t]
-        The token that the target model chose at each root.
-    at_nodes : int32 [n]
-        And at each node.
+        t trees with n nodes in total.
+    at_roots, at_nodes : int32 [t], int32 [n]
+        The tokens that the target model chose at the roots and at the nodes.
 
     Returns
     -------
     int32 [t, longest path]
-        The accepted nodes' numbers within their tree from the root down, then -1. The tokens to
-        emit are the choice at the root and those at these nodes.
+        Indices of the accepted nodes within their tree, from the root down, padded with -1. The
+        tokens to emit are the choice at the root and the choices at these nodes.
     """
     paths = _walk(forest.tokens, forest.parents, forest.firsts, at_roots, at_nodes)
     return paths[:, : (paths >= 0).any(axis=0).sum()]
@@ -41,16 +38,16 @@ def accepted_paths(forest: DraftForest, at_roots: Int32s, at_nodes: Int32s) -> I
 def _walk(
     tokens: Int32s, parents: Int32s, firsts: Int64s, at_roots: Int32s, at_nodes: Int32s
 ) -> Int32s:
-    longest = 0
+    max_nodes = 0
     for tree in range(len(firsts) - 1):
-        longest = max(longest, firsts[tree + 1] - firsts[tree])
-    paths = np.full((len(firsts) - 1, longest), -1, np.int32)
+        max_nodes = max(max_nodes, firsts[tree + 1] - firsts[tree])
+    paths = np.full((len(firsts) - 1, max_nodes), -1, np.int32)
     for tree in range(len(firsts) - 1):
-        here, wanted, length = -1, at_roots[tree], 0
-        # Parents stand before children, so one pass meets the path's nodes in order.
+        parent, token, length = -1, at_roots[tree], 0
+        # Parents precede their children, so one pass visits the path's nodes in order.
         for place in range(firsts[tree + 1] - firsts[tree]):
             node = firsts[tree] + place
-            if parents[node] == here and tokens[node] == wanted:
+            if parents[node] == parent and tokens[node] == token:
                 paths[tree, length] = place
-                here, wanted, length = place, at_nodes[node], length + 1
+                parent, token, length = place, at_nodes[node], length + 1
     return paths

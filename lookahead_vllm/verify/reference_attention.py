@@ -1,4 +1,4 @@
-"""Attention in plain torch, with nothing clever in it: what every kernel is compared with."""
+"""Attention in plain PyTorch: the reference for every kernel, and the fallback without one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def attend_rows(
+def reference_attention(
     query: Tensor,
     k: Tensor,
     v: Tensor,
@@ -19,48 +19,51 @@ def attend_rows(
     soft_cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of the rows of one request, by the book: [rows, heads, head_size] of k's dtype.
+    """Attention of one request's rows, computed in the dtype of `k`: [rows, heads, head_size].
+
+    The options are those of `tree_attention`. K and V that a row does not attend to have no effect,
+    NaN and inf included.
 
     Parameters
     ----------
     query : [rows, heads, head_size]
     k, v : float32 or float64 [kv_heads, keys, head_size]
     allowed : bool [rows, keys]
-        Which keys a row may see, wherever they stand.
+        The keys that a row may attend to, before `sliding_window` applies.
     distance : int64 [rows, keys]
-        The key's position less the row's.
+        The key's position minus the row's.
     """
     kv_heads, num_keys, _ = k.shape
-    size = len(query)
+    rows = len(query)
     if sliding_window > 0:
         allowed = allowed & (distance > -sliding_window)
     q = query.unflatten(1, (kv_heads, -1)).transpose(0, 1)
     group = q.shape[2]
     scores = (q.flatten(1, 2).to(k.dtype) * scale) @ k.transpose(1, 2)
-    scores = scores.unflatten(1, (size, group))  # [kv_heads, rows, group, keys]
+    scores = scores.unflatten(1, (rows, group))  # [kv_heads, rows, group, keys]
     if soft_cap > 0:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     if alibi_slopes is not None:
         scores += alibi_slopes.view(kv_heads, 1, group, 1) * distance.to(k.dtype)[:, None, :]
     scores = scores.masked_fill(~allowed[:, None, :], -torch.inf)
     if sinks is not None:
-        sink = sinks.view(kv_heads, 1, group, 1).expand(-1, size, -1, -1)
+        sink = sinks.view(kv_heads, 1, group, 1).expand(-1, rows, -1, -1)
         scores = torch.cat((scores, sink.to(scores.dtype)), dim=-1)
     weights = scores.softmax(dim=-1)[..., :num_keys]
-    result = _weigh(weights.flatten(1, 2), v, allowed.repeat_interleave(group, dim=0))
-    return result.unflatten(1, (size, group)).transpose(0, 1).flatten(1, 2)
+    result = _weighted_sum(weights.flatten(1, 2), v, allowed.repeat_interleave(group, dim=0))
+    return result.unflatten(1, (rows, group)).transpose(0, 1).flatten(1, 2)
 
 
-def _weigh(weights: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """Sum of weights [kv_heads, rows, keys] x v [kv_heads, keys, head_size].
+def _weighted_sum(weights: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """`weights` [kv_heads, rows, keys] @ `v` [kv_heads, keys, head_size], over `allowed` keys only.
 
-    Only where `allowed` [rows, keys]: the other weights are 0, but 0 * NaN is NaN.
+    The weights of other keys are 0, but 0 * NaN is NaN. `allowed` is [rows, keys].
     """
     finite = v.isfinite().all(-1)
     if finite.all():
         return weights @ v
     result = weights @ v.masked_fill(~finite[..., None], 0)
     for head, key in (~finite & allowed.any(0)).nonzero().tolist():
-        seen = allowed[:, key]
-        result[head, seen] += weights[head, seen, key, None] * v[head, key]
+        attending = allowed[:, key]
+        result[head, attending] += weights[head, attending, key, None] * v[head, key]
     return result

@@ -1,8 +1,8 @@
-"""The random draws of a seeded request, looked at before they are spent.
+"""Random draws of seeded requests, for draft nodes.
 
-Without speculation a request's generator is drawn from once per emitted token. A node at depth d
-stands for the output d places after the root's, so it has to use that output's draw; and when the
-step is over, the generator has to stand where it would after as many tokens as were emitted.
+Without speculation, a request's generator is drawn from once per emitted token. A node at depth d
+stands for the output d positions after the root's, so it needs the draw of that output. After the
+step, the generator must have advanced by as many draws as tokens were emitted.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ class GeneratorStates:
     Parameters
     ----------
     generator
-        The request's own; the tape leaves it where it was.
+        The request's generator; the constructor does not advance it.
     draw
-        Advances a generator by what the sampler draws for one token.
+        Advances a generator by the sampler's draw for one token.
     length
-        How many draws ahead to look.
+        Number of draws to look ahead.
     """
 
     def __init__(
         self, generator: torch.Generator, draw: Callable[[torch.Generator], object], length: int
     ) -> None:
         self._generator = generator
-        scout = torch.Generator(generator.device)
+        copy = torch.Generator(generator.device)
         self._states = [generator.get_state()]
-        scout.set_state(self._states[0])
+        copy.set_state(self._states[0])
         for _ in range(length):
-            draw(scout)
-            self._states.append(scout.get_state())
+            draw(copy)
+            self._states.append(copy.get_state())
 
-    def after(self, draws: int) -> torch.Generator:
-        """A new generator that stands `draws` draws ahead."""
+    def generator_after(self, draws: int) -> torch.Generator:
+        """A new generator, `draws` draws ahead of the request's."""
         generator = torch.Generator(self._generator.device)
         generator.set_state(self._states[draws])
         return generator
 
-    def spend(self, draws: int) -> None:
-        """Move the request's own generator `draws` draws ahead."""
+    def advance(self, draws: int) -> None:
+        """Move the request's generator `draws` draws ahead of where it was at construction."""
         self._generator.set_state(self._states[draws])

@@ -1,4 +1,4 @@
-"""The draft trees of one forward pass, as tree attention reads them."""
+"""The draft trees of one forward pass, laid out for tree attention."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class TreeBatch:
     """The branching draft trees of one forward pass.
 
     A tree's rows are its root, then its nodes in list order; they are consecutive query tokens.
-    Row j's K/V lie in the request's KV slot `context + j`: slot order is list order, not position
-    order. Every row attends to the slots 0..context-1 and, in its own tree's block, to `masks`.
+    The K/V of row j are in the request's KV slot `context + j`: slots follow list order, not
+    position order. Every row attends to the slots 0..context-1 and to the rows of its own tree that
+    `masks` selects.
 
     Attributes
     ----------
@@ -33,11 +34,12 @@ class TreeBatch:
     sizes : int32 [t]
         Nodes + 1.
     contexts : int32 [t]
-        Committed tokens before the root: the root's position and its KV slot.
+        Committed tokens before the root; also the root's position and its KV slot.
     depths : int32 [n], n = sum(sizes)
         Depth of each row, the root 0. The row's position is context + depth.
     masks : int32 [n, w], w = ceil(max(sizes) / 32)
-        Bit j % 32 of word j // 32: the row attends to row j of its tree (itself or an ancestor).
+        Bit j % 32 of word j // 32 is set if the row attends to row j of its tree: itself or an
+        ancestor.
     """
 
     rows: Tensor
@@ -55,7 +57,7 @@ class TreeBatch:
         starts: ArrayLike,
         contexts: ArrayLike,
     ) -> TreeBatch:
-        """Lay out `trees`, with one entry of `rows`, `starts`, `contexts` for each (on the CPU)."""
+        """Lay out `trees` on the CPU; `rows`, `starts` and `contexts` have one entry per tree."""
         forest = DraftForest.of(trees)
         sizes = (forest.sizes + 1).astype(np.int32)
         words = (int(sizes.max(initial=1)) + 31) // 32
@@ -74,7 +76,7 @@ class TreeBatch:
 
     @cached_property
     def ends(self) -> tuple[int, int, int]:
-        """How many block table rows, query tokens and KV slots per request the batch reaches."""
+        """Block table rows, query tokens and KV slots per request that the batch needs."""
         if not len(self):
             return 0, 0, 0
         return (
@@ -85,7 +87,13 @@ class TreeBatch:
 
     @cached_property
     def view(self) -> TreeBatchView:
-        """The batch for compiled code; valid as long as the batch."""
+        """Pointers for compiled code, valid while the batch exists.
+
+        Raises
+        ------
+        ValueError
+            A tensor is not contiguous int32 on the CPU, or the lengths differ.
+        """
         fields = (self.rows, self.starts, self.sizes, self.contexts, self.depths, self.masks)
         for tensor in fields:
             if tensor.dtype != torch.int32 or not tensor.is_contiguous() or tensor.is_cuda:

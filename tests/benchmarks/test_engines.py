@@ -1,10 +1,9 @@
-"""The benchmark's pure parts: what it accepts, what it counts, what it prints. No engine."""
+"""The benchmark without an engine: its options, its counting and its tables."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,7 +128,7 @@ def test_a_limit_is_spread_evenly_in_file_order(
         (["--config", 'h={"method":"lookahead","proposer":"hybrid"}'], "h learns from what a mod"),
     ],
 )
-def test_only_what_was_recorded_can_guide(
+def test_target_guided_needs_recorded_answers(
     more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "p.jsonl"
@@ -167,9 +166,7 @@ def test_methods_run_in_the_order_given_and_configs_join_them() -> None:
         ("none", ["ngram={}"], "the name 'ngram' is taken"),
     ],
 )
-def test_a_method_that_makes_no_sense_is_refused(
-    names: str, configs: list[str], message: str
-) -> None:
+def test_an_invalid_method_is_refused(names: str, configs: list[str], message: str) -> None:
     with pytest.raises(MethodError, match=message):
         choose_methods(names, configs)
 
@@ -221,7 +218,7 @@ def test_the_context_has_room_for_the_longest_prompt_and_its_answer(tmp_path: Pa
 
 
 class ScriptedEngine:
-    """Stands in for vLLM's: every step hands out what the script says, by request."""
+    """A fake: each step emits the scripted number of tokens, by request."""
 
     def __init__(self, *steps: dict[str, int]) -> None:
         self.steps = list(steps)
@@ -250,7 +247,7 @@ class ScriptedEngine:
         return outputs
 
 
-def test_the_steps_of_a_request_are_those_that_gave_it_tokens_less_its_prefill() -> None:
+def test_a_request_s_steps_are_those_that_emitted_its_tokens_without_its_prefill() -> None:
     engine = ScriptedEngine({"0": 1}, {"0": 3, "1": 1}, {}, {"0": 0, "1": 2}, {"0": 2})
     done: list[int] = []
     (first, second), seconds, full = answer(engine, [[1], [2]], [None, None], 2, done.append)
@@ -266,7 +263,7 @@ def test_the_warm_up_shares_nothing_with_the_prompts_and_fills_the_batch() -> No
     warm_up = warm_up_prompts(prompts, 3, vocabulary=1000)
     assert len(warm_up) == 4 and {len(prompt) for prompt in warm_up} == {60}
     assert warm_up == warm_up_prompts(prompts, 3, vocabulary=1000)
-    assert all(prompt[:15] * 4 == prompt for prompt in warm_up)  # said four times: drafters draft
+    assert all(prompt[:15] * 4 == prompt for prompt in warm_up)  # four repetitions: drafters draft
 
 
 # Figures.
@@ -308,7 +305,7 @@ def test_rounds_give_the_median_and_the_worst_mismatch() -> None:
     assert figures["error"] == "it broke"
 
 
-def test_turns_are_put_together_and_have_their_own_ratios() -> None:
+def test_turns_are_merged_and_have_their_own_ratios() -> None:
     whole = [generation(11, 10), generation(21, 20), generation(31, 30)]
     plain = Run([turn(whole[0], whole[2], seconds=10.0, full=6.0), turn(whole[1], seconds=5.0)])
     drafted = Run([turn(whole[0], whole[2], seconds=5.0), turn(whole[1], seconds=5.0)])
@@ -328,10 +325,10 @@ def test_a_request_that_ends_with_its_prefill_has_no_step() -> None:
     assert figures["steps"] == 0 and figures["tokens_per_step"] is None
 
 
-# What is shown.
+# Tables.
 
 
-def test_the_table_has_a_line_a_row_and_says_why_methods_failed() -> None:
+def test_the_table_has_a_line_for_each_row_and_the_reasons_of_failures() -> None:
     table = main_table([row("none", PLAIN), row(), row("suffix", None)], check_exact=True)
     lines = table.splitlines()
     assert len({len(line) for line in lines[:5]}) == 1  # aligned
@@ -347,7 +344,7 @@ def test_repeated_runs_show_their_spread() -> None:
     assert "6.0 (4.0–8.0)" in main_table([row(outcomes=rounds)], check_exact=False)
 
 
-def test_categories_are_shown_where_there_is_more_than_one() -> None:
+def test_categories_are_shown_if_there_are_several() -> None:
     tables = category_tables([row("none", PLAIN), row(), row("suffix", None), row(batch_size=8)])
     assert "ngram, batch 8" in tables.split("\n\n")[0]
     assert "ngram, batch 8" not in tables.split("\n\n")[1]
@@ -398,7 +395,7 @@ def test_a_picture_is_drawn_for_few_and_for_many_batch_sizes(tmp_path: Path) -> 
 
 
 class FakeEngine:
-    """Stands in for the process with an engine: answers at a speed, or breaks."""
+    """A fake of the process with an engine: it answers at a fixed speed, or fails."""
 
     alive: ClassVar[list[str]] = []
     log: ClassVar[list[str]] = []
@@ -408,7 +405,7 @@ class FakeEngine:
         config = job["engine_args"].get("speculative_config") or {"method": "none"}
         self.name = f"{config['method']} {job['engine_args']['max_num_seqs']}"
         self.prompts, self.show = job["prompts"], on_event
-        log.write_text("what it said\n")
+        log.write_text("output\n")
 
     def __enter__(self) -> FakeEngine:
         self.alive.append(self.name)
@@ -445,7 +442,7 @@ def run_benchmark(
     return FakeEngine.log, json.loads(out.read_text())
 
 
-def test_engines_run_alone_and_every_other_round_the_other_way(
+def test_engines_run_one_at_a_time_and_rounds_alternate_their_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log, written = run_benchmark(
@@ -460,7 +457,7 @@ def test_engines_run_alone_and_every_other_round_the_other_way(
     assert written["meta"]["complete"] is True
 
 
-def test_engines_that_take_turns_live_together_and_one_that_fails_is_left_out(
+def test_engines_that_take_turns_live_together_and_a_failing_one_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, written = run_benchmark(
@@ -479,112 +476,3 @@ def test_engines_that_take_turns_live_together_and_one_that_fails_is_left_out(
     with pytest.raises(SystemExit):
         run_benchmark(tmp_path, monkeypatch, "--methods", "none", "--turns", "5")
     assert "batch size 1 has 4 prompts" in capsys.readouterr().err
-
-
-# Runs that fail.
-
-
-def test_the_reason_of_a_failure_is_the_engine_s_own(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text(
-        "WARNING 1-1 [a.py:1] ValueError: not this\n"
-        "(EngineCore pid=1) ERROR 1-1 [core.py:9] Traceback (most recent call last):\n"
-        "(EngineCore pid=1) ERROR 1-1 [core.py:9] ImportError: Arctic Inference is required\n"
-        "RuntimeError: Engine core initialization failed. See root cause above.\n"
-    )
-    died = "RuntimeError: Engine core initialization failed. See root cause above."
-    failure = fresh_engine.failure
-    assert failure(died, 1, log) == "ImportError: Arctic Inference is required"
-    assert failure("ValueError: bad\n  value", 1, log) == "ValueError: bad value"
-    assert "signal 9" in failure("", -9, log)
-
-
-def gone(pid: int) -> bool:
-    """Whether a process that was killed has ended, which may take a moment."""
-    status = Path(f"/proc/{pid}/status")
-    for _ in range(1200):
-        try:
-            if "State:\tZ" in status.read_text():
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.1)
-    return False
-
-
-@pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """A shell script that stands in for the process with the engine."""
-
-    def write(text: str) -> None:
-        path = tmp_path / "python"
-        path.write_text(f"#!/bin/bash\n{text}\n")
-        path.chmod(0o755)
-        monkeypatch.setattr(fresh_engine.sys, "executable", str(path))
-
-    return write
-
-
-def engine_of(log: Path, on_event: Callable[[dict[str, Any]], None] = lambda _: None) -> Any:
-    return fresh_engine.FreshEngine("a.module", {"max_tokens": 1}, {}, log, on_event)
-
-
-def test_an_engine_answers_until_its_time_is_over(tmp_path: Path, script: Any) -> None:
-    script(f"""cd {tmp_path}; echo "$@" > arguments
-        echo '{{"event": "warm-up"}}'; echo '{{"event": "ready"}}'
-        echo 'local_rank=0, core ids=[0, 1]' >&2
-        while read line; do echo '{{"event": "answer", "answer": '$line'}}'; done; touch left""")
-    seen: list[dict[str, Any]] = []
-    with engine_of(tmp_path / "log", seen.append) as engine:
-        engine.wait_until_ready()
-        assert engine.ask([0, 2]) == [0, 2]
-        assert engine.ask({"a": 1}) == {"a": 1}
-    assert seen == [{"event": "warm-up"}]
-    assert (tmp_path / "left").exists()
-    assert engine.bound_cores() == [0, 1]
-    assert (tmp_path / "arguments").read_text() == f"-m a.module {tmp_path / 'log.job.json'}\n"
-    assert json.loads((tmp_path / "log.job.json").read_text()) == {"max_tokens": 1}
-
-
-def test_an_engine_that_dies_is_reported(tmp_path: Path, script: Any) -> None:
-    script("""echo 'it hurts' >&2; exit 3""")
-    with (
-        pytest.raises(fresh_engine.RunFailed, match="exit status 3"),
-        engine_of(tmp_path / "log") as engine,
-    ):
-        engine.wait_until_ready()
-    assert (tmp_path / "log").read_text() == "it hurts\n"
-
-    reason = '{"event": "failed", "reason": "ValueError: no room"}'
-    script(f"""echo '{{"event": "ready"}}'; read line; echo '{reason}'; exit 1""")
-    with (
-        pytest.raises(fresh_engine.RunFailed, match="no room"),
-        engine_of(tmp_path / "log") as engine,
-    ):
-        engine.wait_until_ready()
-        engine.ask([0])
-
-
-def test_an_engine_that_is_left_is_ended(tmp_path: Path, script: Any) -> None:
-    script(f"""sleep 600 & echo $! > {tmp_path}/pid; echo '{{"event": "warm-up"}}'; wait""")
-
-    def interrupt(event: dict[str, Any]) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt), engine_of(tmp_path / "log", interrupt) as engine:
-        engine.wait_until_ready()
-    assert gone(int((tmp_path / "pid").read_text()))
-
-
-def test_the_cpu_runtime_is_preloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "lib").mkdir()
-    library = tmp_path / "lib" / "libiomp5.so"
-    library.touch()
-    monkeypatch.setattr(fresh_engine.sys, "prefix", str(tmp_path))
-    monkeypatch.setattr(fresh_engine.sys, "platform", "linux")
-    monkeypatch.setattr(fresh_engine, "is_cpu_build", lambda: True)
-    assert str(library) in fresh_engine.cpu_runtime({})["LD_PRELOAD"].split(":")
-    kept = fresh_engine.cpu_runtime({"LD_PRELOAD": "/x/libgomp.so.1"})["LD_PRELOAD"]
-    assert kept.split(":")[0] == "/x/libgomp.so.1" and "libiomp5" not in kept
-    monkeypatch.setattr(fresh_engine, "is_cpu_build", lambda: False)
-    assert fresh_engine.cpu_runtime({"LD_PRELOAD": "/x/libgomp.so.1"}) == {}

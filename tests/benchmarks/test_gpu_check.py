@@ -1,4 +1,4 @@
-"""What gpu_check.py builds is what the kernels read; the rest of it needs a GPU."""
+"""The inputs that gpu_check.py builds are those of the engine; the rest of it needs a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import check as gpu_check
+from benchmarks.gpu import case
+from benchmarks.gpu.case import Case, depths_and_masks, tree_parents
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.verify.gpu.paged_batch import CAUSAL
 from lookahead_vllm.verify.tree_batch import TreeBatch
@@ -20,29 +21,27 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 @pytest.mark.parametrize("nodes", [0, 1, 30, 31, 32, 128])
 def test_masks_and_depths_are_those_of_the_engine(nodes: int) -> None:
-    parents = gpu_check.tree_parents(nodes, random.Random(nodes))
+    parents = tree_parents(nodes, random.Random(nodes))
     tree = DraftTree.from_lists(range(nodes), parents)
     batch = TreeBatch.build([tree], [0], [0], [0])
-    depths, masks = gpu_check.depths_and_masks(parents, batch.masks.shape[1])
+    depths, masks = depths_and_masks(parents, batch.masks.shape[1])
     assert depths == batch.depths.tolist() and masks == batch.masks.tolist()
 
 
 def test_every_case_is_checked_against_attention_by_the_book(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gpu_check, "DEVICE", "cpu")
+    monkeypatch.setattr(case, "DEVICE", "cpu")
     options = {"sliding_window": 40, "logits_soft_cap": 5.0, "alibi_slopes": True, "sinks": True}
-    case = gpu_check.Case(
-        [70, 0, 9], [33, 5, 12], causal=(2,), dtype=torch.float32, options=options
-    )
-    assert case.batch.firsts.tolist() == [0, 34, CAUSAL]
-    assert case.error("torch") < 1e-5
-    assert gpu_check.Case([20], [9], fp8=True, heads_first=True).error("torch") < 1e-2
+    mixed = Case([70, 0, 9], [33, 5, 12], causal=(2,), dtype=torch.float32, options=options)
+    assert mixed.batch.firsts.tolist() == [0, 34, CAUSAL]
+    assert mixed.error("torch") < mixed.max_error == 1e-5
+    assert Case([20], [9], fp8=True, heads_first=True).error("torch") < 1e-2
 
 
-def test_it_needs_torch_and_triton_alone_and_says_that_there_is_no_gpu() -> None:
+def test_it_needs_only_torch_and_triton_and_reports_a_missing_gpu() -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("there is a GPU")
     script = str(SCRIPTS / "gpu_check.py")
     program = f"""
 import runpy, sys

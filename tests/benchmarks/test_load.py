@@ -1,4 +1,4 @@
-"""A load that changes: what is sent, what is written down of a step, and what is said of it."""
+"""A changing load: the requests that are sent, the steps that are recorded, and the tables."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import pytest
 from benchmarks.engines.fresh_engine import RunFailed
 from benchmarks.load import compare as script
 from benchmarks.load.report import Phase, by_phase, figures, plot, table
-from benchmarks.load.steps import BusyCore, Step, StepWatch, play
+from benchmarks.load.steps import BusyCore, Step, StepLog, play
 
 
 class FakeEngine:
-    """Stands in for vLLM's: a step takes a second, and a request `length` steps of two tokens."""
+    """A fake: a step takes one second, and a request `length` steps of two tokens."""
 
     def __init__(self, length: int = 3, report: bool = True) -> None:
         self.engine_core = self
@@ -81,7 +81,7 @@ def step(**changes: Any) -> Step:
 # Playing.
 
 
-def test_a_batch_is_kept_at_its_size_and_a_larger_one_comes_to_its_end() -> None:
+def test_a_batch_keeps_its_size_and_the_requests_of_a_larger_one_finish() -> None:
     engine = FakeEngine()
     begun: list[tuple[int, int | None]] = []
     phases = [(1, 4.0, None), (3, 4.0, 5), (1, 4.0, None)]
@@ -89,7 +89,7 @@ def test_a_batch_is_kept_at_its_size_and_a_larger_one_comes_to_its_end() -> None
     def begin(phase: int, core: int | None) -> None:
         begun.append((phase, core))
 
-    steps = play(engine, StepWatch(engine), phases, requests(), begin, engine.clock)
+    steps = play(engine, StepLog(engine), phases, requests(), begin, engine.clock)
     assert begun == [(0, None), (1, 5), (2, None)]
     assert [step.running for step in steps] == [1, 1, 1, 1, 3, 3, 3, 3, 3, 2, 1, 1]
     assert [step.phase for step in steps] == [0] * 4 + [1] * 4 + [2] * 4
@@ -97,22 +97,22 @@ def test_a_batch_is_kept_at_its_size_and_a_larger_one_comes_to_its_end() -> None
     assert engine.aborted == list(engine.left)
 
 
-def test_a_step_is_timed_where_it_read_no_prompt() -> None:
+def test_a_step_that_reads_a_prompt_is_not_timed() -> None:
     engine = FakeEngine()
     steps = play(
-        engine, StepWatch(engine), [(1, 4.0, None)], requests(), lambda *_: None, engine.clock
+        engine, StepLog(engine), [(1, 4.0, None)], requests(), lambda *_: None, engine.clock
     )
     assert [step.seconds for step in steps] == [None, 1, 1, None]
     assert {(step.tokens, step.nodes, step.predicted) for step in steps} == {(2, 4, 0.9)}
 
 
-def test_a_step_is_not_timed_while_another_request_is_still_reading() -> None:
+def test_a_step_is_not_timed_while_another_request_reads_its_prompt() -> None:
     engine = FakeEngine()
-    watch = StepWatch(engine)
+    log = StepLog(engine)
     engine.add_request("0", None, None)
     engine.step()
-    look = engine.engine_core.get_output
-    assert engine.step() and watch.steps[-1].seconds == 1
+    get_and_record = engine.engine_core.get_output
+    assert engine.step() and log.steps[-1].seconds == 1
     engine.left["reading"] = 9
     original = FakeEngine.get_output
 
@@ -121,20 +121,20 @@ def test_a_step_is_not_timed_while_another_request_is_still_reading() -> None:
         outputs.outputs = [o for o in outputs.outputs if o.request_id == "0"]
         return outputs
 
-    watch._get_output = lambda: half(engine)
-    look()
-    assert watch.steps[-1].running == 1 and watch.steps[-1].seconds is None
+    log._get_output = lambda: half(engine)
+    get_and_record()
+    assert log.steps[-1].running == 1 and log.steps[-1].seconds is None
 
 
-def test_of_plain_vllm_there_are_no_nodes() -> None:
+def test_plain_vllm_has_no_nodes() -> None:
     engine = FakeEngine(report=False)
     steps = play(
-        engine, StepWatch(engine), [(1, 1.0, None)], requests(), lambda *_: None, engine.clock
+        engine, StepLog(engine), [(1, 1.0, None)], requests(), lambda *_: None, engine.clock
     )
     assert steps[0].nodes is None and steps[0].predicted is None
 
 
-# What is said.
+# Tables.
 
 
 def test_the_figures_of_a_phase() -> None:
@@ -158,7 +158,7 @@ RUNS = {
 }
 
 
-def test_the_table_has_a_line_a_phase_and_method() -> None:
+def test_the_table_has_a_line_for_each_phase_and_method() -> None:
     text = table(RUNS, PHASES)
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     assert lines[2] == ["1: batch 1, 1 s", "none", "2", "4.0", "1.00", "100.0", "–", "–", "–"]
@@ -185,7 +185,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
         ("0:5", "'0' is not a number of at least 1"),
     ],
 )
-def test_a_phase_that_is_none_is_refused(
+def test_an_invalid_phase_is_refused(
     text: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -193,7 +193,7 @@ def test_a_phase_that_is_none_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_another_process_computes_while_a_core_is_busy() -> None:
+def test_a_busy_core_has_a_process_that_computes() -> None:
     busy = BusyCore()
     busy.set(None)
     busy.set(min(os.sched_getaffinity(0)))
@@ -207,10 +207,10 @@ def test_another_process_computes_while_a_core_is_busy() -> None:
     assert process.poll() is not None
 
 
-# The whole.
+# Whole runs.
 
 
-def test_methods_play_the_same_phases_and_one_that_fails_is_reported(
+def test_methods_play_the_same_phases_and_a_failing_one_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Fresh:

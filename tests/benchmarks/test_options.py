@@ -1,4 +1,4 @@
-"""No option is missing from the comparison, and no difference escapes it."""
+"""The comparison covers every option, and finds every difference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks.options.answers import Answer, assembled, compared
-from benchmarks.options.samples import SAMPLED, Endpoint, SampleError, endpoints, of
+from benchmarks.options.endpoint import Endpoint, SampleError, of
+from benchmarks.options.samples import SAMPLED, endpoints
 from benchmarks.options.table import Row, document
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -39,16 +40,16 @@ def test_an_option_without_a_sample_is_an_error() -> None:
         replace(endpoint, samples=samples).options()
 
 
-def test_a_sample_is_the_last_word_of_its_request() -> None:
+def test_a_sample_overrides_the_base_of_its_request() -> None:
     endpoint = Endpoint("e", "m", "p", {"temperature": 0, "n": 1}, {})
     body = endpoint.body("n", of(2, **SAMPLED), streamed=True)
     assert body == {"temperature": 0.8, "seed": 7, "n": 2, "stream": True}
-    assert endpoint.ways("n", of(2)) == (False, True)
-    assert endpoint.ways("stream", of(False)) == (False,)
-    assert endpoint.ways("stream_options", of({}, stream=True)) == (True,)
+    assert endpoint.stream_modes("n", of(2)) == (False, True)
+    assert endpoint.stream_modes("stream", of(False)) == (False,)
+    assert endpoint.stream_modes("stream_options", of({}, stream=True)) == (True,)
 
 
-# ---- what is compared ---------------------------------------------------------------------------
+# ---- the comparison -----------------------------------------------------------------------------
 
 COMPLETION: dict[str, Any] = {
     "id": "cmpl-1",
@@ -83,7 +84,7 @@ CHAT_LOGPROBS: dict[str, Any] = {
 
 
 def planted(whole: Any, path: str, value: Any) -> Any:
-    """A copy of `whole` with `value` at `path`, or without what is there if the value is `...`."""
+    """A copy of `whole` with `value` at `path`, or without that path if `value` is `...`."""
     result = deepcopy(whole)
     place: Any = result
     *parents, last = path.split("/")
@@ -140,17 +141,17 @@ def test_a_planted_difference_is_found(path: str, value: Any) -> None:
         ("id", "cmpl-2"),
         ("created", 2),
         ("choices/0/logprobs/token_logprobs/1", -0.2001),
-        # Another of almost the same logprob came third.
+        # Another token with almost the same logprob.
         ("choices/0/logprobs/top_logprobs/1", {" b": -0.2, " e": -3.0004}),
         ("choices/0/prompt_logprobs/1/7/rank", 3),
     ],
 )
-def test_what_differs_anyway_does_not_count(path: str, value: Any) -> None:
+def test_differences_of_plain_vllm_itself_do_not_count(path: str, value: Any) -> None:
     assert verdict_of(COMPLETION, planted(COMPLETION, path, value)) == "equal"
     assert verdict_of(planted(COMPLETION, path, value), COMPLETION) == "equal"
 
 
-def test_alternatives_of_a_chat_may_swap_only_in_a_near_tie() -> None:
+def test_alternatives_of_a_chat_may_be_swapped_only_in_a_near_tie() -> None:
     other = "content/0/top_logprobs/1"
     tie = planted(CHAT_LOGPROBS, other, {"token": "c", "logprob": -2.0003, "bytes": [99]})
     assert verdict_of(CHAT_LOGPROBS, tie) == "equal"
@@ -158,7 +159,7 @@ def test_alternatives_of_a_chat_may_swap_only_in_a_near_tie() -> None:
     assert verdict_of(CHAT_LOGPROBS, apart) == "differs"
 
 
-def test_refusals_are_the_same_in_status_and_error() -> None:
+def test_equal_refusals_have_the_same_status_and_error() -> None:
     error = {"message": "top_p must be in (0, 1]", "type": "BadRequestError", "code": 400}
     refused = Answer(400, error=error)
     assert compared(refused, Answer(400, error=dict(error)))[0] == "refused by both"
@@ -190,7 +191,7 @@ def chunk(index: int, text: str, ids: list[int], reason: str | None = None) -> d
     return {"id": "cmpl-1", "choices": [choice], "usage": None}
 
 
-def test_a_stream_is_what_its_chunks_say_together() -> None:
+def test_the_chunks_of_a_stream_are_joined() -> None:
     usage = {"id": "cmpl-1", "choices": [], "usage": {"completion_tokens": 5}}
     one_by_one = [
         *(chunk(0, " a", [5]), chunk(1, " x", [8]), chunk(0, " b", [6])),
@@ -208,7 +209,7 @@ def test_a_stream_is_what_its_chunks_say_together() -> None:
     assert verdict_of(whole, assembled(in_bursts)) == "differs"
 
 
-def test_tool_calls_of_a_stream_are_put_together() -> None:
+def test_tool_calls_of_a_stream_are_joined() -> None:
     def delta(name: str | None, arguments: str) -> dict[str, Any]:
         call = {"index": 0, "function": {"name": name, "arguments": arguments}}
         return {"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]}
@@ -218,7 +219,7 @@ def test_tool_calls_of_a_stream_are_put_together() -> None:
     assert call["function"] == {"name": "get_time", "arguments": '{"city": "Rome"}'}
 
 
-def test_events_of_responses_are_put_together() -> None:
+def test_events_of_responses_are_joined() -> None:
     def events(*deltas: str) -> list[dict[str, Any]]:
         kinds = [("response.output_text.delta", {"delta": d, "logprobs": [d]}) for d in deltas]
         kinds = [("response.created", {}), *kinds, ("response.completed", {"response": {}})]
@@ -239,7 +240,7 @@ def test_events_of_responses_are_put_together() -> None:
 # ---- the table ----------------------------------------------------------------------------------
 
 
-def test_the_table_says_which_values_went_how() -> None:
+def test_the_table_lists_values_by_verdict() -> None:
     row = Row("stop", drafted=12, accepted=4)
     for streamed in (False, True):
         row.add('["a|b"]', streamed, "equal")
@@ -255,15 +256,15 @@ def test_the_table_says_which_values_went_how() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "status", "says"),
+    ("given", "status", "message"),
     [
         ("--help", 0, "compare_options.py --only stop --only n"),
         ("--plain-url http://127.0.0.1:1", 2, "--plain-url and --lookahead-url go together"),
         ("--out /no/such/folder/t.md", 2, "there is no folder /no/such/folder"),
     ],
 )
-def test_the_command_line_teaches(given: str, status: int, says: str) -> None:
+def test_the_command_line_explains_itself(given: str, status: int, message: str) -> None:
     command = [sys.executable, SCRIPTS / "compare_options.py", *given.split()]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == status
-    assert says in done.stdout + done.stderr
+    assert message in done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Servers under load: `vllm` is a fake that listens, and says what a client would have measured."""
+"""Servers under load, with a fake `vllm` that listens and returns fixed measurements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.serving.server import ServerError, free_port, is_free, serving
 
 @pytest.fixture
 def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The fake; returns the file in which it notes its calls."""
+    """Install the fake; returns the file to which it writes its calls."""
     path = tmp_path / "vllm"
     fake = (Path(__file__).parents[1] / "support" / "fake_vllm.py").read_text()
     path.write_text(f"#!{sys.executable}\n{fake}")
@@ -88,11 +88,11 @@ def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path, vllm: Path) 
         pass
 
 
-# What is said.
+# Tables.
 
 
 @pytest.mark.parametrize(
-    ("ratios", "metric", "said"),
+    ("ratios", "metric", "expected"),
     [
         ([1.10, 1.12, 1.08], "tpot_mean", "worse"),
         ([1.10, 1.12, 1.08], "tokens_per_s", "better"),
@@ -102,14 +102,14 @@ def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path, vllm: Path) 
         ([1.50], "tpot_mean", None),
     ],
 )
-def test_a_method_is_worse_where_its_ratio_is_off_by_more_than_the_spread(
-    ratios: list[float], metric: Any, said: str | None
+def test_a_method_is_worse_if_its_ratio_differs_from_1_by_more_than_the_spread(
+    ratios: list[float], metric: Any, expected: str | None
 ) -> None:
-    assert verdict(ratios, metric) == said
+    assert verdict(ratios, metric) == expected
 
 
 def test_the_table_compares_round_by_round() -> None:
-    # The machine was busy in the second round; the ratio does not see it.
+    # The machine was busy in the second round, which does not change the ratio.
     measured: Measured = {
         0.5: {
             "none": [latencies(10), latencies(20)],
@@ -130,7 +130,7 @@ def test_the_table_compares_round_by_round() -> None:
     assert "in 2 figures: TPOT, mean at 0.50/s; TPOT, p99 at 0.50/s" in conclusion(measured)[0]
 
 
-def test_what_was_interrupted_is_shown_as_far_as_it_went(tmp_path: Path) -> None:
+def test_an_interrupted_run_is_shown_as_far_as_it_finished(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     measured: Measured = {
         0.5: {"none": [latencies(10)], "lookahead": [latencies(8)]},
@@ -141,7 +141,7 @@ def test_what_was_interrupted_is_shown_as_far_as_it_went(tmp_path: Path) -> None
     assert (tmp_path / "out.png").stat().st_size > 1000
 
 
-# The whole.
+# Whole runs.
 
 
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -154,7 +154,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int
     return status
 
 
-def test_rounds_go_both_ways_with_the_same_requests_and_new_salts(
+def test_rounds_alternate_their_order_with_the_same_requests_and_new_salts(
     tmp_path: Path,
     vllm: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -163,8 +163,8 @@ def test_rounds_go_both_ways_with_the_same_requests_and_new_salts(
     out = tmp_path / "out.json"
     arguments = ["--rounds", "2", "--seconds", "2", "--loads", "0.5,9", "--json", str(out)]
     assert run(tmp_path, monkeypatch, *arguments) == 0
-    said = vllm.read_text().splitlines()
-    names = {line.split()[1]: line.split()[2] for line in said if line.startswith("serve")}
+    calls = vllm.read_text().splitlines()
+    names = {line.split()[1]: line.split()[2] for line in calls if line.startswith("serve")}
     loops, sent = clients(vllm)[:2], clients(vllm)[2:]
     assert {given["--num-prompts"] for given in loops} == {"5"}  # the long one is left out
     order = [names[given["--base-url"].rpartition(":")[2]] for given in sent]

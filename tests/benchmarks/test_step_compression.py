@@ -1,4 +1,4 @@
-"""The benchmark of step compression says what it measured, and refuses what it cannot do."""
+"""The benchmark of step compression: its settings, its table and its errors."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def measurement(prompts: Path, *more: str) -> bench.Measurement:
     return bench.Measurement(bench.parser().parse_args(arguments))
 
 
-def test_every_setting_is_one_that_a_server_takes() -> None:
+def test_a_server_accepts_every_setting() -> None:
     for settings in bench.SETS.values():
         for setting in settings:
             given = {key: value for key, value in setting.config.items() if key != "method"}
             LookaheadOptions.from_dict(given).for_model(7e9)
 
 
-def test_a_setting_of_two_sets_is_measured_once_with_the_papers_figure(prompts: Path) -> None:
+def test_a_setting_in_two_sets_is_measured_once_with_the_papers_figure(prompts: Path) -> None:
     found = measurement(prompts, "--sets", "table,scaling").settings
     assert len(found) == len(bench.SETS["table"]) + len(bench.SETS["scaling"])
     assert found["(5, 15, 15)"].paper == 1.96
@@ -51,14 +51,14 @@ def test_s_is_tokens_a_step_without_the_prefills(prompts: Path) -> None:
     assert "| (5, 15, 15) | 1.40 |  1.96 |" in bench.table([row])
 
 
-def test_what_makes_no_sense_is_refused(
+def test_invalid_options_are_refused(
     prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for more, says in (
+    for more, message in (
         (["--sets", "tables"], "'tables' is not one of table, sources, shifts, scaling"),
         (["--sets", "table", "--plot", str(tmp_path / "x.png")], "name it in --sets"),
     ):
         with pytest.raises(SystemExit) as ended:
             bench.main(["--model", "m", "--prompts", str(prompts), *more])
         assert ended.value.code == 2
-        assert says in capsys.readouterr().err
+        assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A cache is built from texts, so that the first request finds them; wrong texts are named."""
+"""`lookahead-vllm cache`: the first request gets drafts from learned texts; bad texts are named."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHAT += "{% if add_generation_prompt %}<bot>{% endif %}"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer that makes a token of every word."""
+    """A folder with a tokenizer whose tokens are words."""
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
@@ -97,7 +97,7 @@ def test_every_kind_of_line_is_an_answer_after_its_prompt(
     line: Any, expected: list[tuple[str, str]], tmp_path: Path, tokenizer: Any
 ) -> None:
     path = write(tmp_path / "a.jsonl", line)
-    assert texts(path, tokenizer) == [(ids(before), ids(said)) for before, said in expected]
+    assert texts(path, tokenizer) == [(ids(before), ids(answer)) for before, answer in expected]
 
 
 def test_a_file_of_another_kind_is_one_document(tmp_path: Path, tokenizer: Any) -> None:
@@ -105,18 +105,18 @@ def test_a_file_of_another_kind_is_one_document(tmp_path: Path, tokenizer: Any) 
     assert texts(tmp_path / "a.md", tokenizer) == [([], ids("w1 w2 w3"))]
 
 
-def test_the_bytes_of_a_file_are_told_one_by_one(tmp_path: Path, tokenizer: Any) -> None:
+def test_progress_adds_up_to_the_bytes_of_the_file(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", {"text": SENTENCE}, {"text": ""}, {"text": "w1"})
     path.write_text(path.read_text() + "\n\n")
-    told: list[int] = []
+    advances: list[int] = []
     proposer = NGramTrieProposer(LookaheadOptions(max_nodes=4096))
     for text in read_texts(path, tokenizer):
-        learn(proposer, text, advance=told.append)
-    assert sum(told) == path.stat().st_size and min(told) >= 0
+        learn(proposer, text, advance=advances.append)
+    assert sum(advances) == path.stat().st_size and min(advances) >= 0
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         ('{"text": "w1"}\n{"text": 3}\n', "a.jsonl, line 2: an object with `text`"),
         ("[1]\n", "line 1: an object with `text`"),
@@ -136,26 +136,26 @@ def test_the_bytes_of_a_file_are_told_one_by_one(tmp_path: Path, tokenizer: Any)
     ],
 )
 def test_a_wrong_text_is_named_with_its_line(
-    content: str | bytes, says: str, tmp_path: Path, tokenizer: Any
+    content: str | bytes, message: str, tmp_path: Path, tokenizer: Any
 ) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(TextError) as error:
         list(read_texts(path, tokenizer))
-    assert says in str(error.value) and str(path) in str(error.value)
+    assert message in str(error.value) and str(path) in str(error.value)
     assert "\n" not in str(error.value)
 
 
-# ---- the script ---------------------------------------------------------------------------------
+# ---- the command --------------------------------------------------------------------------------
 
 
-def drafted(cache: Path, tokenizer: Any, said: str, namespace: str = "") -> list[int]:
-    """The first branch that a server with this file drafts for its first request."""
+def drafted(cache: Path, tokenizer: Any, output: str, namespace: str = "") -> list[int]:
+    """The first branch that a server with this file drafts after `output`, in its first request."""
     arrays, facts = cache_file.load(cache, cache_file.fingerprint(tokenizer.get_vocab()))
     proposer = NGramTrieProposer(LookaheadOptions(max_nodes=len(arrays["edges"]), budget=16))
     proposer.restore(arrays, facts)
     proposer.start("first", [], namespace)
-    proposer.extend({"first": ids(said)})
+    proposer.extend({"first": ids(output)})
     (tree,) = proposer.propose([DraftLimits("first", 16, 16, may_branch=False)])
     return tree.tokens.tolist()
 
@@ -165,53 +165,55 @@ def cache(model: Path, tmp_path: Path) -> Path:
     (tmp_path / "a.txt").write_text(SENTENCE)
     out = tmp_path / "warm.cache"
     options = ["--texts", str(tmp_path / "a.txt"), "--out", str(out), "--max-nodes", "8192"]
-    assert main(["--model", str(model), *options]) == 0
+    assert main(["build", "--model", str(model), *options]) == 0
     return out
 
 
-def test_the_first_request_finds_what_was_learned(cache: Path, tokenizer: Any) -> None:
+def test_the_first_request_gets_drafts_from_the_file(cache: Path, tokenizer: Any) -> None:
     assert drafted(cache, tokenizer, "w3 w4 w5")[:4] == ids("w6 w7 w8 w9")
     assert drafted(cache, tokenizer, "w3 w4 w5", "other") == []
 
 
-def test_the_summary_says_what_was_learned(
+def test_the_summary_counts_tokens_and_ngrams(
     cache: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache.unlink()
     options = ["--texts", str(cache.with_name("a.txt")), "--out", str(cache)]
-    assert main(["--model", str(model), *options, "--max-nodes", "8192"]) == 0
-    said = capsys.readouterr().out
-    assert "20 tokens of 1 texts learned in" in said and "n-grams of at most 8192" in said
-    assert "pruned" not in said
+    assert main(["build", "--model", str(model), *options, "--max-nodes", "8192"]) == 0
+    printed = capsys.readouterr().out
+    assert "20 tokens of 1 texts learned in" in printed and "n-grams of at most 8192" in printed
+    assert "pruned" not in printed
     assert cache.stat().st_mode & 0o777 == 0o600
 
 
-def test_add_goes_on_and_keeps_what_there_was(cache: Path, model: Path, tokenizer: Any) -> None:
+def test_add_extends_the_file_and_keeps_its_ngrams(
+    cache: Path, model: Path, tokenizer: Any
+) -> None:
     more = write(cache.with_name("b.jsonl"), {"prompt": "w50", "response": "w51 w52 w53"})
-    options = ["--model", str(model), "--texts", str(more), "--out", str(cache), "--add"]
+    options = ["build", "--model", str(model), "--texts", str(more), "--out", str(cache), "--add"]
     assert main([*options, "--namespace", "team-a"]) == 0
     assert drafted(cache, tokenizer, "w3 w4 w5")[:1] == ids("w6")
     assert drafted(cache, tokenizer, "w51 w52") == []
-    # The name under which a server knows requests with this lookahead_namespace.
+    # The engine's namespace of requests with this lookahead_namespace.
     assert drafted(cache, tokenizer, "w51 w52", '[null, null, "team-a"]')[:1] == ids("w53")
 
 
-def test_what_does_not_fit_is_counted(
+def test_pruned_ngrams_are_counted(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [{"output_token_ids": [i * j % 60 + 4 for j in range(1, 90)]} for i in range(1, 60)]
     path = write(tmp_path / "a.jsonl", *lines)
     options = ["--texts", str(path), "--out", str(tmp_path / "c"), "--max-nodes", "1024"]
-    assert main(["--model", str(model), *options]) == 0
-    said = capsys.readouterr().out
-    assert "n-grams were pruned, for there were more" in said and "--max-nodes" in said
+    assert main(["build", "--model", str(model), *options]) == 0
+    printed = capsys.readouterr().out
+    assert "n-grams were pruned, for there were more" in printed and "--max-nodes" in printed
 
 
-def test_info_prints_what_is_in_a_file(
+def test_info_prints_the_contents_of_a_file(
     cache: Path, model: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert main(["--info", str(cache)]) == 0
+    assert main(["info", str(cache)]) == 0
     plain = capsys.readouterr().out
     held = cache_file.count_ngrams(cache_file.load(cache)[0])
     for part in (
@@ -223,8 +225,9 @@ def test_info_prints_what_is_in_a_file(
     ):
         assert part in plain
     more = write(cache.with_name("b.jsonl"), *[{"text": "w30 w31 w32 w33"}] * 5)
-    assert main(["--model", str(model), "--texts", str(more), "--out", str(cache), "--add"]) == 0
-    assert main(["--info", str(cache), "--model", str(model)]) == 0
+    options = ["--texts", str(more), "--out", str(cache), "--add"]
+    assert main(["build", "--model", str(model), *options]) == 0
+    assert main(["info", str(cache), "--model", str(model)]) == 0
     assert "5 x 'w30 w31 w32 w33'" in capsys.readouterr().out
 
 
@@ -240,41 +243,55 @@ def test_frequent_ngrams_are_as_long_as_they_are_frequent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
-        ("", "--model is missing; --model, --texts and --out go together"),
-        ("--model {model} --texts {text}", "--out is missing"),
+        ("build", "the following arguments are required: --model, --texts, --out"),
+        ("build --model {model} --texts {text}", "are required: --out"),
+        ("", "are required: COMMAND"),
+        ("info", "are required: FILE"),
         (
-            "--model {model} --texts {text} {there}/no --out {there}/c",
+            "build --model {model} --texts {text} {there}/no --out {there}/c",
             "there is no file {there}/no",
         ),
-        ("--model {there} --texts {text} --out {there}/c", "no tokenizer could be loaded"),
-        ("--model {there}/no --texts {text} --out {there}/c", "there is no folder {there}/no"),
-        ("--model {model} --texts {text} --out {there}/no/c", "there is no folder {there}/no"),
-        ("--model {model} --texts {text} --out {text}", "a.txt exists; write --add"),
-        ("--model {model} --texts {text} --out {text} --add", "it is not a cache of lookahead"),
-        ("--model {model} --texts {text} --out {there}/c --add", "c: No such file"),
-        ("--model {model} --texts {text} --out {there}/c --max-nodes 9", "max_nodes=9 was given"),
+        ("build --model {there} --texts {text} --out {there}/c", "no tokenizer could be loaded"),
         (
-            "--model {model} --texts {text} --out {cache} --add --max-nodes 4096",
+            "build --model {there}/no --texts {text} --out {there}/c",
+            "there is no folder {there}/no",
+        ),
+        (
+            "build --model {model} --texts {text} --out {there}/no/c",
+            "there is no folder {there}/no",
+        ),
+        ("build --model {model} --texts {text} --out {text}", "a.txt exists; write --add"),
+        (
+            "build --model {model} --texts {text} --out {text} --add",
+            "it is not a cache of lookahead",
+        ),
+        ("build --model {model} --texts {text} --out {there}/c --add", "c: No such file"),
+        (
+            "build --model {model} --texts {text} --out {there}/c --max-nodes 9",
+            "max_nodes=9 was given",
+        ),
+        (
+            "build --model {model} --texts {text} --out {cache} --add --max-nodes 4096",
             "has 8192, which --add keeps",
         ),
-        ("--info {text}", "a.txt: it is not a cache of lookahead"),
-        ("--info {there}/no", "no: No such file"),
-        ("--info {cache} --add", "--info prints and leaves"),
+        ("info {text}", "a.txt: it is not a cache of lookahead"),
+        ("info {there}/no", "no: No such file"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_a_sentence(
-    given: str, says: str, cache: Path, model: Path, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_command_line_gets_one_sentence(
+    given: str, message: str, cache: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = dict(model=model, there=cache.parent, text=cache.with_name("a.txt"), cache=cache)
     before = sorted(cache.parent.iterdir())
     with pytest.raises(SystemExit) as error:
         main([part.format(**places) for part in given.split()])
     assert error.value.code == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("warm_cache.py: error: ") or ": error: " in said
-    assert says.format(**places) in said
+    command = " ".join(["lookahead-vllm cache", *given.split()[:1]])
+    error_line = capsys.readouterr().err.splitlines()[-1]
+    assert error_line.startswith(f"{command}: error: ")
+    assert message.format(**places) in error_line
     assert sorted(cache.parent.iterdir()) == before
 
 
@@ -289,7 +306,7 @@ def test_ctrl_c_writes_nothing(
     monkeypatch.setattr(NGramTrieProposer, "extend", interrupt)
     monkeypatch.setattr(NGramTrieProposer, "_compile", lambda self: None)
     options = ["--texts", str(tmp_path / "a.txt"), "--out", str(tmp_path / "c")]
-    assert main(["--model", str(model), *options]) == 130
+    assert main(["build", "--model", str(model), *options]) == 130
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
@@ -303,9 +320,9 @@ def test_a_real_tokenizers_chats_and_documents(
     ]
     path = write(tmp_path / "a.jsonl", *[{"messages": chat}] * 3, {"text": "Paris is a city. " * 9})
     out = tmp_path / "warm.cache"
-    given = ["--model", str(SMOLLM2), "--max-nodes", "65536"]
+    given = ["build", "--model", str(SMOLLM2), "--max-nodes", "65536"]
     assert main([*given, "--texts", str(path), "--out", str(out)]) == 0
-    assert main(["--info", str(out), "--model", str(SMOLLM2)]) == 0
-    said = capsys.readouterr().out
-    assert "The capital of France is Paris.<|im_end|>" in said
-    assert "What is" not in said
+    assert main(["info", str(out), "--model", str(SMOLLM2)]) == 0
+    printed = capsys.readouterr().out
+    assert "The capital of France is Paris.<|im_end|>" in printed
+    assert "What is" not in printed

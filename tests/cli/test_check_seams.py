@@ -1,4 +1,4 @@
-"""The table is compared with releases that are not installed: wheels, and folders."""
+"""The table is compared with releases that are not installed: wheels and folders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import vllm
 
 from lookahead_vllm.cli import check_seams
-from lookahead_vllm.engine.seams.table import SEAMS
+from lookahead_vllm.engine.seams import SEAMS
 
 SITE = Path(vllm.__file__).parent.parent
 
@@ -30,8 +30,8 @@ def test_all_that_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert check_seams.main([str(SITE), str(whole)]) == 0
     assert f"{whole.name}: {len(SEAMS)} places, 0 differ" in capsys.readouterr().out
     assert check_seams.main([str(whole), str(part)]) == 1
-    said = capsys.readouterr().out
-    assert said.endswith("\n  there is no module vllm.v1.metrics.loggers\n")
+    output = capsys.readouterr().out
+    assert output.endswith("\n  there is no module vllm.v1.metrics.loggers\n")
 
 
 def test_what_is_no_release_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The simulator: what it replays, what it counts, what it refuses. No model, no engine."""
+"""`lookahead-vllm simulate`: replay, figures, refused options. No model, no engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lookahead_vllm.cli import simulate as script_module
+from lookahead_vllm.cli import simulate as command
 from lookahead_vllm.draft.budget.cost import CostCurve
 from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.draft.proposer import DraftLimits
@@ -36,7 +36,7 @@ def file_of(*traces: Trace, name: str = "f.jsonl") -> TraceFile:
 
 
 class Scripted:
-    """Proposes what the script says, step by step, and writes down what it is told."""
+    """A drafter that proposes the given trees, one a step, and logs its calls."""
 
     def __init__(self, *trees: DraftTree) -> None:
         self.trees = list(trees)
@@ -50,8 +50,8 @@ class Scripted:
         self.log.append(tokens)
         self.num_bytes += 4 * len(tokens)
 
-    def propose(self, want: Any, context: Any) -> DraftTree:
-        self.log.append((want.max_nodes, want.max_depth, context.tolist()))
+    def propose(self, limit: Any, context: Any) -> DraftTree:
+        self.log.append((limit.max_nodes, limit.max_depth, context.tolist()))
         return self.trees.pop(0) if self.trees else DraftTree.chain([])
 
     def tree(self, draft: DraftTree) -> DraftTree:
@@ -140,8 +140,8 @@ def test_warm_measures_the_second_half_and_replay_a_second_pass() -> None:
         made.append(Scripted())
         return made[-1]
 
-    told: list[int] = []
-    found = simulate(make, 4, [file], ["cold", "warm", "replay"], advance=told.append)
+    advances: list[int] = []
+    found = simulate(make, 4, [file], ["cold", "warm", "replay"], advance=advances.append)
     assert {mode: list(entry["by_category"]) for mode, entry in found.items()} == {
         "cold": list("abcde"),
         "warm": list("cde"),
@@ -152,7 +152,7 @@ def test_warm_measures_the_second_half_and_replay_a_second_pass() -> None:
     assert len(started) == len(set(started)) == 10  # a replayed trace is a new request
     assert found["cold"]["bytes"] == found["warm"]["bytes"] == 60
     assert found["replay"]["bytes"] == 120
-    assert sum(told) == passes(["replay"]) * file.num_tokens
+    assert sum(advances) == passes(["replay"]) * file.num_tokens
 
 
 def test_every_file_has_a_cache_of_its_own_and_the_figures_are_pooled() -> None:
@@ -170,7 +170,7 @@ def test_every_file_has_a_cache_of_its_own_and_the_figures_are_pooled() -> None:
     assert found["bytes"] == 20
 
 
-def test_what_was_said_once_is_drafted_when_it_is_said_again() -> None:
+def test_a_repeated_answer_is_drafted() -> None:
     rng = random.Random(0)
     file = file_of(*(trace([1], rng.sample(range(40_000), 60)) for _ in range(4)))
     make = choose_drafters("ngram_trie:max_nodes=20000")["ngram_trie:max_nodes=20000"]
@@ -179,7 +179,7 @@ def test_what_was_said_once_is_drafted_when_it_is_said_again() -> None:
     assert found["replay"]["edl"] > 4
 
 
-def test_the_filling_is_heard_before_the_first_trace_and_bytes_are_per_token_of_it() -> None:
+def test_the_filling_is_learned_first_and_its_tokens_divide_the_bytes() -> None:
     filling = [trace([1], [7] * 30), trace([1], [8] * 20)]
     file = file_of(trace([1], [2, 3, 4]))
     found = simulate(Scripted, 4, [file], ["cold"], filling=filling)["cold"]
@@ -199,7 +199,7 @@ def brute_force(text: list[int], longest: int, shortest: int, most: int) -> list
     return []
 
 
-def test_prompt_lookup_is_the_longest_match_s_first_place() -> None:
+def test_prompt_lookup_is_the_longest_matchs_first_place() -> None:
     rng = random.Random(0)
     found = 0
     for _ in range(3000):
@@ -212,7 +212,7 @@ def test_prompt_lookup_is_the_longest_match_s_first_place() -> None:
     assert found > 1000
 
 
-def test_prompt_lookup_copies_from_the_request_s_own_text_alone() -> None:
+def test_prompt_lookup_copies_from_the_requests_own_text_alone() -> None:
     copied = trace([5, 6, 7, 8, 9, 1, 2, 3], [5, 6, 7, 8, 9, 1, 2, 3])
     other = trace([40, 41, 42], [5, 6, 7, 8, 9, 1])
     make = choose_drafters("prompt_lookup")["prompt_lookup"]
@@ -221,7 +221,7 @@ def test_prompt_lookup_copies_from_the_request_s_own_text_alone() -> None:
     assert simulate(lambda: make(4, None), 4, [file_of(other)], ["replay"])["replay"]["edl"] == 1
 
 
-def test_suffix_is_vllm_s_chain_and_suffix_tree_a_tree() -> None:
+def test_suffix_is_vllms_chain_and_suffix_tree_a_tree() -> None:
     pytest.importorskip("arctic_inference")
     makers = choose_drafters("suffix")
     assert list(makers) == ["suffix", "suffix_tree"]
@@ -242,7 +242,7 @@ def test_suffix_is_vllm_s_chain_and_suffix_tree_a_tree() -> None:
     assert set(roots.tolist()) == {3, 5, 7}
 
 
-def test_suffix_says_what_malloc_holds_for_it_and_goes_on() -> None:
+def test_suffix_reports_its_malloc_bytes_and_stays_usable() -> None:
     pytest.importorskip("arctic_inference")
     drafter = choose_drafters("suffix")["suffix"](16, None)
     rng = random.Random(0)
@@ -257,7 +257,7 @@ def test_suffix_says_what_malloc_holds_for_it_and_goes_on() -> None:
     assert drafter.num_bytes > held
 
 
-def test_without_arctic_inference_one_sentence_says_what_to_run(
+def test_without_arctic_inference_one_sentence_names_the_script(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
@@ -266,7 +266,7 @@ def test_without_arctic_inference_one_sentence_says_what_to_run(
 
 
 @pytest.mark.skipif(heap.bytes_in_use() is None, reason="malloc is not glibc's")
-def test_released_bytes_are_found_out_in_a_fork() -> None:
+def test_released_bytes_are_measured_in_a_fork() -> None:
     held = [bytearray(5 << 20)]
     released = heap.bytes_released_by(held.clear)
     assert released is not None and 4 << 20 < released < 6 << 20
@@ -277,7 +277,7 @@ def test_released_bytes_are_found_out_in_a_fork() -> None:
 # Names.
 
 
-def test_a_proposer_has_the_settings_of_its_name_and_the_simulator_s_budget() -> None:
+def test_a_proposer_has_the_settings_of_its_name_and_the_simulators_budget() -> None:
     name = "ngram_trie:branch_length=8:max_nodes=2048:draft=single"
     drafter = choose_drafters(name)[name](24, None)
     assert isinstance(drafter, Lookahead)
@@ -289,10 +289,10 @@ def test_a_proposer_has_the_settings_of_its_name_and_the_simulator_s_budget() ->
     assert costed.proposer.options.budget == "auto" and costed.proposer.cost.curve is curve
 
 
-def test_all_that_is_listed_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_listed_proposers_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("arctic_inference")
     with pytest.raises(SystemExit) as stopped:
-        script_module.main(["--list"])
+        command.main(["--list"])
     assert not stopped.value.code
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert set(names) == {*PROPOSERS, *RIVALS, *GROUPS} - HAVE_WINDOW
@@ -317,7 +317,7 @@ def test_all_that_is_listed_can_be_chosen(capsys: pytest.CaptureFixture[str]) ->
         ("prompt_lookup:prompt_lookup_min=true", "must be a whole number"),
     ],
 )
-def test_a_name_that_makes_no_sense_is_refused(names: str, message: str) -> None:
+def test_a_wrong_name_is_refused(names: str, message: str) -> None:
     with pytest.raises(OptionError) as refused:
         choose_drafters(names)
     assert message in str(refused.value) and "\n" not in str(refused.value)
@@ -368,13 +368,13 @@ def test_a_bad_line_is_named(tmp_path: Path, second: Any, message: str) -> None:
         load_traces(jsonl(tmp_path / "t.jsonl", line([1, 2]), second))
 
 
-def test_made_up_answers_say_what_the_outputs_say_in_another_order() -> None:
+def test_generated_answers_recombine_the_outputs() -> None:
     rng = random.Random(0)
     outputs = [[rng.randrange(8) for _ in range(300)] for _ in range(5)]
     recorded = [trace(list(range(200)), output) for output in outputs]
-    told: list[int] = []
-    made = resample(recorded, 2000, seed=1, advance=told.append)
-    assert sum(len(one.output) for one in made) == sum(told) == 2000
+    advances: list[int] = []
+    made = resample(recorded, 2000, seed=1, advance=advances.append)
+    assert sum(len(one.output) for one in made) == sum(advances) == 2000
     assert all(200 <= len(one.output) <= 300 for one in made[:-1])
     assert {len(one.prompt) for one in made} == {50}
     seen = {tuple(o[i : i + 3]) for o in outputs for i in range(298)}
@@ -391,7 +391,7 @@ def test_made_up_answers_say_what_the_outputs_say_in_another_order() -> None:
 
 # The command line.
 
-PROMISED = {
+DOCUMENTED = {
     "edl", "nodes", "propose_us_p50", "propose_us_p99", "update_us_p50", "bytes", "by_category",
 }  # fmt: skip
 FURTHER = {
@@ -410,13 +410,13 @@ def tiny(path: Path) -> Path:
     )
 
 
-def test_the_json_holds_the_promised_keys(
+def test_the_json_holds_the_documented_keys(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, out = tiny(tmp_path / "t.jsonl"), tmp_path / "out.json"
     arguments = ["--proposers", "ngram_trie,prompt_lookup", "--budget", "8,4", "--json", str(out)]
     modes = ["--mode", "replay,cold"]
-    assert script_module.main(["--traces", str(path), *arguments, *modes]) == 0
+    assert command.main(["--traces", str(path), *arguments, *modes]) == 0
     content = json.loads(out.read_text())
     assert content.keys() == {"meta", "results"} and content["meta"]["complete"]
     results = content["results"]
@@ -426,7 +426,7 @@ def test_the_json_holds_the_promised_keys(
         for of_mode in of_budget.values():
             assert list(of_mode) == ["cold", "replay"]
             for entry in of_mode.values():
-                assert entry.keys() == PROMISED | FURTHER
+                assert entry.keys() == DOCUMENTED | FURTHER
                 assert entry["by_category"].keys() == {"s/a", "s/b"}
                 assert entry["by_file"].keys() == {str(path)}
                 assert entry["tokens"] == 18
@@ -446,14 +446,14 @@ def test_a_filled_run_with_a_cost_curve_shows_both_columns(
     path, out = tiny(tmp_path / "t.jsonl"), tmp_path / "out.json"
     more = ["--proposers", "suffix", "--budget", "8", "--fill", "3000", "--json", str(out)]
     curve = ["--cost-curve", "1:10,9:18"]
-    assert script_module.main(["--traces", str(path), *more, *curve]) == 0
+    assert command.main(["--traces", str(path), *more, *curve]) == 0
     entry = json.loads(out.read_text())["results"]["suffix"]["8"]["cold"]
     assert entry["bytes_per_cached_token"] > 1 and entry["edl"] > 1
     assert entry["speedup"] == pytest.approx(entry["edl"] * 10 / (10 + entry["nodes"]), rel=1e-6)
     assert "bytes/token | speed-up |" in capsys.readouterr().out
 
 
-def test_tables_tell_files_apart() -> None:
+def test_tables_distinguish_files_of_one_name() -> None:
     files = [file_of(trace([1], [2, 3]), name=name) for name in ("a/t.jsonl", "b/t.jsonl")]
     found = {"x": {"8": simulate(Scripted, 8, files, ["cold"])}}
     table = parts_table(found, "EDL", by_file)
@@ -461,7 +461,7 @@ def test_tables_tell_files_apart() -> None:
     assert "speed-up" not in overall_table(found)
 
 
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
+def test_a_plot_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from lookahead_vllm.simulation.plot import plot
 
@@ -488,7 +488,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
         (["--json", "/nowhere/out.json"], "there is no folder /nowhere"),
     ],
 )
-def test_wrong_options_are_told_in_a_sentence(
+def test_wrong_options_get_one_sentence(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = {
@@ -498,7 +498,7 @@ def test_wrong_options_are_told_in_a_sentence(
     }
     good = ["--traces", str(tiny(tmp_path / "t.jsonl")), "--proposers", "prompt_lookup"]
     with pytest.raises(SystemExit) as stopped:
-        script_module.main([*good, *(str(paths.get(text, text)) for text in arguments)])
+        command.main([*good, *(str(paths.get(text, text)) for text in arguments)])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Long texts are inserted for a fixed time a step, and every request has its turn."""
+"""Long texts are inserted for a limited time a step, and requests take turns."""
 
 import math
 
@@ -10,7 +10,7 @@ from lookahead_vllm.draft.insertion import CHUNK, InsertionQueue
 
 
 class Clock:
-    """Time goes on by `inserting` seconds with each piece of text."""
+    """A clock that advances by `inserting` seconds with each part of a text."""
 
     def __init__(self, inserting: float) -> None:
         self.now = 0.0
@@ -41,7 +41,7 @@ def queue_of(clock, seconds=1.0, share=0.1, **texts):
 @pytest.mark.parametrize("requests", [1, 32])
 @pytest.mark.parametrize(("length", "turns"), [(1.0, 1), (4.9, 2), (7.9, 4), (100.0, 4)])
 def test_a_step_inserts_for_its_share_and_one_turn_at_most(requests, length, turns):
-    """Of a second at most; a turn takes 0.25 s here."""
+    """The share is of at most one second; a turn takes 0.25 s."""
     clock = Clock(0.25)
     queue = queue_of(clock, **{f"r{i}": 131_072 for i in range(requests)})
     queue.end_step()
@@ -55,7 +55,7 @@ def test_a_step_inserts_for_its_share_and_one_turn_at_most(requests, length, tur
     assert len(clock.inserted) == turns
 
 
-def test_however_slow_the_machine_each_step_has_a_turn():
+def test_each_step_has_a_turn_even_on_a_slow_machine():
     clock = Clock(100.0)
     queue = queue_of(clock, r=2 * CHUNK)
     queue.work()
@@ -87,7 +87,7 @@ def test_texts_of_one_request_keep_their_order():
     assert clock.inserted == [("r", CHUNK), ("r", 1), ("then", 3)]
 
 
-def test_what_an_ended_request_had_waiting_is_dropped():
+def test_the_texts_of_an_ended_request_are_dropped():
     clock = Clock(0.3)
     queue = queue_of(clock, r=10**6, s=10)
     queue.work()
@@ -99,10 +99,10 @@ def test_what_an_ended_request_had_waiting_is_dropped():
     assert not clock.inserted
 
 
-def test_pieces_add_up_to_the_text():
-    queue, pieces = InsertionQueue(), []
+def test_the_parts_add_up_to_the_text():
+    queue, parts = InsertionQueue(), []
     queue.seconds = math.inf
     text = np.arange(3 * CHUNK + 5, dtype=np.int32)
-    queue.add("r", pieces.append, text)
+    queue.add("r", parts.append, text)
     queue.work()
-    np.testing.assert_array_equal(np.concatenate(pieces), text)
+    np.testing.assert_array_equal(np.concatenate(parts), text)

@@ -1,4 +1,4 @@
-"""Compiled kernels are of the sources as they are."""
+"""Compiled kernels are never older than the sources."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from lookahead_vllm.draft.jit import sources_of_kernels
 PACKAGE = Path(lookahead_vllm.__file__).parent
 
 
-def test_every_module_with_a_kernel_counts() -> None:
-    counted = sources_of_kernels(PACKAGE)
+def test_every_module_with_a_kernel_is_hashed() -> None:
+    hashed = sources_of_kernels(PACKAGE)
     with_kernel = [p for p in PACKAGE.rglob("*.py") if "\n@kernel\n" in p.read_text()]
     assert len(with_kernel) > 8
-    assert set(with_kernel) <= set(counted)
+    assert set(with_kernel) <= set(hashed)
 
 
 @pytest.mark.parametrize("name", ["draft/tree.py", "draft/trie/table.py", "verify/cpu/a/b.py"])
-def test_modules_in_folders_count(tmp_path: Path, name: str) -> None:
+def test_modules_in_subfolders_are_hashed(tmp_path: Path, name: str) -> None:
     source = tmp_path / name
     source.parent.mkdir(parents=True)
     source.write_text("")
     assert sources_of_kernels(tmp_path) == [source]
 
 
-def test_a_compiled_kernel_lies_in_the_folder_of_the_sources() -> None:
+def test_a_compiled_kernel_is_cached_in_the_folder_named_by_the_hash() -> None:
     from lookahead_vllm.draft.tree import _take
 
     assert isinstance(_take, numba.core.dispatcher.Dispatcher)

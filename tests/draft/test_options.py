@@ -1,4 +1,4 @@
-"""Options are checked when they are given, and a wrong one says what to write."""
+"""Options are checked at construction, and the error for a wrong one says what to write."""
 
 import os
 from pathlib import Path
@@ -9,12 +9,12 @@ from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.draft.registry import PROPOSERS
 
 
-def test_what_is_not_given_has_a_default():
+def test_missing_options_have_defaults():
     assert LookaheadOptions.from_dict({}) == LookaheadOptions()
     assert LookaheadOptions.from_dict({"num_speculative_tokens": None}) == LookaheadOptions()
 
 
-def test_options_survive_the_way_through_a_dict():
+def test_options_round_trip_through_a_dict():
     options = LookaheadOptions(num_speculative_tokens=32, sources="output", budget=8)
     assert LookaheadOptions.from_dict(options.to_dict()) == options
 
@@ -70,7 +70,7 @@ def test_options_survive_the_way_through_a_dict():
         ),
     ],
 )
-def test_a_wrong_option_says_what_was_given_what_is_allowed_and_what_to_write(given, says):
+def test_the_error_says_what_was_given_what_is_allowed_and_what_to_write(given, says):
     with pytest.raises(OptionError) as error:
         LookaheadOptions.from_dict(given)
     for part in says:
@@ -86,7 +86,7 @@ def test_a_wrong_option_says_what_was_given_what_is_allowed_and_what_to_write(gi
         ("sealed/a.cache", ["this user may not write in", "sealed'; allow it"]),
     ],
 )
-def test_a_cache_that_cannot_be_written_is_refused_at_start(path, says, tmp_path, monkeypatch):
+def test_an_unwritable_cache_path_is_refused_at_start(path, says, tmp_path, monkeypatch):
     (tmp_path / "sealed").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "sealed")
     options = LookaheadOptions(cache_path=str(tmp_path / path))
@@ -97,13 +97,13 @@ def test_a_cache_that_cannot_be_written_is_refused_at_start(path, says, tmp_path
     assert "\n" not in str(error.value)
 
 
-def test_a_proposer_that_keeps_no_cache_says_so(monkeypatch):
+def test_cache_path_is_refused_for_a_proposer_without_a_cache(monkeypatch):
     monkeypatch.setitem(PROPOSERS, "forgetful", "a.Class")
     with pytest.raises(OptionError, match="'forgetful' keeps no cache; leave cache_path out"):
         LookaheadOptions(proposer="forgetful", cache_path="a.cache")
 
 
-def test_a_cache_path_is_the_same_in_every_process(tmp_path, monkeypatch):
+def test_cache_path_becomes_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for given in ("a.cache", "~/a.cache", str(tmp_path / "a.cache")):
@@ -125,7 +125,7 @@ def test_a_cache_path_is_the_same_in_every_process(tmp_path, monkeypatch):
         ({"proposer": "hybrid", "window_size": 0}, 7e9, 64, (0, 5), 1),
     ],
 )
-def test_what_is_left_to_us_follows_the_papers_table_4(given, parameters, length, window, guesses):
+def test_auto_follows_the_papers_table_4(given, parameters, length, window, guesses):
     options = LookaheadOptions.from_dict(given).for_model(parameters)
     assert options.num_speculative_tokens == length
     assert options.window == window and options.guess_set_size == guesses

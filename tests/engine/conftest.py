@@ -1,4 +1,4 @@
-"""What the tests of engines share."""
+"""Fixtures of the tests that start engines."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _forget_recorded() -> Iterator[None]:
+def _clear_recorded() -> Iterator[None]:
     proposers.RECORDED.clear()
     yield

@@ -1,4 +1,4 @@
-"""What is used of vLLM is in the installed one; where it is not, one sentence says so."""
+"""The installed vLLM has all that lookahead uses; another release is refused with one sentence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from io import IOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import prometheus_client
@@ -26,7 +26,8 @@ import torch
 import vllm
 
 from lookahead_vllm.engine import compatibility
-from lookahead_vllm.engine.seams.table import SEAMS, Seam
+from lookahead_vllm.engine.seams import SEAMS, Seam
+from lookahead_vllm.engine.seams.seam import Use
 
 SITE = Path(vllm.__file__).parent.parent
 
@@ -37,7 +38,7 @@ def test_the_installed_vllm_fits() -> None:
 
 @pytest.fixture
 def other_release(tmp_path: Path) -> Path:
-    """The same sources, free to be changed."""
+    """A copy of the installed sources, which a test may change."""
     no_source = shutil.ignore_patterns("*.so", "*.pyc", "*.json", "*.jinja", "*.html")
     shutil.copytree(SITE / "vllm", tmp_path / "vllm", ignore=no_source, copy_function=os.symlink)
     compatibility.check(tmp_path)
@@ -45,7 +46,7 @@ def other_release(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("module", "old", "new", "says"),
+    ("module", "old", "new", "message"),
     [
         (
             "vllm/v1/worker/gpu_model_runner.py",
@@ -74,7 +75,7 @@ def other_release(tmp_path: Path) -> Path:
     ],
 )
 def test_another_release_is_refused(
-    other_release: Path, module: str, old: str, new: str, says: str
+    other_release: Path, module: str, old: str, new: str, message: str
 ) -> None:
     path = other_release / module
     source = path.read_text()
@@ -84,7 +85,7 @@ def test_another_release_is_refused(
     compatibility._parse.cache_clear()
     with pytest.raises(compatibility.SeamError) as error:
         compatibility.check(other_release)
-    assert says in str(error.value)
+    assert message in str(error.value)
     assert f"install vllm=={compatibility.SUPPORTED[-1]}.*" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -95,7 +96,7 @@ def test_a_removed_module_is_refused(other_release: Path) -> None:
         compatibility.check(other_release)
 
 
-def test_names_that_went_unnoticed_are_reported(other_release: Path) -> None:
+def test_renamed_attributes_are_reported(other_release: Path) -> None:
     for name, module in (
         ("_attn_group_iterator", "gpu_model_runner"),
         ("num_tokens_no_spec", "gpu_input_batch"),
@@ -110,7 +111,7 @@ def test_names_that_went_unnoticed_are_reported(other_release: Path) -> None:
         assert any(name in problem for problem in compatibility.problems(other_release)), name
 
 
-def test_what_one_release_has_is_asked_of_no_other(other_release: Path) -> None:
+def test_a_seam_of_one_release_is_not_required_of_others(other_release: Path) -> None:
     manager = other_release / "vllm/v1/structured_output/__init__.py"
     source = manager.read_text()
     manager.unlink()
@@ -138,7 +139,7 @@ NOT_OURS: tuple[Any, ...] = (
     *(IOBase, weakref.finalize),
     *(prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram, Seam),
 )
-"""Objects of other packages than vLLM, which the engine may use as it likes."""
+"""Types and objects of other packages than vLLM, whose attributes are not checked."""
 
 ELSEWHERE = {
     "model_extra": "pydantic's",
@@ -146,7 +147,6 @@ ELSEWHERE = {
     "find_jump_forward_string": "xgrammar's",
     "compute_ff_tokens": "llguidance's",
     "spec_method": "read from any release",
-    "_lookahead_registered": "ours, set on EngineArgs",
 }
 
 ENGINE = Path(compatibility.__file__).parent
@@ -159,7 +159,7 @@ NEEDS = {name for seam in SEAMS for name in (*seam.needs, *seam.name.split("."))
 
 
 def own_names() -> set[str]:
-    """What this package defines: functions, classes, their members."""
+    """The functions, classes and members that this package defines."""
     names: set[str] = set()
     for tree in TREES.values():
         for node in ast.walk(tree):
@@ -171,7 +171,7 @@ def own_names() -> set[str]:
 
 
 def imported_names(tree: ast.Module) -> set[str]:
-    """What a module imports from elsewhere than vLLM."""
+    """Names that a module imports from other packages than vLLM."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -182,14 +182,14 @@ def imported_names(tree: ast.Module) -> set[str]:
 
 
 def first(node: ast.expr) -> str:
-    """The name that a chain of attributes begins with."""
+    """The name at the start of a chain of attributes."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def uses(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    """The attributes, and keywords of calls, of objects that may be vLLM's."""
+    """Names of attributes, and of keywords of calls, of objects that may be vLLM's."""
     others = imported_names(tree)
     ours = own_names() | set(dir(builtins))
     for node in ast.walk(tree):
@@ -212,7 +212,7 @@ KEYWORDS = {
 """Of NumPy, torch, pathlib, argparse, and of a function in a variable (stat_logger.py)."""
 
 
-def test_all_that_is_used_of_vllm_stands_in_the_table() -> None:
+def test_all_that_is_used_of_vllm_is_in_the_table() -> None:
     known = NEEDS | own_names() | ELSEWHERE.keys() | KEYWORDS
     known.update(*map(dir, NOT_OURS))
     unknown = [
@@ -222,10 +222,10 @@ def test_all_that_is_used_of_vllm_stands_in_the_table() -> None:
         for name, node in uses(tree)
         if name not in known
     ]
-    assert not unknown, "write them into engine/seams/table.py: " + ", ".join(unknown)
+    assert not unknown, "write them into engine/seams/: " + ", ".join(unknown)
 
 
-def test_imports_of_modules_in_folders_are_looked_at(tmp_path: Path) -> None:
+def test_imports_in_subfolders_are_found(tmp_path: Path) -> None:
     (tmp_path / "worker" / "v1").mkdir(parents=True)
     (tmp_path / "worker" / "v1" / "runner.py").write_text("from vllm.v1.outputs import X\n")
     assert compatibility._imported(tmp_path) == {("vllm.v1.outputs", "X")}
@@ -236,7 +236,7 @@ Places = dict[str, list[tuple[ast.AST, str]]]
 
 @functools.cache
 def places(tree: ast.Module) -> Places:
-    """Where each name of a module stands: nodes and their fields."""
+    """By name: the nodes of a module, and their fields, that contain it."""
     found: Places = {}
     for node in ast.walk(tree):
         for field in ("id", "attr", "arg", "name", "asname"):
@@ -247,18 +247,18 @@ def places(tree: ast.Module) -> Places:
 
 @contextmanager
 def renamed(path: Path, name: str) -> Iterator[None]:
-    """The module in the file `path`, as parsed, says another name instead of this one."""
-    there = places(compatibility._parse(path))[name]
-    for node, field in there:
+    """Rename `name` in the parsed module of the file `path`."""
+    occurrences = places(compatibility._parse(path))[name]
+    for node, field in occurrences:
         setattr(node, field, f"{name}_now")
     try:
         yield
     finally:
-        for node, field in there:
+        for node, field in occurrences:
             setattr(node, field, name)
 
 
-def test_any_one_name_that_is_renamed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_renamed_name_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     package, imported = SITE / "vllm", sorted(compatibility._imported())
     monkeypatch.setattr(compatibility, "_parse", functools.cache(compatibility._parse.__wrapped__))
     version, unnoticed, tried = compatibility._version(package), [], 0
@@ -291,6 +291,12 @@ def test_any_one_name_that_is_renamed_is_reported(monkeypatch: pytest.MonkeyPatc
     assert not unnoticed
 
 
-def test_every_seam_says_why() -> None:
+def test_every_seam_has_a_reason_and_an_end() -> None:
     for seam in SEAMS:
+        assert seam.use in get_args(Use), seam.name
         assert seam.why and seam.until, seam.name
+
+
+def test_no_place_is_patched_by_two_seams() -> None:
+    places = [place for seam in SEAMS if seam.is_patch for place in seam.places]
+    assert len(places) == len(set(places)) > 15

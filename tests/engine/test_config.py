@@ -1,4 +1,4 @@
-"""Every spelling means the same; what is wrong stops start-up with one sentence."""
+"""Every way to enable lookahead gives the same config; a wrong option stops start-up."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_every_spelling_means_the_same(model: Path) -> None:
         assert made_config.parallel_config.worker_cls.endswith(".LookaheadCPUWorker")
 
 
-def test_defaults_need_no_thought(model: Path) -> None:
+def test_the_flag_alone_enables_the_defaults(model: Path) -> None:
     made_config = from_cli(model, "--speculative-model=[lookahead]")
     assert config.options_of(made_config) == LookaheadOptions()
 
 
-def test_without_being_asked_nothing_changes(model: Path) -> None:
+def test_without_lookahead_the_config_is_unchanged(model: Path) -> None:
     for speculative in (
         None,
         {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
@@ -101,7 +101,7 @@ LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external
 
 
 @pytest.mark.parametrize(
-    ("speculative", "others", "given", "write"),
+    ("speculative", "others", "given", "allowed"),
     [
         ({"branch_lenght": 4}, {}, "branch_lenght", "branch_length"),
         ({"num_speculative_tokens": 0}, {}, "0", "num_speculative_tokens"),
@@ -118,13 +118,13 @@ LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external
     ],
 )
 def test_a_wrong_option_stops_start_up(
-    speculative: dict[str, Any], others: dict[str, Any], given: str, write: str, model: Path
+    speculative: dict[str, Any], others: dict[str, Any], given: str, allowed: str, model: Path
 ) -> None:
     with pytest.raises(OptionError) as error:
         made(model, speculative_config={"method": "lookahead", **speculative}, **others)
     message = str(error.value)
     assert given in message
-    assert write in message
+    assert allowed in message
     assert "\n" not in message
 
 
@@ -135,7 +135,7 @@ def test_the_second_runner_is_not_forced(model: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_rust_front_end_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It writes to the engine's socket itself: options and namespaces would be lost in silence."""
+    """It writes to the engine's socket itself, without options and namespaces."""
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     made(model)
     with pytest.raises(OptionError, match=r"^VLLM_USE_RUST_FRONTEND=1 is set, but .* unset it"):

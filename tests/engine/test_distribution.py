@@ -1,4 +1,4 @@
-"""Without a seed the output is exact in distribution: the joint one of several tokens."""
+"""Unseeded sampling is lossless: several tokens have the joint distribution of plain vLLM."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ LENGTH = 3
 SAMPLING: dict[str, Any] = dict(temperature=0.5, top_k=3, ignore_eos=True, detokenize=False)
 SAMPLES = 16_000
 BIAS = 0.02
-SURPRISE = 1e-4
-"""A test statistic that is rarer than this under the right distribution fails."""
+P_VALUE_LIMIT = 1e-4
+"""A p-value below this fails the test."""
 
 
 @pytest.fixture(scope="module")
 def expected(llama: Path) -> dict[tuple[int, ...], float]:
-    """The probability of each output of `LENGTH` tokens, read off plain vLLM's logprobs."""
+    """The probability of each output of `LENGTH` tokens, from plain vLLM's logprobs."""
     params = SamplingParams(**SAMPLING, max_tokens=1, logprobs=3)
     joint: dict[tuple[int, ...], float] = {(): 1.0}
     with engine(llama, logprobs_mode="processed_logprobs") as llm:
@@ -52,13 +52,14 @@ def expected(llama: Path) -> dict[tuple[int, ...], float]:
 
 @pytest.fixture(autouse=True)
 def _plan(expected: dict[tuple[int, ...], float]) -> Iterator[None]:
-    """After the first token: its two least likely followers, and two behind the less likely."""
+    """Each first token's tree: its two least likely followers, and two nodes below the least."""
 
-    def followers(text: tuple[int, ...]) -> list[int]:
+    def followers(prefix: tuple[int, ...]) -> list[int]:
+        """From the least to the most likely."""
         weights: Counter[int] = Counter()
-        for whole, p in expected.items():
-            if whole[: len(text)] == text:
-                weights[whole[len(text)]] += p
+        for output, p in expected.items():
+            if output[: len(prefix)] == prefix:
+                weights[output[len(prefix)]] += p
         return [token for token, _ in reversed(weights.most_common())]
 
     for first in {text[0] for text in expected}:
@@ -76,58 +77,57 @@ def sample(llm: LLM) -> Counter[tuple[int, ...]]:
     return Counter(tuple(o.token_ids[:LENGTH]) for output in outputs for o in output.outputs)
 
 
-def surprise(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """Pearson's chi-squared test: how probable counts are that fit this badly or worse."""
+def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
+    """Pearson's chi-squared test: the probability of counts that fit as badly or worse."""
     assert counts.keys() <= expected.keys()
     n = counts.total()
     rare = [text for text, p in expected.items() if p * n < 10]
     cells = [(counts[text], p * n) for text, p in expected.items() if text not in rare]
     if rare:
         cells.append((sum(counts[t] for t in rare), sum(expected[t] for t in rare) * n))
-    statistic = sum((seen - mean) ** 2 / mean for seen, mean in cells)
-    # Wilson and Hilferty (1931): the cube root of chi-squared is all but normal.
+    statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
+    # Wilson and Hilferty (1931): the cube root of chi-squared is nearly normal.
     k = len(cells) - 1
     z = ((statistic / k) ** (1 / 3) - (1 - 2 / (9 * k))) / math.sqrt(2 / (9 * k))
     return 0.5 * math.erfc(z / math.sqrt(2))
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["exact", "two_percent_off"])
-def test_the_joint_distribution_of_several_tokens(
+def test_the_joint_distribution_is_exact_and_a_bias_is_detected(
     biased: bool,
     llama: Path,
     expected: dict[tuple[int, ...], float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And a verifier that takes the draft's word for it in 2 % of cases is caught."""
+    """The biased verifier accepts the first drafted token unchecked in 2 % of cases."""
     walk, merge, rng = runner.accepted_paths, runner.merge_outputs, np.random.default_rng(1)
 
-    def credulous(forest: DraftForest, at_roots: Int32s, at_nodes: Int32s) -> Int32s:
-        duped = (rng.random(len(forest)) < BIAS) & (forest.sizes > 0)
-        at_roots[duped] = forest.tokens[forest.firsts[:-1][duped]]
-        taken.append(at_roots)
+    def biased_paths(forest: DraftForest, at_roots: Int32s, at_nodes: Int32s) -> Int32s:
+        forced = (rng.random(len(forest)) < BIAS) & (forest.sizes > 0)
+        at_roots[forced] = forest.tokens[forest.firsts[:-1][forced]]
+        emitted_roots.append(at_roots)
         return walk(forest, at_roots, at_nodes)
 
-    def emit(roots: SamplerOutput, nodes: Any, forest: Any, rows: Any, paths: Any) -> Any:
-        roots.sampled_token_ids[torch.from_numpy(rows), 0] = torch.from_numpy(taken.pop())
+    def biased_outputs(roots: SamplerOutput, nodes: Any, forest: Any, rows: Any, paths: Any) -> Any:
+        roots.sampled_token_ids[torch.from_numpy(rows), 0] = torch.from_numpy(emitted_roots.pop())
         return merge(roots, nodes, forest, rows, paths)
 
-    taken: list[Int32s] = []
+    emitted_roots: list[Int32s] = []
     if biased:
-        monkeypatch.setattr(runner, "accepted_paths", credulous)
-        monkeypatch.setattr(runner, "merge_outputs", emit)
+        monkeypatch.setattr(runner, "accepted_paths", biased_paths)
+        monkeypatch.setattr(runner, "merge_outputs", biased_outputs)
     with engine(llama, {"proposer": "planned"}, max_num_seqs=128) as llm:
         counts = sample(llm)
         counters = drafter_of(llm).counters
         assert counters.branching_trees > SAMPLES / 2
         assert counters.accepted_nodes > SAMPLES / 20
-    assert (surprise(counts, expected) < SURPRISE) is biased
+    assert (p_value(counts, expected) < P_VALUE_LIMIT) is biased
 
 
-def test_the_statistic_itself() -> None:
-    """On counts that fit perfectly, and on draws from the distribution."""
+def test_p_values_are_1_for_perfect_counts_and_uniform_for_draws() -> None:
     joint = dict.fromkeys(product(range(3), repeat=3), 1 / 27)
-    assert surprise(Counter(dict.fromkeys(joint, 100)), joint) > 0.999
+    assert p_value(Counter(dict.fromkeys(joint, 100)), joint) > 0.999
     rng = random.Random(1)
     texts: Sequence[tuple[int, ...]] = list(joint)
-    values = [surprise(Counter(rng.choices(texts, k=3000)), joint) for _ in range(200)]
+    values = [p_value(Counter(rng.choices(texts, k=3000)), joint) for _ in range(200)]
     assert sum(v < 0.1 for v in values) == pytest.approx(20, abs=12)

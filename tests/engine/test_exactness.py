@@ -1,4 +1,4 @@
-"""In float32 the output is plain vLLM's, token for token, whatever the drafts look like."""
+"""In float32 the output equals plain vLLM's, token for token, for every draft."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TRIE = {"proposer": "ngram_trie", "budget": 16}
         pytest.param({"max_model_len": 96}, id="runs_into_max_model_len"),
     ],
 )
-def test_every_engine_setting_keeps_the_text(settings: dict, llama: Path) -> None:
+def test_output_equals_plain_vllm_under_every_engine_setting(settings: dict, llama: Path) -> None:
     shared = random_prompts(1, 60, seed=5)[0]
     prompts = [(shared + p)[:70] for p in random_prompts(8, 60, seed=1)]
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
@@ -47,7 +47,7 @@ def test_every_engine_setting_keeps_the_text(settings: dict, llama: Path) -> Non
         assert drafter_of(llm).counters.moved_tokens > 50
 
 
-def test_preempted_requests_come_back(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempted_requests_keep_their_output(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preempted: list[str] = []
     original = Scheduler._preempt_request
 
@@ -68,7 +68,7 @@ def test_preempted_requests_come_back(llama: Path, monkeypatch: pytest.MonkeyPat
         assert preempted
 
 
-def test_max_tokens_is_hit_inside_a_burst(llama: Path) -> None:
+def test_max_tokens_cuts_a_burst_of_accepted_tokens(llama: Path) -> None:
     prompts = random_prompts(12, 30, seed=3)
     with engine(llama) as plain:
         vanilla = generate(plain, prompts)
@@ -83,7 +83,7 @@ def test_max_tokens_is_hit_inside_a_burst(llama: Path) -> None:
             assert generate(llm, prompts, params) == expected
 
 
-def test_stop_tokens_are_hit_inside_a_burst(llama: Path) -> None:
+def test_stop_tokens_cut_a_burst_of_accepted_tokens(llama: Path) -> None:
     prompts = random_prompts(6, 30, seed=4)
     with engine(llama) as plain:
         record(prompts, generate(plain, prompts))
@@ -97,7 +97,7 @@ def test_stop_tokens_are_hit_inside_a_burst(llama: Path) -> None:
         assert generate(llm, prompts, params) == vanilla
 
 
-def test_aborted_requests_disturb_no_other(llama: Path) -> None:
+def test_aborted_requests_leave_other_requests_unchanged(llama: Path) -> None:
     prompts = random_prompts(10, 30, seed=6)
     with engine(llama) as plain:
         vanilla = generate(plain, prompts)
@@ -115,8 +115,8 @@ def test_aborted_requests_disturb_no_other(llama: Path) -> None:
 
 
 SEEDED = [
-    SamplingParams(temperature=0.8, seed=1, **vars_)
-    for vars_ in (
+    SamplingParams(temperature=0.8, seed=1, **extra)
+    for extra in (
         dict(max_tokens=40, ignore_eos=True, detokenize=False),
         dict(max_tokens=40, ignore_eos=True, detokenize=False, top_k=5),
         dict(max_tokens=40, ignore_eos=True, detokenize=False, top_p=0.7),
@@ -126,8 +126,8 @@ SEEDED = [
 ]
 
 
-def test_seeded_sampling_is_reproduced(llama: Path) -> None:
-    """Nodes use the draw of the output that they stand for; greedy neighbours stay greedy."""
+def test_seeded_output_equals_plain_vllm(llama: Path) -> None:
+    """Each node uses the random draw of its output position; greedy requests share the batch."""
     prompts = random_prompts(6, 30, seed=7)
     params = [*SEEDED, GREEDY]
     with engine(llama) as plain:
@@ -140,8 +140,8 @@ def test_seeded_sampling_is_reproduced(llama: Path) -> None:
             assert drafter_of(llm).counters.accepted_nodes > 50
 
 
-def test_a_seeded_prompt_in_chunks_kills_no_engine(llama: Path) -> None:
-    """Plain vLLM on CPU dies of it; the text is that of a prompt in one piece."""
+def test_a_seeded_prompt_may_be_prefilled_in_chunks(llama: Path) -> None:
+    """Plain vLLM on CPU crashes here, so the expected output comes from a prefill in one piece."""
     prompts = [random_prompts(1, 60, seed=s)[0] * 3 for s in (8, 9)]
     params = [SEEDED[0], GREEDY]
     with engine(llama) as plain:
@@ -176,7 +176,7 @@ def test_logprobs_are_those_of_the_accepted_path(llama: Path) -> None:
 
 @pytest.mark.parametrize("proposer", ["always_right", "always_wrong", "hidden_path"])
 @pytest.mark.parametrize("nodes", [1, 7, 64])
-def test_legal_drafts_never_change_the_text(proposer: str, nodes: int, llama: Path) -> None:
+def test_valid_drafts_never_change_the_output(proposer: str, nodes: int, llama: Path) -> None:
     prompts = random_prompts(5, 30, seed=11)
     with engine(llama) as plain:
         vanilla = generate(plain, prompts)
@@ -190,7 +190,7 @@ def test_legal_drafts_never_change_the_text(proposer: str, nodes: int, llama: Pa
             assert counters.accepted_nodes == counters.nodes > 0
 
 
-def test_malformed_trees_are_refused(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_trees_are_not_verified(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     prompts = random_prompts(3, 30, seed=12)
     with engine(llama) as plain:
         vanilla = generate(plain, prompts)
@@ -201,8 +201,10 @@ def test_malformed_trees_are_refused(llama: Path, caplog: pytest.LogCaptureFixtu
         assert counters.nodes == 0
 
 
-def test_no_request_is_padded_with_drafts(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token to compute, all others cached: vLLM would wait for room for 16 empty drafts."""
+def test_no_request_is_padded_with_empty_drafts(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one token left to compute, vLLM would reserve room for 16 placeholder drafts."""
     scheduled: list[list[int]] = []
     original = LookaheadRunner._recall
 
@@ -222,7 +224,7 @@ def test_no_request_is_padded_with_drafts(llama: Path, monkeypatch: pytest.Monke
     assert scheduled and not any(-1 in tokens for tokens in scheduled)
 
 
-def test_beam_search_and_requests_that_turn_lookahead_off_get_no_draft(llama: Path) -> None:
+def test_beam_search_and_requests_with_lookahead_off_get_no_drafts(llama: Path) -> None:
     prompts = random_prompts(2, 30, seed=19)
     beams = BeamSearchParams(beam_width=3, max_tokens=12, ignore_eos=True)
     off = SamplingParams(
@@ -230,8 +232,8 @@ def test_beam_search_and_requests_that_turn_lookahead_off_get_no_draft(llama: Pa
     )
 
     def ask(llm: LLM) -> list[list[list[int]]]:
-        found = llm.beam_search([{"prompt_token_ids": p} for p in prompts], beams)
-        return [[s.tokens for s in o.sequences] for o in found] + generate(llm, prompts, off)
+        outputs = llm.beam_search([{"prompt_token_ids": p} for p in prompts], beams)
+        return [[s.tokens for s in o.sequences] for o in outputs] + generate(llm, prompts, off)
 
     with engine(llama, skip_tokenizer_init=False) as plain:
         vanilla = ask(plain)

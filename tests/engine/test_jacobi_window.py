@@ -1,4 +1,4 @@
-"""The engine takes the steps that the paper's algorithms take, and emits what plain vLLM does."""
+"""Each step equals that of the paper's algorithms, and the output equals plain vLLM's."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from vllm import LLM, SamplingParams
 
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from tests.support.driving import drafter_of, engine, generate, generate_staggered, random_prompts
-from tests.support.lookahead_decoding import bursts
+from tests.support.lookahead_decoding import tokens_by_step
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
 SEEDED = SamplingParams(temperature=0.7, seed=5, max_tokens=24, ignore_eos=True, detokenize=False)
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
-PROMPTS = random_prompts(2, 30, vocab=12, seed=3)  # few tokens, so that n-grams come again
+PROMPTS = random_prompts(2, 30, vocab=12, seed=3)  # a small vocabulary repeats n-grams
 
 SHAPES: list[dict[str, Any]] = [
     dict(window_size=5, ngram_size=4, guess_set_size=2),
@@ -30,14 +30,16 @@ SHAPES: list[dict[str, Any]] = [
 def reference(
     llm: LLM, prompt: list[int], answer: list[int], options: dict[str, Any]
 ) -> list[list[int]]:
+    """The tokens of each step, by the reference implementation over plain vLLM."""
+
     def choose(texts: list[list[int]]) -> list[int]:
         return [tokens[0] for (tokens,) in generate(llm, texts, ONE)] if texts else []
 
     shape = {key: value for key, value in options.items() if key != "window_shift"}
-    return bursts(prompt, answer, choose, shift=options.get("window_shift", "one"), **shape)
+    return tokens_by_step(prompt, answer, choose, shift=options.get("window_shift", "one"), **shape)
 
 
-def test_every_step_is_that_of_the_papers_algorithms(
+def test_every_step_equals_that_of_the_papers_algorithms(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected: dict[tuple[int, str], list[list[list[int]]]] = {}
@@ -78,7 +80,7 @@ def test_every_step_is_that_of_the_papers_algorithms(
 
 
 @pytest.mark.parametrize("proposer", ["jacobi_window", "hybrid"])
-def test_the_text_is_plain_vllms_whatever_each_request_overrides(proposer: str, llama: Path) -> None:
+def test_output_equals_plain_vllm_for_every_request_override(proposer: str, llama: Path) -> None:
     prompts = random_prompts(12, 40, vocab=20, seed=9)
     overrides: list[dict[str, Any]] = [{}, {"window_size": 2, "ngram_size": 3}, {"window_size": 0}]
     overrides += [{"guess_set_size": 1, "pool_from_prompt": True}, {"enabled": False}]
@@ -108,6 +110,6 @@ def test_the_text_is_plain_vllms_whatever_each_request_overrides(proposer: str, 
         counters = drafter_of(llm).counters
         assert counters.accepted_nodes > 50 and counters.branching_trees > 50
         assert counters.refused_trees == 0
-        generate(llm, prompts[:1])  # that the others have ended is heard in the next step
+        generate(llm, prompts[:1])  # the worker drops finished requests in the next step
         windows = drafter_of(llm).proposer.branch.windows  # type: ignore[attr-defined]
-        assert len(windows.roster._numbers) == 1, "a window outlived its request"
+        assert len(windows.request_rows._rows) == 1, "a window outlived its request"

@@ -1,4 +1,4 @@
-"""The trees that runners verify are those that were proposed, as far as they were scheduled."""
+"""Runners verify the proposed trees, cut to the nodes that were scheduled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fields_of(tree: DraftTree) -> list[list[float]]:
 
 
 def scheduled_of(trees: list[DraftTree]) -> dict[str, list[int]]:
-    """By request id, in an order that is not that of the proposals."""
+    """By request id, in another order than that of the proposals."""
     return {req_id: tree.tokens.tolist() for req_id, tree in zip("cba", trees, strict=True)}
 
 
@@ -41,32 +41,32 @@ GRAMMARS = DraftTree.from_lists([5, 50, 51], [-1, -1, 1])
 
 @pytest.mark.parametrize("is_sent_on", [False, True], ids=["in one process", "to another process"])
 @pytest.mark.parametrize(
-    ("trees", "replacements", "own"),
+    ("trees", "replacements", "from_proposer"),
     [
         ([LATER["c"], TREES["b"], TREES["a"]], {}, [True, True, True]),
         ([LATER["c"].prefix(1), TREES["b"].prefix(2), TREES["a"].prefix(3)], {}, [True] * 3),
         ([LATER["c"], FOREIGN, TREES["a"]], {}, [True, False, True]),
         ([LATER["c"], GRAMMARS, TREES["a"]], {"b": GRAMMARS}, [True, False, True]),
         ([LATER["c"], GRAMMARS.prefix(2), TREES["a"]], {"b": GRAMMARS}, [True, False, True]),
-        # The tokens are those of a tree, but it is said to be a chain.
+        # The tokens are those of a proposed tree, but the replacement is a chain.
         ([LATER["c"], CHAIN, TREES["a"]], {"b": CHAIN}, [True, False, True]),
     ],
 )
-def test_what_was_scheduled_is_recalled(
+def test_scheduled_trees_are_recalled(
     trees: list[DraftTree],
     replacements: dict[str, DraftTree],
-    own: list[bool],
+    from_proposer: list[bool],
     is_sent_on: bool,
 ) -> None:
     drafts = sent(TREES) | sent(LATER)
     if is_sent_on:
         drafts = pickle.loads(pickle.dumps(drafts))
-    forest, known = recall(scheduled_of(trees), drafts, replacements)
-    assert known.tolist() == own
+    forest, matches = recall(scheduled_of(trees), drafts, replacements)
+    assert matches.tolist() == from_proposer
     assert [fields_of(tree) for tree in forest] == [fields_of(tree) for tree in trees]
 
 
-def test_the_drafts_of_one_step_are_taken_at_once() -> None:
-    forest, own = recall({"b": [5, 6], "a": [1]}, sent(TREES), {})
-    assert own.all() and forest.firsts.tolist() == [0, 2, 3]
+def test_the_drafts_of_one_step_are_recalled_together() -> None:
+    forest, from_proposer = recall({"b": [5, 6], "a": [1]}, sent(TREES), {})
+    assert from_proposer.all() and forest.firsts.tolist() == [0, 2, 3]
     assert fields_of(forest[0]) == fields_of(TREES["b"].prefix(2))

@@ -1,4 +1,4 @@
-"""Every architecture keeps its text; a model that cannot be served exactly stops start-up."""
+"""Every supported architecture gives plain vLLM's output; others stop start-up with a message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.proposers import record
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 TRIE = {"proposer": "ngram_trie", "budget": 16}
-# Texts cross blocks, and vLLM's chunked attention wants blocks no longer than a chunk.
+# Outputs span several blocks; vLLM's chunked attention needs blocks no longer than a chunk.
 SETTINGS: dict[str, Any] = dict(load_format=WANDERING, block_size=32)
 
 plugin.register()
@@ -36,24 +36,24 @@ CHAINS = {
     "llama4_chunks": "ChunkedLocalAttention",
     "qwen2_vl_positions": "several dimensions",
 }
-"""Architectures without tree attention, and the reason that the log gives."""
+"""Architectures without tree attention, with the reason that the log gives."""
 
 PROMPTS = random_prompts(16, 60)
 
 
 def vanilla_answers(model: Path) -> list[list[list[int]]]:
-    """Plain vLLM's, which the test proposers get to know."""
+    """Plain vLLM's answers, recorded for the test proposers."""
     with engine(model, **SETTINGS) as plain:
         answers = generate(plain, PROMPTS)
-    wandering = sum(len(set(a[0])) for a in answers) / len(answers)
-    assert wandering > 10, "a text in a loop proves nothing"
+    distinct = sum(len(set(a[0])) for a in answers) / len(answers)
+    assert distinct > 10, "outputs that loop prove nothing"
     record(PROMPTS, answers)
     return answers
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_every_architecture_keeps_its_text(name: str, tmp_path: Path) -> None:
-    """At batch 16 with staggered arrivals, and alone; trees branch and KV moves."""
+def test_every_architecture_gives_plain_vllms_output(name: str, tmp_path: Path) -> None:
+    """In a batch of 16 with staggered arrivals, and alone; trees branch and KV slots move."""
     model = save_config(name, tmp_path)
     vanilla = vanilla_answers(model)
     with engine(model, HIDDEN, **SETTINGS) as llm:
@@ -72,12 +72,12 @@ def test_every_architecture_keeps_its_text(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_alternating", "deepseek_v2_latent"])
-def test_a_text_is_learnt_and_kept(name: str, tmp_path: Path) -> None:
+def test_drafts_from_learned_answers_keep_the_output(name: str, tmp_path: Path) -> None:
     model = save_config(name, tmp_path)
     vanilla = vanilla_answers(model)
     with engine(model, TRIE, **SETTINGS) as llm:
         assert generate_staggered(llm, PROMPTS) == vanilla
-        # The second time the trie knows every answer.
+        # Now the trie holds every answer.
         assert generate(llm, PROMPTS) == vanilla
         assert drafter_of(llm).counters.accepted_nodes > 100
 
@@ -106,7 +106,7 @@ def start(folder: Path, architecture: str, **config: Any) -> None:
         ("Qwen3NextForCausalLM", dict(model_type="qwen3_next")),
     ],
 )
-def test_recurrent_state_stops_start_up(
+def test_models_with_recurrent_state_stop_start_up(
     architecture: str, config: dict[str, Any], tmp_path: Path
 ) -> None:
     with pytest.raises(OptionError, match="recurrent state") as error:
@@ -114,7 +114,7 @@ def test_recurrent_state_stops_start_up(
     check_message(str(error.value), tmp_path)
 
 
-def test_a_prompt_read_in_both_directions_stops_start_up(tmp_path: Path) -> None:
+def test_prefix_language_models_stop_start_up(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="both directions") as error:
         start(tmp_path, "HrmTextForCausalLM", model_type="hrm_text")
     check_message(str(error.value), tmp_path)
@@ -129,6 +129,8 @@ def check_message(message: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     "architecture", ["QWenLMHeadModel", "BaichuanForCausalLM", "InternLMForCausalLM"]
 )
-def test_what_vllm_has_dropped_is_said_by_vllm(architecture: str, tmp_path: Path) -> None:
+def test_architectures_that_vllm_dropped_get_vllms_message(
+    architecture: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match="was supported in vLLM until"):
         start(tmp_path, architecture, model_type="llama")

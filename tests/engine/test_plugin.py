@@ -1,4 +1,4 @@
-"""Installed, and not asked for, lookahead changes nothing, under any release of vLLM."""
+"""Installed but not enabled, lookahead changes nothing, under any release of vLLM."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from vllm import envs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
-from lookahead_vllm.engine import compatibility, config, plugin
+from lookahead_vllm.engine import compatibility, config, patches, plugin
 
 HOME = "vllm.engine.arg_utils"
 OURS = ("--speculative-model", "--num-speculative-tokens")
 
 
-def stand_in(*fields: str, flags: tuple[str, ...] = (), without: str = "") -> Any:
+def fake_engine_args(*fields: str, flags: tuple[str, ...] = (), without: str = "") -> Any:
     """The `EngineArgs` of another release, with these fields and flags."""
 
     class EngineArgs:
@@ -50,17 +50,17 @@ def stand_in(*fields: str, flags: tuple[str, ...] = (), without: str = "") -> An
 
 NOW = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 RELEASES = {
-    "older": lambda: stand_in("speculative_model", "num_speculative_tokens", flags=OURS),
-    "between": lambda: stand_in("speculative_config", flags=("--speculative-config",)),
-    "newer": lambda: stand_in(*NOW, "spec_rounds", flags=("--spec-model", *OURS[:1])),
-    "no flags": lambda: stand_in(*NOW, without="add_cli_args"),
-    "no config": lambda: stand_in(*NOW, without="create_engine_config"),
+    "older": lambda: fake_engine_args("speculative_model", "num_speculative_tokens", flags=OURS),
+    "between": lambda: fake_engine_args("speculative_config", flags=("--speculative-config",)),
+    "newer": lambda: fake_engine_args(*NOW, "spec_rounds", flags=("--spec-model", *OURS[:1])),
+    "no flags": lambda: fake_engine_args(*NOW, without="add_cli_args"),
+    "no config": lambda: fake_engine_args(*NOW, without="create_engine_config"),
 }
 
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Registers lookahead with a stand-in, twice."""
+    """Registers lookahead with a fake `EngineArgs`, twice."""
 
     def register(engine_args: Any) -> Any:
         module = ModuleType(HOME)
@@ -76,7 +76,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def other_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sources that are checked are not those of a release that fits."""
+    """Make `compatibility.check` fail: there is no vLLM in the folder that it reads."""
     monkeypatch.setattr(compatibility, "_package", lambda root: tmp_path)
 
 
@@ -89,7 +89,7 @@ def other_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids=lambda given: repr(given)[:20],
 )
 @pytest.mark.parametrize("name", RELEASES)
-def test_who_does_not_ask_notices_nothing(
+def test_without_lookahead_nothing_changes(
     name: str, given: Any, registered: Any, other_release: None
 ) -> None:
     engine_args = registered(RELEASES[name]())
@@ -110,18 +110,18 @@ def test_without_its_class_nothing_happens(engine_args: Any, registered: Any) ->
     registered(engine_args)
 
 
-def test_without_its_module_the_public_name_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_module_the_public_name_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm
 
-    moved = stand_in(*NOW)
+    moved = fake_engine_args(*NOW)
     monkeypatch.setattr(plugin, "HOME", "vllm.engine.gone")
     monkeypatch.setattr(vllm, "EngineArgs", moved, raising=False)
     plugin.register()
-    assert "_lookahead_registered" in vars(moved)
+    assert patches.is_patched(moved, "create_engine_config")
 
 
 @pytest.mark.parametrize("name", RELEASES)
-def test_who_asks_under_another_release_hears_one_sentence(
+def test_lookahead_under_another_release_is_refused_with_one_sentence(
     name: str, registered: Any, other_release: None
 ) -> None:
     engine_args = registered(RELEASES[name]())
@@ -141,7 +141,7 @@ def test_who_asks_under_another_release_hears_one_sentence(
             engine_args(**given).create_engine_config()
 
 
-def test_who_asks_by_a_flag_that_leads_nowhere_hears_it_too(
+def test_a_flag_that_another_release_ignores_is_refused_too(
     registered: Any, other_release: None
 ) -> None:
     engine_args = registered(RELEASES["between"]())
@@ -153,10 +153,10 @@ def test_who_asks_by_a_flag_that_leads_nowhere_hears_it_too(
 @pytest.mark.parametrize("handler", ["error", "resolve"])
 @pytest.mark.parametrize("taken", [OURS, OURS[:1], OURS[1:]])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_flags_of_others_stay_theirs(
+def test_flags_that_others_add_are_kept(
     when: str, taken: tuple[str, ...], handler: str, registered: Any
 ) -> None:
-    engine_args = registered(stand_in(*NOW, flags=taken if when == "before" else ()))
+    engine_args = registered(fake_engine_args(*NOW, flags=taken if when == "before" else ()))
     parser = engine_args.add_cli_args(argparse.ArgumentParser(conflict_handler=handler))
     if when == "after":
         for flag in taken:
@@ -170,14 +170,14 @@ def test_flags_of_others_stay_theirs(
 
 def test_our_flags_make_no_abbreviation_ambiguous(registered: Any) -> None:
     flags = ("--speculative-config", "--num-speculative-rounds")
-    engine_args = registered(stand_in(*NOW, flags=flags))
+    engine_args = registered(fake_engine_args(*NOW, flags=flags))
     parser = engine_args.add_cli_args(argparse.ArgumentParser())
     args = parser.parse_args(["--speculative", "a", "--num-spec", "b"])
     assert (args.speculative_config, args.num_speculative_rounds) == ("a", "b")
 
 
-def test_registering_twice_wraps_once(registered: Any) -> None:
-    engine_args = registered(stand_in(*NOW))
+def test_registering_twice_patches_once(registered: Any) -> None:
+    engine_args = registered(fake_engine_args(*NOW))
     wrapped = dict(vars(engine_args))
     plugin.register()
     assert dict(vars(engine_args)) == wrapped
@@ -188,12 +188,12 @@ def test_a_release_without_the_second_runner_needs_no_refusal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(envs.environment_variables, "VLLM_USE_V2_MODEL_RUNNER")
-    args = stand_in(*NOW)(speculative_config={"method": "lookahead"})
+    args = fake_engine_args(*NOW)(speculative_config={"method": "lookahead"})
     assert config.requested_options(args) == LookaheadOptions()
 
 
 def test_a_config_of_another_type_is_refused() -> None:
-    args = stand_in(*NOW)(speculative_config="lookahead")
+    args = fake_engine_args(*NOW)(speculative_config="lookahead")
     with pytest.raises(OptionError, match=r"='lookahead' was given, .* must be a dict; write"):
         config.requested_options(args)
 
@@ -211,25 +211,26 @@ class EngineArgs:
         return parser
     def create_engine_config(self):
         return "plain"
-wrapped = "_lookahead_registered" in vars(home.EngineArgs)
+from lookahead_vllm.engine import patches
+patched = patches.is_patched(home.EngineArgs)
 home.EngineArgs = EngineArgs
 before = set(sys.modules)
 register()
 EngineArgs.add_cli_args(argparse.ArgumentParser()).parse_args([])
 assert EngineArgs().create_engine_config() == "plain"
 loaded.append(set(sys.modules) - before)
-print(json.dumps([wrapped, *map(sorted, loaded)]))
+print(json.dumps([patched, *map(sorted, loaded)]))
 """
 
 
-def test_registering_loads_next_to_nothing() -> None:
-    """A worker of vLLM's CPU backend cannot start once numba is loaded, lookahead or not."""
+def test_registering_loads_few_modules() -> None:
+    """Among those that it must not load is numba, with which vLLM's CPU worker cannot start."""
     command = [sys.executable, "-c", REGISTERED]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    wrapped, registering, making = json.loads(said.splitlines()[-1])
-    assert wrapped, "EngineArgs, imported later, is not wrapped"
+    stdout = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    patched, registering, making = json.loads(stdout.splitlines()[-1])
+    assert patched, "EngineArgs, imported later, is not patched"
     ours = {name for name in registering if name.startswith("lookahead_vllm.engine")}
-    assert ours == {"lookahead_vllm.engine", "lookahead_vllm.engine.plugin"}
+    assert ours == {f"lookahead_vllm.engine{name}" for name in ("", ".patches", ".plugin")}
     ours = {name for name in making if name.startswith("lookahead_vllm.engine")}
     assert ours == {"lookahead_vllm.engine.config"}
     known = {"lookahead_vllm", *sys.stdlib_module_names}

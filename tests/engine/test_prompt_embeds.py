@@ -1,4 +1,4 @@
-"""Prompts of embeddings: drafts come from what the request itself has, and texts stay exact."""
+"""Prompts of embeddings: drafts come from the request's own token ids, and outputs stay exact."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokeniz
 
 
 def embedded(llm: LLM, tokens: Sequence[int], are_ids: Sequence[bool] | None = None) -> Any:
-    """A prompt of the embeddings of these tokens; of token ids, too, where `are_ids`."""
+    """A prompt of the embeddings of `tokens`, with the token ids where `are_ids` is true."""
     with torch.inference_mode():
         vectors = runner_of(llm).model.embed_input_ids(torch.tensor(tokens))
     if are_ids is None:
@@ -35,40 +35,40 @@ def answers(llm: LLM, prompts: Sequence[Any], params: Any = GREEDY) -> list[list
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_the_prompt_of_the_row_s_last_request_is_not_drafted(
+def test_the_prompt_of_an_earlier_request_in_the_same_row_is_not_drafted(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said, secret = range(40, 44), range(100, 120)
-    prompt = [token for i, mark in enumerate(secret) for token in (said[i % 4], mark)]
+    allowed, secret = range(40, 44), range(100, 120)
+    prompt = [token for i, mark in enumerate(secret) for token in (allowed[i % 4], mark)]
     params = [
         SamplingParams(
             temperature=0,
-            max_tokens=most,
+            max_tokens=max_tokens,
             ignore_eos=True,
             detokenize=False,
-            allowed_token_ids=list(said),
+            allowed_token_ids=list(allowed),
             extra_args={"lookahead_namespace": namespace},
         )
-        for namespace, most in (("one", 2), ("another", 30))
+        for namespace, max_tokens in (("one", 2), ("another", 30))
     ]
     drafted: list[int] = []
     with engine(llama, {"budget": 8}, max_num_seqs=1, enable_prompt_embeds=True) as llm:
         drafter = drafter_of(llm)
         draft = drafter.draft
 
-        def heard(*args: Any) -> dict[str, list[int]]:
+        def recorded(*args: Any) -> dict[str, list[int]]:
             drafts = draft(*args)
             drafted.extend(token for tokens in drafts.values() for token in tokens)
             return drafts
 
         answers(llm, [TokensPrompt(prompt_token_ids=prompt)], params[:1])
-        monkeypatch.setattr(drafter, "draft", heard)
+        monkeypatch.setattr(drafter, "draft", recorded)
         answers(llm, [embedded(llm, random_prompts(1, 40)[0])], params[1:])
     assert drafted
     assert not set(drafted) & set(secret)
 
 
-def test_a_proposer_hears_the_token_ids_that_a_prompt_has(llama: Path) -> None:
+def test_a_proposer_gets_the_token_ids_that_a_prompt_has(llama: Path) -> None:
     Recorder.STARTED.clear()
     tokens = list(range(10, 22))
     are_ids = [i not in (0, 4, 5) for i in range(len(tokens))]
@@ -100,11 +100,11 @@ def test_answers_to_embeddings_stay_plain_vllm_s_on_trees(num_seqs: int, llama: 
 
     with engine(llama, enable_prompt_embeds=True) as plain:
         vanilla = answers(plain, prompts(plain))
-    heard = [
+    known_prompts = [
         text if not i % 3 else [t if j % 3 else -1 for j, t in enumerate(text)] if i % 2 else []
         for i, text in enumerate(texts)
     ]
-    record(heard, [[answer] for answer in vanilla])
+    record(known_prompts, [[answer] for answer in vanilla])
     lookahead = {"proposer": "hidden_path", "budget": 16}
     with engine(llama, lookahead, max_num_seqs=num_seqs, enable_prompt_embeds=True) as llm:
         assert answers(llm, prompts(llm)) == vanilla

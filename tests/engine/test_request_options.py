@@ -1,4 +1,4 @@
-"""What a request may say; what is wrong is refused with one sentence."""
+"""Options of a request: every spelling is read, and a wrong one is refused with one sentence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ids(*tokens: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("extra_args", "means"),
+    ("extra_args", "expected"),
     [
         (None, RequestOptions()),
         ({"another_plugin": 3}, RequestOptions()),
@@ -55,12 +55,14 @@ def ids(*tokens: int) -> bytes:
         ),
     ],
 )
-def test_every_spelling_is_read(extra_args: dict[str, Any] | None, means: RequestOptions) -> None:
-    assert given(extra_args, VOCAB) == means
+def test_every_spelling_is_read(
+    extra_args: dict[str, Any] | None, expected: RequestOptions
+) -> None:
+    assert given(extra_args, VOCAB) == expected
 
 
 @pytest.mark.parametrize(
-    ("extra_args", "says"),
+    ("extra_args", "parts"),
     [
         ({"lookahead_refrence": "x"}, ["lookahead_refrence was", "mean lookahead_reference?"]),
         ({"lookahead-enabled": 1}, ["lookahead-enabled was", "did you mean lookahead_enabled?"]),
@@ -97,10 +99,10 @@ def test_every_spelling_is_read(extra_args: dict[str, Any] | None, means: Reques
         ),
     ],
 )
-def test_a_wrong_request_says_what_to_write(extra_args: dict[str, Any], says: list[str]) -> None:
+def test_a_wrong_request_says_what_to_write(extra_args: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(RequestError) as error:
         given(extra_args, VOCAB)
-    for part in says:
+    for part in parts:
         assert part in str(error.value)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 300
@@ -110,7 +112,7 @@ HYBRID = LookaheadOptions(proposer="hybrid").for_model(7e9)
 
 
 @pytest.mark.parametrize(
-    ("extra_args", "means"),
+    ("extra_args", "expected"),
     [
         (
             {"lookahead_window_size": 3.0},
@@ -125,14 +127,16 @@ HYBRID = LookaheadOptions(proposer="hybrid").for_model(7e9)
         ({"lookahead_proposer": "ngram_trie"}, RequestOverrides("ngram_trie")),
     ],
 )
-def test_what_is_wished_of_the_window(extra_args: dict[str, Any], means: RequestOverrides) -> None:
+def test_overrides_of_the_window_are_read(
+    extra_args: dict[str, Any], expected: RequestOverrides
+) -> None:
     options = given(extra_args, VOCAB, HYBRID)
-    assert options == RequestOptions(overrides=means)
-    assert received(sent(extra_args, options))[0].overrides == means
+    assert options == RequestOptions(overrides=expected)
+    assert received(sent(extra_args, options))[0].overrides == expected
 
 
 @pytest.mark.parametrize(
-    ("extra_args", "says"),
+    ("extra_args", "parts"),
     [
         ({"lookahead_window_size": 9}, ["=9 was", "from 0 to the server's 4", "write 4"]),
         ({"lookahead_window_size": 2.5}, ["=2.5 was", "a whole number", "write 2"]),
@@ -143,10 +147,10 @@ def test_what_is_wished_of_the_window(extra_args: dict[str, Any], means: Request
         ({"lookahead_proposer": "suffix"}, ["='suffix' was", "hybrid, ngram_trie, jacobi_window"]),
     ],
 )
-def test_a_wrong_wish_says_what_to_write(extra_args: dict[str, Any], says: list[str]) -> None:
+def test_a_wrong_override_says_what_to_write(extra_args: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(RequestError) as error:
         given(extra_args, VOCAB, HYBRID)
-    for part in says:
+    for part in parts:
         assert part in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -169,31 +173,31 @@ def test_a_server_sets_the_limit() -> None:
         given({"lookahead_reference": "9 bytes.."}, VOCAB, server)
 
 
-def test_what_a_server_does_not_accept_is_ignored() -> None:
-    asked = {"lookahead_reference": 7, "lookahead": {"namespace": ["x"], "enabled": False}}
+def test_options_that_a_server_does_not_accept_are_ignored() -> None:
+    extra_args = {"lookahead_reference": 7, "lookahead": {"namespace": ["x"], "enabled": False}}
     server = LookaheadOptions(accept_references=False, accept_namespaces=False)
-    assert given(asked, VOCAB, server) == RequestOptions(enabled=False)
+    assert given(extra_args, VOCAB, server) == RequestOptions(enabled=False)
 
 
-def test_what_was_sent_is_received() -> None:
+def test_the_worker_receives_the_sent_options() -> None:
     extra_args = {"another_plugin": 3, "lookahead_namespace": "n", "lookahead": {"enabled": False}}
     before = dict(extra_args)
-    on_its_way = sent(extra_args, RequestOptions((ids(5, 6),), "n", False))
+    sent_args = sent(extra_args, RequestOptions((ids(5, 6),), "n", False))
     assert extra_args == before
-    assert on_its_way["another_plugin"] == 3 and len(on_its_way) == 2
-    options, others = received(on_its_way)
+    assert sent_args["another_plugin"] == 3 and len(sent_args) == 2
+    options, others = received(sent_args)
     assert [reference.tolist() for reference in options.references] == [[5, 6]]
     assert (options.namespace, options.enabled, others) == ("n", False, {"another_plugin": 3})
 
 
-def test_what_was_checked_is_not_checked_again() -> None:
+def test_checked_options_are_not_checked_again() -> None:
     options = RequestOptions((ids(500, 600),), "n")
     extra_args = checked({"another_plugin": 3, "lookahead_enabled": 7}, options)
     assert given(extra_args, VOCAB) is options
     assert extra_args == {"another_plugin": 3, "lookahead": options}
 
 
-def test_references_stay_with_the_worker_alone() -> None:
+def test_only_the_worker_keeps_references() -> None:
     sender = SamplingParams(extra_args=sent({"other": 1}, RequestOptions((ids(5, 6),), "n")))
     kept = without_references(sender)
     assert received(kept.extra_args) == (RequestOptions([], "n"), {"other": 1})
@@ -202,7 +206,7 @@ def test_references_stay_with_the_worker_alone() -> None:
     assert without_references(plain) is plain
 
 
-def test_who_passed_no_front_end_shares_with_nobody() -> None:
+def test_a_request_that_bypasses_the_front_end_shares_with_none() -> None:
     options, others = received(None)
     assert options.namespace is None and others is None
     forged = sent({"other": 1}, RequestOptions((), '[null, "salt", null]'))
@@ -221,14 +225,14 @@ SENT = sent(
 
 
 @given_any(extra_args=ANYTHING | st.fixed_dictionaries({"lookahead": ANYTHING}))
-def test_whatever_arrives_is_no_namespace(extra_args: Any) -> None:
+def test_no_unchecked_value_is_a_namespace(extra_args: Any) -> None:
     options, others = received(extra_args)
     assert options == RequestOptions()
     assert others is None or "lookahead" not in others
 
 
 @given_any(name=st.sampled_from(sorted(SENT["lookahead"])), value=ANYTHING, gone=st.booleans())
-def test_options_with_one_wrong_part_are_none(name: str, value: Any, gone: bool) -> None:
+def test_options_with_a_wrong_field_are_not_used(name: str, value: Any, gone: bool) -> None:
     written = {k: v for k, v in SENT["lookahead"].items() if k != name}
     options, _ = received({"lookahead": written if gone else {**written, name: value}})
     if options.namespace is not None or options.references:
@@ -237,12 +241,12 @@ def test_options_with_one_wrong_part_are_none(name: str, value: Any, gone: bool)
         assert isinstance(options.enabled, bool)
         assert all(reference.dtype == np.int32 for reference in options.references)
         kinds = {str: ("proposer",), bool: ("pool_from_prompt",)}
-        for override, asked in options.overrides._asdict().items():
+        for override, given_value in options.overrides._asdict().items():
             kind = next((kind for kind, names in kinds.items() if override in names), int)
-            assert asked is None or type(asked) is kind
+            assert given_value is None or type(given_value) is kind
 
 
-def test_no_two_triples_share_a_namespace() -> None:
+def test_different_triples_have_different_namespaces() -> None:
     names = (None, "a", "b", "", '"', '", "', "null", '["a", null, null]')
     spaces: dict[str | None, tuple] = {}
     for triple in itertools.product(names, repeat=3):
@@ -252,7 +256,7 @@ def test_no_two_triples_share_a_namespace() -> None:
     assert None not in spaces
 
 
-def test_share_decides_first() -> None:
+def test_share_overrides_the_triple() -> None:
     assert shared_namespace("all", "adapter", "salt", "n") == ""
     assert shared_namespace("none", None, None, None) is None
 
@@ -294,6 +298,6 @@ def test_a_wrong_prediction_is_refused(prediction: Any) -> None:
         with_prediction(None, prediction)
 
 
-def test_a_prediction_and_a_reference_are_one_too_many() -> None:
+def test_a_prediction_and_a_reference_exclude_each_other() -> None:
     with pytest.raises(RequestError, match="prediction and lookahead_reference were both given"):
         with_prediction({"lookahead_reference": "a"}, {"type": "content", "content": "b"})

@@ -1,4 +1,4 @@
-"""Sampling parameters that look at the path, or that vLLM refuses with speculation, on trees."""
+"""Trees with parameters that depend on earlier tokens, or that vLLM refuses with drafts."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ PATH_DEPENDENT: list[dict[str, Any]] = [
 
 
 def params_of(extra: dict[str, Any], seed: int | None) -> SamplingParams:
-    how = dict(temperature=0) if seed is None else dict(temperature=0.9, seed=seed, top_k=40)
-    return SamplingParams(**{**how, "max_tokens": 40, "detokenize": False, **extra})
+    sampling = dict(temperature=0) if seed is None else dict(temperature=0.9, seed=seed, top_k=40)
+    return SamplingParams(**{**sampling, "max_tokens": 40, "detokenize": False, **extra})
 
 
 THINK_IDS = (3, 4)
@@ -42,31 +42,32 @@ def assert_exact(
     model: Path,
     prompts: list[list[int]],
     params: list[SamplingParams],
-    accepted: int = 50,
+    min_accepted: int = 50,
     **settings: Any,
 ) -> None:
+    """Compare with plain vLLM in one batch, then one by one; at least `min_accepted` nodes each."""
     with engine(model, **settings) as plain:
         vanilla = generate(plain, prompts, params)
     record(prompts, vanilla)
     with engine(model, HIDDEN, **settings) as llm:
         assert generate(llm, prompts, params) == vanilla
         counters = drafter_of(llm).counters
-        assert counters.accepted_nodes > accepted
-        assert counters.branching_trees > accepted / 2
+        assert counters.accepted_nodes > min_accepted
+        assert counters.branching_trees > min_accepted / 2
         before = counters.accepted_nodes
-        # Alone as well: the rows of nodes then are no others'.
+        # One by one: the batch then has no rows of other requests.
         for prompt, one, answer in zip(prompts, params, vanilla, strict=True):
             assert generate(llm, [prompt], one) == [answer]
-        assert counters.accepted_nodes > before + accepted
+        assert counters.accepted_nodes > before + min_accepted
 
 
-def test_every_parameter_keeps_its_text_beside_the_others(llama: Path) -> None:
+def test_each_parameter_keeps_its_output_in_a_mixed_batch(llama: Path) -> None:
     params = [params_of(e, seed) for e in [*PATH_DEPENDENT, {}] for seed in (None, 3)]
-    assert_exact(llama, random_prompts(len(params), 30, seed=13), params, accepted=200)
+    assert_exact(llama, random_prompts(len(params), 30, seed=13), params, min_accepted=200)
 
 
-def test_bad_words(llama: Path) -> None:
-    """Single tokens, and longer ones that only a path can complete."""
+def test_bad_words_keep_the_output(llama: Path) -> None:
+    """Some bad words are one token; others span several tokens of a path."""
     words = ["q", "the", "ab", "in", *(a + b for a in "xyz" for b in "abcdefgh")]
     params = [
         params_of(dict(bad_words=words, **extra), seed)
@@ -78,14 +79,14 @@ def test_bad_words(llama: Path) -> None:
         llama,
         prompts,
         [*params, params_of({}, None), params_of({}, 1)],
-        accepted=20,
+        min_accepted=20,
         **WITH_TOKENIZER,
     )
 
 
 @pytest.mark.parametrize("end", ["</think>", "the end</think>"])
-def test_thinking_budgets(end: str, llama: Path) -> None:
-    """Over inside a burst, over in the prompt, ended by the model, begun by the model."""
+def test_thinking_budgets_keep_the_output(end: str, llama: Path) -> None:
+    """Budgets run out inside a burst or in the prompt; the model ends or starts thinking itself."""
     start, stop = THINK_IDS
     thinking = dict(reasoning_config={"reasoning_start_str": "<think>", "reasoning_end_str": end})
     open_prompts = [[*p, start, *p[:2]] for p in random_prompts(6, 12, seed=31)]
@@ -98,7 +99,7 @@ def test_thinking_budgets(end: str, llama: Path) -> None:
     assert_exact(llama, [*open_prompts, *closed], params, **WITH_TOKENIZER, **thinking)
 
 
-def test_custom_logits_processors(llama: Path) -> None:
+def test_custom_logits_processors_keep_the_output(llama: Path) -> None:
     params = [
         params_of({} if ban is None else dict(extra_args={"ban": ban}), seed)
         for ban in (None, 1.5, 20.0)
@@ -128,6 +129,7 @@ def logprobs_of(llm: Any, prompts: list[list[int]], params: list[SamplingParams]
 
 
 def assert_same_logprobs(mine: Any, theirs: Any) -> None:
+    """Nested lists and dicts are compared element by element, logprobs up to 1e-4."""
     if theirs is None or isinstance(theirs, int | str):
         assert mine == theirs
     elif hasattr(theirs, "logprob"):
@@ -145,7 +147,7 @@ def assert_same_logprobs(mine: Any, theirs: Any) -> None:
 @pytest.mark.parametrize(
     "mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 )
-def test_logprobs_in_every_mode(mode: str, llama: Path) -> None:
+def test_logprobs_equal_plain_vllms_in_every_mode(mode: str, llama: Path) -> None:
     params = [params_of(e, seed) for e in LOGPROBS for seed in (None, 6)]
     prompts = random_prompts(len(params), 30, seed=51)
     settings = dict(logprobs_mode=mode, max_logprobs=-1)
@@ -160,8 +162,8 @@ def test_logprobs_in_every_mode(mode: str, llama: Path) -> None:
         assert drafter_of(llm).counters.accepted_nodes > 100
 
 
-def test_logprobs_of_chosen_tokens(llama: Path) -> None:
-    """Beside requests that ask for none, some of them with nodes and some without."""
+def test_logprobs_of_chosen_token_ids_equal_plain_vllms(llama: Path) -> None:
+    """The batch also has requests without logprobs, with and without nodes."""
     params = [
         params_of(dict(logprob_token_ids=[5, 9, 100]), None),
         params_of(dict(logprob_token_ids=[7], max_tokens=2), None),

@@ -1,4 +1,4 @@
-"""A real small model: the text over 20 prompts, and what a user of HTTP sees."""
+"""A real small model: its output over 20 prompts, in this process and over HTTP."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMPTS = [
 REAL = dict(max_model_len=1024, kv_cache_memory_bytes=1 << 30)
 
 
-def test_20_prompts_keep_their_text() -> None:
+def test_output_of_20_prompts_equals_plain_vllm() -> None:
     params = [
         SamplingParams(temperature=0, max_tokens=64, detokenize=False),
         SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=64, detokenize=False),
@@ -46,31 +46,31 @@ def test_20_prompts_keep_their_text() -> None:
         counters = drafter_of(llm).counters
         assert counters.branching_trees > 100
         assert counters.moved_tokens > 20
-    with engine(MODEL, {}, **REAL) as llm:  # the step's cost decides
+    with engine(MODEL, {}, **REAL) as llm:  # the number of nodes follows from the step cost
         assert generate(llm, PROMPTS, params[0]) == vanilla[0]
 
 
-def test_stop_strings_end_a_text_inside_a_burst() -> None:
+def test_stop_strings_cut_a_burst_of_accepted_tokens() -> None:
     settings = dict(REAL, skip_tokenizer_init=False)
     prompts = PROMPTS[:8]
     with engine(MODEL, **settings) as plain:
-        free = plain.generate(
+        unstopped = plain.generate(
             [{"prompt_token_ids": p} for p in prompts],
             SamplingParams(temperature=0, max_tokens=48),
             use_tqdm=False,
         )
-        stops = [" ".join(o.outputs[0].text.split()[12:14]) for o in free]
+        stops = [" ".join(o.outputs[0].text.split()[12:14]) for o in unstopped]
         params = [SamplingParams(temperature=0, max_tokens=48, stop=[s]) for s in stops]
         vanilla = generate(plain, prompts, params)
     with engine(MODEL, {"budget": 16}, **settings) as llm:
         assert generate(llm, prompts, params) == vanilla
-        # Again, with every answer known: long bursts run over the stop string.
+        # Now the trie holds every answer: long bursts run past the stop string.
         assert generate(llm, prompts, params) == vanilla
 
 
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """A plain server and one with lookahead."""
+    """The URLs of a plain server and of one with lookahead."""
     logs = tmp_path_factory.mktemp("logs")
     cache = logs / "lookahead.cache"
     shared = (
@@ -88,12 +88,12 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
             *shared,
             "--speculative-model=[lookahead]",
             "--num-speculative-tokens=12",
-            "--speculative-config.budget=12",  # the texts of a slow machine have drafts, too
+            "--speculative-config.budget=12",  # a fixed budget, so that slow machines draft too
             f"--speculative-config.cache_path={cache}",
         ) as lookahead,
     ):
         yield plain, lookahead
-    # The signal went to the whole process group, as that of Ctrl-C does.
+    # SIGTERM went to the whole process group, as Ctrl-C does; the cache was saved all the same.
     assert cache_file.read_header(cache).namespaces > 0
 
 
@@ -111,7 +111,7 @@ def complete(url: str, prompt: list[int], stream: bool) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_16_clients_get_plain_texts(urls: tuple[str, str], stream: bool) -> None:
+def test_16_clients_get_plain_vllms_output(urls: tuple[str, str], stream: bool) -> None:
     plain, lookahead = urls
     prompts = PROMPTS[:16]
     with ThreadPoolExecutor(16) as pool:
@@ -119,7 +119,7 @@ def test_16_clients_get_plain_texts(urls: tuple[str, str], stream: bool) -> None
         assert list(pool.map(lambda p: complete(lookahead, p, stream), prompts)) == expected
 
 
-def test_chats_get_plain_texts(urls: tuple[str, str]) -> None:
+def test_chats_get_plain_vllms_output(urls: tuple[str, str]) -> None:
     def chat(url: str) -> str | None:
         answer = client(url).chat.completions.create(
             model="m",
@@ -133,7 +133,7 @@ def test_chats_get_plain_texts(urls: tuple[str, str]) -> None:
     assert chat(urls[0]) == chat(urls[1])
 
 
-def test_disconnects_and_malformed_requests_disturb_no_other(urls: tuple[str, str]) -> None:
+def test_disconnects_and_malformed_requests_leave_others_unchanged(urls: tuple[str, str]) -> None:
     plain, lookahead = urls
 
     def leave_early(prompt: list[int]) -> None:
@@ -166,7 +166,7 @@ def test_disconnects_and_malformed_requests_disturb_no_other(urls: tuple[str, st
     assert complete(lookahead, PROMPTS[0], False) == expected[0]
 
 
-def test_what_a_request_says_is_heard_or_refused(urls: tuple[str, str]) -> None:
+def test_request_options_are_applied_or_refused(urls: tuple[str, str]) -> None:
     plain, lookahead = urls
     question = [{"role": "user", "content": "Name three rivers, three times each."}]
     bodies = {
@@ -185,15 +185,15 @@ def test_what_a_request_says_is_heard_or_refused(urls: tuple[str, str]) -> None:
         ({"vllm_xargs": {"lookahead_reference": [999_999]}}, "the model knows 0 to"),
     ]
     bad_prediction = {"prediction": {"type": "content"}}
-    cases = [(e, b, says, s) for e in bodies for b, says in bad for s in (False, True)]
+    cases = [(e, b, message, s) for e in bodies for b, message in bad for s in (False, True)]
     cases.append(("chat/completions", bad_prediction, "prediction={'type': 'content'}", True))
     expected = complete(plain, PROMPTS[0], False)
     with ThreadPoolExecutor(8) as pool:
         answer = pool.submit(complete, lookahead, PROMPTS[0], True)
         refused = [pool.submit(post, lookahead, e, **b, stream=s) for e, b, _, s in cases]
-        for future, (*_, says, _) in zip(refused, cases, strict=True):
+        for future, (*_, message, _) in zip(refused, cases, strict=True):
             assert future.result().status_code == 400
-            assert says in future.result().json()["error"]["message"]
+            assert message in future.result().json()["error"]["message"]
         assert answer.result() == expected
 
     for endpoint in bodies:
@@ -216,7 +216,7 @@ def test_what_a_request_says_is_heard_or_refused(urls: tuple[str, str]) -> None:
             assert answer.json()["choices"][0] == choice
 
 
-def test_speculation_really_ran(urls: tuple[str, str]) -> None:
+def test_drafts_were_accepted(urls: tuple[str, str]) -> None:
     plain, lookahead = (requests.get(f"{url}/metrics", timeout=10).text for url in urls)
     theirs, ours = (
         sum(float(n) for n in re.findall(rf"^{name}{{.*}} (\S+)$", lookahead, re.MULTILINE))
@@ -225,5 +225,5 @@ def test_speculation_really_ran(urls: tuple[str, str]) -> None:
             "lookahead_vllm:nodes_accepted_total",
         )
     )
-    assert ours >= theirs > 50  # a request that is aborted in a step is counted in ours
+    assert ours >= theirs > 50  # ours counts requests that are aborted during a step
     assert "lookahead_vllm:" not in plain

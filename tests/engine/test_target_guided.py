@@ -1,4 +1,4 @@
-"""A model that follows recorded answers says them, with drafts and without."""
+"""A guided model generates the recorded answers, with and without drafts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tests.support.driving import drafter_of, engine, generate, random_prompts
 
 
 @pytest.mark.parametrize("lookahead", [None, {"budget": 8}], ids=["plain", "lookahead"])
-def test_recorded_answers_are_followed(lookahead: dict | None, llama: Path) -> None:
+def test_a_guided_model_generates_the_recorded_answers(lookahead: dict | None, llama: Path) -> None:
     rng = np.random.default_rng(0)
     prompts = random_prompts(5, 30, seed=21)
-    # A phrase again and again, so that there is something to draft.
+    # Each answer repeats a phrase, so that there is something to draft.
     phrase = rng.integers(5, 100, 6).tolist()
     answers = [[*rng.integers(5, 100, 3 + i).tolist(), *phrase * 4] for i in range(5)]
     params = [
@@ -25,7 +25,7 @@ def test_recorded_answers_are_followed(lookahead: dict | None, llama: Path) -> N
     ]
     with engine(llama, lookahead, max_num_seqs=3, seed=5) as llm:
         follow(llm, prompts, answers)
-        assert [said for [said] in generate(llm, prompts, params)] == answers
+        assert [output for [output] in generate(llm, prompts, params)] == answers
         other = random_prompts(1, 9, seed=99)
         unguided = generate(llm, other)
         if lookahead:

@@ -1,4 +1,4 @@
-"""Two ranks share a model: one drafts, both verify the same trees, and the text is plain vLLM's."""
+"""Tensor parallelism: rank 0 drafts, all ranks verify the same trees, and the output is exact."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SEEDED = [
 ]
 
 
-def watch(worker: Any) -> None:
-    """In a worker: let it remember what it verifies, step by step."""
+def record_trees(worker: Any) -> None:
+    """In a worker: record a digest of the trees of each step, and whether any branches."""
     runner = worker.model_runner
-    original, runner.watched = runner._recall, []
+    original, runner.recorded_trees = runner._recall, []
 
     def recall(*args: Any) -> Any:
         scheduled = original(*args)
@@ -37,15 +37,14 @@ def watch(worker: Any) -> None:
         if forest.num_nodes:
             arrays = (forest.tokens, forest.parents, forest.firsts, scheduled.rows)
             digest = hashlib.sha256(b"|".join(array.tobytes() for array in arrays)).hexdigest()
-            runner.watched.append((digest, bool(forest.branching.any())))
+            runner.recorded_trees.append((digest, bool(forest.branching.any())))
         return scheduled
 
     runner._recall = recall
 
 
 def set_clock(worker: Any) -> None:
-    """In a worker: let steps take a fixed time from now on: nodes are free for the first rank and
-    dear for the second."""
+    """In a worker: replace the clock. A node costs nothing on rank 0 and 10 ms on rank 1."""
     runner = worker.model_runner
     proposer, original, now = runner.drafter.proposer, runner._observe_step, 0.0
     assert isinstance(proposer, NoProposer) or proposer.cost is not None, "measured at start"
@@ -63,20 +62,24 @@ def set_clock(worker: Any) -> None:
 
 
 def compiled_kernels(worker: Any) -> Signatures:
-    """In a worker."""
+    """In a worker: the signatures that numba has compiled."""
     return compiled()
 
 
-def seen(worker: Any) -> tuple[list[tuple[str, bool]], dict[str, int], bool]:
-    """In a worker: what it verified, what came of it, and whether it guesses itself."""
+def verified(worker: Any) -> tuple[list[tuple[str, bool]], dict[str, int], bool]:
+    """In a worker: the recorded trees, the counters, and whether this rank drafts."""
     runner = worker.model_runner
     drafter = runner.drafter
-    return runner.watched, vars(drafter.counters), not isinstance(drafter.proposer, NoProposer)
+    return (
+        runner.recorded_trees,
+        vars(drafter.counters),
+        not isinstance(drafter.proposer, NoProposer),
+    )
 
 
 @pytest.fixture
 def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Settings of an engine whose ranks have a process and a core each, and nothing in store."""
+    """Engine settings: two ranks with a process and a core each, and an empty cache folder."""
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores_of(2))
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
@@ -86,24 +89,23 @@ def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
 def test_ranks_verify_the_same_trees(
     llama: Path, tmp_path: Path, two_ranks: dict[str, Any]
 ) -> None:
-    """Though each has a clock of its own, by which `budget` "auto" decides."""
+    """The ranks' clocks differ, and `budget` "auto" depends on the clock."""
     with engine(llama, **two_ranks) as plain:
         greedy, seeded = generate(plain, PROMPTS, GREEDY), generate(plain, PROMPTS, SEEDED)
     cache = tmp_path / "learned.cache"
     lookahead = {"proposer": "hybrid", "budget": "auto", "cache_path": str(cache)}
     with engine(llama, lookahead, **two_ranks) as llm:
-        llm.collective_rpc(watch)
+        llm.collective_rpc(record_trees)
         llm.collective_rpc(set_clock)
         compiled_at_start = llm.collective_rpc(compiled_kernels)
         assert generate_staggered(llm, PROMPTS, GREEDY) == greedy
         assert generate(llm, PROMPTS, GREEDY) == greedy
         assert generate(llm, PROMPTS, SEEDED) == seeded
-        (trees, counters, guesses), (same_trees, same_counters, guesses_too) = llm.collective_rpc(
-            seen
-        )
+        rank_0, rank_1 = llm.collective_rpc(verified)
         assert llm.collective_rpc(compiled_kernels) == compiled_at_start
-    assert (guesses, guesses_too) == (True, False)
-    assert trees == same_trees and counters == same_counters
+    (trees, counters, drafts), (trees_1, counters_1, drafts_1) = rank_0, rank_1
+    assert (drafts, drafts_1) == (True, False)
+    assert trees == trees_1 and counters == counters_1
     assert sum(branching for _, branching in trees) > 20
     assert counters["moved_tokens"] > 20
     assert len(list(tmp_path.glob("lookahead_step_cost/*"))) == 1

@@ -1,4 +1,4 @@
-"""What one round of the fuzzer does, drawn from its number alone."""
+"""Draws one round of the fuzzer, a function of its seed alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lookahead_vllm.draft.tree import UNKNOWN
 
 VOCAB = 128
 SPECIAL = 5
-"""Token ids below are special, see tests/support/tokenizer.py."""
+"""Token ids below this are special, see tests/support/tokenizer.py."""
 THINK, END_OF_THINKING = 3, 4
 REFERENCE_LENGTHS = (1, 20, 100, 900)
 
@@ -30,24 +30,24 @@ class Request:
     adapter: int | None = None
     priority: int = 0
     arrival: int = 0
-    """The engine step before which it is sent."""
+    """It is sent before this step of the engine."""
     abort_after: int | None = None
     streamed: bool = False
     chat: bool = False
-    """Over HTTP: as the message of a chat."""
+    """Over HTTP: sent as a chat message."""
     features: set[str] = field(default_factory=set)
     namespace: str | None = None
     salt: str | None = None
     references: list[list[int] | int] = field(default_factory=list)
-    """Token ids, or the number of a request whose answer it is."""
+    """Each is token ids, or the index of a request whose answer it is."""
     embedded: list[bool] | None = None
-    """The places of the prompt that are sent as embeddings."""
+    """By prompt token: whether it is sent as an embedding."""
     noise: int | None = None
-    """The seed of these, where they are not those of the prompt's tokens."""
+    """The seed of random embeddings; without it, they are those of the prompt's tokens."""
 
     @property
     def known_prompt(self) -> list[int]:
-        """The prompt, as far as it is token ids: none where all are embeddings."""
+        """The prompt with UNKNOWN for embeddings; empty if it has no token ids."""
         if self.embedded is None:
             return self.prompt
         if all(self.embedded):
@@ -57,25 +57,25 @@ class Request:
 
 @dataclass
 class Tenant:
-    """Requests that share answers, unless they have other adapters."""
+    """Requests with the same adapter that share answers."""
 
     namespace: str | None
     salt: str | None
-    words: range
-    """The tokens of their prompts."""
+    vocabulary: range
+    """Token ids that their prompts are drawn from."""
     prefix: list[int]
 
 
 @dataclass
 class Round:
-    """A model, two engines over it, and what both are asked.
+    """A model, the settings of two engines that run it, and the requests to both.
 
     Attributes
     ----------
     settings
         Engine arguments of both engines.
     stress
-        Those of the lookahead engine alone: they must not change a text.
+        Further arguments of the lookahead engine; they must not change its output.
     lookahead
         The speculative config.
     """
@@ -108,8 +108,8 @@ SCHEMAS: list[dict[str, Any]] = [
 ]
 
 
-def _ids(rng: random.Random, most: int) -> list[int]:
-    return rng.sample(range(SPECIAL, VOCAB), rng.randint(1, most))
+def _ids(rng: random.Random, max_count: int) -> list[int]:
+    return rng.sample(range(SPECIAL, VOCAB), rng.randint(1, max_count))
 
 
 def _text(rng: random.Random) -> str:
@@ -136,19 +136,36 @@ REQUEST_FEATURES: dict[str, tuple[float, Draw]] = {
     ),
     "ignore_eos": (0.4, lambda r: dict(ignore_eos=True)),
     "ban": (0.3, lambda r: dict(extra_args={"ban": r.uniform(0.5, 9)})),
-    # For all or none: plain vLLM can leave the state of an ended request to one without a budget.
+    # For all requests of a round or none: in plain vLLM, a request without a budget can inherit the
+    # state of a finished one.
     "thinking_token_budget": (1.0, lambda r: dict(thinking_token_budget=r.randint(0, 24))),
     "logprobs": (0.25, lambda r: dict(logprobs=r.choice([0, 1, 5, -1]))),
     "prompt_logprobs": (0.08, lambda r: dict(prompt_logprobs=r.choice([0, 3]))),
     "logprob_token_ids": (0.3, lambda r: dict(logprob_token_ids=_ids(r, 5))),
 }
-"""Each with its chance, where the round has it at all."""
+"""By feature: its probability in a request, and a function that draws its parameters."""
 
 ONLY_IN_SOME_ROUNDS = {
     "ban": "custom_logits_processor",
     "thinking_token_budget": "thinking",
     "logprob_token_ids": "chosen_logprobs",
 }
+"""These request features need a feature of the round."""
+
+
+class FeatureDraws:
+    """Draws from one generator, and collects the features of a round."""
+
+    def __init__(self, rng: random.Random, features: set[str]) -> None:
+        self.rng = rng
+        self.features = features
+
+    def has(self, feature: str, probability: float) -> bool:
+        """Add the feature with this probability; return whether it was added."""
+        if self.rng.random() < probability:
+            self.features.add(feature)
+            return True
+        return False
 
 
 def draw_round(
@@ -158,27 +175,48 @@ def draw_round(
     http: bool = False,
     second_runner: bool = False,
 ) -> Round:
-    """The round that this seed stands for, always the same.
+    """Draw the round of this seed; equal arguments give equal rounds.
 
     Parameters
     ----------
     text
-        Token ids that prompts are cut from, for a model that is none of the tiny ones.
+        Token ids that prompts are cut from, for a model outside tests/support/models.py.
     http
         Both engines are servers.
     second_runner
-        Plain vLLM's runner is the second one, which takes other logits processors than the first.
+        Plain vLLM uses its second model runner, whose logits processors have another interface.
     """
     rng = random.Random(seed)
     model = rng.choice(models)
     features = {f"model {model}"}
+    draws = FeatureDraws(rng, features)
+    tiny = text is None
+    settings = _draw_settings(draws, model, tiny, http, second_runner)
+    stress = _draw_stress(draws, model, settings, tiny, second_runner)
+    lookahead = _draw_lookahead(draws)
+    if "lora" in features and "chunked prefill" in features:
+        # With LoRA, vLLM reserves room for all drafts.
+        per_request = 1 + lookahead["num_speculative_tokens"]
+        stress["max_num_batched_tokens"] = stress["max_num_seqs"] * per_request
+    if second_runner and "thinking" in features:
+        features.add("a single thought")
+    requests = _draw_requests(draws, text, settings)
+    # The HTTP client of over_http.py sends no references.
+    if not http and draws.has("references", 0.4):
+        _add_references(rng, requests, text)
+    if lookahead["proposer"] in HAVE_WINDOW:
+        server = LookaheadOptions.from_dict(lookahead).for_model(0)
+        for request in rng.sample(requests, len(requests) // 2):
+            request.features.add("request overrides")
+            request.params.setdefault("extra_args", {}).update(_overrides(rng, server))
+    return Round(model, settings, stress, lookahead, requests, features)
 
-    def has(feature: str, chance: float) -> bool:
-        if rng.random() < chance:
-            features.add(feature)
-            return True
-        return False
 
+def _draw_settings(
+    draws: FeatureDraws, model: str, tiny: bool, http: bool, second_runner: bool
+) -> dict[str, Any]:
+    """Draw the arguments of both engines."""
+    rng, has = draws.rng, draws.has
     settings: dict[str, Any] = dict(
         max_model_len=rng.choice([96, 256]), max_logprobs=-1, block_size=32
     )
@@ -190,30 +228,37 @@ def draw_round(
     lora = model == "llama" and not http and has("lora", 0.7)
     if lora:
         settings.update(enable_lora=True, max_loras=2, max_lora_rank=8)
-    # Beside adapters, vLLM's own embedding layer does not take a part of a step's tokens.
+    # With LoRA, vLLM's embedding layer cannot embed only some of a step's tokens.
     if not (http or lora or second_runner) and has("prompt embeddings", 0.35):
         settings["enable_prompt_embeds"] = True
     if has("structured output", 0.5):
-        # With embeddings, the tokenizer has one token more, and guidance no room for it.
+        # Prompt embeddings add a token to the tokenizer, for which guidance has no room.
         backends = ["xgrammar", "xgrammar", "guidance"]
-        backend = rng.choice(backends[:2] if "prompt embeddings" in features else backends)
-        features.add(f"structured output, {backend}")
+        backend = rng.choice(backends[:2] if "prompt embeddings" in draws.features else backends)
+        draws.features.add(f"structured output, {backend}")
         settings["structured_outputs_config"] = {"backend": backend}
-        # The second runner's masks have no room for a tokenizer with more tokens than the model.
-        if text is None and not second_runner and has("structured output after reasoning", 0.2):
+        # The second runner's grammar masks need a tokenizer no larger than the model's vocabulary.
+        if tiny and not second_runner and has("structured output after reasoning", 0.2):
             settings["reasoning_parser"] = "deepseek_r1"
     has("chosen_logprobs", 0.15)
+    return settings
 
+
+def _draw_stress(
+    draws: FeatureDraws, model: str, settings: dict[str, Any], tiny: bool, second_runner: bool
+) -> dict[str, Any]:
+    """Draw further arguments of the lookahead engine, and `reasoning_config` for both engines."""
+    rng, has = draws.rng, draws.has
     stress: dict[str, Any] = dict(max_num_seqs=rng.choice([1, 3, 16]))
     if has("preemption", 0.2):
-        # Enough for one request of full length, in models with two KV groups too.
+        # Enough blocks for one request of full length, even with two KV cache groups.
         blocks = settings["max_model_len"] // 32 * 2 + 3
         stress.update(num_gpu_blocks_override=blocks, max_num_seqs=16)
-    elif text is None and has("thinking", 0.3):
-        # Without preemption, after which plain vLLM begins to count anew.
+    elif tiny and has("thinking", 0.3):
+        # Not with preemption, after which plain vLLM restarts its count of thinking tokens.
         settings["reasoning_config"] = {
             "reasoning_start_str": "<think>",
-            # Where the model itself has begun an end of several tokens, the runners differ.
+            # The runners differ if the model itself generates the first tokens of a longer end.
             "reasoning_end_str": rng.choice(["</think>", "the</think>"][: 2 - second_runner]),
         }
     elif model != "llama4_chunks" and has("large blocks", 0.3):
@@ -225,14 +270,17 @@ def draw_round(
     stress["enable_prefix_caching"] = has("prefix caching", 0.4)
     if has("priority scheduling", 0.3):
         stress["scheduling_policy"] = "priority"
+    return stress
 
+
+def _draw_lookahead(draws: FeatureDraws) -> dict[str, Any]:
+    """Draw the speculative config."""
+    rng = draws.rng
     proposer = rng.choice(
         [*["hidden_path"] * 4, "ngram_trie", "always_right", *["jacobi_window", "hybrid"] * 2]
     )
-    features.add(f"proposer {proposer}")
+    draws.features.add(f"proposer {proposer}")
     nodes = rng.choice([1, 4, 8, 16, 16, 32])
-    if lora and "chunked prefill" in features:  # vLLM wants room for all drafts beside adapters
-        stress["max_num_batched_tokens"] = stress["max_num_seqs"] * (1 + nodes)
     lookahead: dict[str, Any] = dict(proposer=proposer, num_speculative_tokens=nodes, budget=nodes)
     if proposer == "ngram_trie":
         lookahead["draft"] = rng.choice(["hierarchical", "parallel", "single"])
@@ -247,38 +295,39 @@ def draw_round(
         lookahead["pool_from_prompt"] = rng.random() < 0.5
         if proposer == "hybrid":
             lookahead["sources"] = rng.choice(["both", "both", "prompt", "output", "none"])
+    return lookahead
 
-    if second_runner and "thinking" in features:
-        features.add("thinking once")
+
+def _draw_requests(
+    draws: FeatureDraws, text: list[int] | None, settings: dict[str, Any]
+) -> list[Request]:
+    rng = draws.rng
     tenants = [Tenant(None, None, range(SPECIAL, VOCAB), [])]
-    if has("namespaces", 0.5):
-        tenants = _tenants(rng, apart=has("namespaces of different words", 0.5))
+    if draws.has("namespaces", 0.5):
+        disjoint = draws.has("namespaces of disjoint vocabularies", 0.5)
+        tenants = _tenants(rng, disjoint)
     for tenant in tenants:
-        tenant.prefix = _words(rng, rng.randint(0, 40), text, tenant.words)
-    requests = [
-        _draw_request(rng, rng.choice(tenants), text, features, settings, lora)
+        tenant.prefix = _draw_tokens(rng, rng.randint(0, 40), text, tenant.vocabulary)
+    return [
+        _draw_request(rng, rng.choice(tenants), text, draws.features, settings)
         for _ in range(rng.randint(16, 40))
     ]
-    # The client of servers makes other numbers of token ids.
-    if not http and has("references", 0.4):
-        for request in rng.sample(requests, len(requests) // 3):
-            request.features.add("reference")
-            request.references = [
-                rng.randrange(len(requests))
-                if rng.random() < 0.5
-                else _words(rng, rng.choice(REFERENCE_LENGTHS), text)
-                for _ in range(1 if rng.random() < 0.7 else 2)
-            ]
-    if proposer in HAVE_WINDOW:
-        server = LookaheadOptions.from_dict(lookahead).for_model(0)
-        for request in rng.sample(requests, len(requests) // 2):
-            request.features.add("wishes")
-            request.params.setdefault("extra_args", {}).update(_overrides(rng, server))
-    return Round(model, settings, stress, lookahead, requests, features)
+
+
+def _add_references(rng: random.Random, requests: list[Request], text: list[int] | None) -> None:
+    """Give a third of the requests one or two references."""
+    for request in rng.sample(requests, len(requests) // 3):
+        request.features.add("reference")
+        request.references = [
+            rng.randrange(len(requests))
+            if rng.random() < 0.5
+            else _draw_tokens(rng, rng.choice(REFERENCE_LENGTHS), text)
+            for _ in range(1 if rng.random() < 0.7 else 2)
+        ]
 
 
 def _overrides(rng: random.Random, server: LookaheadOptions) -> dict[str, Any]:
-    """What one request may want otherwise than the server does, in part."""
+    """Draw some of the options that one request may override, within the server's limits."""
     overrides: dict[str, Any] = dict(
         window_size=rng.randint(0, server.window.window_size),
         ngram_size=rng.randint(2, server.ngram_size),
@@ -287,44 +336,45 @@ def _overrides(rng: random.Random, server: LookaheadOptions) -> dict[str, Any]:
     )
     if server.proposer == "hybrid":
         overrides["proposer"] = rng.choice(["hybrid", "ngram_trie", "jacobi_window"])
-    return {
-        f"lookahead_{name}": override for name, override in overrides.items() if rng.random() < 0.6
-    }
+    return {f"lookahead_{name}": value for name, value in overrides.items() if rng.random() < 0.6}
 
 
-def _tenants(rng: random.Random, apart: bool) -> list[Tenant]:
-    """Two to four; `apart`: whose prompts have no token in common."""
+def _tenants(rng: random.Random, disjoint: bool) -> list[Tenant]:
+    """Draw two to four; if `disjoint`, their prompts have no token in common."""
     count = rng.randint(2, 4)
     width = (VOCAB - SPECIAL) // count
     tenants = []
     for i in range(count):
         namespace, salt = rng.choice([(f"namespace {i}", None), (None, f"salt {i}"), ("n", f"{i}")])
         first = SPECIAL + i * width
-        words = range(first, first + width) if apart else range(SPECIAL, VOCAB)
-        tenants.append(Tenant(namespace, salt, words, []))
+        vocabulary = range(first, first + width) if disjoint else range(SPECIAL, VOCAB)
+        tenants.append(Tenant(namespace, salt, vocabulary, []))
     if rng.random() < 0.3:
         tenants[0].namespace = tenants[0].salt = None
     return tenants
 
 
-def _words(
-    rng: random.Random, count: int, text: list[int] | None, words: range = range(SPECIAL, VOCAB)
+def _draw_tokens(
+    rng: random.Random,
+    count: int,
+    text: list[int] | None,
+    vocabulary: range = range(SPECIAL, VOCAB),
 ) -> list[int]:
     if text is None:
-        return [rng.choice(words) for _ in range(count)]
+        return [rng.choice(vocabulary) for _ in range(count)]
     start = rng.randrange(len(text) - count)
     return text[start : start + count]
 
 
-def _places(rng: random.Random, length: int) -> list[bool]:
-    """Where a prompt has embeddings: everywhere, or here and there."""
+def _draw_embedded(rng: random.Random, length: int) -> list[bool]:
+    """Which tokens of a prompt are sent as embeddings: all, or some stretches of it."""
     if rng.random() < 0.5:
         return [True] * length
-    here, places = rng.random() < 0.5, []
+    is_embedded, embedded = rng.random() < 0.5, []
     for _ in range(length):
-        here ^= rng.random() < 0.25
-        places.append(here)
-    return places
+        is_embedded ^= rng.random() < 0.25
+        embedded.append(is_embedded)
+    return embedded
 
 
 def _draw_request(
@@ -333,11 +383,10 @@ def _draw_request(
     text: list[int] | None,
     features: set[str],
     settings: dict[str, Any],
-    lora: bool,
 ) -> Request:
-    # Half of the prompts begin alike, and say some things twice.
+    # Half of the prompts share a prefix with their tenant's others; some repeat themselves.
     prompt = tenant.prefix[: rng.randint(0, len(tenant.prefix))] if rng.random() < 0.5 else []
-    prompt = prompt + _words(rng, rng.randint(2, 24), text, tenant.words)
+    prompt = prompt + _draw_tokens(rng, rng.randint(2, 24), text, tenant.vocabulary)
     if rng.random() < 0.3:
         prompt = prompt + prompt[: rng.randint(1, len(prompt))]
     if "thinking" in features and rng.random() < 0.6:
@@ -357,11 +406,11 @@ def _draw_request(
     if request.salt is not None:
         request.features.add("cache salt")
     if "prompt embeddings" in features and rng.random() < 0.6:
-        request.embedded = _places(rng, len(prompt))
-        alone = all(request.embedded)
-        request.features.add("embeddings alone" if alone else "embeddings and token ids")
+        request.embedded = _draw_embedded(rng, len(prompt))
+        mixed = not all(request.embedded)
+        request.features.add("embeddings and token ids" if mixed else "embeddings only")
         if rng.random() < 0.3:
-            request.features.add("embeddings of no token")
+            request.features.add("random embeddings")
             request.noise = rng.randrange(10**6)
     if rng.random() < 0.5:
         request.features.add("greedy")
@@ -375,30 +424,8 @@ def _draw_request(
     if "structured output" in features and rng.random() < 0.5:
         request.structured = rng.choice(SCHEMAS)
         request.features.add(f"structured output, {next(iter(request.structured))}")
-    for name, (chance, draw) in REQUEST_FEATURES.items():
-        if ONLY_IN_SOME_ROUNDS.get(name, name) not in {name, *features}:
-            continue
-        if "logprobs" in name and (name == "logprob_token_ids") != ("chosen_logprobs" in features):
-            continue  # plain vLLM mixes them up within one batch
-        if name == "prompt_logprobs" and lora:
-            continue  # kills plain vLLM on CPU
-        if request.structured is not None and name in ("allowed_token_ids", "bad_words"):
-            continue  # may leave no token at all
-        if not request.known_prompt and name in ("repetition_penalty", "prompt_logprobs"):
-            continue  # plain vLLM penalizes what stood in its batch's row before
-        if rng.random() < chance:
-            request.features.add(name)
-            drawn = draw(rng)
-            if "extra_args" in drawn:
-                drawn["extra_args"] |= params.get("extra_args", {})
-            params.update(drawn)
-    if params.get("min_tokens", 0) > params["max_tokens"]:
-        params["min_tokens"] = params["max_tokens"]
-    if "structured output after reasoning" in features:
-        params["logit_bias"] = {**params.get("logit_bias", {}), END_OF_THINKING: 4.0}
-    if "thinking once" in features:  # a second beginning restarts the second runner's count alone
-        params["logit_bias"] = {**params.get("logit_bias", {}), THINK: -100.0}
-    if lora:  # beside adapters, plain vLLM on CPU gives requests without one the last adapter
+    _draw_params(rng, request, features)
+    if "lora" in features:  # plain vLLM on CPU applies the last adapter to requests without one
         request.adapter = rng.randint(1, 2)
         request.features.add("lora adapter")
     if "priority scheduling" in features:
@@ -411,3 +438,31 @@ def _draw_request(
         request.features.add("streamed")
         request.streamed = True
     return request
+
+
+def _draw_params(rng: random.Random, request: Request, features: set[str]) -> None:
+    """Draw the sampling parameters of REQUEST_FEATURES, as far as plain vLLM can combine them."""
+    params = request.params
+    for name, (probability, draw) in REQUEST_FEATURES.items():
+        if ONLY_IN_SOME_ROUNDS.get(name, name) not in {name, *features}:
+            continue
+        if "logprobs" in name and (name == "logprob_token_ids") != ("chosen_logprobs" in features):
+            continue  # plain vLLM confuses the two within one batch
+        if name == "prompt_logprobs" and "lora" in features:
+            continue  # crashes plain vLLM on CPU
+        if request.structured is not None and name in ("allowed_token_ids", "bad_words"):
+            continue  # may leave no permitted token
+        if not request.known_prompt and name in ("repetition_penalty", "prompt_logprobs"):
+            continue  # plain vLLM would read the tokens of the row's previous request
+        if rng.random() < probability:
+            request.features.add(name)
+            drawn = draw(rng)
+            if "extra_args" in drawn:
+                drawn["extra_args"] |= params.get("extra_args", {})
+            params.update(drawn)
+    if params.get("min_tokens", 0) > params["max_tokens"]:
+        params["min_tokens"] = params["max_tokens"]
+    if "structured output after reasoning" in features:
+        params["logit_bias"] = {**params.get("logit_bias", {}), END_OF_THINKING: 4.0}
+    if "a single thought" in features:  # a second start token resets only the second runner's count
+        params["logit_bias"] = {**params.get("logit_bias", {}), THINK: -100.0}

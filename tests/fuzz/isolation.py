@@ -1,4 +1,4 @@
-"""Isolation by content: a draft holds no n-gram that only another namespace has seen."""
+"""Checks the isolation of namespaces: no draft holds an n-gram known only to another namespace."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from tests.fuzz.draw import Request
 
 BEGIN = -2
-"""Stands before a text."""
+"""Pads the beginning of a text."""
 
 Pairs: TypeAlias = set[tuple[int, int]]
 
 
 @dataclass
 class Leak:
-    """A node of a draft tree whose token the request could not know to follow there."""
+    """A node of a draft tree whose n-gram occurs in nothing that the request may learn from."""
 
     index: int
-    """Of the request."""
+    """The request's index in its round."""
     source: str
     before: tuple[int, int]
     """The two tokens before the node."""
     token: int
 
 
-class Watch:
-    """The drafts of an engine, and the texts that each of its requests may know.
+class LeakDetector:
+    """Records the drafts of an engine, and the texts that each request may learn from.
 
-    Everything is heard from vLLM's runner and from the round, nothing from the proposer. A request
-    may know its own text, its references, and the answers of its namespace, later ones too.
+    It reads vLLM's runner and the round, never the proposer. A request may learn from its own text,
+    its references, and all answers of its namespace, including later ones.
 
     Parameters
     ----------
     requests
-        What is asked, any number of times.
+        The requests of the round, which may be sent several times.
     references
-        Token ids that each of them is given.
+        By request: its references, as token ids.
     lookahead
-        The speculative config. Where it does not say what is shared, nothing is.
+        The speculative config; `share` counts as "none" if missing.
     """
 
     def __init__(
@@ -56,57 +56,58 @@ class Watch:
         lookahead: Mapping[str, Any],
     ) -> None:
         self._requests = requests
-        accepts = lookahead.get("accept_references", True)
-        self._references = references if accepts else [[] for _ in references]
+        accepted = lookahead.get("accept_references", True)
+        self._references = references if accepted else [[] for _ in references]
         self._share = lookahead.get("share", "none")
         self._accepts_namespaces = lookahead.get("accept_namespaces", True)
-        self._said: dict[str, list[int]] = {}
-        self._chosen: defaultdict[object, Pairs] = defaultdict(set)
-        """What the model said at the nodes of a namespace, accepted or not."""
+        self._outputs: dict[str, list[int]] = {}
+        self._choices: defaultdict[object, Pairs] = defaultdict(set)
+        """By namespace: each verified node's token with a token that the model chose there."""
         self._roots: dict[str, int] = {}
-        """The last token before the step under way."""
+        """By request: the last token before the current step."""
         self._drafts: list[tuple[str, int, bool, DraftTree]] = []
-        """The request, how much it had said, whether the proposer made it all, the tree."""
+        """Request id, its output length, whether the tree is unchanged, the tree."""
         self.checked: Counter[str] = Counter()
-        """Nodes by source."""
+        """Number of checked nodes by source."""
 
-    def say(self, request_id: str, tokens: Sequence[int]) -> None:
-        """The request's next tokens."""
+    def add_output(self, request_id: str, tokens: Sequence[int]) -> None:
+        """Append to the request's output."""
         self._roots[request_id] = self._text(request_id)[-1]
-        self._said.setdefault(request_id, []).extend(tokens)
+        self._outputs.setdefault(request_id, []).extend(tokens)
 
-    def choose(self, request_id: str, tree: DraftTree, at_root: Any, at_nodes: Any) -> None:
-        """What the model said at a tree's root and nodes."""
-        known = self._chosen[self._namespace(request_id)]
-        known.update((self._roots[request_id], token) for token in at_root.tolist())
+    def add_choices(self, request_id: str, tree: DraftTree, at_root: Any, at_nodes: Any) -> None:
+        """Record the tokens that the model chose at a tree's root and nodes."""
+        choices = self._choices[self._namespace(request_id)]
+        choices.update((self._roots[request_id], token) for token in at_root.tolist())
         for last, tokens in zip(tree.tokens.tolist(), at_nodes.tolist(), strict=True):
-            known.update((last, token) for token in tokens)
+            choices.update((last, token) for token in tokens)
 
-    def draft(self, request_id: str, own: bool, tree: DraftTree) -> None:
-        """A tree goes to be verified."""
-        self._drafts.append((request_id, len(self._said.get(request_id, ())), own, tree))
+    def add_draft(self, request_id: str, from_proposer: bool, tree: DraftTree) -> None:
+        """Record a tree that is verified; `from_proposer` if it is the proposer's, unchanged."""
+        length = len(self._outputs.get(request_id, ()))
+        self._drafts.append((request_id, length, from_proposer, tree))
 
     def leaks(self) -> list[Leak]:
-        """One for each tree that has any."""
+        """The first leak of each tree."""
         shared: defaultdict[object, tuple[Pairs, Pairs]] = defaultdict(lambda: (set(), set()))
-        for request_id, said in self._said.items():
-            _learn(shared[self._namespace(request_id)], self._stretches(request_id)[-1], said)
+        for request_id, output in self._outputs.items():
+            _learn(shared[self._namespace(request_id)], self._stretches(request_id)[-1], output)
 
         @cache
         def known(request_id: str) -> tuple[Pairs, Pairs]:
-            seen = [set(pairs) for pairs in shared[self._namespace(request_id)]]
+            pairs, skips = (set(known) for known in shared[self._namespace(request_id)])
             *others, last = self._stretches(request_id)
-            for stretch in [*others, last + self._said.get(request_id, [])]:
-                _learn(seen, [], stretch)
+            for stretch in [*others, last + self._outputs.get(request_id, [])]:
+                _learn((pairs, skips), [], stretch)
             for reference in self._references[request_index(request_id)]:
-                _learn(seen, last, reference)
-            return seen[0] | self._chosen[self._namespace(request_id)], seen[1]
+                _learn((pairs, skips), last, reference)
+            return pairs | self._choices[self._namespace(request_id)], skips
 
-        found = []
-        for request_id, length, own, tree in self._drafts:
+        leaks = []
+        for request_id, length, from_proposer, tree in self._drafts:
             root = self._text(request_id, length)[-2:]
-            places: list[tuple[int, int]] = []
-            near, sparse = known(request_id)
+            contexts: list[tuple[int, int]] = []
+            pairs, skips = known(request_id)
             for token, parent, source, prob in zip(
                 tree.tokens.tolist(),
                 tree.parents.tolist(),
@@ -114,27 +115,28 @@ class Watch:
                 tree.probs.tolist(),
                 strict=True,
             ):
-                before = (root[0], root[1]) if parent < 0 else places[parent]
-                places.append((before[1], token))
-                # The comb holds any tokens, and so does a chain that was proposed as a tree.
-                if source in (GRAMMAR, WINDOW) or (not own and prob == 1):
+                before = (root[0], root[1]) if parent < 0 else contexts[parent]
+                contexts.append((before[1], token))
+                # A window's nodes are arbitrary, and so is a tree's token list verified as a chain.
+                if source in (GRAMMAR, WINDOW) or (not from_proposer and prob == 1):
                     continue
                 self.checked[NAMES[source]] += 1
-                if (before[1], token) not in near and (before[0], token) not in sparse:
-                    found.append(Leak(request_index(request_id), NAMES[source], before, token))
+                if (before[1], token) not in pairs and (before[0], token) not in skips:
+                    leaks.append(Leak(request_index(request_id), NAMES[source], before, token))
                     break
-        return found
+        return leaks
 
     def _namespace(self, request_id: str) -> object:
         if self._share == "all":
             return "all"
         request = self._requests[request_index(request_id)]
-        given = request.namespace if self._accepts_namespaces else None
-        names = request.adapter, request.salt, given
-        return request_id if self._share == "none" else names
+        namespace = request.namespace if self._accepts_namespaces else None
+        if self._share == "none":
+            return request_id
+        return request.adapter, request.salt, namespace
 
     def _stretches(self, request_id: str) -> list[list[int]]:
-        """The prompt, cut at what has no token id."""
+        """The prompt's token ids, split at its embeddings."""
         stretches: list[list[int]] = [[]]
         for token in self._requests[request_index(request_id)].known_prompt:
             if token == UNKNOWN:
@@ -144,34 +146,35 @@ class Watch:
         return stretches
 
     def _text(self, request_id: str, length: int | None = None) -> list[int]:
-        said = self._said.get(request_id, [])[:length]
-        return [BEGIN, BEGIN, *self._stretches(request_id)[-1], *said]
+        output = self._outputs.get(request_id, [])[:length]
+        return [BEGIN, BEGIN, *self._stretches(request_id)[-1], *output]
 
 
-def _learn(seen: Sequence[Pairs], before: list[int], text: list[int]) -> None:
-    """Each token of `text`, with the one before it and with the one before that."""
-    whole = [BEGIN, BEGIN, *before][-2:] + text
-    seen[0].update(zip(whole[1:], text, strict=False))
-    seen[1].update(zip(whole, text, strict=False))
+def _learn(known: tuple[Pairs, Pairs], before: list[int], text: list[int]) -> None:
+    """Add each token of `text`: to `known[0]` with the token before it, to `known[1]` with the
+    second token before it."""
+    padded = [BEGIN, BEGIN, *before][-2:] + text
+    known[0].update(zip(padded[1:], text, strict=False))
+    known[1].update(zip(padded, text, strict=False))
 
 
 @contextmanager
-def watched(watch: Watch) -> Iterator[None]:
-    """Tell `watch` of what engines of this process do with drafts."""
+def recorded_drafts(detector: LeakDetector) -> Iterator[None]:
+    """Report the drafts and outputs of the engines in this process to `detector`."""
     recall, propose = LookaheadRunner._recall, LookaheadRunner.propose_draft_token_ids
     commit = LookaheadDrafter.commit
 
     def recalled(self: Any, *args: Any, **kwargs: Any) -> Any:
         scheduled = recall(self, *args, **kwargs)
-        for row, own, tree in zip(
-            scheduled.rows.tolist(), scheduled.own.tolist(), scheduled.forest, strict=True
+        for row, from_proposer, tree in zip(
+            scheduled.rows.tolist(), scheduled.from_proposer.tolist(), scheduled.forest, strict=True
         ):
-            watch.draft(self.input_batch.req_ids[row], own, tree)
+            detector.add_draft(self.input_batch.req_ids[row], from_proposer, tree)
         return scheduled
 
     def proposed(self: Any, scheduled: Any, sampled: list[list[int]], *args: Any, **kw: Any) -> Any:
         for request_id, tokens in zip(self.input_batch.req_ids, sampled, strict=True):
-            watch.say(request_id, tokens)
+            detector.add_output(request_id, tokens)
         return propose(self, scheduled, sampled, *args, **kw)
 
     def committed(self: Any, emitted: Any, verified: Any = None) -> None:
@@ -179,7 +182,8 @@ def watched(watch: Watch) -> Iterator[None]:
             firsts = verified.forest.firsts.tolist()
             for i, request_id in enumerate(verified.request_ids):
                 at_nodes = verified.at_nodes[firsts[i] : firsts[i + 1]]
-                watch.choose(request_id, verified.forest[i], verified.at_roots[i], at_nodes)
+                at_root = verified.at_roots[i]
+                detector.add_choices(request_id, verified.forest[i], at_root, at_nodes)
         commit(self, emitted, verified)
 
     names = ("_recall", "propose_draft_token_ids")
@@ -195,5 +199,5 @@ def watched(watch: Watch) -> Iterator[None]:
 
 
 def request_index(request_id: str) -> int:
-    """Of an engine's request id: `3-8f2c`, or `1_3-8f2c` for the second of several answers."""
+    """The index in the id `3-8f2c`, or in `1_3-8f2c`, that of the second of n answers."""
     return int(request_id.split("-")[0].rpartition("_")[2])

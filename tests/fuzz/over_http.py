@@ -1,4 +1,4 @@
-"""A round over HTTP: two real servers, the `openai` client, everybody at once."""
+"""Plays rounds over HTTP: two real servers, the `openai` client, concurrent requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.options.answers import Answer, assembled, compared, draft_counters
 from lookahead_vllm.draft.registry import PROPOSERS
-from lookahead_vllm.engine.worker.drafter import Counters
+from lookahead_vllm.engine.worker.step_recorder import Counters
 from tests.fuzz.draw import Request, Round
 from tests.fuzz.play import Difference, Played
 from tests.support.models import save_tiny_model
@@ -23,14 +23,14 @@ from tests.support.servers import cores_of, serve
 from tests.support.tokenizer import save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-ALONE = ("n", "seed", "temperature", "top_p", "max_tokens", "stop", "presence_penalty")
-"""Parameters that the client knows; the others go into `extra_body`."""
+CLIENT_PARAMETERS = ("n", "seed", "temperature", "top_p", "max_tokens", "stop", "presence_penalty")
+"""Parameters of the `openai` client's methods; all others go into `extra_body`."""
 
 
 class Servers:
-    """Plays rounds over HTTP, with a pair of servers for each. Nobody aborts.
+    """Plays each round with a new pair of servers. No request is aborted.
 
-    A server has `ranks` processes that share its model, each with cores of its own.
+    Each server has `ranks` tensor-parallel processes with disjoint cores.
     """
 
     def __init__(self, folder: Path, model: str | None, ranks: int = 1) -> None:
@@ -40,12 +40,12 @@ class Servers:
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores_of(ranks)
         self._model = Path(model) if model else save_tokenizer(save_tiny_model("llama", folder))
         self._tokenizer = AutoTokenizer.from_pretrained(self._model)
-        os.environ["PYTHONPATH"] = str(ROOT)  # the servers import a logits processor of the tests
+        os.environ["PYTHONPATH"] = str(ROOT)  # servers import a logits processor from tests/
 
     def compare(self, round_: Round, clients: int = 8) -> Played:
-        """Ask both servers; lookahead hears everything twice, and knows it the second time."""
+        """Compare both servers; lookahead's answers are those to the second of two passes."""
         speculative = {"method": "lookahead", **round_.lookahead}
-        if PROPOSERS[speculative["proposer"]].startswith("tests."):  # no server knows those
+        if PROPOSERS[speculative["proposer"]].startswith("tests."):  # servers cannot load those
             speculative["proposer"] = "ngram_trie"
         settings = self._settings(round_)
         with (
@@ -57,27 +57,29 @@ class Servers:
             ) as url,
             ThreadPoolExecutor(clients) as pool,
         ):
-            plain, ours = (OpenAI(base_url=f"{u}/v1", api_key="none") for u in (plain_url, url))
+            plain, lookahead = (
+                OpenAI(base_url=f"{u}/v1", api_key="none") for u in (plain_url, url)
+            )
 
-            def ask(client: OpenAI, asked: Sequence[Request]) -> list[Answer]:
-                return list(pool.map(lambda request: self._ask(client, request), asked))
+            def ask(client: OpenAI, batch: Sequence[Request]) -> list[Answer]:
+                return list(pool.map(lambda request: self._ask(client, request), batch))
 
-            said = ask(plain, round_.requests)
-            ask(ours, round_.requests)
-            heard = ask(ours, round_.requests)
+            expected = ask(plain, round_.requests)
+            ask(lookahead, round_.requests)
+            answers = ask(lookahead, round_.requests)
             drafted, accepted = draft_counters(requests.get(f"{url}/metrics", timeout=10).text)
-            played = Played(heard, Counters(nodes=drafted, accepted_nodes=accepted))
+            played = Played(answers, Counters(nodes=drafted, accepted_nodes=accepted))
             for i, request in enumerate(round_.requests):
-                verdict, places = compared(said[i], heard[i])
+                verdict, places = compared(expected[i], answers[i])
                 played.refused += verdict == "refused by both"
                 if verdict != "differs":
                     continue
                 others = round_.requests[:i] + round_.requests[i + 1 :]
                 again = (ask(plain, [request, *others[:n]])[0] for n in (0, 1, 2, 4, clients - 1))
-                if any(compared(answer, heard[i])[0] != "differs" for answer in again):
+                if any(compared(answer, answers[i])[0] != "differs" for answer in again):
                     played.ties += 1
                 else:
-                    difference = Difference(i, places[0], said[i], heard[i])
+                    difference = Difference(i, places[0], expected[i], answers[i])
                     played.differences.append(difference)
         return played
 
@@ -92,8 +94,8 @@ class Servers:
         return settings
 
     def _ask(self, client: OpenAI, request: Request) -> Answer:
-        body = {k: v for k, v in request.params.items() if k in ALONE}
-        extra = {k: v for k, v in request.params.items() if k not in ALONE}
+        body = {k: v for k, v in request.params.items() if k in CLIENT_PARAMETERS}
+        extra = {k: v for k, v in request.params.items() if k not in CLIENT_PARAMETERS}
         if (xargs := extra.pop("extra_args", None)) is not None:
             extra["vllm_xargs"] = xargs
         if request.structured is not None:
@@ -110,8 +112,8 @@ class Servers:
         if request.chat:
             text = self._tokenizer.decode(request.prompt, skip_special_tokens=True)
             body["messages"] = [{"role": "user", "content": text}]
-            if (most := extra.pop("logprobs", None)) is not None:
-                extra.update(logprobs=True, top_logprobs=max(most, 0))
+            if (count := extra.pop("logprobs", None)) is not None:
+                extra.update(logprobs=True, top_logprobs=max(count, 0))
             create: Any = client.chat.completions.create
         else:
             body["prompt"] = request.prompt

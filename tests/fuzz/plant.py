@@ -1,4 +1,4 @@
-"""Bugs to plant on purpose: a fuzzer that does not find them finds nothing."""
+"""Bugs planted in lookahead, to test that the fuzzer finds them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lookahead_vllm.verify.tree_batch import TreeBatch
 def _wrong_mask_bit(build: Any) -> Any:
     def wrong(*args: Any, **kwargs: Any) -> TreeBatch:
         batch = build(*args, **kwargs)
-        batch.masks[-1, 0] ^= 2  # the last node sees the first one, or not
+        batch.masks[-1, 0] ^= 2  # toggle whether the last node attends to the first
         return batch
 
     return wrong
@@ -31,17 +31,17 @@ def _moved_one_too_far(move: Any) -> Any:
     return wrong
 
 
-def _one_draw_ahead(after: Any) -> Any:
+def _one_draw_ahead(generator_after: Any) -> Any:
     def wrong(self: GeneratorStates, draws: int) -> torch.Generator:
-        return after(self, min(draws + 1, len(self._states) - 1))
+        return generator_after(self, min(draws + 1, len(self._states) - 1))
 
     return wrong
 
 
 def _one_namespace(namespace_of: Any) -> Any:
     def wrong(*_: Any) -> str | None:
-        one: str | None = namespace_of("all", None, None, None)
-        return one
+        namespace: str | None = namespace_of("all", None, None, None)
+        return namespace
 
     return wrong
 
@@ -59,15 +59,16 @@ def _prompt_of_the_row(follow: Any) -> Any:
 BUGS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "mask": (TreeBatch, "build", _wrong_mask_bit),
     "kv": (KVMover, "move", _moved_one_too_far),
-    "generator": (GeneratorStates, "after", _one_draw_ahead),
+    "generator": (GeneratorStates, "generator_after", _one_draw_ahead),
     "namespace": (request_options, "shared_namespace", _one_namespace),
     "row": (LookaheadRunner, "_follow", _prompt_of_the_row),
 }
+"""By name: the object and the attribute that are patched, and the wrapper of the original."""
 
 
 @contextmanager
 def planted(bug: str | None) -> Iterator[None]:
-    """Have this bug in lookahead while the block runs."""
+    """Plant this bug in lookahead while the block runs; None plants nothing."""
     if bug is None:
         yield
         return

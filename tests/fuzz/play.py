@@ -1,4 +1,4 @@
-"""Both engines over one round, and the comparison of what they say."""
+"""Plays one round with both engines, and compares their replies."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.sampler import Sampler as SecondSampler
 
 from lookahead_vllm.draft.registry import PROPOSERS
-from lookahead_vllm.engine.worker.drafter import Counters
+from lookahead_vllm.engine.worker.step_recorder import Counters
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from tests.fuzz.draw import Request, Round
-from tests.fuzz.isolation import Leak, Watch, request_index, watched
+from tests.fuzz.isolation import Leak, LeakDetector, recorded_drafts, request_index
 from tests.support import proposers
 from tests.support.driving import drafter_of, engine, runner_of
 from tests.support.models import TINY, WANDERING, save_adapter, save_config
@@ -34,13 +34,13 @@ from tests.support.tokenizer import save_tokenizer
 
 LOGPROB_TOLERANCE = 1e-3
 LAST_BITS = 1e-6
-"""What float32 sums over another batch may change in a logit, as a share of the largest."""
-MOST_STEPS = 20_000
-IMPOSSIBLE = -1e6
-"""A logprob below this is that of a token that something forbids."""
-NEVER = 104.0
-"""So far below the best, a token's probability is 0 in float32: where others in the batch have a
-top-p, vLLM forbids it."""
+"""How much another batch may change a logit in float32, relative to the largest logit."""
+MAX_STEPS = 20_000
+FORBIDDEN_LOGPROB = -1e6
+"""Logprobs below this are those of forbidden tokens."""
+ZERO_PROBABILITY_GAP = 104.0
+"""A token this many nats below the best has probability 0 in float32; vLLM forbids it if another
+request of the batch has a top-p."""
 
 
 @dataclass
@@ -55,13 +55,14 @@ class Answer:
 
 @dataclass
 class Reply:
-    """Everything that a client hears of one request."""
+    """Everything that the engine returns for one request."""
 
     answers: dict[int, Answer] = field(default_factory=dict)
     prompt_logprobs: Any = None
     refused: str | None = None
 
-    def hear(self, output: Any, streamed: bool) -> None:
+    def add(self, output: Any, streamed: bool) -> None:
+        """Append an output, or replace the earlier ones if it is not streamed."""
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         for part in output.outputs:
             answer = self.answers.setdefault(part.index, Answer())
@@ -86,22 +87,22 @@ class Difference:
 
 @dataclass
 class Played:
-    """What came of a round."""
+    """The result of a round."""
 
     replies: list[Any]
-    """Lookahead's."""
+    """Lookahead's replies."""
     counters: Counters
     branching: set[int] = field(default_factory=set)
-    """Requests that had a branching tree."""
+    """Indices of requests that had a branching tree."""
     preempted: int = 0
     refused: int = 0
-    """Requests that both engines refused, if they agreed."""
+    """Requests that both engines refused, if there is no difference."""
     ties: int = 0
-    """Replies that plain vLLM gives as well, in other company."""
+    """Replies that differ, but that plain vLLM also gives in another batch."""
     differences: list[Difference] = field(default_factory=list)
     leaks: list[Leak] = field(default_factory=list)
     checked: Counter[str] = field(default_factory=Counter)
-    """Nodes that were looked at for leaks, by source."""
+    """Nodes checked for leaks, by source."""
 
 
 def play(
@@ -110,7 +111,7 @@ def play(
     adapters: Sequence[LoRARequest],
     references: Sequence[Sequence[list[int]]] = (),
 ) -> list[Reply]:
-    """Send each request before its step, and listen until all have ended."""
+    """Send each request before its arrival step, and run the engine until all have finished."""
     core = llm.llm_engine
     replies = [Reply() for _ in requests]
     waiting = sorted(range(len(requests)), key=lambda i: requests[i].arrival)
@@ -125,14 +126,14 @@ def play(
         for output in core.step():
             i = int(output.request_id)
             request, reply = requests[i], replies[i]
-            reply.hear(output, request.streamed)
+            reply.add(output, request.streamed)
             longest = max(len(a.tokens) for a in reply.answers.values())
-            enough = request.abort_after is not None and longest >= request.abort_after
-            if enough and not output.finished:
+            abort = request.abort_after is not None and longest >= request.abort_after
+            if abort and not output.finished:
                 core.abort_request([output.request_id])
         step += 1
-        if step > MOST_STEPS:
-            raise RuntimeError(f"no end after {step} steps of the engine")
+        if step > MAX_STEPS:
+            raise RuntimeError(f"requests still run after {step} steps of the engine")
     return replies
 
 
@@ -144,11 +145,12 @@ def _send(
     references: Sequence[list[int]],
 ) -> None:
     structured = request.structured and StructuredOutputsParams(**request.structured)
-    given = dict(request.params)
+    arguments = dict(request.params)
     if references:
-        given["extra_args"] = {**given.get("extra_args", {}), "lookahead_reference": references}
+        extra_args = arguments.get("extra_args", {})
+        arguments["extra_args"] = {**extra_args, "lookahead_reference": references}
     params = SamplingParams(
-        **given,
+        **arguments,
         structured_outputs=structured,
         output_kind=RequestOutputKind.DELTA if request.streamed else RequestOutputKind.CUMULATIVE,
     )
@@ -175,33 +177,33 @@ def _prompt(llm: LLM, request: Request) -> Any:
     return EmbedsPrompt(
         prompt_embeds=vectors,
         prompt_token_ids=[max(token, 0) for token in request.known_prompt],
-        prompt_is_token_ids=[not here for here in request.embedded],
+        prompt_is_token_ids=[not embedded for embedded in request.embedded],
         **salt,
     )
 
 
 class Rounds:
-    """Plays rounds in this process; models and adapters live under `folder`."""
+    """Plays rounds in this process; models and adapters are saved under `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._adapters = [save_adapter(folder / f"adapter-{i}", i) for i in (1, 2)]
 
     def compare(self, round_: Round) -> Played:
-        """Play the round with both engines, up to the first difference that is none of plain's."""
+        """Play the round with both engines; stop at the first difference that is not a tie."""
         with self._engine(round_) as llm:
             plain = play(llm, round_.requests, self._adapters)
-        played = self._lookahead(round_, plain)
-        for found in differences(round_.requests, plain, played.replies):
-            if self._plain_says_so_too(round_, found.index, played.replies[found.index]):
+        played = self._play_lookahead(round_, plain)
+        for difference in differences(round_.requests, plain, played.replies):
+            if self._is_tie(round_, difference.index, played.replies[difference.index]):
                 played.ties += 1
             else:
-                played.differences.append(found)
+                played.differences.append(difference)
                 break
         return played
 
-    def _lookahead(self, round_: Round, plain: Sequence[Reply]) -> Played:
-        """Twice for a trie, which knows the answers the second time."""
+    def _play_lookahead(self, round_: Round, plain: Sequence[Reply]) -> Played:
+        """Play the requests; twice with a trie, which holds the answers the second time."""
         proposers.RECORDED.clear()
         proposers.record(
             [request.known_prompt for request in round_.requests],
@@ -210,11 +212,11 @@ class Rounds:
         requests = round_.requests
         references = [_references(request, plain) for request in requests]
         proposer = round_.lookahead["proposer"]
-        watch = Watch(requests, references, round_.lookahead)
+        detector = LeakDetector(requests, references, round_.lookahead)
         with (
             counted_preemptions() as preempted,
             branching_requests() as branching,
-            watched(watch),
+            recorded_drafts(detector),
             self._engine(round_, round_.lookahead, **round_.stress) as llm,
         ):
             if proposer in ("ngram_trie", "hybrid"):
@@ -223,28 +225,27 @@ class Rounds:
             refused = sum(reply.refused is not None for reply in replies)
             counters = drafter_of(llm).counters
             played = Played(replies, counters, branching, len(preempted), refused)
-        if not PROPOSERS[proposer].startswith("tests."):  # those know the answers
-            played.leaks, played.checked = watch.leaks(), watch.checked
+        if not PROPOSERS[proposer].startswith("tests."):  # those hold the plain answers
+            played.leaks, played.checked = detector.leaks(), detector.checked
         return played
 
-    def _plain_says_so_too(self, round_: Round, index: int, reply: Reply) -> bool:
-        """Whether plain vLLM gives this reply as well, up to the last bits of its sums.
+    def _is_tie(self, round_: Round, index: int, reply: Reply) -> bool:
+        """Whether plain vLLM also gives this reply, in another batch or with perturbed logits.
 
-        Float32 sums depend on the shape of a batch in their last bits, so two tokens that are
-        equally likely up to those bits change places now and then, in plain vLLM too: when the
-        request has other company, or when those bits of its logits are drawn anew.
+        The last bits of float32 sums depend on the shape of the batch. Two tokens that are equally
+        likely up to those bits may therefore change places in plain vLLM, too.
         """
         request = replace(round_.requests[index], arrival=0)
         others = [replace(r, arrival=0) for i, r in enumerate(round_.requests) if i != index]
         with self._engine(round_) as llm:
-            for company in (0, 1, 2, 3, 5, 7, 11, len(others)):
-                said = play(llm, [request, *others[:company]], self._adapters)[0]
-                if not differences([request], [said], [reply]):
+            for num_others in (0, 1, 2, 3, 5, 7, 11, len(others)):
+                plain = play(llm, [request, *others[:num_others]], self._adapters)[0]
+                if not differences([request], [plain], [reply]):
                     return True
             for seed in range(8):
-                with shaken_logits(seed):
-                    said = play(llm, [request], self._adapters)[0]
-                if not differences([request], [said], [reply]):
+                with perturbed_logits(seed):
+                    plain = play(llm, [request], self._adapters)[0]
+                if not differences([request], [plain], [reply]):
                     return True
         return False
 
@@ -260,7 +261,7 @@ class Rounds:
         model = Path(round_.model)
         if round_.model in TINY:
             settings["load_format"] = WANDERING
-            # With embeddings, vLLM adds a token to its one tokenizer of this path.
+            # With embeddings, vLLM adds a token to the tokenizer that it caches by path.
             folder = self._folder / ("embeddings" if "enable_prompt_embeds" in settings else "ids")
             folder.mkdir(exist_ok=True)
             model = save_tokenizer(save_config(round_.model, folder))
@@ -269,7 +270,7 @@ class Rounds:
 
 
 def _references(request: Request, replies: Sequence[Reply]) -> list[list[int]]:
-    """What the request is given to copy from, where some are answers to other ones."""
+    """The request's references as token ids; some are answers to other requests."""
     texts = [
         [answer.tokens for answer in replies[r].answers.values()] if isinstance(r, int) else [r]
         for r in request.references
@@ -280,7 +281,7 @@ def _references(request: Request, replies: Sequence[Reply]) -> list[list[int]]:
 def differences(
     requests: Sequence[Request], plain: Sequence[Reply], mine: Sequence[Reply]
 ) -> list[Difference]:
-    """Where the replies differ, one entry for each request that does."""
+    """The first difference of each request whose replies differ."""
     found = []
     for i, (request, a, b) in enumerate(zip(requests, plain, mine, strict=True)):
         if a.refused != b.refused:
@@ -316,7 +317,7 @@ def _begins_alike(a: list[int], b: list[int]) -> bool:
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Equal, logprobs up to the last bits of float32 sums."""
+    """Whether both are equal; logprobs may differ by rounding."""
     if isinstance(a, dict) and isinstance(b, dict):
         if a and all(hasattr(v, "logprob") for v in (*a.values(), *b.values())):
             return _same_alternatives(a, b)
@@ -327,47 +328,48 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def _same_alternatives(a: dict[int, Any], b: dict[int, Any]) -> bool:
-    """The logprobs of one place: the last of equally likely tokens may be another one."""
+    """Compare the logprobs at one position; the least likely tokens may differ if they tie."""
     if len(a) != len(b):
         return False
-    for one, other in ((_likely(a), _likely(b)), (_likely(b), _likely(a))):
+    for one, other in ((_logprobs(a), _logprobs(b)), (_logprobs(b), _logprobs(a))):
         least = min(other.values())
         if not all(_close(value, other.get(token, least)) for token, value in one.items()):
             return False
     return True
 
 
-def _likely(place: dict[int, Any]) -> dict[int, float]:
-    """The logprobs by token; what is never drawn is forbidden."""
-    best = max(v.logprob for v in place.values())
+def _logprobs(alternatives: dict[int, Any]) -> dict[int, float]:
+    """Logprobs by token; minus infinity for tokens of probability 0 in float32."""
+    best = max(v.logprob for v in alternatives.values())
     return {
-        token: -math.inf if v.logprob < best - NEVER else v.logprob for token, v in place.items()
+        token: -math.inf if v.logprob < best - ZERO_PROBABILITY_GAP else v.logprob
+        for token, v in alternatives.items()
     }
 
 
 def _close(a: float, b: float) -> bool:
     if math.isnan(a) or math.isnan(b):
         return math.isnan(a) and math.isnan(b)
-    if max(a, b) < IMPOSSIBLE:  # minus infinity, where others in the batch have a top-k
+    if max(a, b) < FORBIDDEN_LOGPROB:  # one is minus infinity if another request has a top-k
         return True
     return a == b or math.isclose(a, b, rel_tol=LOGPROB_TOLERANCE, abs_tol=LOGPROB_TOLERANCE)
 
 
 @contextmanager
-def shaken_logits(seed: int) -> Iterator[None]:
-    """Draw the last bits of all logits anew, before they are sampled from."""
+def perturbed_logits(seed: int) -> Iterator[None]:
+    """Add noise to the last bits of all logits before sampling."""
     rng = torch.Generator().manual_seed(seed)
 
-    def shaking(sample: Any) -> Any:
-        def shaken(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def with_noise(sample: Any) -> Any:
+        def perturbed(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             largest = logits.nan_to_num(0, 0, 0).abs().amax(dim=-1, keepdim=True)
             noise = (2 * torch.rand(logits.shape, generator=rng) - 1) * LAST_BITS * largest
             return sample(self, logits + noise, *args, **kwargs)
 
-        return shaken
+        return perturbed
 
     first, second = Sampler.forward, SecondSampler.__call__
-    Sampler.forward, SecondSampler.__call__ = shaking(first), shaking(second)
+    Sampler.forward, SecondSampler.__call__ = with_noise(first), with_noise(second)
     try:
         yield
     finally:
@@ -376,6 +378,7 @@ def shaken_logits(seed: int) -> Iterator[None]:
 
 @contextmanager
 def counted_preemptions() -> Iterator[list[str]]:
+    """The ids of the requests that are preempted, one for each preemption."""
     preempted: list[str] = []
     original = Scheduler._preempt_request
 
@@ -392,17 +395,18 @@ def counted_preemptions() -> Iterator[list[str]]:
 
 @contextmanager
 def branching_requests() -> Iterator[set[int]]:
-    seen: set[int] = set()
+    """The indices of the requests that have a branching tree verified."""
+    indices: set[int] = set()
     original = LookaheadRunner._recall
 
     def recall(self: Any, *args: Any, **kwargs: Any) -> Any:
         scheduled = original(self, *args, **kwargs)
         for row in scheduled.rows[scheduled.forest.branching].tolist():
-            seen.add(request_index(self.input_batch.req_ids[row]))
+            indices.add(request_index(self.input_batch.req_ids[row]))
         return scheduled
 
     LookaheadRunner._recall = recall  # type: ignore[method-assign]
     try:
-        yield seen
+        yield indices
     finally:
         LookaheadRunner._recall = original  # type: ignore[method-assign]

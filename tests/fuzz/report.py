@@ -1,4 +1,4 @@
-"""What the rounds of a run covered, and how they ended."""
+"""Counts what the rounds of a run covered and found, and prints it."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Whether anything was found."""
+        """Whether there is a mismatch or a leak."""
         return self.mismatches > 0 or self.leaks > 0
 
     def show(self, round_: Round, played: Played | None) -> None:
-        """Print a round, and what was found in it."""
+        """Print a round, and its first differences and leaks."""
         print(f"\n{round_.model} {round_.settings}\n{round_.stress}\n{round_.lookahead}")
         print(sorted(round_.features))
         if played is None:
@@ -55,7 +55,7 @@ class Report:
         for leak in played.leaks[:3]:
             print(
                 f"\nrequest {leak.index}: a draft of source {leak.source!r} has {leak.token} after "
-                f"{leak.before}, which only another namespace has seen\n"
+                f"{leak.before}, an n-gram known only to another namespace\n"
                 f"  {round_.requests[leak.index]}"
             )
         for difference in played.differences[:3]:
@@ -64,7 +64,7 @@ class Report:
             print(f"  plain     {difference.plain}\n  lookahead {difference.lookahead}")
 
     def summary(self) -> str:
-        """The one line that a run ends with."""
+        """The closing line of a run."""
         ties = f", {self.ties} ties" if self.ties else ""
         return f"{self.requests} requests, {self.mismatches} mismatches, {self.leaks} leaks{ties}"
 

@@ -1,4 +1,4 @@
-"""The fuzzer draws what it says, sees differences, and finds bugs that are planted."""
+"""The fuzzer draws every feature, compares answers correctly, and finds planted bugs."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from vllm.v1.sample.sampler import Sampler
 from tests.engine.worker.test_second_device import metadata_of
 from tests.fuzz.draw import REQUEST_FEATURES, draw_round
 from tests.fuzz.plant import BUGS, planted
-from tests.fuzz.play import Answer, Reply, Rounds, alike, differences, shaken_logits
+from tests.fuzz.play import Answer, Reply, Rounds, alike, differences, perturbed_logits
 from tests.support.models import TINY
 
 MODELS = sorted(TINY)
 
-CONCERNS = {
+LEAKS = {
     "namespace": {"namespaces", "proposer ngram_trie"},
     "row": {"prompt embeddings", "proposer ngram_trie"},
 }
-"""Bugs that leak, and the rounds in which they can."""
+"""By planted bug that leaks: the features that a round needs to show it."""
 
 
 def test_a_run_ends_with_its_closing_line() -> None:
-    """And not with a list of leaks, which Triton's bindings make of what is frozen at the end."""
+    """Triton's bindings print nothing after it, though they report objects still frozen at exit."""
     fuzz = Path(__file__).parents[2] / "scripts" / "fuzz.py"
     done = subprocess.run(
         [sys.executable, str(fuzz), "--minutes", "0", "--seed", "1"],
@@ -40,12 +40,12 @@ def test_a_run_ends_with_its_closing_line() -> None:
     assert done.stdout.splitlines()[-1] == "0 requests, 0 mismatches, 0 leaks"
 
 
-def test_a_round_is_drawn_from_its_seed_alone() -> None:
+def test_a_round_depends_only_on_its_seed() -> None:
     assert draw_round("7-12", MODELS) == draw_round("7-12", MODELS)
     assert draw_round("7-12", MODELS) != draw_round("7-13", MODELS)
 
 
-def test_everything_is_drawn() -> None:
+def test_every_feature_is_drawn() -> None:
     rounds = [draw_round(f"0-{i}", MODELS) for i in range(200)]
     drawn = set[str]().union(*(r.features for r in rounds))
     drawn |= set[str]().union(*(q.features for r in rounds for q in r.requests))
@@ -59,31 +59,37 @@ def test_everything_is_drawn() -> None:
         *("greedy", "seeded", "n > 1", "streamed", "aborted", "lora adapter", "preemption"),
         *("chunked prefill", "prefix caching", "priority scheduling", "large blocks"),
         *(f"structured output, {k}" for k in ("json", "regex", "choice", "grammar", "xgrammar")),
-        *("structured output after reasoning", "wishes", "namespace", "cache salt", "reference"),
-        *("embeddings alone", "embeddings and token ids", "embeddings of no token"),
+        *(
+            "structured output after reasoning",
+            "request overrides",
+            "namespace",
+            "cache salt",
+            "reference",
+        ),
+        *("embeddings only", "embeddings and token ids", "random embeddings"),
     }
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: str, tmp_path: Path) -> None:
     rounds = Rounds(tmp_path)
-    seed = 1 if bug in CONCERNS else 4
+    seed = 1 if bug in LEAKS else 4
     drawn = (draw_round(f"{seed}-{number}", ["llama", "qwen3"]) for number in itertools.count())
-    able = (
+    suitable = (
         round_
         for round_ in drawn
-        if bug not in CONCERNS
-        or (CONCERNS[bug] <= round_.features and round_.lookahead["share"] == "namespace")
+        if bug not in LEAKS
+        or (LEAKS[bug] <= round_.features and round_.lookahead["share"] == "namespace")
     )
     with planted(bug):
-        for round_ in itertools.islice(able, 20):
+        for round_ in itertools.islice(suitable, 20):
             played = rounds.compare(round_)
-            if played.leaks if bug in CONCERNS else played.differences:
+            if played.leaks if bug in LEAKS else played.differences:
                 return
-    pytest.fail(f"20 rounds, and nobody saw {bug}")
+    pytest.fail(f"20 rounds did not find {bug}")
 
 
-def test_nothing_is_found_without_one(tmp_path: Path) -> None:
+def test_nothing_is_found_without_a_planted_bug(tmp_path: Path) -> None:
     rounds = Rounds(tmp_path)
     for number in itertools.count():
         played = rounds.compare(draw_round(f"2-{number}", ["llama", "qwen3"]))
@@ -92,16 +98,16 @@ def test_nothing_is_found_without_one(tmp_path: Path) -> None:
             return
 
 
-def test_only_the_last_bits_of_logits_are_shaken() -> None:
+def test_noise_changes_only_the_last_bits_of_logits() -> None:
     forbidden = float("-inf")
     logits = torch.tensor([[4.0, 4.000001, forbidden], [4.0, 3.9999, forbidden]])
     greedy = metadata_of("greedy", "cpu")
     drawn = []
     for seed in range(8):
-        with shaken_logits(seed):
+        with perturbed_logits(seed):
             drawn.append(Sampler()(logits, greedy).sampled_token_ids[:, 0].tolist())
-    likely, clear = zip(*drawn, strict=True)
-    assert set(likely) == {0, 1}
+    near_tie, clear = zip(*drawn, strict=True)
+    assert set(near_tie) == {0, 1}
     assert set(clear) == {0}
     assert Sampler()(logits, greedy).sampled_token_ids[:, 0].tolist() == [1, 0]
 
@@ -127,11 +133,11 @@ def logprobs(**values: float) -> dict[str, SimpleNamespace]:
         (logprobs(a=float("nan")), logprobs(a=-1.0), False),
     ],
 )
-def test_alike(a: object, b: object, same: bool) -> None:
+def test_logprobs_are_alike_up_to_rounding_and_ties(a: object, b: object, same: bool) -> None:
     assert alike(a, b) is alike(b, a) is same
 
 
-def test_differences_are_named() -> None:
+def test_a_difference_names_what_differs() -> None:
     request = draw_round("0-0", MODELS).requests[0]
     request.abort_after = None
     plain = Reply({0: Answer([1, 2], "ab", finish=("stop", None))})

@@ -1,7 +1,7 @@
-"""Requests that a server must refuse, or answer as if they were ordinary ones.
+"""Requests that a server must refuse, or answer like ordinary ones.
 
-Values are written as JSON text, because some of them have no Python value that `json` writes: a
-hundred thousand brackets, NaN, a lone surrogate.
+Values are JSON texts, because `json` cannot write some of them, such as a hundred thousand
+brackets, NaN or a lone surrogate.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MAX_REFERENCES = 64
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may bring as references.
+    """Limits on the references of a request.
 
     Attributes
     ----------
     tokens : int
-        A token id counts as one; a text as one for every 4 bytes of its UTF-8, rounded up.
+        Of one request. A text counts as one token for every 4 bytes of its UTF-8, rounded up.
     live : int or None
-        The same for all requests under way; None where the server has no such limit.
+        Tokens of all running requests together; None if the server has no such limit.
     """
 
     tokens: int
@@ -46,13 +46,13 @@ class Limits:
 
     @property
     def by_bytes(self) -> bool:
-        """False for releases that counted the characters of a text, not its bytes."""
+        """Whether texts are measured in bytes; earlier releases counted characters."""
         return self.live is not None
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request, and what is expected of a server with lookahead.
+    """A request, and the expected response of a server with lookahead.
 
     Attributes
     ----------
@@ -61,11 +61,11 @@ class Request:
     path : str
         The endpoint.
     body : bytes
-        As it is sent, which need not be JSON.
+        What is sent; not always valid JSON.
     expected : "refused", "answered" or "either"
-        "refused": a status of 400 to 499. "either": that, or 200.
+        "refused": a status of 400 to 499; "answered": 200; "either": one of these.
     of_vllm : bool
-        Whether it is wrong without lookahead's fields, too.
+        Whether it is also wrong without lookahead's fields.
     """
 
     name: str
@@ -75,9 +75,9 @@ class Request:
     of_vllm: bool = False
 
     def without_lookahead(self, refused: bool = False) -> Request:
-        """The same bytes, but for the names of lookahead's fields, which no server knows then.
+        """A request of equal length, in which lookahead's fields have names that no server knows.
 
-        `refused` makes it a request that every vLLM refuses.
+        With `refused`, every vLLM refuses it.
         """
         body = self.body.replace(b"lookahead", b"lookabout").replace(b"prediction", b"predictiom")
         if refused:
@@ -91,46 +91,46 @@ XARGS = "@xargs"
 PREDICTION = "@prediction"
 
 
-def _body(given: dict[str, Any], **raw: str) -> bytes:
-    """The JSON of `given`, with JSON texts in the places of its marks."""
-    text = json.dumps({"model": MODEL, **given})
+def _body(fields: dict[str, Any], **raw: str) -> bytes:
+    """The JSON of `fields`; the JSON text `raw[name]` replaces each value "@name"."""
+    text = json.dumps({"model": MODEL, **fields})
     for mark, value in raw.items():
         text = text.replace(f'"@{mark}"', value)
     return text.encode("utf-8", "surrogatepass")
 
 
-def completion(xargs: str, **given: Any) -> bytes:
+def completion(xargs: str, **fields: Any) -> bytes:
     body = {"max_tokens": 1, "prompt": [5, 6, 7], "temperature": 0, "vllm_xargs": XARGS}
-    return _body({**body, **given}, xargs=xargs)
+    return _body({**body, **fields}, xargs=xargs)
 
 
-def chat(xargs: str, **given: Any) -> bytes:
+def chat(xargs: str, **fields: Any) -> bytes:
     body = {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}], "vllm_xargs": XARGS}
-    return _body({**body, **given}, xargs=xargs)
+    return _body({**body, **fields}, xargs=xargs)
 
 
-def predicted(prediction: str, **given: Any) -> bytes:
+def predicted(prediction: str, **fields: Any) -> bytes:
     body = {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
-    return _body({**body, "prediction": PREDICTION, **given}, prediction=prediction)
+    return _body({**body, "prediction": PREDICTION, **fields}, prediction=prediction)
 
 
-def responses(xargs: str, **given: Any) -> bytes:
+def responses(xargs: str, **fields: Any) -> bytes:
     body = {"max_output_tokens": 1, "input": "a", "vllm_xargs": XARGS}
-    return _body({**body, **given}, xargs=xargs)
+    return _body({**body, **fields}, xargs=xargs)
 
 
-def messages(xargs: str, **given: Any) -> bytes:
+def messages(xargs: str, **fields: Any) -> bytes:
     body = {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}], "vllm_xargs": XARGS}
-    return _body({**body, **given}, xargs=xargs)
+    return _body({**body, **fields}, xargs=xargs)
 
 
-def generate(xargs: str, **given: Any) -> bytes:
-    """vLLM's endpoint for token ids, whose arguments pass through no schema."""
+def generate(xargs: str, **fields: Any) -> bytes:
+    """For vLLM's endpoint for token ids, which checks `extra_args` against no schema."""
     body = {
         "token_ids": [5, 6, 7],
         "sampling_params": {"max_tokens": 1, "temperature": 0, "extra_args": XARGS},
     }
-    return _body({**body, **given}, xargs=xargs)
+    return _body({**body, **fields}, xargs=xargs)
 
 
 ENDPOINTS = {
@@ -200,18 +200,18 @@ STRANGE_NAMES: dict[str, str] = {
 
 
 def expected_of(name: str, value: str) -> Expected:
-    """What becomes of a request that gives this value to this field."""
+    """The expected response if this field has this value."""
     try:
-        meant = json.loads(value)
+        parsed = json.loads(value)
     except (ValueError, RecursionError):
         return "refused"
-    if meant is None:
-        return "either"  # vLLM's schemas refuse it, its endpoint for token ids does not
+    if parsed is None:
+        return "either"  # most endpoints refuse null, the one for token ids accepts it
     valid = {
         "reference": _is_reference,
         "namespace": lambda v: isinstance(v, str) and 0 < len(v) <= MAX_NAMESPACE,
         "enabled": lambda v: isinstance(v, bool | int | float) and v in (0, 1),
-    }.get(name, lambda v: False)(meant)
+    }.get(name, lambda v: False)(parsed)
     return "either" if valid else "refused"
 
 
@@ -221,7 +221,7 @@ def _is_text(value: Any) -> bool:
 
 def _is_reference(value: Any) -> bool:
     def is_ids(items: Any) -> bool:
-        # vLLM's schemas make numbers of JSON's truth values.
+        # vLLM's schemas turn true and false into 1 and 0.
         return isinstance(items, list) and all(
             isinstance(item, int) and 0 <= item < VOCAB for item in items
         )
@@ -238,8 +238,8 @@ def _is_reference(value: Any) -> bool:
 # ---- requests ------------------------------------------------------------------------------------
 
 
-def drawn(rng: random.Random) -> Request:
-    """A value that may be wrong, for a field, at an endpoint, streamed or not."""
+def draw(rng: random.Random) -> Request:
+    """Draw a value, the fields that it is given to, an endpoint, and whether to stream."""
     value_name = rng.choice(sorted(VALUES))
     value = VALUES[value_name]
     path = rng.choice(sorted(ENDPOINTS))
@@ -252,9 +252,9 @@ def drawn(rng: random.Random) -> Request:
         name = f"prediction {wrapped % '...'}: {value_name}{streamed}"
         return Request(name, "/v1/chat/completions", body, _of_prediction(wrapped, value))
     if kind == "strange":
-        which = rng.choice(sorted(STRANGE_NAMES))
-        xargs = '{"' + STRANGE_NAMES[which] + f'": {value}}}'
-        return Request(f"{which}{streamed}", path, ENDPOINTS[path](xargs, **stream))
+        strange_name = rng.choice(sorted(STRANGE_NAMES))
+        xargs = '{"' + STRANGE_NAMES[strange_name] + f'": {value}}}'
+        return Request(f"{strange_name}{streamed}", path, ENDPOINTS[path](xargs, **stream))
     if kind == "whole":
         return Request(
             f"vllm_xargs: {value_name}{streamed}",
@@ -263,45 +263,45 @@ def drawn(rng: random.Random) -> Request:
             "either",
         )
     names = rng.sample(NAMES, 1 if kind == "flat" else 3)
-    given = {name: value if i == 0 else "0" for i, name in enumerate(names)}
-    verdicts = {expected_of(name, v) for name, v in given.items()}
+    fields = {name: value if i == 0 else "0" for i, name in enumerate(names)}
+    expected = {expected_of(name, v) for name, v in fields.items()}
     nested = path == "/inference/v1/generate" and rng.random() < 0.5
     if nested:
-        xargs = '{"lookahead": {' + ", ".join(f'"{n}": {v}' for n, v in given.items()) + "}}"
+        xargs = '{"lookahead": {' + ", ".join(f'"{n}": {v}' for n, v in fields.items()) + "}}"
     else:
-        xargs = "{" + ", ".join(f'"lookahead_{n}": {v}' for n, v in given.items()) + "}"
+        xargs = "{" + ", ".join(f'"lookahead_{n}": {v}' for n, v in fields.items()) + "}"
     return Request(
-        f"{' and '.join(given)}: {value_name}{', nested' * nested}{streamed}",
+        f"{' and '.join(fields)}: {value_name}{', nested' * nested}{streamed}",
         path,
         ENDPOINTS[path](xargs, **stream),
-        "refused" if "refused" in verdicts else "either",
+        "refused" if "refused" in expected else "either",
     )
 
 
 def _of_prediction(wrapped: str, value: str) -> Expected:
     try:
-        meant = json.loads(value)
+        parsed = json.loads(value)
     except (ValueError, RecursionError):
         return "refused"
     if wrapped == "%s":
-        return "either" if meant is None else "refused"
-    is_parts = isinstance(meant, list) and not meant
-    return "either" if is_parts or _is_text(meant) else "refused"
+        return "either" if parsed is None else "refused"
+    is_empty_list = isinstance(parsed, list) and not parsed
+    return "either" if is_empty_list or _is_text(parsed) else "refused"
 
 
 def every_value() -> Iterator[Request]:
-    """Each value for each field, once, at the endpoints in turn; then strange names."""
+    """Each value for each field at one of the endpoints, in turn; then strange names."""
     paths = sorted(ENDPOINTS)
-    turn = 0
+    count = 0
     for name in NAMES:
         for value_name, value in VALUES.items():
-            path = paths[turn % len(paths)]
-            turn += 1
+            path = paths[count % len(paths)]
+            count += 1
             body = ENDPOINTS[path](f'{{"lookahead_{name}": {value}}}')
             yield Request(f"{name}: {value_name}", path, body, expected_of(name, value))
-    for which, strange in STRANGE_NAMES.items():
+    for name, strange in STRANGE_NAMES.items():
         for path, body_of in ENDPOINTS.items():
-            yield Request(which, path, body_of(f'{{"{strange}": 1}}'))
+            yield Request(name, path, body_of(f'{{"{strange}": 1}}'))
     for value_name, value in VALUES.items():
         wrapped = f'{{"type": "content", "content": {value}}}'
         expected = _of_prediction('{"type": "content", "content": %s}', value)
@@ -311,24 +311,23 @@ def every_value() -> Iterator[Request]:
 
 
 def around_limits(limits: Limits) -> Iterator[Request]:
-    """References of exactly what is allowed, and of one more."""
-    most = limits.tokens
+    """References and namespaces of exactly the allowed size, and one above it."""
     alphabets = {"ASCII": "x"}
     if limits.by_bytes:
         alphabets |= {"Chinese": "文", "emoji": "\U0001f600"}
     for alphabet, letter in alphabets.items():
-        most_letters = 4 * most // len(letter.encode())
-        for count, expected in ((most_letters, "answered"), (most_letters + 1, "refused")):
+        max_letters = 4 * limits.tokens // len(letter.encode())
+        for count, expected in ((max_letters, "answered"), (max_letters + 1, "refused")):
             text = letter * count
             name = f"{count} letters of {alphabet}, {'at' if expected == 'answered' else 'over'}"
-            both = partial(Request, expected=expected)
+            request = partial(Request, expected=expected)
             for stream in ({}, {"stream": True}):
-                how = f"{name} the limit{', streamed' * bool(stream)}"
+                full_name = f"{name} the limit{', streamed' * bool(stream)}"
                 xargs = json.dumps({"lookahead_reference": text}, ensure_ascii=False)
-                yield both(how, "/v1/completions", completion(xargs, **stream))
+                yield request(full_name, "/v1/completions", completion(xargs, **stream))
                 content = json.dumps({"type": "content", "content": text}, ensure_ascii=False)
-                yield both(how, "/v1/chat/completions", predicted(content, **stream))
-    for count, expected in ((most, "answered"), (most + 1, "refused")):
+                yield request(full_name, "/v1/chat/completions", predicted(content, **stream))
+    for count, expected in ((limits.tokens, "answered"), (limits.tokens + 1, "refused")):
         ids = json.dumps([7] * count)
         for stream in ({}, {"stream": True}):
             name = f"{count} token ids{', streamed' * bool(stream)}"
@@ -344,7 +343,7 @@ def around_limits(limits: Limits) -> Iterator[Request]:
 
 
 def of_vllm() -> Iterator[Request]:
-    """What is wrong without lookahead's fields, too."""
+    """Requests that are also wrong without lookahead's fields."""
     wrong = partial(Request, path="/v1/completions", of_vllm=True)
     ordinary = '{"lookahead_namespace": "n"}'
     for name, prompt in {
@@ -371,8 +370,8 @@ def of_vllm() -> Iterator[Request]:
 
 
 def at_the_limit(rng: random.Random, limits: Limits) -> Request:
-    """The largest reference that is allowed, and an answer long enough for it to be inserted."""
-    most = rng.choice([16, 64, 128])
+    """A reference of the largest allowed size, and enough output tokens for its insertion."""
+    max_tokens = rng.choice([16, 64, 128])
     kind = rng.choice(["token ids", "token ids", "ASCII", "Chinese", "prediction"])
     if kind == "token ids":
         reference: Any = rng.choices(range(5, VOCAB), k=limits.tokens)
@@ -382,10 +381,10 @@ def at_the_limit(rng: random.Random, limits: Limits) -> Request:
         reference = "".join(map(chr, rng.choices(range(32, 127), k=4 * limits.tokens)))
     if kind == "prediction":
         content = json.dumps({"type": "content", "content": reference})
-        body = predicted(content, max_tokens=most)
+        body = predicted(content, max_tokens=max_tokens)
         return Request(kind, "/v1/chat/completions", body, "either")
     xargs = json.dumps({"lookahead_reference": reference})
-    body = completion(xargs, max_tokens=most, ignore_eos=True)
+    body = completion(xargs, max_tokens=max_tokens, ignore_eos=True)
     return Request(f"reference of {kind}", "/v1/completions", body, "either")
 
 

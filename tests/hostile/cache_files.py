@@ -1,4 +1,4 @@
-"""Cache files that are not what a server wrote: it starts cold, says so once, and serves."""
+"""Invalid cache files: a server starts with an empty cache, warns once, and serves."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from tests.hostile.report import Report
 
 TOKENIZER = cache_file.fingerprint({"a": 0})
-NOBODY = 65534
-PATIENCE = 60.0
-"""Seconds after which loading a file counts as hanging."""
+OTHER_USER = 65534
+TIMEOUT_SECONDS = 60.0
+"""Loading and saving a file hangs if it takes longer."""
 
 FILES: dict[str, Callable[[Path], None]] = {}
-"""By name, what puts such a file at a path; there is a valid cache `good` beside it."""
-NO_FILE = {"a link to nothing"}
-"""These are as if there were none: nothing is refused."""
+"""By name: a function that creates the file at a path, next to a valid cache `good`."""
+MISSING = {"a link to nothing"}
+"""These count as a missing file, which needs no warning."""
 
 
 def _file(name: str) -> Callable[[Callable[[Path], None]], Callable[[Path], None]]:
-    def add(put: Callable[[Path], None]) -> Callable[[Path], None]:
-        FILES[name] = put
-        return put
+    def add(create: Callable[[Path], None]) -> Callable[[Path], None]:
+        FILES[name] = create
+        return create
 
     return add
 
@@ -121,11 +121,11 @@ def _link_to_pipe(path: Path) -> None:
 @_file("a socket")
 def _socket(path: Path) -> None:
     listening = socket.socket(socket.AF_UNIX)
-    here = os.open(path.parent, os.O_RDONLY)
+    folder_fd = os.open(path.parent, os.O_RDONLY)
     try:
-        listening.bind(f"/proc/self/fd/{here}/{path.name}")
+        listening.bind(f"/proc/self/fd/{folder_fd}/{path.name}")
     finally:
-        os.close(here)
+        os.close(folder_fd)
         listening.close()
 
 
@@ -145,7 +145,7 @@ if os.geteuid() == 0:
     @_file("another user's cache")
     def _foreign(path: Path) -> None:
         path.write_bytes(_good(path))
-        os.chown(path, NOBODY, NOBODY)
+        os.chown(path, OTHER_USER, OTHER_USER)
 
 else:
 
@@ -156,7 +156,7 @@ else:
 
 
 def _sealed(header: bytes, rest: bytes = b"") -> bytes:
-    """A file whose header has the right digest."""
+    """The bytes of a file whose header has a valid digest."""
     start = struct.pack("<8sII", cache_file.MAGIC, cache_file.VERSION, len(header)) + header
     return start + blake2b(start, digest_size=16).digest() + rest
 
@@ -246,69 +246,71 @@ def _teach(proposer: NGramTrieProposer, first: int = 5) -> None:
 
 
 class _Warnings(logging.Handler):
+    """Collects messages of level WARNING and above."""
+
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        self.messages.append(record.getMessage())
 
 
-def wrong_with(name: str, folder: Path) -> list[str]:
-    """Start over such a file, learn something and end; what is wrong with how that goes."""
-    here = folder / "cache"
-    shutil.rmtree(here, ignore_errors=True)
-    here.mkdir()
-    before = _new_proposer()
-    _teach(before)
-    cache_file.save(here / "good", *before.snapshot(), TOKENIZER)
-    path = here / "a.cache"
+def faults_with(name: str, folder: Path) -> list[str]:
+    """Load this file, learn an answer and save; return what goes wrong."""
+    cache_folder = folder / "cache"
+    shutil.rmtree(cache_folder, ignore_errors=True)
+    cache_folder.mkdir()
+    earlier = _new_proposer()
+    _teach(earlier)
+    cache_file.save(cache_folder / "good", *earlier.snapshot(), TOKENIZER)
+    path = cache_folder / "a.cache"
     FILES[name](path)
-    wrong: list[str] = []
+    faults: list[str] = []
     warnings = _Warnings()
     keeper.logger.addHandler(warnings)
     propagates, keeper.logger.propagate = keeper.logger.propagate, False
     proposer = _new_proposer()
 
-    def live() -> None:
+    def load_and_save() -> None:
         try:
             keeper = CacheKeeper(proposer, path, 0, TOKENIZER)
             if cache_file.count_ngrams(proposer.snapshot()[0]):
-                wrong.append("it was loaded")
+                faults.append("it was loaded")
             _teach(proposer, first=60)
             keeper.close()
         except BaseException as error:
-            wrong.append(f"it raised {error!r}")
+            faults.append(f"it raised {error!r}")
 
     try:
-        thread = threading.Thread(target=live, daemon=True)
+        thread = threading.Thread(target=load_and_save, daemon=True)
         thread.start()
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT_SECONDS)
         if thread.is_alive():
             return ["it hangs"]
     finally:
         keeper.logger.removeHandler(warnings)
         keeper.logger.propagate = propagates
-    at_start = [said for said in warnings.said if "starts cold" in said]
-    if len(at_start) != (name not in NO_FILE):
-        wrong.append(f"it warned {len(at_start)} times: {at_start}")
-    if any("\n" in said or len(said) > 1000 for said in warnings.said):
-        wrong.append(f"a warning is not one sentence: {warnings.said}")
-    saves_nothing = any("saves nothing" in said for said in warnings.said)
+    at_start = [message for message in warnings.messages if "starts cold" in message]
+    if len(at_start) != (name not in MISSING):
+        faults.append(f"it warned {len(at_start)} times: {at_start}")
+    if any("\n" in message or len(message) > 1000 for message in warnings.messages):
+        faults.append(f"a warning is not one sentence: {warnings.messages}")
+    saves_nothing = any("saves nothing" in message for message in warnings.messages)
     if not saves_nothing:
         try:
             cache_file.load(path, TOKENIZER)
         except (cache_file.CacheFileError, OSError) as error:
-            wrong.append(f"what was learned was not saved, and no warning said so: {error!r}")
-    notes = [*here.rglob("notes")]
+            faults.append(f"the learned answer was not saved, and there was no warning: {error!r}")
+    notes = [*cache_folder.rglob("notes")]
     if any(note.read_text() != "notes of mine" for note in notes):
-        wrong.append("a file behind it was changed")
-    return wrong
+        faults.append("another file was changed")
+    return faults
 
 
 def load_all(folder: Path, report: Report) -> None:
-    """Every file, at the keeper of a cache."""
+    """Load every file, and report what goes wrong."""
     for name in FILES:
         report.sent["cache files"] += 1
-        for what in wrong_with(name, folder):
-            report.violation(f"cache file, {name}: {what}")
+        for fault in faults_with(name, folder):
+            report.violation(f"cache file, {name}: {fault}")

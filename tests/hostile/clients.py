@@ -1,4 +1,4 @@
-"""Clients of a server, in one thread and over bare sockets, so that they cost next to nothing."""
+"""Clients of a server, in one thread and over plain sockets, so that they need little CPU."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-PATIENCE = 60.0
-"""Seconds without an answer after which a server counts as hanging."""
+TIMEOUT_SECONDS = 60.0
+"""A server hangs if it does not answer within this time."""
 
 
 class Reply(NamedTuple):
-    """What a server answered; the status is 0 where it closed the connection instead."""
+    """A server's response; the status is 0 if it closed the connection without one."""
 
     status: int
     body: bytes
     seconds: float
 
 
-def packed(path: str, body: bytes) -> bytes:
+def http_message(path: str, body: bytes) -> bytes:
     head = (
         f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
@@ -55,13 +55,13 @@ async def connected(
 
 
 async def ask(port: int, path: str, body: bytes) -> Reply:
-    """Send a request and read its answer to the end."""
+    """Send a request and read the whole response."""
     start = time.perf_counter()
     answer = b""
     with suppress(ConnectionError):
-        async with asyncio.timeout(PATIENCE), connected(port) as (reader, writer):
-            writer.write(packed(path, body))
-            # A server may answer before it has read the body, and reset the connection then.
+        async with asyncio.timeout(TIMEOUT_SECONDS), connected(port) as (reader, writer):
+            writer.write(http_message(path, body))
+            # A server may answer before it has read the body, and then reset the connection.
             while part := await reader.read(2**16):
                 answer += part
     head, _, content = answer.partition(b"\r\n\r\n")
@@ -82,7 +82,7 @@ def _chunks(content: bytes) -> list[bytes]:
 
 
 async def read_head(reader: asyncio.StreamReader) -> int:
-    """The status."""
+    """Read the response's head, and return the status."""
     line = await reader.readline()
     while (await reader.readline()).strip():
         pass
@@ -99,10 +99,10 @@ class Answer:
     Attributes
     ----------
     tokens : tuple of int
-        Its token ids.
+        Token ids.
     seconds_per_token : float
-        From the request to the last token. The times between chunks say less: a server that is
-        behind sends many tokens in one.
+        Mean from the request to the last token. Times between chunks would mislead, because a
+        busy server sends several tokens in one chunk.
     """
 
     tokens: tuple[int, ...]
@@ -110,7 +110,7 @@ class Answer:
 
 
 def good_request(rng: random.Random, max_tokens: int) -> dict[str, Any]:
-    """A request whose answer is determined: greedy, or sampled with a seed."""
+    """Draw a request with a reproducible answer: greedy, or sampled with a seed."""
     sampling: dict[str, Any] = {"temperature": 0}
     if rng.random() < 0.5:
         sampling = {"temperature": 0.8, "top_p": 0.95, "seed": rng.randrange(2**31)}
@@ -126,10 +126,11 @@ def good_request(rng: random.Random, max_tokens: int) -> dict[str, Any]:
 
 
 async def stream(port: int, request: dict[str, Any]) -> Answer:
+    """Send a good request; RuntimeError unless it gets all its tokens."""
     tokens: list[int] = []
     start = last = time.perf_counter()
-    async with asyncio.timeout(PATIENCE), connected(port) as (reader, writer):
-        writer.write(packed("/v1/completions", json.dumps(request).encode()))
+    async with asyncio.timeout(TIMEOUT_SECONDS), connected(port) as (reader, writer):
+        writer.write(http_message("/v1/completions", json.dumps(request).encode()))
         status = await read_head(reader)
         if status != 200:
             raise RuntimeError(f"a good request was answered with {status}")
@@ -139,24 +140,24 @@ async def stream(port: int, request: dict[str, Any]) -> Answer:
             chunk = json.loads(line[6:])
             if "error" in chunk:
                 raise RuntimeError(f"a good request failed: {line[:300]!r}")
-            if said := chunk["choices"][0]["token_ids"]:
-                tokens += said
+            if new_tokens := chunk["choices"][0]["token_ids"]:
+                tokens += new_tokens
                 last = time.perf_counter()
     if len(tokens) != request["max_tokens"]:
         raise RuntimeError(f"a good request was answered with {len(tokens)} tokens")
     return Answer(tuple(tokens), (last - start) / len(tokens))
 
 
-# ---- hostile ones --------------------------------------------------------------------------------
+# ---- hostile clients -----------------------------------------------------------------------------
 
 
 def reset(writer: asyncio.StreamWriter) -> None:
-    """Have the connection end with RST instead of FIN."""
+    """End the connection with RST instead of FIN."""
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def long_stream(rng: random.Random, **given: Any) -> bytes:
+def long_stream(rng: random.Random, **fields: Any) -> bytes:
     request = {
         "model": "m",
         "prompt": rng.choices(range(5, 128), k=12),
@@ -166,7 +167,7 @@ def long_stream(rng: random.Random, **given: Any) -> bytes:
         "seed": rng.randrange(2**31),
         "vllm_xargs": {"lookahead_reference": rng.choices(range(5, 128), k=64)},
     }
-    return json.dumps({**request, **given}).encode()
+    return json.dumps({**request, **fields}).encode()
 
 
 Act = Callable[[int, bytes, random.Random], Awaitable[None]]
@@ -179,14 +180,14 @@ async def cut_before_a_request(port: int, body: bytes, rng: random.Random) -> No
 
 
 async def cut_in_its_headers(port: int, body: bytes, rng: random.Random) -> None:
-    message = packed("/v1/completions", body)
+    message = http_message("/v1/completions", body)
     async with connected(port) as (_, writer):
         writer.write(message[: rng.randrange(1, message.index(b"\r\n\r\n"))])
         await asyncio.sleep(0.05)
 
 
 async def cut_in_its_body(port: int, body: bytes, rng: random.Random) -> None:
-    message = packed("/v1/completions", body)
+    message = http_message("/v1/completions", body)
     async with connected(port) as (_, writer):
         writer.write(message[: rng.randrange(message.index(b"\r\n\r\n") + 4, len(message))])
         await asyncio.sleep(0.05)
@@ -194,7 +195,7 @@ async def cut_in_its_body(port: int, body: bytes, rng: random.Random) -> None:
 
 async def cut_before_the_answer(port: int, body: bytes, rng: random.Random) -> None:
     async with connected(port) as (_, writer):
-        writer.write(packed("/v1/completions", body))
+        writer.write(http_message("/v1/completions", body))
         await asyncio.sleep(rng.uniform(0, 0.02))
         if rng.random() < 0.5:
             reset(writer)
@@ -202,14 +203,14 @@ async def cut_before_the_answer(port: int, body: bytes, rng: random.Random) -> N
 
 async def cut_in_the_answers_headers(port: int, body: bytes, rng: random.Random) -> None:
     async with connected(port) as (reader, writer):
-        writer.write(packed("/v1/completions", body))
+        writer.write(http_message("/v1/completions", body))
         await reader.read(rng.randrange(1, 40))
         reset(writer)
 
 
 async def cut_in_the_stream(port: int, body: bytes, rng: random.Random) -> None:
     async with connected(port) as (reader, writer):
-        writer.write(packed("/v1/completions", body))
+        writer.write(http_message("/v1/completions", body))
         for _ in range(rng.randrange(6, 30)):
             if not await reader.readline():
                 break
@@ -218,16 +219,16 @@ async def cut_in_the_stream(port: int, body: bytes, rng: random.Random) -> None:
 
 
 async def stop_sending(port: int, body: bytes, rng: random.Random) -> None:
-    """Close one direction, as a client may that has no more to say."""
+    """Close the sending direction, which HTTP permits."""
     async with connected(port) as (reader, writer):
-        writer.write(packed("/v1/completions", body))
+        writer.write(http_message("/v1/completions", body))
         writer.write_eof()
         await reader.read(-1)
 
 
 async def send_two_at_once(port: int, body: bytes, rng: random.Random) -> None:
     async with connected(port) as (reader, writer):
-        message = packed("/v1/completions", body).replace(b"Connection: close\r\n", b"")
+        message = http_message("/v1/completions", body).replace(b"Connection: close\r\n", b"")
         writer.write(message + message)
         await reader.read(200)
 
@@ -240,7 +241,7 @@ async def send_no_http(port: int, body: bytes, rng: random.Random) -> None:
 
 async def promise_a_terabyte(port: int, body: bytes, rng: random.Random) -> None:
     async with connected(port) as (_, writer):
-        message = packed("/v1/completions", body)
+        message = http_message("/v1/completions", body)
         head = message.replace(f"Length: {len(body)}".encode(), b"Length: 1000000000000")
         writer.write(head)
         await asyncio.sleep(0.2)
@@ -248,7 +249,7 @@ async def promise_a_terabyte(port: int, body: bytes, rng: random.Random) -> None
 
 async def read_slowly(port: int, body: bytes, rng: random.Random) -> None:
     async with connected(port, receive_buffer=2048) as (reader, writer):
-        writer.write(packed("/v1/completions", body))
+        writer.write(http_message("/v1/completions", body))
         for _ in range(80):
             await asyncio.sleep(0.05)
             if not await reader.read(64):
@@ -272,8 +273,8 @@ CUTS: dict[str, Act] = {
 }
 
 
-async def act(port: int, what: Act, body: bytes, rng: random.Random) -> None:
-    """Do it; that the server ends the connection is no news."""
+async def perform(port: int, act: Act, body: bytes, rng: random.Random) -> None:
+    """Perform the act; the server may end the connection."""
     with suppress(ConnectionError, asyncio.IncompleteReadError):
-        async with asyncio.timeout(PATIENCE):
-            await what(port, body, rng)
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            await act(port, body, rng)

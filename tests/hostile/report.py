@@ -1,4 +1,4 @@
-"""What a run saw, and what of it breaks a promise."""
+"""Judges replies, and collects the figures and violations of a run."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from dataclasses import dataclass, field
 from tests.hostile.bad_requests import Request
 from tests.hostile.clients import Reply
 
-LONGEST_REFUSAL = 2048
-SLOWEST_REFUSAL = 5.0
+MAX_REFUSAL_BYTES = 2048
+MAX_REFUSAL_SECONDS = 5.0
 
 LOADS = ("lookahead", "lookahead, fields renamed", "plain, fields renamed")
-"""What the hostile clients send to which server while a good client is timed."""
+"""Server and hostile requests of the three loads under which a good client is timed."""
 QUIET = "lookahead, nobody else"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a reply.
+    """A fault of a reply.
 
     Attributes
     ----------
     kind : str
-        Whether plain vLLM has the same fault is asked by kind.
-    what : str
-        In a sentence.
+        Compared with the kinds of plain vLLM's faults.
+    description : str
+        One sentence.
     """
 
     kind: str
-    what: str
+    description: str
 
 
 def faults_of(request: Request, reply: Reply) -> list[Fault]:
-    """What is wrong with the answer to a request."""
+    """The faults of the reply to a request."""
     status, body = reply.status, reply.body
     start = body[:160].decode("utf-8", "replace")
     faults = []
@@ -54,23 +54,23 @@ def faults_of(request: Request, reply: Reply) -> list[Fault]:
         faults.append(Fault("refused", f"it was refused: {start}"))
     if refused:
         faults += _faults_of_refusal(body, start)
-    if reply.seconds > SLOWEST_REFUSAL:
+    if reply.seconds > MAX_REFUSAL_SECONDS:
         faults.append(Fault("slow", f"it took {reply.seconds:.1f} s"))
     return faults
 
 
 def _faults_of_refusal(body: bytes, start: str) -> list[Fault]:
     faults = []
-    if len(body) >= LONGEST_REFUSAL:
+    if len(body) >= MAX_REFUSAL_BYTES:
         faults.append(Fault("long", f"the refusal has {len(body)} bytes: {start}"))
     try:
         content = json.loads(body)
-        # FastAPI's own, where a body is not JSON, is a detail.
+        # FastAPI itself refuses a body that is not JSON, with the field "detail".
         message = content.get("detail") or content["error"]["message"]
     except (ValueError, KeyError, TypeError, AttributeError):
         return [*faults, Fault("form", f"the refusal has no message: {start}")]
     if not message.strip():
-        faults.append(Fault("form", f"the refusal says nothing: {start}"))
+        faults.append(Fault("form", f"the refusal's message is empty: {start}"))
     if 'File "' in message or message.count("\n") > 0:
         faults.append(Fault("lines", f"the refusal is not one sentence: {start}"))
     return faults
@@ -78,7 +78,7 @@ def _faults_of_refusal(body: bytes, start: str) -> list[Fault]:
 
 @dataclass
 class Timing:
-    """What a good client saw under one load."""
+    """Times of a good client under one load, and what the load was."""
 
     seconds_per_token: list[float] = field(default_factory=list)
     hostile_requests: int = 0
@@ -90,8 +90,8 @@ class Timing:
     def quantile(self, share: float) -> float:
         return quantile(self.seconds_per_token, share)
 
-    def unrest(self, share: float) -> float:
-        """The ratio of the larger to the smaller one of two halves, which had the same load."""
+    def half_ratio(self, share: float) -> float:
+        """Quantiles of the two halves of the run under this load, the larger by the smaller."""
         values = self.seconds_per_token
         halves = [quantile(values[: len(values) // 2], share)]
         halves += [quantile(values[len(values) // 2 :], share)]
@@ -113,13 +113,17 @@ class Report:
 
     Attributes
     ----------
+    seed : int
+        Seed of the run, which violations quote.
     violations : list of str
-        Broken promises; each with what it takes to repeat it.
+        Broken promises, with the requests that show them.
     plain_too : dict of str to list of str
-        What plain vLLM does wrong as well, by the kind of fault.
+        Faults that plain vLLM has as well, by kind.
     sent : Counter of str
         Hostile requests by kind.
     """
+
+    seed: int
 
     violations: list[str] = field(default_factory=list)
     plain_too: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -131,16 +135,24 @@ class Report:
     slowest_refusal: float = 0.0
     timings: dict[str, Timing] = field(default_factory=_no_timings)
     memory: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
-    """By server and process: bytes at the end, and growth."""
+    """By server and process: resident bytes at the end, and their relative growth."""
     minutes_watched: float = 0.0
 
-    def violation(self, what: str) -> None:
-        if what not in self.violations:
-            print(f"VIOLATION: {what}", flush=True)
-        self.violations.append(what)
+    def violation(self, description: str) -> None:
+        if description not in self.violations:
+            print(f"VIOLATION: {description}", flush=True)
+        self.violations.append(description)
+
+    def fault(self, request: Request, fault: Fault, plain_too: bool) -> None:
+        """A violation, unless plain vLLM has the same fault."""
+        name = f"{request.path}, {request.name}"
+        if plain_too:
+            self.plain_too[fault.kind].append(name)
+        else:
+            self.violation(f"{name}: {fault.description} (--seed {self.seed})")
 
     def summary(self) -> str:
-        """One line."""
+        """The closing line of a run."""
         line = (
             f"{len(self.violations)} violations, {sum(self.sent.values())} hostile requests, "
             f"{self.namespaces} namespaces, {self.good_answers} good answers "
@@ -189,7 +201,7 @@ class Report:
             ]
         if self.violations:
             lines.append("violations:")
-            lines += [f"  {what}" for what in dict.fromkeys(self.violations)]
+            lines += [f"  {description}" for description in dict.fromkeys(self.violations)]
         return "\n".join(lines)
 
 
@@ -200,5 +212,5 @@ def _row(load: str, timing: Timing) -> str:
         f"  {load:28} {len(timing.seconds_per_token):8,} {p50:7.2f} {p90:7.2f} {p99:7.2f}"
         f" {timing.hostile_requests / wall:10.1f} {timing.held_back:10,}"
         f" {timing.generator_cpu / wall:14.0%} {timing.server_cpu / wall:11.0%}"
-        f" {timing.unrest(0.5):6.2f} {timing.unrest(0.99):6.2f}"
+        f" {timing.half_ratio(0.5):6.2f} {timing.half_ratio(0.99):6.2f}"
     )

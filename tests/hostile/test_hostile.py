@@ -1,4 +1,4 @@
-"""Hostile clients harm nobody. No time decides here; `scripts/hostile.py` has times."""
+"""Hostile clients do not affect others. `scripts/hostile.py` also checks times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 from tests.hostile import bad_requests, cache_files
 from tests.hostile.bad_requests import Limits, Request
 from tests.hostile.clients import Reply
-from tests.hostile.play import Plan, Prepared, play
+from tests.hostile.phases import HostileActions
+from tests.hostile.plan import Plan
+from tests.hostile.play import play
 from tests.hostile.report import faults_of
 from tests.hostile.watch import growth
 
@@ -20,16 +22,16 @@ STREAM = b'data: {"choices": []}\n\n'
 
 
 @pytest.mark.parametrize("name", cache_files.FILES)
-def test_a_bad_cache_file_is_set_aside(name: str, tmp_path: Path) -> None:
-    assert cache_files.wrong_with(name, tmp_path) == []
+def test_a_server_starts_over_an_invalid_cache_file(name: str, tmp_path: Path) -> None:
+    assert cache_files.faults_with(name, tmp_path) == []
 
 
-def test_a_good_cache_file_would_be_noticed(
+def test_loading_a_valid_cache_file_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = {"good": lambda path: path.write_bytes(path.with_name("good").read_bytes())}
     monkeypatch.setattr(cache_files, "FILES", good)
-    loaded, warned = cache_files.wrong_with("good", tmp_path)
+    loaded, warned = cache_files.faults_with("good", tmp_path)
     assert loaded == "it was loaded" and "warned 0 times" in warned
 
 
@@ -53,26 +55,26 @@ def test_a_good_cache_file_would_be_noticed(
         ("refused", Reply(400, ONE_SENTENCE, 9.0), ["slow"]),
     ],
 )
-def test_what_is_wrong_with_an_answer(
+def test_each_fault_of_a_reply_is_named(
     expected: bad_requests.Expected, reply: Reply, kinds: list[str]
 ) -> None:
     request = Request("", "/v1/completions", b"{}", expected)
     assert [fault.kind for fault in faults_of(request, reply)] == kinds
 
 
-def test_requests_are_drawn_from_their_seed_alone() -> None:
-    a, b = ([bad_requests.drawn(random.Random(seed)) for seed in range(300)] for _ in range(2))
+def test_a_drawn_request_depends_only_on_its_seed() -> None:
+    a, b = ([bad_requests.draw(random.Random(seed)) for seed in range(300)] for _ in range(2))
     assert a == b
     assert {request.path for request in a} == set(bad_requests.ENDPOINTS)
     assert {request.expected for request in a} == {"refused", "either"}
 
 
-def test_only_names_differ_between_the_loads() -> None:
-    prepared = Prepared(random.Random(1), Limits(tokens=100, live=1000))
+def test_renamed_loads_differ_only_in_field_names() -> None:
+    actions = HostileActions(random.Random(1), Limits(tokens=100, live=1000))
     kinds = set()
     for seed in range(300):
-        kind, action = prepared.draw(random.Random(seed), renamed=False)
-        kind_renamed, renamed = prepared.draw(random.Random(seed), renamed=True)
+        kind, action = actions.draw(random.Random(seed), renamed=False)
+        kind_renamed, renamed = actions.draw(random.Random(seed), renamed=True)
         kinds.add(kind)
         assert kind == kind_renamed
         bodies = [a.body if isinstance(a, Request) else a[1] for a in (action, renamed)]
@@ -81,7 +83,7 @@ def test_only_names_differ_between_the_loads() -> None:
     assert kinds >= {"bad requests", "a new namespace", "largest references", "aborted streams"}
 
 
-def test_references_stand_at_the_limit_and_one_over() -> None:
+def test_references_have_the_limit_size_or_one_letter_more() -> None:
     requests = list(bad_requests.around_limits(Limits(tokens=12, live=96)))
     sizes = {
         (r.expected, len(json.loads(r.body).get("vllm_xargs", {}).get("lookahead_reference", "")))
@@ -99,7 +101,7 @@ def test_growth_compares_the_last_tenth_with_the_first() -> None:
 
 
 @pytest.mark.slow
-def test_hostile_clients_harm_nobody(tmp_path: Path) -> None:
+def test_hostile_clients_do_not_affect_a_good_client(tmp_path: Path) -> None:
     report = play(Plan.quick(seed=1), tmp_path)
     print(report.table())
     assert not report.violations, "\n".join(report.violations)

@@ -1,4 +1,4 @@
-"""What the processes of a server take, and how they end."""
+"""Memory, CPU time, log and shutdown of a server's processes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ import requests
 
 from tests.support.servers import Server
 
-TIME_TO_END = 60.0
-"""Seconds after which a server that was told to end counts as hanging."""
+SHUTDOWN_SECONDS = 60.0
+"""A server hangs if it takes longer to end after SIGTERM."""
 
 ENGINE_ERROR = re.compile(r"^\((?:EngineCore|Worker)\S* pid=\d+\) ERROR", re.MULTILINE)
 TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
 
 
 class Watch:
-    """One server's memory over time, and its log.
+    """Observes the processes and the log of one server.
 
     Parameters
     ----------
     server : Server
-        The server; the processes that it has now are those that are watched.
+        Its present processes are observed.
     log : Path
-        Where it writes.
+        Its output.
     """
 
     def __init__(self, server: Server, log: Path) -> None:
@@ -44,7 +44,7 @@ class Watch:
         self.samples: list[list[int]] = []
 
     def sample(self) -> None:
-        """Keep what is resident now, in bytes, of each process."""
+        """Record the resident memory of each process, in bytes."""
         sizes = []
         for process in self._processes:
             try:
@@ -54,7 +54,7 @@ class Watch:
         self.samples.append(sizes)
 
     def memory(self) -> dict[str, tuple[int, float]]:
-        """What is resident at the end, and how much that grew: all together, and by process."""
+        """Resident bytes at the end, and growth: in total, and by process above 100 MiB."""
         names = ["all processes", *(f"{process.name()}" for process in self._processes)]
         series = [[sum(sizes) for sizes in self.samples], *zip(*self.samples, strict=True)]
         return {
@@ -71,16 +71,16 @@ class Watch:
         return total
 
     def unfinished(self) -> int:
-        """Requests that the engine holds."""
+        """Number of running and waiting requests."""
         metrics = requests.get(f"{self._server.url}/metrics", timeout=30).text
         numbers = re.findall(
             r"^vllm:num_requests_(?:running|waiting)\{\S* (\S+)$", metrics, re.MULTILINE
         )
         return int(sum(map(float, numbers)))
 
-    def has_come_to_rest(self, patience: float = 30.0) -> bool:
-        """Whether all requests end, now that their clients are gone."""
-        deadline = time.monotonic() + patience
+    def becomes_idle(self, timeout: float = 30.0) -> bool:
+        """Whether all requests end within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             if not self.unfinished():
                 return True
@@ -88,35 +88,35 @@ class Watch:
         return False
 
     def errors_of_the_engine(self) -> list[str]:
-        """Log lines with which the processes behind the API server reported an error."""
+        """Error lines of the engine core and the workers in the log."""
         text = self._log.read_text(errors="replace")
         return [line[:300] for line in text.splitlines() if ENGINE_ERROR.match(line)]
 
     def end(self) -> dict[str, str]:
-        """Tell the server to end, as a service manager does; what went wrong, by kind."""
-        before = len(self._log.read_text(errors="replace"))
-        wrong = {}
+        """Send SIGTERM, as a service manager does; return what goes wrong, by kind."""
+        log_length = len(self._log.read_text(errors="replace"))
+        faults = {}
         self._server.process.send_signal(signal.SIGTERM)
         try:
-            status = self._server.process.wait(TIME_TO_END)
+            status = self._server.process.wait(SHUTDOWN_SECONDS)
             if status != 0:
-                wrong["status"] = f"the server ended with {status} after SIGTERM"
+                faults["status"] = f"the server ended with {status} after SIGTERM"
         except subprocess.TimeoutExpired:
-            wrong["hangs"] = f"the server did not end within {TIME_TO_END:.0f} s of SIGTERM"
-        said = self._log.read_text(errors="replace")[before:]
-        if found := TRACEBACK.search(said):
+            faults["hangs"] = f"the server did not end within {SHUTDOWN_SECONDS:.0f} s of SIGTERM"
+        text = self._log.read_text(errors="replace")[log_length:]
+        if found := TRACEBACK.search(text):
             start = max(0, found.start() - 200)
-            wrong["traceback"] = f"the server ended with a traceback: {said[start:][:2000]}"
+            faults["traceback"] = f"the server ended with a traceback: {text[start:][:2000]}"
         _, alive = psutil.wait_procs(self._processes, timeout=10)
         alive = [p for p in alive if p.pid != self._server.process.pid]
         if alive:
             names = ", ".join(f"{process.name()} ({process.pid})" for process in alive)
-            wrong["left"] = f"processes outlived the server: {names}"
-        return wrong
+            faults["left"] = f"processes outlived the server: {names}"
+        return faults
 
 
 def growth(samples: Sequence[int]) -> float:
-    """How much more memory there is in the last tenth of the samples than in the first one."""
+    """Relative growth from the median of the first tenth of the samples to that of the last."""
     tenth = max(1, len(samples) // 10)
     return median(samples[-tenth:]) / median(samples[:tenth]) - 1
 

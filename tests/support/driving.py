@@ -1,4 +1,4 @@
-"""Small helpers around an in-process vLLM engine."""
+"""Start and drive vLLM engines in this process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from vllm.model_executor.models import registry
 
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 
-# An engine collects garbage again and again while it starts and stops; here, once when it is gone,
-# and what was imported by now is none. It also looks at its model's class in a process of its own.
+# Engines start and stop faster this way: vLLM's many garbage collections become one at the end of
+# an engine, without the modules imported so far, and model classes are inspected in this process.
 _collect_garbage = gc.collect
 gc.freeze()
-# What is still frozen when Python ends is not freed: Triton's bindings would list it as leaks.
+# Python does not free frozen objects at exit, and Triton's bindings would report them as leaks.
 atexit.register(gc.unfreeze)
 gc.freeze = gc.unfreeze = gc.collect = lambda *args: 0
-registry._run_in_subprocess = lambda look: look()
+registry._run_in_subprocess = lambda inspect: inspect()
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
 
@@ -40,7 +40,7 @@ def engine(model: Path, lookahead: dict[str, Any] | None = None, **kwargs: Any) 
         max_model_len=256,
         max_num_seqs=16,
         enable_prefix_caching=False,
-        attention_backend="CPU_MLA",  # of latent attention alone: AMX has none for float32
+        attention_backend="CPU_MLA",  # for latent attention; the AMX backend has no float32
     )
     llm = LLM(model=str(model), **{**settings, **config, **kwargs})
     try:
@@ -58,7 +58,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams] = GREEDY,
 ) -> list[list[list[int]]]:
-    """Token ids of each prompt's n answers, all requests at once."""
+    """Token ids by prompt and answer; all requests are sent at once."""
     outputs = llm.generate(
         [TokensPrompt(prompt_token_ids=list(p)) for p in prompts], params, use_tqdm=False
     )
@@ -71,7 +71,10 @@ def generate_staggered(
     params: SamplingParams = GREEDY,
     abort: Sequence[int] = (),
 ) -> list[list[list[int]]]:
-    """As `generate`, with a new request every second step; `abort` names some to end half way."""
+    """As `generate`, with a new request every second step.
+
+    Prompts whose index is in `abort` are aborted after 10 tokens.
+    """
     core = llm.llm_engine
     waiting = list(enumerate(prompts))
     answers: dict[int, list[list[int]]] = {}
@@ -100,7 +103,7 @@ def drafter_of(llm: LLM) -> LookaheadDrafter:
 
 
 def random_prompts(count: int, longest: int, vocab: int = 128, seed: int = 0) -> list[list[int]]:
-    """Prompts of 2 to `longest` random tokens, special tokens left out."""
+    """Prompts of 2 to `longest` random tokens, without special tokens."""
     rng = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, longest + 1, (count,), generator=rng).tolist()
     return [torch.randint(3, vocab, (n,), generator=rng).tolist() for n in lengths]

@@ -1,7 +1,7 @@
-"""Stands in for the command `vllm`: a server that is healthy, and a client that says its figures.
+"""A stand-in for the command `vllm`: `serve` answers /health, and `bench` writes fixed figures.
 
-Both note how they were called in the file `calls` beside this one. Tests copy it; see
-test_bench_serve.py.
+Both append their arguments to the file `calls` in the folder of this script. Tests run a copy, see
+tests/benchmarks/test_serving.py.
 """
 
 import json
@@ -11,13 +11,13 @@ from itertools import pairwise
 from pathlib import Path
 
 
-class Healthy(BaseHTTPRequestHandler):
+class HealthHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
 
 
-def note(call: str) -> None:
+def record_call(call: str) -> None:
     with Path(__file__).with_name("calls").open("a") as calls:
         calls.write(call + "\n")
 
@@ -26,23 +26,25 @@ def serve(arguments: list[str]) -> None:
     if "--broken" in arguments:
         sys.exit("no such option")
     port = int(arguments[arguments.index("--port") + 1])
-    note(f"serve {port} {'lookahead' if '--speculative-config' in arguments else 'none'}")
-    HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
+    record_call(f"serve {port} {'lookahead' if '--speculative-config' in arguments else 'none'}")
+    HTTPServer(("127.0.0.1", port), HealthHandler).serve_forever()
 
 
 def bench(arguments: list[str]) -> None:
-    given = dict(pairwise(arguments))
-    note(json.dumps(given))
-    if given["--seed"] == "13":
+    options = dict(pairwise(arguments))
+    record_call(json.dumps(options))
+    if options["--seed"] == "13":
         sys.exit("unlucky")
-    unanswered = given["--seed"] == "12"
+    unanswered = options["--seed"] == "12"
     result = {
-        "completed": int(given["--num-prompts"]) - unanswered,
+        "completed": int(options["--num-prompts"]) - unanswered,
         "output_throughput": 50.0,
         "request_throughput": 2.0,
     }
-    result |= {f"{kind}_{what}_ms": 5.0 for kind in ("mean", "p99") for what in ("tpot", "ttft")}
-    Path(given["--result-dir"], given["--result-filename"]).write_text(json.dumps(result))
+    result |= {
+        f"{kind}_{metric}_ms": 5.0 for kind in ("mean", "p99") for metric in ("tpot", "ttft")
+    }
+    Path(options["--result-dir"], options["--result-filename"]).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

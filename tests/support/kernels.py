@@ -1,4 +1,4 @@
-"""Which of the package's kernels are compiled, and for which arguments."""
+"""The compiled signatures of the package's numba kernels."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from numba.core.dispatcher import Dispatcher
 
 Signatures = dict[str, list[str]]
+"""Argument types by kernel."""
 
 
 def kernels() -> Iterator[tuple[str, Dispatcher]]:
-    """All that are loaded, by module and name."""
+    """The kernels of all imported modules, with their dotted names."""
     for module in [m for name, m in sys.modules.items() if name.startswith("lookahead_vllm.")]:
         for name, value in vars(module).items():
             if isinstance(value, Dispatcher) and value.__module__ == module.__name__:
@@ -19,12 +20,12 @@ def kernels() -> Iterator[tuple[str, Dispatcher]]:
 
 
 def compiled() -> Signatures:
-    """What was compiled in this process, or read from the folder of kernels, by kernel."""
+    """The signatures that this process compiled or loaded from the cache."""
     return {name: list(map(str, kernel.signatures)) for name, kernel in kernels()}
 
 
-def new_since(before: Signatures) -> Signatures:
-    """What was compiled later."""
+def compiled_since(before: Signatures) -> Signatures:
+    """The signatures that are not in `before`."""
     new = {
         name: [signature for signature in signatures if signature not in before.get(name, ())]
         for name, signatures in compiled().items()
@@ -32,8 +33,8 @@ def new_since(before: Signatures) -> Signatures:
     return {name: signatures for name, signatures in new.items() if signatures}
 
 
-def forget() -> None:
-    """Begin anew, as a process does."""
+def reset_kernels() -> None:
+    """Drop all compiled signatures from memory, as in a new process."""
     for _, kernel in kernels():
         kernel._make_finalizer()()
         kernel._reset_overloads()

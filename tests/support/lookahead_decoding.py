@@ -1,8 +1,7 @@
-"""Lookahead Decoding for one request, as slowly and plainly as the paper writes it.
+"""A reference implementation of Lookahead Decoding for one request.
 
-Source: Fu et al., ICML 2024, Algorithms 2 (both branches), 3 and 4 (verification). Every cell and
-every candidate is a text of its own that the model is asked about; there is no mask, no batch and
-no KV cache.
+Source: Fu et al., ICML 2024, Algorithms 2 (both branches), 3 and 4 (verification). The model is run
+on a separate text for every cell, without masks, batches or a KV cache.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 Choose = Callable[[list[list[int]]], list[int]]
-"""What the model says after each of some texts."""
+"""Returns the model's next token for each text."""
 
 
-class Draws:
-    """The pseudo-random tokens of a prompt that windows are filled with."""
+class RandomTokens:
+    """The pseudo-random tokens of a prompt with which windows are filled."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         n = min(64, len(prompt))
@@ -27,7 +26,7 @@ class Draws:
         return self.seeds[(self.state >> 33) % len(self.seeds)]
 
 
-def bursts(
+def tokens_by_step(
     prompt: list[int],
     answer: list[int],
     choose: Choose,
@@ -37,42 +36,42 @@ def bursts(
     pool_from_prompt: bool = False,
     shift: str = "one",
 ) -> list[list[int]]:
-    """What is emitted step by step, where the model samples `answer`; the prefill's token first.
+    """The tokens that each step emits if the model samples `answer`; the prefill is the first step.
 
-    The walk through the candidates is the same for greedy decoding and for sampling (Algorithms 3
-    and 4): the token that the model samples at a node is the next of the answer, and a branch
-    goes on as long as it has that token.
+    Verification is the same for greedy decoding and for sampling (Algorithms 3 and 4). The token
+    that the model samples at a node is the next token of the answer, and a branch is accepted as
+    long as it has these tokens.
     """
     w, n = window_size, ngram_size
-    draw = Draws(prompt)
+    draw = RandomTokens(prompt)
     levels = [[-1] + [draw() for _ in range(w + n - 3)]]
     pool: dict[int, list[tuple[int, ...]]] = {}
 
-    def meet(first: int, rest: tuple[int, ...]) -> None:
-        known = pool.setdefault(first, [])
-        if rest in known:
-            known.remove(rest)
-        known.append(rest)
-        del known[:-guess_set_size]
+    def insert(first: int, rest: tuple[int, ...]) -> None:
+        guesses = pool.setdefault(first, [])
+        if rest in guesses:
+            guesses.remove(rest)
+        guesses.append(rest)
+        del guesses[:-guess_set_size]
 
     if pool_from_prompt:
         for i in range(len(prompt) - n + 1):
-            meet(prompt[i], tuple(prompt[i + 1 : i + n]))
+            insert(prompt[i], tuple(prompt[i + 1 : i + n]))
     text = list(prompt)
-    done: list[list[int]] = []
+    steps: list[list[int]] = []
 
-    def commit(burst: list[int]) -> None:
-        for token in burst:
+    def commit(tokens: list[int]) -> None:
+        for token in tokens:
             text.append(token)
             if len(text) >= n and len(text) - n >= len(prompt) - n + 1:
-                meet(text[-n], tuple(text[-n + 1 :]))
-        done.append(burst)
+                insert(text[-n], tuple(text[-n + 1 :]))
+        steps.append(tokens)
 
     commit(answer[:1])
     at = 1
     while at < len(answer):
-        left = len(answer) - at - 1  # the deepest node that can still be accepted
-        if left < 1:
+        max_depth = len(answer) - at - 1  # of a node that can be accepted
+        if max_depth < 1:
             commit(answer[at:])
             break
         root, columns = text[-1], len(levels[0])
@@ -82,39 +81,39 @@ def bursts(
             for k in range(len(levels))
             for j in range(columns)
         }
-        # Verification: the deepest node that agrees, among candidates and cells.
-        hits = 0
+        # Verification: the longest accepted path among candidates and cells.
+        accepted = 0
         for branch in [*candidates, *paths.values()]:
             depth = 0
-            while depth < min(len(branch), left) and branch[depth] == answer[at + depth]:
+            while depth < min(len(branch), max_depth) and branch[depth] == answer[at + depth]:
                 depth += 1
-            hits = max(hits, depth)
-        # Lookahead: what the model says after each cell of the last level.
+            accepted = max(accepted, depth)
+        # Lookahead: the model's token after each cell of the last level.
         last = len(levels) - 1
-        cells = [(j, paths[last, j]) for j in range(columns) if last + j <= left]
-        said_at = dict(
+        cells = [(j, paths[last, j]) for j in range(columns) if last + j <= max_depth]
+        output_at = dict(
             zip((j for j, _ in cells), choose([text + path for _, path in cells]), strict=True)
         )
-        said = [said_at[j] if j in said_at else draw() for j in range(columns)]
-        full = len(levels) == n - 1
+        new_level = [output_at[j] if j in output_at else draw() for j in range(columns)]
+        is_full = len(levels) == n - 1
         ngrams = [
-            ((levels[0][j] if j else root), (*(level[j] for level in levels[1:]), said[j]))
+            ((levels[0][j] if j else root), (*(level[j] for level in levels[1:]), new_level[j]))
             for j in range(columns)
-            if full and j in said_at
+            if is_full and j in output_at
         ]
-        commit(answer[at : at + hits + 1])
-        at += hits + 1
+        commit(answer[at : at + accepted + 1])
+        at += accepted + 1
         for first, rest in ngrams:
-            meet(first, rest)
-        if full:
-            levels = [*levels[1:], said]
+            insert(first, rest)
+        if is_full:
+            levels = [*levels[1:], new_level]
         else:
-            levels = [level[1:] for level in levels] + [said[1:]]
+            levels = [level[1:] for level in levels] + [new_level[1:]]
         if shift == "one":
             continue
-        for _ in range(hits):
+        for _ in range(accepted):
             if shift == "paper" and len(levels) == n - 1:
                 levels = [*levels[1:], [draw() for _ in levels[0]]]
             else:
                 levels = [[*level[1:], draw()] for level in levels]
-    return done
+    return steps

@@ -1,4 +1,4 @@
-"""Tiny random models of real architectures, in float32."""
+"""Tiny random models of real architectures, in float32; LoRA adapters for one of them."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ ROTARY: dict[str, Any] = dict(
     max_position_embeddings=512,
     rms_norm_eps=1e-6,
 )
-# Architectures that take the head size from the hidden size.
+# For architectures that compute the head size from the hidden size.
 DIVIDED: dict[str, Any] = {k: v for k, v in ROTARY.items() if k != "head_dim"} | dict(
     hidden_size=128
 )
-# The windows below are far shorter than the texts.
+# The windows are far shorter than the outputs of the tests.
 WINDOW = dict(sliding_window=24)
 ALTERNATING = dict(WINDOW, layer_types=["sliding_attention", "full_attention"])
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 LATENT = dict(
-    # The sizes that vLLM's kernel on CPU is compiled for.
+    # vLLM compiles its CPU kernel for these sizes.
     kv_lora_rank=512,
     qk_rope_head_dim=64,
     qk_nope_head_dim=32,
@@ -94,7 +94,7 @@ TINY: dict[str, dict[str, Any]] = {
         shared_expert_intermediate_size=64,
         decoder_sparse_step=1,
     ),
-    # The architecture is of test_models.py: a text model whose positions have three dimensions.
+    # Defined below: a text model whose positions have three dimensions.
     "qwen2_vl_positions": dict(
         DIVIDED,
         architecture="MRoPEQwen2ForCausalLM",
@@ -200,7 +200,7 @@ TINY: dict[str, dict[str, Any]] = {
     ),
     "glm": dict(ROTARY, architecture="GlmForCausalLM", model_type="glm"),
     "glm4": dict(ROTARY, architecture="Glm4ForCausalLM", model_type="glm4"),
-    # Their configs come with the checkpoints; Llama's says the same.
+    # Their config classes come with the checkpoints; Llama's has the same fields.
     "internlm2": dict(DIVIDED, architecture="InternLM2ForCausalLM", model_type="llama", bias=False),
     "internlm3": dict(
         DIVIDED, architecture="InternLM3ForCausalLM", model_type="llama", bias=False, qkv_bias=True
@@ -260,7 +260,7 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 class MRoPEQwen2ForCausalLM(Qwen2ForCausalLM, SupportsMRoPE):
-    """The text side of a model for images."""
+    """Qwen2 with M-RoPE positions, as the text part of Qwen2-VL has them."""
 
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[Any]
@@ -272,14 +272,14 @@ ModelRegistry.register_model("MRoPEQwen2ForCausalLM", MRoPEQwen2ForCausalLM)
 
 
 WANDERING = "wandering"
-"""The load format of an engine over a folder without weights."""
+"""The load format for a folder without weights."""
 
 
 @register_model_loader(WANDERING)
 class WanderingModelLoader(DummyModelLoader):
     """Random weights, the same for every engine.
 
-    They are drawn wider than usual: the text then wanders instead of falling into a loop.
+    Their variance is larger than usual, so that outputs do not fall into loops.
     """
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
@@ -289,16 +289,16 @@ class WanderingModelLoader(DummyModelLoader):
             if weights.ndim > 1:
                 width = 0.1 if "embed" in name else 3
                 weights.normal_(0, width * weights.shape[-1] ** -0.5, generator=rng)
-            elif name.endswith("sinks"):  # about as high as the scores
+            elif name.endswith("sinks"):  # of the size of the attention scores
                 weights.normal_(10, 5, generator=rng)
-            elif name.endswith("weight"):  # of a norm
+            elif name.endswith("weight"):  # norms
                 weights.normal_(1, 0.1, generator=rng)
             else:
                 weights.normal_(0, 0.1, generator=rng)
 
 
 def save_config(name: str, folder: Path) -> Path:
-    """Write the config of the model `name` to a folder of its own under `folder`."""
+    """Write the config of the model `name` to `folder / name`, and return that path."""
     path = folder / name
     path.mkdir(exist_ok=True)
     config = dict(TINY[name])
@@ -309,7 +309,7 @@ def save_config(name: str, folder: Path) -> Path:
 
 
 def save_tiny_model(name: str, folder: Path) -> Path:
-    """As `save_config`, with weights for engines that know no format of ours."""
+    """As `save_config`, with weights in safetensors for engines without `WANDERING`."""
     path = folder / name
     if not path.exists():
         config = hf.AutoConfig.from_pretrained(save_config(name, folder))
@@ -324,7 +324,7 @@ def save_tiny_model(name: str, folder: Path) -> Path:
 
 
 def save_adapter(path: Path, seed: int) -> LoRARequest:
-    """A LoRA adapter for the queries of the tiny Llama."""
+    """Write a random LoRA adapter of rank 8 for the query projections of the tiny Llama."""
     path.mkdir(exist_ok=True)
     config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
     (path / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))

@@ -1,10 +1,10 @@
-"""The layout of a KV cache that vLLM writes for AMX."""
+"""vLLM's KV cache layout for AMX."""
 
 import torch
 
 
 def pack(cache: torch.Tensor) -> None:
-    """From the plain layout to the packed one, in place: [blocks, heads, block, 2 * head size]."""
+    """Convert a cache [blocks, heads, block_size, 2 * head_size] to the packed layout, in place."""
     blocks, heads, block_size, width = cache.shape
     size = width // 2
     plain = cache.flatten(2)
@@ -15,7 +15,7 @@ def pack(cache: torch.Tensor) -> None:
 
 
 def unpack(cache: torch.Tensor) -> None:
-    """Back again, in place."""
+    """Convert a cache back from the packed layout, in place."""
     blocks, heads, block_size, width = cache.shape
     size = width // 2
     packed = cache.flatten(2)

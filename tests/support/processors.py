@@ -1,4 +1,4 @@
-"""A custom logits processor, whose bans depend on all that was said."""
+"""A custom logits processor whose penalties depend on the whole text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 
 class NoRepeat(LogitsProcessor):
-    """Bans the tokens that followed the last two tokens before, and says how long the text is."""
+    """Penalises tokens that followed the last two tokens earlier in the text.
+
+    Raises one more logit, chosen by the length of the text. The strength of both is the request's
+    extra argument `ban`.
+    """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.requests: dict[int, tuple[list[int], list[int], float]] = {}

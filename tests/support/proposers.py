@@ -1,4 +1,4 @@
-"""Proposers that know too much or too little, to drive the verifier where no honest one would."""
+"""Test proposers that draft from recorded answers: right, wrong, hidden or malformed trees."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 
 VOCAB = 128
 RECORDED: dict[tuple[int, ...], list[list[int]]] = {}
-"""Vanilla's answers by prompt; several where a prompt was sampled more than once."""
+"""Plain vLLM's answers by prompt; several if a prompt was sampled more than once."""
 
 
 def record(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[list[int]]]) -> None:
-    """Tell the proposers what plain vLLM answered to each prompt."""
+    """Record plain vLLM's answers to each prompt, for the proposers."""
     for prompt, answer in zip(prompts, answers, strict=True):
         RECORDED.setdefault(tuple(prompt), []).extend(answer)
 
 
 class TestProposer:
-    """Follows each request; subclasses only say which tree to grow."""
+    """Stores the text of each request; subclasses implement `grow`."""
 
     __test__ = False
     num_choices = 0
@@ -60,7 +60,7 @@ class TestProposer:
             self.outputs[request_id] += new
 
     def observe(self, verified: Verified) -> None:
-        raise AssertionError("nobody asked for choices")
+        raise AssertionError("num_choices is 0")
 
     def finish(self, request_id: str) -> None:
         del self.prompts[request_id], self.outputs[request_id]
@@ -72,7 +72,7 @@ class TestProposer:
         raise NotImplementedError
 
     def future(self, request_id: str) -> list[int]:
-        """What vanilla emitted next, or nothing where no recorded answer begins like this one."""
+        """The rest of the recorded answer that begins with the output so far, or nothing."""
         so_far = self.outputs[request_id]
         for answer in RECORDED.get(self.prompts[request_id], []):
             if answer[: len(so_far)] == so_far:
@@ -84,7 +84,7 @@ class TestProposer:
 
 
 class HiddenPath(TestProposer):
-    """As many nodes as allowed; the right path lies scattered among wrong branches."""
+    """A tree of maximum size with the right path hidden among wrong branches."""
 
     def grow(self, limit: DraftLimits) -> DraftTree:
         rng = self.rng(limit.request_id)
@@ -115,10 +115,10 @@ class HiddenPath(TestProposer):
 
 
 class Recorder(TestProposer):
-    """No drafts; writes down what it hears of each request at its start."""
+    """Drafts nothing, and records the arguments of each `start`."""
 
     STARTED: ClassVar[list[tuple[list[int], str | None, list[list[int]]]]] = []
-    """Prompt, namespace and references."""
+    """The prompt, namespace and references of each request."""
 
     def start(
         self,
@@ -138,7 +138,7 @@ class Recorder(TestProposer):
 
 
 class Planned(TestProposer):
-    """For each output so far the tree that the test has laid down for it."""
+    """The tree in TREES for the output so far."""
 
     TREES: ClassVar[dict[tuple[int, ...], DraftTree]] = {}
 
@@ -148,14 +148,14 @@ class Planned(TestProposer):
 
 
 class AlwaysRight(TestProposer):
-    """A chain of what comes next."""
+    """A chain of the recorded next tokens."""
 
     def grow(self, limit: DraftLimits) -> DraftTree:
         return DraftTree.chain(self.future(limit.request_id)[: limit.max_depth])
 
 
 class AlwaysWrong(TestProposer):
-    """A branching tree in which no child of the root is right."""
+    """Children of the root, none of which is the recorded next token."""
 
     def grow(self, limit: DraftLimits) -> DraftTree:
         right = self.future(limit.request_id)[:1]
@@ -165,7 +165,7 @@ class AlwaysWrong(TestProposer):
 
 
 class Malformed(TestProposer):
-    """Trees that no verifier could make sense of, a different kind at every step."""
+    """Invalid trees: a foreign token, twin siblings or too many nodes, in turn."""
 
     def grow(self, limit: DraftLimits) -> DraftTree:
         n = limit.max_nodes

@@ -1,6 +1,6 @@
-"""The draft engine again, slowly and plainly: dicts for the trie, dicts for the rates.
+"""A slow and simple model of the trie proposer: dicts for the trie, dicts for the rates.
 
-It leaves out what small tests do not reach: pruning between suffixes and frequencies that age.
+It leaves out what small tests do not reach: pruning between suffixes and the decay of frequencies.
 """
 
 import math
@@ -17,7 +17,7 @@ SUFFIXES = range(len(ORDERS) + NUM_SPARSE)
 
 
 def context(text, suffix):
-    """The tokens of a suffix; None stands for what was before the beginning."""
+    """The tokens of a suffix; None stands for positions before the beginning."""
     if suffix < len(ORDERS):
         length = ORDERS[suffix]
     else:
@@ -26,7 +26,7 @@ def context(text, suffix):
 
 
 class TrieModel:
-    """For every space and suffix, the tokens that followed it and how often, as slots."""
+    """For every space and suffix: the tokens that followed it and how often, in slots."""
 
     def __init__(self):
         self.slots = defaultdict(list)
@@ -73,14 +73,14 @@ class ProposerModel:
     def __init__(self):
         self.trie = TrieModel()
         self.trials = {}
-        self.weights = defaultdict(lambda: np.array(learned._FIRST_WEIGHTS))
+        self.weights = defaultdict(lambda: np.array(learned._INITIAL_WEIGHTS))
 
-    def continuations(self, spaces, text, most=MAX_CANDIDATES, sparse=True):
-        """Evidence by token, in the order of finding, and the longest matches."""
+    def continuations(self, spaces, text, max_size=MAX_CANDIDATES, sparse=True):
+        """Evidence by token, in the order in which it is found, and the longest matches."""
         found, longest = {}, [0, 0, 0]
 
         def place(token, may_add=True):
-            if token not in found and may_add and len(found) < most:
+            if token not in found and may_add and len(found) < max_size:
                 found[token] = [None, None, None, 0, 0]
             return found.get(token)
 
@@ -110,14 +110,14 @@ class ProposerModel:
         return found, longest
 
     def rate(self, key, guess):
-        """Log odds."""
+        """The log odds of a rate; `guess` before its first trial."""
         if key not in self.trials:
             return guess
         hits, trials = self.trials[key]
         share = min(max(hits / trials, 0.0005), 0.999)
         return float(np.float32(math.log(share / (1 - share))))
 
-    def judge(self, token, row, weights):
+    def estimate(self, token, row, weights):
         first = [math.log(r / (1 - r)) for r in (0.15, 0.15, learned.REFERENCE_RATE)]
         keys = [(source, row[source]) for source in range(3)]
         inputs = [self.rate(key, guess) for key, guess in zip(keys, first, strict=True)]
@@ -130,20 +130,20 @@ class ProposerModel:
         for name, what in (("level", None), ("sparse", (row[3], row[4]))):
             keys.append((name, what, level))
             inputs.append(self.rate(keys[-1], inputs[3]))
-        inputs += [0.0, 0.0, 0.4]  # the model's choices say nothing here
+        inputs += [0.0, 0.0, 0.4]  # there are no choices of the model
         odds = float(np.dot(weights, inputs))
         prob = min(max(1 / (1 + math.exp(-odds)), 0.002), 0.995)
         guesses = [*first, both, inputs[3], inputs[3]]
         return prob, keys, inputs, guesses
 
-    def learn(self, spaces, text, said):
+    def learn(self, spaces, text, emitted):
         found, longest = self.continuations(spaces, text)
         weights = self.weights[spaces[2] is not None, longest[0], longest[1]]
         for token, row in found.items():
-            prob, keys, inputs, guesses = self.judge(token, row, weights)
-            if prob < learned.MIN_JUDGED_PROBABILITY:
+            prob, keys, inputs, guesses = self.estimate(token, row, weights)
+            if prob < learned.MIN_LEARNED_PROBABILITY:
                 continue
-            hit = float(token == said)
+            hit = float(token == emitted)
             for i, (key, guess) in enumerate(zip(keys, guesses, strict=True)):
                 if i == 2 and row[2] is None:
                     continue
@@ -156,7 +156,7 @@ class ProposerModel:
             weights += learned.LEARNING_RATE * (hit - prob) * np.array(inputs)
 
     def extend(self, spaces, text, tokens):
-        """`text` grows; what the request and its namespace said is learned."""
+        """Append `tokens` to `text`, learn from them and insert them into the trie."""
         for token in tokens:
             self.learn(spaces, text, token)
             for space in spaces[:2]:
@@ -170,12 +170,12 @@ class ProposerModel:
         while len(nodes) < max_nodes:
             if len(path) < max_depth:
                 longer = [*text, *path]
-                most = MIN_CANDIDATES + int((MAX_CANDIDATES - MIN_CANDIDATES) * prob)
+                max_size = MIN_CANDIDATES + int((MAX_CANDIDATES - MIN_CANDIDATES) * prob)
                 found, longest = self.continuations(
-                    spaces, longer, most, prob >= MIN_SPARSE_PROBABILITY
+                    spaces, longer, max_size, prob >= MIN_SPARSE_PROBABILITY
                 )
                 weights = self.weights[spaces[2] is not None, longest[0], longest[1]]
-                probs = {t: self.judge(t, row, weights)[0] for t, row in found.items()}
+                probs = {t: self.estimate(t, row, weights)[0] for t, row in found.items()}
                 scale = prob / max(1.0, sum(probs.values()))
                 buds += [
                     (p * scale, (*path, t))

@@ -1,7 +1,7 @@
-"""vLLM's second model runner, its default on GPUs, on a machine without one.
+"""vLLM's second model runner, its default on GPUs, on a machine without a GPU.
 
-Its own kernels run under Triton's interpreter, the model itself on the CPU as ever. Lookahead runs
-on the first runner, and has to say what this one says, seeds included.
+The runner's own kernels run under Triton's interpreter, the model on the CPU. Lookahead runs on the
+first runner and must give the same output, for seeded sampling too.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ if TYPE_CHECKING:
     import torch
 
 
-def bring(own_noise: bool = False) -> None:
-    """Let plain engines of this process have it. Comes before anything imports vLLM.
+def enable(cheap_noise: bool = False) -> None:
+    """Make plain engines of this process use the second runner. Call it before vLLM is imported.
 
-    The kernel that draws takes 40 ms a row; with `own_noise`, both engines' noise is another
-    function of seed, position and token.
+    vLLM's sampling kernel takes 40 ms per row in the interpreter. `cheap_noise` replaces its noise,
+    for plain engines and lookahead alike, by a cheaper function of seed, position and token.
     """
     os.environ["TRITON_INTERPRET"] = "1"
-    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # it would ask for Triton's compiler
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # it needs Triton's compiler
     from triton.backends import backends
 
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
-    builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)  # half as slow
+    builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)  # twice as fast
     store = builder.create_masked_store
 
     def store_where(ptrs: Any, value: Any, mask: Any, cache_policy: Any) -> Any:
-        mask.data = mask.data.astype(bool)  # vLLM has masks of whole numbers
+        mask.data = mask.data.astype(bool)  # vLLM passes integer masks
         return store(ptrs, value, mask, cache_policy)
 
     builder.create_masked_store = store_where
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu.sample import gumbel
 
-    if own_noise:
+    if cheap_noise:
         gumbel.gumbel_sample = _gumbel_sample
-    topk_topp_sampler.HAS_TRITON = False  # that kernel has a loop which the interpreter cannot run
+    topk_topp_sampler.HAS_TRITON = False  # the interpreter cannot run a loop of that kernel
 
 
 def _gumbel_sample(

@@ -1,4 +1,4 @@
-"""A real `vllm serve` in a process of its own."""
+"""Start `vllm serve` as a subprocess."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import requests
 
 
 class Server(NamedTuple):
-    """A healthy server; its process leads a group of its own."""
+    """A healthy server; `process` leads its own process group."""
 
     url: str
     process: subprocess.Popen[bytes]
@@ -30,7 +30,7 @@ def free_port() -> int:
 
 
 def cores_of(ranks: int) -> str:
-    """VLLM_CPU_OMP_THREADS_BIND of so many processes that share a model and this machine."""
+    """VLLM_CPU_OMP_THREADS_BIND for `ranks` processes: the cores of this process, shared out."""
     cores = sorted(os.sched_getaffinity(0))
     shares = (cores[rank::ranks] or cores[:1] for rank in range(ranks))
     return "|".join(",".join(map(str, share)) for share in shares)
@@ -38,14 +38,14 @@ def cores_of(ranks: int) -> str:
 
 @contextmanager
 def serve(model: Path, log: Path, *flags: str) -> Iterator[str]:
-    """The base URL of a healthy server; the whole process group ends with the block."""
+    """The base URL of a healthy server; its process group is terminated after the block."""
     with running(model, log, *flags) as server:
         yield server.url
 
 
 @contextmanager
 def running(model: Path, log: Path, *flags: str, **environment: str) -> Iterator[Server]:
-    """As `serve`, with `environment` added; the server may have ended before the block does."""
+    """As `serve`, with `environment` added; the block itself may end the server."""
     port = free_port()
     vllm = Path(sys.executable).with_name("vllm")
     command = [str(vllm), "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]

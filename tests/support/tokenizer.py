@@ -11,7 +11,7 @@ SPECIAL = ["<s>", "</s>", "<pad>"]
 THINK = ["<think>", "</think>"]
 CHARACTERS = ["\n", "\t", *map(chr, range(32, 127))]
 BYTES = str.maketrans({" ": "Ġ", "\n": "Ċ", "\t": "ĉ"})
-"""How byte-level tokenizers write white space."""
+"""White space, as byte-level tokenizers write it."""
 MERGES = [
     ("t", "h"), ("th", "e"), ("i", "n"), ("a", "n"), ("e", "r"), ("r", "e"), ("o", "n"),
     ("t", "r"), ("tr", "u"), ("tru", "e"), ('"', ":"), ('":', " "), ('": ', '"'), ('"', ","),
@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 
 
 def save_tokenizer(path: Path) -> Path:
-    """Write the tokenizer beside a model's weights."""
+    """Write the tokenizer to a model's folder, and return that folder."""
     merges = [(a.translate(BYTES), b.translate(BYTES)) for a, b in MERGES]
     characters = [c.translate(BYTES) for c in CHARACTERS]
     pieces = [*SPECIAL, *THINK, *characters, *(a + b for a, b in merges)]

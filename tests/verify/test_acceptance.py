@@ -1,4 +1,4 @@
-"""The walk takes what the target model chose, and nothing else."""
+"""Accepted paths follow the target model's choices, as far as the tree goes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lookahead_vllm.verify.acceptance import accepted_paths
 
 
 def accepted_path(tree: DraftTree, choices: list[int]) -> list[int]:
-    """The path in this tree, which stands between two others."""
+    """The accepted path of `tree`, verified in a forest between two other trees."""
     forest = DraftForest.of([DraftTree.chain([9]), tree, DraftTree.chain([9, 9])])
     at_nodes = np.array([9, *choices[1:], 9, 9], np.int32)
     paths = accepted_paths(forest, np.array([9, choices[0], 8], np.int32), at_nodes)
@@ -30,7 +30,7 @@ def trees_with_choices(draw: st.DrawFn) -> tuple[DraftTree, list[int]]:
         if (parent, token) not in zip(parents, tokens, strict=True):
             parents.append(parent)
             tokens.append(token)
-        else:  # keep indices dense
+        else:  # a token of its own, so that siblings differ
             parents.append(parent)
             tokens.append(100 + i)
     choices = draw(st.lists(st.integers(0, 4), min_size=len(tokens) + 1, max_size=len(tokens) + 1))
@@ -42,23 +42,23 @@ def trees_with_choices(draw: st.DrawFn) -> tuple[DraftTree, list[int]]:
 def test_the_path_follows_the_choices_as_far_as_the_tree_goes(case) -> None:
     tree, choices = case
     path = accepted_path(tree, choices)
-    here, wanted = -1, choices[0]
+    parent, token = -1, choices[0]
     for node in path:
-        assert tree.parents[node] == here
-        assert tree.tokens[node] == wanted
-        here, wanted = node, choices[node + 1]
-    children = [int(tree.tokens[i]) for i in range(len(tree)) if tree.parents[i] == here]
-    assert wanted not in children
+        assert tree.parents[node] == parent
+        assert tree.tokens[node] == token
+        parent, token = node, choices[node + 1]
+    children = [int(tree.tokens[i]) for i in range(len(tree)) if tree.parents[i] == parent]
+    assert token not in children
 
 
-def test_no_draft_emits_the_root_alone() -> None:
+def test_an_empty_draft_has_an_empty_path() -> None:
     assert accepted_path(EMPTY_TREE, [7]) == []
 
 
-def test_a_full_match_keeps_its_bonus_token() -> None:
+def test_a_full_match_accepts_all_nodes() -> None:
     assert accepted_path(DraftTree.chain([5, 6]), [5, 6, 9]) == [0, 1]
 
 
-def test_a_later_sibling_can_win() -> None:
+def test_a_later_sibling_can_be_accepted() -> None:
     tree = DraftTree.from_lists([1, 2, 3, 4], [-1, -1, 1, 0])
     assert accepted_path(tree, [2, 0, 3, 8, 8]) == [1, 2]

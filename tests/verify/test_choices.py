@@ -1,10 +1,10 @@
-"""The likeliest tokens are those of a full sort."""
+"""The top choices are the first tokens of a full sort."""
 
 import numpy as np
 import pytest
 import torch
 
-from lookahead_vllm.verify.choices import likeliest
+from lookahead_vllm.verify.choices import top_choices
 from lookahead_vllm.verify.cpu import native
 
 IMPLS = ["torch", pytest.param("native", marks=pytest.mark.skipif(
@@ -15,13 +15,13 @@ IMPLS = ["torch", pytest.param("native", marks=pytest.mark.skipif(
 @pytest.mark.parametrize("vocab", [8, 127, 128, 1025, 1280, 49_152, 50_257])
 @pytest.mark.parametrize("k", [1, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_they_are_the_largest_and_their_gaps(vocab, k, dtype, impl):
+def test_tokens_and_gaps_are_those_of_a_sort(vocab, k, dtype, impl):
     torch.manual_seed(vocab)
-    logits = torch.randn(7, vocab + 3).to(dtype)[:, :vocab]  # rows apart in memory
-    logits[0, vocab // 2 :] = -torch.inf  # a grammar forbids them
+    logits = torch.randn(7, vocab + 3).to(dtype)[:, :vocab]  # rows with a stride
+    logits[0, vocab // 2 :] = -torch.inf  # as after a grammar's mask
     logits[1] = -torch.rand(vocab).to(dtype)
     rows = np.array([0, 1, 3, 6, 2, 2, 4, 5, 6, 0], np.int64)
-    choices = likeliest(logits, rows, k, impl)
+    choices = top_choices(logits, rows, k, impl)
     logits = logits[rows]
     best = logits.float().sort(dim=-1, descending=True)
     assert choices.tokens.shape == choices.gaps.shape == (len(rows), k)
@@ -34,17 +34,17 @@ def test_they_are_the_largest_and_their_gaps(vocab, k, dtype, impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_no_rows_no_choices(impl):
-    none = np.empty(0, np.int64)
-    assert likeliest(torch.empty(3, 49_152), none, 8, impl).tokens.shape == (0, 8)
+def test_no_rows_give_no_choices(impl):
+    no_rows = np.empty(0, np.int64)
+    assert top_choices(torch.empty(3, 49_152), no_rows, 8, impl).tokens.shape == (0, 8)
 
 
 @pytest.mark.parametrize("k", [0, 9, 17])
-def test_no_more_than_there_are(k):
+def test_a_k_out_of_range_is_refused(k):
     with pytest.raises(ValueError, match=f"k is {k}; there are 1 to 8 choices"):
-        likeliest(torch.zeros(1, 8), np.zeros(1, np.int64), k)
+        top_choices(torch.zeros(1, 8), np.zeros(1, np.int64), k)
 
 
-def test_an_unknown_implementation_is_named():
+def test_an_unknown_implementation_is_refused():
     with pytest.raises(ValueError, match="'cuda'; choose 'auto', 'torch' or 'native'"):
-        likeliest(torch.zeros(1, 8), np.zeros(1, np.int64), 1, impl="cuda")
+        top_choices(torch.zeros(1, 8), np.zeros(1, np.int64), 1, impl="cuda")

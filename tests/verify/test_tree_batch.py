@@ -1,4 +1,4 @@
-"""A TreeBatch says who attends to whom, and where each tree lies."""
+"""The masks, depths and bounds of a TreeBatch are those of its trees."""
 
 import numpy as np
 import pytest
@@ -18,11 +18,11 @@ def trees(draw, max_nodes=80):
 
 
 def ancestors_and_self(tree: DraftTree, row: int) -> set[int]:
-    seen = {row}
+    rows = {row}
     while row:
         row = int(tree.parents[row - 1]) + 1
-        seen.add(row)
-    return seen
+        rows.add(row)
+    return rows
 
 
 def attended(mask: torch.Tensor) -> set[int]:
@@ -41,29 +41,29 @@ def test_a_row_attends_to_its_ancestors_and_itself(forest):
     row = 0
     for tree in forest:
         for j in range(len(tree) + 1):
-            own = ancestors_and_self(tree, j)
-            assert attended(batch.masks[row]) == own
-            assert batch.depths[row] == len(own) - 1
+            expected = ancestors_and_self(tree, j)
+            assert attended(batch.masks[row]) == expected
+            assert batch.depths[row] == len(expected) - 1
             row += 1
     assert row == len(batch.depths) == len(batch.masks)
 
 
-def test_the_largest_tree_fills_its_last_bit():
+def test_a_tree_of_256_nodes_has_nine_words():
     batch = TreeBatch.build([DraftTree.chain(range(256))], [0], [0], [0])
     assert batch.masks.shape == (257, 9)
     assert attended(batch.masks[-1]) == set(range(257))
 
 
-def test_ends_are_what_the_batch_reaches():
+def test_ends_bound_rows_tokens_and_slots():
     batch = TreeBatch.build([EMPTY_TREE, DraftTree.chain([1, 2])], [4, 2], [9, 5], [3, 30])
     assert batch.ends == (5, 10, 33)
     assert TreeBatch.build([], [], [], []).ends == (0, 0, 0)
 
 
-def test_compiled_code_gets_int32_only():
-    good = TreeBatch.build([EMPTY_TREE], [0], [0], [0])
-    fields = (good.rows, good.starts, good.sizes, good.contexts, good.depths)
+def test_a_view_needs_int32_of_equal_length():
+    batch = TreeBatch.build([EMPTY_TREE], [0], [0], [0])
+    fields = (batch.rows, batch.starts, batch.sizes, batch.contexts, batch.depths)
     with pytest.raises(ValueError, match="int32"):
-        _ = TreeBatch(*fields, good.masks.long()).view
+        _ = TreeBatch(*fields, batch.masks.long()).view
     with pytest.raises(ValueError, match="length"):
-        _ = TreeBatch(*fields, good.masks.repeat(2, 1)).view
+        _ = TreeBatch(*fields, batch.masks.repeat(2, 1)).view

@@ -1,1 +1,1 @@
-"""How many nodes a step sends: what a step costs, and which nodes are worth it."""
+"""The draft budget: the cost of a step, and the choice of the nodes that are worth it."""

@@ -1,4 +1,4 @@
-"""Which nodes a step sends: the cut that emits the most tokens in its time."""
+"""Allotment of a step's draft nodes: the cut that emits the most tokens per unit of time."""
 
 from __future__ import annotations
 
@@ -7,65 +7,63 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.budget.cost import CostCurve, Floats, Load, StepCost, StepWork
+from lookahead_vllm.draft.budget.cost import CostCurve, Load, StepCost, StepPrices, StepWork
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 
-PROBE_AFTER_STEPS = 16  # steps in a row with drafts that promise less than
-PROBE_BELOW_SPEEDUP = (
-    1.3  # times the tokens per time of a plain step, what one costs is looked at again
-)
+PROBE_AFTER_STEPS = 16
+"""After this many steps with drafts, a step without drafts may be run to refresh its cost."""
+
+PROBE_BELOW_SPEEDUP = 1.3
+"""Such a step is run if the drafts promise less than this many times the plain tokens per time."""
 
 
 class Allotment(NamedTuple):
-    """What each tree of a forest gets."""
+    """The nodes of each tree that a step sends."""
 
     sizes: Int64s
-    """int64 [t]: so many of its first nodes,"""
+    """int64 [t]: the number of nodes, taken from the front of each tree."""
     chained: NDArray[np.bool_]
-    """bool [t]: or the best chain in them."""
+    """bool [t]: whether only the best chain among these nodes is sent."""
     rate: float
-    """Tokens that the step is expected to emit for each unit of time."""
-    least: float
-    """The probability below which no node of this step would have been sent."""
+    """The expected number of tokens per unit of time."""
+    min_prob: float
+    """The probability below which no further node would have been sent; 0 if all are sent."""
 
 
 def allot(forest: DraftForest, contexts: Int64s, cost: StepCost, load: Load) -> Allotment:
-    """Give each request the nodes with which the step emits the most per unit of time.
+    """Choose the nodes with which the step emits the most tokens per unit of time.
 
-    A step is expected to emit a token for each decoding request and the sum of the probabilities
-    of all nodes; the quotient of that and the step's time is maximised (Dinkelbach's method). A
-    tree that is not worth its attention is cut to its best chain. Now and then, where not much is
-    at stake, nothing is given, so that what a step without drafts costs stays known.
+    A step is expected to emit one token for each decoding request plus the sum of the
+    probabilities of its nodes. Dinkelbach's method maximises the quotient of that and the step's
+    time. A tree that is not worth its attention is cut to its best chain. After PROBE_AFTER_STEPS
+    steps with drafts, if the expected speed-up is below PROBE_BELOW_SPEEDUP, no node is sent, so
+    that the cost of a step without drafts is measured again.
 
     Parameters
     ----------
     forest : DraftForest
-        Trees whose `probs` fall or stay.
+        Trees whose `probs` never rise from one node to the next.
     contexts : int64 [t]
         The committed tokens of each tree's request.
+    cost : StepCost
+        The cost model of a step.
+    load : Load
+        The step's other work.
     """
-    base, forward, chain, tree, root = cost.prices(contexts, load, forest.num_nodes)
+    prices = cost.prices(contexts, load, forest.num_nodes)
     decodes = len(forest) + load.decodes
-    sizes, chained, rate, least = _allot(
-        forest.probs,
-        forest.parents,
-        forest.firsts,
-        forest.branching,
-        decodes,
-        base,
-        forward,
-        chain,
-        tree,
-        root,
+    sizes, chained, rate, min_prob = _allot(
+        forest.probs, forest.parents, forest.firsts, forest.branching, decodes, prices
     )
-    if cost.drafting >= PROBE_AFTER_STEPS and rate * base < PROBE_BELOW_SPEEDUP * decodes:
+    too_slow = rate * prices.base < PROBE_BELOW_SPEEDUP * decodes
+    if cost.steps_since_plain >= PROBE_AFTER_STEPS and too_slow:
         sizes = np.zeros_like(sizes)
-    return Allotment(sizes, chained, rate, least)
+    return Allotment(sizes, chained, rate, min_prob)
 
 
 def compile_budget() -> None:
-    """Run every kernel of this module on one node, so that no request waits for the compiler."""
+    """Compile the kernels of this package, so that no request waits for the compiler."""
     cost = StepCost(CostCurve([1], [1.0]))
     trees = DraftForest.of([DraftTree.chain([0])])
     allotment = allot(trees, np.array([1]), cost, Load())
@@ -80,12 +78,10 @@ def _allot(
     firsts: Int64s,
     branching: NDArray[np.bool_],
     decodes: int,
-    base: float,
-    forward: Floats,
-    chain: Floats,
-    tree: Floats,
-    root: Floats,
+    prices: StepPrices,
 ) -> tuple[Int64s, NDArray[np.bool_], float, float]:
+    """The fields of the Allotment."""
+    base, forward, chain, tree, root = prices
     num_nodes, num_trees = len(probs), len(firsts) - 1
     owners = np.empty(num_nodes, np.int64)
     costs = np.empty(num_nodes)
@@ -101,19 +97,19 @@ def _allot(
     order = np.arange(num_nodes)
     for _ in range(8):
         for node in range(num_nodes):
-            # The root's part must not change the order within a tree.
+            # Without the root's cost, which would change the order within a tree.
             extra = tree[owners[node]] if branching[owners[node]] else chain[owners[node]]
             gains[node] = probs[node] - rate * extra
         order = np.argsort(-gains, kind="mergesort")
         emitted, time = float(decodes), base
-        best, most = 0, decodes - rate * base
+        best, best_value = 0, decodes - rate * base
         best_rate = decodes / base
         for k in range(num_nodes):
             emitted += probs[order[k]]
             time += costs[order[k]]
             value = emitted - rate * (time + forward[k + 1])
-            if value > most + 1e-12:
-                best, most = k + 1, value
+            if value > best_value + 1e-12:
+                best, best_value = k + 1, value
                 best_rate = emitted / (time + forward[k + 1])
         if best_rate <= rate * (1 + 1e-9):
             break
@@ -138,9 +134,9 @@ def _allot(
         if rate * saved > lost:
             chained[i] = True
             kept -= sizes[i] - length
-    least = 0.0
+    min_prob = 0.0
     if best < num_nodes:
         ahead = min(num_nodes, best + 8)
         cheapest = min(chain.min(), tree.min())
-        least = rate * (cheapest + (forward[ahead] - forward[best]) / (ahead - best))
-    return sizes, chained, rate, least
+        min_prob = rate * (cheapest + (forward[ahead] - forward[best]) / (ahead - best))
+    return sizes, chained, rate, min_prob

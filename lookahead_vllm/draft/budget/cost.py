@@ -1,4 +1,4 @@
-"""What a step costs: measured at start, then corrected by every step."""
+"""The cost of a step: measured at start, then corrected by every step."""
 
 from __future__ import annotations
 
@@ -11,34 +11,54 @@ from numpy.typing import NDArray
 
 from lookahead_vllm.draft.jit import Int64s, kernel
 
-MEMORY = 5.0  # seconds after which a step counts 1/e of what it did
-RELATIVE_NOISE = 0.1  # of the time of a step that no model foresees
-DRIFT = 0.1  # of the time predicted, by which steps are off on average where the load has changed:
-DRIFT_STEPS = 5  # the last ones, about so many;
-STEPS_KEPT_ON_DRIFT = 2  # then all steps before count together as so many
-MAX_SLOWDOWN = (
-    3.0  # a step that took so many times what was predicted was held up by something else
-)
-MIN_WEIGHT_SHARE = 0.2  # of what was measured at start, that a cost may fall to
-GAUSS_SEIDEL_SWEEPS = 30  # over the costs, after each step
-CRITICAL = 1.25  # the critical decoding length costs so many times what one token does
+CRITICAL_SLOWDOWN = 1.25
+"""A step of the critical decoding length takes this many times as long as a step of one token."""
+
+MEMORY_SECONDS = 5.0
+"""The weight of an observed step falls to 1/e in this time."""
+
+NOISE_SHARE = 0.1
+"""The assumed standard deviation of a step's time, as a share of the predicted time."""
+
+DRIFT_SHARE = 0.1
+"""If steps are off by more than this share of the predicted time on average, the load changed."""
+
+DRIFT_STEPS = 5
+"""The number of steps over which that average decays."""
+
+STEPS_KEPT_ON_DRIFT = 2
+"""After a change of load, all earlier steps together count as this many."""
+
+MAX_SLOWDOWN = 3.0
+"""A step's time counts up to this many times the prediction; the excess has another cause."""
+
+MIN_WEIGHT_SHARE = 0.2
+"""No weight falls below this share of its value at start."""
+
+GAUSS_SEIDEL_SWEEPS = 30
+"""The number of sweeps over the weights after each step."""
 
 Floats = NDArray[np.float64]
 
 
 class CostCurve:
-    """t(l): what a forward pass over l tokens costs beside attention to the context, in any unit.
+    """t(l): the cost of a forward pass over l tokens without attention to the context.
 
-    Piecewise linear through the measured points; constant before the first one, and going on with
-    the last slope after the last one. More tokens never cost less: a point below an earlier one
-    is raised to it.
+    The unit is the caller's. The curve is piecewise linear through the measured points, constant
+    below the first one, and continues with the last slope above the last one. It never falls: a
+    point below an earlier one is raised to it.
 
     Parameters
     ----------
     sizes : Sequence[int]
-        Numbers of tokens, rising, at least 1.
+        Numbers of tokens, increasing, at least 1.
     times : Sequence[float]
-        What a pass over so many tokens costs, above 0.
+        The cost of a pass over each number of tokens, above 0.
+
+    Raises
+    ------
+    ValueError
+        There are no points, or `sizes` and `times` are not as above.
     """
 
     def __init__(self, sizes: Sequence[int], times: Sequence[float]) -> None:
@@ -52,7 +72,7 @@ class CostCurve:
             raise ValueError(f"the sizes must rise and the times be above 0: {self}")
         self._table: Floats = np.empty(0)
         self.last_slope = 0.0
-        """What a token more costs where there are many."""
+        """The cost of one more token, beyond the last point."""
         if len(sizes) > 1:
             self.last_slope = float(np.diff(self.times)[-1] / np.diff(self.sizes)[-1])
 
@@ -70,10 +90,12 @@ class CostCurve:
 
     @property
     def critical_decoding_length(self) -> int:
-        """The most tokens that cost hardly more than one (CRITICAL times): Lookahead (KDD 2024),
-        section 3.2."""
+        """The largest number of tokens that cost at most CRITICAL_SLOWDOWN times t(1).
+
+        Source: Lookahead (KDD 2024), section 3.2.
+        """
         lengths = np.arange(1, int(self.sizes[-1]) + 1)
-        return int(lengths[self(lengths) <= CRITICAL * float(self(1))][-1])
+        return int(lengths[self(lengths) <= CRITICAL_SLOWDOWN * float(self(1))][-1])
 
     def __str__(self) -> str:
         points = zip(self.sizes.tolist(), self.times.tolist(), strict=False)
@@ -81,39 +103,54 @@ class CostCurve:
 
 
 class Load(NamedTuple):
-    """What a step has to do beside drafts."""
+    """A step's work for requests that may not have drafts."""
 
     decodes: int = 0
-    """Requests that get one token."""
+    """Requests that decode one token."""
     context: int = 0
-    """Tokens that they attend to, together."""
+    """The sum of their context lengths, in tokens."""
     prefill: int = 0
-    """Tokens of prompts."""
+    """Prompt tokens."""
 
 
 class StepWork(NamedTuple):
-    """What a step did, in what its time depends on."""
+    """The quantities that determine the time of a step."""
 
     tokens: int
-    """All that went through the model."""
+    """Tokens in the forward pass, draft tokens included."""
     requests: int
     nodes: int
-    """Those of the tokens that were drafts."""
+    """Draft tokens."""
     context: float
-    """Tokens that the requests attend to, together: what is read, whoever attends to it."""
+    """The sum of the requests' context lengths, in tokens: what attention reads once a request."""
     causal: float
-    """Rows of plain requests and chains times the context of each, summed."""
+    """Rows times context length, summed over requests without a tree and with a chain."""
     trees: float
-    """The same of branching trees."""
+    """Rows times context length, summed over requests with a branching tree."""
+
+
+class StepPrices(NamedTuple):
+    """The time of a step without drafts, and the time that draft nodes add to it."""
+
+    base: float
+    """The step without nodes, its prompts left out: their time is not due to drafts."""
+    forward: Floats
+    """float64 [num_nodes + 1]: what the forward pass takes longer with 0, 1, ... nodes in all."""
+    chain: Floats
+    """float64 [t]: what each node of this request adds to that in a chain."""
+    tree: Floats
+    """float64 [t]: what each node of this request adds to that in a branching tree."""
+    root: Floats
+    """float64 [t]: what the root's row adds if the request's tree branches."""
 
 
 class StepCost:
-    """The time of a step: measured at first, then corrected by every real step.
+    """Predicts the time of a step, and learns from the time of every real step.
 
-    It is a weighted sum: the curve at the step's tokens, a constant, and so much for having drafts
-    at all, for each request, each node, each token of context, and each that a row attends to, in
-    chains and in trees. The weights are found by least squares over the last MEMORY seconds, beside
-    what was measured at start: whatever the load does not tell apart stays as it was.
+    The prediction is a weighted sum of the curve at the step's tokens, a constant, the presence of
+    drafts, and the numbers in StepWork from `requests` on. The weights are the least-squares fit
+    to the steps of about the last MEMORY_SECONDS, with the measurement at start as a prior:
+    weights that the recent steps do not determine keep their values.
 
     Parameters
     ----------
@@ -124,7 +161,12 @@ class StepCost:
     causal, trees : float
         The time of one row for each token of context, in a chain and in a branching tree.
     drafts : float
-        What a step with drafts takes longer, however many they are.
+        The time that drafts add to a step, however many they are.
+
+    Raises
+    ------
+    ValueError
+        A cost is negative or not finite.
     """
 
     def __init__(
@@ -141,43 +183,52 @@ class StepCost:
         self.curve = curve
         self._start = np.array([1.0, 0.0, drafts, 0.0, 0.0, context, causal, trees])
         one = float(curve(1))
-        # How far from the start a weight may well be.
+        # The prior's standard deviation of each weight.
         row = 0.5 * max(causal, trees)
         jump = max(0.1 * one, 0.5 * drafts)
         spread = np.array([0.3, 0.3 * one, jump, 0.02 * one, 0.02 * one, 0.5 * context, row, row])
-        self._trust = 1 / np.maximum(spread, 1e-9 * one) ** 2
-        self._seen = np.zeros((8, 8))
-        self._told = np.zeros(8)
-        self._count = 1.0
+        self._precision = 1 / np.maximum(spread, 1e-9 * one) ** 2
+        self._normal_matrix = np.zeros((8, 8))
+        self._right_side = np.zeros(8)
+        self._num_steps = 1.0
+        """The number of observed steps, faded like their weight."""
         self._drift = 0.0
-        self.drafting = 0
-        """Steps with drafts since the last one without: alone they do not tell what drafts cost."""
+        """The mean relative error of about the last DRIFT_STEPS predictions."""
+        self.steps_since_plain = 0
+        """Steps with drafts since the last one without. The cost of drafts cannot be learned from
+        these alone."""
         self.weights: Floats = self._start.copy()
 
     def predict(self, work: StepWork) -> float:
-        """The time of a step that does this."""
+        """The time of a step with this work, in the unit of the curve."""
         return float(self.weights @ self._features(work))
 
     def observe(self, work: StepWork, time: float, seconds: float | None = None) -> float:
-        """Learn from a real step; returns what was predicted for it.
+        """Learn from a real step, and return the time that was predicted for it.
 
-        `seconds` is the time once more where the curve's unit is another.
+        `time` is in the unit of the curve; `seconds` is required if that unit is not seconds.
         """
-        self.drafting = self.drafting + 1 if work.nodes else 0
+        self.steps_since_plain = self.steps_since_plain + 1 if work.nodes else 0
         features = self._features(work)
         predicted = float(self.weights @ features)
         time = min(time, MAX_SLOWDOWN * predicted)
-        fade = math.exp(-(time if seconds is None else seconds) / MEMORY)
-        error = min(max(time / predicted - 1, -0.5), 0.5)  # one hiccup is no drift
+        fade = math.exp(-(time if seconds is None else seconds) / MEMORY_SECONDS)
+        error = min(max(time / predicted - 1, -0.5), 0.5)  # one outlier is no drift
         self._drift += (error - self._drift) / DRIFT_STEPS
-        if abs(self._drift) > DRIFT:  # the load on the machine has changed
-            fade = min(fade, STEPS_KEPT_ON_DRIFT / self._count)
-        # By what was predicted, not by the time: else a slow step would count less than a fast one.
-        scaled = features / (RELATIVE_NOISE * predicted)
-        self._count = fade * self._count + 1
-        target = time / (RELATIVE_NOISE * predicted)
-        _learn_step(
-            scaled, target, fade, self._seen, self._told, self._trust, self._start, self.weights
+        if abs(self._drift) > DRIFT_SHARE:  # the load on the machine has changed
+            fade = min(fade, STEPS_KEPT_ON_DRIFT / self._num_steps)
+        self._num_steps = fade * self._num_steps + 1
+        # Scaled by the prediction: scaled by the time, slow steps would count less than fast ones.
+        noise = NOISE_SHARE * predicted
+        _add_step(
+            features / noise,
+            time / noise,
+            fade,
+            self._normal_matrix,
+            self._right_side,
+            self._precision,
+            self._start,
+            self.weights,
         )
         return predicted
 
@@ -185,27 +236,17 @@ class StepCost:
         forward = self.curve.between(work.tokens, work.tokens)[0]
         return np.array([forward, 1.0, work.nodes > 0, *work[1:]])
 
-    def prices(
-        self, contexts: Int64s, load: Load, num_nodes: int
-    ) -> tuple[float, Floats, Floats, Floats, Floats]:
-        """What a step costs without drafts and what nodes add to it.
+    def prices(self, contexts: Int64s, load: Load, num_nodes: int) -> StepPrices:
+        """The time of the step without drafts, and what up to `num_nodes` nodes add to it.
 
         Parameters
         ----------
         contexts : int64 [t]
-            Committed tokens of the requests that may have drafts.
+            The committed tokens of the requests that may have drafts.
+        load : Load
+            The step's other work.
         num_nodes : int
-            The most nodes that are asked about.
-
-        Returns
-        -------
-        base : float
-            The step without a node; prompts in it are not counted: no draft is to blame for them.
-        forward : float64 [num_nodes + 1]
-            What so many nodes add, together; 0 for none.
-        chain, tree, root : float64 [t]
-            What a node of each request adds beside, in a chain and in a tree, and what its root
-            adds when it moves from the one to the other.
+            The largest number of nodes, of all requests together.
         """
         scale, fixed, drafts, request, node, read, causal, trees = self.weights.tolist()
         decodes = len(contexts) + load.decodes
@@ -221,40 +262,46 @@ class StepCost:
         forward += drafts - forward[0]
         forward[0] = 0.0
         chain, tree = node + causal * contexts, node + trees * contexts
-        return base, forward, chain, tree, np.maximum(tree - chain, 0.0)
+        return StepPrices(base, forward, chain, tree, np.maximum(tree - chain, 0.0))
 
     def marginal(self, context: float) -> float:
-        """What a node adds to a step that is large already."""
+        """The time that one more node adds to a step that is past the curve's last point.
+
+        `context` is the number of committed tokens of the node's request.
+        """
         scale, _, _, _, node, _, causal, _ = self.weights.tolist()
         return float(scale * self.curve.last_slope + node + causal * context)
 
 
 @kernel
-def _learn_step(
+def _add_step(
     features: Floats,
-    target: float,
+    time: float,
     fade: float,
-    seen: Floats,
-    told: Floats,
-    trust: Floats,
+    normal_matrix: Floats,
+    right_side: Floats,
+    precision: Floats,
     start: Floats,
     weights: Floats,
 ) -> None:
-    """Another row of the least squares: fills `weights` float64 [n], and `seen` and `told` go on.
+    """Add one row to the least squares, and update `weights` float64 [n] in place.
 
-    The least squares of (seen + trust) weights = told + trust start, where nothing is free or pays,
-    whatever noise says: no weight falls below MIN_WEIGHT_SHARE of its start. `trust` float64 [n] is
-    the diagonal of its matrix, above 0. By Gauss and Seidel's method, from the last weights on.
+    Solves (normal_matrix + diag(precision)) weights = right_side + precision * start by
+    Gauss-Seidel sweeps from the last weights, with each weight bounded below by MIN_WEIGHT_SHARE
+    of its start. `normal_matrix` [n, n] and `right_side` [n] fade by `fade` first. `precision` [n]
+    is above 0.
     """
     n = len(features)
     for i in range(n):
-        told[i] = fade * told[i] + features[i] * target
+        right_side[i] = fade * right_side[i] + features[i] * time
         for j in range(n):
-            seen[i, j] = fade * seen[i, j] + features[i] * features[j]
+            normal_matrix[i, j] = fade * normal_matrix[i, j] + features[i] * features[j]
     for _ in range(GAUSS_SEIDEL_SWEEPS):
         for i in range(n):
-            rest = told[i] + trust[i] * start[i]
+            rest = right_side[i] + precision[i] * start[i]
             for j in range(n):
                 if j != i:
-                    rest -= seen[i, j] * weights[j]
-            weights[i] = max(rest / (seen[i, i] + trust[i]), MIN_WEIGHT_SHARE * start[i])
+                    rest -= normal_matrix[i, j] * weights[j]
+            weights[i] = max(
+                rest / (normal_matrix[i, i] + precision[i]), MIN_WEIGHT_SHARE * start[i]
+            )

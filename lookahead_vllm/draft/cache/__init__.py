@@ -1,1 +1,1 @@
-"""The cache file: what a proposer has learned, kept between runs."""
+"""The cache file, which keeps what a proposer has learned between runs."""

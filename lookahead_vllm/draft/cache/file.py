@@ -1,12 +1,12 @@
-"""The file in which a cache outlives its process: written whole or not at all, checked when read.
+"""The format of the cache file. Saves are atomic, and every read verifies digests.
 
-Its parts, one after another:
+The file consists of, in order:
 
     magic (8 bytes), version (u32), length of the header (u32), header (JSON), digest
-    of every array that the header names: its bytes, digest
+    for each array in the header: its bytes, digest
 
-A digest is the BLAKE2b, in 16 bytes, of all that comes before it, earlier digests left out. So a
-file that is torn, that another one was written into, or that grew, is not taken for a cache.
+A digest is the 16-byte BLAKE2b of all bytes before it except earlier digests. So a file that is
+truncated, extended or changed is refused.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from lookahead_vllm.draft.trie.table import spaces_of
 
 MAGIC = b"LAHCACHE"
 VERSION = 4
-"""Raise it when the same bytes come to mean something else: hashes, columns, kinds of evidence."""
+"""The version of the format. Raise it when hashes, columns or kinds of evidence change."""
 
-CHUNK = 1 << 20
-"""Bytes that are copied at a time while everyone else waits."""
+CHUNK_BYTES = 1 << 20
+"""The number of bytes copied at a time, while the global interpreter lock is held."""
 
-MAX_HEADER = 64 << 20
+MAX_HEADER_BYTES = 64 << 20
 
-MAX_REFUSED = 3
-"""Refused files that are kept beside a cache."""
+MAX_REFUSED_FILES = 3
+"""The number of refused files that are kept beside a cache."""
 
 _PREFIX = struct.Struct("<8sII")
-_DIGEST = 16
+_DIGEST_BYTES = 16
 _DTYPES = {np.dtype(code).str for code in "bhiqBHIQefd"}
 _NOT_A_CACHE = "it is not a cache of lookahead"
 
 
 class CacheFileError(ValueError):
-    """What is wrong with the file, in one sentence that begins with `it`."""
+    """The file is refused; the message is one sentence about it that begins with `it`."""
 
 
 class ArrayHeader(NamedTuple):
-    """What the header says of an array."""
+    """An array's entry in the header."""
 
     name: str
     dtype: str
@@ -63,30 +63,31 @@ class ArrayHeader(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Without its digest."""
+        """The size of the array in bytes, without its digest."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 class Header(NamedTuple):
-    """What a file says of itself."""
+    """The header of a cache file."""
 
     release: str
     """The release of lookahead-vllm that wrote it."""
     created: float
-    """When that was, in seconds since 1970."""
+    """The time of the save, in seconds since 1970."""
     tokenizer: str
-    """See `fingerprint`."""
+    """The `fingerprint` of the tokenizer."""
     namespaces: int
+    """The number of namespaces."""
     arrays: tuple[ArrayHeader, ...]
     facts: dict[str, Any]
-    """What else the proposer wants to know."""
+    """The proposer's metadata; see `Cacheable.snapshot`."""
 
 
 def fingerprint(vocabulary: Mapping[Any, int]) -> str:
-    """What tells apart tokenizers that give their ids to different tokens, as 32 hex digits."""
+    """A hash of the mapping from tokens to ids, as 32 hex digits."""
     digest = hashlib.blake2b(digest_size=16)
-    for index, token in sorted((index, _bytes_of(token)) for token, index in vocabulary.items()):
-        digest.update(b"%d %d " % (index, len(token)))
+    for token_id, token in sorted((i, _bytes_of(token)) for token, i in vocabulary.items()):
+        digest.update(b"%d %d " % (token_id, len(token)))
         digest.update(token)
     return digest.hexdigest()
 
@@ -96,12 +97,12 @@ def _bytes_of(token: str | bytes) -> bytes:
 
 
 def fingerprint_without_tokenizer(model: str, vocab_size: int) -> str:
-    """What has to do where no tokenizer is loaded; never that of a vocabulary."""
+    """The fingerprint used if no tokenizer is loaded; it never equals that of a vocabulary."""
     return "model-" + hashlib.blake2b(f"{vocab_size} {model}".encode(), digest_size=16).hexdigest()
 
 
 def count_ngrams(arrays: Mapping[str, NDArray[Any]]) -> int:
-    """The n-grams of answers, which are those that a file has."""
+    """The number of n-grams of answers in a snapshot; a file holds no others."""
     return int((spaces_of(arrays["edges"]) > 0).sum())
 
 
@@ -113,50 +114,50 @@ def save(
     arrays: Mapping[str, NDArray[Any]],
     facts: Mapping[str, Any],
     tokenizer: str,
-    stand_back: Callable[[], object] = lambda: None,
+    after_chunk: Callable[[], object] = lambda: None,
 ) -> int:
-    """Write a snapshot of a proposer; the path holds the old file or the new one, always whole.
+    """Write a snapshot of a proposer, atomically.
 
-    The arrays may be in use. They are copied in their order, CHUNK bytes at a time, and the global
-    lock of the interpreter is held for each copy: kernels hold it too, so no row is caught while
-    it is written. What an array numbers must come before the array that counts the numbers, as
-    edges do before counters. `facts` must be older than all of them.
+    The proposer may be running. The arrays are copied in order, CHUNK_BYTES at a time, with the
+    global interpreter lock held during each copy. Kernels hold it too, so no row is copied half
+    written. An array that contains numbers must precede the array that counts them, as edges
+    precede counters. `facts` must be older than all arrays.
 
-    Requests' own texts are left out.
+    Edges of live requests' own texts are written as zeros.
 
     Parameters
     ----------
     path : Path
         The file; its directory must exist.
     arrays, facts
-        As `NGramTrieProposer.snapshot` returns them.
+        The result of `Cacheable.snapshot`.
     tokenizer : str
-        The fingerprint of the tokenizer that the token ids are of.
-    stand_back : callable
-        Called after each chunk: sleeps a little where requests are served meanwhile.
+        The fingerprint of the tokenizer.
+    after_chunk : callable
+        Called after each chunk. It may sleep, and an exception from it cancels the save.
 
     Returns
     -------
     int
-        The length of the file in bytes.
+        The size of the file in bytes.
 
     Raises
     ------
     OSError
-        It could not be written; the path is as it was.
+        The file could not be written; an existing one is unchanged.
     """
     header = _pack_header(arrays, facts, tokenizer)
     _remove_leftovers(path)
     descriptor, temporary = _create_beside(path)
     try:
         with open(descriptor, "wb") as file:
-            digest = hashlib.blake2b(header, digest_size=_DIGEST)
+            digest = hashlib.blake2b(header, digest_size=_DIGEST_BYTES)
             file.write(header + digest.digest())
             for name, array in arrays.items():
                 for chunk in _copied_chunks(array, leave_out_private=name == "edges"):
                     digest.update(chunk)
                     file.write(chunk)
-                    stand_back()
+                    after_chunk()
                 file.write(digest.digest())
             file.flush()
             os.fsync(file.fileno())
@@ -185,20 +186,20 @@ def _pack_header(
         "facts": facts,
     }
     text = json.dumps(content).encode()
-    if len(text) > MAX_HEADER:
+    if len(text) > MAX_HEADER_BYTES:
         raise OSError(f"there are too many namespaces for one file, {len(facts['namespaces'])}")
     return _PREFIX.pack(MAGIC, VERSION, len(text)) + text
 
 
 def _copied_chunks(array: NDArray[Any], leave_out_private: bool) -> Iterator[memoryview]:
-    """Copies of whole rows, one after another, in the same buffer."""
+    """Copy the array in chunks of whole rows; each chunk overwrites the buffer of the last."""
     source = array.reshape(-1).view(np.uint8).data
-    row = array.nbytes // max(1, len(array))
-    step = max(1, CHUNK // max(1, row)) * row
-    buffer = memoryview(bytearray(min(step, len(source))))
-    for start in range(0, len(source), max(1, step)):
-        size = min(step, len(source) - start)
-        buffer[:size] = source[start : start + size]  # one copy; nobody else runs meanwhile
+    row_bytes = array.nbytes // max(1, len(array))
+    chunk_bytes = max(1, CHUNK_BYTES // max(1, row_bytes)) * row_bytes
+    buffer = memoryview(bytearray(min(chunk_bytes, len(source))))
+    for start in range(0, len(source), max(1, chunk_bytes)):
+        size = min(chunk_bytes, len(source) - start)
+        buffer[:size] = source[start : start + size]  # one copy, which no kernel interrupts
         chunk = buffer[:size]
         if leave_out_private:
             rows = np.frombuffer(chunk, array.dtype).reshape(-1, *array.shape[1:])
@@ -211,20 +212,20 @@ def _temporary_names(path: Path) -> re.Pattern[str]:
 
 
 def _create_beside(path: Path) -> tuple[int, Path]:
-    """A new file of ours alone. It is locked, so that nobody takes it for a leftover."""
+    """Create a temporary file, locked so that no other save removes it as a leftover."""
     while True:
         temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with contextlib.suppress(OSError):  # a file system without locks
+        with contextlib.suppress(OSError):  # the file system may not have locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(temporary)):
                 return descriptor, temporary
-        os.close(descriptor)  # removed between the two calls
+        os.close(descriptor)  # another save removed the file before it was locked
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove what saves left that were killed: a lock goes with its process, in any container."""
+    """Remove temporary files of killed saves: those that no live process has locked."""
     names = _temporary_names(path)
     for name in filter(names.fullmatch, os.listdir(path.parent)):
         with contextlib.suppress(OSError):
@@ -239,25 +240,25 @@ def _remove_leftovers(path: Path) -> None:
 def _sync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # not every file system can
+        with contextlib.suppress(OSError):  # not every file system can sync a directory
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a refused file, over no other one; returns where it is now.
+    """Rename a refused file to an unused name, which is returned.
 
-    Of those that were set aside earlier, the latest two stay.
+    The latest MAX_REFUSED_FILES such files are kept; older ones are removed.
 
     Raises
     ------
     OSError
-        It could not be renamed.
+        The file could not be renamed.
     """
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    earlier = _set_aside_earlier(path)
-    last = max((number for other, number, _ in earlier if other == stamp), default=0)
+    refused = _refused_files(path)
+    last = max((number for other, number, _ in refused if other == stamp), default=0)
     for number in range(last + 1, last + 1000):
         suffix = f"-{number}" if number > 1 else ""
         target = path.with_name(f"{path.name}.refused-{stamp}{suffix}")
@@ -270,18 +271,18 @@ def set_aside(path: Path) -> Path:
         except OSError:
             target.unlink()
             raise
-        for _, _, name in earlier[: -MAX_REFUSED + 1]:
+        for _, _, name in refused[: -MAX_REFUSED_FILES + 1]:
             with contextlib.suppress(OSError):
                 path.with_name(name).unlink()
         return target
     raise FileExistsError(f"there are too many files {path.name}.refused-{stamp}")
 
 
-def _set_aside_earlier(path: Path) -> list[tuple[str, int, str]]:
-    """The time, the number within that second, and the name of each, the oldest first."""
+def _refused_files(path: Path) -> list[tuple[str, int, str]]:
+    """The time, the number within that second, and the name of each refused file, oldest first."""
     pattern = re.compile(rf"{re.escape(path.name)}\.refused-(\d{{8}}T\d{{6}}Z)(?:-(\d+))?")
-    found = filter(None, map(pattern.fullmatch, os.listdir(path.parent)))
-    return sorted((match[1], int(match[2] or 1), match[0]) for match in found)
+    matches = filter(None, map(pattern.fullmatch, os.listdir(path.parent)))
+    return sorted((match[1], int(match[2] or 1), match[0]) for match in matches)
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -290,21 +291,22 @@ def _set_aside_earlier(path: Path) -> list[tuple[str, int, str]]:
 def load(
     path: Path, tokenizer: str | None = None
 ) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-    """The arrays and the facts of a snapshot.
+    """Read the arrays and the facts of a snapshot.
 
     Parameters
     ----------
     path : Path
         The file.
     tokenizer : str, optional
-        The fingerprint that the file must have.
+        The fingerprint that the file must have; any if omitted.
 
     Raises
     ------
     CacheFileError
-        It is torn, foreign, of another release's format, of another tokenizer, or another user's.
+        The file is damaged, is no cache, has another format or tokenizer, or belongs to a user
+        other than this one and root.
     OSError
-        It cannot be read, or there is none.
+        The file is missing or cannot be read.
     """
     with _open(path) as file:
         owner, user = os.fstat(file.fileno()).st_uid, os.geteuid()
@@ -320,19 +322,19 @@ def load(
         for entry in header.arrays:
             array = np.empty(entry.shape, entry.dtype)
             content = array.reshape(-1).view(np.uint8).data
-            for start in range(0, len(content), CHUNK):
-                part = content[start : start + CHUNK]
+            for start in range(0, len(content), CHUNK_BYTES):
+                part = content[start : start + CHUNK_BYTES]
                 if file.readinto(part) != len(part):  # type: ignore[attr-defined]
                     raise CacheFileError("it became shorter while it was read")
                 digest.update(part)
-            if file.read(_DIGEST) != digest.digest():
+            if file.read(_DIGEST_BYTES) != digest.digest():
                 raise CacheFileError(f"it is damaged: its {entry.name} are not what was written")
             arrays[entry.name] = array
     return arrays, header.facts
 
 
 def read_header(path: Path) -> Header:
-    """What the file says of itself; its arrays are not read.
+    """Read the header alone.
 
     Raises
     ------
@@ -346,7 +348,7 @@ def read_header(path: Path) -> Header:
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[BinaryIO]:
     def opener(name: str, flags: int) -> int:
-        # Otherwise opening a pipe would wait for somebody to write into it.
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
         return os.open(name, flags | os.O_NONBLOCK)
 
     with open(path, "rb", opener=opener) as file:
@@ -356,7 +358,7 @@ def _open(path: Path) -> Iterator[BinaryIO]:
 
 
 def _read_header(file: BinaryIO) -> tuple[Header, Any]:
-    """The header, and the digest of all that was read."""
+    """The header, and the BLAKE2b state after it."""
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(_PREFIX.size)
     if not prefix.startswith(MAGIC):
@@ -368,18 +370,18 @@ def _read_header(file: BinaryIO) -> tuple[Header, Any]:
         raise CacheFileError(
             f"it is of format {version}, and this release of lookahead reads format {VERSION}"
         )
-    # No length is believed before it is compared with that of the file.
-    if length > MAX_HEADER or length > size - _PREFIX.size - _DIGEST:
+    # Nothing is allocated from a length that the size of the file contradicts.
+    if length > MAX_HEADER_BYTES or length > size - _PREFIX.size - _DIGEST_BYTES:
         raise CacheFileError("it is cut off, or damaged: its header is longer than the file")
     text = file.read(length)
-    digest = hashlib.blake2b(prefix + text, digest_size=_DIGEST)
-    if file.read(_DIGEST) != digest.digest():
+    digest = hashlib.blake2b(prefix + text, digest_size=_DIGEST_BYTES)
+    if file.read(_DIGEST_BYTES) != digest.digest():
         raise CacheFileError("it is damaged: its header is not what was written")
     try:
         header = _parse_header(json.loads(text), size)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CacheFileError(f"{_NOT_A_CACHE}: its header makes no sense") from None
-    needed = file.tell() + sum(entry.num_bytes + _DIGEST for entry in header.arrays)
+    needed = file.tell() + sum(entry.num_bytes + _DIGEST_BYTES for entry in header.arrays)
     if size != needed:
         raise CacheFileError(f"it has {size} bytes where its header needs {needed}")
     return header, digest

@@ -1,4 +1,4 @@
-"""Keeps what a proposer learned in a file: loaded at start, saved on an interval and at the end."""
+"""The keeper of a proposer's cache file: loads it at start, saves it regularly and at the end."""
 
 from __future__ import annotations
 
@@ -21,42 +21,41 @@ from lookahead_vllm.machine import CPUS_AT_START
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-PAUSE_SECONDS = (
-    0.02  # seconds after each chunk of a save beside requests: a save costs a step little
-)
+PAUSE_SECONDS = 0.02
+"""The pause after each chunk of a background save, so that the save slows steps only a little."""
 
 
-class _GivenUpError(Exception):
-    """A save beside requests was given up for the last one."""
+class _CancelledError(Exception):
+    """`close` cancelled a background save."""
 
 
 class Cacheable(Protocol):
-    """What a proposer has if it can be kept; see `NGramTrieProposer`."""
+    """A proposer whose cache can be saved, such as NGramTrieProposer."""
 
     def snapshot(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-        """The live arrays by name, and what else there is to know, as JSON."""
+        """The live arrays by name, and JSON-compatible metadata, the facts."""
 
     def restore(self, arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> None:
-        """Go on from a snapshot; ValueError if it does not fit."""
+        """Continue from a snapshot; ValueError if it does not fit this proposer."""
 
 
 class CacheKeeper:
-    """The file of one proposer.
+    """Keeps one proposer's cache in a file.
 
-    Making one loads the file. A missing one is no error; one that is refused is set aside, and
-    the proposer begins with nothing. Until `close`, a thread saves the file every `interval`
-    seconds in which something was learned; 0 is never.
+    The constructor loads the file. If it is missing or refused, the proposer starts with an empty
+    cache; a refused file is set aside. Until `close`, a thread saves the file every `interval`
+    seconds if the proposer has learned something.
 
     Parameters
     ----------
     proposer : Cacheable
-        The proposer; it may be at work while the file is saved.
+        The proposer; it may run while the file is saved.
     path : Path
         The file; its directory must exist.
     interval : float
-        Seconds between two saves.
+        Seconds between two saves; 0 saves only on `begin_to_save` and `close`.
     tokenizer : str
-        The fingerprint of the tokenizer in use, see `cache_file.fingerprint`.
+        The `fingerprint` (cache/file.py) of the tokenizer in use.
     """
 
     def __init__(self, proposer: Cacheable, path: Path, interval: float, tokenizer: str) -> None:
@@ -65,9 +64,9 @@ class CacheKeeper:
         self._interval = interval
         self._tokenizer = tokenizer
         self._may_save = self._load()
-        self._saved = self._mark()
-        self._problem = ""
-        """What was said of the last save, if it failed."""
+        self._saved_state = self._state_hash()
+        self._last_error = ""
+        """The error of the last save, empty if it succeeded."""
         self._due = threading.Event()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -77,36 +76,36 @@ class CacheKeeper:
             )
             self._thread.start()
 
-    def save(self, rest: float = 0.0) -> bool:
-        """Save the file if something was learned since the last time; False if that failed.
+    def save(self, pause: float = 0.0) -> bool:
+        """Save the file if the proposer has learned something since the last save.
 
-        `rest` is how many seconds to sleep after each chunk. Such a save is given up when `close`
-        is called, which makes one of its own.
+        Sleeps `pause` seconds after each chunk; `close` cancels a save with a pause. Returns False
+        if the save failed or was cancelled.
         """
-        mark = self._mark()
-        if mark == self._saved or not self._may_save:
+        state = self._state_hash()
+        if state == self._saved_state or not self._may_save:
             return True
         start = time.perf_counter()
         arrays, facts = self._proposer.snapshot()
 
-        def stand_back() -> None:
-            if rest and self._closing.wait(rest):
-                raise _GivenUpError
+        def wait_after_chunk() -> None:
+            if pause and self._closing.wait(pause):
+                raise _CancelledError
 
         try:
-            size = cache_file.save(self.path, arrays, facts, self._tokenizer, stand_back)
-        except _GivenUpError:
+            size = cache_file.save(self.path, arrays, facts, self._tokenizer, wait_after_chunk)
+        except _CancelledError:
             return False
         except OSError as error:
-            if str(error) != self._problem:  # the next one may fail alike
-                self._problem = str(error)
+            if str(error) != self._last_error:  # log repeated failures once
+                self._last_error = str(error)
                 logger.warning(
                     "Lookahead's cache could not be saved as %s: %s. What was there is untouched.",
                     self.path,
                     error,
                 )
             return False
-        self._saved, self._problem = mark, ""
+        self._saved_state, self._last_error = state, ""
         seconds = time.perf_counter() - start
         logger.info(
             "Lookahead's cache was saved as %s: %d MB in %.1f s.", self.path, size >> 20, seconds
@@ -114,11 +113,11 @@ class CacheKeeper:
         return True
 
     def begin_to_save(self) -> None:
-        """Save beside requests, now instead of at the end of the interval; returns at once."""
+        """Start a background save now, without waiting for the interval or for the save."""
         self._due.set()
 
     def close(self) -> None:
-        """Save for the last time. Once is enough; a second call does nothing."""
+        """Stop the thread and save for the last time; further calls do nothing."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -128,7 +127,7 @@ class CacheKeeper:
         self.save()
 
     def _load(self) -> bool:
-        """Load the file; False if nothing can be saved, or should not."""
+        """Load the file, and return whether it may be saved."""
         start = time.perf_counter()
         may_write = os.access(self.path.parent, os.W_OK | os.X_OK)
         if not may_write:
@@ -142,7 +141,7 @@ class CacheKeeper:
         except FileNotFoundError:
             logger.info("Lookahead starts cold: there is no cache %s yet.", self.path)
             return may_write
-        except PermissionError as error:  # it is somebody else's
+        except PermissionError as error:  # the file belongs to another user
             logger.warning("Lookahead starts cold and saves nothing: %s.", error)
             return False
         except (CacheFileError, OSError, ValueError) as error:
@@ -158,24 +157,25 @@ class CacheKeeper:
 
     def _restore(self, arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> None:
         capacity = len(self._proposer.snapshot()[0]["edges"])
-        if (given := len(arrays.get("edges", ()))) != capacity:
+        if (saved := len(arrays.get("edges", ()))) != capacity:
             raise CacheFileError(
-                f"it was made for max_nodes={given}, and this server has max_nodes={capacity}"
+                f"it was made for max_nodes={saved}, and this server has max_nodes={capacity}"
             )
         self._proposer.restore(arrays, facts)
 
     def _set_aside(self, error: Exception) -> bool:
+        """Rename the refused file, and return whether a new one may be saved."""
         try:
             target = cache_file.set_aside(self.path)
-        except FileNotFoundError:  # another server was faster
+        except FileNotFoundError:  # another server has renamed it
             target = None
-        except OSError as obstacle:
+        except OSError as rename_error:
             logger.warning(
                 "Lookahead starts cold and saves nothing: the cache %s was refused, %s; and it "
                 "could not be set aside: %s.",
                 self.path,
                 error,
-                obstacle,
+                rename_error,
             )
             return False
         logger.warning(
@@ -186,19 +186,19 @@ class CacheKeeper:
         )
         return True
 
-    def _mark(self) -> bytes:
-        """Changes whenever something is learned: then a rate or a counter changes too."""
+    def _state_hash(self) -> bytes:
+        """A hash that changes when the proposer learns: each new edge changes a rate or counter."""
         arrays, facts = self._proposer.snapshot()
-        mark = hashlib.blake2b(json.dumps(facts).encode())
+        digest = hashlib.blake2b(json.dumps(facts).encode())
         for name, array in arrays.items():
             if name != "edges":
-                mark.update(array)  # type: ignore[arg-type]
-        return mark.digest()
+                digest.update(array)  # type: ignore[arg-type]
+        return digest.digest()
 
     def _save_when_due(self) -> None:
         # vLLM binds a CPU worker's threads to cores, and a new thread inherits one of them.
         if CPUS_AT_START:
-            with suppress(OSError):  # some of them may be gone
+            with suppress(OSError):  # a core may be offline by now
                 os.sched_setaffinity(0, CPUS_AT_START)
         while True:
             self._due.wait(self._interval or None)

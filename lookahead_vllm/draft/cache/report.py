@@ -1,4 +1,4 @@
-"""What is in a cache file, for people."""
+"""A readable report on a cache file."""
 
 from __future__ import annotations
 
@@ -17,18 +17,23 @@ from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.trie.acceptance_rate import HITS, TRIALS, AcceptanceRate
 from lookahead_vllm.draft.trie.namespaces import digest_of
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
-from lookahead_vllm.draft.trie.suffix import ORDERS, row_of
+from lookahead_vllm.draft.trie.suffix import ORDERS, hashes_of
 from lookahead_vllm.draft.trie.table import Trie, counts_of, spaces_of
 
-MOST_NAMESPACES = 20  # that are listed
-MOST_NGRAMS = 20  # that are shown of a namespace
-LONGEST = 32  # tokens of one that is shown
+MAX_NAMESPACES = 20
+"""The number of namespaces that are listed."""
+
+MAX_NGRAMS = 20
+"""The number of n-grams that are shown of a namespace."""
+
+MAX_NGRAM_TOKENS = 32
+"""The length of the longest n-gram that is shown."""
 
 Decode = Callable[[list[int]], str]
 
 
 class Ngram(NamedTuple):
-    """Tokens that follow each other, and how often the rarest step of them was taken."""
+    """A sequence of tokens, and the count of its rarest edge."""
 
     tokens: list[int]
     times: int
@@ -37,14 +42,23 @@ class Ngram(NamedTuple):
 def describe(
     path: Path, tokenizer: str | None = None, vocab_size: int = 0, decode: Decode | None = None
 ) -> str:
-    """A report on the file, of several lines; with `decode`, also on its most frequent n-grams.
+    """Report on the file, in several lines.
 
-    `tokenizer` is the fingerprint that the file must have, if given.
+    Parameters
+    ----------
+    path : Path
+        The file.
+    tokenizer : str, optional
+        The fingerprint that the file must have.
+    vocab_size : int
+        The number of token ids; needed with `decode`.
+    decode : callable, optional
+        Turns token ids into text. With it, the report shows the most frequent n-grams.
 
     Raises
     ------
     CacheFileError, OSError
-        It is no whole cache file, or cannot be read.
+        As `cache.file.load`.
     """
     header = cache_file.read_header(path)
     arrays, facts = cache_file.load(path, tokenizer)
@@ -55,10 +69,10 @@ def describe(
     spaces = spaces_of(edges)
     held = spaces > 0
     total = int(held.sum())
-    made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(header.created))
+    created = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(header.created))
     lines = [
         f"{path}: {path.stat().st_size / 1e6:.1f} MB, whole",
-        f"made        {made}, by lookahead-vllm {header.release}",
+        f"made        {created}, by lookahead-vllm {header.release}",
         f"tokenizer   {header.tokenizer}",
         f"n-grams     {total} of at most {len(edges)} ({total / len(edges):.1%}); "
         f"{proposer.trie.num_pruned} were pruned so far",
@@ -67,14 +81,14 @@ def describe(
         f"namespaces  {header.namespaces}",
     ]
     sizes = dict(zip(*np.unique(spaces[held], return_counts=True), strict=True))
-    names = sorted(facts["namespaces"].items(), key=lambda item: -sizes.get(item[1], 0))
-    for digest, space in names[:MOST_NAMESPACES]:
+    namespaces = sorted(facts["namespaces"].items(), key=lambda item: -sizes.get(item[1], 0))
+    for digest, space in namespaces[:MAX_NAMESPACES]:
         name = "   (the one without a name)" if digest == digest_of("") else ""
         lines.append(f"  {digest}  {sizes.get(space, 0):>10} n-grams{name}")
-    if len(names) > MOST_NAMESPACES:
-        lines.append(f"  and {len(names) - MOST_NAMESPACES} smaller ones")
+    if len(namespaces) > MAX_NAMESPACES:
+        lines.append(f"  and {len(namespaces) - MAX_NAMESPACES} smaller ones")
     if decode is not None:
-        for digest, space in names[:3]:
+        for digest, space in namespaces[:3]:
             lines += ["", f"most frequent in {digest}:"]
             lines += [
                 f"  {ngram.times:>6} x {decode(ngram.tokens)!r}"
@@ -84,7 +98,7 @@ def describe(
 
 
 def _histogram(counts: NDArray[np.int64]) -> str:
-    """How many were seen how often, in words."""
+    """The share of n-grams in each range of counts, as text."""
     bounds = [1, 2, 4, 8, 16, 64, 1 << 16]
     parts = []
     for low, high in itertools.pairwise(bounds):
@@ -95,7 +109,7 @@ def _histogram(counts: NDArray[np.int64]) -> str:
 
 
 def _rates(trials: NDArray[np.float32], priors: NDArray[np.float32]) -> str:
-    """How much was learned about evidence, in words."""
+    """The number of acceptance rates with trials, and their mean, as text."""
     tried = (trials != priors).any(axis=1)
     hits, total = trials[tried].sum(axis=0)[[HITS, TRIALS]] if tried.any() else (0, 0)
     share = f"; what they judged came true in {hits / total:.1%}" if total else ""
@@ -103,43 +117,45 @@ def _rates(trials: NDArray[np.float32], priors: NDArray[np.float32]) -> str:
 
 
 def frequent_ngrams(trie: Trie, space: int, vocab_size: int) -> list[Ngram]:
-    """The n-grams of a space that were seen most often, each as long as it stays that frequent.
+    """The most frequent n-grams of a space, each extended while it stays about as frequent.
 
-    Suffixes are kept as hashes, so every token of the vocabulary is asked for what followed it.
+    The trie holds suffixes as hashes, so the followers of every token of the vocabulary are
+    looked up.
     """
     pairs: list[tuple[int, int, int]] = []
     for token in range(vocab_size):
-        row = row_of(np.array([token], np.int32))
-        for follower, count in trie.followers(space, row, 0):
+        hashes = hashes_of(np.array([token], np.int32))
+        for follower, count in trie.followers(space, hashes, 0):
             if count > 1:
                 heapq.heappush(pairs, (count, token, follower))
-                if len(pairs) > 10 * MOST_NGRAMS:
+                if len(pairs) > 10 * MAX_NGRAMS:
                     heapq.heappop(pairs)
     found: list[Ngram] = []
     for count, *pair in sorted(pairs, reverse=True):
         ngram = _extended(trie, space, Ngram(pair, count))
-        if len(found) < MOST_NGRAMS and not any(_within(ngram, other) for other in found):
+        if len(found) < MAX_NGRAMS and not any(_within(ngram, other) for other in found):
             found = [other for other in found if not _within(other, ngram)] + [ngram]
     return sorted(found, key=lambda ngram: -ngram.times)
 
 
 def _extended(trie: Trie, space: int, ngram: Ngram) -> Ngram:
-    tokens, least = list(ngram.tokens), ngram.times
-    while len(tokens) < LONGEST:
+    """Append the most frequent follower while its count is at least half of the n-gram's."""
+    tokens, min_times = list(ngram.tokens), ngram.times
+    while len(tokens) < MAX_NGRAM_TOKENS:
         suffix = max(i for i, order in enumerate(ORDERS) if order <= len(tokens))
-        row = row_of(np.array(tokens, np.int32))
+        hashes = hashes_of(np.array(tokens, np.int32))
         token, times = max(
-            trie.followers(space, row, suffix), key=lambda item: item[1], default=(0, 0)
+            trie.followers(space, hashes, suffix), key=lambda item: item[1], default=(0, 0)
         )
         if times < max(2, ngram.times / 2):
             break
         tokens.append(token)
-        least = min(least, times)
-    return Ngram(tokens, least)
+        min_times = min(min_times, times)
+    return Ngram(tokens, min_times)
 
 
 def _within(ngram: Ngram, other: Ngram) -> bool:
-    """Whether `other` tells the same and more."""
+    """Whether the tokens of `other` contain those of `ngram`."""
     size = len(ngram.tokens)
     return any(
         other.tokens[i : i + size] == ngram.tokens for i in range(len(other.tokens) - size + 1)

@@ -1,4 +1,4 @@
-"""Texts that a proposer learns from before it serves: documents, chats, answers of the past."""
+"""Texts from which a proposer learns before it serves: documents, chats and earlier answers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import numpy as np
 
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 
-PROGRESS_TOKENS = 4096  # tokens between two steps of the progress bar
+PROGRESS_TOKENS = 4096
+"""The number of tokens between two updates of the progress bar."""
+
 RESPONSES = ("response", "completion")
+"""The keys under which a line may hold its answer."""
 
 _EXPECTED = (
     "an object with `text`, with `output_token_ids`, with `messages`, or with `prompt` and "
@@ -25,31 +28,31 @@ class TextError(ValueError):
 
 
 class Text(NamedTuple):
-    """What was said, and after what, as token ids."""
+    """A prompt and its answer, as token ids."""
 
     prompt: list[int]
     """Empty for a document."""
     answer: list[int]
     num_bytes: int
-    """Of the file it was read from, for a progress bar."""
+    """The number of bytes that the text took in its file, for a progress bar."""
 
 
 def read_texts(path: Path, tokenizer: Any) -> Iterator[Text]:
-    """The texts of one file, in order.
+    """Read the texts of a file, in order.
 
     Parameters
     ----------
     path : Path
-        Of a name that ends in `.jsonl`, every line is a text; any other is one document, in UTF-8.
+        In a `.jsonl` file, each line is a text. Any other file is one document in UTF-8.
     tokenizer
-        A tokenizer of `transformers`.
+        A tokenizer from `transformers`.
 
     Raises
     ------
     TextError
         The file cannot be read, or a line is not a text.
     """
-    most = max(tokenizer.get_vocab().values())
+    max_id = max(tokenizer.get_vocab().values())
     number = 0
     try:
         with path.open("rb") as file:
@@ -61,8 +64,8 @@ def read_texts(path: Path, tokenizer: Any) -> Iterator[Text]:
                 number += 1
                 turns = _turns(raw.decode("utf-8-sig"), tokenizer) if raw.strip() else [([], [])]
                 for prompt, answer in turns:
-                    if max(prompt, default=0) > most or max(answer, default=0) > most:
-                        raise ValueError(f"a token id is above {most}, the tokenizer's last")
+                    if max(max(prompt, default=0), max(answer, default=0)) > max_id:
+                        raise ValueError(f"a token id is above {max_id}, the tokenizer's last")
                 for prompt, answer in turns[:-1]:
                     yield Text(prompt, answer, 0)
                 yield Text(*turns[-1], len(raw))
@@ -79,7 +82,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def _turns(text: str, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    """Every answer of a line, after its prompt; ValueError says what is wrong with the line."""
+    """The prompt and the answer of each turn in a line; ValueError if the line is malformed."""
     try:
         line = json.loads(text)
     except json.JSONDecodeError as error:
@@ -92,11 +95,11 @@ def _turns(text: str, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
     if "messages" in line:
         return _turns_of_chat(line["messages"], tokenizer)
     answer = next((line[key] for key in ("text", *RESPONSES) if key in line), None)
-    before = line.get("prompt", "") if "text" not in line else ""
-    if not isinstance(answer, str) or not isinstance(before, str):
+    prompt_text = line.get("prompt", "") if "text" not in line else ""
+    if not isinstance(answer, str) or not isinstance(prompt_text, str):
         raise ValueError(_EXPECTED)
-    # A server puts special tokens in front of a prompt, and none in front of an answer.
-    prompt = list(tokenizer.encode(before, verbose=False)) if before else []
+    # A server puts special tokens before a prompt, and none before an answer.
+    prompt = list(tokenizer.encode(prompt_text, verbose=False)) if prompt_text else []
     return [(prompt, _encode(tokenizer, answer))]
 
 
@@ -108,7 +111,7 @@ def _ids(line: dict[str, Any], key: str) -> list[int]:
 
 
 def _turns_of_chat(messages: Any, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    """Each answer of the assistant, with the chat before it as its prompt."""
+    """Each of the assistant's messages as an answer, with the chat before it as its prompt."""
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise ValueError("`messages` must be a list of objects with `role` and `content`")
     turns = []
@@ -123,7 +126,7 @@ def _turns_of_chat(messages: Any, tokenizer: Any) -> list[tuple[list[int], list[
             raise ValueError(f"the chat template refuses it: {sentence}") from None
         if whole[: len(prompt)] == prompt:
             turns.append((prompt, whole[len(prompt) :]))
-        else:  # some templates render the last message differently from those before it
+        else:  # some templates render the last message differently from earlier ones
             turns.append((prompt, _encode(tokenizer, str(message.get("content", "")))))
     if not turns:
         raise ValueError("`messages` has none of the role `assistant`")
@@ -144,14 +147,14 @@ def learn(
     namespace: str = "",
     advance: Callable[[int], object] = lambda num_bytes: None,
 ) -> None:
-    """Let the proposer hear the text as a request's answer; `advance` is told of its bytes."""
+    """Feed the text to the proposer as a request, and report progress in bytes to `advance`."""
     proposer.start("warming", text.prompt, namespace)
     tokens = np.array(text.answer, np.int32)
-    told = 0
+    reported = 0
     for start in range(0, len(tokens), PROGRESS_TOKENS):
         proposer.extend({"warming": tokens[start : start + PROGRESS_TOKENS]})  # type: ignore[dict-item]
         done = text.num_bytes * min(start + PROGRESS_TOKENS, len(tokens)) // len(tokens)
-        advance(done - told)
-        told = done
-    advance(text.num_bytes - told)
+        advance(done - reported)
+        reported = done
+    advance(text.num_bytes - reported)
     proposer.finish("warming")

@@ -1,9 +1,11 @@
-"""What may follow a text, by what was seen to follow it, and how good the evidence is.
+"""The tokens that followed the suffixes of a text, and how strong the evidence for each is.
 
 Source: multi-stage retrieval, Lookahead (KDD 2024), section 4.3.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,45 +14,71 @@ from lookahead_vllm.draft.sources import REFERENCE
 from lookahead_vllm.draft.trie.suffix import NUM_SPARSE, NUM_SUFFIXES, ORDERS, Hashes
 from lookahead_vllm.draft.trie.table import (
     COUNT_SHIFT,
-    MOST,
-    NAME,
+    KEY,
+    MAX_UINT16,
     NO_SPACE,
-    TOKEN_BITS,
+    TOKEN_MASK,
     USE,
+    TrieArrays,
     locate,
     matches,
     region_of,
 )
 
 NUM_SOURCES = 3
-"""Those in the trie: OWN, ANSWERS and REFERENCE."""
+"""The sources in the trie: OWN, ANSWERS and REFERENCE."""
 CHOICES = 3
-"""And the model's choices, see `recycling.py`, among a text's spaces and longest matches."""
+"""The index of the model's choices (`recycling.py`) in a text's spaces and longest matches."""
 NUM_SPACES = 4
 
-# The columns of what was found: the sources in the trie, and more.
+# Columns of `Candidates.evidence`, after those of the sources in the trie.
 SPARSE_OWN, SPARSE_ANSWERS, CHOSEN = 3, 4, 5
 TOKEN = 6
 NUM_COLUMNS = 7
 
-NAMES, SLOT, HELD = range(3)  # of the places where a suffix is looked for
+KEYS, SLOTS, MATCHES = range(3)  # of `Candidates.lookups`
 
 MAX_CANDIDATES = 12  # of one text
 
-_STAGES = 2  # how many suffixes, longest first, may name continuations, beside the two shortest
+_STAGES = 2  # suffixes, longest first, that are read beside the two shortest
 _SHARES, _GAPS, _RANKS = 9, 3, 2
 _SPARSE_SHARES = 6
 
 NUM_KINDS = 1 + len(ORDERS) * _SHARES * _GAPS * _RANKS
-"""How many kinds of evidence there are in one source; 0 is none."""
+"""Kinds of evidence in one source; 0 is no evidence."""
 NUM_COARSE_KINDS = 1 + 5 * 5 * _GAPS
 NUM_SPARSE_KINDS = _SPARSE_SHARES**NUM_SPARSE
 
 
+class Candidates(NamedTuple):
+    """The candidates of one text, as arrays that are reused for every text."""
+
+    evidence: Int32s
+    """int32 [MAX_CANDIDATES, NUM_COLUMNS]: a row for each candidate, with its TOKEN and the kind of
+    evidence for it in each source. A kind combines the longest suffix that the token followed, its
+    share of what followed, the number of longer suffixes that it never followed, and whether it
+    was the last to follow."""
+    longest: Int32s
+    """int32 [NUM_SPACES]: the longest suffix found in each space, plus 1; 0 for none."""
+    lookups: Int64s
+    """int64 [3, NUM_SOURCES, NUM_SUFFIXES]: for each suffix the KEYS of its edges, the first of the
+    SLOTS of their line, and the MATCHES among these slots, as bits."""
+
+
+@kernel
+def new_candidates() -> Candidates:
+    """The arrays for `look_up` and `find_candidates`."""
+    return Candidates(
+        np.empty((MAX_CANDIDATES, NUM_COLUMNS), np.int32),
+        np.zeros(NUM_SPACES, np.int32),
+        np.empty((3, NUM_SOURCES, NUM_SUFFIXES), np.int64),
+    )
+
+
 @kernel
 def _share(count: int, total: int) -> int:
-    """The share of a continuation; one that always followed is told by how often that was."""
-    # Without a branch: no processor foresees them.
+    """The class of a token's share; a share of nearly 1 is divided further by `total`."""
+    # Without branches, which the processor cannot predict here.
     share = np.int64(20 * count >= total)  # a twentieth
     share += np.int64(10 * count >= total)
     share += np.int64(10 * count >= 3 * total)
@@ -79,114 +107,99 @@ def _coarse_kinds() -> Int32s:
     return kinds
 
 
-COARSE = _coarse_kinds()
-"""int32 [NUM_KINDS]: fewer kinds, for pairs of them."""
-
-
-@kernel
-def candidate_scratch() -> tuple[Int32s, Int32s, Int64s]:
-    """`found`, `longest` and `places` for `find_candidates`, to be used again and again."""
-    return (
-        np.empty((MAX_CANDIDATES, NUM_COLUMNS), np.int32),
-        np.zeros(NUM_SPACES, np.int32),
-        np.empty((3, NUM_SOURCES, NUM_SUFFIXES), np.int64),
-    )
+COARSE_KINDS = _coarse_kinds()
+"""int32 [NUM_KINDS]: the coarse kind, below NUM_COARSE_KINDS, of each kind; for pairs of kinds."""
 
 
 @kernel
 def look_up(
-    edges: Int64s, live: Int32s, spaces: Int32s, row: Hashes, places: Int64s, suffixes: int
+    trie: TrieArrays, spaces: Int32s, hashes: Hashes, lookups: Int64s, num_suffixes: int
 ) -> None:
-    """Match the first `suffixes` of NUM_SUFFIXES suffixes in all sources.
+    """Look up the first `num_suffixes` of NUM_SUFFIXES suffixes of a text in all sources.
 
     Parameters
     ----------
     spaces : int32 [NUM_SPACES]
-        Where to look; the first ones are the trie's.
-    places : int64 [3, NUM_SOURCES, NUM_SUFFIXES]
-        Gets the NAMES of the suffixes, the first SLOT of each and which slots are HELD by its
-        edges.
+        The text's spaces, those of the trie's sources first.
+    hashes : uint64 [NUM_HASHES]
+        The text's.
+    lookups : int64 [3, NUM_SOURCES, NUM_SUFFIXES]
+        Receives what `Candidates.lookups` holds.
     """
+    edges = trie.edges
     for source in range(NUM_SOURCES):
         if spaces[source] != NO_SPACE:
-            first, lines = region_of(edges, live, spaces[source])
-            for suffix in range(suffixes):
-                name, slot = locate(first, lines, spaces[source], row, suffix)
-                places[NAMES, source, suffix], places[SLOT, source, suffix] = name, slot
-    # One look at every line in a loop as small as can be: the processor then waits for all of
-    # them together.
+            first, lines = region_of(trie, spaces[source])
+            for suffix in range(num_suffixes):
+                key, slot = locate(first, lines, spaces[source], hashes, suffix)
+                lookups[KEYS, source, suffix], lookups[SLOTS, source, suffix] = key, slot
+    # Reads each line once in a loop that is as small as possible, so that the processor fetches
+    # all lines at the same time.
     for source in range(NUM_SOURCES):
         if spaces[source] != NO_SPACE:
-            for suffix in range(suffixes):
-                places[HELD, source, suffix] = edges[places[SLOT, source, suffix], NAME]
+            for suffix in range(num_suffixes):
+                lookups[MATCHES, source, suffix] = edges[lookups[SLOTS, source, suffix], KEY]
     for source in range(NUM_SOURCES):
         if spaces[source] != NO_SPACE:
-            for suffix in range(suffixes):
-                places[HELD, source, suffix] = matches(
-                    edges, places[NAMES, source, suffix], places[SLOT, source, suffix]
+            for suffix in range(num_suffixes):
+                lookups[MATCHES, source, suffix] = matches(
+                    edges, lookups[KEYS, source, suffix], lookups[SLOTS, source, suffix]
                 )
 
 
 @kernel
-def _total(edges: Int64s, slot: int, slots: int) -> int:
+def _total(edges: Int64s, slot: int, matching: int) -> int:
     total = 0
-    while slots:
-        if slots & 1:
-            total += edges[slot, USE] >> COUNT_SHIFT & MOST
+    while matching:
+        if matching & 1:
+            total += edges[slot, USE] >> COUNT_SHIFT & MAX_UINT16
         slot += 1
-        slots >>= 1
+        matching >>= 1
     return total
 
 
 @kernel
-def place(token: int, found: Int32s, size: int, may_add: bool, most: int) -> tuple[int, int]:
-    """Where `token` stands among those found, and how many those are now; -1 for nowhere."""
+def add_candidate(
+    token: int, evidence: Int32s, size: int, may_add: bool, max_size: int
+) -> tuple[int, int]:
+    """The row of `token` among the `size` candidates, -1 for none, and the new size.
+
+    A new token gets a row if `may_add` is true and there are fewer than `max_size` candidates.
+    """
     for i in range(size):
-        if found[i, TOKEN] == token:
+        if evidence[i, TOKEN] == token:
             return i, size
-    if not may_add or size == most:
+    if not may_add or size == max_size:
         return -1, size
     for column in range(TOKEN):
-        found[size, column] = 0
-    found[size, TOKEN] = token
+        evidence[size, column] = 0
+    evidence[size, TOKEN] = token
     return size, size + 1
 
 
 @kernel
 def find_candidates(
-    edges: Int64s,
-    spaces: Int32s,
-    found: Int32s,
-    longest: Int32s,
-    places: Int64s,
-    most: int,
-    suffixes: int,
+    edges: Int64s, spaces: Int32s, candidates: Candidates, max_size: int, num_suffixes: int
 ) -> int:
     """Collect what followed the longest suffix, the next one, the shortest and the sparse ones.
 
     Parameters
     ----------
     spaces : int32 [NUM_SPACES]
-        Where was looked.
-    found : int32 [MAX_CANDIDATES, NUM_COLUMNS]
-        Gets a row for each continuation: its token, and the kind of evidence for it in each
-        source, which tells four things apart: the longest suffix that the token followed there,
-        its share of what followed, how many longer suffixes were seen that it never followed, and
-        whether it was the last to follow.
-    longest : int32 [NUM_SPACES]
-        Gets the longest suffix seen in each source, plus 1.
-    places : int64 [3, NUM_SOURCES, NUM_SUFFIXES]
-        What `look_up` found.
-    most : int
-        How many may be found, at most MAX_CANDIDATES.
-    suffixes : int
-        How many were looked up: all NUM_SUFFIXES, or the contiguous ones alone.
+        The text's spaces.
+    candidates : Candidates
+        `lookups` is filled by `look_up`; `evidence` and `longest` are filled here.
+    max_size : int
+        The most candidates, at most MAX_CANDIDATES.
+    num_suffixes : int
+        The number of suffixes that were looked up: NUM_SUFFIXES, or the contiguous ones alone.
 
     Returns
     -------
     int
-        How many were found.
+        The number of candidates.
     """
+    evidence, longest, lookups = candidates.evidence, candidates.longest, candidates.lookups
     size = 0
     for source in range(NUM_SOURCES):
         longest[source] = 0
@@ -194,43 +207,45 @@ def find_candidates(
             continue
         stage = 0
         for suffix in range(len(ORDERS) - 1, -1, -1):
-            slots = places[HELD, source, suffix]
-            if slots == 0 or (stage >= _STAGES and suffix > 1):
+            matching = lookups[MATCHES, source, suffix]
+            if matching == 0 or (stage >= _STAGES and suffix > 1):
                 continue
             if stage == 0:
                 longest[source] = suffix + 1
-            slot = places[SLOT, source, suffix]
-            total = _total(edges, slot, slots)
+            slot = lookups[SLOTS, source, suffix]
+            total = _total(edges, slot, matching)
             gap = min(stage, _GAPS - 1)
             rank = 0
-            while slots:
-                if slots & 1:
+            while matching:
+                if matching & 1:
                     use = edges[slot, USE]
-                    share = _share(use >> COUNT_SHIFT & MOST, total)
-                    # What seldom follows a single token is not worth looking at.
-                    at, size = place(use & TOKEN_BITS, found, size, suffix > 0 or share > 0, most)
-                    if at >= 0 and found[at, source] == 0:
-                        found[at, source] = _kind(suffix, share, gap, rank)
+                    share = _share(use >> COUNT_SHIFT & MAX_UINT16, total)
+                    # A token that rarely follows a single token is not worth a row.
+                    at, size = add_candidate(
+                        use & TOKEN_MASK, evidence, size, suffix > 0 or share > 0, max_size
+                    )
+                    if at >= 0 and evidence[at, source] == 0:
+                        evidence[at, source] = _kind(suffix, share, gap, rank)
                     rank = 1
                 slot += 1
-                slots >>= 1
+                matching >>= 1
             stage += 1
         if source == REFERENCE:
             continue
         weight = 1
-        for sparse in range(suffixes - len(ORDERS)):
-            slots = places[HELD, source, len(ORDERS) + sparse]
-            slot = places[SLOT, source, len(ORDERS) + sparse]
-            total = _total(edges, slot, slots)
-            while slots:
-                if slots & 1:
+        for sparse in range(num_suffixes - len(ORDERS)):
+            matching = lookups[MATCHES, source, len(ORDERS) + sparse]
+            slot = lookups[SLOTS, source, len(ORDERS) + sparse]
+            total = _total(edges, slot, matching)
+            while matching:
+                if matching & 1:
                     use = edges[slot, USE]
-                    at, size = place(use & TOKEN_BITS, found, size, True, most)
+                    at, size = add_candidate(use & TOKEN_MASK, evidence, size, True, max_size)
                     if at >= 0:
-                        share = _share(use >> COUNT_SHIFT & MOST, total)
+                        share = _share(use >> COUNT_SHIFT & MAX_UINT16, total)
                         part = 1 + min(share // 2, _SPARSE_SHARES - 2)
-                        found[at, SPARSE_OWN + source] += part * weight
+                        evidence[at, SPARSE_OWN + source] += part * weight
                 slot += 1
-                slots >>= 1
+                matching >>= 1
             weight *= _SPARSE_SHARES
     return size

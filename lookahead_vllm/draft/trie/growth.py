@@ -1,10 +1,12 @@
 """Draft trees, grown best first.
 
 Source: hierarchical multi-branch drafts, Lookahead (KDD 2024), section 4.1: branches that share a
-prefix share its nodes, and the best nodes are kept where there are too many.
+prefix share its nodes, and if there are too many nodes, the best ones are kept.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +14,11 @@ from numpy.typing import NDArray
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.sources import ANSWERS, OWN, RECYCLED, REFERENCE, WINDOW
 from lookahead_vllm.draft.trie.acceptance_rate import (
-    Rates,
-    Weights,
-    judge,
-    judging_scratch,
+    Float32s,
+    MixerInputs,
+    RateArrays,
+    estimate,
+    new_mixer_inputs,
     weight_set,
 )
 from lookahead_vllm.draft.trie.candidates import (
@@ -23,86 +26,105 @@ from lookahead_vllm.draft.trie.candidates import (
     CHOSEN,
     MAX_CANDIDATES,
     TOKEN,
-    candidate_scratch,
+    Candidates,
     find_candidates,
     look_up,
+    new_candidates,
 )
 from lookahead_vllm.draft.trie.recycling import find_choices, is_from_cell
-from lookahead_vllm.draft.trie.suffix import NUM_SUFFIXES, ORDERS, ROW, Hashes, advance
+from lookahead_vllm.draft.trie.suffix import NUM_HASHES, NUM_SUFFIXES, ORDERS, Hashes, advance
+from lookahead_vllm.draft.trie.table import TrieArrays
 
-MIN_PROBABILITY = 0.001  # a node less likely than this is never drafted
+MIN_PROBABILITY = 0.001  # nodes less likely than this are never drafted
 
 MIN_CANDIDATES = 6
-"""So many continuations of a node are looked at, however unlikely it is."""
+"""Candidates that are found for the least likely node; MAX_CANDIDATES for a certain one."""
 MIN_SPARSE_PROBABILITY = 0.2
-"""The probability from which on a node's sparse contexts are looked at too."""
+"""Sparse suffixes are looked up for nodes at least this likely."""
 
 SINGLE, PARALLEL, HIERARCHICAL = range(3)
 """Where a tree may branch: nowhere, at the root alone, everywhere."""
 
 
+class Texts(NamedTuple):
+    """The arrays of the live texts, a row for each."""
+
+    hashes: Hashes
+    """uint64 [capacity, NUM_HASHES]"""
+    spaces: Int32s
+    """int32 [capacity, NUM_SPACES]: of the trie and of the model's choices."""
+
+
+class TreeLimits(NamedTuple):
+    """How large the trees may be and where they may branch."""
+
+    max_nodes: Int64s
+    """int64 [t], as the next two."""
+    max_depths: Int64s
+    branching: Int64s
+    """SINGLE, PARALLEL or HIERARCHICAL."""
+    min_prob: float
+    """Nodes less likely than this are left out."""
+
+
+class _Nodes(NamedTuple):
+    """The nodes of a tree, or of all trees of a step."""
+
+    fields: Int32s
+    """int32 [3, n]: tokens, parents, depths."""
+    probs: Float32s
+    """float32 [n]"""
+    sources: NDArray[np.uint8]
+    """uint8 [n]"""
+
+
 @kernel
 def grow_all(
-    edges: Int64s,
-    live: Int32s,
+    trie: TrieArrays,
     lines: Int32s,
-    all_spaces: Int32s,
-    all_rows: Hashes,
-    texts: Int64s,
-    rates: Rates,
-    weights: Weights,
-    max_nodes: Int64s,
-    max_depths: Int64s,
-    branching: Int64s,
-    least: float,
+    texts: Texts,
+    rows: Int64s,
+    learned: RateArrays,
+    limits: TreeLimits,
 ) -> tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]:
-    """Grow a tree for each of `texts` int64 [t], which are rows of `all_spaces` and `all_rows`.
+    """Grow a tree for each of the texts `rows` int64 [t]; returns the fields of a DraftForest.
 
-    `edges` and `live` are the trie's, `lines` those of `recycling.py`, possibly none.
-    `max_nodes`, `max_depths` and `branching` are int64 [t]; nodes less likely than `least` are
-    left out. Returns the fields of a DraftForest.
+    `lines` are those of `recycling.py`; there may be none.
     """
-    most = max_nodes.sum()
-    nodes = np.empty((3, most), np.int32)
-    probs, sources = np.empty(most, np.float32), np.empty(most, np.uint8)
-    firsts = np.zeros(len(texts) + 1, np.int64)
-    # Row i + 1 is the text that ends in node i.
-    rows = np.empty((max_nodes.max() + 1 if len(texts) else 1, ROW), np.uint64)
-    found, longest, places = candidate_scratch()
-    which, inputs = judging_scratch()
+    trie, texts, learned = TrieArrays(*trie), Texts(*texts), RateArrays(*learned)
+    limits = TreeLimits(*limits)
+    max_nodes = limits.max_nodes
+    capacity = max_nodes.sum()
+    fields = np.empty((3, capacity), np.int32)
+    probs, sources = np.empty(capacity, np.float32), np.empty(capacity, np.uint8)
+    firsts = np.zeros(len(rows) + 1, np.int64)
+    # Reused for every tree, and passed one by one: nested in a NamedTuple they cost 2 µs a step.
+    hashes = np.empty((max_nodes.max() + 1 if len(rows) else 1, NUM_HASHES), np.uint64)
+    candidates, inputs = new_candidates(), new_mixer_inputs()
     shares = np.empty(MAX_CANDIDATES, np.float32)
-    least_prob = np.float32(max(least, MIN_PROBABILITY))
+    min_prob = np.float32(max(limits.min_prob, MIN_PROBABILITY))
     size = 0
-    for i, text in enumerate(texts):
-        rows[0] = all_rows[text]
+    for i, row in enumerate(rows):
+        hashes[0] = texts.hashes[row]
         size += _grow(
-            edges,
-            live,
+            trie,
             lines,
-            all_spaces[text],
-            rows,
-            rates,
-            weights,
-            max_nodes[i],
-            max_depths[i],
-            branching[i],
-            least_prob,
-            found,
-            longest,
-            places,
-            which,
+            texts.spaces[row],
+            learned,
+            (max_nodes[i], limits.max_depths[i], limits.branching[i]),
+            min_prob,
+            hashes,
+            candidates,
             inputs,
             shares,
-            nodes[:, size:],
-            probs[size:],
-            sources[size:],
+            _Nodes(fields[:, size:], probs[size:], sources[size:]),
         )
         firsts[i + 1] = size
     return (
-        nodes[0, :size].copy(),
-        nodes[1, :size].copy(),
+        fields[0, :size].copy(),
+        fields[1, :size].copy(),
         probs[:size].copy(),
-        nodes[2, :size].copy(),
+        fields[2, :size].copy(),
         sources[:size].copy(),
         firsts,
     )
@@ -121,58 +143,55 @@ def _source_of(evidence: Int32s) -> int:
 
 @kernel
 def _grow(
-    edges: Int64s,
-    live: Int32s,
+    trie: TrieArrays,
     lines: Int32s,
     spaces: Int32s,
-    rows: Hashes,
-    rates: Rates,
-    weights: Weights,
-    max_nodes: int,
-    max_depth: int,
-    branching: int,
-    least: np.float32,
-    found: Int32s,
-    longest: Int32s,
-    places: Int64s,
-    which: Int32s,
-    inputs: Rates,
-    shares: Rates,
-    nodes: Int32s,
-    probs: Rates,
-    sources: NDArray[np.uint8],
+    learned: RateArrays,
+    limits: tuple[int, int, int],
+    min_prob: np.float32,
+    hashes: Hashes,
+    candidates: Candidates,
+    inputs: MixerInputs,
+    shares: Float32s,
+    nodes: _Nodes,
 ) -> int:
-    """Take the likeliest node, look at what may follow it, and so on; returns how many there are.
+    """Grow one tree: take the likeliest node, add its candidates, repeat; returns its size.
 
-    Fills `nodes` (tokens, parents, depths), `probs` and `sources`: parents before children, `probs`
-    falling or equal. A node's probability is its parent's times the learned acceptance rate of
-    its evidence; siblings never add up to more than their parent.
+    `limits` are the tree's max_nodes, max_depth and branching. Row 0 of `hashes` uint64
+    [max_nodes + 1, NUM_HASHES] is the root's, row i + 1 becomes that of node i. Fills `nodes`:
+    parents before children, probabilities falling or equal. A node's probability is its parent's
+    times the learned acceptance rate of its evidence, scaled down where siblings would add up to
+    more than their parent.
     """
-    size, num_buds = 0, 0  # a bud is a node that may be taken next; they stand behind the nodes
+    max_nodes, max_depth, branching = limits
+    evidence, longest = candidates.evidence, candidates.longest
+    fields, probs, sources = nodes.fields, nodes.probs, nodes.sources
+    # A bud is a node that may be taken next. The buds are behind the nodes, likeliest first.
+    size, num_buds = 0, 0
     here, depth, prob = -1, 0, np.float32(1.0)
     while size < max_nodes:
         if depth < max_depth:
-            # Of an unlikely node only the likeliest children can matter.
-            most = MIN_CANDIDATES + np.int64((MAX_CANDIDATES - MIN_CANDIDATES) * prob)
-            suffixes = NUM_SUFFIXES if prob >= MIN_SPARSE_PROBABILITY else len(ORDERS)
-            look_up(edges, live, spaces, rows[here + 1], places, suffixes)
-            num_found = find_candidates(edges, spaces, found, longest, places, most, suffixes)
+            # Only the likeliest children of an unlikely node can matter.
+            max_found = MIN_CANDIDATES + np.int64((MAX_CANDIDATES - MIN_CANDIDATES) * prob)
+            num_suffixes = NUM_SUFFIXES if prob >= MIN_SPARSE_PROBABILITY else len(ORDERS)
+            look_up(trie, spaces, hashes[here + 1], candidates.lookups, num_suffixes)
+            num_found = find_candidates(trie.edges, spaces, candidates, max_found, num_suffixes)
             longest[CHOICES], num_found = find_choices(
-                lines, spaces[CHOICES], rows[here + 1], found, num_found, most
+                lines, spaces[CHOICES], hashes[here + 1], evidence, num_found, max_found
             )
-            chosen = weight_set(longest, spaces)
+            weights = weight_set(longest, spaces)
             total = np.float32(0)
             best = 0
             for i in range(num_found):
-                shares[i] = judge(found, i, rates, weights, chosen, which, inputs)
+                shares[i] = estimate(evidence, i, learned, weights, inputs)
                 total += shares[i]
                 if shares[i] > shares[best]:
                     best = i
             scale = prob / max(total, np.float32(1))
-            alone = branching == SINGLE or (branching == PARALLEL and here >= 0)
+            only_best = branching == SINGLE or (branching == PARALLEL and here >= 0)
             for i in range(num_found):
                 likely = shares[i] * scale
-                if likely < least or (alone and i != best):
+                if likely < min_prob or (only_best and i != best):
                     continue
                 if size + num_buds < max_nodes:
                     num_buds += 1
@@ -181,14 +200,14 @@ def _grow(
                 at = size + num_buds - 1
                 while at > size and probs[at - 1] < likely:
                     probs[at], sources[at] = probs[at - 1], sources[at - 1]
-                    nodes[0, at], nodes[1, at] = nodes[0, at - 1], nodes[1, at - 1]
+                    fields[0, at], fields[1, at] = fields[0, at - 1], fields[1, at - 1]
                     at -= 1
-                probs[at], nodes[0, at], nodes[1, at] = likely, found[i, TOKEN], here
-                sources[at] = _source_of(found[i])
+                probs[at], fields[0, at], fields[1, at] = likely, evidence[i, TOKEN], here
+                sources[at] = _source_of(evidence[i])
         if num_buds == 0:
             break
-        here, parent, prob = size, nodes[1, size], probs[size]
-        nodes[2, here] = depth = 1 if parent < 0 else nodes[2, parent] + 1
-        advance(rows[parent + 1], nodes[0, here], rows[here + 1])
+        here, parent, prob = size, fields[1, size], probs[size]
+        fields[2, here] = depth = 1 if parent < 0 else fields[2, parent] + 1
+        advance(hashes[parent + 1], fields[0, here], hashes[here + 1])
         size, num_buds = size + 1, num_buds - 1
     return size

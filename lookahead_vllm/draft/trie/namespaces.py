@@ -8,30 +8,30 @@ from collections.abc import Callable, Collection, Mapping
 from lookahead_vllm.draft.trie.table import Trie, count_by_space
 
 MAX_NAMESPACES = 1 << 16
-"""Names that are remembered; beyond it, the least used quarter is forgotten."""
+"""The most namespaces that are remembered; when they are exceeded, a quarter is forgotten."""
 
 
 def digest_of(namespace: str) -> str:
-    """32 hex digits that stand for a namespace: its name may hold a cache_salt, a secret."""
+    """32 hex digits that replace a namespace's name, which may hold a secret: a cache_salt."""
     return hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()
 
 
 class Namespaces:
     """The shared spaces of a trie by namespace.
 
-    A name is forgotten by what it holds: those with the fewest n-grams in the trie first, and of
-    equally many those that no request named for longest. The trie prunes what is seldom seen, so
-    that its n-grams measure use and size at once, and names that were made up once and thrown away
-    go before any that is in use.
+    When there are too many, those with the fewest n-grams in the trie are forgotten first; among
+    equals, those that were named longest ago. The trie prunes n-grams that are rarely seen, so
+    the number of n-grams measures both use and size, and names that were used once go before
+    those in use.
     """
 
     def __init__(self, trie: Trie) -> None:
         self._trie = trie
         self._spaces: dict[str, int] = {}
-        """By digest; the one that was named last stands last."""
+        """By digest, in the order in which they were last named."""
 
     def space_of(self, namespace: str, live: Callable[[], Collection[int]]) -> int:
-        """The space of a namespace; `live` returns those that must not be forgotten now."""
+        """The space of a namespace; `live` returns the spaces that must not be forgotten."""
         digest = digest_of(namespace)
         space = self._spaces.pop(digest, None)
         if space is None:
@@ -46,13 +46,13 @@ class Namespaces:
         return dict(self._spaces)
 
     def restore(self, spaces: Mapping[str, int]) -> None:
-        """Go on from what `to_dict` returned."""
+        """Replace all namespaces with those that `to_dict` returned."""
         self._spaces = {str(digest): int(space) for digest, space in spaces.items()}
 
     def _forget(self, live: Collection[int]) -> None:
         digests = list(self._spaces)
         sizes = count_by_space(self._trie.edges, list(self._spaces.values())).tolist()
         idle = [i for i, digest in enumerate(digests) if self._spaces[digest] not in live]
-        idle.sort(key=sizes.__getitem__)  # stable: of equals, the one named first comes first
+        idle.sort(key=sizes.__getitem__)  # stable: among equals, the one named first comes first
         for i in idle[: max(1, MAX_NAMESPACES // 4)]:
             del self._spaces[digests[i]]

@@ -1,52 +1,81 @@
-"""What the model said at verified nodes, accepted or not: candidates for the same context again.
+"""The model's choices at verified nodes, accepted or not: candidates where the context recurs.
 
-Source: Token Recycling (Luo et al., 2024), where the likeliest tokens after each token are kept.
-Here they are kept after the last one, two and three tokens, with how sure the model was, and at
-the cells of a lookahead branch, too, so that its n-grams are among them.
+Source: Token Recycling (Luo et al., 2024), which keeps the likeliest tokens after each token. Here
+they are kept after the last one, two and three tokens, with the model's confidence. The cells of a
+lookahead branch are verified nodes, too, so its n-grams are among them.
 
-A hash table of lines of 64 bytes: one is what was said after a suffix last. Whatever was there
-goes, so that nothing has to be pruned.
+The choices are in a hash table of lines of 64 bytes. A line holds the latest choices after a
+suffix. A new line replaces the old one in its place, so nothing has to be pruned.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
-from lookahead_vllm.draft.trie.candidates import CHOSEN, place
-from lookahead_vllm.draft.trie.suffix import Hashes, advance, key_of
+from lookahead_vllm.draft.trie.candidates import CHOSEN, add_candidate
+from lookahead_vllm.draft.trie.suffix import Hashes, advance, hash_in_space
 from lookahead_vllm.draft.trie.table import NO_SPACE
 
 NUM_CHOICES = 8
-"""Tokens that a line holds, likeliest first."""
+"""Tokens of a line, likeliest first."""
 NUM_LENGTHS = 3
-"""Suffixes of so many lengths are kept: the first of `suffix.ORDERS`, 1, 2 and 3."""
+"""Lengths of suffixes that have lines: the first of `suffix.ORDERS`, 1, 2 and 3."""
 
 NUM_LINES = 1 << 17  # 8 MiB
 
-# Columns of a line: the space and a part of the suffix's hash, by which it is known; how sure the
-# model was, 2 bits for each choice; whether it was asked at a cell of a window; the choices.
-_SPACE, _HASH, _SURENESS, _AT_CELL, _FIRST = range(5)
+# Columns of a line: the space and a part of the suffix's hash, which identify the line; the
+# confidence, 2 bits for each choice; 1 for a cell of a window; then the choices.
+_SPACE, _HASH, _CONFIDENCE, _AT_CELL, _FIRST = range(5)
 _LINE = 16
 
-_GAPS = (0.5, 1.5, 3.0)  # between a logit and the best one; of the best one, and the second
+_GAPS = (0.5, 1.5, 3.0)  # between a logit and the best one; for the best one, to the second
 NUM_GAPS = len(_GAPS) + 1
 
-NOT_LISTED = 1  # and the next ones: a line of each length that does not have the token
+NOT_LISTED = 1  # of a token in no line, plus the index of the longest suffix that has a line
 _LISTED = NOT_LISTED + NUM_LENGTHS
 NUM_CHOICE_KINDS = _LISTED + NUM_LENGTHS * NUM_CHOICES * NUM_GAPS * 2
-"""How many kinds of evidence a line gives; 0 is none."""
+"""Kinds of evidence that a line gives; 0 is no evidence."""
+
+
+class ChoiceTrees(NamedTuple):
+    """The trees of a step at whose roots and nodes the model made choices."""
+
+    spaces: Int32s
+    """int32 [t]: the space in which each tree's choices are kept."""
+    roots: Hashes
+    """uint64 [t, NUM_HASHES]: of the texts that end in the roots."""
+    tokens: Int32s
+    """int32 [n], as `parents`."""
+    parents: Int32s
+    firsts: Int64s
+    """int64 [t + 1]: the first node of each tree, and n."""
+    num_grown: Int64s
+    """int64 [t]: each tree's nodes from this one on are only cells of a window."""
+
+
+class ModelChoices(NamedTuple):
+    """The model's likeliest tokens, best first."""
+
+    at_roots: Int32s
+    """int32 [t, NUM_CHOICES]"""
+    at_nodes: Int32s
+    """int32 [n, NUM_CHOICES]"""
+    gaps: NDArray[np.float32]
+    """float32 [t + n, NUM_CHOICES]: how far each logit is below the best one, roots first."""
 
 
 @kernel
 def _kind(length: int, rank: int, gap: int) -> int:
-    """And the next one: at a cell of a window."""
+    """The kind of evidence at a node; the next number is the same at a cell of a window."""
     return _LISTED + 2 * ((length * NUM_CHOICES + rank) * NUM_GAPS + gap)
 
 
-def first_rates() -> NDArray[np.float64]:
-    """float64 [NUM_CHOICE_KINDS]: what evidence of each kind is believed until it was tried."""
+def initial_rates() -> NDArray[np.float64]:
+    """float64 [NUM_CHOICE_KINDS]: the acceptance rate of each kind before the first trial."""
     rates = np.full(NUM_CHOICE_KINDS, 0.02)
     for rank in range(NUM_CHOICES):
         for gap in range(NUM_GAPS):
@@ -59,128 +88,120 @@ def first_rates() -> NDArray[np.float64]:
 
 
 def make_lines(num_lines: int = NUM_LINES) -> Int32s:
-    """A table, empty: int32 [num_lines, 16]."""
+    """An empty table: int32 [num_lines, 16]."""
     return np.zeros((num_lines, _LINE), np.int32)
 
 
 @kernel
 def is_from_cell(kind: int) -> bool:
-    """Whether evidence of this kind was found at a cell of a window."""
+    """Whether evidence of this kind comes from a cell of a window."""
     return kind >= _LISTED and (kind - _LISTED) % 2 == 1
 
 
 @kernel
-def _line_of(lines: Int32s, space: int, row: Hashes, length: int) -> tuple[np.int64, np.int32]:
-    key = key_of(row, length, space)
+def _line_of(lines: Int32s, space: int, hashes: Hashes, length: int) -> tuple[np.int64, np.int32]:
+    """The index of the suffix's line, and the _HASH that it has."""
+    key = hash_in_space(hashes, length, space)
     line = np.int64(((key >> np.uint64(32)) * np.uint64(len(lines))) >> np.uint64(32))
     return line, np.int32(key & np.uint64(0x7FFFFFFF))
 
 
 @kernel
 def find_choices(
-    lines: Int32s, space: int, row: Hashes, found: Int32s, size: int, most: int
+    lines: Int32s, space: int, hashes: Hashes, evidence: Int32s, size: int, max_size: int
 ) -> tuple[int, int]:
-    """What the model said after the suffixes of a text, the longest first.
+    """Add the model's choices after the suffixes of a text to the candidates, the longest first.
 
     Parameters
     ----------
-    found : int32 [MAX_CANDIDATES, NUM_COLUMNS]
-        What was found elsewhere, `size` of them; gets more, `most` at most, and the evidence.
+    evidence : int32 [MAX_CANDIDATES, NUM_COLUMNS]
+        The `size` candidates found so far; grows to `max_size` rows at most, and column CHOSEN is
+        filled.
 
     Returns
     -------
     int, int
-        The longest suffix of which there is a line, 0 for none, and the new size.
+        The longest suffix that has a line, 0 for none, and the new size.
     """
     if space == NO_SPACE:
         return 0, size
     longest = 0
     for length in range(NUM_LENGTHS - 1, -1, -1):
-        line, name = _line_of(lines, space, row, length)
-        if lines[line, _SPACE] != space or lines[line, _HASH] != name:
+        line, hash_bits = _line_of(lines, space, hashes, length)
+        if lines[line, _SPACE] != space or lines[line, _HASH] != hash_bits:
             continue
         longest = max(longest, length + 1)
         for rank in range(NUM_CHOICES):
             token = lines[line, _FIRST + rank]
             if token < 0:
                 break
-            at, size = place(token, found, size, True, most)
-            if at >= 0 and found[at, CHOSEN] == 0:
-                gap = lines[line, _SURENESS] >> (2 * rank) & 3
-                found[at, CHOSEN] = _kind(length, rank, gap) + lines[line, _AT_CELL]
+            at, size = add_candidate(token, evidence, size, True, max_size)
+            if at >= 0 and evidence[at, CHOSEN] == 0:
+                gap = lines[line, _CONFIDENCE] >> (2 * rank) & 3
+                evidence[at, CHOSEN] = _kind(length, rank, gap) + lines[line, _AT_CELL]
     if longest:
         for i in range(size):
-            if found[i, CHOSEN] == 0:
-                found[i, CHOSEN] = NOT_LISTED + longest - 1
+            if evidence[i, CHOSEN] == 0:
+                evidence[i, CHOSEN] = NOT_LISTED + longest - 1
     return longest, size
 
 
 @kernel
-def recycle(
-    lines: Int32s,
-    spaces: Int32s,
-    roots: Hashes,
-    tokens: Int32s,
-    parents: Int32s,
-    firsts: Int64s,
-    grown: Int64s,
-    at_roots: Int32s,
-    at_nodes: Int32s,
-    gaps: NDArray[np.float32],
-) -> None:
-    """Keep what the model said at every root and node of a step's trees.
+def recycle(lines: Int32s, trees: ChoiceTrees, choices: ModelChoices) -> None:
+    """Keep the model's choices at every root and node of a step's trees in `lines`.
 
-    Parameters
-    ----------
-    spaces : int32 [t]
-        Whose lines each tree writes.
-    roots : uint64 [t, ROW]
-        The rows of the texts that end in the roots.
-    tokens, parents : int32 [n]
-        The nodes.
-    firsts : int64 [t + 1]
-        The first node of each tree.
-    grown : int64 [t]
-        The nodes of each tree from this one on are there for the cells of a window alone.
-    at_roots, at_nodes : int32 [t, NUM_CHOICES], int32 [n, NUM_CHOICES]
-        The likeliest tokens, best first.
-    gaps : float32 [t + n, NUM_CHOICES]
-        How far their logits are below the best one, the roots' first.
+    Trees whose space is NO_SPACE are skipped.
     """
-    widest = np.int64(0)
+    trees, choices = ChoiceTrees(*trees), ModelChoices(*choices)
+    spaces, tokens, parents, firsts = trees.spaces, trees.tokens, trees.parents, trees.firsts
+    gaps = choices.gaps
+    max_size = np.int64(0)
     for tree in range(len(spaces)):
-        widest = max(widest, firsts[tree + 1] - firsts[tree])
-    rows = np.empty((widest + 1, roots.shape[1]), np.uint64)
+        max_size = max(max_size, firsts[tree + 1] - firsts[tree])
+    hashes = np.empty((max_size + 1, trees.roots.shape[1]), np.uint64)  # row i + 1 is node i's
     for tree, space in enumerate(spaces):
         if space == NO_SPACE:
             continue
-        rows[0] = roots[tree]
-        _keep(lines, space, rows[0], at_roots[tree], gaps[tree], 0)
+        hashes[0] = trees.roots[tree]
+        _keep(lines, space, hashes[0], choices.at_roots[tree], gaps[tree], 0)
         for node in range(firsts[tree], firsts[tree + 1]):
             place = node - firsts[tree]
-            advance(rows[parents[node] + 1], tokens[node], rows[place + 1])
-            at_cell = 1 if place >= grown[tree] else 0
-            _keep(lines, space, rows[place + 1], at_nodes[node], gaps[len(spaces) + node], at_cell)
+            advance(hashes[parents[node] + 1], tokens[node], hashes[place + 1])
+            at_cell = 1 if place >= trees.num_grown[tree] else 0
+            _keep(
+                lines,
+                space,
+                hashes[place + 1],
+                choices.at_nodes[node],
+                gaps[len(spaces) + node],
+                at_cell,
+            )
 
 
 @kernel
 def _keep(
-    lines: Int32s, space: int, row: Hashes, said: Int32s, gaps: NDArray[np.float32], at_cell: int
+    lines: Int32s,
+    space: int,
+    hashes: Hashes,
+    tokens: Int32s,
+    gaps: NDArray[np.float32],
+    at_cell: int,
 ) -> None:
-    sureness = np.int64(0)
+    """Write the choices `tokens` int32 [NUM_CHOICES] to the lines of the text's suffixes."""
+    confidence = np.int64(0)
     for rank in range(NUM_CHOICES):
         gap = gaps[rank] if rank else gaps[1]
         level = 0
         for bound in _GAPS:
             level += 1 if gap >= bound else 0
-        sureness |= np.int64(level) << (2 * rank)
+        confidence |= np.int64(level) << (2 * rank)
     for length in range(NUM_LENGTHS):
-        line, name = _line_of(lines, space, row, length)
-        here = lines[line]
-        # After a single token, what was said in a real text is the better guess.
-        if at_cell and length == 0 and here[_SPACE] == space and here[_HASH] == name:
+        index, hash_bits = _line_of(lines, space, hashes, length)
+        line = lines[index]
+        # After a single token, choices in a real text are better than those at a cell.
+        if at_cell and length == 0 and line[_SPACE] == space and line[_HASH] == hash_bits:
             continue
-        here[_SPACE], here[_HASH], here[_AT_CELL] = space, name, at_cell
-        here[_SURENESS] = sureness
+        line[_SPACE], line[_HASH], line[_AT_CELL] = space, hash_bits, at_cell
+        line[_CONFIDENCE] = confidence
         for rank in range(NUM_CHOICES):
-            here[_FIRST + rank] = said[rank]
+            line[_FIRST + rank] = tokens[rank]

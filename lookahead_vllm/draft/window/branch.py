@@ -13,48 +13,64 @@ from lookahead_vllm.draft.options import SHIFTS, LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftLimits, RequestOverrides, Verified
 from lookahead_vllm.draft.sources import WINDOW
 from lookahead_vllm.draft.tree import UNKNOWN, DraftForest
-from lookahead_vllm.draft.window.grid import SHIFT_HITS, SHIFT_LEVELS, SHIFT_ONE, Windows
+from lookahead_vllm.draft.window.grid import (
+    SHIFT_HITS,
+    SHIFT_LEVELS,
+    SHIFT_ONE,
+    VerifiedCombs,
+    Windows,
+)
 from lookahead_vllm.draft.window.shape import WindowShape
 
 _SHIFTS = dict(zip(SHIFTS, (SHIFT_ONE, SHIFT_HITS, SHIFT_LEVELS), strict=True))
 
 COMB_PROB = 0.0005
-"""Of a node that only the comb sends: it is there to be learned from."""
+"""The probability of a node that only the comb adds. It is sent for the model's choice there."""
 
-PRIOR = 0.3  # tokens a step that a window is believed to bring a request until it was tried,
-MEMORY = 100  # after about so many tries,
-FORGET = 2000  # and again after about so many steps without
-NO_REQUEST = -1
+PRIOR_TOKENS = 0.3
+"""Tokens a step that a comb is expected to bring its request before any comb was verified."""
+MEMORY_COMBS = 100
+"""Verified combs after which a comb counts 1/e of what it did."""
+RETRY_STEPS = 2000
+"""Steps without combs after which the expectation has returned to PRIOR_TOKENS, up to 1/e."""
+NO_WINDOW = -1
+"""In place of the row of a request that sends no comb."""
 
 
 class LookaheadBranch:
-    """The windows of all requests, and what they were worth so far.
+    """The windows of all requests, and what their combs have been worth.
 
-    A window's n-grams become output in later steps. So what a comb is worth is counted: the
-    accepted nodes that the windows' n-grams brought, for each comb sent. With a measured cost of
-    a step, combs are sent in the steps in which that is more than they cost; all or none.
+    A window's n-grams become output in later steps. So a comb's worth is the number of accepted
+    nodes that came from the windows' n-grams, for each comb sent. If the cost of a step has been
+    measured, a step sends the combs of all its requests when they are worth more than they cost,
+    and none otherwise.
+
+    Attributes
+    ----------
+    worth : float
+        Tokens that a comb brings, on average.
     """
 
     def __init__(self, options: LookaheadOptions) -> None:
         self.windows = Windows(options.window)
-        self.worth = PRIOR
+        self.worth = PRIOR_TOKENS
         self._shift = _SHIFTS[options.window_shift]
         capacity = self.windows.request_rows.capacity
         self._sent = np.zeros(capacity, np.bool_)
-        """The comb is on its way, or was lost there."""
+        """The comb was sent and has not been verified."""
         self._stale = np.zeros(capacity, np.bool_)
-        """A step went by without the comb, so that the window fits the text no more."""
+        """A step passed without the comb, so the window no longer fits the text."""
 
     def start(self, request_id: str, prompt: Int32s, shape: WindowShape) -> None:
-        """A request begins; W = 0 is one without a window."""
+        """A request starts; it has no window if W = 0."""
         prompt = prompt[prompt != UNKNOWN]
         if shape.window_size == 0 or len(prompt) == 0:
             return
         self.windows.start(request_id, prompt, shape)
-        self._sent = self.windows.request_rows.widened(self._sent)
-        self._stale = self.windows.request_rows.widened(self._stale)
-        number = self.windows.request_rows.numbers([request_id])
-        self._sent[number] = self._stale[number] = False
+        self._sent = self.windows.request_rows.resized(self._sent)
+        self._stale = self.windows.request_rows.resized(self._stale)
+        row = self.windows.request_rows.rows_of([request_id])
+        self._sent[row] = self._stale[row] = False
 
     def finish(self, request_id: str) -> None:
         """The request has ended; an unknown one is ignored."""
@@ -63,99 +79,99 @@ class LookaheadBranch:
     def choose(
         self, limits: Sequence[DraftLimits], contexts: Int64s, cost: StepCost | None, load: Load
     ) -> Int64s:
-        """int64 [t]: the windows whose combs this step sends; NO_REQUEST for none.
+        """The windows whose combs this step sends: int64 [t], rows or NO_WINDOW.
 
-        `cost` None: all of them, whatever they cost.
+        If `cost` is None, all combs are sent.
         """
-        numbers = self.windows.request_rows.numbers_or(
-            (limit.request_id for limit in limits), NO_REQUEST
-        )
+        rows = self.windows.request_rows.rows_or((limit.request_id for limit in limits), NO_WINDOW)
         for i, limit in enumerate(limits):
             if not limit.may_branch:
-                numbers[i] = NO_REQUEST
-        some = numbers[numbers >= 0]
-        if not len(some):
-            return numbers
-        # A comb that was lost on its way leaves its window where it was, and the text goes on.
-        self._stale[some] |= self._sent[some]
-        self._sent[some] = False
-        if cost is not None and not self._earns(numbers, contexts, cost, load):
-            self._stale[some] = True
-            self.worth += (PRIOR - self.worth) / FORGET
-            numbers[:] = NO_REQUEST
-            return numbers
-        self.windows.restart(some[self._stale[some]])
-        self._stale[some] = False
-        self._sent[some] = True
-        return numbers
+                rows[i] = NO_WINDOW
+        present = rows[rows >= 0]
+        if not len(present):
+            return rows
+        # If a comb was sent and never verified, its window stood still while the text grew.
+        self._stale[present] |= self._sent[present]
+        self._sent[present] = False
+        if cost is not None and not self._pays(rows, contexts, cost, load):
+            self._stale[present] = True
+            self.worth += (PRIOR_TOKENS - self.worth) / RETRY_STEPS
+            rows[:] = NO_WINDOW
+            return rows
+        self.windows.restart(present[self._stale[present]])
+        self._stale[present] = False
+        self._sent[present] = True
+        return rows
 
-    def _earns(self, numbers: Int64s, contexts: Int64s, cost: StepCost, load: Load) -> bool:
-        nodes = self.windows.comb_nodes(numbers)
-        base, forward, _, tree, root = cost.prices(contexts, load, int(nodes.sum()))
-        time = forward[-1] + float((tree * nodes + root * (nodes > 0)).sum())
+    def _pays(self, rows: Int64s, contexts: Int64s, cost: StepCost, load: Load) -> bool:
+        nodes = self.windows.comb_nodes(rows)
+        prices = cost.prices(contexts, load, int(nodes.sum()))
+        attention = (prices.tree * nodes + prices.root * (nodes > 0)).sum()
+        time = prices.forward[-1] + float(attention)
         decodes = len(contexts) + load.decodes
-        return self.worth * int((numbers >= 0).sum()) > decodes / base * time
+        return self.worth * int((rows >= 0).sum()) > decodes / prices.base * time
 
-    def comb_nodes(self, numbers: Int64s) -> Int64s:
-        """int64 [t]: the nodes that the combs of these windows take at most."""
-        return self.windows.comb_nodes(numbers)
+    def comb_nodes(self, rows: Int64s) -> Int64s:
+        """int64 [t]: the most nodes that the combs of these windows take."""
+        return self.windows.comb_nodes(rows)
 
     def join(
         self,
         forest: DraftForest,
-        numbers: Int64s,
+        rows: Int64s,
         limits: Sequence[DraftLimits],
         max_nodes: int,
         cost: StepCost | None = None,
     ) -> DraftForest:
-        """The trees, best first, with the combs that `choose` chose behind them.
+        """The trees with the combs of the windows `rows` behind their nodes.
 
-        Where nothing else is sent and a look at a plain step is due, there are none.
+        If the trees are empty and a plain step is due, no comb is sent either.
         """
-        some = numbers[numbers >= 0]
-        if not len(some):
+        present = rows[rows >= 0]
+        if not len(present):
             return forest
-        if cost is not None and cost.drafting >= PROBE_AFTER_STEPS and not forest.num_nodes:
-            self._sent[some], self._stale[some] = False, True
+        if (
+            cost is not None
+            and cost.steps_since_plain >= PROBE_AFTER_STEPS
+            and not forest.num_nodes
+        ):
+            self._sent[present], self._stale[present] = False, True
             return forest
         nodes = np.array([limit.max_nodes for limit in limits], np.int64).clip(0, max_nodes)
         depths = np.array([limit.max_depth for limit in limits], np.int64)
-        return self.windows.append_combs(forest, numbers, nodes, depths, COMB_PROB)
+        return self.windows.append_combs(forest, rows, nodes, depths, COMB_PROB)
 
     def iterate(self, verified: Verified, roots: Int32s) -> tuple[Int32s, Int64s]:
-        """Move the windows on whose combs were verified; `roots` int32 [t] are the trees'.
+        """Move the windows on whose combs were verified; `roots` int32 [t] are the trees' roots.
 
-        Returns the n-grams int32 [m, N] and the number of each one's tree, int64 [m].
+        Returns the n-grams int32 [m, N] and the index of each n-gram's tree, int64 [m].
         """
         forest = verified.forest
-        all_numbers = self.windows.request_rows.numbers_or(verified.request_ids, NO_REQUEST)
-        with_comb = np.flatnonzero(
-            (all_numbers >= 0) & self._sent[all_numbers] & (forest.sizes > 0)
-        )
+        rows = self.windows.request_rows.rows_or(verified.request_ids, NO_WINDOW)
+        with_comb = np.flatnonzero((rows >= 0) & self._sent[rows] & (forest.sizes > 0))
         if not len(with_comb):
             return np.empty((0, 0), np.int32), np.empty(0, np.int64)
-        numbers = all_numbers[with_comb]
-        self._sent[numbers] = False
-        brought = np.bincount(
+        rows = rows[with_comb]
+        self._sent[rows] = False
+        from_window = np.bincount(
             forest.owners[verified.accepted & (forest.sources == WINDOW)], minlength=len(forest)
         )[with_comb]
-        fade = (1 - 1 / MEMORY) ** len(with_comb)
-        self.worth = fade * self.worth + (1 - fade) * float(brought.mean())
-        ngrams, owners = self.windows.iterate(
-            numbers,
+        fade = (1 - 1 / MEMORY_COMBS) ** len(with_comb)
+        self.worth = fade * self.worth + (1 - fade) * float(from_window.mean())
+        combs = VerifiedCombs(
             roots[with_comb],
             forest.firsts[with_comb],
             forest.sizes[with_comb],
             verified.at_roots[with_comb, 0],
             np.ascontiguousarray(verified.at_nodes[:, 0]),
             verified.lengths[with_comb],
-            self._shift,
         )
+        ngrams, owners = self.windows.iterate(rows, combs, self._shift)
         return ngrams, with_comb[owners]
 
 
 def shape_for(options: LookaheadOptions, overrides: RequestOverrides) -> WindowShape:
-    """The window of a request with these overrides; no larger than the server's."""
+    """The window of a request with these overrides, at most as large as the server's."""
     size, ngram = options.window
     if overrides.window_size is not None:
         size = min(size, overrides.window_size)

@@ -1,15 +1,17 @@
-"""The 2D window of the lookahead branch, and the comb in which it joins a draft tree.
+"""The 2D window of the lookahead branch, and the comb that adds it to a draft tree.
 
 Source: Lookahead Decoding (Fu et al., ICML 2024), section 3.1, Algorithm 2 and Figure 2(b).
 
 The window guesses the next W positions of a text, each from N - 1 past steps. Level 0, the oldest,
-is a chain below the root, which is its first column; the cell of level k and column j hangs from
-that of level k - 1 in its column, j + k below the root. So the mask and the positions of the paper
-are those of this tree. What the model says after the cells of the last level is the next level:
-one Jacobi iteration, and W n-grams, one in each column.
+is a chain below the root, which is its first column. The cell of level k and column j is a child of
+the cell of level k - 1 in its column, j + k below the root. So the tree's mask and positions are
+those of the paper. The model's choices after the cells of the last level are the next level: one
+Jacobi iteration, and W n-grams, one in each column.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +23,63 @@ from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.window.shape import WindowShape, columns_of
 
 SHIFT_ONE, SHIFT_HITS, SHIFT_LEVELS = range(3)
-"""What becomes of the window when several tokens are accepted at once: it moves on as after one
-(the authors' code), by so many positions, or by so many levels (Algorithm 2)."""
+"""How the window moves when several tokens are accepted at once: as after one (the authors' code),
+by as many positions, or by as many levels (Algorithm 2)."""
 
-ROOT, ABSENT = -1, -2  # in `cells`, beside the numbers of nodes
+ROOT, ABSENT = -1, -2  # in `cells`, beside node indices
 
-_SIZE, _NGRAM, _FILLED = range(3)  # of `shapes`
-_SEEDS = 64  # tokens of a prompt from which guesses are drawn
+_SIZE, _NGRAM, _FILLED = range(3)  # columns of `shapes`
+_NUM_SEEDS = 64  # tokens of a prompt from which guesses are drawn
 _MULTIPLIER, _INCREMENT = np.uint64(6364136223846793005), np.uint64(1442695040888963407)
+
+
+class _CombLimits(NamedTuple):
+    """How large the trees may be, and the probability of nodes that only a comb adds."""
+
+    max_nodes: Int64s
+    """int64 [t], as the next one."""
+    max_depths: Int64s
+    prob: np.float32
+
+
+class VerifiedCombs(NamedTuple):
+    """What the model chose at the trees of a step that had combs."""
+
+    roots: Int32s
+    """int32 [t]: the last token before the step."""
+    firsts: Int64s
+    """int64 [t]: the first node of each tree in `at_nodes`."""
+    sizes: Int64s
+    """int64 [t]: the number of verified nodes of each tree."""
+    at_roots: Int32s
+    """int32 [t]: the likeliest token after each root."""
+    at_nodes: Int32s
+    """int32 [n]: the likeliest token after each node."""
+    num_accepted: Int64s
+    """int64 [t]: the accepted nodes of each tree."""
+
+
+class _WindowArrays(NamedTuple):
+    """The arrays of `Windows`, as the kernels take them."""
+
+    tokens: Int32s
+    cells: Int32s
+    shapes: Int32s
+    seeds: Int32s
+    """int32 [capacity, 1 + _NUM_SEEDS]: the number of seeds, then the seeds."""
+    draws: NDArray[np.uint64]
+    """uint64 [capacity]: the states of the random generators."""
+
+
+class _Forest(NamedTuple):
+    """The fields of a DraftForest, as the kernels take them."""
+
+    tokens: Int32s
+    parents: Int32s
+    probs: NDArray[np.float32]
+    depths: Int32s
+    sources: NDArray[np.uint8]
+    firsts: Int64s
 
 
 class Windows:
@@ -36,218 +87,173 @@ class Windows:
 
     Parameters
     ----------
-    most : WindowShape
-        No window has more columns, or levels.
+    max_shape : WindowShape
+        The most columns and levels that a window may have.
 
     Attributes
     ----------
     tokens : int32 [capacity, N - 1, W + N - 2]
         The guess in each level and column. The root's own column of level 0 is not used.
     cells : int32 [capacity, N - 1, W + N - 2]
-        The node of each of them in the tree that was sent last; ROOT, or ABSENT.
+        The node of each guess in the tree that was sent last; ROOT, or ABSENT.
     shapes : int32 [capacity, 3]
-        W, N, and how many levels are filled.
+        W, N, and the number of filled levels.
     """
 
-    def __init__(self, most: WindowShape) -> None:
+    def __init__(self, max_shape: WindowShape) -> None:
         self.request_rows = RequestRows()
-        capacity, levels = self.request_rows.capacity, most.ngram_size - 1
-        columns = columns_of(*most, 1)
+        capacity, levels = self.request_rows.capacity, max_shape.ngram_size - 1
+        columns = columns_of(*max_shape, 1)
         self.tokens: Int32s = np.zeros((capacity, levels, columns), np.int32)
         self.cells: Int32s = np.full((capacity, levels, columns), ABSENT, np.int32)
         self.shapes: Int32s = np.zeros((capacity, 3), np.int32)
-        self._seeds: Int32s = np.zeros((capacity, _SEEDS + 1), np.int32)
+        self._seeds: Int32s = np.zeros((capacity, _NUM_SEEDS + 1), np.int32)
         self._draws: NDArray[np.uint64] = np.zeros(capacity, np.uint64)
 
+    @property
+    def _arrays(self) -> tuple[Int32s, Int32s, Int32s, Int32s, NDArray[np.uint64]]:
+        """The fields of _WindowArrays."""
+        return self.tokens, self.cells, self.shapes, self._seeds, self._draws
+
     def start(self, request_id: str, prompt: Int32s, shape: WindowShape) -> None:
-        """Another window, whose level 0 is drawn from the prompt int32 [n]."""
-        number = self.request_rows.add(request_id)
-        widened = self.request_rows.widened
-        self.tokens, self.cells = widened(self.tokens), widened(self.cells)
-        self.shapes, self._seeds = widened(self.shapes), widened(self._seeds)
-        self._draws = widened(self._draws)
-        seeds = prompt[np.linspace(0, len(prompt) - 1, min(_SEEDS, len(prompt))).astype(np.int64)]
-        self._seeds[number, 0] = len(seeds)
-        self._seeds[number, 1 : 1 + len(seeds)] = seeds
-        self._draws[number] = 1
-        self.shapes[number] = *shape, 0
-        self.restart(np.array([number]))
+        """Add a window whose level 0 is drawn from the prompt int32 [n]."""
+        row = self.request_rows.add(request_id)
+        resized = self.request_rows.resized
+        self.tokens, self.cells = resized(self.tokens), resized(self.cells)
+        self.shapes, self._seeds = resized(self.shapes), resized(self._seeds)
+        self._draws = resized(self._draws)
+        num_seeds = min(_NUM_SEEDS, len(prompt))
+        seeds = prompt[np.linspace(0, len(prompt) - 1, num_seeds).astype(np.int64)]
+        self._seeds[row, 0] = num_seeds
+        self._seeds[row, 1 : 1 + num_seeds] = seeds
+        self._draws[row] = 1
+        self.shapes[row] = *shape, 0
+        self.restart(np.array([row]))
 
     def finish(self, request_id: str) -> None:
         """The request has ended; an unknown one is ignored."""
         self.request_rows.pop(request_id)
 
-    def restart(self, numbers: Int64s) -> None:
-        """Draw level 0 of these windows anew and forget the others."""
-        _restart(numbers, self.tokens, self.shapes, self._seeds, self._draws)
+    def restart(self, rows: Int64s) -> None:
+        """Draw level 0 of these windows again and forget the other levels."""
+        _restart(rows, self._arrays)
 
-    def comb_nodes(self, numbers: Int64s) -> Int64s:
-        """int64 [t]: the nodes of each one's comb as it is now; 0 for a number below 0."""
-        size, ngram, filled = self.shapes[numbers].astype(np.int64).T
-        return np.where(numbers < 0, 0, filled * columns_of(size, ngram, filled) - 1)
+    def comb_nodes(self, rows: Int64s) -> Int64s:
+        """int64 [t]: the nodes of each window's comb as it is now; 0 for a row below 0."""
+        size, ngram, filled = self.shapes[rows].astype(np.int64).T
+        return np.where(rows < 0, 0, filled * columns_of(size, ngram, filled) - 1)
 
     def append_combs(
         self,
         forest: DraftForest,
-        numbers: Int64s,
+        rows: Int64s,
         max_nodes: Int64s,
         max_depths: Int64s,
         prob: float,
     ) -> DraftForest:
-        """The trees of `forest` with the combs of these windows, int64 [t]; below 0 for none.
+        """The trees of `forest` with the combs of the windows `rows` int64 [t]; below 0 for none.
 
-        A cell whose path is in the tree already is that node. Nodes that there is no room for
-        (`max_nodes`, `max_depths` int64 [t]) are left out. The new nodes stand last, and their
-        probability is `prob` or that of the last node before them, if that is less.
+        A cell whose path is in the tree already is that node. Nodes beyond `max_nodes` and
+        `max_depths`, int64 [t], are left out. The new nodes are last, and their probability is
+        `prob` or that of the last node before them, whichever is less.
         """
-        return DraftForest(
-            *_append_combs(
-                forest.tokens,
-                forest.parents,
-                forest.probs,
-                forest.depths,
-                forest.sources,
-                forest.firsts,
-                numbers,
-                max_nodes,
-                max_depths,
-                np.float32(prob),
-                self.tokens,
-                self.cells,
-                self.shapes,
-            )
+        fields = (
+            forest.tokens,
+            forest.parents,
+            forest.probs,
+            forest.depths,
+            forest.sources,
+            forest.firsts,
         )
+        limits = max_nodes, max_depths, np.float32(prob)
+        return DraftForest(*_append_combs(fields, rows, limits, self._arrays))
 
-    def iterate(
-        self,
-        numbers: Int64s,
-        roots: Int32s,
-        firsts: Int64s,
-        sizes: Int64s,
-        at_roots: Int32s,
-        at_nodes: Int32s,
-        lengths: Int64s,
-        shift: int,
-    ) -> tuple[Int32s, Int64s]:
-        """One Jacobi iteration of these windows, int64 [t], whose combs were verified.
+    def iterate(self, rows: Int64s, verified: VerifiedCombs, shift: int) -> tuple[Int32s, Int64s]:
+        """One Jacobi iteration of the windows `rows` int64 [t], whose combs were verified.
 
         Parameters
         ----------
-        roots : int32 [t]
-            The last token before the step.
-        firsts, sizes : int64 [t]
-            The first node of each tree in `at_nodes`, and how many of its nodes were verified.
-        at_roots, at_nodes : int32 [t], int32 [n]
-            The likeliest token after each root and node.
-        lengths : int64 [t]
-            The accepted nodes of each tree.
+        verified : VerifiedCombs
+            The model's choices.
         shift : int
             SHIFT_ONE, SHIFT_HITS or SHIFT_LEVELS.
 
         Returns
         -------
         int32 [m, N], int64 [m]
-            The n-grams of the columns of full windows, -1 behind the shorter ones, and the tree of
-            each. Columns whose cells were not all verified have none.
+            The n-grams of the columns of full windows, padded with -1, and the tree of each.
+            Columns whose last cell was not verified have none.
         """
-        return _iterate(
-            numbers,
-            roots,
-            firsts,
-            sizes,
-            at_roots,
-            at_nodes,
-            lengths,
-            shift,
-            self.tokens,
-            self.cells,
-            self.shapes,
-            self._seeds,
-            self._draws,
-        )
+        return _iterate(rows, tuple(verified), shift, self._arrays)
 
 
 @kernel
-def _draw(seeds: Int32s, draws: NDArray[np.uint64], number: int) -> np.int32:
-    draws[number] = draws[number] * _MULTIPLIER + _INCREMENT
-    at = np.int64(draws[number] >> np.uint64(33)) % seeds[number, 0]
-    return seeds[number, 1 + at]
+def _draw(windows: _WindowArrays, row: int) -> np.int32:
+    seeds, draws = windows.seeds, windows.draws
+    draws[row] = draws[row] * _MULTIPLIER + _INCREMENT
+    at = np.int64(draws[row] >> np.uint64(33)) % seeds[row, 0]
+    return seeds[row, 1 + at]
 
 
 @kernel
-def _restart(
-    numbers: Int64s, tokens: Int32s, shapes: Int32s, seeds: Int32s, draws: NDArray[np.uint64]
-) -> None:
-    for number in numbers:
-        shapes[number, _FILLED] = 1
-        for column in range(1, shapes[number, _SIZE] + shapes[number, _NGRAM] - 2):
-            tokens[number, 0, column] = _draw(seeds, draws, number)
+def _restart(rows: Int64s, windows: _WindowArrays) -> None:
+    windows = _WindowArrays(*windows)
+    shapes = windows.shapes
+    for row in rows:
+        shapes[row, _FILLED] = 1
+        for column in range(1, shapes[row, _SIZE] + shapes[row, _NGRAM] - 2):
+            windows.tokens[row, 0, column] = _draw(windows, row)
 
 
 @kernel
 def _append_combs(
-    old_tokens: Int32s,
-    old_parents: Int32s,
-    old_probs: NDArray[np.float32],
-    old_depths: Int32s,
-    old_sources: NDArray[np.uint8],
-    old_firsts: Int64s,
-    numbers: Int64s,
-    max_nodes: Int64s,
-    max_depths: Int64s,
-    prob: np.float32,
-    guesses: Int32s,
-    cells: Int32s,
-    shapes: Int32s,
+    forest: _Forest, rows: Int64s, limits: _CombLimits, windows: _WindowArrays
 ) -> tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]:
-    most = len(old_tokens)
-    for number in numbers:
-        if number >= 0:
-            most += shapes[number, _FILLED] * (guesses.shape[2])
-    tokens, parents = np.empty(most, np.int32), np.empty(most, np.int32)
-    depths, probs = np.empty(most, np.int32), np.empty(most, np.float32)
-    sources = np.empty(most, np.uint8)
-    firsts = np.zeros(len(old_firsts), np.int64)
+    forest, limits, windows = _Forest(*forest), _CombLimits(*limits), _WindowArrays(*windows)
+    guesses, cells, shapes = windows.tokens, windows.cells, windows.shapes
+    capacity = len(forest.tokens)
+    for row in rows:
+        if row >= 0:
+            capacity += shapes[row, _FILLED] * (guesses.shape[2])
+    tokens, parents = np.empty(capacity, np.int32), np.empty(capacity, np.int32)
+    depths, probs = np.empty(capacity, np.int32), np.empty(capacity, np.float32)
+    sources = np.empty(capacity, np.uint8)
+    firsts = np.zeros(len(forest.firsts), np.int64)
     end = 0
-    for tree, number in enumerate(numbers):
+    for tree, row in enumerate(rows):
         first = end
-        for old in range(old_firsts[tree], old_firsts[tree + 1]):
-            tokens[end], parents[end] = old_tokens[old], old_parents[old]
-            depths[end], probs[end], sources[end] = (
-                old_depths[old],
-                old_probs[old],
-                old_sources[old],
-            )
+        for node in range(forest.firsts[tree], forest.firsts[tree + 1]):
+            tokens[end], parents[end] = forest.tokens[node], forest.parents[node]
+            depths[end], probs[end] = forest.depths[node], forest.probs[node]
+            sources[end] = forest.sources[node]
             end += 1
-        if number >= 0:
-            least = prob if end == first else min(prob, probs[end - 1])
-            filled = shapes[number, _FILLED]
-            columns = shapes[number, _SIZE] + shapes[number, _NGRAM] - 1 - filled
-            cells[number] = ABSENT
-            cells[number, 0, 0] = ROOT
+        if row >= 0:
+            prob = limits.prob if end == first else min(limits.prob, probs[end - 1])
+            filled = shapes[row, _FILLED]
+            columns = shapes[row, _SIZE] + shapes[row, _NGRAM] - 1 - filled
+            cells[row] = ABSENT
+            cells[row, 0, 0] = ROOT
             for level in range(filled):
                 for column in range(columns):
                     if level == 0 and column == 0:
                         continue
-                    above = (
-                        cells[number, level - 1, column] if level else cells[number, 0, column - 1]
-                    )
-                    if above == ABSENT or level + column > max_depths[tree]:
+                    parent = cells[row, level - 1, column] if level else cells[row, 0, column - 1]
+                    if parent == ABSENT or level + column > limits.max_depths[tree]:
                         continue
-                    token = guesses[number, level, column]
+                    token = guesses[row, level, column]
                     here = ABSENT
-                    for node in range(first + above + 1, end):
-                        if parents[node] == above and tokens[node] == token:
+                    for node in range(first + parent + 1, end):
+                        if parents[node] == parent and tokens[node] == token:
                             here = node - first
                             break
                     if here == ABSENT:
-                        if end - first == max_nodes[tree]:
+                        if end - first == limits.max_nodes[tree]:
                             continue
                         here = end - first
-                        tokens[end], parents[end] = token, above
-                        depths[end], probs[end], sources[end] = level + column, least, WINDOW
+                        tokens[end], parents[end] = token, parent
+                        depths[end], probs[end], sources[end] = level + column, prob, WINDOW
                         end += 1
-                    cells[number, level, column] = here
+                    cells[row, level, column] = here
         firsts[tree + 1] = end
     return (
         tokens[:end].copy(),
@@ -261,74 +267,64 @@ def _append_combs(
 
 @kernel
 def _iterate(
-    numbers: Int64s,
-    roots: Int32s,
-    firsts: Int64s,
-    sizes: Int64s,
-    at_roots: Int32s,
-    at_nodes: Int32s,
-    lengths: Int64s,
-    shift: int,
-    tokens: Int32s,
-    cells: Int32s,
-    shapes: Int32s,
-    seeds: Int32s,
-    draws: NDArray[np.uint64],
+    rows: Int64s, verified: VerifiedCombs, shift: int, windows: _WindowArrays
 ) -> tuple[Int32s, Int64s]:
-    most = 0
-    for number in numbers:
-        most += shapes[number, _SIZE]
-    ngrams = np.full((most, tokens.shape[1] + 1), -1, np.int32)
-    owners = np.empty(most, np.int64)
+    verified, windows = VerifiedCombs(*verified), _WindowArrays(*windows)
+    tokens, shapes = windows.tokens, windows.shapes
+    capacity = 0
+    for row in rows:
+        capacity += shapes[row, _SIZE]
+    ngrams = np.full((capacity, tokens.shape[1] + 1), -1, np.int32)
+    owners = np.empty(capacity, np.int64)
     num_ngrams = 0
-    for tree, number in enumerate(numbers):
-        size, ngram = shapes[number, _SIZE], shapes[number, _NGRAM]
-        filled = shapes[number, _FILLED]
+    for tree, row in enumerate(rows):
+        size, ngram = shapes[row, _SIZE], shapes[row, _NGRAM]
+        filled = shapes[row, _FILLED]
         columns = size + ngram - 1 - filled
-        window, last = tokens[number], cells[number, filled - 1]
+        window, last = tokens[row], windows.cells[row, filled - 1]
         full = filled == ngram - 1
-        window[0, 0] = roots[tree]
-        said = np.empty(columns, np.int32)
+        window[0, 0] = verified.roots[tree]
+        choices = np.empty(columns, np.int32)
         for column in range(columns):
             cell = last[column]
             if cell == ROOT:
-                said[column] = at_roots[tree]
-            elif 0 <= cell < sizes[tree]:
-                said[column] = at_nodes[firsts[tree] + cell]
+                choices[column] = verified.at_roots[tree]
+            elif 0 <= cell < verified.sizes[tree]:
+                choices[column] = verified.at_nodes[verified.firsts[tree] + cell]
             else:  # it was not verified
-                said[column] = _draw(seeds, draws, number)
+                choices[column] = _draw(windows, row)
                 continue
             if full:
                 ngrams[num_ngrams, : ngram - 1] = window[: ngram - 1, column]
-                ngrams[num_ngrams, ngram - 1] = said[column]
+                ngrams[num_ngrams, ngram - 1] = choices[column]
                 owners[num_ngrams] = tree
                 num_ngrams += 1
         if full:
-            _move_levels(window, said, columns, filled)
+            _push_level(window, choices, columns, filled)
         else:
-            # The text is a token longer, so what was filled moves on by a column.
+            # The text is a token longer, so the filled levels move on by a column.
             for level in range(filled):
                 window[level, : columns - 1] = window[level, 1:columns].copy()
-            window[filled, : columns - 1] = said[1:]
+            window[filled, : columns - 1] = choices[1:]
             filled, columns = filled + 1, columns - 1
-            shapes[number, _FILLED] = filled
+            shapes[row, _FILLED] = filled
         if shift == SHIFT_ONE:
             continue
-        for _ in range(min(lengths[tree], tokens.shape[2])):
+        for _ in range(min(verified.num_accepted[tree], tokens.shape[2])):
             if shift == SHIFT_LEVELS and filled == ngram - 1:
                 for column in range(columns):
-                    said[column] = _draw(seeds, draws, number)
-                _move_levels(window, said, columns, filled)
+                    choices[column] = _draw(windows, row)
+                _push_level(window, choices, columns, filled)
             else:
                 for level in range(filled):
                     window[level, : columns - 1] = window[level, 1:columns].copy()
-                    window[level, columns - 1] = _draw(seeds, draws, number)
+                    window[level, columns - 1] = _draw(windows, row)
     return ngrams[:num_ngrams], owners[:num_ngrams]
 
 
 @kernel
-def _move_levels(window: Int32s, said: Int32s, columns: int, levels: int) -> None:
-    """The oldest level goes, `said` is the newest."""
+def _push_level(window: Int32s, choices: Int32s, columns: int, levels: int) -> None:
+    """Remove the oldest level and append `choices` as the newest."""
     for level in range(levels - 1):
         window[level, :columns] = window[level + 1, :columns]
-    window[levels - 1, :columns] = said[:columns]
+    window[levels - 1, :columns] = choices[:columns]

@@ -1,7 +1,7 @@
-"""The n-gram pool of one request, and the candidates that it gives a step.
+"""The n-gram pool of one request, which gives the candidates of each step.
 
-Source: Lookahead Decoding (Fu et al., ICML 2024), section 3.2: n-grams filed under their first
-token; those that begin with the last token of the text are verified, at most G of them.
+Source: Lookahead Decoding (Fu et al., ICML 2024), section 3.2: n-grams by their first token; at
+most G of those that begin with the last token of the text are verified.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NGram = tuple[int, ...]
 
 
 class NGramPool:
-    """At most G n-grams for each first token; the one that was not met for longest goes.
+    """At most G n-grams for each first token; the one that was added longest ago is replaced.
 
     Parameters
     ----------
@@ -31,9 +31,13 @@ class NGramPool:
         self.ngram_size = ngram_size
         self.guess_set_size = guess_set_size
         self._followers: dict[int, dict[NGram, int]] = {}
+        """By first token: the source of each n-gram's other tokens, the latest added last."""
 
     def add(self, first: int, rest: NGram, source: int) -> None:
-        """Meet an n-gram: N - 1 tokens after `first`. A source's number stays with it."""
+        """Add an n-gram: `rest` are the N - 1 tokens after `first`.
+
+        An n-gram that is in the pool becomes the latest and keeps its source.
+        """
         followers = self._followers.setdefault(first, {})
         source = followers.pop(rest, source)
         if len(followers) == self.guess_set_size:
@@ -41,14 +45,14 @@ class NGramPool:
         followers[rest] = source
 
     def add_text(self, tokens: Sequence[int], source: int) -> None:
-        """Meet all n-grams of a text that have no UNKNOWN."""
+        """Add all n-grams of a text that have no UNKNOWN."""
         for start in range(len(tokens) - self.ngram_size + 1):
             first, *rest = ngram = tokens[start : start + self.ngram_size]
             if UNKNOWN not in ngram:
                 self.add(first, tuple(rest), source)
 
     def inserter(self, source: int) -> Callable[[Int32s], None]:
-        """A function that meets the n-grams of a text, which it is given in pieces."""
+        """A function that adds the n-grams of a text, whose parts it receives one after another."""
         tail: list[int] = []
 
         def insert(tokens: Int32s) -> None:
@@ -59,12 +63,12 @@ class NGramPool:
         return insert
 
     def candidates(self, first: int) -> Iterator[tuple[NGram, int]]:
-        """What followed that token, the latest met first, each with its source."""
+        """The tokens that followed `first`, the latest added first, each with its source."""
         return reversed(self._followers.get(first, {}).items())
 
 
 def as_rows(chains: Sequence[NGram], width: int) -> Int32s:
-    """int32 [c, width]: a row for each, -1 behind the shorter ones."""
+    """int32 [c, width]: a row for each chain, padded with -1."""
     rows = np.full((len(chains), width), -1, np.int32)
     for row, tokens in zip(rows, chains, strict=True):
         row[: len(tokens)] = tokens

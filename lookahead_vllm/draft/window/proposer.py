@@ -1,7 +1,7 @@
 """Lookahead Decoding: a window refined by Jacobi iteration, its n-grams, and their verification.
 
-Source: Fu et al., ICML 2024, Algorithms 2 to 4. Both branches are one draft tree: the candidates
-of the verification branch, best first, and the comb of the lookahead branch behind them.
+Source: Fu et al., ICML 2024, Algorithms 2 to 4. Both branches form one draft tree: first the
+candidates of the verification branch, best first, then the comb of the lookahead branch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,7 @@ from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.window.branch import LookaheadBranch, shape_for
 from lookahead_vllm.draft.window.pool import NGram, NGramPool, as_rows
 
-_RANKS = 16  # that have a rate of their own; the last one is all behind it, too
+_RANKS = 16  # that have their own rates; all later ranks share the last one
 _PRIOR_RATE, _PRIOR_TRIALS = 0.3, 4.0
 
 
@@ -40,16 +41,19 @@ class _Text:
     tail: list[int]
     """The last N tokens of the text, or all of a shorter one."""
     ranks: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
-    """uint8 [n]: of the candidates' nodes in the tree that was sent last, see `_Rates`."""
+    """uint8 [n]: the ranks of the candidates' nodes in the tree that was sent last."""
 
 
 class _Rates:
-    """How often the candidates' tokens are accepted, by depth and by how lately they were met.
+    """Acceptance rates of the candidates' nodes, by rank and depth.
+
+    A node's rank is that of the first candidate that it belongs to; the candidate that was added
+    last has rank 0.
 
     Attributes
     ----------
     rates : float32 [_RANKS, N]
-        Of a node whose parent was accepted.
+        Of nodes whose parents were accepted.
     """
 
     def __init__(self, ngram_size: int) -> None:
@@ -58,16 +62,37 @@ class _Rates:
         self.rates = (self._hits / self._trials).astype(np.float32)
 
     def learn(self, ranks: Int64s, depths: Int64s, hits: NDArray[np.bool_]) -> None:
-        """Nodes whose parents were accepted, and which of them were, too; all [n]."""
+        """Record nodes whose parents were accepted, and the `hits` among them; all [n]."""
         np.add.at(self._trials, (ranks, depths), 1.0)
         np.add.at(self._hits, (ranks, depths), hits)
         self.rates = (self._hits / self._trials).astype(np.float32)
 
 
-class JacobiWindowProposer:
-    """Guesses that the model makes itself: no text is needed that says the same.
+class _Candidates(NamedTuple):
+    """The candidates of a step: n-grams without their first tokens."""
 
-    Source: Lookahead Decoding (ICML 2024). Nothing is shared between requests.
+    tokens: Int32s
+    """int32 [c, N - 1], padded with -1."""
+    sources: NDArray[np.uint8]
+    """uint8 [c]"""
+    counts: Int64s
+    """int64 [t]: the candidates of each tree."""
+
+
+class _Limits(NamedTuple):
+    """How large the candidates' trees may be."""
+
+    max_nodes: Int64s
+    """int64 [t], as the next one."""
+    max_depths: Int64s
+    may_branch: NDArray[np.bool_]
+    """bool [t]"""
+
+
+class JacobiWindowProposer:
+    """Drafts n-grams that the model generates itself, in the window; needs no earlier text.
+
+    Source: Lookahead Decoding (ICML 2024). Requests share nothing.
 
     Raises
     ------
@@ -86,8 +111,8 @@ class JacobiWindowProposer:
         self._rates = _Rates(options.ngram_size)
         self._texts: dict[str, _Text] = {}
         self._roots: dict[str, int] = {}
-        """The last token before the step that is verified."""
-        self._max_nodes = options.most_nodes
+        """By request: the last token before the latest step, the root of its tree."""
+        self._max_nodes = options.max_nodes_per_tree
         self.insertion = InsertionQueue()
         """Prompts and references that are not in their pools yet."""
         self._compile()
@@ -100,18 +125,18 @@ class JacobiWindowProposer:
         references: Sequence[Sequence[int]] = (),
         overrides: RequestOverrides = NO_OVERRIDES,
     ) -> None:
-        """See Proposer. References are put into the pool, and the prompt if asked.
+        """See Proposer. Adds references to the pool, and the prompt if `pool_from_prompt`.
 
-        What is long is inserted in parts, by the next calls of `propose`, so that no step waits.
+        Long texts are inserted in parts, by the next calls of `propose`, so that no step waits.
         """
         self.finish(request_id)
         options = self.options
         shape = shape_for(options, overrides)
-        guesses = int(options.guess_set_size)
+        guess_set_size = int(options.guess_set_size)
         if overrides.guess_set_size is not None:
-            guesses = min(guesses, overrides.guess_set_size)
+            guess_set_size = min(guess_set_size, overrides.guess_set_size)
         tokens = np.array(prompt, np.int32)
-        pool = NGramPool(shape.ngram_size, guesses)
+        pool = NGramPool(shape.ngram_size, guess_set_size)
         from_prompt = overrides.pool_from_prompt
         if options.pool_from_prompt if from_prompt is None else from_prompt:
             self.insertion.add(request_id, pool.inserter(OWN), tokens)
@@ -122,7 +147,7 @@ class JacobiWindowProposer:
         self.branch.start(request_id, tokens, shape)
 
     def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
-        """See Proposer. The n-grams that end in what was just said are put into the pool."""
+        """See Proposer. Adds the n-grams that end in the new tokens to the pool."""
         for request_id, new in tokens.items():
             text = self._texts[request_id]
             self._roots[request_id] = text.tail[-1] if text.tail else 0
@@ -132,7 +157,7 @@ class JacobiWindowProposer:
             text.tail = tail[-n:]
 
     def observe(self, verified: Verified) -> None:
-        """See Proposer. One Jacobi iteration, and its n-grams."""
+        """See Proposer. Does one Jacobi iteration and adds its n-grams to the pools."""
         roots = np.array([self._roots[i] for i in verified.request_ids], np.int32)
         ngrams, owners = self.branch.iterate(verified, roots)
         for (first, *rest), owner in zip(ngrams.tolist(), owners.tolist(), strict=True):
@@ -145,20 +170,20 @@ class JacobiWindowProposer:
         self.insertion.end_step()
         contexts = np.array([limit.context for limit in limits], np.int64)
         cost = self.cost if self.options.budget == "auto" else None
-        numbers = self.branch.choose(limits, contexts, cost, load)
-        combs = self.branch.comb_nodes(numbers)
-        forest, ranks = self._candidates(limits, self._max_nodes - combs)
+        windows = self.branch.choose(limits, contexts, cost, load)
+        max_nodes = self._max_nodes - self.branch.comb_nodes(windows)
+        forest, ranks = self._grow(limits, max_nodes)
         if cost is not None and forest.num_nodes:
             allotment = allot(forest, contexts, cost, load)
             self.min_prob_beside_prompt = allotment.rate * cost.marginal(contexts.mean())
-            # A tree that is cut to a chain has other nodes than its first ones.
+            # A tree that is cut to a chain does not keep its first nodes.
             kept = np.where(allotment.chained, 0, allotment.sizes)
             forest = forest.cut(allotment.sizes, allotment.chained)
         else:
             kept = forest.sizes
-        for limit, some, size in zip(limits, ranks, kept, strict=True):
-            self._texts[limit.request_id].ranks = some[:size]
-        return self.branch.join(forest, numbers, limits, self._max_nodes, cost)
+        for limit, tree_ranks, size in zip(limits, ranks, kept, strict=True):
+            self._texts[limit.request_id].ranks = tree_ranks[:size]
+        return self.branch.join(forest, windows, limits, self._max_nodes, cost)
 
     def finish(self, request_id: str) -> None:
         """See Proposer."""
@@ -167,12 +192,12 @@ class JacobiWindowProposer:
         self._roots.pop(request_id, None)
         self.branch.finish(request_id)
 
-    def _candidates(
+    def _grow(
         self, limits: Sequence[DraftLimits], max_nodes: Int64s
     ) -> tuple[DraftForest, list[NDArray[np.uint8]]]:
-        """The verification branch: for each want at most G n-grams, merged where they begin alike.
+        """The verification branch: for each request at most G n-grams with shared prefixes merged.
 
-        Also returns the rank of each node: how many n-grams that begin otherwise were met later.
+        Also returns the ranks of each tree's nodes, uint8 [n].
         """
         chains: list[NGram] = []
         sources: list[int] = []
@@ -184,15 +209,18 @@ class JacobiWindowProposer:
                 chains.append(rest)
                 sources.append(source)
             counts.append(len(chains) - before)
+        allowed = np.array([limit.max_nodes for limit in limits], np.int64)
         *fields, ranks = _merge(
-            as_rows(chains, self.options.ngram_size - 1),
-            np.array(sources, np.uint8),
-            np.array(counts, np.int64),
-            np.minimum(max_nodes, np.array([limit.max_nodes for limit in limits], np.int64)).clip(
-                0
+            (
+                as_rows(chains, self.options.ngram_size - 1),
+                np.array(sources, np.uint8),
+                np.array(counts, np.int64),
             ),
-            np.array([limit.max_depth for limit in limits], np.int64),
-            np.array([limit.may_branch for limit in limits], np.bool_),
+            (
+                np.minimum(max_nodes, allowed).clip(0),
+                np.array([limit.max_depth for limit in limits], np.int64),
+                np.array([limit.may_branch for limit in limits], np.bool_),
+            ),
             self._rates.rates,
         )
         forest = DraftForest(*fields)
@@ -200,21 +228,22 @@ class JacobiWindowProposer:
 
     def _learn(self, verified: Verified) -> None:
         forest = verified.forest
-        own = [
+        tree_ranks = [
             self._texts[request_id].ranks[:size]
             for request_id, size in zip(verified.request_ids, forest.sizes, strict=True)
         ]
-        sizes = np.array([len(ranks) for ranks in own], np.int64)
+        sizes = np.array([len(ranks) for ranks in tree_ranks], np.int64)
         nodes = np.flatnonzero(forest.places < sizes[forest.owners])
         parents = forest.parents[nodes]
         tried = verified.accepted[forest.firsts[forest.owners[nodes]] + parents] | (parents < 0)
-        nodes, ranks = nodes[tried], np.concatenate(own)[tried] if own else np.empty(0)
+        nodes = nodes[tried]
+        ranks = np.concatenate(tree_ranks)[tried] if tree_ranks else np.empty(0)
         self._rates.learn(
             ranks.astype(np.int64), forest.depths[nodes].astype(np.int64), verified.accepted[nodes]
         )
 
     def _compile(self) -> None:
-        """Run every kernel on something small, so that no request waits for the compiler."""
+        """Run every kernel once on a tiny request, so that no request waits for the compiler."""
         for _ in range(2):
             self.start("", [0, 1])
             self.extend({"": [0]})
@@ -227,65 +256,62 @@ class JacobiWindowProposer:
 
 @kernel
 def _merge(
-    chains: Int32s,
-    chain_sources: NDArray[np.uint8],
-    counts: Int64s,
-    max_nodes: Int64s,
-    max_depths: Int64s,
-    may_branch: NDArray[np.bool_],
-    rates: NDArray[np.float32],
+    candidates: _Candidates, limits: _Limits, rates: NDArray[np.float32]
 ) -> tuple[
     Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s, NDArray[np.uint8]
 ]:
-    """Chains int32 [c, N - 1] of all requests to trees: the fields of a DraftForest, and ranks.
+    """Merge the candidates to trees; returns the fields of a DraftForest, and the nodes' ranks.
 
-    `rates` float32 [_RANKS, N] are those of a node by its chain's rank and its depth.
+    `rates` float32 [_RANKS, N] are the acceptance rates of nodes by rank and depth.
     """
-    most = np.int64(0)
-    widest = np.int64(1)
+    candidates, limits = _Candidates(*candidates), _Limits(*limits)
+    chains, counts = candidates.tokens, candidates.counts
+    capacity = np.int64(0)
+    tree_capacity = np.int64(1)
     for count in counts:
-        most += count * chains.shape[1]
-        widest = max(widest, count * chains.shape[1])
-    tokens, parents = np.empty(most, np.int32), np.empty(most, np.int32)
-    depths, probs = np.empty(most, np.int32), np.empty(most, np.float32)
-    sources, ranks = np.empty(most, np.uint8), np.empty(most, np.uint8)
+        capacity += count * chains.shape[1]
+        tree_capacity = max(tree_capacity, count * chains.shape[1])
+    tokens, parents = np.empty(capacity, np.int32), np.empty(capacity, np.int32)
+    depths, probs = np.empty(capacity, np.int32), np.empty(capacity, np.float32)
+    sources, ranks = np.empty(capacity, np.uint8), np.empty(capacity, np.uint8)
     firsts = np.zeros(len(counts) + 1, np.int64)
-    nodes = np.empty((4, widest), np.int32)  # token, parent, depth, chain
-    likely = np.empty(widest, np.float32)
-    new = np.empty(widest, np.int32)
+    nodes = np.empty((4, tree_capacity), np.int32)  # token, parent, depth, rank
+    likely = np.empty(tree_capacity, np.float32)
+    places = np.empty(tree_capacity, np.int32)  # of the nodes in the sorted tree
     end, chain = 0, 0
     for tree, count in enumerate(counts):
         size = 0
         for rank in range(count):
-            above = -1
-            for depth in range(1, min(chains.shape[1], max_depths[tree]) + 1):
+            parent = -1
+            for depth in range(1, min(chains.shape[1], limits.max_depths[tree]) + 1):
                 token = chains[chain + rank, depth - 1]
                 if token < 0:
                     break
                 here = -1
-                for node in range(above + 1, size):
-                    if nodes[1, node] == above and nodes[0, node] == token:
+                for node in range(parent + 1, size):
+                    if nodes[1, node] == parent and nodes[0, node] == token:
                         here = node
                         break
                 if here < 0:
-                    if rank > 0 and not may_branch[tree]:
+                    if rank > 0 and not limits.may_branch[tree]:
                         break
                     here = size
-                    nodes[0, here], nodes[1, here], nodes[2, here] = token, above, depth
+                    nodes[0, here], nodes[1, here], nodes[2, here] = token, parent, depth
                     nodes[3, here] = rank
                     rate = rates[min(rank, _RANKS - 1), depth]
-                    likely[here] = rate if above < 0 else likely[above] * rate
+                    likely[here] = rate if parent < 0 else likely[parent] * rate
                     size += 1
-                above = here
-        # Best first; parents are at least as likely as their children, and stand before them.
+                parent = here
+        # Best first. A parent is at least as likely as its children, and the sort is stable, so
+        # parents stay before their children.
         order = np.argsort(-likely[:size], kind="mergesort")
         firsts[tree] = end
-        for place in range(min(size, max_nodes[tree])):
+        for place in range(min(size, limits.max_nodes[tree])):
             node = order[place]
-            new[node] = place
+            places[node] = place
             tokens[end], depths[end], probs[end] = nodes[0, node], nodes[2, node], likely[node]
-            parents[end] = -1 if nodes[1, node] < 0 else new[nodes[1, node]]
-            sources[end] = chain_sources[chain + nodes[3, node]]
+            parents[end] = -1 if nodes[1, node] < 0 else places[nodes[1, node]]
+            sources[end] = candidates.sources[chain + nodes[3, node]]
             ranks[end] = min(nodes[3, node], _RANKS - 1)
             end += 1
         chain += count

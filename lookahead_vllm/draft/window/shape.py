@@ -1,4 +1,4 @@
-"""How large the lookahead branch is: W and N.
+"""The size of the lookahead branch: W and N.
 
 Source: Lookahead Decoding (Fu et al., ICML 2024), section 3 and Table 4.
 """
@@ -12,6 +12,7 @@ MAX_NGRAM_SIZE = 16
 MAX_GUESS_SET_SIZE = 128
 
 PAPER_NGRAM_SIZE = 5
+# The largest number of parameters, and W up to there.
 _PAPER_WINDOW_SIZES = ((10e9, 15), (20e9, 10), (float("inf"), 7))
 
 
@@ -19,31 +20,31 @@ class WindowShape(NamedTuple):
     """The 2D window: W columns, which are positions, and N - 1 levels, which are past steps."""
 
     window_size: int
-    """W; 0 is no window."""
+    """W; 0 means no window."""
     ngram_size: int
     """N, at least 2."""
 
     @property
     def nodes(self) -> int:
-        """The most nodes that its comb takes: (N - 1) W - 1, or more while it is filled."""
+        """The most nodes that its comb takes: (N - 1) W - 1, or more while levels are filled."""
         return max(comb_nodes(*self, filled) for filled in range(1, self.ngram_size))
 
 
 def columns_of(window_size: int, ngram_size: int, filled: int) -> int:
-    """The columns of a window with so many of its levels filled, the root's among them.
+    """The columns of a window with `filled` levels, the root's column included.
 
-    Filling goes from the second level on; each takes a column away, and W are left.
+    The second level and each level after it take a column away; W columns are left in the end.
     """
     return window_size + ngram_size - 1 - filled
 
 
 def comb_nodes(window_size: int, ngram_size: int, filled: int) -> int:
-    """Its nodes: one for each column of each level; that of the first level's first is the root."""
+    """The nodes of a comb: the columns of all filled levels, without the root."""
     if not window_size:
         return 0
     return filled * columns_of(window_size, ngram_size, filled) - 1
 
 
 def paper_window_size(num_parameters: float) -> int:
-    """W for a model of that size: 15 for 7B and below, 10 for 13B, 7 for 34B; N is 5, G is W."""
-    return next(size for most, size in _PAPER_WINDOW_SIZES if num_parameters <= most)
+    """W for a model of this size: 15 for 7B and below, 10 for 13B, 7 for 34B; N is 5, G is W."""
+    return next(size for limit, size in _PAPER_WINDOW_SIZES if num_parameters <= limit)

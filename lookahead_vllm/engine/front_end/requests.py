@@ -1,15 +1,12 @@
-"""What happens to a request before the engine sees it: checked, tokenized, given its namespace.
+"""Prepares requests for the engine: checks options, tokenizes references, sets the namespace.
 
-Six of vLLM's functions are wrapped, in processes where somebody asked for lookahead; requests
-of an engine that does not serve it pass through untouched. What comes back beside the answers,
-the metrics, is the affair of `stat_logger.py`.
+The patches are made in processes that make an engine with lookahead. Requests of engines without
+it pass through unchanged.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
-import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -21,16 +18,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.engine import config, request_options
+from lookahead_vllm.engine import config, patches, request_options
+from lookahead_vllm.engine.front_end.live_references import LiveReferences
 from lookahead_vllm.engine.request_options import RequestError, RequestOptions
-
-SECONDS_BETWEEN_COLLECTIONS = 1.0
-"""A collection of garbage takes milliseconds, so that no client can ask for one at will."""
 
 
 @functools.cache
 def install() -> None:
-    """Wrap the functions and let the metrics in, once in each process."""
+    """Patch vLLM's front-end, its metrics included, once in each process."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -40,20 +35,16 @@ def install() -> None:
     from lookahead_vllm.engine.front_end import stat_logger
 
     stat_logger.install()
-    ChatCompletionRequest.to_sampling_params = with_prediction(
-        ChatCompletionRequest.to_sampling_params
-    )
-    AsyncLLM.generate = checked_at_once(AsyncLLM.generate)
-    AsyncLLM.add_request = prepared_if_ready(AsyncLLM.add_request)
-    LLMEngine.add_request = prepared_if_ready(LLMEngine.add_request)
-    InputProcessor.process_inputs = prepared(InputProcessor.process_inputs)
-    SamplingParams._validate_spec_decode = serving_every_parameter(
-        SamplingParams._validate_spec_decode
-    )
+    patches.patch(ChatCompletionRequest, "to_sampling_params", with_prediction)
+    patches.patch(AsyncLLM, "generate", with_early_check)
+    patches.patch(AsyncLLM, "add_request", preparing_core_requests)
+    patches.patch(LLMEngine, "add_request", preparing_core_requests)
+    patches.patch(InputProcessor, "process_inputs", preparing)
+    patches.patch(SamplingParams, "_validate_spec_decode", allowing_every_parameter)
 
 
 def with_prediction(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`ChatCompletionRequest.to_sampling_params` that reads OpenAI's field `prediction`."""
+    """`ChatCompletionRequest.to_sampling_params`, which also reads OpenAI's field `prediction`."""
 
     @functools.wraps(original)
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,32 +57,31 @@ def with_prediction(original: Callable[..., Any]) -> Callable[..., Any]:
     return to_sampling_params
 
 
-def checked_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`AsyncLLM.generate` that refuses a bad request when it is called.
+def with_early_check(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`AsyncLLM.generate`, which refuses a bad request when it is called.
 
-    vLLM's own runs only once the answer is iterated, when the status of a stream has been sent.
+    vLLM's own, a generator, runs when the answer is iterated: after the HTTP status of a stream.
     """
     from vllm.v1.engine import EngineCoreRequest
 
     @functools.wraps(original)
     def generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        ready = isinstance(prompt, EngineCoreRequest)  # add_request looks at its parameters
-        if ready or not config.is_lookahead(self.vllm_config):
+        if isinstance(prompt, EngineCoreRequest) or not config.is_lookahead(self.vllm_config):
             return original(self, prompt, sampling_params, *args, **kwargs)
         server = config.options_of(self.vllm_config)
         options = _options(self, server, sampling_params.extra_args)
         if not options.references:
             return original(self, prompt, sampling_params, *args, **kwargs)
         if self not in _live_references:
-            _live_references[self] = LiveReferences(server)
+            _live_references[self] = LiveReferences(server.max_live_reference_tokens)
         tokens = options.reference_tokens * sampling_params.n
         release = _live_references[self].charge(tokens)
-        outputs = tokenized_first(self, options, release, prompt, sampling_params, *args, **kwargs)
-        # An answer that nobody iterates ends here.
+        outputs = tokenize_first(self, options, release, prompt, sampling_params, *args, **kwargs)
+        # The `finally` of an answer that is never iterated does not run.
         weakref.finalize(outputs, release).atexit = False
         return outputs
 
-    async def tokenized_first(
+    async def tokenize_first(
         self: Any,
         options: RequestOptions,
         release: Callable[[], None],
@@ -100,11 +90,11 @@ def checked_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
-        """Keep long texts from blocking the event loop."""
+        """Tokenize long texts without blocking the event loop."""
         try:
             if _texts(options):
                 tokenized = await self.renderer.tokenize_prompts_async(*_to_tokenize(options))
-                options = _filled_in(options, tokenized)
+                options = _with_token_ids(options, tokenized)
             params = copy(sampling_params)
             params.extra_args = request_options.checked(params.extra_args, options)
             async with aclosing(original(self, prompt, params, *args, **kwargs)) as outputs:
@@ -116,61 +106,12 @@ def checked_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
     return generate
 
 
-class LiveReferences:
-    """The references of all requests that an API server is answering.
-
-    They take room in the trie, and time to insert, from everybody else.
-    """
-
-    def __init__(self, options: LookaheadOptions) -> None:
-        self._most = options.max_live_reference_tokens
-        self.tokens = 0
-        self._next_collection = 0.0
-
-    def _collect(self) -> None:
-        """Release what answers to cut connections hold: they may be part of a cycle."""
-        if (now := time.monotonic()) >= self._next_collection:
-            gc.collect()
-            self._next_collection = now + SECONDS_BETWEEN_COLLECTIONS
-
-    def charge(self, tokens: int) -> Callable[[], None]:
-        """Count a request's references; returns what to call, once or more, when it has ended.
-
-        Raises
-        ------
-        RequestError
-            There would be too many.
-        """
-        if tokens > self._most:
-            raise RequestError(
-                f"lookahead's references of {tokens} tokens were given, those of n answers "
-                f"together, but this server allows {self._most} for all requests at a time; write "
-                "fewer"
-            )
-        if self.tokens + tokens > self._most:
-            self._collect()
-        if self.tokens + tokens > self._most:
-            raise RequestError(
-                f"lookahead's references of {tokens} tokens were given, but this server allows "
-                f"{self._most} for all requests at a time, of which {self.tokens} are in use; "
-                "send the request again later, or without them"
-            )
-        self.tokens += tokens
-        charged = [tokens]
-
-        def release() -> None:
-            if charged:
-                self.tokens -= charged.pop()
-
-        return release
-
-
 _live_references: WeakKeyDictionary[Any, LiveReferences] = WeakKeyDictionary()
 """By engine client."""
 
 
-def prepared(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`InputProcessor.process_inputs`, through which requests of every entry point go."""
+def preparing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`InputProcessor.process_inputs`, which makes requests of all entry points."""
 
     @functools.wraps(original)
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -181,8 +122,8 @@ def prepared(original: Callable[..., Any]) -> Callable[..., Any]:
     return process_inputs
 
 
-def prepared_if_ready(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`add_request` of an engine, which also takes an `EngineCoreRequest` that a caller made."""
+def preparing_core_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`add_request` of an engine, which also prepares an `EngineCoreRequest` that a caller made."""
     from vllm.v1.engine import EngineCoreRequest
 
     @functools.wraps(original)
@@ -200,12 +141,12 @@ def _prepare(processor: Any, request: Any) -> None:
     """Write the request's checked options and its namespace into its sampling parameters."""
     if request.sampling_params is None or not config.is_lookahead(processor.vllm_config):
         return
-    params = copy(request.sampling_params)  # of a request that a caller made, they are the caller's
+    params = copy(request.sampling_params)  # the original may be the caller's
     server = config.options_of(processor.vllm_config)
     options = _options(processor, server, params.extra_args)
     if _texts(options):
         tokenized = processor.renderer.tokenize_prompts(*_to_tokenize(options))
-        options = _filled_in(options, tokenized)
+        options = _with_token_ids(options, tokenized)
     adapter = request.lora_request.lora_name if request.lora_request else None
     namespace = request_options.shared_namespace(
         server.share, adapter, request.cache_salt, options.namespace
@@ -215,13 +156,13 @@ def _prepare(processor: Any, request: Any) -> None:
     request.sampling_params = params
 
 
-def serving_every_parameter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`SamplingParams._validate_spec_decode` that refuses neither `min_p` nor `logit_bias`."""
+def allowing_every_parameter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`SamplingParams._validate_spec_decode`, which allows lookahead `min_p` and `logit_bias`."""
 
     @functools.wraps(original)
     def validate(self: Any, speculative_config: Any) -> None:
-        ours = getattr(speculative_config, "model", None) == config.DRAFTER_PATH
-        original(self, None if ours else speculative_config)
+        is_lookahead = getattr(speculative_config, "model", None) == config.DRAFTER_PATH
+        original(self, None if is_lookahead else speculative_config)
 
     return validate
 
@@ -229,6 +170,7 @@ def serving_every_parameter(original: Callable[..., Any]) -> Callable[..., Any]:
 def _options(
     engine: Any, server: LookaheadOptions, extra_args: Mapping[str, Any] | None
 ) -> RequestOptions:
+    """The checked options of a request; `engine` is a client or its input processor."""
     vocab_size = engine.model_config.get_vocab_size()
     options = request_options.given(extra_args, vocab_size, server)
     if _texts(options) and engine.renderer.tokenizer is None:
@@ -251,8 +193,10 @@ def _to_tokenize(options: RequestOptions) -> tuple[list[dict[str, str]], Any]:
     return [{"prompt": text} for text in _texts(options)], params
 
 
-def _filled_in(options: RequestOptions, tokenized: Sequence[Mapping[str, Any]]) -> RequestOptions:
-    """`options` with the token ids in the places of the texts."""
+def _with_token_ids(
+    options: RequestOptions, tokenized: Sequence[Mapping[str, Any]]
+) -> RequestOptions:
+    """`options` with the token ids of each text instead of the text."""
     ids = (np.array(prompt["prompt_token_ids"], "<i4").tobytes() for prompt in tokenized)
     return replace(
         options,

@@ -1,9 +1,8 @@
 """The metrics `lookahead_vllm:...` on the server's `/metrics`; `docs/metrics.md` explains each.
 
-vLLM has an entry point for such loggers, `vllm.stat_logger_plugins`. It is not used: whatever
-stands there turns the stats of every server in the environment on, also those that were started
-with `--disable-log-stats`, also without lookahead. Our logger is added where vLLM makes its own,
-which it does only if stats are wanted.
+vLLM's entry point for such loggers, `vllm.stat_logger_plugins`, is not used: it enables the stats
+of every server in the environment, even with `--disable-log-stats` and without lookahead. Our
+logger is added where vLLM makes its own, which it does only if stats are enabled.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from vllm.v1.engine import EngineCoreOutputs, core_client
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, StatLoggerManager
 
 from lookahead_vllm.draft.sources import NAMES
-from lookahead_vllm.engine import config
+from lookahead_vllm.engine import config, patches
 from lookahead_vllm.engine.step_report import PARTS, ReportingStats, StepReport
 
 if TYPE_CHECKING:
@@ -26,29 +25,29 @@ if TYPE_CHECKING:
 
 PREFIX = "lookahead_vllm:"
 
-LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
-NODES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-ERRORS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10)
+LENGTH_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+NODE_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+ERROR_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10)
 
 _registered: dict[str, Counter | Gauge | Histogram] = {}
-"""Our metrics in prometheus_client's registry, which belongs to the whole process."""
+"""Our metrics in prometheus_client's registry, which the whole process shares."""
 
 
 @functools.cache
 def install() -> None:
-    """Let reports through to this process, and count them, once in each process."""
-    core_client.EngineCoreOutputs = ReportingOutputs
-    StatLoggerManager.__init__ = with_lookahead(StatLoggerManager.__init__)
+    """Receive step reports and count them, once in each process."""
+    patches.patch(core_client, "EngineCoreOutputs", lambda original: ReportingOutputs)
+    patches.patch(StatLoggerManager, "__init__", with_lookahead)
 
 
 class ReportingOutputs(EngineCoreOutputs):
-    """What an engine process sent, read with its reports: vLLM's decoder drops unknown fields."""
+    """Decodes an engine's outputs with its reports; vLLM's class drops fields it does not know."""
 
     scheduler_stats: ReportingStats | None = None
 
 
 def with_lookahead(original: Callable[..., None]) -> Callable[..., None]:
-    """`StatLoggerManager.__init__` that has our logger too, for engines that serve lookahead."""
+    """`StatLoggerManager.__init__`, which adds our logger for engines with lookahead."""
 
     @functools.wraps(original)
     def init(
@@ -68,13 +67,13 @@ def with_lookahead(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def unregister() -> None:
-    """Forget the metrics of an earlier engine in this process, as vLLM does with its own."""
+    """Remove the metrics of an earlier engine in this process, as vLLM does with its own."""
     while _registered:
         REGISTRY.unregister(_registered.popitem()[1])
 
 
 class LookaheadStatLogger(AggregateStatLoggerBase):
-    """Counts the reports of all engines that this process is the front-end of."""
+    """Counts the reports of all engines of this front-end."""
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
         model = vllm_config.model_config.served_model_name
@@ -92,11 +91,11 @@ class LookaheadStatLogger(AggregateStatLoggerBase):
             self._engines[engine_idx].count(report)
 
     def log_engine_initialized(self) -> None:
-        """There is nothing to say."""
+        """Log nothing."""
 
 
 class EngineMetrics:
-    """The series of one engine; they are there, as zeros, before its first step."""
+    """The series of one engine, which are 0 before its first step."""
 
     def __init__(self, model: str, engine: int) -> None:
         series = functools.partial(_series, (model, str(engine)))
@@ -113,19 +112,19 @@ class EngineMetrics:
             Histogram,
             "acceptance_length",
             "Tokens that a request with a draft emitted in a step.",
-            buckets=LENGTHS,
+            buckets=LENGTH_BUCKETS,
         )
         self._nodes = series(
             Histogram,
             "step_nodes",
             "Draft nodes sent in a step, of all requests together.",
-            buckets=NODES,
+            buckets=NODE_BUCKETS,
         )
         self._error = series(
             Histogram,
             "step_cost_error",
             "How far the cost model was off: |measured - predicted| / predicted, by step.",
-            buckets=ERRORS,
+            buckets=ERROR_BUCKETS,
         )
         self._predicted = series(
             Counter, "step_predicted_seconds", "What the cost model said that steps would take."
@@ -174,7 +173,7 @@ def _series(
     buckets: Sequence[float] | None = None,
     **label: Sequence[str],
 ) -> Any:
-    """One engine's part of a metric; where that has one more label, its parts by that label."""
+    """One engine's series of a metric; where that has one more label, a dict by its values."""
     if name not in _registered:
         options: dict[str, Any] = {}
         if kind is Histogram:

@@ -1,4 +1,4 @@
-"""Limits for the drafts of a step: tokens and KV blocks that no request needs otherwise."""
+"""Limits for the drafts of a step: the tokens and KV blocks that plain vLLM would leave unused."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 
 class DraftLimiter:
-    """Cuts drafts before vLLM's scheduler sees them, so that it never has to choose.
+    """Cuts drafts before vLLM schedules a step, so that they never displace other work.
 
-    Tokens of the step and free KV blocks go first to what plain vLLM would schedule: the running
-    requests' own tokens, and prompts that wait and can be admitted. Drafts get what is left, so no
-    request is preempted or delayed for the sake of one.
+    Tokens of the step and free KV blocks go first to what plain vLLM would schedule: the plain
+    tokens of running requests, and waiting prompts that can be admitted. Drafts get the rest, so
+    none of them preempts or delays a request.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._managers = scheduler.kv_cache_manager.coordinator.single_type_managers
         """One for each KV cache group."""
-        self._may_give_back = scheduler.connector is None and all(
+        self._may_free_blocks = scheduler.connector is None and all(
             isinstance(manager, FullAttentionManager | SlidingWindowManager)
             for manager in self._managers
         )
-        """Blocks are of the text alone, and nobody is sending them anywhere."""
+        """Blocks hold KV of single tokens only, and no connector transfers them."""
 
     def cut(
         self, probs_of: Callable[[str], Sequence[float]], min_prob_beside_prompt: float
@@ -39,15 +39,15 @@ class DraftLimiter:
         Parameters
         ----------
         probs_of
-            Tells the probabilities of the nodes of a request's draft, in order.
+            Returns the probabilities of the nodes of a request's draft, in order, by request id.
         min_prob_beside_prompt
-            What a node's probability has to be where a prompt is read in the same step.
+            The smallest probability of a node in a step that also computes a prompt.
 
         Returns
         -------
         dict
-            Requests that gave blocks back, which held rejected tokens alone: how many blocks each
-            still has in each KV cache group.
+            By id of a request that gave blocks back, because they held only rejected tokens: the
+            number that it keeps in each KV cache group.
         """
         scheduler = self._scheduler
         drafted = [request for request in scheduler.running if request.spec_token_ids]
@@ -56,14 +56,14 @@ class DraftLimiter:
         waiting = list(self._admissible())
         if waiting:
             for request in drafted:
-                own = probs_of(request.request_id)
-                worth = sum(1 for _ in takewhile(lambda p: p >= min_prob_beside_prompt, own))
-                request.spec_token_ids = request.spec_token_ids[:worth]
+                probs = probs_of(request.request_id)
+                paying = sum(1 for _ in takewhile(lambda p: p >= min_prob_beside_prompt, probs))
+                request.spec_token_ids = request.spec_token_ids[:paying]
         free_tokens = scheduler.max_num_scheduled_tokens
-        free_tokens -= sum(map(_own_tokens, scheduler.running)) + sum(map(_own_tokens, waiting))
-        over = sum(len(request.spec_token_ids) for request in drafted) - max(free_tokens, 0)
-        if over > 0:
-            self._cut_tokens(drafted, over, probs_of)
+        free_tokens -= sum(map(_plain_tokens, scheduler.running)) + sum(map(_plain_tokens, waiting))
+        excess = sum(len(request.spec_token_ids) for request in drafted) - max(free_tokens, 0)
+        if excess > 0:
+            self._cut_tokens(drafted, excess, probs_of)
         return self._cut_to_blocks(drafted, waiting, probs_of)
 
     def _admissible(self) -> Iterator[Request]:
@@ -75,23 +75,23 @@ class DraftLimiter:
             chain(scheduler.kv_holding_waiting, scheduler.waiting), max(slots, 0)
         ):
             yield request
-            tokens -= _own_tokens(request)
+            tokens -= _plain_tokens(request)
             if tokens <= 0:
                 return
 
     def _cut_tokens(
-        self, drafted: Sequence[Request], over: int, probs_of: Callable[[str], Sequence[float]]
+        self, drafted: Sequence[Request], excess: int, probs_of: Callable[[str], Sequence[float]]
     ) -> None:
-        """Take the `over` least likely nodes of all away."""
+        """Remove the `excess` least likely nodes of all drafts."""
         nodes = [
-            (prob, -place, i)
+            (prob, -node, i)
             for i, request in enumerate(drafted)
-            for place, prob in enumerate(probs_of(request.request_id))
-            if place < len(request.spec_token_ids)
+            for node, prob in enumerate(probs_of(request.request_id))
+            if node < len(request.spec_token_ids)
         ]
-        for _, place, i in sorted(nodes)[:over]:
-            # No node is kept without those before it, even where their probabilities rise.
-            drafted[i].spec_token_ids = drafted[i].spec_token_ids[:-place]
+        for _, minus_node, i in sorted(nodes)[:excess]:
+            # Later nodes of the draft go too, even if they are more likely.
+            drafted[i].spec_token_ids = drafted[i].spec_token_ids[:-minus_node]
 
     def _cut_to_blocks(
         self,
@@ -99,37 +99,38 @@ class DraftLimiter:
         waiting: Sequence[Request],
         probs_of: Callable[[str], Sequence[float]],
     ) -> dict[str, list[int]]:
+        """Remove the nodes that would need more blocks than are free; returns as `cut` does."""
         scheduler, pool = self._scheduler, self._scheduler.kv_cache_manager.block_pool
         free = pool.get_num_free_blocks() - scheduler.kv_cache_manager.watermark_blocks
         sizes = [manager.block_size for manager in self._managers]
-        # At most, so that a step with memory to spare looks no further.
-        bound = sum(
+        # An upper bound, which spares steps with enough free blocks the exact count.
+        max_blocks = sum(
             -(-tokens // size) + 1
             for tokens in chain(
-                (_own_tokens(r) + len(r.spec_token_ids) for r in scheduler.running),
+                (_plain_tokens(r) + len(r.spec_token_ids) for r in scheduler.running),
                 (request.num_tokens for request in waiting),
             )
             for size in sizes
         )
-        if bound <= free:
+        if max_blocks <= free:
             return {}
-        kept = self._give_back()
+        kept = self._free_unused_blocks()
         free = pool.get_num_free_blocks() - scheduler.kv_cache_manager.watermark_blocks
         free -= sum(self._missing(request, 0) for request in scheduler.running)
         free -= sum(-(-request.num_tokens // size) for request in waiting for size in sizes)
-        # Who gains most from a block of its own comes first.
+        # Drafts with the most expected tokens get their blocks first.
         for request in sorted(drafted, key=lambda request: -sum(probs_of(request.request_id))):
             nodes = len(request.spec_token_ids)
-            own = self._missing(request, 0)
-            while nodes and self._missing(request, nodes) - own > max(free, 0):
+            plain = self._missing(request, 0)
+            while nodes and self._missing(request, nodes) - plain > max(free, 0):
                 nodes -= 1
-            free -= self._missing(request, nodes) - own
+            free -= self._missing(request, nodes) - plain
             request.spec_token_ids = request.spec_token_ids[:nodes]
         return kept
 
     def _missing(self, request: Request, num_nodes: int) -> int:
-        """Blocks that the request needs for its own tokens and so many nodes, and does not have."""
-        tokens = request.num_computed_tokens + _own_tokens(request) + num_nodes
+        """Blocks that the request lacks for its plain tokens and `num_nodes` nodes."""
+        tokens = request.num_computed_tokens + _plain_tokens(request) + num_nodes
         return sum(
             max(
                 -(-tokens // manager.block_size) - len(manager.req_to_blocks[request.request_id]), 0
@@ -137,13 +138,13 @@ class DraftLimiter:
             for manager in self._managers
         )
 
-    def _give_back(self) -> dict[str, list[int]]:
-        """Free the blocks of running requests that hold nothing but rejected tokens."""
+    def _free_unused_blocks(self) -> dict[str, list[int]]:
+        """Free the blocks of running requests that hold only rejected tokens; returns as `cut`."""
         kept: dict[str, list[int]] = {}
-        if not self._may_give_back:
+        if not self._may_free_blocks:
             return kept
         for request in self._scheduler.running:
-            tokens = request.num_computed_tokens + _own_tokens(request)
+            tokens = request.num_computed_tokens + _plain_tokens(request)
             counts: list[int] = []
             for manager in self._managers:
                 blocks = manager.req_to_blocks[request.request_id]
@@ -157,7 +158,7 @@ class DraftLimiter:
         return kept
 
 
-def _own_tokens(request: Request) -> int:
-    """Tokens that plain vLLM would have it compute."""
+def _plain_tokens(request: Request) -> int:
+    """The number of tokens that plain vLLM would schedule for the request."""
     tokens: int = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
     return tokens

@@ -1,9 +1,9 @@
-"""A draft tree under a grammar: what may stand at each node, and what must."""
+"""Draft trees under a grammar: forbidden nodes go, dictated ones come, every node has a mask."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache, lru_cache
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 
 from lookahead_vllm.draft.sources import GRAMMAR
 from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.engine import patches
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -26,7 +27,7 @@ class GrammarDraft(NamedTuple):
     Attributes
     ----------
     tree
-        What the grammar forbids is gone, what it dictates may be added.
+        Without the nodes that the grammar forbids, and possibly with tokens that it dictates.
     bitmask : int32 [n + 1, ceil(vocabulary / 32)]
         The tokens allowed after the root, then after each node.
     """
@@ -35,17 +36,17 @@ class GrammarDraft(NamedTuple):
     bitmask: NDArray[np.int32]
 
 
-class GrammarWalk:
-    """Visits a draft tree depth first, the request's grammar going forward and back with it.
+class GrammarTreeWalk:
+    """Visits a draft tree depth first, while the request's grammar advances and rolls back.
 
-    It asks of a grammar what vLLM's chains ask (`accept_tokens`, `rollback`, `fill_bitmask`), so
-    every backend gets trees. While a reasoning parser keeps the grammar waiting, each path is asked
-    about by itself.
+    It uses only methods of the grammar that vLLM uses for chains (`accept_tokens`, `rollback`,
+    `fill_bitmask`), so every backend serves trees. While a reasoning parser delays the grammar, the
+    manager decides for each path where the grammar begins.
 
     Parameters
     ----------
     max_nodes, max_depth
-        Bounds for what the grammar's own guesses may add.
+        Limits up to which dictated tokens are added.
     """
 
     def __init__(
@@ -74,87 +75,100 @@ class GrammarWalk:
             1 + len(tree) + self._free_nodes
         )
         self._bits: NDArray[np.int32] = self._mask.numpy()
-        self._always = manager._get_constraint_bounds(request, ()).constraint_start == 0
-        self._no_ends: Sequence[int] = ()
-        """Tokens with which the reasoning cannot end, as the grammar cannot begin with them."""
-        if not self._always and hasattr(manager, "_masked_reasoning_ends"):  # vLLM 0.33
-            self._no_ends = manager._masked_reasoning_ends(request)
+        self._is_delayed = manager._get_constraint_bounds(request, ()).constraint_start != 0
+        """Whether the request may still be reasoning."""
+        self._forbidden_ends: Sequence[int] = ()
+        """Tokens that may not end the reasoning, because the grammar cannot begin with them."""
+        if self._is_delayed and hasattr(manager, "_masked_reasoning_ends"):  # vLLM 0.33
+            self._forbidden_ends = manager._masked_reasoning_ends(request)
 
     def run(self) -> GrammarDraft:
-        proposed = len(self._tokens)
-        self._visit(-1, [], self._bounds([])[1], True)
-        kept = [*sorted(self._kept), *range(proposed, len(self._tokens))]
-        place = {-1: -1} | {node: i for i, node in enumerate(kept)}
+        num_proposed = len(self._tokens)
+        self._visit(-1, [], self._state_after([])[1], True)
+        kept = [*sorted(self._kept), *range(num_proposed, len(self._tokens))]
+        index = {-1: -1} | {node: i for i, node in enumerate(kept)}
         return GrammarDraft(
             DraftTree.from_lists(
                 [self._tokens[node] for node in kept],
-                [place[self._parents[node]] for node in kept],
+                [index[self._parents[node]] for node in kept],
                 [self._probs[node] for node in kept],
                 [self._sources[node] for node in kept],
             ),
             self._bits[[0, *(node + 1 for node in kept)]],
         )
 
-    def _visit(self, node: int, path: list[int], constrained: bool, best: bool) -> None:
-        """The grammar stands behind `path`, which leads to `node`."""
-        if constrained:
-            self._fill(node)
+    def _visit(self, node: int, path: list[int], is_masked: bool, is_best: bool) -> None:
+        """Fill the mask of `node`, visit its children, and extend the best leaf.
+
+        Parameters
+        ----------
+        path
+            The tokens that lead to `node`; the grammar has accepted them.
+        is_masked
+            Whether the grammar masks the token after `node`.
+        is_best
+            Whether `path` consists of first allowed children.
+        """
+        if is_masked:
+            self._fill_mask(node)
         else:
             words = self._bits[node + 1].view(np.uint32)
-            for token in self._no_ends:
+            for token in self._forbidden_ends:
                 words[token // 32] &= ~np.uint32(1 << token % 32)
         has_child = False
         for child in self._children[node + 1]:
-            if self._step(node, child, path, constrained, best and not has_child):
+            if self._visit_child(node, child, path, is_masked, is_best and not has_child):
                 self._kept.add(child)
                 has_child = True
-        if best and constrained and not has_child and not self._grammar.is_terminated():
+        if is_best and is_masked and not has_child and not self._grammar.is_terminated():
             self._jump_ahead(node, len(path))
 
-    def _step(self, node: int, child: int, path: list[int], constrained: bool, best: bool) -> bool:
-        """Visit `child` if the grammar allows it behind `node`."""
+    def _visit_child(
+        self, node: int, child: int, path: list[int], is_masked: bool, is_best: bool
+    ) -> bool:
+        """Visit `child` if the grammar allows it after `node`; returns whether it does."""
         token = self._tokens[child]
         path = [*path, token]
-        fed, masks_next = self._bounds(path)
-        if fed and not (self._allows(node, token, constrained) and self._feed(token)):
+        has_begun, is_child_masked = self._state_after(path)
+        if has_begun and not (self._allows(node, token, is_masked) and self._advance(token)):
             return False
-        self._visit(child, path, masks_next, best)
-        if fed:
+        self._visit(child, path, is_child_masked, is_best)
+        if has_begun:
             self._grammar.rollback(1)
         return True
 
     def _jump_ahead(self, node: int, depth: int) -> None:
-        """Grow a chain of what the grammar dictates behind a leaf."""
-        fed = 0
-        for token in self._forced(node)[: self._max_depth - depth]:
-            if not (self._free_nodes and self._allows(node, token, True) and self._feed(token)):
+        """Append the tokens that the grammar dictates after a leaf, as a chain."""
+        num_added = 0
+        for token in self._dictated_tokens(node)[: self._max_depth - depth]:
+            if not (self._free_nodes and self._allows(node, token, True) and self._advance(token)):
                 break
-            fed += 1
+            num_added += 1
             self._parents.append(node)
             self._tokens.append(token)
             self._probs.append(self._probs[node] if node >= 0 else 1.0)
             self._sources.append(GRAMMAR)
             self._free_nodes -= 1
             node = len(self._tokens) - 1
-            self._fill(node)
-        if fed:
-            self._grammar.rollback(fed)
+            self._fill_mask(node)
+        if num_added:
+            self._grammar.rollback(num_added)
 
-    def _fill(self, node: int) -> None:
-        """Mask what may follow `node`; behind the grammar's end that is everything."""
+    def _fill_mask(self, node: int) -> None:
+        """Mask the tokens after `node`; after the grammar's end all are allowed."""
         if not self._grammar.is_terminated():
             self._grammar.fill_bitmask(self._mask, node + 1)
 
-    def _feed(self, token: int) -> bool:
-        """Move the grammar on; it has an end, behind which nothing is drafted."""
+    def _advance(self, token: int) -> bool:
+        """Advance the grammar by `token`; False if it has ended, or forbids the token."""
         if self._grammar.is_terminated():
             return False
         return self._grammar.accept_tokens(self._request.request_id, [token])
 
-    def _forced(self, node: int) -> Sequence[int]:
-        """Tokens of the one text with which the grammar lets `node` be continued.
+    def _dictated_tokens(self, node: int) -> Sequence[int]:
+        """Tokens of the only text with which the grammar lets `node` continue.
 
-        The text may be cut into other tokens than the model would choose, which verification finds.
+        The model may choose other tokens for the same text; verification then rejects these.
         """
         xgrammar = getattr(self._grammar, "matcher", None)
         if xgrammar is not None and (text := xgrammar.find_jump_forward_string()):
@@ -169,35 +183,39 @@ class GrammarWalk:
                 return [int(words[0]) * 32 + word.bit_length() - 1]
         return []
 
-    def _allows(self, node: int, token: int, constrained: bool) -> bool:
-        if constrained:
+    def _allows(self, node: int, token: int, is_masked: bool) -> bool:
+        """Whether the grammar allows `token` after `node`."""
+        if is_masked:
             word, bit = divmod(token, 32)
             return word < self._bits.shape[1] and bool(self._bits[node + 1, word] >> bit & 1)
         return bool(self._grammar.validate_tokens([token]))
 
-    def _bounds(self, path: list[int]) -> tuple[bool, bool]:
-        """Whether the grammar takes the last token of `path`, and whether it masks the next."""
-        if self._always:
+    def _state_after(self, path: list[int]) -> tuple[bool, bool]:
+        """Whether the last token of `path` is the grammar's, and whether it masks the next one."""
+        if not self._is_delayed:
             return True, True
         bounds = self._manager._get_constraint_bounds(self._request, path)
         return bounds.grammar_start < len(path), bounds.constraint_start <= len(path)
 
 
-@cache
+@functools.cache
 def accept_tokens_one_by_one() -> None:
-    """Let llguidance's grammars take several tokens as they take one after the other.
+    """Make llguidance's grammars accept a list of tokens as they accept single ones.
 
-    vLLM's wrapper passes over a token that comes behind the grammar's end, as may be with
-    `ignore_eos` or a thinking budget, but not where both come in one list.
+    vLLM's wrapper ignores a token after the grammar's end, as with `ignore_eos` or a thinking
+    budget, but not if a list contains the end and the token.
     """
-    original = GuidanceGrammar.accept_tokens
+    patches.patch(GuidanceGrammar, "accept_tokens", _one_by_one)
 
+
+def _one_by_one(original: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(original)
     def accept_tokens(self: Any, request_id: str, tokens: list[int]) -> bool:
         return all(original(self, request_id, [token]) for token in tokens)
 
-    GuidanceGrammar.accept_tokens = accept_tokens
+    return accept_tokens
 
 
-@lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)
 def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer.encode(text, add_special_tokens=False))

@@ -1,9 +1,9 @@
-"""vLLM's scheduler, to which a draft under a grammar is a tree, and drafts come last."""
+"""vLLM's scheduler with draft trees: also under grammars, and after all other work of a step."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,12 +14,19 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import DraftTokenIds
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
-from lookahead_vllm.engine import config, messages, request_options, shutdown, step_report
+from lookahead_vllm.engine import (
+    config,
+    messages,
+    patches,
+    request_options,
+    shutdown,
+    step_report,
+)
 from lookahead_vllm.engine.messages import DraftsToVerify, ProposedDrafts
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
 from lookahead_vllm.engine.scheduler.grammar import (
     GrammarDraft,
-    GrammarWalk,
+    GrammarTreeWalk,
     accept_tokens_one_by_one,
 )
 
@@ -30,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 EQUALLY_MANY_MASKS = vllm.__version_tuple__ >= (0, 33)
-"""Whether a runner looks for the masks of each request at multiples of one number of rows."""
+"""Whether all requests of a step must have the same number of masks."""
 
 
 class LookaheadScheduler(Scheduler):
@@ -41,18 +48,19 @@ class LookaheadScheduler(Scheduler):
         _skip_draft_request()
         if config.options_of(self.vllm_config).cache_path is not None:
             shutdown.save_before_teardown()
-        # The same number for every batch size. Without a schedule of its own, vLLM pads a request
-        # that has one token to compute with placeholder drafts, and waits until all of them fit.
+        # The same number for every batch size. Without this schedule, vLLM pads a request that has
+        # one token to compute with placeholder drafts, and waits until all of them fit.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._draft_limiter = DraftLimiter(self)
         self._proposed = messages.NO_PROPOSALS
-        """What came with the last drafts."""
+        """The last drafts from the workers."""
         self._grammar_drafts: dict[str, GrammarDraft] = {}
-        """Of requests that wait for the step in which it is verified, or are in it."""
+        """By request id, until the end of the step that verifies the draft."""
         self._report: step_report.StepReport | None = None
-        """Of the step whose output is being processed."""
+        """The report of the step whose output is being processed."""
 
     def _take_drafts(self, proposed: ProposedDrafts) -> None:
+        """Assign drafts to their requests; those under a grammar are pruned first."""
         self._proposed = proposed
         drafts = {i: proposed.drafts[i] for i in proposed.req_ids if i in proposed.drafts}
         if proposed.has_grammars:
@@ -64,21 +72,21 @@ class LookaheadScheduler(Scheduler):
                     and not request.is_prefill_chunk
                     and not request.is_finished()
                 ):
-                    sent = drafts.pop(req_id, None)
-                    self._walk(request, sent.tree if sent else EMPTY_TREE)
+                    draft = drafts.pop(req_id, None)
+                    self._apply_grammar(request, draft.tree if draft else EMPTY_TREE)
         self.update_draft_token_ids(
             DraftTokenIds(list(drafts), [draft.tokens for draft in drafts.values()])
         )
 
-    def _walk(self, request: Request, tree: DraftTree) -> None:
-        """Prune a draft to what the request's grammar allows."""
+    def _apply_grammar(self, request: Request, tree: DraftTree) -> None:
+        """Remove what the request's grammar forbids from its draft, and add what it dictates."""
         manager = self.structured_output_manager
-        draft = GrammarWalk(manager, request, tree, *self._bounds(request)).run()
+        draft = GrammarTreeWalk(manager, request, tree, *self._max_nodes_and_depth(request)).run()
         self._grammar_drafts[request.request_id] = draft
         request.spec_token_ids = draft.tree.tokens.tolist()
 
-    def _bounds(self, request: Request) -> tuple[int, int]:
-        """The most nodes and levels that the request's next step may have."""
+    def _max_nodes_and_depth(self, request: Request) -> tuple[int, int]:
+        """Limits of the draft for the request's next step."""
         options, _ = request_options.received(request.sampling_params.extra_args)
         if not options.enabled:
             return 0, 0
@@ -97,15 +105,15 @@ class LookaheadScheduler(Scheduler):
         for req_id in self._grammar_drafts.keys() & output.num_scheduled_tokens.keys():
             tree, tokens = self._grammar_drafts[req_id].tree, drafts.get(req_id, [])
             n = len(tokens)
-            as_sent = tree.tokens[:n].tolist() == tokens
-            if output.num_scheduled_tokens[req_id] == 1 + n and as_sent:
+            is_same_draft = tree.tokens[:n].tolist() == tokens
+            if output.num_scheduled_tokens[req_id] == 1 + n and is_same_draft:
                 replacements[req_id] = tree
-            else:  # it comes back from preemption
+            else:  # the request resumes after preemption
                 del self._grammar_drafts[req_id]
         for req_id, tokens in drafts.items():
-            # Behind tokens of the prompt, or under a grammar that has not looked at it.
-            reads_prompt = output.num_scheduled_tokens[req_id] > 1 + len(tokens)
-            if reads_prompt or self.requests[req_id].use_structured_output:
+            # A draft after tokens of the prompt, or one that its grammar has not pruned.
+            has_prompt_tokens = output.num_scheduled_tokens[req_id] > 1 + len(tokens)
+            if has_prompt_tokens or self.requests[req_id].use_structured_output:
                 replacements.setdefault(req_id, DraftTree.chain(tokens))
         if drafts or kept_blocks:
             forest, from_proposer = messages.recall(drafts, self._proposed.drafts, replacements)
@@ -115,7 +123,7 @@ class LookaheadScheduler(Scheduler):
         return output
 
     def _probs(self, req_id: str) -> Sequence[float]:
-        """The probabilities of the nodes that the request's next step would verify."""
+        """The probabilities of the nodes of the request's draft, in order."""
         draft = self._grammar_drafts.get(req_id) or self._proposed.drafts.get(req_id)
         probs: list[float] = draft.tree.probs.tolist() if draft else []
         return probs
@@ -126,7 +134,7 @@ class LookaheadScheduler(Scheduler):
             return super().get_grammar_bitmask(scheduler_output)
         req_ids: list[str] = []
         masks: list[np.ndarray] = []
-        acceptable: list[int] = []
+        num_nodes: list[int] = []
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         for req_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(req_id)
@@ -141,13 +149,13 @@ class LookaheadScheduler(Scheduler):
                 )[: 1 + len(tokens)].copy()
             req_ids.append(req_id)
             masks.append(mask)
-            acceptable.append(len(tokens))
+            num_nodes.append(len(tokens))
         if not req_ids:
             return None
         if EQUALLY_MANY_MASKS:
-            most = max(map(len, masks))
-            masks = [np.pad(mask, ((0, most - len(mask)), (0, 0))) for mask in masks]
-        return GrammarOutput(req_ids, np.concatenate(masks), acceptable)
+            num_rows = max(map(len, masks))
+            masks = [np.pad(mask, ((0, num_rows - len(mask)), (0, 0))) for mask in masks]
+        return GrammarOutput(req_ids, np.concatenate(masks), num_nodes)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -173,12 +181,16 @@ class LookaheadScheduler(Scheduler):
 
 @functools.cache
 def _skip_draft_request() -> None:
-    """Spare the call to the worker after every step: our drafts come with the step's output."""
-    original = EngineCore.post_step
+    """Save a call to the worker after every step: our drafts come with the step's output."""
+    patches.patch(EngineCore, "post_step", _without_draft_request)
+
+
+def _without_draft_request(original: Callable[..., None]) -> Callable[..., None]:
+    """`EngineCore.post_step`, which does nothing if the scheduler is ours."""
 
     @functools.wraps(original)
     def post_step(self: EngineCore, *args: Any, **kwargs: Any) -> None:
         if not isinstance(self.scheduler, LookaheadScheduler):
             original(self, *args, **kwargs)
 
-    EngineCore.post_step = post_step
+    return post_step

@@ -1,4 +1,4 @@
-"""The cache file of an engine: which one it is, and whose tokenizer it belongs to."""
+"""The cache file of an engine: its path, and the fingerprint of its tokenizer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 def open_cache(
     vllm_config: VllmConfig, options: LookaheadOptions, proposer: Proposer
 ) -> CacheKeeper | None:
-    """Load the cache file that `options` name, and keep it; None if they name none."""
+    """Load the cache file that `options` name, and save it from then on; None without one."""
     if options.cache_path is None:
         return None
     path = Path(options.cache_path)
-    # Of dense models every rank is an engine of its own, whose data_parallel_rank vLLM resets.
+    # Each data parallel rank of a dense model is an engine; vLLM resets its data_parallel_rank.
     if rank := vllm_config.parallel_config.data_parallel_index:
         path = path.with_name(f"{path.name}.dp{rank}")
     tokenizer = fingerprint_of(vllm_config.model_config)

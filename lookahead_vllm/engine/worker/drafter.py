@@ -1,4 +1,4 @@
-"""Between vLLM's runner and a proposer: feeds it what was committed, remembers what it drafted."""
+"""Connects vLLM's runner to a proposer: passes on committed tokens, keeps drafts until verified."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from lookahead_vllm.engine import config, request_options, shutdown
 from lookahead_vllm.engine.messages import ProposedDrafts, SentDraft
 from lookahead_vllm.engine.request_options import RequestOptions
 from lookahead_vllm.engine.worker.cache import open_cache
+from lookahead_vllm.engine.worker.step_recorder import Counters, StepRecorder
 from lookahead_vllm.verify.acceptance import accepted_paths
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
@@ -31,10 +32,10 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 def _hide_dunders_of_llvmlite() -> None:
-    """Let a second engine start in this process, now that numba is loaded.
+    """Let a second engine start in this process after numba was loaded.
 
-    On CPU a starting worker looks at every attribute of every module (`_rebind_kernels`) and trips
-    over llvmlite's library handle, which answers to any name, `__dict__` included.
+    On CPU a starting worker reads every attribute of every module (`_rebind_kernels`). llvmlite's
+    library handle resolves any name, `__dict__` included, and breaks that.
     """
     handle = type(ffi.lib)
     original = handle.__getattr__
@@ -51,25 +52,12 @@ _hide_dunders_of_llvmlite()
 
 
 def _compile_kernels() -> None:
-    """Run what the worker calls beside the proposer on two nodes, so that no request waits for the
-    compiler."""
+    """Compile the kernels that the worker calls itself, so that no request waits for it."""
     forest, zeros = DraftForest.of([DraftTree.from_lists([0, 1], [-1, -1])]), np.zeros(1, np.int64)
     forest.take(zeros, forest.sizes)
     forest.faults(2, forest.sizes)
     TreeBatch.build(forest, zeros, zeros, zeros)
     accepted_paths(forest, np.zeros(1, np.int32), np.zeros(2, np.int32))
-
-
-@dataclass
-class Counters:
-    """What the engine did with drafts since it started."""
-
-    trees: int = 0
-    branching_trees: int = 0
-    nodes: int = 0
-    accepted_nodes: int = 0
-    moved_tokens: int = 0
-    refused_trees: int = 0
 
 
 @dataclass(slots=True)
@@ -79,18 +67,34 @@ class LiveRequest:
     request_id: str
     remaining: int
     """Tokens until max_tokens."""
-    stops: frozenset[int | None]
-    """Tokens that end it."""
+    stop_tokens: frozenset[int | None]
+    """Tokens that end the request."""
 
 
-BACKOFF_AFTER = 16
-"""Steps in a row in which no node was worth sending; from then on,"""
-BACKOFF = 3
-"""so many steps are passed over before the next one is looked at."""
+BACKOFF_AFTER_STEPS = 16
+"""Back off after so many steps in a row in which no node was worth sending."""
+
+BACKOFF_STEPS = 3
+"""Steps without drafting in each backoff, until drafting is tried again."""
 
 
 class LookaheadDrafter:
-    """What vLLM builds from ``{"method": "custom_class"}`` and calls `runner.drafter`."""
+    """The drafter that vLLM builds for ``{"method": "custom_class"}``, as `runner.drafter`.
+
+    Of the ranks that share a model, only rank 0 drafts. Its drafts reach all ranks, see
+    `messages.py`.
+
+    Attributes
+    ----------
+    may_branch : bool
+        Whether this engine's attention can verify branching trees; the runner sets it.
+    is_drafting_rank : bool
+        Whether this rank drafts.
+    drafted_for : frozenset of str
+        The requests that the proposer was asked for in the last step.
+    backoff_left : int
+        How many of the next steps make no drafts.
+    """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         if not config.is_lookahead(vllm_config):
@@ -99,49 +103,53 @@ class LookaheadDrafter:
                 'write {"method": "lookahead"} in --speculative-config instead'
             )
         self.options = config.options_of(vllm_config)
-        self.counters = Counters()
         self.may_branch = False
-        """Whether this engine's attention can verify branching trees; the runner finds out."""
-        # Of the ranks that share a model, one drafts: its drafts come to all, see `exchange`.
-        self.leads = vllm_config.parallel_config.rank == 0
-        self.proposer: Proposer = make_proposer(self.options) if self.leads else NoProposer()
-        self._cache = open_cache(vllm_config, self.options, self.proposer) if self.leads else None
+        self.is_drafting_rank = vllm_config.parallel_config.rank == 0
+        self.proposer: Proposer = NoProposer()
+        self._cache = None
+        if self.is_drafting_rank:
+            self.proposer = make_proposer(self.options)
+            self._cache = open_cache(vllm_config, self.options, self.proposer)
         if self._cache is not None:
             shutdown.before_teardown(self.shutdown)
+        self.recorder = StepRecorder(self.proposer)
         self._max_model_len = vllm_config.model_config.max_model_len
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._options: dict[str, RequestOptions] = {}
         self._live: dict[str, LiveRequest | None] = {}
         self._with_grammar: set[str] = set()
         self._sent: dict[str, SentDraft] = {}
-        """The drafts that wait to be verified."""
+        """Drafts that are not verified yet."""
         self._uncommitted: dict[str, list[int]] = {}
-        """Tokens of live requests that the proposer has not been told of yet."""
+        """Emitted tokens that the proposer did not get yet, because of a backoff."""
         self.drafted_for: frozenset[str] = frozenset()
-        """The requests that the proposer was asked for in the last step."""
         self._steps_without_nodes = 0
-        """Steps in a row without a node."""
         self.backoff_left = 0
-        """How many of the next steps are passed over."""
         _compile_kernels()
+
+    @property
+    def counters(self) -> Counters:
+        """Numbers of drafts since the worker started."""
+        return self.recorder.counters
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """There is no draft model to load."""
 
     def propose(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """vLLM's own call names no request; our runner calls `commit` and `draft` instead."""
+        """Not used: vLLM's call names no requests. Our runner calls `commit` and `draft`."""
         raise RuntimeError(
             "lookahead's drafter runs in a worker that is not lookahead's; write worker_cls='auto'"
         )
 
     def announce(self, request_id: str, params: SamplingParams | None) -> SamplingParams | None:
-        """A request has come; returns its parameters without lookahead's part of `extra_args`."""
+        """Register a new request; returns its parameters without lookahead's `extra_args`."""
         if params is None:
             return None
-        params = copy(params)  # the answers of one request share theirs
+        params = copy(params)  # several answers to one request share their parameters
         options, params.extra_args = request_options.received(params.extra_args)
-        # Where nothing is drafted, nobody reads the references.
-        self._options[request_id] = options if self.leads else replace(options, references=())
+        if not self.is_drafting_rank:
+            options = replace(options, references=())
+        self._options[request_id] = options
         if params.structured_outputs is not None:
             self._with_grammar.add(request_id)
         return params
@@ -152,12 +160,12 @@ class LookaheadDrafter:
         return bool(self._with_grammar)
 
     def live(self, request_id: str) -> LiveRequest | None:
-        """The request's record; None for one that gets no drafts.
+        """The request's record; None if it gets no drafts.
 
         Raises
         ------
         KeyError
-            It is not followed yet.
+            `follow` was not called for the request yet.
         """
         return self._live[request_id]
 
@@ -166,8 +174,8 @@ class LookaheadDrafter:
     ) -> LiveRequest | None:
         """Make the record of a request, at its first token.
 
-        The proposer never hears of a request that turned lookahead off, nor of one that asks for
-        one token: that can have no draft, and may be a beam search's, whose namespace is not known.
+        Requests that turned lookahead off do not reach the proposer. Nor do those for one token:
+        they cannot have a draft, and may belong to a beam search, whose namespace is unknown.
         """
         live = None
         if params is not None and params.max_tokens != 1:  # None: a pooling request
@@ -177,19 +185,19 @@ class LookaheadDrafter:
                     request_id, prompt, options.namespace, options.references, options.overrides
                 )
                 remaining = self._max_model_len if params.max_tokens is None else params.max_tokens
-                stops = {params.eos_token_id, *(params.stop_token_ids or ())}
-                live = LiveRequest(request_id, remaining, frozenset(stops))
+                stop_tokens = {params.eos_token_id, *(params.stop_token_ids or ())}
+                live = LiveRequest(request_id, remaining, frozenset(stop_tokens))
         self._live[request_id] = live
         return live
 
     def back_off(self, request_ids: Sequence[str], emitted: Sequence[list[int]]) -> bool:
-        """Whether this step is passed over, because nothing has been worth sending for a while.
+        """Whether this step makes no drafts, because none was worth sending for a while.
 
-        What was emitted is kept for the next step that is not.
+        The emitted tokens are kept for the next step that drafts.
         """
         if not self.backoff_left:
             return False
-        if self._sent or not self._live.keys() >= set(request_ids):  # somebody is new
+        if self._sent or not self._live.keys() >= set(request_ids):  # a new request
             self.backoff_left = 0
             return False
         self.backoff_left -= 1
@@ -202,10 +210,10 @@ class LookaheadDrafter:
     def commit(
         self, emitted: Sequence[tuple[LiveRequest, list[int]]], verified: Verified | None = None
     ) -> None:
-        """Tell the proposer what was emitted, up to the first token that ends the request.
+        """Pass emitted tokens to the proposer, up to the first token that ends the request.
 
-        And what the model said at the nodes, if it wants to know. What was drafted for these
-        requests is verified, or out of date.
+        `verified` holds the model's choices at the nodes, for proposers that want them. Drafts of
+        these requests are verified or out of date now, and dropped.
         """
         tokens: dict[str, list[int]] = {}
         for live, burst in emitted:
@@ -214,8 +222,8 @@ class LookaheadDrafter:
                 burst = self._uncommitted.pop(live.request_id) + burst
             if len(burst) > live.remaining:
                 burst = burst[: live.remaining]
-            if not live.stops.isdisjoint(burst):
-                end = next(i for i, token in enumerate(burst) if token in live.stops)
+            if not live.stop_tokens.isdisjoint(burst):
+                end = next(i for i, token in enumerate(burst) if token in live.stop_tokens)
                 burst = burst[: end + 1]
             live.remaining -= len(burst)
             tokens[live.request_id] = burst
@@ -224,10 +232,10 @@ class LookaheadDrafter:
             self.proposer.observe(verified)
 
     def limits_of(self, live: LiveRequest, num_tokens: int) -> DraftLimits | None:
-        """How large a tree this request may get; None where it gets no draft at all.
+        """Limits of the request's next tree; None if it can have no draft.
 
-        Nodes take the slots after the `num_tokens` committed tokens, and one token more than the
-        tree is deep can be emitted, so both end at max_model_len.
+        Nodes take the KV slots after the `num_tokens` committed tokens. A tree of depth d emits up
+        to d + 1 tokens. Both stay below max_model_len.
         """
         max_nodes = min(self.options.num_speculative_tokens, self._max_model_len - num_tokens - 1)
         max_depth = min(max_nodes, live.remaining - 1)
@@ -236,18 +244,18 @@ class LookaheadDrafter:
         return DraftLimits(live.request_id, max_nodes, max_depth, self.may_branch, num_tokens)
 
     def draft(self, limits: Sequence[DraftLimits], load: Load) -> dict[str, list[int]]:
-        """The trees for these wants, remembered until they are verified; returns their tokens.
+        """Grow trees and keep them until they are verified; returns their tokens by request.
 
-        A want that gets no node is left out. `load` is what the next step has to do beside them.
+        Requests without a node are left out. `load` is the next step's work beside drafts.
         """
         forest = DraftForest.of(self.proposer.propose(limits, load))
         self.drafted_for = frozenset(limit.request_id for limit in limits)
         if not forest.num_nodes:
             self._steps_without_nodes += 1
-            # A grammar has something to say in every step.
+            # A grammar may dictate tokens in every step.
             may_back_off = self.options.budget == "auto" and not self._with_grammar
-            if self._steps_without_nodes >= BACKOFF_AFTER and may_back_off:
-                self.backoff_left = BACKOFF
+            if self._steps_without_nodes >= BACKOFF_AFTER_STEPS and may_back_off:
+                self.backoff_left = BACKOFF_STEPS
             return {}
         self._steps_without_nodes = 0
         forest = self._checked(forest, limits)
@@ -262,7 +270,7 @@ class LookaheadDrafter:
         return drafts
 
     def proposed(self, req_ids: Sequence[str]) -> ProposedDrafts | None:
-        """What the scheduler has to know of the drafts of a step; None if there are none."""
+        """The message to the scheduler about a step's drafts; None if there is nothing to send."""
         if not self._sent and not self.has_grammars:
             return None
         return ProposedDrafts(
@@ -270,7 +278,7 @@ class LookaheadDrafter:
         )
 
     def finish(self, request_id: str) -> None:
-        """The request has ended; a preempted one has not."""
+        """Forget a request that has ended. Preemption does not end a request."""
         self._options.pop(request_id, None)
         self._sent.pop(request_id, None)
         self._with_grammar.discard(request_id)
@@ -281,17 +289,17 @@ class LookaheadDrafter:
             self.proposer.finish(request_id)
 
     def begin_to_save(self) -> None:
-        """The engine will end: save what was learned so far, beside its last requests."""
+        """Start to save the cache while the last requests run, because the engine will end."""
         if self._cache is not None:
             self._cache.begin_to_save()
 
     def shutdown(self) -> None:
-        """The engine ends: save what was learned, where that was asked for."""
+        """Save the cache, if there is one: the engine ends."""
         if self._cache is not None:
             self._cache.close()
 
     def _checked(self, forest: DraftForest, limits: Sequence[DraftLimits]) -> DraftForest:
-        """The forest without trees that no verifier could make sense of."""
+        """The forest without malformed trees, and without branches where only chains work."""
         max_nodes = np.array([limit.max_nodes for limit in limits], np.int64)
         if forest.faults(self._vocab_size, max_nodes).any():
             forest = DraftForest.of(
@@ -305,7 +313,7 @@ class LookaheadDrafter:
         try:
             tree.check(self._vocab_size, limit.max_nodes)
         except DraftTreeError as error:
-            self.counters.refused_trees += 1
+            self.recorder.counters.refused_trees += 1
             logger.error_once(
                 "Refused a malformed draft tree of proposer '%s': %s. "
                 "The request goes on without a draft.",

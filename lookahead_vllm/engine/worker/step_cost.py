@@ -1,4 +1,4 @@
-"""What a step costs on this device: measured when an engine starts, kept for the next start.
+"""The cost of a step on this device: measured when an engine starts, cached for the next start.
 
 Source: the critical decoding length, Lookahead (KDD 2024), section 3.2.
 """
@@ -35,21 +35,22 @@ logger = init_logger(f"vllm.{__name__}")
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Tokens of the forward passes that are timed without attention to a context."""
 
-SECONDS = 10.0
-"""When so many are used up, what was not measured yet is left out."""
+MAX_SECONDS = 10.0
+"""After this time, sizes and batches that were not measured yet are left out."""
 
-CONTEXT = 1024
-"""Tokens that each row attends to where attention is timed; fewer where they do not fit."""
+CONTEXT_TOKENS = 1024
+"""Context of each row when attention is timed; shorter where it does not fit."""
 
-KEPT = 64  # files
+MAX_FILES = 64
+"""Cached measurements that are kept; the oldest are deleted."""
 
 
 class Batch(NamedTuple):
-    """A step whose attention is timed."""
+    """A batch whose attention is timed."""
 
     requests: int
     rows: int
-    """Tokens of each: a root and its draft."""
+    """Tokens of each request: a root and its draft."""
     trees: bool
 
 
@@ -67,13 +68,19 @@ BATCHES = (
 
 
 def step_cost(runner: Any) -> StepCost:
-    """Of this engine's model here, in seconds: read from a file, or measured and written to it."""
+    """The cost of a step of this engine's model, in seconds: from the cache, or measured.
+
+    Parameters
+    ----------
+    runner
+        A model runner of vLLM with a `drafter` and `schedule_dummy_trees`.
+    """
     path = _file_of(runner)
-    leads = is_global_first_rank()
-    facts = _agreed(_read(path) if leads else None)
+    is_first_rank = is_global_first_rank()
+    facts = _broadcast(_read(path) if is_first_rank else None)
     if facts is None:
         facts = measure(runner)
-        if leads:
+        if is_first_rank:
             _write(path, facts)
     cost = _cost_of(facts)
     logger.info_once(
@@ -91,9 +98,9 @@ def step_cost(runner: Any) -> StepCost:
     return cost
 
 
-def _agreed(what: Any) -> Any:
-    """What the first rank says: where a model is spread over several, all run the same passes."""
-    return get_world_group().broadcast_object(what)
+def _broadcast(value: Any) -> Any:
+    """The first rank's value, so that all ranks of a model run the same passes."""
+    return get_world_group().broadcast_object(value)
 
 
 def _cost_of(facts: dict[str, Any]) -> StepCost:
@@ -102,18 +109,17 @@ def _cost_of(facts: dict[str, Any]) -> StepCost:
 
 
 def measure(runner: Any) -> dict[str, Any]:
-    """Time forward passes over 1, 2, 4, ... tokens, logits included, then attention in chains and
-    in trees; seconds.
+    """Time forward passes, logits included, then attention in chains and in trees; in seconds.
 
-    Where CUDA graphs of the whole model serve the steps without drafts, these are timed by them.
+    Where CUDA graphs of the whole model serve steps without drafts, those graphs are timed too.
     """
-    deadline = time.perf_counter() + SECONDS
+    deadline = time.perf_counter() + MAX_SECONDS
     limit = runner.scheduler_config.max_num_seqs, runner.max_num_tokens
     sizes = [size for size in SIZES if size <= limit[1]]
     batches = [b for b in BATCHES if b.requests <= limit[0] and b.requests * b.rows <= limit[1]]
     if not runner.drafter.may_branch:
         batches = [batch for batch in batches if not batch.trees]
-    context = min(CONTEXT, runner.max_model_len - max(b.rows for b in batches))
+    context = min(CONTEXT_TOKENS, runner.max_model_len - max(b.rows for b in batches))
     has_graphs = runner.compilation_config.cudagraph_mode.has_full_cudagraphs()
     in_pieces = partial(_forward, runner, force_attention=has_graphs, profile_seq_lens=1)
     whole = partial(_forward, runner, uniform_decode=True, profile_seq_lens=1)
@@ -126,13 +132,13 @@ def measure(runner: Any) -> dict[str, Any]:
         disable=not is_global_first_rank(),
     ) as bar:
         for size in sizes:
-            if len(timed) < 3 or _agreed(time.perf_counter() < deadline):
+            if len(timed) < 3 or _broadcast(time.perf_counter() < deadline):
                 timed[size] = _fastest(partial(in_pieces, size))
                 if has_graphs and size <= limit[0]:
                     in_graphs[size] = _fastest(partial(whole, size))
             bar.update()
         for batch in batches:
-            if _agreed(time.perf_counter() < deadline):
+            if _broadcast(time.perf_counter() < deadline):
                 with _context(runner, batch, context):
                     attend = partial(
                         _forward,
@@ -153,22 +159,23 @@ def measure(runner: Any) -> dict[str, Any]:
 def _without_drafts(
     in_pieces: dict[int, float], in_graphs: dict[int, float]
 ) -> tuple[list[float], float]:
-    """What the passes cost in steps without drafts, and what those with drafts take longer."""
-    longer = [in_pieces[size] - seconds for size, seconds in in_graphs.items()]
-    drafts = max(0.0, float(np.median(longer))) if longer else 0.0
+    """Times of the passes in steps without drafts, and what any draft adds to a step."""
+    differences = [in_pieces[size] - seconds for size, seconds in in_graphs.items()]
+    drafts = max(0.0, float(np.median(differences))) if differences else 0.0
     return [in_graphs.get(size, seconds - drafts) for size, seconds in in_pieces.items()], drafts
 
 
 def _fit(
     curve: CostCurve, attention: list[tuple[Batch, float]], context: int
 ) -> tuple[float, float, float]:
-    """What a token of context costs, and what each row that attends to it, in chains and trees."""
+    """Seconds for reading a token of context, and for each row that attends to it in chains and
+    in trees; by least squares."""
     features, beyond = [], []
     for batch, seconds in attention:
         work = float(batch.requests * batch.rows * context)
         read = float(batch.requests * context)
         row = [read, 0.0 if batch.trees else work, work if batch.trees else 0.0]
-        # Every pass counts alike, however long it is.
+        # Relative errors, so that long passes do not dominate.
         features.append(np.array(row) / seconds)
         beyond.append(1 - float(curve(batch.requests * batch.rows)) / seconds)
     if not features:
@@ -195,7 +202,7 @@ def _forward(runner: Any, num_tokens: int, **kwargs: Any) -> None:
 
 @contextmanager
 def _context(runner: Any, batch: Batch, context: int) -> Iterator[None]:
-    """Let a dummy run have so many requests, each with blocks of its own to attend to."""
+    """Give dummy runs `batch.requests` requests, each with KV blocks of its own."""
     config, tables = runner.scheduler_config, runner.input_batch.block_table.block_tables
     saved = config.max_num_seqs
     config.max_num_seqs = batch.requests
@@ -204,21 +211,21 @@ def _context(runner: Any, batch: Batch, context: int) -> Iterator[None]:
         ids = np.arange(batch.requests * width) % runner.kv_cache_config.num_blocks
         table.block_table.np[: batch.requests, :width] = ids.reshape(batch.requests, width)
     if batch.trees:
-        # Every node but the first two hangs from the one two before it.
+        # The parent of node i is node i - 2; the first two are children of the root.
         tree = DraftTree.from_lists([0] * (batch.rows - 1), [-1, -1, *range(batch.rows - 3)])
-        runner.expect([tree] * batch.requests, context)
+        runner.schedule_dummy_trees([tree] * batch.requests, context)
     try:
         yield
     finally:
         config.max_num_seqs = saved
-        runner.expect([])
+        runner.schedule_dummy_trees([])
         for table in tables:
             table.block_table.np[: batch.requests] = 0
             table.commit_block_table(batch.requests)
 
 
 def _file_of(runner: Any) -> Path:
-    """By all that the cost depends on: the config with the model, the device, the versions."""
+    """The cache file, named by a hash of config, model, device and versions."""
     device = current_platform.get_device_name()
     if current_platform.is_cpu():
         device = f"{cpu_name()}, {torch.get_num_threads()} threads"
@@ -236,9 +243,9 @@ def _file_of(runner: Any) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """What was measured earlier; a file that does not hold that is set aside.
+    """An earlier measurement, or None. A malformed file is set aside.
 
-    One that another user could have written is not read.
+    Files that another user could have written are not read.
     """
     try:
         with path.open() as file:
@@ -264,7 +271,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, facts: dict[str, Any]) -> None:
-    """Keep it for the next start; the oldest files go."""
+    """Cache a measurement, and delete the oldest files."""
     new = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -272,7 +279,7 @@ def _write(path: Path, facts: dict[str, Any]) -> None:
         new.write_text(json.dumps(facts))
         new.replace(path)
         files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
-        for file in files[:-KEPT]:
+        for file in files[:-MAX_FILES]:
             file.unlink(missing_ok=True)
     except OSError as error:
         with suppress(OSError):

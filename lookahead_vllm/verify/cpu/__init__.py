@@ -1,1 +1,1 @@
-"""Tree attention and KV moves on CPUs, as compiled C++ and as plain PyTorch."""
+"""Tree attention and KV moves on CPUs, in compiled C++ and in plain PyTorch."""

@@ -1,4 +1,4 @@
-"""Moves of K/V between cache slots: after verification, the accepted path closes its gaps."""
+"""Moves of K/V between cache slots, which make the slots of an accepted path contiguous."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from lookahead_vllm.verify.cpu.tree_attention import keys_and_values
 
 
 class KVMover:
-    """Copies slots in the caches of the layers that share one block table.
+    """Copies slots in the caches of all layers that share one block table.
 
     Parameters
     ----------
     kv_caches : sequence of [num_blocks, num_kv_heads, block_size, 2 * head_size]
-        One per layer, of 2 or 4 bytes an element, in vLLM's CPU layout (see `tree_attention`); may
-        be strided in the first two dimensions. They are kept, and must not be reallocated.
+        One per layer, of 2 or 4 bytes per element, in vLLM's CPU layout (see `tree_attention`).
+        The first two dimensions may be strided. The caches must not be reallocated.
     block_size : int
         Slots per block.
     impl : {"auto", "torch", "native"}
-        "auto" takes the compiled kernel where it is available, on CPU tensors.
+        "auto" uses the compiled kernel for CPU tensors if it is available.
     packed : bool
-        The caches, 2 bytes an element, are in vLLM's layout for `amx`.
+        The caches have vLLM's layout for `amx` and 2 bytes per element.
 
     Raises
     ------
     ValueError
-        Caches of another shape, layout or mixed element sizes; `impl="native"` where it is not
-        available.
+        The caches have another shape or layout or differ in element size, or `impl="native"` is
+        not available.
     """
 
     def __init__(
@@ -81,13 +81,18 @@ class KVMover:
     def move(self, src: Tensor, dst: Tensor) -> None:
         """Copy the K/V of slot `src[i]` to slot `dst[i]` in every layer.
 
-        A slot is `block * block_size + offset`. The order of the copies is not defined, so no
-        slot may be overwritten before it is read: within a request, list the moves by ascending
-        `src`, each to a `dst` below it. Then "all read, then all written" and "one by one" agree.
+        A slot is `block * block_size + offset`. The moves of a request must be in ascending order
+        of `src`, each to a `dst` below its `src`, because implementations differ: they copy one
+        slot after the other, or read all slots first.
 
         Parameters
         ----------
         src, dst : int64 [m], on the CPU or on the caches' device
+
+        Raises
+        ------
+        ValueError
+            Another dtype, different lengths, or slots that the caches do not have.
         """
         if src.dtype != torch.int64 or dst.dtype != torch.int64 or src.shape != dst.shape:
             raise ValueError("src and dst are int64 and equally long")
@@ -117,7 +122,7 @@ class KVMover:
             flat = cache.flatten(2)  # a view: the last two dimensions are contiguous
             for part in keys_and_values(flat, cache.shape[3] // 2, self._block_size, self._packed):
                 pack = part.shape[3]
-                to, at = dst % self._block_size, src % self._block_size
+                to, source = dst % self._block_size, src % self._block_size
                 part[dst // self._block_size, :, to // pack, to % pack] = part[
-                    src // self._block_size, :, at // pack, at % pack
+                    src // self._block_size, :, source // pack, source % pack
                 ]

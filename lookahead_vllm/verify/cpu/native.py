@@ -1,4 +1,4 @@
-"""The compiled half of this room: built from `csrc/` at first use, cached, loaded with ctypes."""
+"""The compiled CPU kernels: built from `csrc/` at first use, cached, loaded with ctypes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-import torch  # noqa: F401  first, so that the library joins the OpenMP runtime torch has loaded
+import torch  # noqa: F401  before the library, so that both use the OpenMP runtime of torch
 
 from lookahead_vllm.kernel_folder import cache_dir, temporary_root
 
 logger = logging.getLogger(__name__)
 
 _SOURCES = sorted((Path(__file__).parent / "csrc").glob("*.cpp"))
-# No -ffast-math: masked scores are -inf and poisoned slots may hold NaN.
+# No -ffast-math: masked scores are -inf, and unused slots may hold NaN.
 _FLAGS = [
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
@@ -30,7 +30,7 @@ _pointer, _i64, _i32, _f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ct
 
 
 class TreeBatchView(ctypes.Structure):
-    """A TreeBatch as `csrc/tree_attention.cpp` sees it."""
+    """`TreeBatchView` of `csrc/tree_attention.cpp`: the sizes and pointers of a TreeBatch."""
 
     _fields_ = [
         ("trees", _i64),
@@ -45,7 +45,7 @@ class TreeBatchView(ctypes.Structure):
 
 
 class AttentionCall(ctypes.Structure):
-    """One call of tree attention; strides in elements."""
+    """`AttentionCall` of `csrc/tree_attention.cpp`; strides in elements."""
 
     _fields_ = [
         ("query", _pointer),
@@ -74,7 +74,7 @@ class AttentionCall(ctypes.Structure):
 
 
 class LayerCache(ctypes.Structure):
-    """The KV cache of one layer as `csrc/kv_moves.cpp` sees it; strides in bytes."""
+    """`LayerCache` of `csrc/kv_moves.cpp`: the KV cache of one layer; strides in bytes."""
 
     _fields_ = [
         ("data", _pointer),
@@ -87,19 +87,19 @@ class LayerCache(ctypes.Structure):
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The compiled library, built now unless a cached build fits; None where it cannot be had.
+    """The compiled library, or None if it cannot be built.
 
     A build takes seconds, so an engine calls this at start-up. Builds are kept in
-    `compiled.cache_dir()` by a hash of sources, flags, compiler and CPU; what cannot be built there
-    is built in a temporary folder. A failure is logged once, as a warning.
+    `kernel_folder.cache_dir()`, named by a hash of sources, flags, compiler and CPU. A library that
+    cannot be built there is built in a temporary folder. A failure is logged once, as a warning.
     """
     compiler = _compiler()
     if compiler is None:
         logger.warning("No C++ compiler (g++, c++ or $CXX): tree attention runs on plain torch.")
         return None
-    for load_from in (_load_kept, _load_temporary):
+    for load_build in (_load_cached, _load_temporary):
         try:
-            return load_from(compiler)
+            return load_build(compiler)
         except subprocess.CalledProcessError as error:
             reason = error.stderr.strip()[-2000:]
         except (OSError, AttributeError) as error:
@@ -108,7 +108,7 @@ def load() -> ctypes.CDLL | None:
     return None
 
 
-def _load_kept(compiler: str) -> ctypes.CDLL:
+def _load_cached(compiler: str) -> ctypes.CDLL:
     path = cache_dir() / f"verify-{_fingerprint(compiler)}.so"
     if path.exists():
         with suppress(OSError, AttributeError):  # damaged: build it again
@@ -122,7 +122,7 @@ def _load_temporary(compiler: str) -> ctypes.CDLL:
     try:
         path = root / "verify.so"
         _build(compiler, path)
-        return _open(path)  # it stays loaded when the file is gone
+        return _open(path)  # stays loaded after the file is deleted
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
@@ -133,7 +133,7 @@ def available() -> bool:
 
 
 def reads_packed() -> bool:
-    """Whether the compiled tree attention can read the packed layout: with AVX512-BF16."""
+    """Whether the compiled tree attention reads the packed layout, which takes AVX512-BF16."""
     library = load()
     return library is not None and bool(library.lookahead_reads_packed())
 
@@ -151,22 +151,22 @@ def _fingerprint(compiler: str) -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = list(os.uname())
-    wanted = ("model name", "flags", "Features", "CPU part")
-    parts += sorted({line.encode() for line in lines if line.startswith(wanted)})
+    cpu_fields = ("model name", "flags", "Features", "CPU part")
+    parts += sorted({line.encode() for line in lines if line.startswith(cpu_fields)})
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
 
 
 def _build(compiler: str, path: Path) -> None:
-    handle, scratch = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    handle, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)
     try:
-        command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", scratch]
-        # The compiler's own files go where the library goes: /tmp may be full.
+        command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", temporary]
+        # The compiler's temporary files go beside the library, because /tmp may be full.
         env = os.environ | {"TMPDIR": str(path.parent)}
         subprocess.run(command, capture_output=True, check=True, text=True, env=env)
-        os.replace(scratch, path)  # atomic: other processes see the old file or the new one
+        os.replace(temporary, path)  # atomic: other processes see the old file or the new one
     finally:
-        Path(scratch).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
 
 
 def _open(path: Path) -> ctypes.CDLL:
@@ -178,11 +178,11 @@ def _open(path: Path) -> ctypes.CDLL:
         *(_i64, _pointer, _pointer, _i32, _i32),
     ]
     library.lookahead_move_kv.restype = None
-    library.lookahead_likeliest.argtypes = [
+    library.lookahead_top_choices.argtypes = [
         *(_pointer, _i32, _i64, _i64),
         *(_i64, _pointer, _i32, _i32, _pointer),
     ]
-    library.lookahead_likeliest.restype = None
+    library.lookahead_top_choices.restype = None
     library.lookahead_reads_packed.argtypes = []
     library.lookahead_reads_packed.restype = _i32
     return library

@@ -1,4 +1,4 @@
-"""Attention of draft trees over vLLM's paged KV cache on CPU."""
+"""Tree attention over vLLM's paged KV cache on CPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lookahead_vllm.verify.cpu import native
-from lookahead_vllm.verify.reference_attention import attend_rows
+from lookahead_vllm.verify.reference_attention import reference_attention
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
 Impl = Literal["auto", "torch", "native"]
@@ -18,7 +18,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def supported(head_size: int, dtype: torch.dtype, block_size: int, packed: bool = False) -> bool:
-    """Whether tree attention can serve a layer of this shape; for the engine, at start-up."""
+    """Whether `tree_attention` takes layers of this shape; the engine asks at start-up."""
     return (
         head_size % 16 == 0
         and 32 <= head_size <= 512
@@ -43,11 +43,11 @@ def tree_attention(
     packed: bool = False,
     impl: Impl = "auto",
 ) -> None:
-    """Write the attention of every tree's rows to `output`; other rows are left alone.
+    """Write the attention of every tree's rows to `output`; other rows stay unchanged.
 
-    The K/V of the trees are already in the cache. A slot that a row does not attend to adds
-    nothing to it, whatever it holds (NaN and inf included). Options mean what they mean in vLLM's
-    `cpu_attention_with_kv_cache`, read by position: on a chain both give the same result.
+    The K/V of the trees must already be in the cache. A slot that a row does not attend to has no
+    effect on it, NaN and inf included. The options are those of vLLM's
+    `cpu_attention_with_kv_cache`, applied by position: both give the same result on a chain.
 
     Parameters
     ----------
@@ -55,34 +55,35 @@ def tree_attention(
         May be a view into a fused QKV tensor; the last dimension is contiguous.
     kv_cache : [num_blocks, num_kv_heads, block_size, 2 * head_size], the query's dtype
         vLLM's CPU layout for the instruction sets `vec` and `vec16`: for each block and head, K
-        transposed [head_size, block_size], then V [block_size, head_size]. May be strided in the
-        first two dimensions. Where it is `packed`, see there.
+        transposed [head_size, block_size], then V [block_size, head_size]. The first two
+        dimensions may be strided. `packed` selects another layout.
     output : [num_tokens, num_heads, head_size] or [num_tokens, num_heads * head_size]
         The query's dtype; written in place.
     block_table : int32 [num_reqs, max_blocks]
-        Slot p of a request lies in block `block_table[row, p // block_size]`.
+        Slot p of a request is in block `block_table[row, p // block_size]`.
     batch : TreeBatch
     scale : float
         Factor of q . k.
     sliding_window : int
-        W: a row at position P sees positions in (P - W, P]. -1 for none.
+        W: a row at position P attends to positions in (P - W, P]. -1 for none.
     alibi_slopes : float32 [num_heads], optional
         Adds slope * (key position - row position), after the soft cap.
     logits_soft_cap : float
-        c > 0 turns a score x into c * tanh(x / c).
+        c > 0 replaces a score x by c * tanh(x / c).
     sinks : [num_heads], optional
         One more score per head in the softmax, with no value.
     packed : bool
-        The cache, bfloat16, is in vLLM's layout for `amx`: for each block and head, K
-        [block_size / 16, head_size / 2, 16, 2], the last two a key and a dimension, then V
-        [head_size / 16, block_size / 2, 16, 2], the last two a dimension and a key.
+        The cache is bfloat16 in vLLM's layout for `amx`: for each block and head, K
+        [block_size / 16, head_size / 2, 16, 2], whose last two dimensions are keys and head
+        dimensions, then V [head_size / 16, block_size / 2, 16, 2], whose last two dimensions are
+        head dimensions and keys.
     impl : {"auto", "torch", "native"}
-        "auto" takes the compiled kernel where it is available, on CPU tensors.
+        "auto" uses the compiled kernel for CPU tensors if it is available.
 
     Raises
     ------
     ValueError
-        Shapes, dtypes or options that do not fit, or `impl="native"` where it is not available.
+        Shapes, dtypes or options that do not fit, or `impl="native"` is not available.
     """
     _check(query, kv_cache, output, block_table, batch, sliding_window, packed)
     if sinks is not None and sinks.dtype != torch.float32:
@@ -214,30 +215,30 @@ def _attend_torch(
     if output.dim() == 2:
         output = output.unflatten(1, (heads, head_size))
     shifts = torch.arange(32, dtype=torch.int32, device=query.device)
-    node = 0
+    first_node = 0
     for row, start, size, context in torch.stack(
         (batch.rows, batch.starts, batch.sizes, batch.contexts), dim=1
     ).tolist():
-        depths = batch.depths[node : node + size].to(query.device)
-        masks = batch.masks[node : node + size].to(query.device)
-        node += size
-        first = max(0, context - sliding_window + 1) // block_size if sliding_window > 0 else 0
-        last = (context + size - 1) // block_size + 1
-        kv = blocks_flat[block_table[row, first:last].long()]
+        depths = batch.depths[first_node : first_node + size].to(query.device)
+        masks = batch.masks[first_node : first_node + size].to(query.device)
+        first_node += size
+        oldest = max(0, context - sliding_window + 1) if sliding_window > 0 else 0
+        first_block, end_block = oldest // block_size, (context + size - 1) // block_size + 1
+        kv = blocks_flat[block_table[row, first_block:end_block].long()]
         k, v = (
             part.flatten(2, 3).flatten(3).transpose(0, 1).flatten(1, 2).float()
             for part in keys_and_values(kv, head_size, block_size, packed)
         )
-        # Keys [first * block_size, last * block_size): their positions, and who may see them.
-        base = context - first * block_size
+        # The keys are those of slots first_block * block_size and up; `root` is the root's index.
+        root = context - first_block * block_size
         key_position = torch.arange(len(kv) * block_size, device=query.device)
-        key_position += first * block_size
-        key_position[base : base + size] = context + depths
+        key_position += first_block * block_size
+        key_position[root : root + size] = context + depths
         allowed = torch.zeros(size, len(key_position), dtype=torch.bool, device=query.device)
-        allowed[:, :base] = True
+        allowed[:, :root] = True
         bits = (masks[:, :, None] >> shifts & 1).bool().flatten(1)
-        allowed[:, base : base + size] = bits[:, :size]
-        output[start : start + size] = attend_rows(
+        allowed[:, root : root + size] = bits[:, :size]
+        output[start : start + size] = reference_attention(
             query[start : start + size],
             k,
             v,
@@ -254,16 +255,18 @@ def _attend_torch(
 def keys_and_values(
     blocks: Tensor, head_size: int, block_size: int, packed: bool
 ) -> tuple[Tensor, Tensor]:
-    """Views of what blocks hold, in the same order whatever the layout is.
+    """Views of the K and the V of blocks, indexed in the same way for both layouts.
 
     Parameters
     ----------
     blocks : [blocks, kv_heads, 2 * block_size * head_size]
+    packed : bool
+        See `tree_attention`.
 
     Returns
     -------
-    [blocks, kv_heads, keys, keys in a pack, dimensions, dimensions in a pack]
-        Of K, and the same of V.
+    K and V, each [blocks, kv_heads, keys / p, p, head_size / q, q]
+        p keys and q head dimensions are stored together; both are 1 unless `packed`.
     """
     keys, values = blocks.split(block_size * head_size, dim=-1)
     if not packed:

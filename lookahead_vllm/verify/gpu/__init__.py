@@ -1,1 +1,1 @@
-"""Tree attention and KV moves on GPUs, as Triton kernels."""
+"""Tree attention and KV moves on GPUs, in Triton kernels."""

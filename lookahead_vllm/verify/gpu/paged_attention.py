@@ -1,7 +1,7 @@
-"""Attention over a paged KV cache where some requests have draft trees, in three ways.
+"""Attention over vLLM's paged KV cache on GPUs, where some requests have draft trees.
 
-`triton` is the one for GPUs, `xformers` a second opinion from a library, `torch` what both are
-compared with. vLLM's cache on CPU has another layout, see `tree_attention.py`.
+Implemented in Triton, and in plain PyTorch as the reference. vLLM's cache on CPUs has another
+layout: see `cpu/tree_attention.py`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from lookahead_vllm.verify.gpu.paged_batch import CAUSAL, PagedBatch, PagedCall
-from lookahead_vllm.verify.reference_attention import attend_rows
+from lookahead_vllm.verify.reference_attention import reference_attention
 
-Impl = Literal["auto", "torch", "triton", "xformers"]
-IMPLS = ("auto", "torch", "triton", "xformers")
+Impl = Literal["auto", "torch", "triton"]
 
 _QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -39,44 +38,44 @@ def paged_attention(
     v_scale: Tensor | None = None,
     impl: Impl = "auto",
 ) -> None:
-    """Write the attention of the rows of `batch` to `output`; other rows are left alone.
+    """Write the attention of the rows of `batch` to `output`; other rows stay unchanged.
 
-    The K/V of all rows are already in the cache. A slot that nobody attends to adds nothing,
-    whatever it holds. Options are read by position: on a chain they mean what they mean in
-    FlashAttention.
+    The K/V of all rows must already be in the cache. A slot that no row attends to has no effect,
+    NaN and inf included. The options are those of FlashAttention, applied by position: both give
+    the same result on a chain.
 
     Parameters
     ----------
     query : float32, bfloat16 or float16 [num_tokens, num_heads, head_size]
     key_cache, value_cache : [num_blocks, block_size, num_kv_heads, head_size]
-        The query's dtype, or fp8 with `k_scale` and `v_scale`. Views with any strides, contiguous
-        in the last dimension: vLLM's [num_blocks, num_kv_heads, block_size, 2 * head_size] in
-        both orders of tokens and heads, or [num_blocks, 2, block_size, num_kv_heads, head_size].
+        The query's dtype, or fp8 with `k_scale` and `v_scale`. Any strides, but contiguous in the
+        last dimension: views of vLLM's [num_blocks, num_kv_heads, block_size, 2 * head_size], in
+        both orders of tokens and heads, or of [num_blocks, 2, block_size, num_kv_heads, head_size].
     output : [num_tokens, num_heads, head_size] or [num_tokens, num_heads * head_size]
         The query's dtype; written in place.
     block_table : int32 [num_reqs, max_blocks]
-        Slot p of a request lies in block `block_table[row, p // block_size]`.
+        Slot p of a request is in block `block_table[row, p // block_size]`.
     batch : PagedBatch
         On the query's device.
     scale : float
         Factor of q . k.
     sliding_window : int
-        W: a row at position P sees positions in (P - W, P]. -1 for none.
+        W: a row at position P attends to positions in (P - W, P]. -1 for none.
     alibi_slopes : float32 [num_heads], optional
         Adds slope * (key position - row position), after the soft cap.
     logits_soft_cap : float
-        c > 0 turns a score x into c * tanh(x / c).
+        c > 0 replaces a score x by c * tanh(x / c).
     sinks : [num_heads], optional
         One more score per head in the softmax, with no value.
     k_scale, v_scale : float32 [1], optional
-        What an fp8 cache's keys and values are to be multiplied by; on the query's device.
-    impl : {"auto", "torch", "triton", "xformers"}
-        "auto": triton on a CUDA device, torch elsewhere.
+        Factors of an fp8 cache's keys and values, on the query's device.
+    impl : {"auto", "torch", "triton"}
+        "auto" is "triton" on CUDA devices and "torch" on others.
 
     Raises
     ------
     ValueError
-        Shapes, dtypes or options that do not fit, or an implementation that cannot do it.
+        Shapes, dtypes or options that do not fit.
     """
     call = PagedCall(
         query,
@@ -94,15 +93,13 @@ def paged_attention(
         v_scale,
     )
     _check(call)
-    if impl not in IMPLS:
-        raise ValueError(f"impl is {impl!r}; choose one of {', '.join(IMPLS)}")
+    if impl not in ("auto", "torch", "triton"):
+        raise ValueError(f"impl is {impl!r}; choose 'auto', 'torch' or 'triton'")
     if not len(batch) or not batch.max_size:
         return
     attend: Callable[[PagedCall], None] = _attend_torch
     if impl == "triton" or (impl == "auto" and query.device.type == "cuda"):
         from lookahead_vllm.verify.gpu.triton_attention import attend
-    elif impl == "xformers":
-        from lookahead_vllm.verify.gpu.xformers_attention import attend
     attend(call)
 
 
@@ -143,16 +140,16 @@ def _check(call: PagedCall) -> None:
 
 def _attend_torch(call: PagedCall) -> None:
     output = call.output.view(len(call.output), *call.query.shape[1:])
-    for start, rows in reference_attention(call):
+    for start, rows in reference_paged_attention(call):
         output[start : start + len(rows)] = rows.to(output.dtype)
 
 
-def reference_attention(
+def reference_paged_attention(
     call: PagedCall, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[int, Tensor]]:
-    """The first row of each request, and what all its rows get: [rows, heads, head_size].
+    """Yield each request's first row in the query, and the attention of its rows.
 
-    One request after the other, computed in `dtype`; waits for the device.
+    The attention is [rows, heads, head_size] of `dtype`. Synchronises with the device.
     """
     query, key_cache, value_cache, _, block_table, batch = call[:6]
     window = call.sliding_window
@@ -170,18 +167,18 @@ def reference_attention(
         if call.k_scale is not None and call.v_scale is not None:
             k, v = k * call.k_scale, v * call.v_scale
         nodes = torch.arange(size, device=query.device)
-        depths, below = nodes, nodes[None, :] <= nodes[:, None]
+        depths, in_mask = nodes, nodes[None, :] <= nodes[:, None]
         if first != CAUSAL:
             depths = batch.depths[first : first + size]
             words = batch.masks[first : first + size][:, nodes // 32]
-            below = (words >> (nodes % 32) & 1).bool()
+            in_mask = (words >> (nodes % 32) & 1).bool()
         key_positions = slots.clone()
         key_positions[context - oldest :] = context + depths
         allowed = torch.ones(size, len(slots), dtype=torch.bool, device=query.device)
-        allowed[:, context - oldest :] = below
+        allowed[:, context - oldest :] = in_mask
         yield (
             start,
-            attend_rows(
+            reference_attention(
                 query[start : start + size],
                 k.transpose(0, 1),
                 v.transpose(0, 1),

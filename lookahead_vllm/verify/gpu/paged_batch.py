@@ -1,4 +1,4 @@
-"""The requests of one forward pass, as attention on a GPU reads them: trees, chains and prompts."""
+"""The requests of one forward pass, laid out for attention on a GPU: trees, chains, prompts."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-if TYPE_CHECKING:  # its layout is compiled, and `scripts/gpu_check.py` runs without numba
+if TYPE_CHECKING:  # imports numba, and `scripts/gpu_check.py` runs without it
     from lookahead_vllm.verify.tree_batch import TreeBatch
 
 CAUSAL = -1
-"""In `PagedBatch.firsts`: each row sees those before it, and no mask is read."""
+"""In `PagedBatch.firsts`: the request has no mask; its rows attend causally."""
 
 
 @dataclass(frozen=True, eq=False)
 class PagedBatch:
-    """Rows of requests over a paged KV cache; those of one are consecutive query tokens.
+    """Rows of requests over a paged KV cache; a request's rows are consecutive query tokens.
 
-    Row j's K/V lie in the request's KV slot `context + j`. It sees the slots 0..context-1 and, of
-    its own request's rows, those of its mask; in a chain or a prompt, all up to itself.
+    The K/V of row j are in the request's KV slot `context + j`. The row attends to the slots
+    0..context-1 and to the rows of its own request that its mask selects. In a chain or a prompt,
+    these are all rows up to itself.
 
     Attributes
     ----------
@@ -32,17 +33,18 @@ class PagedBatch:
     starts : int32 [r]
         Its first row among the flattened query tokens.
     sizes : int32 [r]
-        Its rows; 0 for a place of a fixed buffer that nobody has.
+        Number of its rows; 0 for an unused entry of a fixed buffer.
     contexts : int32 [r]
-        Tokens before its first row, which are in the cache.
+        Tokens before its first row; they are in the cache.
     firsts : int32 [r]
         Its first row of `depths` and `masks`, or CAUSAL.
     depths : int32 [n]
-        Depth of each row of a tree, the root 0; its position is context + depth.
+        Depth of each row of a tree, the root 0. The row's position is context + depth.
     masks : int32 [n, w], w = ceil(max(sizes of trees) / 32)
-        Bit j % 32 of word j // 32: the row sees row j of its tree (itself or an ancestor).
+        Bit j % 32 of word j // 32 is set if the row attends to row j of its tree: itself or an
+        ancestor.
     max_size, max_context : int
-        No request has more; known without asking the device.
+        Upper bounds of `sizes` and `contexts`, known without a synchronisation.
     """
 
     rows: Tensor
@@ -61,11 +63,11 @@ class PagedBatch:
         trees: TreeBatch,
         device: torch.device | str = "cpu",
         *,
-        others: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike] | None = None,
+        causal: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike] | None = None,
     ) -> PagedBatch:
-        """Lay out trees, and `others` without a tree: their rows, starts, sizes and contexts.
+        """Lay out trees and, after them, `causal`: rows, starts, sizes, contexts of other requests.
 
-        One copy to the device, which nobody waits for.
+        Makes one asynchronous copy to the device.
         """
         tree_sizes = trees.sizes.numpy()
         columns: Sequence[NDArray[np.int32]] = (
@@ -75,17 +77,17 @@ class PagedBatch:
             trees.contexts.numpy(),
             np.cumsum(tree_sizes, dtype=np.int32) - tree_sizes,
         )
-        if others is not None:
-            more = [np.asarray(column, np.int32) for column in others]
-            more.append(np.full_like(more[0], CAUSAL))
-            columns = [np.concatenate(pair) for pair in zip(columns, more, strict=True)]
+        if causal is not None:
+            added = [np.asarray(column, np.int32) for column in causal]
+            added.append(np.full_like(added[0], CAUSAL))
+            columns = [np.concatenate(pair) for pair in zip(columns, added, strict=True)]
         max_size, max_context = (int(columns[i].max(initial=0)) for i in (2, 3))
         parts = [*map(torch.from_numpy, columns), trees.depths, trees.masks.flatten()]
         packed = torch.cat(parts)
         if torch.device(device).type == "cuda":
             packed = packed.pin_memory()
-        there = packed.to(device, non_blocking=True).split([len(part) for part in parts])
-        rows, starts, sizes, contexts, firsts, depths, masks = there
+        tensors = packed.to(device, non_blocking=True).split([len(part) for part in parts])
+        rows, starts, sizes, contexts, firsts, depths, masks = tensors
         return cls(
             rows,
             starts,
@@ -101,13 +103,13 @@ class PagedBatch:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def take_over(self, batch: PagedBatch) -> None:
-        """Let these buffers, which a CUDA graph was captured over, say what `batch` says.
+    def copy_from(self, batch: PagedBatch) -> None:
+        """Copy `batch` into these buffers, over which a CUDA graph was captured.
 
         Raises
         ------
         ValueError
-            It does not fit into them.
+            It does not fit.
         """
         words = self.masks.shape[1]
         if (
@@ -120,15 +122,15 @@ class PagedBatch:
             raise ValueError(f"{batch.shape} does not fit into buffers of {self.shape}")
         self.sizes.zero_()
         for field in fields(self):
-            mine, new = getattr(self, field.name), getattr(batch, field.name)
+            buffer, new = getattr(self, field.name), getattr(batch, field.name)
             if field.name == "masks":
-                mine[: len(new), : new.shape[1]] = new
+                buffer[: len(new), : new.shape[1]] = new
             elif isinstance(new, Tensor):
-                mine[: len(new)] = new
+                buffer[: len(new)] = new
 
     @property
     def shape(self) -> dict[str, int]:
-        """How large it is."""
+        """Its dimensions, by name."""
         return {
             "requests": len(self),
             "nodes": len(self.depths),
@@ -139,7 +141,7 @@ class PagedBatch:
 
 
 class PagedCall(NamedTuple):
-    """What `paged_attention` was given, checked; see there."""
+    """The checked arguments of `paged_attention`."""
 
     query: Tensor
     key_cache: Tensor

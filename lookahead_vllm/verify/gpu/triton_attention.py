@@ -1,8 +1,8 @@
 """Tree attention over a paged KV cache on a GPU, in Triton.
 
-All rows of a request that share a KV head make one tile, so that each K/V page is read once for as
-many of them as a tile has room for. The context is split over programs (flash-decoding), and only
-the draft block, at the end of it, knows of masks. Online softmax: FlashAttention-2 (Dao 2023).
+The rows of a request that share a KV head form tiles, so one read of a K/V page serves all rows of
+a tile. The context is split over programs (flash-decoding). Masks apply only to the draft block at
+its end. The softmax is online, as in FlashAttention-2 (Dao 2023).
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from lookahead_vllm.verify.gpu.paged_batch import PagedBatch, PagedCall
 
 _LOG2E = tl.constexpr(1.4426950408889635)
 NUM_STAGES = 3
-"""Page numbers are fetched a turn of the loop before their keys, and these one before the dots."""
+"""Page numbers are loaded one iteration before their keys, and keys one before their use."""
 MAX_SPLITS = 32
 KEYS_PER_SPLIT = 256
-"""A split is not worth its merging for fewer."""
-MAX_PARTIAL = 256 << 20
-"""Bytes for what the splits of one launch hold; where prompts are in it, these are fewer."""
-_WAVES = 2  # programs for each multiprocessor, at least, where the context can be split so far
+"""Lower bound: merging smaller splits costs more than they save."""
+MAX_PARTIAL_BYTES = 256 << 20
+"""Upper bound of the partial results of one launch, which limits the splits of long prompts."""
+_WAVES = 2  # programs per multiprocessor to aim at by splitting the context
 _INTERPRETED_MULTIPROCESSORS = 4
 
 
 class Tile(NamedTuple):
-    """How much one program holds."""
+    """The part of the scores that one program computes at a time."""
 
     block_m: int
     """Rows of a request that share a KV head."""
     block_n: int
-    """Keys of one turn of the loop."""
+    """Keys of one iteration."""
     num_warps: int
 
 
 def attend(call: PagedCall, num_splits: int | None = None) -> None:
-    """See `paged_attention`; `num_splits` is chosen by the size of the device if it is not given.
+    """See `paged_attention`. By default, `num_splits` depends on the size of the device.
 
-    Nothing here waits for the device, and what is launched depends on the shapes, `max_size` and
-    `max_context` of the batch alone: it can be captured in a CUDA graph over fixed buffers.
+    Never waits for the device. The launches depend only on the shapes, `max_size` and `max_context`
+    of the batch, so they can be captured in a CUDA graph over fixed buffers.
     """
     query, key_cache, value_cache, output, block_table, batch = call[:6]
     alibi_slopes, sinks, k_scale, v_scale = (
@@ -56,7 +56,7 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
     tiles = triton.cdiv(rows, block_m)
     if num_splits is None:
         num_splits = _num_splits(len(batch) * tiles * kv_heads, batch.max_context, query.device)
-        num_splits = max(1, min(num_splits, MAX_PARTIAL // (query.numel() * 4)))
+        num_splits = max(1, min(num_splits, MAX_PARTIAL_BYTES // (query.numel() * 4)))
     partial = (
         torch.empty(
             (num_splits, tokens, heads, head_size + 2), dtype=torch.float32, device=query.device
@@ -112,18 +112,18 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
         )  # fmt: skip
 
 
-def batches_of_every_kind(
+def warm_up_batches(
     heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[PagedBatch]:
-    """Batches of requests without a row, one for each kernel that any batch can need.
+    """Batches without rows, one for each specialisation of the kernels that serving can need.
 
-    Whoever attends to all of them has compiled everything, and has written nothing.
+    Calling `attend` on each compiles all kernels and writes no output.
     """
     zeros = torch.zeros(1, dtype=torch.int32, device=device)
     group, rows = heads // kv_heads, 16
     while rows <= tile_of(1 << 20, dtype, head_size).block_m:
         size = max(rows // group, 1)
-        for max_context in (0, 1 << 20):  # that of one program, and that which is split
+        for max_context in (0, 1 << 20):  # not split, and split
             yield PagedBatch(
                 zeros, zeros, zeros, zeros, zeros, zeros, zeros[None], size, max_context
             )
@@ -131,15 +131,18 @@ def batches_of_every_kind(
 
 
 def tile_of(rows: int, dtype: torch.dtype, head_size: int) -> Tile:
-    """For so many rows that share a KV head: what ptxas fits into the registers, and into the
-    shared memory of every device since Ampere (99 KiB), see `test_triton_compiles.py`."""
+    """The tile for a request with `rows` rows that share a KV head.
+
+    It fits into the registers, without spills, and into the shared memory of every device since
+    Ampere (99 KiB); `test_triton_compiles.py` checks both.
+    """
     if dtype == torch.float32:
-        most, block_n = 32, 32
+        max_block_m, block_n = 32, 32
     elif head_size > 128:
-        most, block_n = 64, 32
+        max_block_m, block_n = 64, 32
     else:
-        most, block_n = 128, 64
-    block_m = min(max(triton.next_power_of_2(rows), 16), most)
+        max_block_m, block_n = 128, 64
+    block_m = min(max(triton.next_power_of_2(rows), 16), max_block_m)
     is_large = block_m * triton.next_power_of_2(head_size) >= 128 * 128
     return Tile(block_m, block_n, 8 if is_large else 4)
 
@@ -148,11 +151,11 @@ def _num_splits(programs: int, max_context: int, device: torch.device) -> int:
     multiprocessors = _INTERPRETED_MULTIPROCESSORS
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = triton.cdiv(_WAVES * multiprocessors, max(programs, 1))
-    return max(1, min(wanted, max_context // KEYS_PER_SPLIT, MAX_SPLITS))
+    num_splits = triton.cdiv(_WAVES * multiprocessors, max(programs, 1))
+    return max(1, min(num_splits, max_context // KEYS_PER_SPLIT, MAX_SPLITS))
 
 
-# What changes from step to step is no reason to compile anew: no integer, and no view's alignment.
+# Integers and alignments that change from step to step must not trigger a compilation.
 _LAYOUT = ["rows", "starts", "sizes", "contexts", "firsts", "depths", "masks"]
 
 
@@ -175,7 +178,7 @@ def _attend_tile(
     HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows of one request and KV head, over one split of what they attend to."""
+    """Attention of BLOCK_M rows of one request and KV head over one split of its context."""
     entry = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     kv_head = tl.program_id(1)
@@ -200,7 +203,7 @@ def _attend_tile(
         mask=is_row[:, None] & is_dim[None, :],
         other=0.0,
     )
-    has_mask = first + node >= node  # the same for all: not -1, which is a chain or a prompt
+    has_mask = first + node >= node  # a vector of `first >= 0`; CAUSAL is -1
     depth = tl.load(depths + first + node, mask=is_row & has_mask, other=0)
     depth = tl.where(has_mask, depth, node)
     position = context + depth
@@ -211,16 +214,16 @@ def _attend_tile(
     if HAS_SCALES:
         factor = scale * tl.load(k_scale)
 
-    # Plain scores are multiplied by their factor within the exponential.
-    unit = 1.0
+    # Without a cap and ALiBi, the exponential applies the factor.
+    score_factor = 1.0
     if not (HAS_CAP or HAS_ALIBI):
-        unit = factor * _LOG2E
+        score_factor = factor * _LOG2E
 
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    # The context: all of it, but for what has left the window of the tile's first row.
+    # The context, from the oldest slot in a window of the tile's rows.
     oldest = 0
     if HAS_WINDOW:
         oldest = tl.maximum(tl.min(position, axis=0) - window + 1, 0)
@@ -228,11 +231,11 @@ def _attend_tile(
     parts_each = tl.cdiv(parts, num_splits)
     low = oldest + split * parts_each * BLOCK_N
     high = tl.maximum(tl.minimum(low + parts_each * BLOCK_N, context), low)
-    # Blocks of which every row sees every key come first: they need no mask.
-    whole = low
+    # First the blocks that need no mask, because every row attends to every key.
+    unmasked_end = low
     if not HAS_WINDOW:
-        whole = low + (high - low) // BLOCK_N * BLOCK_N
-    for at in range(low, whole, BLOCK_N):
+        unmasked_end = low + (high - low) // BLOCK_N * BLOCK_N
+    for at in range(low, unmasked_end, BLOCK_N):
         slot = at + tl.arange(0, BLOCK_N)
         k, v = _load(
             key_cache, value_cache, table, slot, slot >= 0, d, is_dim, kv_head,
@@ -240,8 +243,10 @@ def _attend_tile(
             BLOCK_SIZE, False, HEAD_SIZE < BLOCK_D,
         )  # fmt: skip
         scores = _scores(q, k, factor, soft_cap, slope, slot, position, HAS_CAP, HAS_ALIBI)
-        best, total, acc = _add(scores, unit, v.to(q.dtype), best, total, acc)
-    for at in range(whole, high, BLOCK_N):
+        row_max, row_sum, acc = _accumulate(
+            scores, score_factor, v.to(q.dtype), row_max, row_sum, acc
+        )
+    for at in range(unmasked_end, high, BLOCK_N):
         slot = at + tl.arange(0, BLOCK_N)
         is_key = slot < high
         k, v = _load(
@@ -250,13 +255,15 @@ def _attend_tile(
             BLOCK_SIZE, True, HEAD_SIZE < BLOCK_D,
         )  # fmt: skip
         scores = _scores(q, k, factor, soft_cap, slope, slot, position, HAS_CAP, HAS_ALIBI)
-        seen = is_row[:, None] & is_key[None, :]
+        attends = is_row[:, None] & is_key[None, :]
         if HAS_WINDOW:
-            seen = seen & (slot[None, :] > position[:, None] - window)
-        scores = tl.where(seen, scores, float("-inf"))
-        best, total, acc = _add(scores, unit, v.to(q.dtype), best, total, acc)
+            attends = attends & (slot[None, :] > position[:, None] - window)
+        scores = tl.where(attends, scores, float("-inf"))
+        row_max, row_sum, acc = _accumulate(
+            scores, score_factor, v.to(q.dtype), row_max, row_sum, acc
+        )
 
-    # The draft block, or the rows of a chain or a prompt themselves.
+    # The draft block, or the rows of a chain or a prompt.
     if split == num_splits - 1:
         end = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, size)
         for at in range(0, end, BLOCK_N):
@@ -283,26 +290,28 @@ def _attend_tile(
             bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
             ancestors = tl.reshape(bits, [BLOCK_M, BLOCK_N]) != 0
             before = column[None, :] <= node[:, None]
-            seen = tl.where(is_masked[None, :], ancestors, before)
-            seen = seen & is_row[:, None] & is_key[None, :]
+            attends = tl.where(is_masked[None, :], ancestors, before)
+            attends = attends & is_row[:, None] & is_key[None, :]
             if HAS_WINDOW:
-                seen = seen & (key_position[None, :] > position[:, None] - window)
-            scores = tl.where(seen, scores, float("-inf"))
-            best, total, acc = _add(scores, unit, v.to(q.dtype), best, total, acc)
+                attends = attends & (key_position[None, :] > position[:, None] - window)
+            scores = tl.where(attends, scores, float("-inf"))
+            row_max, row_sum, acc = _accumulate(
+                scores, score_factor, v.to(q.dtype), row_max, row_sum, acc
+            )
 
     if IS_SPLIT:
         row = (split * num_tokens + token) * HEADS + head
-        place = partial + row * (HEAD_SIZE + 2)
-        tl.store(place[:, None] + d[None, :], acc, mask=is_row[:, None] & is_dim[None, :])
-        tl.store(place + HEAD_SIZE, best, mask=is_row)
-        tl.store(place + HEAD_SIZE + 1, total, mask=is_row)
+        start_of_row = partial + row * (HEAD_SIZE + 2)
+        tl.store(start_of_row[:, None] + d[None, :], acc, mask=is_row[:, None] & is_dim[None, :])
+        tl.store(start_of_row + HEAD_SIZE, row_max, mask=is_row)
+        tl.store(start_of_row + HEAD_SIZE + 1, row_sum, mask=is_row)
     else:
         if HAS_SINKS:
             sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * _LOG2E
-            higher = tl.maximum(best, sink)
-            total = total * tl.exp2(best - higher) + tl.exp2(sink - higher)
-            acc = acc * tl.exp2(best - higher)[:, None]
-        result = acc / total[:, None]
+            new_max = tl.maximum(row_max, sink)
+            row_sum = row_sum * tl.exp2(row_max - new_max) + tl.exp2(sink - new_max)
+            acc = acc * tl.exp2(row_max - new_max)[:, None]
+        result = acc / row_sum[:, None]
         if HAS_SCALES:
             result = result * tl.load(v_scale)
         tl.store(
@@ -318,7 +327,7 @@ def _load(
     key_block, key_slot, key_head, value_block, value_slot, value_head,
     BLOCK_SIZE: tl.constexpr, SOME_KEYS: tl.constexpr, SOME_DIMS: tl.constexpr,
 ):  # fmt: skip
-    """K [BLOCK_D, BLOCK_N] and V [BLOCK_N, BLOCK_D] of these slots; 0 where there is no key."""
+    """K [BLOCK_D, BLOCK_N] and V [BLOCK_N, BLOCK_D] of the slots; 0 where `is_key` is false."""
     if SOME_KEYS:
         block = tl.load(table + slot // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
     else:
@@ -340,14 +349,14 @@ def _scores(
     q, k, factor, soft_cap, slope, key_position, position,
     HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BLOCK_M, BLOCK_N]; with a cap or ALiBi times log2(e), else without any factor."""
+    """float32 [BLOCK_M, BLOCK_N]: q . k; with a cap or ALiBi the final scores, times log2(e)."""
     scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
     if HAS_CAP or HAS_ALIBI:
         scores *= factor
         if HAS_CAP:
-            # tanh, without an overflow on either side
-            raised = tl.exp2(tl.abs(scores) * (-2.0 * _LOG2E / soft_cap))
-            bounded = soft_cap * (1.0 - raised) / (1.0 + raised)
+            # tanh, without overflow for either sign
+            power = tl.exp2(tl.abs(scores) * (-2.0 * _LOG2E / soft_cap))
+            bounded = soft_cap * (1.0 - power) / (1.0 + power)
             scores = tl.where(scores < 0, -bounded, bounded)
         if HAS_ALIBI:
             scores += slope[:, None] * (key_position[None, :] - position[:, None]).to(tl.float32)
@@ -356,16 +365,16 @@ def _scores(
 
 
 @triton.jit
-def _add(scores, unit, v, best, total, acc):
-    """One block of keys into the running softmax; `unit` is what the scores are multiplied by."""
-    higher = tl.maximum(best, tl.max(scores, axis=1) * unit)
-    # Of a row that has seen nothing yet, nothing is to be subtracted.
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(scores * unit - base[:, None])
-    fade = tl.exp2(best - base)
-    total = total * fade + tl.sum(weights, axis=1)
-    acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-    return higher, total, acc
+def _accumulate(scores, score_factor, v, row_max, row_sum, acc):
+    """Add one block of keys to the running softmax in base 2 of `scores * score_factor`."""
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * score_factor)
+    # A row without a key so far has no maximum to subtract.
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores * score_factor - base[:, None])
+    rescale = tl.exp2(row_max - base)
+    row_sum = row_sum * rescale + tl.sum(weights, axis=1)
+    acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return new_max, row_sum, acc
 
 
 @triton.jit(
@@ -378,7 +387,7 @@ def _merge_splits(
     HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """One row and head: its splits, by their log-sum-exps."""
+    """Merge the splits of one row and head by their maxima and sums."""
     entry = tl.program_id(0) // max_size
     node = tl.program_id(0) % max_size
     head = tl.program_id(1)
@@ -389,19 +398,21 @@ def _merge_splits(
     is_split = split < num_splits
     d = tl.arange(0, BLOCK_D)
     is_dim = d < HEAD_SIZE
-    place = partial + ((split * num_tokens + token) * HEADS + head) * (HEAD_SIZE + 2)
-    best = tl.load(place + HEAD_SIZE, mask=is_split, other=float("-inf"))
-    total = tl.load(place + HEAD_SIZE + 1, mask=is_split, other=0.0)
-    acc = tl.load(place[:, None] + d[None, :], mask=is_split[:, None] & is_dim[None, :], other=0.0)
-    highest = tl.max(best, axis=0)
+    start_of_row = partial + ((split * num_tokens + token) * HEADS + head) * (HEAD_SIZE + 2)
+    row_max = tl.load(start_of_row + HEAD_SIZE, mask=is_split, other=float("-inf"))
+    row_sum = tl.load(start_of_row + HEAD_SIZE + 1, mask=is_split, other=0.0)
+    acc = tl.load(
+        start_of_row[:, None] + d[None, :], mask=is_split[:, None] & is_dim[None, :], other=0.0
+    )
+    overall_max = tl.max(row_max, axis=0)
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * _LOG2E
-        highest = tl.maximum(highest, sink)
-    fade = tl.exp2(best - highest)
-    sum_of_all = tl.sum(total * fade, axis=0)
+        overall_max = tl.maximum(overall_max, sink)
+    rescale = tl.exp2(row_max - overall_max)
+    sum_of_all = tl.sum(row_sum * rescale, axis=0)
     if HAS_SINKS:
-        sum_of_all += tl.exp2(sink - highest)
-    result = tl.sum(acc * fade[:, None], axis=0) / sum_of_all
+        sum_of_all += tl.exp2(sink - overall_max)
+    result = tl.sum(acc * rescale[:, None], axis=0) / sum_of_all
     if HAS_SCALES:
         result = result * tl.load(v_scale)
     tl.store(

@@ -1,4 +1,4 @@
-"""Moves of K/V between cache slots on a GPU: all layers in two launches, which nobody waits for."""
+"""Moves of K/V between cache slots on a GPU, for all layers in two asynchronous launches."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_DTYPE_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 class PagedKVMover:
-    """Copies slots in the caches of the layers that share one block table.
+    """Copies slots in the caches of all layers that share one block table.
 
     Parameters
     ----------
     kv_caches : sequence of [num_blocks, num_kv_heads, block_size, width]
-        One per layer, of one device, shape, dtype and strides: vLLM's caches on CUDA, tokens or
-        heads first, K and V of a token and head side by side, contiguous. They are kept, and must
-        not be reallocated.
+        One per layer, all of one device, shape, dtype and strides. These are vLLM's caches on CUDA,
+        tokens or heads first, where K and V of one token and head are contiguous. The caches
+        must not be reallocated.
 
     Raises
     ------
     ValueError
-        Caches that differ, or are not contiguous in the last dimension.
+        The caches differ, or are not contiguous in the last dimension, or their elements do not
+        have 1, 2 or 4 bytes.
     """
 
     def __init__(self, kv_caches: Sequence[Tensor]) -> None:
         first = kv_caches[0]
         for cache in kv_caches:
-            facts = (cache.shape, cache.stride(), cache.dtype, cache.device)
-            if facts != (first.shape, first.stride(), first.dtype, first.device):
+            layout = (cache.shape, cache.stride(), cache.dtype, cache.device)
+            if layout != (first.shape, first.stride(), first.dtype, first.device):
                 raise ValueError(
                     "the KV caches of one block table are alike; got "
                     f"{list(cache.shape)}, strides {cache.stride()}, beside {list(first.shape)}, "
                     f"strides {first.stride()}"
                 )
-        if first.stride(3) != 1 or first.element_size() not in _WORDS:
+        if first.stride(3) != 1 or first.element_size() not in _DTYPE_OF_SIZE:
             raise ValueError(
                 "a KV cache is contiguous in its last dimension, of 1, 2 or 4 bytes an element; "
                 f"got strides {first.stride()}, {first.dtype}"
@@ -49,21 +50,22 @@ class PagedKVMover:
 
     @property
     def device(self) -> torch.device:
-        """Where the caches are."""
+        """The device of the caches."""
         return self._kv_caches[0].device
 
     def move(self, src: Tensor, dst: Tensor) -> None:
-        """Copy the K/V of slot `src[i]` to slot `dst[i]` in every layer: all read, then written.
+        """Copy the K/V of slot `src[i]` to slot `dst[i]` in every layer; reads all, then writes.
 
         Parameters
         ----------
         src, dst : int64 [m]
-            A slot is `block * block_size + offset`. On the CPU, or on the caches' device.
+            Each is `block * block_size + offset`. On the CPU or on the caches' device.
 
         Raises
         ------
         ValueError
-            Slots that the caches do not have, where they are on the CPU: the device is not asked.
+            Another dtype, different lengths, or slots that the caches do not have. Slots that are
+            on the device are not checked, because that would synchronise.
         """
         first = self._kv_caches[0]
         num_blocks, heads, block_size, width = first.shape
@@ -78,10 +80,10 @@ class PagedKVMover:
                 raise ValueError(f"slots lie in 0..{end - 1}; got {slots.tolist()}")
             slots = slots.to(first.device)
         shape = (len(src), len(self._kv_caches), heads, width)
-        held = torch.empty(shape, dtype=_WORDS[first.element_size()], device=first.device)
+        copies = torch.empty(shape, dtype=_DTYPE_OF_SIZE[first.element_size()], device=first.device)
         for places, is_write in ((slots[0], False), (slots[1], True)):
             _copy[shape[:3]](
-                self._pointers, held, places, *first.stride()[:3],
+                self._pointers, copies, places, *first.stride()[:3],
                 LAYERS=shape[1], HEADS=heads, BLOCK_SIZE=block_size, WIDTH=width,
                 PADDED=triton.next_power_of_2(width), WRITE=is_write, num_warps=1,
             )  # fmt: skip
@@ -89,19 +91,19 @@ class PagedKVMover:
 
 @triton.jit
 def _copy(
-    pointers, held, slots, block_stride, head_stride, slot_stride,
+    pointers, copies, slots, block_stride, head_stride, slot_stride,
     LAYERS: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
     PADDED: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
-    """One slot, layer and head, out of the cache or into it."""
+    """Copy one slot, layer and head out of the cache, or with WRITE into it."""
     move, layer, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + move)
-    cache = tl.load(pointers + layer).to(tl.pointer_type(held.dtype.element_ty))
-    here = slot // BLOCK_SIZE * block_stride + head * head_stride + slot % BLOCK_SIZE * slot_stride
-    at = tl.arange(0, PADDED)
-    inside = at < WIDTH
-    mine = held + ((move * LAYERS + layer).to(tl.int64) * HEADS + head) * WIDTH + at
+    cache = tl.load(pointers + layer).to(tl.pointer_type(copies.dtype.element_ty))
+    base = slot // BLOCK_SIZE * block_stride + head * head_stride + slot % BLOCK_SIZE * slot_stride
+    offset = tl.arange(0, PADDED)
+    in_width = offset < WIDTH
+    copy = copies + ((move * LAYERS + layer).to(tl.int64) * HEADS + head) * WIDTH + offset
     if WRITE:
-        tl.store(cache + here + at, tl.load(mine, mask=inside), mask=inside)
+        tl.store(cache + base + offset, tl.load(copy, mask=in_width), mask=in_width)
     else:
-        tl.store(mine, tl.load(cache + here + at, mask=inside), mask=inside)
+        tl.store(copy, tl.load(cache + base + offset, mask=in_width), mask=in_width)

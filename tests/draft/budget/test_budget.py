@@ -16,7 +16,7 @@ CPU = CostCurve([1, 2, 4, 8, 16, 32, 64], [25, 25, 25, 32, 49, 74, 129])
 
 
 def chains(*rows):
-    """Chains of these probabilities, with tokens of no meaning."""
+    """A forest with a chain for each list of probabilities; all tokens are 7."""
     return DraftForest.of([DraftTree.chain([7] * len(row), row) for row in rows])
 
 
@@ -26,7 +26,7 @@ def sizes(rows, curve, load=Load(), contexts=None):  # noqa: B008
     return allot(forest, contexts, StepCost(curve), load).sizes.tolist()
 
 
-def test_the_curve_passes_through_its_points_and_goes_on_with_the_last_slope():
+def test_the_curve_passes_through_its_points_and_continues_with_the_last_slope():
     curve = CostCurve([2, 4, 8], [10, 20, 60])
     assert curve(np.array([1, 2, 3, 8, 10])).tolist() == [10, 10, 15, 60, 80]
 
@@ -35,11 +35,11 @@ def test_noise_never_makes_more_tokens_cheaper():
     assert CostCurve([1, 2, 4], [10, 9, 12])(np.array([1, 2, 3])).tolist() == [10, 10, 11]
 
 
-def test_one_point_is_a_constant_cost():
+def test_a_curve_of_one_point_is_constant():
     assert CostCurve([1], [7])(np.array([1, 100])).tolist() == [7, 7]
 
 
-def test_the_critical_decoding_length_is_where_tokens_begin_to_cost():
+def test_the_critical_decoding_length_is_the_last_that_costs_little_more_than_one_token():
     assert CPU.critical_decoding_length == 7
     assert CostCurve([1], [7]).critical_decoding_length == 1
 
@@ -48,16 +48,16 @@ def test_the_critical_decoding_length_is_where_tokens_begin_to_cost():
     ("sizes", "times"),
     [([], []), ([1], [1, 2]), ([2, 2], [1, 2]), ([0, 1], [1, 2]), ([1], [0]), ([1], [np.nan])],
 )
-def test_what_is_no_curve_is_refused(sizes, times):
+def test_an_invalid_curve_is_refused(sizes, times):
     with pytest.raises(ValueError):
         CostCurve(sizes, times)
 
 
-def test_below_the_critical_decoding_length_every_node_is_worth_it():
+def test_below_the_critical_decoding_length_every_node_is_sent():
     assert sizes([[0.5, 0.1], [0.02]], FLAT) == [2, 1]
 
 
-def test_a_node_that_brings_less_than_it_costs_is_not_sent():
+def test_a_node_that_gains_less_than_it_costs_is_not_sent():
     assert sizes([[0.2, 0.1]], CostCurve([1, 2], [1, 2])) == [0]
     busy = Load(decodes=62)
     assert sizes([[0.5], [0.99]], CPU, busy) == [0, 1]
@@ -67,10 +67,10 @@ def test_nodes_go_to_the_request_that_gains_most():
     assert sizes([[0.95, 0.9, 0.85, 0.8], [0.1, 0.05]], CPU) == [4, 0]
 
 
-def test_a_prompt_beside_takes_the_room_that_was_free_but_is_not_the_drafts_business():
+def test_a_prompt_makes_nodes_dearer_but_its_own_time_is_not_charged_to_drafts():
     rows = [[0.9, 0.6, 0.3]]
     assert sizes(rows, FLAT) == [3]
-    # Each node costs 1/8 now, and the step without the prompt 1: it pays from 1/8 up.
+    # Each node costs 1/8 now, and the step without the prompt costs 1: nodes pay from 1/8 up.
     assert sizes([[0.9, 0.6, 0.12]], FLAT, Load(prefill=1000)) == [2]
 
 
@@ -81,23 +81,23 @@ def test_a_long_context_makes_nodes_dearer():
     assert kept.sizes.tolist() == [2, 0]
 
 
-def test_a_tree_that_is_not_worth_its_attention_is_cut_to_its_best_chain():
+def test_a_tree_not_worth_its_attention_is_cut_to_its_best_chain():
     tree = DraftTree.from_lists([1, 2, 3, 4], [-1, -1, 0, 2], [0.6, 0.2, 0.5, 0.4])
     forest, contexts = DraftForest.of([tree]), np.array([1000])
     curve = CostCurve([1, 64], [1.0, 1.1])
     as_tree = allot(forest, contexts, StepCost(curve, causal=1e-6, trees=1e-6), Load())
     assert as_tree.sizes.tolist() == [4] and not as_tree.chained[0]
-    dear = allot(forest, contexts, StepCost(curve, causal=1e-6, trees=4e-5), Load())
-    assert dear.chained[0]
-    chain = forest.cut(dear.sizes, dear.chained)[0]
+    as_chain = allot(forest, contexts, StepCost(curve, causal=1e-6, trees=4e-5), Load())
+    assert as_chain.chained[0]
+    chain = forest.cut(as_chain.sizes, as_chain.chained)[0]
     assert chain.is_chain and chain.tokens.tolist() == [1, 3, 4]
 
 
-def test_no_requests_no_nodes():
+def test_no_requests_get_no_nodes():
     assert sizes([], CPU) == []
 
 
-def test_an_empty_tree_keeps_nothing():
+def test_an_empty_tree_stays_empty():
     assert sizes([[], [0.9]], CPU) == [0, 1]
 
 
@@ -117,7 +117,7 @@ curves = st.lists(st.floats(0.1, 100), min_size=1, max_size=6).map(
     st.floats(0, 0.01),
     st.sampled_from([0.0, 0.1, 20.0]),
 )
-def test_no_other_prefixes_emit_more_in_the_time(requests, curve, plain, attention, drafts):
+def test_no_other_prefixes_emit_more_per_unit_of_time(requests, curve, plain, attention, drafts):
     rows = [row for row, _ in requests]
     contexts = np.array([context for _, context in requests])
     cost = StepCost(curve, 3 * attention, attention, attention, drafts)
@@ -145,16 +145,16 @@ def work(tokens, requests=1, context=100):
     return StepWork(tokens, requests, tokens - requests, total, float(tokens * context), 0.0)
 
 
-def test_what_was_measured_at_start_is_predicted_until_real_steps_say_otherwise():
+def test_the_measurement_at_start_is_predicted_before_any_real_step():
     cost = StepCost(CPU, causal=1e-3)
     assert cost.predict(work(8)) == pytest.approx(32 + 8 * 100 * 1e-3)
 
 
-def test_real_steps_correct_it_within_seconds():
+def test_real_steps_correct_the_prediction_within_seconds():
     cost = StepCost(CPU, causal=1e-3)
     rng = np.random.default_rng(0)
 
-    def slow(step):  # everything takes twice as long, and 5 more
+    def slow(step):  # twice the measured time plus 5
         return 2 * (float(CPU(step.tokens)) + 1e-3 * step.causal) + 5
 
     elapsed = 0.0
@@ -167,7 +167,7 @@ def test_real_steps_correct_it_within_seconds():
         assert cost.predict(work(tokens)) == pytest.approx(slow(work(tokens)), rel=0.1)
 
 
-def test_what_drafts_cost_at_all_is_told_from_what_each_costs():
+def test_the_cost_of_having_drafts_is_separated_from_the_cost_of_each_node():
     cost = StepCost(CPU, causal=1e-3)
     rng = np.random.default_rng(0)
     for _ in range(300):
@@ -178,25 +178,25 @@ def test_what_drafts_cost_at_all_is_told_from_what_each_costs():
         step = work(tokens)
         time = float(CPU(tokens)) + 1e-3 * step.causal + 4 * (tokens > 1)
         assert cost.predict(step) == pytest.approx(time, rel=0.04)
-    # A node has to be worth 4 of 25, a second one nothing more.
+    # The first node costs 4 of 25, a second one nothing more.
     contexts = np.array([100])
     for probs, kept in (([0.1], 0), ([0.3], 1), ([0.3, 0.1], 2), ([0.1, 0.1], 2), ([0.06] * 2, 0)):
         assert allot(chains(probs), contexts, cost, Load()).sizes.tolist() == [kept]
 
 
-def test_another_load_on_the_machine_is_followed_within_seconds():
+def test_a_change_of_load_is_followed_within_seconds():
     cost = StepCost(CPU, causal=1e-3)
     rng = np.random.default_rng(0)
 
     def play(times, seconds):
-        """Some seconds of steps that take so many times as long; how far off the last were."""
-        off, elapsed = [], 0.0
+        """Run steps `times` as slow for some seconds; return the mean error of the last ones."""
+        errors, elapsed = [], 0.0
         while elapsed < seconds:
             step = work(int(rng.integers(1, 17)), context=300)
             time = times * float(CPU(step.tokens)) * rng.normal(1, 0.05)
-            off.append(cost.observe(step, time, time / 1000) / time - 1)
+            errors.append(cost.observe(step, time, time / 1000) / time - 1)
             elapsed += time / 1000
-        return np.abs(off[-10:]).mean()
+        return np.abs(errors[-10:]).mean()
 
     assert play(1.0, 10) < 0.1
     assert play(2.4, 3) < 0.15
@@ -204,7 +204,7 @@ def test_another_load_on_the_machine_is_followed_within_seconds():
     assert play(1.0, 3) < 0.15
 
 
-def test_one_hiccup_changes_little():
+def test_one_outlier_changes_little():
     cost = StepCost(CPU)
     for _ in range(100):
         cost.observe(work(4), 25.0, 0.025)
@@ -212,7 +212,7 @@ def test_one_hiccup_changes_little():
     assert cost.predict(work(4)) < 30
 
 
-def test_steps_that_tell_nothing_apart_leave_the_marginal_cost_alone():
+def test_identical_steps_do_not_change_the_marginal_cost():
     cost = StepCost(CPU, causal=1e-3)
     before = cost.predict(work(32)) - cost.predict(work(16))
     for _ in range(500):
@@ -221,24 +221,24 @@ def test_steps_that_tell_nothing_apart_leave_the_marginal_cost_alone():
     assert after == pytest.approx(before, rel=0.15)
 
 
-def test_a_cost_that_cannot_fall_further_does_not_spoil_the_others():
-    """Steps without an attention that was measured as dear: what is left explains them."""
+def test_a_cost_at_its_lower_bound_does_not_distort_the_others():
+    """The steps lack the attention cost measured at start; the other weights compensate."""
     cost = StepCost(CPU, context=1e-3, causal=5e-4)
     rng = np.random.default_rng(0)
     steps = [work(int(rng.integers(1, 40)), context=1000) for _ in range(200)]
-    off = [cost.observe(step, float(CPU(step.tokens)), 0.03) for step in steps]
+    predicted = [cost.observe(step, float(CPU(step.tokens)), 0.03) for step in steps]
     times = np.array([float(CPU(step.tokens)) for step in steps])
-    assert np.mean(off[-50:] / times[-50:]) == pytest.approx(1, abs=0.03)
+    assert np.mean(predicted[-50:] / times[-50:]) == pytest.approx(1, abs=0.03)
 
 
-def test_what_a_plain_step_costs_is_looked_at_now_and_then_where_little_is_at_stake():
-    def given_after(drafting, probs):
+def test_a_step_without_drafts_is_probed_after_16_steps_if_drafts_gain_little():
+    def sizes_after(num_steps, probs):
         cost = StepCost(CostCurve([1, 64], [20.0, 40.0]))
-        for _ in range(drafting):
+        for _ in range(num_steps):
             cost.observe(work(3), 20.5, 0.02)
         return allot(chains(probs), np.array([100]), cost, Load()).sizes.tolist()
 
     little, much = [0.2], [0.9, 0.8]
-    assert given_after(0, little) == given_after(15, little) == [1]
-    assert given_after(16, little) == [0]
-    assert given_after(16, much) == [2]
+    assert sizes_after(0, little) == sizes_after(15, little) == [1]
+    assert sizes_after(16, little) == [0]
+    assert sizes_after(16, much) == [2]

@@ -1,4 +1,4 @@
-"""A cache file is whole or refused, and holds what answers taught, and nothing of a prompt."""
+"""A damaged cache file is refused. A file holds n-grams of answers, and none of a live prompt."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from lookahead_vllm.draft.cache.file import CacheFileError, fingerprint, load, r
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
-from lookahead_vllm.draft.trie.suffix import empty_row
-from lookahead_vllm.draft.trie.table import NAME, TOKEN_BITS, USE, Trie, spaces_of
+from lookahead_vllm.draft.trie.suffix import empty_hashes
+from lookahead_vllm.draft.trie.table import KEY, TOKEN_MASK, USE, Trie, spaces_of
 
 TOKENIZER = fingerprint({"a": 0, "b": 1})
 ANSWER = list(range(100, 160))
@@ -74,13 +74,13 @@ def refusal(path, content):
     return str(error.value)
 
 
-# ---- what comes back ----------------------------------------------------------------------------
+# ---- loading ------------------------------------------------------------------------------------
 
 
 def test_a_restored_proposer_drafts_the_same_trees(tmp_path):
     before = taught_proposer(1 << 20)
     size = save_proposer(before, tmp_path / "a")
-    for live in "012":  # their texts take room, which those of a restored one do not
+    for live in "012":  # the texts of live requests take slots, which the restored trie has free
         before.finish(live)
     after = new_proposer(1 << 20)
     after.restore(*load(tmp_path / "a", TOKENIZER))
@@ -92,7 +92,7 @@ def test_a_restored_proposer_drafts_the_same_trees(tmp_path):
         assert any(tokens for tokens, _, _ in expected) == (namespace != "unknown")
 
 
-def test_the_header_says_what_the_file_is(good):
+def test_the_header_describes_the_file(good):
     header = read_header(good)
     assert header.tokenizer == TOKENIZER and header.namespaces == 2
     assert abs(header.created - time.time()) < 600
@@ -102,7 +102,7 @@ def test_the_header_says_what_the_file_is(good):
 def test_a_prompt_of_a_live_request_is_not_in_the_file(good):
     arrays, facts = load(good, TOKENIZER)
     assert (spaces_of(arrays["edges"]) >= 0).all()
-    held = set((arrays["edges"][:, USE] & TOKEN_BITS).tolist())
+    held = set((arrays["edges"][:, USE] & TOKEN_MASK).tolist())
     assert held & set(ANSWER) and not held & set(PROMPT)
     after = new_proposer()
     after.restore(arrays, facts)
@@ -110,21 +110,21 @@ def test_a_prompt_of_a_live_request_is_not_in_the_file(good):
         assert not set(tree) & set(PROMPT)
 
 
-def test_slots_of_requests_that_are_not_in_the_file_are_not_filled(good):
+def test_the_slots_of_live_requests_are_empty_in_the_file(good):
     after = new_proposer()
     after.restore(*load(good, TOKENIZER))
-    assert after.trie.num_filled == np.count_nonzero(after.trie.edges[:, NAME]) > 0
+    assert after.trie.num_filled == np.count_nonzero(after.trie.edges[:, KEY]) > 0
     before = taught_proposer()
-    after.restore(*before.snapshot())  # with its requests
+    after.restore(*before.snapshot())  # a snapshot in memory includes live requests
     assert after.trie.num_filled == before.trie.num_filled
 
 
-def test_only_its_owner_may_read_the_file(good):
+def test_only_the_owner_may_read_the_file(good):
     assert stat.S_IMODE(good.stat().st_mode) == 0o600
 
 
 def test_empty_arrays_and_arrays_larger_than_a_chunk_come_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_file, "CHUNK", 1000)
+    monkeypatch.setattr(cache_file, "CHUNK_BYTES", 1000)
     arrays = {
         "large": np.random.default_rng(0).random((300, 7), np.float32),
         "empty": np.empty((0, 3), np.int64),
@@ -136,25 +136,25 @@ def test_empty_arrays_and_arrays_larger_than_a_chunk_come_back(tmp_path, monkeyp
         assert loaded[name].shape == array.shape
 
 
-def test_fingerprints_tell_vocabularies_apart_and_not_their_order():
+def test_fingerprints_depend_on_the_vocabulary_and_not_on_its_order():
     one = fingerprint({"a": 0, "bc": 1})
     assert one == fingerprint({"bc": 1, "a": 0})
     assert len({one, fingerprint({"a": 1, "bc": 0}), fingerprint({"ab": 0, "c": 1})}) == 3
     assert fingerprint({b"\xff": 0, "\ud800": 1})  # bytes, and a lone surrogate
 
 
-# ---- what is refused ----------------------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.floats(0, 1, exclude_max=True), st.integers(1, 255))
-def test_no_byte_can_change_unnoticed(good, place, flip):
+def test_a_changed_byte_is_detected(good, place, flip):
     content = bytearray(good.read_bytes())
     content[int(place * len(content))] ^= flip
     refusal(good.with_name("flipped"), content)
 
 
-def test_no_byte_of_the_header_can_change_unnoticed(good):
+def test_a_changed_byte_of_the_header_is_detected(good):
     content = good.read_bytes()
     for i in range(500):
         refusal(good.with_name("flipped"), content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :])
@@ -162,10 +162,10 @@ def test_no_byte_of_the_header_can_change_unnoticed(good):
 
 @settings(deadline=None, max_examples=100)
 @given(st.one_of(st.integers(0, 600), st.floats(0, 1, exclude_max=True)))
-def test_a_torn_file_is_refused(good, place):
+def test_a_truncated_file_is_refused(good, place):
     content = good.read_bytes()
     refusal(
-        good.with_name("torn"),
+        good.with_name("truncated"),
         content[: place if isinstance(place, int) else int(place * len(content))],
     )
 
@@ -190,11 +190,11 @@ def test_another_tokenizers_file_is_refused(good):
     with pytest.raises(CacheFileError, match="with another tokenizer") as error:
         load(good, fingerprint({"a": 1, "b": 0}))
     assert TOKENIZER in str(error.value)
-    load(good)  # who does not ask gets it
+    load(good)  # without a fingerprint, any tokenizer is accepted
 
 
 def with_header(**changes):
-    """A file without a mistake but in what its header says."""
+    """The bytes of a file that is valid except for these changes of its header."""
     header = {
         "release": "1",
         "created": 0,
@@ -238,22 +238,22 @@ def shaped(shape, dtype="<i8", name="edges"):
         {"created": "yesterday"},
     ],
 )
-def test_a_header_that_lies_is_refused_before_anything_is_allocated(tmp_path, changes, monkeypatch):
-    refusal(tmp_path / "a", with_header()[:-1])  # and only for the missing byte:
+def test_a_false_header_is_refused_before_anything_is_allocated(tmp_path, changes, monkeypatch):
+    refusal(tmp_path / "a", with_header()[:-1])
     (tmp_path / "a").write_bytes(with_header())
-    load(tmp_path / "a", TOKENIZER)
+    load(tmp_path / "a", TOKENIZER)  # without changes the file is valid
     monkeypatch.setattr(cache_file.np, "empty", None)
     refusal(tmp_path / "a", with_header(**changes))
 
 
-def test_a_header_nested_without_end_is_refused(tmp_path):
+def test_a_deeply_nested_header_is_refused(tmp_path):
     deep = b'{"arrays":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
     start = struct.pack("<8sII", cache_file.MAGIC, cache_file.VERSION, len(deep)) + deep
     digest = cache_file.hashlib.blake2b(start, digest_size=16).digest()
     assert "makes no sense" in refusal(tmp_path / "a", start + digest)
 
 
-def test_what_is_no_file_is_refused_at_once(tmp_path):
+def test_a_path_that_is_no_regular_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CacheFileError, match="not a regular file"):
         load(tmp_path / "pipe")
@@ -263,7 +263,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
         load(tmp_path / "missing")
 
 
-def test_a_refused_file_is_set_aside_over_no_other(tmp_path):
+def test_a_refused_file_overwrites_no_other(tmp_path):
     kept = []
     for content in (b"one", b"two", b"three"):
         (tmp_path / "a").write_bytes(content)
@@ -290,22 +290,22 @@ def test_at_most_three_refused_files_are_kept(tmp_path, monkeypatch):
     assert texts == {"4", "6", "7", "mine", "another cache's"}
 
 
-# ---- saving beside others -----------------------------------------------------------------------
+# ---- saving ------------------------------------------------------------------------------------
 
 
 def edges_of(text, space):
-    """Every edge that learning the text can make: its name and its token."""
-    trie, row, edges = Trie(1024), empty_row(), set()
+    """Every edge that inserting the text can make, as (name, token)."""
+    trie, row, edges = Trie(1024), empty_hashes(), set()
     for token in text:
         trie.insert(space, row, np.array([token], np.int32))
-        made = trie.edges[trie.edges[:, NAME] != 0]
-        edges |= set(zip(made[:, NAME].tolist(), (made[:, USE] & TOKEN_BITS).tolist(), strict=True))
-        trie.edges[:] = 0  # so that none has to go for another one
+        made = trie.edges[trie.edges[:, KEY] != 0]
+        edges |= set(zip(made[:, KEY].tolist(), (made[:, USE] & TOKEN_MASK).tolist(), strict=True))
+        trie.edges[:] = 0  # so that no edge replaces another
     return edges
 
 
-def test_what_is_saved_while_others_learn_is_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_file, "CHUNK", 8192)  # several chunks in a small table
+def test_a_save_while_the_proposer_learns_is_consistent(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_file, "CHUNK_BYTES", 8192)  # several chunks in a small table
     text = np.random.default_rng(0).integers(0, 40, 1500).tolist()
     proposer = new_proposer()
     learned, done = threading.Event(), threading.Event()
@@ -317,12 +317,12 @@ def test_what_is_saved_while_others_learn_is_whole(tmp_path, monkeypatch):
                 for i in range(0, len(text), 7):
                     proposer.extend({name: text[i : i + 7]})
                 proposer.finish(name)
-            proposer.start("last", [], f"{time.time()}")  # namespaces come up all the time
+            proposer.start("last", [], f"{time.time()}")  # adds a namespace
             learned.set()
 
     thread = threading.Thread(target=serve)
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(interval / 50)  # the two take turns more often
+    sys.setswitchinterval(interval / 50)  # the threads switch more often
     thread.start()
     try:
         assert learned.wait(120)
@@ -344,8 +344,8 @@ def test_what_is_saved_while_others_learn_is_whole(tmp_path, monkeypatch):
             if space not in possible:
                 possible[space] = edges_of(text, space)
             edges = arrays["edges"][spaces == space]
-            tokens = (edges[:, USE] & TOKEN_BITS).tolist()
-            assert set(zip(edges[:, NAME].tolist(), tokens, strict=True)) <= possible[space]
+            tokens = (edges[:, USE] & TOKEN_MASK).tolist()
+            assert set(zip(edges[:, KEY].tolist(), tokens, strict=True)) <= possible[space]
     assert len(possible) >= 2
 
 
@@ -356,7 +356,7 @@ import numpy as np
 from lookahead_vllm.draft.cache.file import load, save
 
 path = Path(sys.argv[1])
-for line in sys.stdin:  # every line is a life
+for line in sys.stdin:  # each line starts a process that is killed
     child = os.fork()
     if child:
         print(f"pid {child}", flush=True)
@@ -369,7 +369,7 @@ for line in sys.stdin:  # every line is a life
         number += 1
         save(path, {"number": np.full(1 << 20, number)}, {"namespaces": {}}, "t", halt or int)
         os.write(1, b"%d\\n" % number)
-        if line == "halt\\n":  # in the middle of the next one
+        if line == "halt\\n":  # in the middle of the next save
             halt = lambda: (os.write(1, b"in it\\n"), signal.pause())
 """
 
@@ -384,41 +384,41 @@ def test_a_kill_during_a_save_leaves_the_old_file_or_the_new_one(tmp_path):
             halts = life % 3 == 0
             process.stdin.write("halt\n" if halts else "live\n")
             child = int(process.stdout.readline().split()[1])
-            said = int(process.stdout.readline())  # it is saving the next one now
+            saved = int(process.stdout.readline())  # the next save is running now
             if halts:
                 assert process.stdout.readline() == "in it\n"
             else:
                 time.sleep(rng.uniform(0, 0.05))
             os.kill(child, signal.SIGKILL)
             while (line := process.stdout.readline().strip()) != "dead":
-                said = int(line)
+                saved = int(line)
             (number,) = set(load(path, "t")[0]["number"].tolist())
-            assert number in (said, said + 1)
+            assert number in (saved, saved + 1)
             numbers.append(number)
-            left = set(tmp_path.iterdir()) - {path}
-            assert len(left) <= 1  # the save before removed older ones
-            assert left or not halts
+            leftovers = set(tmp_path.iterdir()) - {path}
+            assert len(leftovers) <= 1  # each save removes older ones
+            assert leftovers or not halts
         process.stdin.close()
     assert numbers == sorted(set(numbers))
     save(path, {}, {"namespaces": {}}, "t")
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_save_that_is_under_way_is_no_leftover(tmp_path):
+def test_a_running_save_is_no_leftover(tmp_path):
     path = tmp_path / "a.cache"
-    under_way = tmp_path / f".a.cache.{os.getpid()}-01234567.tmp"
+    running = tmp_path / f".a.cache.{os.getpid()}-01234567.tmp"
     others = [tmp_path / ".b.cache.1-01234567.tmp", tmp_path / ".a.cache.tmp"]
-    for file in (under_way, *others):
+    for file in (running, *others):
         file.touch()
-    with under_way.open("r+b") as writer:
+    with running.open("r+b") as writer:
         fcntl.flock(writer, fcntl.LOCK_EX)
         save_proposer(new_proposer(), path)
-        assert under_way.exists()
+        assert running.exists()
     save_proposer(new_proposer(), path)
     assert sorted(tmp_path.iterdir()) == sorted([path, *others])
 
 
-def test_two_that_save_at_once_leave_a_whole_file(tmp_path):
+def test_concurrent_saves_leave_a_valid_file(tmp_path):
     path = tmp_path / "a.cache"
     failures = []
 
@@ -438,7 +438,7 @@ def test_two_that_save_at_once_leave_a_whole_file(tmp_path):
     assert not failures and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+def test_a_failed_save_leaves_only_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "a.cache"
     save_proposer(taught_proposer(), path)
     before = path.read_bytes()

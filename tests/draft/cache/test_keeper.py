@@ -1,4 +1,4 @@
-"""A cache is loaded at start, saved while something is learned, and never lost to a bad file."""
+"""A cache is loaded at start and saved while the proposer learns. A bad file is set aside."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def path(tmp_path):
 @pytest.fixture(autouse=True)
 def log(caplog, monkeypatch):
     caplog.set_level(logging.INFO, cache_keeper.logger.name)
-    # vLLM's logger passes nothing on once vLLM is imported.
+    # vLLM's logger does not propagate once vLLM is imported.
     monkeypatch.setattr(cache_keeper.logger, "propagate", False)
     monkeypatch.setattr(cache_keeper.logger, "handlers", [caplog.handler])
     return caplog
@@ -55,13 +55,13 @@ def num_answers(proposer):
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + 120  # a hang, however slow the machine
+    deadline = time.monotonic() + 120  # only a hang takes longer
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-def test_what_was_learned_is_there_at_the_next_start(path, log):
+def test_the_next_start_loads_what_was_learned(path, log):
     proposer = new_proposer()
     keeper = keep(proposer, path)
     assert "starts cold: there is no cache" in log.text
@@ -73,7 +73,7 @@ def test_what_was_learned_is_there_at_the_next_start(path, log):
     assert f"starts warm: {num_answers(after)} n-grams in 1 namespaces from {path}" in log.text
 
 
-def test_it_is_saved_when_something_was_learned_and_not_otherwise(path):
+def test_the_cache_is_saved_only_after_learning(path):
     proposer = new_proposer()
     keeper = keep(proposer, path)
     keeper.save()
@@ -83,7 +83,7 @@ def test_it_is_saved_when_something_was_learned_and_not_otherwise(path):
     first = path.stat()
     keeper.save()
     assert path.stat().st_ino == first.st_ino
-    teach(proposer)  # the same again: no new n-gram, only frequencies
+    teach(proposer)  # the same text again changes only frequencies
     keeper.save()
     assert path.stat().st_ino != first.st_ino
 
@@ -92,17 +92,16 @@ def test_an_idle_server_does_not_write(path):
     proposer = new_proposer()
     teach(proposer)
     keep(proposer, path).close()
-    assert not path.exists()  # nothing since the start
+    assert not path.exists()  # nothing was learned after the start
     cache_file.save(path, *proposer.snapshot(), TOKENIZER)
     before = path.stat().st_ino
     keep(new_proposer(), path).close()
     assert path.stat().st_ino == before
 
 
-def test_a_thread_saves_on_the_interval_until_the_end(path):
+def test_a_thread_saves_at_every_interval_until_close(path):
     proposer = new_proposer()
     keeper = keep(proposer, path, interval=0.01)
-    seen = set()
     for first in (100, 200, 300):
         teach(proposer, first)
         held = num_answers(proposer)
@@ -111,7 +110,6 @@ def test_a_thread_saves_on_the_interval_until_the_end(path):
                 path.exists() and cache_file.count_ngrams(cache_file.load(path)[0]) == held
             )
         )
-        seen.add(path.stat().st_ino)
     teach(proposer, 400)
     keeper.close()
     assert cache_file.count_ngrams(cache_file.load(path)[0]) == num_answers(proposer)
@@ -119,7 +117,7 @@ def test_a_thread_saves_on_the_interval_until_the_end(path):
     before = path.stat().st_ino
     teach(proposer, 500)
     keeper.close()
-    assert path.stat().st_ino == before  # the end is the end
+    assert path.stat().st_ino == before  # a closed keeper does not save
 
 
 SAVES_BESIDE_BOUND_THREADS = """
@@ -146,16 +144,16 @@ print(sorted(bound) == sorted(given), sorted(os.sched_getaffinity(0)) == [min(gi
 
 
 @pytest.mark.parametrize("number", [1, os.cpu_count()])
-def test_the_thread_runs_where_the_process_was_started(path, number):
+def test_the_thread_runs_on_the_cores_of_the_process(path, number):
     given = ",".join(map(str, range(number)))
     command = [sys.executable, "-c", SAVES_BESIDE_BOUND_THREADS, given, str(path)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.stdout == "True True\n", result.stderr
 
 
-def test_a_save_can_begin_before_the_end(path):
+def test_a_background_save_can_be_started(path):
     proposer = new_proposer()
-    keeper = keep(proposer, path)  # without an interval
+    keeper = keep(proposer, path)  # interval 0: no periodic saves
     teach(proposer)
     keeper.begin_to_save()
     wait_for(path.exists)
@@ -163,13 +161,13 @@ def test_a_save_can_begin_before_the_end(path):
     assert cache_file.count_ngrams(cache_file.load(path)[0]) == num_answers(proposer)
 
 
-def test_the_last_save_does_not_wait_for_another(path, monkeypatch):
+def test_the_last_save_cancels_a_background_save(path, monkeypatch):
     monkeypatch.setattr(cache_keeper, "PAUSE_SECONDS", 3600)
     proposer = new_proposer()
     keeper = keep(proposer, path)
     teach(proposer)
     keeper.begin_to_save()
-    wait_for(lambda: list(path.parent.glob(".a.cache.*.tmp")))  # it is resting now
+    wait_for(lambda: list(path.parent.glob(".a.cache.*.tmp")))  # the background save is pausing
     saves = []
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda *names: saves.append(replace(*names)))
@@ -178,7 +176,7 @@ def test_the_last_save_does_not_wait_for_another(path, monkeypatch):
 
 
 def refused(path, log, says, **changes):
-    """Start over a file that is refused, learn, and end."""
+    """Start with a file that is refused, learn and close."""
     content = path.read_bytes()
     proposer = new_proposer()
     keeper = keep(proposer, path, **changes)
@@ -225,9 +223,9 @@ def test_a_file_without_edges_is_set_aside(path, log):
     refused(path, log, "made for max_nodes=0")
 
 
-def test_a_folder_that_cannot_be_written_is_said_once(path, log, monkeypatch):
+def test_an_unwritable_folder_is_logged_once(path, log, monkeypatch):
     cache_file.save(path, *new_proposer().snapshot(), TOKENIZER)
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as root, a mode of 0 would not do
     proposer = new_proposer()
     keeper = keep(proposer, path)
     for first in (100, 200):
@@ -256,7 +254,7 @@ def test_a_file_of_another_user_is_left_alone(path, log, monkeypatch):
     assert "saves nothing" in warning and "Permission denied" in warning
 
 
-def test_what_cannot_be_set_aside_is_not_written_over(path, log, monkeypatch):
+def test_a_refused_file_that_cannot_be_renamed_is_not_overwritten(path, log, monkeypatch):
     path.write_text("notes of mine")
 
     def refuse(source, target):
@@ -271,7 +269,7 @@ def test_what_cannot_be_set_aside_is_not_written_over(path, log, monkeypatch):
     assert "saves nothing" in log.text
 
 
-def test_a_save_that_fails_is_tried_again(path, log, monkeypatch):
+def test_a_failed_save_is_retried(path, log, monkeypatch):
     def no_space(descriptor):
         raise OSError(28, "No space left on device")
 

@@ -1,16 +1,21 @@
-"""Evidence is believed as often as it was right."""
+"""The acceptance rate of evidence is the share of its trials that were hits."""
 
 import numpy as np
 import pytest
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftLimits
-from lookahead_vllm.draft.trie.acceptance_rate import MEMORY, PRIOR_TRIALS, TRIALS, AcceptanceRate
+from lookahead_vllm.draft.trie.acceptance_rate import (
+    MEMORY_TRIALS,
+    PRIOR_TRIALS,
+    TRIALS,
+    AcceptanceRate,
+)
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 
 
 def answer_in_part(proposer, share, rounds=400):
-    """The prompts say `a b`; after an `a`, that often an answer says `b`, else a new word."""
+    """Prompts have `a b`; an answer continues `a` with `b` in this share, else with a new token."""
     rng = np.random.default_rng(0)
     probs = []
     for i in range(rounds):
@@ -32,13 +37,13 @@ def test_a_probability_is_learned_from_what_was_accepted(share):
     assert np.mean(probs[-100:]) == pytest.approx(share, abs=0.08)
 
 
-def test_what_changes_is_learned_anew():
+def test_a_changed_rate_is_learned_again():
     proposer = NGramTrieProposer(LookaheadOptions())
     assert np.mean(answer_in_part(proposer, 0.95, 2000)[-100:]) > 0.85
     assert np.mean(answer_in_part(proposer, 0.05, 800)[-100:]) < 0.2
 
 
-def test_it_learns_from_what_was_not_drafted_too():
+def test_it_learns_from_tokens_that_were_not_drafted():
     proposer = NGramTrieProposer(LookaheadOptions())
     for i in range(100):
         proposer.start("r", [10_000 + 2 * i, 10_001 + 2 * i, 1])
@@ -51,10 +56,10 @@ def test_old_trials_are_forgotten():
     proposer = NGramTrieProposer(LookaheadOptions())
     answer_in_part(proposer, 0.9, 2000)
     trials = proposer.rate.trials[:, TRIALS]
-    assert MEMORY / 2 <= trials.max() <= MEMORY
+    assert MEMORY_TRIALS / 2 <= trials.max() <= MEMORY_TRIALS
 
 
-def test_nothing_is_learned_beforehand():
+def test_a_new_rate_has_its_prior_trials_alone():
     rate = AcceptanceRate()
     assert set(rate.trials[:, TRIALS].tolist()) == {0.0, float(PRIOR_TRIALS)}
     assert np.isnan(rate.rates[rate.trials[:, TRIALS] == 0]).all()

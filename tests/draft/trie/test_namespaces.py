@@ -1,4 +1,4 @@
-"""Which namespaces are forgotten when there are too many: those that hold least."""
+"""If there are too many namespaces, those with the fewest n-grams are forgotten."""
 
 import numpy as np
 import pytest
@@ -8,16 +8,16 @@ from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.trie import namespaces as module
 from lookahead_vllm.draft.trie.namespaces import Namespaces
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
-from lookahead_vllm.draft.trie.suffix import empty_row
+from lookahead_vllm.draft.trie.suffix import empty_hashes
 from lookahead_vllm.draft.trie.table import Trie, count_by_space
 
 
 @pytest.fixture(autouse=True)
-def _few(monkeypatch):
+def _few_namespaces(monkeypatch):
     monkeypatch.setattr(module, "MAX_NAMESPACES", 8)
 
 
-def test_names_that_were_thrown_away_push_out_no_namespace_in_use():
+def test_names_that_were_used_once_replace_no_namespace_in_use():
     proposer = NGramTrieProposer(LookaheadOptions(max_nodes=100_000))
 
     def answer(namespace, tokens):
@@ -59,7 +59,7 @@ def test_edges_are_counted_by_space():
     own = trie.new_private(100)
     rng = np.random.default_rng(0)
     for space, length in ((spaces[0], 20), (spaces[3], 3), (own, 30)):
-        trie.insert(space, empty_row(), rng.integers(0, 50, length).astype(np.int32))
+        trie.insert(space, empty_hashes(), rng.integers(0, 50, length).astype(np.int32))
     held = (trie.edges[:, 0] & 0xFFFFFFFF).astype(np.uint32).astype(np.int64)
     expected = [(held == space).sum() for space in spaces]
     assert expected[0] > expected[3] > 0 == expected[1]

@@ -1,4 +1,4 @@
-"""The proposer drafts what was said after the same words, and forgets what it must."""
+"""The proposer drafts what followed the same tokens, and forgets ended requests' texts."""
 
 from collections import defaultdict
 from itertools import pairwise
@@ -33,7 +33,7 @@ def children_of_root(tree):
 
 
 def teach_copying(proposer):
-    """Answers that copy, so that the proposer has learned to believe a match."""
+    """Answers that copy, so that the learned acceptance rate of a match is high."""
     for first in range(1000, 3000, 50):
         proposer.start("teacher", range(first, first + 40))
         proposer.extend({"teacher": range(first, first + 20)})
@@ -175,7 +175,7 @@ def test_where_a_tree_may_not_branch_it_is_a_chain(proposer):
     assert draft(proposer, "r", may_branch=False).is_chain
 
 
-def test_no_room_no_draft(proposer):
+def test_without_nodes_or_depth_there_is_no_draft(proposer):
     proposer.start("r", [10, 11, 10])
     assert len(draft(proposer, "r", max_nodes=0)) == 0
     assert len(draft(proposer, "r", max_depth=0)) == 0
@@ -229,7 +229,7 @@ def test_every_tree_is_valid_within_its_limits_and_best_first(
     assert proposer.trie.count_edges() <= 1024
 
 
-def test_a_tree_of_more_than_one_branch_parts_where_the_mode_says():
+def test_a_tree_branches_where_the_draft_mode_allows_it():
     kinds = {}
     for mode in ("hierarchical", "parallel", "single"):
         proposer = NGramTrieProposer(LookaheadOptions(draft=mode))
@@ -250,7 +250,7 @@ def test_a_tree_of_more_than_one_branch_parts_where_the_mode_says():
     ("sources", "from_prompt", "from_own_answer", "from_another"),
     [("both", True, True, True), ("prompt", True, False, False), ("output", False, True, True)],
 )
-def test_what_is_inserted_is_the_prompt_the_output_or_both(
+def test_the_sources_option_selects_the_prompt_the_output_or_both(
     sources, from_prompt, from_own_answer, from_another
 ):
     proposer = NGramTrieProposer(LookaheadOptions(sources=sources))
@@ -314,7 +314,7 @@ def test_names_of_namespaces_are_not_kept():
 
 
 def in_slow_motion(proposer):
-    """Let each step insert forty turns, whatever the machine."""
+    """Let each step insert forty turns, however fast the machine is."""
     times = iter(range(10**9))
     queue = proposer.insertion
     queue.clock, queue.seconds, queue.share, queue._left = lambda: next(times), 40, 1000, 40
@@ -334,7 +334,7 @@ def test_a_long_prompt_is_inserted_over_several_steps():
     proposer.finish("r")
     proposer.start("s", [10, 11, 10])
     draft(proposer, "s")
-    assert 11 in draft(proposer, "s").tokens  # what "r" still had to insert went with it
+    assert 11 in draft(proposer, "s").tokens  # the rest of the text of "r" left the queue with it
 
 
 def test_a_short_prompt_does_not_wait_for_long_references():
@@ -348,19 +348,19 @@ def test_a_short_prompt_does_not_wait_for_long_references():
     assert 11 in draft(proposer, "short").tokens
 
 
-def test_what_is_not_yet_inserted_is_kept_as_it_was_given():
+def test_a_queued_prompt_is_a_copy():
     proposer = in_slow_motion(NGramTrieProposer(LookaheadOptions()))
     prompt = np.arange(30_000, dtype=np.int32)
     proposer.start("r", prompt)
-    prompt[:] = 7  # the engine's buffer gets another request
+    prompt[:] = 7  # the engine reuses its buffer
     for _ in range(15):
         draft(proposer, "r")
     proposer.extend({"r": [29_000, 29_001]})
     assert draft(proposer, "r").tokens[0] == 29_002
 
 
-def test_what_was_learned_of_one_namespace_does_not_depend_on_its_tokens():
-    """Rates are shared by all namespaces: one text or another of the same shape leaves the same."""
+def test_learned_rates_do_not_depend_on_a_namespace_s_tokens():
+    """All namespaces share the rates: texts that differ in token ids alone leave equal rates."""
     rng = np.random.default_rng(2)
     answers = [rng.integers(0, rng.integers(2, 4), 30) for _ in range(12)]
     renamed = rng.permutation(40_000)
@@ -372,14 +372,14 @@ def test_what_was_learned_of_one_namespace_does_not_depend_on_its_tokens():
             for token in rename[answer[10:]].tolist():
                 proposer.extend({"r": [token]})
             proposer.finish("r")
-        assert not proposer.trie.num_pruned  # which edges share a line is up to their hashes
+        assert not proposer.trie.num_pruned  # pruning would depend on which edges share a line
         learned.append(proposer.rate)
     assert learned[0].trials.sum() > AcceptanceRate().trials.sum() + 1000
     for array in ("rates", "trials", "weights"):
         np.testing.assert_array_equal(*(getattr(rate, array) for rate in learned))
 
 
-def test_a_restored_proposer_goes_on_where_the_other_was():
+def test_a_restored_proposer_drafts_like_the_original():
     teacher, pupil = (NGramTrieProposer(LookaheadOptions(max_nodes=50_000)) for _ in range(2))
     teach_copying(teacher)
     teacher.start("live", [60, 61, 62])
@@ -449,7 +449,7 @@ def test_it_proposes_what_the_plain_model_of_it_proposes(steps):
             model.extend(*live[request_id], tokens)
         elif request_id in live:
             tree = draft(proposer, request_id, max_nodes=24, max_depth=6)
-            assume(not proposer.trie.num_pruned)  # once in a while a line of it is full
+            assume(not proposer.trie.num_pruned)  # rarely, a line is full
             paths = []
             for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
                 paths.append((*(paths[parent] if parent >= 0 else ()), token))
@@ -467,7 +467,7 @@ def pairs(text):
 
 @settings(deadline=None)
 @given(steps, st.sampled_from([1024, 100_000]))
-def test_no_draft_holds_what_only_another_namespace_has_seen(steps, max_nodes):
+def test_no_draft_has_n_grams_that_only_another_namespace_has_seen(steps, max_nodes):
     """Each token was seen after the last but one or two, by the request or in its namespace."""
     proposer = NGramTrieProposer(LookaheadOptions(max_nodes=max_nodes))
     flood = np.random.default_rng(0).integers(1000, 9000, 300).tolist()

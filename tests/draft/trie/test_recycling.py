@@ -1,4 +1,4 @@
-"""What the model said at a context is found again there, the best evidence first."""
+"""The model's choices in a context are found again in that context, the best evidence first."""
 
 import numpy as np
 
@@ -7,81 +7,93 @@ from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftLimits, RequestOverrides, Verified
 from lookahead_vllm.draft.sources import NAMES, RECYCLED, WINDOW
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.draft.trie.candidates import CHOSEN, TOKEN, candidate_scratch
+from lookahead_vllm.draft.trie.candidates import CHOSEN, TOKEN, new_candidates
 from lookahead_vllm.draft.trie.recycling import (
     NUM_CHOICES,
+    ChoiceTrees,
+    ModelChoices,
     find_choices,
     is_from_cell,
     make_lines,
     recycle,
 )
-from lookahead_vllm.draft.trie.suffix import row_of
+from lookahead_vllm.draft.trie.suffix import hashes_of
 
 
 def ids(*tokens):
     return np.array(tokens, np.int32)
 
 
-def said(*first):
-    """Choices that begin with these tokens."""
+def choices_from(*first):
+    """NUM_CHOICES tokens that begin with these."""
     rest = [90 + i for i in range(NUM_CHOICES)]
     return [*first, *rest][:NUM_CHOICES]
 
 
-def keep(lines, text, tree, at_root, at_nodes, space=1, grown=None):
+def keep(lines, text, tree, at_root, at_nodes, space=1, num_grown=None):
     forest = DraftForest.of([tree])
-    recycle(
-        lines,
+    trees = ChoiceTrees(
         ids(space),
-        row_of(ids(*text))[None],
+        hashes_of(ids(*text))[None],
         forest.tokens,
         forest.parents,
         forest.firsts,
-        np.array([len(tree) if grown is None else grown]),
+        np.array([len(tree) if num_grown is None else num_grown]),
+    )
+    choices = ModelChoices(
         ids(*at_root)[None],
         np.array(at_nodes, np.int32).reshape(-1, NUM_CHOICES),
         np.tile(np.arange(NUM_CHOICES, dtype=np.float32), (1 + len(tree), 1)),
     )
+    recycle(lines, trees, choices)
 
 
-def find(lines, text, space=1, most=8):
-    found, _, _ = candidate_scratch()
-    longest, size = find_choices(lines, space, row_of(ids(*text)), found, 0, most)
-    return longest, found[:size, TOKEN].tolist(), found[:size, CHOSEN].tolist()
+def find(lines, text, space=1, max_size=8):
+    """The longest suffix found, the tokens of the candidates, and their kinds of evidence."""
+    evidence = new_candidates().evidence
+    longest, size = find_choices(lines, space, hashes_of(ids(*text)), evidence, 0, max_size)
+    return longest, evidence[:size, TOKEN].tolist(), evidence[:size, CHOSEN].tolist()
 
 
 def test_choices_come_back_after_the_same_tokens_likeliest_first():
     lines = make_lines(1024)
     tree = DraftTree.from_lists([7, 8], [-1, -1])
-    keep(lines, [1, 2, 3], tree, said(7, 50), [said(60), said(61)])
-    assert find(lines, [9, 1, 2, 3]) == (3, said(7, 50), find(lines, [1, 2, 3])[2])
-    assert find(lines, [5, 3])[:2] == (1, said(7, 50))
+    keep(lines, [1, 2, 3], tree, choices_from(7, 50), [choices_from(60), choices_from(61)])
+    assert find(lines, [9, 1, 2, 3]) == (3, choices_from(7, 50), find(lines, [1, 2, 3])[2])
+    assert find(lines, [5, 3])[:2] == (1, choices_from(7, 50))
     # A node that was not accepted is a context like any other.
-    assert find(lines, [2, 3, 8])[:2] == (3, said(61))
+    assert find(lines, [2, 3, 8])[:2] == (3, choices_from(61))
     assert find(lines, [4])[:2] == (0, [])
 
 
-def test_what_was_said_last_counts_and_the_longer_suffix_comes_first():
+def test_the_latest_choices_count_and_the_longer_suffix_comes_first():
     lines = make_lines(1024)
     none = DraftTree.chain([])
-    keep(lines, [1, 2, 3], none, said(7), [])
-    keep(lines, [4, 5, 3], none, said(8), [])
-    longest, tokens, _ = find(lines, [1, 2, 3], most=12)
+    keep(lines, [1, 2, 3], none, choices_from(7), [])
+    keep(lines, [4, 5, 3], none, choices_from(8), [])
+    longest, tokens, _ = find(lines, [1, 2, 3], max_size=12)
     assert longest == 3 and tokens[0] == 7 and 8 in tokens
     assert find(lines, [3])[1][0] == 8
 
 
 def test_no_choice_crosses_a_space():
     lines = make_lines(1024)
-    keep(lines, [1, 2, 3], DraftTree.chain([]), said(7), [], space=5)
+    keep(lines, [1, 2, 3], DraftTree.chain([]), choices_from(7), [], space=5)
     assert find(lines, [1, 2, 3], space=6)[0] == 0
     assert find(lines, [1, 2, 3], space=0)[0] == 0
 
 
-def test_a_cell_of_a_window_is_told_from_a_real_text_and_does_not_replace_it():
+def test_choices_at_a_cell_are_marked_and_do_not_replace_those_in_a_real_text():
     lines = make_lines(1024)
-    keep(lines, [1, 2, 3], DraftTree.chain([]), said(7), [])
-    keep(lines, [9], DraftTree.from_lists([8, 3], [-1, 0]), said(1), [said(2), said(6)], grown=0)
+    keep(lines, [1, 2, 3], DraftTree.chain([]), choices_from(7), [])
+    keep(
+        lines,
+        [9],
+        DraftTree.from_lists([8, 3], [-1, 0]),
+        choices_from(1),
+        [choices_from(2), choices_from(6)],
+        num_grown=0,
+    )
     _, tokens, kinds = find(lines, [9, 8, 3])
     assert tokens[0] == 6 and is_from_cell(kinds[0])
     _, tokens, kinds = find(lines, [3])
@@ -89,7 +101,7 @@ def test_a_cell_of_a_window_is_told_from_a_real_text_and_does_not_replace_it():
 
 
 def step(proposer, request_id, choose, max_nodes=32):
-    """One step of a request whose model says `choose(token)` after each token."""
+    """One step of a request whose model chooses `choose(token)` after each token."""
     (tree,) = forest = DraftForest.of(
         proposer.propose([DraftLimits(request_id, max_nodes, max_nodes)])
     )
@@ -106,8 +118,8 @@ def step(proposer, request_id, choose, max_nodes=32):
         Verified(
             [request_id],
             forest,
-            ids(*said(choose(root)))[None],
-            np.array([said(choose(t)) for t in tree.tokens.tolist()], np.int32).reshape(
+            ids(*choices_from(choose(root)))[None],
+            np.array([choices_from(choose(t)) for t in tree.tokens.tolist()], np.int32).reshape(
                 -1, NUM_CHOICES
             ),
             np.zeros((1 + len(tree), NUM_CHOICES), np.float32),
@@ -119,7 +131,7 @@ def step(proposer, request_id, choose, max_nodes=32):
     return tree, accepted
 
 
-def test_the_hybrid_tree_draws_on_all_sources():
+def test_the_hybrid_tree_has_nodes_of_all_sources():
     options = LookaheadOptions(
         proposer="hybrid", window_size=4, ngram_size=3, num_speculative_tokens=32, budget=32,
         sources="none",
@@ -130,7 +142,7 @@ def test_the_hybrid_tree_draws_on_all_sources():
     proposer.last = 4
     sources = np.zeros(len(NAMES), int)
     total = 0
-    for _ in range(30):  # a text that never says a thing twice in a row: the trie could not help
+    for _ in range(30):  # a text without repeated n-grams: the trie could not help
         tree, accepted = step(proposer, "r", lambda token: (5 * token + 1) % 83)
         sources += np.bincount(tree.sources[accepted], minlength=len(NAMES))
         total += 1 + accepted.sum()
@@ -138,7 +150,7 @@ def test_the_hybrid_tree_draws_on_all_sources():
     assert sources[:4].sum() == 0
 
 
-def test_a_request_may_wish_for_the_trie_alone():
+def test_a_request_may_use_the_trie_alone():
     options = LookaheadOptions(proposer="hybrid", num_speculative_tokens=32, budget=32)
     proposer = HybridProposer(options)
     proposer.start("r", [1, 2, 3, 1, 2], overrides=RequestOverrides(proposer="ngram_trie"))
@@ -149,5 +161,5 @@ def test_a_request_may_wish_for_the_trie_alone():
         assert set(tree.sources.tolist()) <= {0, 1}
 
 
-def test_what_compiles_its_kernels_is_learned_by_nobody():
+def test_the_request_that_compiles_the_kernels_leaves_no_edge():
     assert HybridProposer(LookaheadOptions(proposer="hybrid")).trie.count_edges() == 0

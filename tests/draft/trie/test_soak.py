@@ -1,4 +1,4 @@
-"""A long life: 20,000 requests, and neither memory nor the work of a proposal grows."""
+"""Over 20,000 requests, neither the memory nor the work of a proposal grows."""
 
 from pathlib import Path
 
@@ -14,18 +14,27 @@ REQUESTS, AT_A_TIME = 20_000, 8
 PHRASES = 4000
 
 
+def arrays_in(arguments):
+    """The arrays among the arguments and in their tuples."""
+    for argument in arguments:
+        if isinstance(argument, np.ndarray):
+            yield argument
+        elif isinstance(argument, tuple):
+            yield from arrays_in(argument)
+
+
 @pytest.mark.slow
 def test_memory_and_proposals_stay_as_they_are_over_20_000_requests(monkeypatch):
-    """Answers are made of phrases, some of which are frequent, some said once and never again."""
+    """Answers are made of phrases, some of which are frequent, and of tokens that never recur."""
     rng = np.random.default_rng(0)
     phrases = [rng.integers(0, 30_000, rng.integers(3, 12)).tolist() for _ in range(PHRASES)]
     proposer = NGramTrieProposer(LookaheadOptions(max_nodes=100_000))
-    memory, work, drafted, looked_at = [], [], [], []
+    memory, work, drafted, sizes = [], [], [], []
     grow_all = ngram_trie.grow_all
 
     def counted(*arguments):
-        """What a proposal reaches beside its wants: the sizes of the tables."""
-        looked_at.append([a.size for a in arguments if isinstance(a, np.ndarray) and a.ndim > 1])
+        """Record the sizes of the tables that a proposal reads."""
+        sizes.append([array.size for array in arrays_in(arguments) if array.ndim > 1])
         return grow_all(*arguments)
 
     monkeypatch.setattr(ngram_trie, "grow_all", counted)
@@ -43,7 +52,7 @@ def test_memory_and_proposals_stay_as_they_are_over_20_000_requests(monkeypatch)
         references = [text(30)] if serial % 10 == 0 else []
         proposer.start(str(serial), text(int(rng.integers(5, 60))), namespace, references)
         live[str(serial)] = text(int(rng.integers(4, 28)))
-        while len(live) >= AT_A_TIME:  # everybody says three tokens
+        while len(live) >= AT_A_TIME:  # three tokens of each request
             for request_id in list(live):
                 proposer.extend({request_id: live[request_id][:3]})
                 live[request_id] = live[request_id][3:]
@@ -56,12 +65,12 @@ def test_memory_and_proposals_stay_as_they_are_over_20_000_requests(monkeypatch)
                 drafted.append(np.mean([len(tree) for tree in trees]))
         if (serial + 1) % 2000 == 0:
             memory.append(int(Path("/proc/self/statm").read_text().split()[1]))
-            work.append(np.max(looked_at, axis=0).tolist())
-            looked_at.clear()
+            work.append(np.max(sizes, axis=0).tolist())
+            sizes.clear()
 
     assert len(work) == 10 and np.mean(drafted[-1000:]) > 2
     assert proposer.trie.num_pruned > 1_000_000
     assert proposer.trie.count_edges() <= 100_000
     assert np.count_nonzero(proposer.trie.live[:, 0]) <= 2 * len(live)  # own texts and references
     assert memory[-1] - memory[2] < 1000, memory  # pages of 4 KiB
-    assert all(sizes == work[0] for sizes in work), work
+    assert all(reached == work[0] for reached in work), work

@@ -1,4 +1,4 @@
-"""The trie counts what followed which suffix, in every space for itself, within its room."""
+"""The trie counts what followed which suffix, separately in every space, within its capacity."""
 
 from collections import Counter
 
@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_vllm.draft.tree import UNKNOWN
-from lookahead_vllm.draft.trie.suffix import NUM_SUFFIXES, ORDERS, empty_row, row_of
+from lookahead_vllm.draft.trie.suffix import NUM_SUFFIXES, ORDERS, empty_hashes, hashes_of
 from lookahead_vllm.draft.trie.table import (
     BYTES_PER_NODE,
     CLOCK_TICKS,
     HALF_LIFE_TICKS,
     LAST_PRIVATE,
-    LINE,
     LIVE_BONUS,
     MADE,
     MAX_LIVE_SPACES,
     NO_SPACE,
+    SLOTS_PER_LINE,
     Trie,
 )
 from tests.support.reference_trie import SUFFIXES, TrieModel, context
@@ -29,15 +29,15 @@ def ids(tokens):
 
 
 def insert(trie, space, tokens):
-    trie.insert(space, empty_row(), ids(tokens))
+    trie.insert(space, empty_hashes(), ids(tokens))
 
 
 def followers(trie, space, text):
     """By suffix, what followed the end of `text`."""
-    return {suffix: trie.followers(space, row_of(ids(text)), suffix) for suffix in SUFFIXES}
+    return {suffix: trie.followers(space, hashes_of(ids(text)), suffix) for suffix in SUFFIXES}
 
 
-def test_what_followed_is_found_by_every_suffix():
+def test_the_next_token_is_found_by_every_suffix():
     trie = Trie(4096)
     space = trie.new_shared()
     text = list(range(100, 120))
@@ -54,22 +54,22 @@ def test_a_sparse_suffix_leaves_out_the_last_token():
     assert all(changed[suffix] == [] for suffix in range(len(ORDERS)))
 
 
-def test_the_row_of_a_text_is_made_of_its_end():
+def test_the_hashes_of_a_text_depend_on_its_end_alone():
     trie = Trie(4096)
     text = list(range(50))
-    row = empty_row()
-    trie.insert(NO_SPACE, row, ids(text))
-    assert row.tolist() == row_of(ids(text)).tolist()
+    hashes = empty_hashes()
+    trie.insert(NO_SPACE, hashes, ids(text))
+    assert hashes.tolist() == hashes_of(ids(text)).tolist()
 
 
 def test_no_n_gram_reaches_across_what_has_no_token_id():
     text = [7, 8, UNKNOWN, UNKNOWN, 9, 10]
     trie, apart = Trie(4096), Trie(4096)
     space = trie.new_shared()
-    row = empty_row()
-    trie.insert(space, row, ids(text))
-    assert row.tolist() == row_of(ids(text)).tolist() == row_of(ids([9, 10])).tolist()
-    assert row_of(ids(text[:4])).tolist() == empty_row().tolist()
+    hashes = empty_hashes()
+    trie.insert(space, hashes, ids(text))
+    assert hashes.tolist() == hashes_of(ids(text)).tolist() == hashes_of(ids([9, 10])).tolist()
+    assert hashes_of(ids(text[:4])).tolist() == empty_hashes().tolist()
     for part in ([7, 8], [9, 10]):
         insert(apart, space, part)
     assert trie.edges.tolist() == apart.edges.tolist()
@@ -90,17 +90,17 @@ def test_a_suffix_keeps_the_frequent_and_the_new():
     for token in [1, 1, *range(10, 40)]:
         insert(trie, space, [9, token])
     held = dict(followers(trie, space, [9])[0])
-    assert len(held) == LINE and held[1] == 2 and held[39] == 1
+    assert len(held) == SLOTS_PER_LINE and held[1] == 2 and held[39] == 1
 
 
 def test_of_the_equally_frequent_the_oldest_goes():
     trie = Trie(1 << 16)
     space = trie.new_shared()
-    for token in range(LINE + 1):
+    for token in range(SLOTS_PER_LINE + 1):
         insert(trie, space, [99, token])
-        trie.counters[MADE] += (1 << 16) // CLOCK_TICKS  # time goes by
+        trie.counters[MADE] += (1 << 16) // CLOCK_TICKS  # a tick of the clock
     held = {token for token, _ in followers(trie, space, [99])[0]}
-    assert held == set(range(1, LINE + 1))
+    assert held == set(range(1, SLOTS_PER_LINE + 1))
 
 
 streams = st.lists(
@@ -115,7 +115,7 @@ def test_without_pruning_it_is_a_dict_of_suffixes(streams):
     spaces = [trie.new_shared(), trie.new_private(1 << 20), trie.new_private(1 << 20)]
     for which, tokens in streams:
         text = texts.setdefault(which, [])
-        trie.insert(spaces[which], row_of(ids(text)), ids(tokens))
+        trie.insert(spaces[which], hashes_of(ids(text)), ids(tokens))
         for token in tokens:
             model.insert(which, text, token)
             text.append(token)
@@ -134,7 +134,7 @@ def test_pruning_keeps_the_bound_and_never_counts_too_much(max_nodes, streams):
     spaces = [trie.new_shared(), trie.new_private(10), trie.new_private(10)]
     for which, tokens in streams:
         text = texts.setdefault(which, [])
-        trie.insert(spaces[which], row_of(ids(text)), ids(tokens))
+        trie.insert(spaces[which], hashes_of(ids(text)), ids(tokens))
         for token in tokens:
             truth.update((which, context(text, suffix), token) for suffix in SUFFIXES)
             text.append(token)
@@ -163,7 +163,7 @@ def test_nothing_is_found_in_another_space_nor_after_the_end_of_its_own():
     assert trie.count_edges() == 3 * NUM_SUFFIXES
 
 
-def test_nowhere_holds_nothing():
+def test_no_space_has_no_edge():
     trie = Trie(1024)
     insert(trie, NO_SPACE, [1, 2, 3])
     assert trie.count_edges() == 0
@@ -208,14 +208,14 @@ def test_a_frequency_that_is_not_refreshed_fades():
         insert(trie, space, [1, 2])
     trie.counters[MADE] += (
         2 * HALF_LIFE_TICKS * (4096 // CLOCK_TICKS)
-    )  # as if so many others had come
+    )  # as if so many edges had been made
     insert(trie, space, [1, 2])
     assert followers(trie, space, [1])[0] == [(2, 11)]
     insert(trie, other, [1, 3])
     assert followers(trie, other, [1])[0] == [(3, 1)]
 
 
-def test_the_newest_text_is_always_held():
+def test_the_newest_text_is_always_found():
     trie = Trie(4096)
     space = trie.new_shared()
     stream = np.random.default_rng(0).integers(0, 40_000, 20_000)
@@ -243,14 +243,14 @@ def test_a_prompt_of_32k_tokens_takes_linear_work(vocabulary):
     assert followers(trie, space, stream[:-1])[4][0][0] == stream[-1]
 
 
-def test_the_numbers_of_private_spaces_come_around():
+def test_the_numbers_of_private_spaces_wrap_around():
     trie = Trie(1024)
     trie.counters[LAST_PRIVATE] = 2**31 - 3
     held = [trie.new_private(1) for _ in range(4)]
     assert held == [-(2**31 - 2), -(2**31 - 1), -1, -2]
 
 
-def test_there_is_an_end_to_live_spaces():
+def test_live_private_spaces_are_limited():
     trie = Trie(1024)
     held = [trie.new_private(1) for _ in range(MAX_LIVE_SPACES)]
     assert len(set(held)) == MAX_LIVE_SPACES and trie.new_private(1) == NO_SPACE

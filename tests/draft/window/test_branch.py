@@ -1,4 +1,4 @@
-"""Combs are sent where they bring more than they cost: for all requests of a step, or none."""
+"""A step sends the combs of all its requests if they bring more than they cost, else none."""
 
 import numpy as np
 import pytest
@@ -9,12 +9,12 @@ from lookahead_vllm.draft.hybrid import HybridProposer
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, RequestOverrides, Verified
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.draft.window.branch import NO_REQUEST, LookaheadBranch, shape_for
+from lookahead_vllm.draft.window.branch import NO_WINDOW, LookaheadBranch, shape_for
 from lookahead_vllm.draft.window.proposer import JacobiWindowProposer
 
 OPTIONS = LookaheadOptions(proposer="jacobi_window", window_size=7, guess_set_size=7)
-CHEAP = StepCost(CostCurve([1, 256], [20.0, 22.0]))
-DEAR = StepCost(CostCurve([1, 256], [20.0, 400.0]))
+LOW_COST = StepCost(CostCurve([1, 256], [20.0, 22.0]))
+HIGH_COST = StepCost(CostCurve([1, 256], [20.0, 400.0]))
 PROMPT = np.arange(5, 30, dtype=np.int32)
 
 
@@ -30,9 +30,9 @@ def choose(branch, ids, cost, may_branch=True):
     return branch.choose(limits, np.full(len(ids), 100), cost, NO_LOAD)
 
 
-def join(branch, ids, numbers):
+def join(branch, ids, rows):
     limits = [DraftLimits(i, 128, 64) for i in ids]
-    return branch.join(DraftForest.of([DraftTree.chain([])] * len(ids)), numbers, limits, 128)
+    return branch.join(DraftForest.of([DraftTree.chain([])] * len(ids)), rows, limits, 128)
 
 
 def verify(branch, ids, forest, lengths=0):
@@ -42,20 +42,20 @@ def verify(branch, ids, forest, lengths=0):
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_it_is_sent_where_tokens_are_nearly_free_and_not_where_they_are_dear(count):
+def test_combs_are_sent_where_tokens_cost_little_and_not_where_they_cost_much(count):
     ids = [str(i) for i in range(count)]
     branch = branch_of(ids)
-    assert (choose(branch, ids, CHEAP) >= 0).all()
-    assert (choose(branch, ids, DEAR) == NO_REQUEST).all()
-    assert (choose(branch, ids, None) >= 0).all()  # a budget is a budget
+    assert (choose(branch, ids, LOW_COST) >= 0).all()
+    assert (choose(branch, ids, HIGH_COST) == NO_WINDOW).all()
+    assert (choose(branch, ids, None) >= 0).all()  # a fixed budget ignores the cost
 
 
 def test_a_busy_step_has_no_combs():
-    """The same curve: flat up to 128 tokens, which one comb does not fill and many do."""
+    """With a cost that is flat up to 128 tokens, which one comb does not exceed and many do."""
     cost = StepCost(CostCurve([1, 128, 256], [20.0, 20.5, 80.0]))
     few, many = ["0"], [str(i) for i in range(24)]
     assert (choose(branch_of(few), few, cost) >= 0).all()
-    assert (choose(branch_of(many), many, cost) == NO_REQUEST).all()
+    assert (choose(branch_of(many), many, cost) == NO_WINDOW).all()
 
 
 def test_a_window_that_brings_nothing_is_given_up_and_tried_again_later():
@@ -63,20 +63,20 @@ def test_a_window_that_brings_nothing_is_given_up_and_tried_again_later():
     cost = StepCost(CostCurve([1, 256], [20.0, 50.0]))
     sent = []
     for _ in range(6000):
-        numbers = choose(branch, ["r"], cost)
-        sent.append(numbers[0] >= 0)
+        rows = choose(branch, ["r"], cost)
+        sent.append(rows[0] >= 0)
         if sent[-1]:
-            verify(branch, ["r"], join(branch, ["r"], numbers))
+            verify(branch, ["r"], join(branch, ["r"], rows))
     assert all(sent[:20]) and not all(sent)
     first_off = sent.index(False)
     assert any(sent[first_off:]) and np.mean(sent[first_off:]) < 0.5
 
 
-def test_a_step_in_which_the_cost_of_plain_ones_is_looked_at_has_no_comb():
+def test_a_plain_step_that_is_due_has_no_comb():
     options = LookaheadOptions(proposer="hybrid", window_size=4, num_speculative_tokens=32)
     proposer = HybridProposer(options, StepCost(CostCurve([1, 256], [20.0, 22.0])))
     proposer.start("r", PROMPT)
-    proposer.extend({"r": [90]})  # the trie knows nothing of it
+    proposer.extend({"r": [90]})  # which is not in the trie
     sizes = []
     for _ in range(40):
         (tree,) = proposer.propose([DraftLimits("r", 32, 32, True, 100)])
@@ -89,27 +89,27 @@ def test_a_request_without_a_window_or_a_branching_tree_has_no_comb():
     branch = branch_of(["with"])
     branch.start("without", PROMPT, shape_for(OPTIONS, RequestOverrides(window_size=0)))
     assert (choose(branch, ["with", "without"], None) >= 0).tolist() == [True, False]
-    assert (choose(branch, ["with"], None, may_branch=False) == NO_REQUEST).all()
+    assert (choose(branch, ["with"], None, may_branch=False) == NO_WINDOW).all()
 
 
-def test_a_comb_that_was_lost_on_its_way_begins_anew():
+def test_the_window_of_a_comb_that_was_never_verified_starts_again():
     branch = branch_of(["r"])
     windows = branch.windows
     for _ in range(4):  # full
         verify(branch, ["r"], join(branch, ["r"], choose(branch, ["r"], None)))
-    (number,) = windows.request_rows.numbers(["r"])
-    assert windows.shapes[number].tolist() == [7, 5, 4]
-    join(branch, ["r"], choose(branch, ["r"], None))  # and nobody verifies it
+    (row,) = windows.request_rows.rows_of(["r"])
+    assert windows.shapes[row].tolist() == [7, 5, 4]
+    join(branch, ["r"], choose(branch, ["r"], None))  # and is not verified
     choose(branch, ["r"], None)
-    assert windows.shapes[number].tolist() == [7, 5, 1]
+    assert windows.shapes[row].tolist() == [7, 5, 1]
 
 
-def test_no_wish_is_larger_than_the_server():
+def test_a_request_s_window_is_at_most_the_server_s():
     assert shape_for(OPTIONS, RequestOverrides(window_size=99, ngram_size=3)) == (7, 3)
     assert shape_for(OPTIONS, RequestOverrides(proposer="ngram_trie")) == (0, 5)
 
 
-def test_the_proposer_keeps_within_what_each_request_may_have():
+def test_the_proposer_keeps_to_each_request_s_limits():
     proposer = JacobiWindowProposer(OPTIONS)
     for i in range(5):
         proposer.start(str(i), PROMPT)
@@ -118,7 +118,7 @@ def test_the_proposer_keeps_within_what_each_request_may_have():
         [(128, 64, True), (10, 64, True), (128, 1, True), (128, 64, False), (1, 1, True)]
     )]  # fmt: skip
     forest = proposer.propose(limits)
-    assert not forest.faults(100, np.array([w.max_nodes for w in limits])).any()
+    assert not forest.faults(100, np.array([limit.max_nodes for limit in limits])).any()
     depths = [int(tree.depths.max(initial=0)) for tree in forest]
-    assert all(depth <= w.max_depth for depth, w in zip(depths, limits, strict=True))
+    assert all(depth <= limit.max_depth for depth, limit in zip(depths, limits, strict=True))
     assert not forest.branching[3]

@@ -1,4 +1,4 @@
-"""The window is the paper's, and its comb is a draft tree."""
+"""The window is that of the paper, and its comb is a draft tree."""
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from lookahead_vllm.draft.window.grid import (
     SHIFT_HITS,
     SHIFT_LEVELS,
     SHIFT_ONE,
+    VerifiedCombs,
     Windows,
 )
 from lookahead_vllm.draft.window.shape import WindowShape, paper_window_size
@@ -50,15 +51,15 @@ def full_window(shape, levels):
     """One window with these levels, int [N - 1, W], all filled."""
     windows = Windows(shape)
     windows.start("r", np.array([1, 2, 3], np.int32), shape)
-    (number,) = windows.request_rows.numbers(["r"])
-    windows.shapes[number, 2] = shape.ngram_size - 1
-    windows.tokens[number, :, : shape.window_size] = levels
-    return windows, np.array([number])
+    (row,) = windows.request_rows.rows_of(["r"])
+    windows.shapes[row, 2] = shape.ngram_size - 1
+    windows.tokens[row, :, : shape.window_size] = levels
+    return windows, np.array([row])
 
 
-def add_comb(windows, numbers, tree, max_nodes=128, max_depth=64):
+def add_comb(windows, rows, tree, max_nodes=128, max_depth=64):
     forest = windows.append_combs(
-        DraftForest.of([tree]), numbers, np.array([max_nodes]), np.array([max_depth]), 0.001
+        DraftForest.of([tree]), rows, np.array([max_nodes]), np.array([max_depth]), 0.001
     )
     return forest[0]
 
@@ -67,9 +68,9 @@ def test_mask_and_positions_are_those_of_figure_2b():
     names = [line.split()[0] for line in FIGURE_2B.split("\n") if line]
     token = {name: i for i, name in enumerate(names)}
     levels = [[token.get(f"{level}{column}", 0) for column in range(5)] for level in "abc"]
-    windows, numbers = full_window(WindowShape(5, 4), levels)
+    windows, rows = full_window(WindowShape(5, 4), levels)
     ngrams = [token[name] for name in ("g1", "g2", "g3", "h1", "h2", "h3")]
-    tree = add_comb(windows, numbers, DraftTree.from_lists(ngrams, [-1, 0, 1, -1, 3, 4]))
+    tree = add_comb(windows, rows, DraftTree.from_lists(ngrams, [-1, 0, 1, -1, 3, 4]))
     assert len(tree) == 14 + 6
 
     batch = TreeBatch.build([tree], [0], [0], [100])
@@ -79,76 +80,75 @@ def test_mask_and_positions_are_those_of_figure_2b():
     ):
         sees = sorted(here[bit] for bit in range(len(here)) if mask >> bit & 1)
         (line,) = [line for line in FIGURE_2B.split("\n") if line.startswith(here[row])]
-        told, seen = line.split(":")
-        assert (sees, depth) == (sorted(seen.split()), int(told.split()[1]))
+        head, seen = line.split(":")
+        assert (sees, depth) == (sorted(seen.split()), int(head.split()[1]))
 
 
 def test_cells_on_a_path_that_is_there_already_are_its_nodes():
-    windows, numbers = full_window(WindowShape(3, 3), [[0, 5, 6], [7, 8, 9]])
+    windows, rows = full_window(WindowShape(3, 3), [[0, 5, 6], [7, 8, 9]])
     # A candidate that begins as level 0 does, and one that is the first column.
-    tree = add_comb(windows, numbers, DraftTree.from_lists([5, 6, 7], [-1, 0, -1]))
+    tree = add_comb(windows, rows, DraftTree.from_lists([5, 6, 7], [-1, 0, -1]))
     assert tree.tokens.tolist() == [5, 6, 7, 8, 9]
     assert tree.parents.tolist() == [-1, 0, -1, 0, 1]
     assert tree.sources.tolist() == [0, 0, 0, WINDOW, WINDOW]
-    assert windows.cells[numbers[0], :, :3].tolist() == [[ROOT, 0, 1], [2, 3, 4]]
+    assert windows.cells[rows[0], :, :3].tolist() == [[ROOT, 0, 1], [2, 3, 4]]
 
 
 @pytest.mark.parametrize(("max_nodes", "max_depth"), [(3, 64), (128, 2), (1, 1), (0, 64)])
-def test_what_there_is_no_room_for_is_absent(max_nodes, max_depth):
-    windows, numbers = full_window(WindowShape(3, 3), [[0, 5, 6], [7, 8, 9]])
-    tree = add_comb(windows, numbers, DraftTree.chain([]), max_nodes, max_depth)
+def test_cells_beyond_the_limits_are_absent(max_nodes, max_depth):
+    windows, rows = full_window(WindowShape(3, 3), [[0, 5, 6], [7, 8, 9]])
+    tree = add_comb(windows, rows, DraftTree.chain([]), max_nodes, max_depth)
     tree.check(vocab_size=10, max_nodes=max_nodes)
     assert tree.depths.max(initial=0) <= max_depth
-    cells = windows.cells[numbers[0], :, :3]
+    cells = windows.cells[rows[0], :, :3]
     assert len({c for c in cells.ravel().tolist() if c >= 0}) == len(tree) < 5
     assert (cells == ABSENT).any()
 
 
-def iterate(windows, numbers, tree, said_at, lengths=0, shift=SHIFT_ONE):
-    """`said_at` says what the model says after each token of the tree; 0 is the root."""
-    return windows.iterate(
-        numbers,
-        np.array([50], np.int32),
-        np.array([0]),
-        np.array([len(tree)]),
-        np.array([said_at(0)], np.int32),
-        np.array([said_at(t) for t in tree.tokens.tolist()], np.int32),
-        np.array([lengths]),
-        shift,
+def iterate(windows, rows, tree, choose, lengths=0, shift=SHIFT_ONE):
+    """`choose(token)` is the model's choice after each token of the tree, and 0 is the root's."""
+    verified = VerifiedCombs(
+        roots=np.array([50], np.int32),
+        firsts=np.array([0]),
+        sizes=np.array([len(tree)]),
+        at_roots=np.array([choose(0)], np.int32),
+        at_nodes=np.array([choose(token) for token in tree.tokens.tolist()], np.int32),
+        num_accepted=np.array([lengths]),
     )
+    return windows.iterate(rows, verified, shift)
 
 
 def test_an_iteration_gives_an_n_gram_in_each_column_and_the_next_level():
-    windows, numbers = full_window(WindowShape(3, 4), [[0, 2, 3], [4, 5, 6], [7, 8, 9]])
-    tree = add_comb(windows, numbers, DraftTree.chain([]))
-    ngrams, owners = iterate(windows, numbers, tree, lambda token: token + 10)
+    windows, rows = full_window(WindowShape(3, 4), [[0, 2, 3], [4, 5, 6], [7, 8, 9]])
+    tree = add_comb(windows, rows, DraftTree.chain([]))
+    ngrams, owners = iterate(windows, rows, tree, lambda token: token + 10)
     assert ngrams.tolist() == [[50, 4, 7, 17], [2, 5, 8, 18], [3, 6, 9, 19]]
     assert owners.tolist() == [0, 0, 0]
-    levels = windows.tokens[numbers[0], :, :3]
+    levels = windows.tokens[rows[0], :, :3]
     assert levels[0, 1:].tolist() == [5, 6]
     assert levels[1:].tolist() == [[7, 8, 9], [17, 18, 19]]
 
 
 def test_a_window_of_one_level_is_jacobi_decoding():
     """N = 2: the next guess of each position is what the model says before it."""
-    windows, numbers = full_window(WindowShape(4, 2), [[0, 5, 6, 7]])
-    tree = add_comb(windows, numbers, DraftTree.chain([]))
+    windows, rows = full_window(WindowShape(4, 2), [[0, 5, 6, 7]])
+    tree = add_comb(windows, rows, DraftTree.chain([]))
     assert tree.tokens.tolist() == [5, 6, 7] and tree.is_chain
-    ngrams, _ = iterate(windows, numbers, tree, lambda token: token + 10)
+    ngrams, _ = iterate(windows, rows, tree, lambda token: token + 10)
     assert ngrams.tolist() == [[50, 10], [5, 15], [6, 16], [7, 17]]
-    assert windows.tokens[numbers[0], 0, 1:4].tolist() == [15, 16, 17]
+    assert windows.tokens[rows[0], 0, 1:4].tolist() == [15, 16, 17]
 
 
 def test_the_levels_are_filled_one_a_step():
     shape = WindowShape(4, 4)
     windows = Windows(shape)
     windows.start("r", np.arange(20, 30, dtype=np.int32), shape)
-    numbers = windows.request_rows.numbers(["r"])
+    rows = windows.request_rows.rows_of(["r"])
     nodes = []
     for _ in range(4):
-        tree = add_comb(windows, numbers, DraftTree.chain([]))
+        tree = add_comb(windows, rows, DraftTree.chain([]))
         nodes.append(len(tree))
-        ngrams, _ = iterate(windows, numbers, tree, lambda token: token + 1000 + len(nodes))
+        ngrams, _ = iterate(windows, rows, tree, lambda token: token + 1000 + len(nodes))
         assert len(ngrams) == (4 if len(nodes) >= 3 else 0)
     assert nodes[0] == 4 + 4 - 3 and nodes[2:] == [3 * 4 - 1] * 2
 
@@ -162,18 +162,18 @@ def test_the_levels_are_filled_one_a_step():
     ],
 )
 def test_two_tokens_at_once_move_it_as_the_option_says(shift, expected):
-    windows, numbers = full_window(WindowShape(3, 4), [[0, 2, 3], [4, 5, 6], [7, 8, 9]])
-    tree = add_comb(windows, numbers, DraftTree.chain([]))
-    iterate(windows, numbers, tree, lambda token: token + 10, lengths=1, shift=shift)
-    for level, wanted in zip(windows.tokens[numbers[0], :, :3].tolist(), expected, strict=True):
-        for token, limit in zip(level, wanted, strict=True):
-            assert limit in (None, token)
+    windows, rows = full_window(WindowShape(3, 4), [[0, 2, 3], [4, 5, 6], [7, 8, 9]])
+    tree = add_comb(windows, rows, DraftTree.chain([]))
+    iterate(windows, rows, tree, lambda token: token + 10, lengths=1, shift=shift)
+    for level, tokens in zip(windows.tokens[rows[0], :, :3].tolist(), expected, strict=True):
+        for token, want in zip(level, tokens, strict=True):
+            assert want in (None, token)
 
 
 def test_cells_that_were_cut_give_no_n_gram():
-    windows, numbers = full_window(WindowShape(3, 3), [[0, 2, 3], [4, 5, 6]])
-    tree = add_comb(windows, numbers, DraftTree.chain([]), max_nodes=3)
-    ngrams, _ = iterate(windows, numbers, tree, lambda token: token + 10)
+    windows, rows = full_window(WindowShape(3, 3), [[0, 2, 3], [4, 5, 6]])
+    tree = add_comb(windows, rows, DraftTree.chain([]), max_nodes=3)
+    ngrams, _ = iterate(windows, rows, tree, lambda token: token + 10)
     assert ngrams.tolist() == [[50, 4, 14]]
 
 
@@ -183,13 +183,13 @@ def test_windows_of_all_shapes_share_a_table_that_grows():
     for i, request_id in enumerate(ids):
         shape = WindowShape(1 + i % 6, 2 + i % 4)
         windows.start(request_id, np.arange(3, 30, dtype=np.int32), shape)
-    numbers = windows.request_rows.numbers(ids)
-    most = np.full(200, 128)
+    rows = windows.request_rows.rows_of(ids)
+    limits = np.full(200, 128)
     forest = windows.append_combs(
-        DraftForest.of([DraftTree.chain([])] * 200), numbers, most, most, 1
+        DraftForest.of([DraftTree.chain([])] * 200), rows, limits, limits, 1
     )
-    assert not forest.faults(30, most).any()
-    assert (forest.sizes <= windows.comb_nodes(numbers)).all()
+    assert not forest.faults(30, limits).any()
+    assert (forest.sizes <= windows.comb_nodes(rows)).all()
 
 
 def test_the_paper_s_sizes():

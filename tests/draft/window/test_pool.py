@@ -1,11 +1,11 @@
-"""The pool gives the candidates that were met last."""
+"""The pool gives the candidates that were added last."""
 
 from lookahead_vllm.draft.sources import OWN, WINDOW
 from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.draft.window.pool import NGramPool
 
 
-def test_candidates_begin_with_the_token_and_the_latest_met_comes_first():
+def test_candidates_follow_the_token_and_the_latest_comes_first():
     pool = NGramPool(3, 2)
     pool.add_text([1, 2, 3, 1, 4], OWN)
     pool.add(1, (5, 6), WINDOW)
@@ -14,7 +14,7 @@ def test_candidates_begin_with_the_token_and_the_latest_met_comes_first():
     assert list(pool.candidates(9)) == []
 
 
-def test_the_one_that_was_not_met_for_longest_goes():
+def test_the_candidate_added_longest_ago_is_replaced():
     pool = NGramPool(2, 2)
     for follower in (1, 2, 1, 3):
         pool.add(0, (follower,), OWN)

@@ -1,4 +1,4 @@
-"""Every metric is exposed, explained and shown; nothing is lost on the way, and vLLM agrees."""
+"""Every metric is exposed, documented and shown, complete, and consistent with vLLM's own."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from lookahead_vllm.engine.front_end.stat_logger import (
     LookaheadStatLogger,
     ReportingOutputs,
 )
-from lookahead_vllm.engine.step_report import PARTS, StepReport, TrieGauges
-from lookahead_vllm.engine.worker.drafter import Counters
+from lookahead_vllm.engine.step_report import PARTS, StepReport
+from lookahead_vllm.engine.worker.step_recorder import StepRecorder
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from tests.support import proposers  # noqa: F401  (registers them)
 from tests.support.driving import (
@@ -76,7 +76,7 @@ def record(logger: LookaheadStatLogger, report: StepReport, engine_idx: int = 0)
 
 
 def samples(prefix: str = PREFIX, by: str | None = None) -> Counter[str]:
-    """What is exposed by the name of the sample, or by the value of a label."""
+    """Exposed values, summed by the name of the sample, or by the value of a label."""
     totals: Counter[str] = Counter()
     for family in REGISTRY.collect():
         for sample in family.samples:
@@ -198,39 +198,36 @@ class Sampled:
 
 
 class Runner(LookaheadRunner, Sampled):
-    def __init__(self, report: StepReport) -> None:
-        self.report = report
-        self.drafter = cast(Any, SimpleNamespace(backoff_left=0, proposed=lambda _: None))
-        self._watch = cast(Any, SimpleNamespace(look=lambda _: None))
+    def __init__(self, recorder: StepRecorder) -> None:
+        drafter = SimpleNamespace(backoff_left=0, proposed=lambda _: None, recorder=recorder)
+        self.drafter = cast(Any, drafter)
 
 
 def test_a_report_waits_for_an_output_with_requests() -> None:
-    report = full_report()
-    runner = Runner(report)
+    recorder = StepRecorder(object())
+    recorder.report = report = full_report()
+    runner = Runner(recorder)
     runner.output = EMPTY_MODEL_RUNNER_OUTPUT
     assert runner.sample_tokens(None) is EMPTY_MODEL_RUNNER_OUTPUT
-    assert step_report.attached(EMPTY_MODEL_RUNNER_OUTPUT) is None and runner.report is report
+    assert step_report.attached(EMPTY_MODEL_RUNNER_OUTPUT) is None and recorder.report is report
     runner.output = output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
     runner.sample_tokens(None)
-    assert step_report.attached(output) is report and runner.report == StepReport()
+    assert step_report.attached(output) is report and recorder.report == StepReport()
 
 
 def test_where_stats_are_off_nothing_is_sent() -> None:
     assert step_report.with_report(None, full_report()) is None
 
 
-def drafter(proposer: Any) -> Any:
-    return SimpleNamespace(proposer=proposer, counters=Counters())
-
-
-def test_evictions_are_those_since_the_last_look() -> None:
+def test_evictions_are_those_since_the_last_report() -> None:
     trie = SimpleNamespace(num_pruned=5, num_filled=40)
-    watch = TrieGauges(drafter(SimpleNamespace(trie=trie, num_bytes=640)))
+    recorder = StepRecorder(SimpleNamespace(trie=trie, num_bytes=640))
     trie.num_pruned = 8
-    report = StepReport()
-    for _ in range(2):
-        watch.look(report)
-    assert (report.trie_nodes, report.trie_bytes, report.evictions) == (40, 640, 3)
+    reports = [recorder.take_report() for _ in range(2)]
+    assert [(r.trie_nodes, r.trie_bytes, r.evictions) for r in reports] == [
+        (40, 640, 3),
+        (40, 640, 0),
+    ]
 
 
 def test_refused_trees_are_counted(llama: Path) -> None:
@@ -241,8 +238,7 @@ def test_refused_trees_are_counted(llama: Path) -> None:
 
 
 def test_a_proposer_may_have_no_trie() -> None:
-    TrieGauges(drafter(object())).look(report := StepReport())
-    assert report == StepReport()
+    assert StepRecorder(object()).take_report() == StepReport()
 
 
 # ---- in an engine --------------------------------------------------------------------------------
@@ -331,7 +327,7 @@ def test_with_stats_off_there_are_none(llama: Path) -> None:
 
 
 def families(prefix: str) -> dict[str, set[str]]:
-    """The names under which each exposed metric is known, by one of them."""
+    """All sample names of each exposed metric, by the metric's name."""
     return {
         family.name: {family.name, *(s.name for s in family.samples)}
         for family in REGISTRY.collect()

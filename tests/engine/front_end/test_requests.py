@@ -1,4 +1,4 @@
-"""What a request says about itself reaches the proposer, and never its text."""
+"""A request's options reach the proposer, and never change its output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequest
 
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.engine.front_end.requests import checked_at_once
+from lookahead_vllm.engine.front_end.requests import with_early_check
 from lookahead_vllm.engine.request_options import RequestError, given
 from tests.support import driving
 from tests.support.driving import GREEDY, drafter_of, engine, generate, random_prompts
@@ -54,7 +54,7 @@ def _forget() -> Iterator[None]:
 
 
 def ask(llm: LLM, extra_args: dict[str, Any] | None, salt: str | None = None, **kwargs: Any) -> Any:
-    """What the proposer heard of one request: namespace and references of each of its answers."""
+    """Namespace and references that the proposer gets for each answer to one request."""
     lora = kwargs.pop("lora_request", None)
     settings = dict(max_tokens=3, temperature=0, detokenize=False, extra_args=extra_args)
     params = SamplingParams(**{**settings, **kwargs})
@@ -68,7 +68,7 @@ def ask(llm: LLM, extra_args: dict[str, Any] | None, salt: str | None = None, **
     return [(namespace, references) for _, namespace, references in STARTED]
 
 
-def test_the_proposer_hears_what_a_request_says(llama: Path, adapter: LoRARequest) -> None:
+def test_the_proposer_gets_the_options_of_a_request(llama: Path, adapter: LoRARequest) -> None:
     recorder = {"proposer": "recorder"}
     with engine(llama, recorder, skip_tokenizer_init=False, **LORA) as llm:
         assert ask(llm, None) == [("", [])]
@@ -80,8 +80,8 @@ def test_the_proposer_hears_what_a_request_says(llama: Path, adapter: LoRAReques
         assert ask(llm, {"lookahead_reference": "w7 w8"}) == [("", [[7, 8]])]
         assert ask(llm, {"lookahead": {"reference": [[7, 8], "w9", ""]}}) == [("", [[7, 8], [9]])]
         for seed in (None, 3):
-            heard = ask(llm, nested, salt="s", n=2, temperature=0.8, seed=seed)
-            assert heard == [('[null, "s", "n"]', [[7, 8], [9]])] * 2
+            started = ask(llm, nested, salt="s", n=2, temperature=0.8, seed=seed)
+            assert started == [('[null, "s", "n"]', [[7, 8], [9]])] * 2
         assert ask(llm, {"lookahead": {"enabled": False}}) == []
         assert ask(llm, {"lookahead_enabled": 0, "lookahead_reference": "w7"}) == []
         assert ask(llm, None, max_tokens=1) == []
@@ -89,7 +89,9 @@ def test_the_proposer_hears_what_a_request_says(llama: Path, adapter: LoRAReques
 
 
 @pytest.mark.parametrize(("share", "namespace"), [("none", None), ("all", "")])
-def test_the_server_decides_who_shares(share: str, namespace: str | None, llama: Path) -> None:
+def test_the_server_decides_which_requests_share(
+    share: str, namespace: str | None, llama: Path
+) -> None:
     with engine(llama, {"proposer": "recorder", "budget": 16, "share": share}) as llm:
         assert ask(llm, None) == [(namespace, [])]
         assert ask(llm, {"lookahead_namespace": "n"}, salt="s") == [(namespace, [])]
@@ -180,7 +182,7 @@ def test_references_and_adapters_never_change_the_text(llama: Path, adapter: LoR
 
 
 class Client:
-    """What `AsyncLLM.generate` needs of its client; texts have a token for each character."""
+    """Stands in for `AsyncLLM`; its tokenizer makes one token of each character."""
 
     def __init__(self, **options: Any) -> None:
         self.vllm_config = SimpleNamespace(additional_config={"lookahead": options})
@@ -188,20 +190,20 @@ class Client:
         self.renderer = SimpleNamespace(
             tokenizer=object(), tokenize_prompts_async=self._tokenize_prompts_async
         )
-        self.seen: list[tuple[str, Any]] = []
+        self.calls: list[tuple[str, Any]] = []
 
     async def _tokenize_prompts_async(self, prompts: list[dict], params: Any) -> list[dict]:
         assert not params.add_special_tokens and params.max_total_tokens is None
         return [{"prompt_token_ids": [len(p["prompt"])] * len(p["prompt"])} for p in prompts]
 
-    @checked_at_once
+    @with_early_check
     async def generate(self, prompt: str, params: Any, request_id: str) -> AsyncIterator[int]:
-        self.seen.append((prompt, params.extra_args))
+        self.calls.append((prompt, params.extra_args))
         try:
             for i in range(3):
                 yield i
         finally:
-            self.seen.append(("closed", None))
+            self.calls.append(("closed", None))
 
 
 async def first_output(client: Client, params: SamplingParams) -> int:
@@ -217,36 +219,36 @@ def test_a_stream_is_refused_before_it_starts() -> None:
     client = Client()
     with pytest.raises(RequestError):
         client.generate("hello", SamplingParams(extra_args={"lookahead_x": 1}), request_id="r")
-    assert not client.seen
+    assert not client.calls
 
     params = SamplingParams(extra_args={"lookahead_reference": ["abc", "de"], "other": 1})
     assert asyncio.run(first_output(client, params)) == 0
-    (prompt, extra_args), closed = client.seen
+    (prompt, extra_args), closed = client.calls
     assert prompt == "hello" and closed[0] == "closed"
     references = [np.frombuffer(r, "<i4").tolist() for r in extra_args["lookahead"].references]
     assert extra_args["other"] == 1 and references == [[3, 3, 3], [2, 2]]
     assert params.extra_args == {"lookahead_reference": ["abc", "de"], "other": 1}
 
-    client.seen.clear()
+    client.calls.clear()
     client.vllm_config.additional_config = {}
     assert asyncio.run(first_output(client, params)) == 0
-    assert client.seen[0][1] is params.extra_args
+    assert client.calls[0][1] is params.extra_args
 
 
-def test_a_text_is_measured_once_whatever_its_tokens_are() -> None:
-    """400,000 bytes of Chinese have more tokens than they count as, and pass or fail at once."""
+def test_a_text_is_measured_by_its_bytes_not_its_tokens() -> None:
+    """300,000 bytes of Chinese count as 75,000 tokens; this tokenizer makes 100,000 of them."""
     text = "漢" * 100_000
     params = SamplingParams(extra_args={"lookahead_reference": text})
     client = Client(max_reference_tokens=75_000)
     assert asyncio.run(first_output(client, params)) == 0
-    options = client.seen[0][1]["lookahead"]
+    options = client.calls[0][1]["lookahead"]
     assert options.reference_tokens == 100_000
-    assert given(client.seen[0][1], 128, LookaheadOptions()) is options
+    assert given(client.calls[0][1], 128, LookaheadOptions()) is options
     with pytest.raises(RequestError, match="75000 tokens or more"):
         Client(max_reference_tokens=74_999).generate("hello", params, request_id="r")
 
 
-def test_references_of_all_live_requests_have_a_limit() -> None:
+def test_references_of_live_requests_have_a_common_limit() -> None:
     client = Client(max_reference_tokens=10, max_live_reference_tokens=25)
     params = SamplingParams(extra_args={"lookahead_reference": [[7] * 10]})
 
@@ -262,10 +264,10 @@ def test_references_of_all_live_requests_have_a_limit() -> None:
         third = ask()  # the first one has ended
         with pytest.raises(RequestError):
             ask()
-        del second  # nobody has iterated it
+        del second  # never iterated
         fourth = ask()
         assert await anext(fourth) == 0
-        await fourth.aclose()  # the client went away
+        await fourth.aclose()  # the client disconnects
         fifth = ask()
         assert [output async for output in third] == [0, 1, 2]
         assert [output async for output in fifth] == [0, 1, 2]
@@ -276,7 +278,9 @@ def test_references_of_all_live_requests_have_a_limit() -> None:
     asyncio.run(run())
 
 
-def test_what_cut_connections_left_in_a_cycle_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_of_cut_connections_in_a_cycle_are_released(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(gc, "collect", driving._collect_garbage)
     client = Client(max_reference_tokens=10, max_live_reference_tokens=10)
     params = SamplingParams(extra_args={"lookahead_reference": [[7] * 10]})
@@ -294,11 +298,11 @@ def test_what_cut_connections_left_in_a_cycle_is_released(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_references_are_kept_where_they_are_needed(llama: Path, leads: bool) -> None:
-    """By no rank but the one that drafts, and by no part of the engine once they are inserted."""
+def test_references_are_kept_only_until_they_are_inserted(llama: Path, leads: bool) -> None:
+    """And only by the rank that drafts."""
     with engine(llama, {"budget": 16}) as llm:
         drafter = drafter_of(llm)
-        drafter.leads = leads
+        drafter.is_drafting_rank = leads
         seen = []
         params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0, detokenize=False)
         params.extra_args = {"lookahead_reference": [[7, 8, 9]]}

@@ -1,4 +1,4 @@
-"""Drafts take nothing from any request: no tokens of a step, no KV blocks."""
+"""Drafts take no tokens of a step and no KV blocks from any request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Step = dict[str, int]
 
 
 def watch(llm: LLM) -> tuple[list[Step], list[int], list[str]]:
-    """Each step's own tokens by request, its draft tokens, and who was preempted."""
+    """Each step's plain tokens by request, each step's nodes, and the preempted requests."""
     scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
     schedule, preempt = scheduler.schedule, scheduler._preempt_request
     steps: list[Step] = []
@@ -60,11 +60,11 @@ WRONG = {"proposer": "always_wrong", "num_speculative_tokens": 16}
 HIDDEN = {"proposer": "hidden_path", "num_speculative_tokens": 16}
 PROMPTS = [prompt[:20] for prompt in random_prompts(6, 40, seed=3) if len(prompt) >= 20]
 NEED = len(PROMPTS) * -(-(20 + 44) // BLOCK) + 1
-"""Blocks with which plain vLLM just gets through: one of them is nobody's."""
+"""The fewest blocks with which plain vLLM preempts no request, and its null block."""
 
 
 @pytest.mark.parametrize("proposer", [WRONG, HIDDEN], ids=["always_wrong", "hidden_path"])
-def test_where_plain_vllm_just_avoids_preemption_so_does_lookahead(
+def test_lookahead_needs_no_more_blocks_than_plain_vllm(
     proposer: dict[str, Any], llama: Path
 ) -> None:
     expected, _, _, plain, _ = run(llama, None, PROMPTS, num_gpu_blocks_override=NEED)
@@ -104,20 +104,20 @@ def test_the_schedule_without_its_drafts_is_plain_vllms(
 
 
 def test_blocks_of_rejected_tokens_come_back(llama: Path) -> None:
-    """A long draft needs a block that is not there; the next request's prompt finds it free."""
+    """Blocks that a rejected draft has used are free for other requests."""
     from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
 
-    gave: list[dict[str, list[int]]] = []
+    results: list[dict[str, list[int]]] = []
     original = DraftLimiter.cut
 
-    def make(self: DraftLimiter, *args: Any) -> dict[str, list[int]]:
-        gave.append(original(self, *args))
-        return gave[-1]
+    def recorded(self: DraftLimiter, *args: Any) -> dict[str, list[int]]:
+        results.append(original(self, *args))
+        return results[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DraftLimiter, "cut", make)
+        patch.setattr(DraftLimiter, "cut", recorded)
         expected, *_ = run(llama, None, PROMPTS)
         record(PROMPTS, expected)
         answers, *_ = run(llama, WRONG, PROMPTS, num_gpu_blocks_override=NEED)
     assert answers == expected
-    assert any(gave)
+    assert any(results)

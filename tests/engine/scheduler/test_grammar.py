@@ -1,4 +1,4 @@
-"""Structured output on trees: valid, plain vLLM's text, and with the grammar's own guesses."""
+"""Structured output on trees: valid, equal to plain vLLM's, with tokens that grammars dictate."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_every_backend_keeps_its_text_on_trees(backend: str, llama: Path) -> Non
 
 
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
-def test_the_grammar_is_a_proposer_of_its_own(backend: str, llama: Path) -> None:
-    """Where it allows one text only, that text is proposed, up to the end of the request."""
+def test_tokens_that_the_grammar_dictates_are_drafted(backend: str, llama: Path) -> None:
+    """Where it allows only one text, that text is drafted, up to the end of the request."""
     settings: dict[str, Any] = dict(
         skip_tokenizer_init=False, structured_outputs_config={"backend": backend}
     )
@@ -100,7 +100,7 @@ def test_the_grammar_is_a_proposer_of_its_own(backend: str, llama: Path) -> None
     with engine(llama, {"proposer": "recorder"}, **settings) as llm:
         assert generate(llm, prompts[:1], params[:1]) == vanilla[:1]
         counters = drafter_of(llm).counters
-        # All but the choice at the beginning and what one burst cannot hold.
+        # All but the choice at the beginning, and one token a step.
         assert counters.accepted_nodes >= len(vanilla[0][0]) - 2 - counters.trees
         assert counters.trees <= 2
         off = under(forced, None, extra_args={"lookahead_enabled": False})
@@ -113,7 +113,7 @@ def test_the_grammar_is_a_proposer_of_its_own(backend: str, llama: Path) -> None
 def test_a_grammar_waits_for_the_end_of_reasoning(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the prompt, in a burst, or never; nodes behind the end are masked, those before not."""
+    """In the prompt, in a draft, or never; nodes after the end are masked, those before are not."""
     settings: dict[str, Any] = dict(
         skip_tokenizer_init=False,
         reasoning_parser="deepseek_r1",

@@ -1,4 +1,4 @@
-"""Where nothing is worth sending, most steps are passed over, and nothing is forgotten."""
+"""Backoff: most steps draft nothing after no node paid for a while, and no token is lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from vllm import LLM, SamplingParams, TokensPrompt
 
 from lookahead_vllm.draft.tree import DraftTree
-from lookahead_vllm.engine.worker.drafter import BACKOFF, BACKOFF_AFTER
+from lookahead_vllm.engine.worker.drafter import BACKOFF_AFTER_STEPS, BACKOFF_STEPS
 from tests.support.driving import drafter_of, engine, generate
 from tests.support.proposers import Planned
 
@@ -34,8 +34,8 @@ def planned(llama: Path, answer: list[int]) -> Iterator[LLM]:  # after the other
 
 
 @pytest.fixture
-def looked(planned: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How long the answers were that drafts were asked for, call by call."""
+def drafted_lengths(planned: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Length of the answer at each call of `propose`."""
     proposer: Any = drafter_of(planned).proposer
     lengths: list[int] = []
     propose = proposer.propose
@@ -51,23 +51,23 @@ def looked(planned: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]
     yield lengths
 
 
-def test_steps_are_passed_over_until_something_is_found(
-    planned: LLM, looked: list[int], answer: list[int]
+def test_steps_without_drafts_alternate_until_a_node_pays(
+    planned: LLM, drafted_lengths: list[int], answer: list[int]
 ) -> None:
-    found = BACKOFF_AFTER + 5 * (1 + BACKOFF)  # tokens of the answer
+    found = BACKOFF_AFTER_STEPS + 5 * (1 + BACKOFF_STEPS)  # tokens of the answer
     Planned.TREES[tuple(answer[:found])] = DraftTree.chain(answer[found : found + 10])
     assert generate(planned, [PROMPT], greedy(90))[0][0] == answer
-    at_rest = range(BACKOFF_AFTER, found + 1, 1 + BACKOFF)
-    awake = range(found + 11, found + 11 + BACKOFF_AFTER)
-    assert [n for n in looked if n < awake[-1] + BACKOFF] == [
-        *range(1, BACKOFF_AFTER),
-        *at_rest,
-        *awake,
+    in_backoff = range(BACKOFF_AFTER_STEPS, found + 1, 1 + BACKOFF_STEPS)
+    drafting = range(found + 11, found + 11 + BACKOFF_AFTER_STEPS)
+    assert [n for n in drafted_lengths if n < drafting[-1] + BACKOFF_STEPS] == [
+        *range(1, BACKOFF_AFTER_STEPS),
+        *in_backoff,
+        *drafting,
     ]
 
 
-def test_what_was_said_at_rest_is_heard_in_the_end(
-    planned: LLM, looked: list[int], answer: list[int], monkeypatch: pytest.MonkeyPatch
+def test_tokens_of_a_backoff_reach_the_proposer_afterwards(
+    planned: LLM, drafted_lengths: list[int], answer: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proposer: Any = drafter_of(planned).proposer
     heard: list[list[int]] = []
@@ -78,25 +78,25 @@ def test_what_was_said_at_rest_is_heard_in_the_end(
         finish(request_id)
 
     monkeypatch.setattr(proposer, "finish", watched)
-    for length in range(BACKOFF_AFTER, BACKOFF_AFTER + 2 + BACKOFF):
+    for length in range(BACKOFF_AFTER_STEPS, BACKOFF_AFTER_STEPS + 2 + BACKOFF_STEPS):
         generate(planned, [PROMPT], greedy(length))
         generate(planned, [PROMPT], greedy(1))  # the engine hears of an end in the next step
         assert heard.pop() == answer[:length]
     assert not drafter_of(planned)._uncommitted
 
 
-def test_a_new_request_is_looked_at_at_once(
-    planned: LLM, looked: list[int], answer: list[int]
+def test_a_new_request_ends_the_backoff(
+    planned: LLM, drafted_lengths: list[int], answer: list[int]
 ) -> None:
     core = planned.llm_engine
     core.add_request("old", TokensPrompt(prompt_token_ids=PROMPT), greedy(60))
-    while not looked or looked[-1] < BACKOFF_AFTER:
+    while not drafted_lengths or drafted_lengths[-1] < BACKOFF_AFTER_STEPS:
         core.step()
     core.step()  # at rest
-    assert looked[-1] == BACKOFF_AFTER
+    assert drafted_lengths[-1] == BACKOFF_AFTER_STEPS
     core.add_request("new", TokensPrompt(prompt_token_ids=PROMPT), greedy(60))
     core.step()
-    assert looked[-2:] == [BACKOFF_AFTER + 2, 1]
+    assert drafted_lengths[-2:] == [BACKOFF_AFTER_STEPS + 2, 1]
     answers = {}
     while core.has_unfinished_requests():
         for output in core.step():

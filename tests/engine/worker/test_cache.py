@@ -1,4 +1,4 @@
-"""What an engine learned outlives it, in a file."""
+"""The cache file keeps what an engine learned."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def vllm_config(rank: int = 0, **model_config: Any) -> Any:
     )
 
 
-def test_ranks_that_serve_beside_each_other_have_files_of_their_own(tmp_path: Path) -> None:
+def test_data_parallel_ranks_have_separate_files(tmp_path: Path) -> None:
     options = LookaheadOptions(max_nodes=4096, cache_path=str(tmp_path / "a.cache"))
     for rank in range(2):
         proposer = NGramTrieProposer(options)
@@ -110,7 +110,7 @@ def test_without_a_path_there_is_no_cache_and_no_tokenizer_is_loaded() -> None:
     assert open_cache(broken, options, NGramTrieProposer(options)) is None
 
 
-def test_without_a_tokenizer_the_model_tells_files_apart() -> None:
+def test_without_a_tokenizer_the_model_is_the_fingerprint() -> None:
     prints = {
         fingerprint_of(vllm_config(**changes).model_config)
         for changes in ({}, {"model": "n"}, {"get_vocab_size": lambda: 129})
@@ -129,14 +129,14 @@ def test_vllms_tokenizer_has_the_fingerprint_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("timeout", [None, 0, 30])
-def test_nobody_waits_for_outputs_of_an_engine_that_ends(timeout: float | None) -> None:
+def test_the_output_task_ends_before_the_engine(timeout: float | None) -> None:
     """Unless requests may be drained; in a thread, as vLLM's server does."""
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
         listening = loop.create_task(asyncio.Event().wait())
         client = SimpleNamespace(output_handler=listening)
-        end = shutdown._listening_no_more(lambda self, timeout: ended.append(timeout))
+        end = shutdown._cancelling_output_handler(lambda self, timeout: ended.append(timeout))
         await loop.run_in_executor(None, end, client, timeout)
         await asyncio.sleep(0)
         assert listening.cancelled() == (not timeout)
@@ -145,13 +145,13 @@ def test_nobody_waits_for_outputs_of_an_engine_that_ends(timeout: float | None) 
     ended: list[Any] = []
     asyncio.run(run())
     assert ended == [timeout]
-    shutdown._listening_no_more(lambda *_: None)(SimpleNamespace(output_handler=None))
+    shutdown._cancelling_output_handler(lambda *_: None)(SimpleNamespace(output_handler=None))
 
 
 @pytest.mark.parametrize(
     ("drains_for", "asked", "given"), [(0, 0, 20), (0, None, 20), (0, 60, 60), (30, 30, 30)]
 )
-def test_an_engine_process_has_time_to_save_unless_it_has_a_deadline(
+def test_an_engine_process_has_time_to_save_unless_it_drains_requests(
     drains_for: int, asked: float | None, given: float
 ) -> None:
     waited: list[float | None] = []
@@ -160,17 +160,17 @@ def test_an_engine_process_has_time_to_save_unless_it_has_a_deadline(
     assert waited == [given]
 
 
-def test_a_worker_process_has_time_to_save_unless_the_user_says_another(
+def test_a_worker_process_has_time_to_save_unless_the_user_sets_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shutdown, "_wrap_manager", lambda: None)
+    monkeypatch.setattr(shutdown, "_patch_front_end", lambda: None)
     for set_by_user, given in (("", 15), ("40", 40)):
         monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", set_by_user)
         if not set_by_user:
             monkeypatch.delenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS")
         shutdown.allow_time_to_end()
         assert envs.environment_variables["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"]() == given
-    assert given > 15 and shutdown.TIME_TO_END > shutdown.TIME_TO_SAVE + 4
+    assert given > 15 and shutdown.SECONDS_TO_END > shutdown.SECONDS_TO_SAVE + 4
 
 
 class Workers(MultiprocExecutor):
@@ -210,7 +210,7 @@ def _has_no_parent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_has_no_parent")
-def test_workers_save_before_the_teardown_takes_the_signal_handlers_away() -> None:
+def test_workers_save_before_the_signal_handlers_are_removed() -> None:
     shutdown.save_before_teardown()
     core = core_of(workers := Workers())
     assert not EngineCoreProc._handle_shutdown(core)
@@ -245,7 +245,7 @@ os.fsync = slow_sync
 """
 
 
-def test_a_server_has_saved_when_its_first_process_ends(llama: Path, tmp_path: Path) -> None:
+def test_a_server_saves_before_its_first_process_ends(llama: Path, tmp_path: Path) -> None:
     """With which a container ends. Ctrl-C in a terminal goes to all processes at a time."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_SAVES)
     cache = tmp_path / "a.cache"

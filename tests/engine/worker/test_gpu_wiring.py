@@ -1,4 +1,4 @@
-"""What the CUDA path builds, checked without a GPU: batches, who is overwritten, and by what.
+"""The CUDA path without a GPU: batches, overwritten rows, CUDA graphs.
 
 The kernels have their own tests (`tests/verify/gpu/test_paged_attention.py`); here they are stood
 in for by plain torch.
@@ -25,10 +25,9 @@ from lookahead_vllm.verify.cpu.tree_attention import keys_and_values
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
 from lookahead_vllm.verify.tree_batch import TreeBatch
+from tests.support.attention_cases import PagedAttentionCase, random_tree
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 from tests.support.proposers import record
-from tests.verify.cpu.test_tree_attention import draw_tree
-from tests.verify.gpu.test_paged_attention import PagedScene
 
 UNTOUCHED = 7.0
 
@@ -61,13 +60,13 @@ class PlainImpl:
 class Impl(gpu_attention._TreeImpl, PlainImpl):
     attn_type = AttentionType.DECODER
 
-    def __init__(self, scene: PagedScene) -> None:
-        self.head_size, self.scale = scene.head_size, scene.scale
+    def __init__(self, case: PagedAttentionCase) -> None:
+        self.head_size, self.scale = case.head_size, case.scale
         # As vLLM's two backends keep them.
-        self.sliding_window = (scene.window - 1, 0) if scene.window > 0 else (-1, -1)
-        self.alibi_slopes, self.logits_soft_cap = scene.alibi_slopes, scene.soft_cap
-        self.sinks = scene.sink_logits
-        self.kv_cache_dtype = "fp8" if scene.fp8 else "auto"
+        self.sliding_window = (case.window - 1, 0) if case.window > 0 else (-1, -1)
+        self.alibi_slopes, self.logits_soft_cap = case.alibi_slopes, case.soft_cap
+        self.sinks = case.sink_logits
+        self.kv_cache_dtype = "fp8" if case.fp8 else "auto"
 
 
 @pytest.mark.parametrize("layout", ["tokens first", "heads first"])
@@ -76,51 +75,51 @@ class Impl(gpu_attention._TreeImpl, PlainImpl):
     [{}, {"window": 20, "sinks": True}, {"alibi": True, "soft_cap": 5.0}, {"fp8": True}],
     ids=str,
 )
-def test_rows_of_trees_are_overwritten_and_no_others(layout: str, options: dict[str, Any]) -> None:
-    trees = [draw_tree(np.random.default_rng(i), 9 * i + 1) for i in range(3)]
-    scene = PagedScene(trees, [70, 3, 33], layout=layout, head_size=64, gap=2, **options)
-    lengths = torch.full((len(scene.block_table),), 100, dtype=torch.int32)
-    common = Common(lengths, scene.block_table)
+def test_only_rows_of_trees_are_overwritten(layout: str, options: dict[str, Any]) -> None:
+    trees = [random_tree(np.random.default_rng(i), 9 * i + 1) for i in range(3)]
+    case = PagedAttentionCase(trees, [70, 3, 33], layout=layout, head_size=64, gap=2, **options)
+    lengths = torch.full((len(case.block_table),), 100, dtype=torch.int32)
+    common = Common(lengths, case.block_table)
     builder = Builder()
     plain = builder.build(0, common)
     assert torch.equal(plain.seq_lens, lengths) and not hasattr(plain, "trees")
 
-    builder.trees = scene.batch
+    builder.trees = case.batch
     metadata = builder.build(0, common)
     # vLLM's own kernel is told that a tree has no context.
-    rows = scene.batch.rows.long()
-    assert torch.equal(metadata.seq_lens[rows], scene.batch.sizes)
+    rows = case.batch.rows.long()
+    assert torch.equal(metadata.seq_lens[rows], case.batch.sizes)
     assert (lengths == 100).all() and (metadata.seq_lens == 100).sum() == 2
 
-    kv_cache = scene.whole.transpose(1, 2)  # vLLM's logical order, whatever the memory's is
-    output, query, layer = torch.empty_like(scene.query), scene.query, None
-    if scene.fp8:
+    kv_cache = case.paged_cache.transpose(1, 2)  # vLLM's logical order, whatever the memory's is
+    output, query, layer = torch.empty_like(case.query), case.query, None
+    if case.fp8:
         kv_cache = kv_cache.view(torch.uint8)
         layer = SimpleNamespace(_q_scale=torch.tensor(0.01))
-        layer._k_scale, layer._v_scale = scene.scales["k_scale"], scene.scales["v_scale"]
+        layer._k_scale, layer._v_scale = case.scales["k_scale"], case.scales["v_scale"]
         query = (query / 0.01).to(torch.float8_e4m3fn)
-        scene.query = query.float() * 0.01
-    Impl(scene).forward(layer, query, None, None, kv_cache, metadata, output)
-    expected = scene.reference()
+        case.query = query.float() * 0.01
+    Impl(case).forward(layer, query, None, None, kv_cache, metadata, output)
+    expected = case.reference()
     is_tree = expected.isfinite().flatten(1).all(1)
     torch.testing.assert_close(output[is_tree].double(), expected[is_tree], rtol=1e-5, atol=1e-5)
     assert (output[~is_tree] == UNTOUCHED).all() and len(output) - is_tree.sum() == 8
 
-    Impl(scene).forward(layer, query, None, None, kv_cache, plain, output)
+    Impl(case).forward(layer, query, None, None, kv_cache, plain, output)
     assert (output == UNTOUCHED).all()
-    Impl(scene).forward(layer, query, None, None, kv_cache, None, output)  # a profile run
+    Impl(case).forward(layer, query, None, None, kv_cache, None, output)  # a profile run
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_a_start_attends_to_every_kind_of_batch_and_changes_nothing(
+def test_warming_up_runs_every_kind_of_batch_and_changes_nothing(
     fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scene = PagedScene([draw_tree(np.random.default_rng(0), 9)], [70], fp8=fp8)
-    impl = Impl(scene)
-    impl.num_heads, impl.num_kv_heads = scene.heads, scene.kv_heads
-    kv_cache = scene.whole.transpose(1, 2)
+    case = PagedAttentionCase([random_tree(np.random.default_rng(0), 9)], [70], fp8=fp8)
+    impl = Impl(case)
+    impl.num_heads, impl.num_kv_heads = case.heads, case.kv_heads
+    kv_cache = case.paged_cache.transpose(1, 2)
     layer = SimpleNamespace(impl=impl, kv_cache=kv_cache.view(torch.uint8) if fp8 else kv_cache)
-    layer._k_scale, layer._v_scale = scene.scales.get("k_scale"), scene.scales.get("v_scale")
+    layer._k_scale, layer._v_scale = case.scales.get("k_scale"), case.scales.get("v_scale")
     before = layer.kv_cache.clone()
     kinds: list[tuple[int, int]] = []
     moved: list[list[int]] = []
@@ -136,7 +135,7 @@ def test_a_start_attends_to_every_kind_of_batch_and_changes_nothing(
     mover: Any = SimpleNamespace(
         device=torch.device("cpu"), move=lambda *ends: moved.extend(end.tolist() for end in ends)
     )
-    gpu_attention.warm_up([layer, layer], [mover], scene.dtype)
+    gpu_attention.warm_up([layer, layer], [mover], case.dtype)
     assert len(set(kinds)) * 2 == len(kinds) == 8  # 16 and 32 rows, split or not, in two layers
     assert moved == [[0], [0]]
     assert torch.equal(before.view(torch.uint8), layer.kv_cache.view(torch.uint8))
@@ -163,7 +162,7 @@ def paged_stand_in(
     )
 
 
-def test_an_engine_that_attends_by_way_of_the_cuda_path_says_the_same(
+def test_an_engine_on_the_cuda_path_gives_the_same_tokens(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = random_prompts(6, 50, seed=11)
@@ -214,7 +213,7 @@ def runner() -> SimpleNamespace:
 
 def graph_of(runner: Any, trees: list[DraftTree], uniform: bool) -> tuple[CUDAGraphMode, int]:
     """How a step with these drafts runs, and the size to which it is padded."""
-    runner._scheduled = SimpleNamespace(forest=DraftForest.of(trees))
+    runner._step = SimpleNamespace(branches=DraftForest.of(trees).branching.any())
     tokens = sum(1 + len(tree) for tree in trees)
     mode, batch = gpu_worker.determine_in_pieces(
         runner, lambda: runner.cudagraph_dispatcher.dispatch(tokens, uniform_decode=uniform)
@@ -248,7 +247,7 @@ def group(
     return SimpleNamespace(backend=backend, get_metadata_builder=lambda: builder)
 
 
-def test_what_has_no_tree_attention_gets_chains() -> None:
+def test_layers_without_tree_attention_get_chains() -> None:
     obstacle = gpu_attention.obstacle
     assert obstacle(group(), [LAYER], "auto") is None
     triton = group(gpu_attention.TreeTritonAttentionBackend)
@@ -259,7 +258,7 @@ def test_what_has_no_tree_attention_gets_chains() -> None:
         (group(), LAYER, "fp8_e5m2", "over a KV cache of fp8_e5m2"),
         (triton, LAYER, "fp8_per_token_head", "over a KV cache of fp8_per_token_head"),
         (group(head_size=512), LAYER, "auto", "for heads of 512"),
-        (group(is_mm_prefix_lm=True), LAYER, "auto", "rows see others"),
+        (group(is_mm_prefix_lm=True), LAYER, "auto", "rows attend to more"),
         (triton, SimpleNamespace(impl=SimpleNamespace(chunk_lookback=4)), "auto", "a chunk"),
         (triton, SimpleNamespace(impl=SimpleNamespace(use_alibi_sqrt=True)), "auto", "ALiBi"),
     ):
@@ -290,9 +289,9 @@ def test_engines_that_verify_no_trees(setting: dict[str, Any], says: str | None)
 
 def test_the_trees_of_a_step_are_laid_out_as_the_cpu_reads_them() -> None:
     """One copy to the device says what the reference's tables say, chains and prompts beside."""
-    trees = [draw_tree(np.random.default_rng(i), 20 + 30 * i) for i in range(3)]
+    trees = [random_tree(np.random.default_rng(i), 20 + 30 * i) for i in range(3)]
     batch = TreeBatch.build(trees, [4, 0, 2], [10, 40, 95], [7, 0, 300])
-    paged = PagedBatch.build(batch, others=([1, 3], [0, 9], [9, 1], [50, 2]))
+    paged = PagedBatch.build(batch, causal=([1, 3], [0, 9], [9, 1], [50, 2]))
     for name in ("rows", "starts", "sizes", "contexts"):
         assert torch.equal(getattr(paged, name)[:3], getattr(batch, name))
     assert torch.equal(paged.masks, batch.masks) and torch.equal(paged.depths, batch.depths)

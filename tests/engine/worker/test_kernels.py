@@ -1,4 +1,4 @@
-"""No request waits for the compiler: all kernels that serving calls are compiled at start."""
+"""All kernels that serving calls are compiled at start-up."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine import messages
 from lookahead_vllm.engine.messages import SentDraft
 from tests.support.driving import drafter_of, engine, generate, generate_staggered, random_prompts
-from tests.support.kernels import compiled, forget, new_since
+from tests.support.kernels import compiled, compiled_since, reset_kernels
 
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> None:
-    forget()
+    reset_kernels()
 
 
 def requests() -> list[SamplingParams]:
@@ -59,7 +59,7 @@ def test_requests_compile_nothing(proposer: str, budget: int | str, llama: Path)
             generate(llm, prompts, params)
             generate_staggered(llm, prompts, params[0], abort=[1])
         assert drafter_of(llm).counters.branching_trees and drafter_of(llm).counters.accepted_nodes
-        assert not new_since(at_start)
+        assert not compiled_since(at_start)
 
 
 def test_a_scheduler_in_a_process_of_its_own_compiles_nothing(llama: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_scheduler_in_a_process_of_its_own_compiles_nothing(llama: Path) -> No
     sent = {str(i): SentDraft(forest, i, tree.tokens.tolist()) for i, tree in enumerate(trees)}
     with engine(llama, {"budget": 4}) as llm:
         scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
-        forget()
+        reset_kernels()
         type(scheduler)(
             vllm_config=scheduler.vllm_config,
             kv_cache_config=scheduler.kv_cache_config,
@@ -79,4 +79,4 @@ def test_a_scheduler_in_a_process_of_its_own_compiles_nothing(llama: Path) -> No
     for scheduled in ({"0": [5, 6]}, {"0": [5], "1": [8, 9]}, {"1": [8], "0": [3]}, {"2": [1]}):
         messages.recall(scheduled, sent, {})
         messages.recall(scheduled, sent, {"0": trees[1]})
-    assert not new_since(at_start)
+    assert not compiled_since(at_start)

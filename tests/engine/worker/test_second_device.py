@@ -1,4 +1,4 @@
-"""The runner's own part of a step says the same where the logits are not on the CPU."""
+"""The runner's part of a step gives the same result on a device that is not the CPU."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from lookahead_vllm.draft.tree import DraftForest
-from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner, Scheduled
+from lookahead_vllm.engine.worker.draft_step import DraftStep
+from lookahead_vllm.engine.worker.step_recorder import StepRecorder
+from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from lookahead_vllm.engine.worker.v1.sampler import NodeProcessors
-from lookahead_vllm.verify.choices import likeliest
+from lookahead_vllm.verify.choices import top_choices
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
-from tests.support.second_device import DEVICE, Elsewhere, other_device
-from tests.verify.cpu.test_tree_attention import draw_tree
-from tests.verify.gpu.test_paged_attention import PagedScene
+from tests.support.attention_cases import PagedAttentionCase, random_tree
+from tests.support.second_device import DEVICE, OtherDeviceTensor, other_device
 
 VOCABULARY, REQUESTS = 40, 4
 ROWS = np.array([0, 1, 3])
-TREES = DraftForest.of([draw_tree(np.random.default_rng(i), 5 + 3 * i) for i in range(len(ROWS))])
+TREES = DraftForest.of([random_tree(np.random.default_rng(i), 5 + 3 * i) for i in range(len(ROWS))])
 NUM_NODES = np.zeros(REQUESTS, np.int64)
 NUM_NODES[ROWS] = TREES.sizes
 STARTS = (np.cumsum(NUM_NODES + 1) - NUM_NODES - 1)[ROWS]
-SCHEDULED = Scheduled(TREES, ROWS, STARTS, np.array([10, 20, 30]), np.ones(len(ROWS), np.bool_))
+STEP = DraftStep(TREES, ROWS, STARTS, np.array([10, 20, 30]), np.ones(len(ROWS), np.bool_))
 
 
 def test_devices_cannot_be_mixed() -> None:
@@ -96,21 +97,21 @@ def sample(kind: str, logits: torch.Tensor, device: Any) -> tuple[list[Any], np.
             req_ids=list(requests), sampling_metadata=metadata_of(kind, device)
         ),
         _node_processors=processors,
-        _draws=None,
+        _seeded_sampler=None,
         _sample_some=lambda *args: LookaheadRunner._sample_some(runner, *args),
         sampler=Sampler(),
     )
     draw = runner.sampler.topk_topp_sampler
     draw.forward = draw.forward_native  # the CPU has one of its own
     torch.manual_seed(0)
-    output, paths = LookaheadRunner._sample_trees(runner, logits.to(device), NUM_NODES, SCHEDULED)
+    output, paths = LookaheadRunner._sample_trees(runner, logits.to(device), NUM_NODES, STEP)
     parts = [output.sampled_token_ids, *(output.logprobs_tensors or ())]
     assert all(part.device == torch.device(device) for part in parts if part is not None)
     return [part.tolist() for part in parts if part is not None], paths
 
 
 @pytest.mark.parametrize("kind", ["greedy", "random", "everything"])
-def test_trees_are_sampled_there(kind: str) -> None:
+def test_trees_are_sampled_on_the_device(kind: str) -> None:
     logits = torch.randn(len(ROWS) + 1 + TREES.num_nodes, VOCABULARY)
     # Let some nodes be right.
     for root, tree in zip(STARTS, TREES, strict=True):
@@ -123,7 +124,7 @@ def test_trees_are_sampled_there(kind: str) -> None:
         assert (paths[:, 0] == 0).all()
 
 
-def test_positions_and_moves_are_made_there() -> None:
+def test_positions_and_moves_are_made_on_the_device() -> None:
     positions = torch.arange(100)
     moved: list[torch.Tensor] = []
     slots = torch.randperm(100)
@@ -134,31 +135,33 @@ def test_positions_and_moves_are_made_there() -> None:
             runner: Any = SimpleNamespace(
                 device=torch.device(device),
                 positions=positions.clone().to(device),
-                drafter=SimpleNamespace(counters=SimpleNamespace(moved_tokens=0)),
+                drafter=SimpleNamespace(recorder=StepRecorder(None)),
                 _movers=[SimpleNamespace(move=lambda *ends: moved.extend(ends))],
                 input_batch=SimpleNamespace(block_table=SimpleNamespace(block_tables=[table])),
             )
-            LookaheadRunner._place(runner, SCHEDULED)
-            LookaheadRunner._move_accepted(runner, SCHEDULED, paths)
+            LookaheadRunner._place(runner, STEP)
+            LookaheadRunner._move_accepted(runner, STEP, paths)
             moved.append(runner.positions)
     here, there = moved[:3], moved[3:]
-    assert all(isinstance(tensor, Elsewhere) for tensor in there)
+    assert all(isinstance(tensor, OtherDeviceTensor) for tensor in there)
     assert [t.tolist() for t in there] == [t.tolist() for t in here]
     assert here[2][: STARTS[0] + 2].tolist() == [0, 11]
 
 
-def test_choices_and_tree_attention_are_computed_there() -> None:
+def test_choices_and_tree_attention_run_on_the_device() -> None:
     logits, rows = torch.randn(6, VOCABULARY), np.array([4, 0, 1])
-    scene = PagedScene([draw_tree(np.random.default_rng(1), 12)], [30], layout="heads first")
+    case = PagedAttentionCase(
+        [random_tree(np.random.default_rng(1), 12)], [30], layout="heads first"
+    )
     with other_device() as device:
-        there = likeliest(logits.to(device), rows, 3)
-        tensors = [scene.query, scene.key_cache, scene.value_cache, scene.output, scene.block_table]
+        there = top_choices(logits.to(device), rows, 3)
+        tensors = [case.query, case.key_cache, case.value_cache, case.output, case.block_table]
         arguments = [tensor.to(device) for tensor in tensors]
         paged_attention(
-            *arguments, PagedBatch.build(scene.batch, device), scale=scene.scale, impl="torch"
+            *arguments, PagedBatch.build(case.batch, device), scale=case.scale, impl="torch"
         )
-    here = likeliest(logits, rows, 3, impl="torch")
+    here = top_choices(logits, rows, 3, impl="torch")
     assert (there.tokens == here.tokens).all() and (there.gaps == here.gaps).all()
-    output, expected = arguments[3].held.double(), scene.reference()
+    output, expected = arguments[3].cpu_tensor.double(), case.reference()
     is_tree = expected.isfinite().flatten(1).all(1)
     torch.testing.assert_close(output[is_tree], expected[is_tree], rtol=1e-5, atol=1e-5)

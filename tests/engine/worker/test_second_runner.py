@@ -1,4 +1,4 @@
-"""Lookahead beside vLLM's second model runner, which a GPU has by default: see `second_runner`."""
+"""Lookahead's output equals that of vLLM's second model runner, the default on GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs is measured once, kept, and never trusted blindly."""
+"""The cost of a step is measured once and cached; damaged or foreign files are not used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AUTO = {"proposer": "ngram_trie"}
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where engines keep what they measured."""
     monkeypatch.setattr(step_cost, "envs", SimpleNamespace(VLLM_CACHE_ROOT=str(tmp_path)))
-    monkeypatch.setattr(step_cost, "SECONDS", float("inf"))  # all is measured, however slowly
+    monkeypatch.setattr(step_cost, "MAX_SECONDS", float("inf"))  # all is measured, however slowly
     return tmp_path / "lookahead_step_cost"
 
 
@@ -118,7 +118,7 @@ def test_a_damaged_file_is_set_aside(
 
 
 @pytest.mark.usefixtures("_timed")
-def test_where_nothing_can_be_kept_the_engine_starts_all_the_same(
+def test_an_engine_starts_without_a_writable_cache(
     llama: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept.write_text("a file where the folder should be")
@@ -148,7 +148,7 @@ def test_a_source_tree_has_a_version_too(
 
 
 @pytest.mark.parametrize("case", ["of another user", "that others may write to"])
-def test_a_file_of_others_is_not_read(
+def test_files_that_others_could_write_are_not_read(
     case: str,
     llama: Path,
     kept: Path,
@@ -176,7 +176,7 @@ def test_a_fixed_budget_measures_nothing(
     assert not measured and not kept.exists()
 
 
-def test_attention_is_told_from_the_forward_pass() -> None:
+def test_attention_is_separated_from_the_forward_pass() -> None:
     curve = CostCurve([1, 64], [0.010, 0.073])
 
     def seconds(batch: Batch) -> float:

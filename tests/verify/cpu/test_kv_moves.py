@@ -1,4 +1,4 @@
-"""Moved slots carry their K and V in every layer; all other slots stay as they were."""
+"""A move copies K and V of a slot in every layer; all other slots stay unchanged."""
 
 import pytest
 import torch
@@ -19,30 +19,30 @@ def make_cache(blocks, heads, block_size, head_size, dtype, strided):
 
 
 def slots_of(cache: torch.Tensor) -> dict[int, tuple[bytes, bytes]]:
-    """The cache as a dict: slot -> K, V of all heads."""
+    """K and V of all heads, by slot."""
     _, _, block_size, width = cache.shape
-    found = {}
+    slots = {}
     for block, content in enumerate(cache.flatten(2)):
         k = content[:, : block_size * width // 2].unflatten(1, (width // 2, block_size))
         v = content[:, block_size * width // 2 :].unflatten(1, (block_size, width // 2))
         for offset in range(block_size):
             pair = (k[:, :, offset].float().numpy(), v[:, offset].float().numpy())
-            found[block * block_size + offset] = (pair[0].tobytes(), pair[1].tobytes())
-    return found
+            slots[block * block_size + offset] = (pair[0].tobytes(), pair[1].tobytes())
+    return slots
 
 
 @st.composite
 def moves(draw, slots):
-    """Two requests' moves: each ascending, each downwards, on slots of its own."""
+    """Moves of two requests over disjoint slots, by ascending source, each to a lower slot."""
     order = draw(st.permutations(range(slots)))
     src, dst = [], []
-    for own in (sorted(order[: slots // 2]), sorted(order[slots // 2 :])):
-        picked = sorted(draw(st.sets(st.sampled_from(own), max_size=8)))
+    for request_slots in (sorted(order[: slots // 2]), sorted(order[slots // 2 :])):
+        moved = sorted(draw(st.sets(st.sampled_from(request_slots), max_size=8)))
         free = 0
-        for slot in picked:
-            if own[free] < slot:
+        for slot in moved:
+            if request_slots[free] < slot:
                 src.append(slot)
-                dst.append(own[free])
+                dst.append(request_slots[free])
                 free += 1
     return src, dst
 
@@ -57,13 +57,13 @@ def moves(draw, slots):
     layers=st.integers(1, 3),
     packed=st.booleans(),
 )
-def test_moves_are_those_of_a_dict(impl, moves, dtype, strided, heads, layers, packed):
+def test_moves_equal_those_of_a_dict(impl, moves, dtype, strided, heads, layers, packed):
     src, dst = moves
     packed = packed and dtype == torch.bfloat16
     caches = [make_cache(5, heads, 16, 32, dtype, strided) for _ in range(layers)]
     expected = [slots_of(cache) for cache in caches]
-    for model in expected:
-        model.update({to: model[at] for at, to in zip(src, dst, strict=True)})
+    for contents in expected:
+        contents.update({to: contents[at] for at, to in zip(src, dst, strict=True)})
     for cache in caches if packed else []:
         pack(cache)
     KVMover(caches, 16, impl, packed).move(torch.tensor(src).long(), torch.tensor(dst).long())
@@ -73,7 +73,7 @@ def test_moves_are_those_of_a_dict(impl, moves, dtype, strided, heads, layers, p
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_a_path_closes_its_gaps_across_blocks(impl):
+def test_a_path_becomes_contiguous_across_blocks(impl):
     cache = make_cache(4, 2, 16, 64, torch.bfloat16, strided=False)
     before = slots_of(cache)
     src, dst = [18, 21, 33, 40], [17, 18, 19, 20]  # 18 is read, then overwritten
@@ -87,12 +87,12 @@ def test_layers_may_differ_in_heads_and_head_size(impl):
     caches = [make_cache(3, h, 16, d, torch.float32, h == 2) for h, d in ((1, 32), (2, 48))]
     before = [slots_of(cache) for cache in caches]
     KVMover(caches, 16, impl).move(torch.tensor([40]), torch.tensor([3]))
-    for cache, model in zip(caches, before, strict=True):
-        assert slots_of(cache) == model | {3: model[40]}
+    for cache, contents in zip(caches, before, strict=True):
+        assert slots_of(cache) == contents | {3: contents[40]}
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_what_does_not_fit_is_refused(impl):
+def test_wrong_arguments_are_refused(impl):
     cache = make_cache(2, 1, 16, 32, torch.float32, strided=False)
     for caches, block_size in [
         ([cache], 32),

@@ -1,4 +1,4 @@
-"""The kernels become machine code for GPUs that this machine does not have, and fit into them."""
+"""The kernels compile for several GPUs, which need not be present, and fit into their memories."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.verify.cpu.test_tree_attention import draw_tree
-from tests.verify.gpu.test_paged_attention import PagedScene
+from tests.support.attention_cases import PagedAttentionCase, random_tree
 
 triton = pytest.importorskip("triton")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 pytestmark = [
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles nothing"),
-    pytest.mark.skipif(not (TOOLS / "ptxas").is_file(), reason="Triton came without ptxas"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted"),
+    pytest.mark.skipif(not (TOOLS / "ptxas").is_file(), reason="this Triton has no ptxas"),
 ]
 
-SHARED = 99 << 10  # bytes a block may have on every device since Ampere
-NAMES = {
+SHARED_BYTES = 99 << 10  # of shared memory per block, on every device since Ampere
+TRITON_NAMES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -39,7 +38,7 @@ NAMES = {
 
 
 class Launches:
-    """Stands in for a kernel: takes down what it is launched with."""
+    """Replaces a kernel and records the arguments of its launches."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -53,7 +52,7 @@ class Launches:
         self.calls.append(dict(zip(names, args, strict=False)) | kwargs)
 
     def compile(self, capability: int) -> Any:
-        """The last launch, compiled."""
+        """Compile the kernel for the arguments of the last launch."""
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
@@ -66,7 +65,7 @@ class Launches:
             if name.isupper():
                 signature[name], constants[(place,)] = "constexpr", value
             elif isinstance(value, torch.Tensor):
-                signature[name] = f"*{NAMES[value.dtype]}"
+                signature[name] = f"*{TRITON_NAMES[value.dtype]}"
             else:
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
             if isinstance(value, torch.Tensor) or (signature[name] == "i32" and value % 16 == 0):
@@ -81,18 +80,18 @@ def instructions_of(compiled: Any) -> list[tuple[int, str]]:
         file.write(compiled.asm["cubin"])
         file.flush()
         command = [str(TOOLS / "cuobjdump"), "-sass", file.name]
-        said = subprocess.run(command, capture_output=True, check=True, text=True).stdout
-    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", said, re.MULTILINE)
-    return [(int(address, 16), text) for address, text in found]
+        listing = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    instructions = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", listing, re.MULTILINE)
+    return [(int(address, 16), text) for address, text in instructions]
 
 
 def spills(instructions: Sequence[tuple[int, str]]) -> int:
-    """How many of them move registers to memory of a thread's own, or back."""
+    """Number of instructions that load from or store to local memory."""
     return sum(bool(re.search(r"\b(LDL|STL)\b", text)) for _, text in instructions)
 
 
 def loops_with_dots(instructions: list[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """What lies between a jump back and where it leads, if tensor cores are used there."""
+    """The bodies of loops that use tensor cores."""
     for end, text in instructions:
         jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
         start = int(jump[1], 16) if jump else end
@@ -101,7 +100,7 @@ def loops_with_dots(instructions: list[tuple[int, str]]) -> Iterator[list[tuple[
             yield body
 
 
-EVERYTHING = dict(window=20, alibi=True, soft_cap=5.0, sinks=True)
+ALL_OPTIONS = dict(window=20, alibi=True, soft_cap=5.0, sinks=True)
 
 
 @pytest.mark.parametrize(
@@ -113,11 +112,11 @@ EVERYTHING = dict(window=20, alibi=True, soft_cap=5.0, sinks=True)
         (90, 100, 4000, {"head_size": 64, "fp8": True}),
         (90, 100, 100, {"dtype": torch.float32}),
         (80, 100, 4000, {}),
-        (120, 100, 4000, {"dtype": torch.float16, **EVERYTHING}),
+        (120, 100, 4000, {"dtype": torch.float16, **ALL_OPTIONS}),
     ],
     ids=str,
 )
-def test_tree_attention(
+def test_tree_attention_fits_and_does_not_spill(
     capability: int,
     nodes: int,
     context: int,
@@ -131,20 +130,20 @@ def test_tree_attention(
     monkeypatch.setattr(triton_attention, "_attend_tile", attend)
     monkeypatch.setattr(triton_attention, "_merge_splits", merge)
     monkeypatch.setattr(triton_attention, "_INTERPRETED_MULTIPROCESSORS", 132)
-    tree = draw_tree(np.random.default_rng(0), nodes)
-    scene = PagedScene(
+    tree = random_tree(np.random.default_rng(0), nodes)
+    case = PagedAttentionCase(
         [tree], [context], **{"dtype": torch.bfloat16, "head_size": 128, "heads": 8, **options}
     )
-    scene.run("triton")
+    case.run("triton")
 
     compiled = attend.compile(capability)
-    assert compiled.metadata.shared <= SHARED
-    is_float32 = scene.dtype == torch.float32  # without tensor cores
-    rows = (nodes + 1) * scene.heads // scene.kv_heads
+    assert compiled.metadata.shared <= SHARED_BYTES
+    is_float32 = case.dtype == torch.float32  # without tensor cores
+    rows = (nodes + 1) * case.heads // case.kv_heads
     assert ("wgmma" in compiled.asm["ptx"]) == (capability == 90 and rows >= 64 and not is_float32)
     if not is_float32:
         loops = list(loops_with_dots(instructions_of(compiled)))
-        assert len(loops) == (2 if scene.window > 0 else 3)  # whole blocks, the rest, the draft
+        assert len(loops) == (2 if case.window > 0 else 3)  # unmasked, masked, draft
         assert not any(map(spills, loops))
         assert "cp.async" in compiled.asm["ptx"]
     assert bool(merge.calls) == (context >= 2 * triton_attention.KEYS_PER_SPLIT)
@@ -153,7 +152,7 @@ def test_tree_attention(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
-def test_kv_moves(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_moves_do_not_spill(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     from lookahead_vllm.verify.gpu import triton_moves
 
     copy = Launches(triton_moves._copy)
@@ -165,7 +164,7 @@ def test_kv_moves(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_compiled_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a start attends to is of every kind that a batch can be of later."""
+    """The batches of the warm-up need every specialisation that later batches need."""
     from lookahead_vllm.verify.gpu import triton_attention
 
     kernels = [Launches(triton_attention._attend_tile), Launches(triton_attention._merge_splits)]
@@ -173,29 +172,30 @@ def test_nothing_is_compiled_while_serving(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(triton_attention, "_merge_splits", kernels[1])
     monkeypatch.setattr(triton_attention, "_INTERPRETED_MULTIPROCESSORS", 132)
 
-    def kinds() -> set[tuple[Any, ...]]:
-        """What Triton compiles by: constants, types, and how values divide, where it looks."""
-        found = set()
+    def specialisations() -> set[tuple[Any, ...]]:
+        """Triton's keys of compiled kernels: constants, types, and divisibility where it counts."""
+        keys = set()
         for kernel in kernels:
             params = {param.name: param for param in kernel.kernel.params}
             for call in kernel.calls:
-                kind: list[Any] = [kernel.kernel.fn.__name__]
+                key: list[Any] = [kernel.kernel.fn.__name__]
                 for name, value in call.items():
                     param = params.get(name)
                     if param is None or param.is_constexpr:
-                        kind.append((name, value))
+                        key.append((name, value))
                     elif isinstance(value, torch.Tensor):
-                        looks = not param.do_not_specialize_on_alignment
-                        kind.append((name, value.dtype, looks and value.data_ptr() % 16 == 0))
+                        by_alignment = not param.do_not_specialize_on_alignment
+                        is_aligned = by_alignment and value.data_ptr() % 16 == 0
+                        key.append((name, value.dtype, is_aligned))
                     elif isinstance(value, int) and not param.do_not_specialize:
-                        kind.append((name, value == 1 or value % 16 == 0))
-                found.add(tuple(kind))
+                        key.append((name, value == 1 or value % 16 == 0))
+                keys.add(tuple(key))
             kernel.calls.clear()
-        return found
+        return keys
 
-    scenes = [
-        PagedScene(
-            [draw_tree(np.random.default_rng(nodes), nodes) for nodes in sizes],
+    cases = [
+        PagedAttentionCase(
+            [random_tree(np.random.default_rng(nodes), nodes) for nodes in sizes],
             contexts,
             **{"dtype": torch.bfloat16, "head_size": 128, "heads": 6, "layout": "heads first"},
         )
@@ -204,13 +204,13 @@ def test_nothing_is_compiled_while_serving(monkeypatch: pytest.MonkeyPatch) -> N
             ([3, 90], [700, 40]), ([40] * 5, [3000] * 5), ([200], [9000]),
         )
     ]  # fmt: skip
-    scene = scenes[0]
-    batches = triton_attention.batches_of_every_kind(6, 2, 128, torch.bfloat16, torch.device("cpu"))
+    case = cases[0]
+    batches = triton_attention.warm_up_batches(6, 2, 128, torch.bfloat16, torch.device("cpu"))
     for batch in batches:
-        scene.run("triton", batch)
-    compiled = kinds()
+        case.run("triton", batch)
+    compiled = specialisations()
     assert len(compiled) == 9  # four sizes of tiles, split or not, and the merge
-    for scene in scenes:
-        scene.run("triton")
-    needed = kinds()
+    for case in cases:
+        case.run("triton")
+    needed = specialisations()
     assert len(needed) > 4 and needed <= compiled, needed - compiled

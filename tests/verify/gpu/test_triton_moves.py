@@ -1,4 +1,4 @@
-"""KV moves on a GPU: all slots read, then written, in every layer; by the interpreter."""
+"""KV moves on a GPU read all slots, then write them, in every layer; run by the interpreter."""
 
 import os
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="in a process of its own"
+    os.environ.get("TRITON_INTERPRET") != "1", reason="runs in another process"
 )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize("width", [128, 144])
-def test_slots_are_copied_in_every_layer_and_nothing_else_is(dtype, heads_first, width):
+def test_only_the_given_slots_are_written_in_every_layer(dtype, heads_first, width):
     from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
 
     torch.manual_seed(width)
@@ -23,7 +23,7 @@ def test_slots_are_copied_in_every_layer_and_nothing_else_is(dtype, heads_first,
         shape = (blocks, heads, size, width) if heads_first else (blocks, size, heads, width)
         cache = torch.randn(shape).to(dtype)
         caches.append(cache if heads_first else cache.transpose(1, 2))
-    # A slot that is written may be read as well: that is its old content.
+    # Slots may be both read and written; a read gives the old content.
     src, dst = torch.tensor([7, 9, 33, 34, 40]), torch.tensor([6, 7, 15, 33, 79])
     expected = [cache.clone() for cache in caches]
     for before, after in zip(caches, expected, strict=True):
@@ -34,7 +34,7 @@ def test_slots_are_copied_in_every_layer_and_nothing_else_is(dtype, heads_first,
         assert torch.equal(cache.float(), after.float())
 
 
-def test_what_triton_cannot_move_is_refused():
+def test_wrong_arguments_are_refused():
     from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
 
     cache = torch.zeros(2, 1, 16, 8)

@@ -1,4 +1,4 @@
-"""vLLM's CPU attention, with the rows of branching trees taken over by tree attention."""
+"""vLLM's CPU attention backend, with tree attention for the rows of branching trees."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from lookahead_vllm.engine.worker import profile
+from lookahead_vllm.engine.worker.step_recorder import timed_attention
 from lookahead_vllm.engine.worker.v1.tree_rows import without_contexts
 from lookahead_vllm.verify.cpu.kv_moves import KVMover
 from lookahead_vllm.verify.cpu.tree_attention import supported, tree_attention
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
 PACKED = {"vec": False, "vec16": False, "amx": True}
-"""vLLM's instruction sets whose KV layout tree attention reads, and which of the two it is."""
+"""Whether the KV layout is packed, for each of vLLM's instruction sets that is supported."""
 
 
 @dataclass(kw_only=True)
 class TreeAttentionMetadata(CPUAttentionMetadata):
-    """Of a step with branching trees."""
+    """Metadata of a step with branching trees."""
 
     trees: TreeBatch
     all_trees: bool
-    """Every request of the batch has one, so that nothing is left for the native kernel."""
+    """Every request of the batch has a branching tree, so the native kernel is skipped."""
 
 
 class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Carries the step's trees, which the runner sets, to the layers."""
+    """Adds the step's trees, which the runner sets, to the metadata."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,8 +51,8 @@ class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         trees = self.trees
         if trees is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        told = without_contexts(common_attn_metadata, trees.rows, trees.sizes)
-        built = super().build(common_prefix_len, told, fast_build)
+        without = without_contexts(common_attn_metadata, trees.rows, trees.sizes)
+        built = super().build(common_prefix_len, without, fast_build)
         return TreeAttentionMetadata(
             **{f.name: getattr(built, f.name) for f in fields(built)},
             trees=trees,
@@ -90,7 +90,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             )
         if not attn_metadata.all_trees:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
-        with profile.timed("attention"):
+        with timed_attention():
             tree_attention(
                 query,
                 kv_cache,
@@ -119,7 +119,7 @@ class TreeAttentionBackend(CPUAttentionBackend):
 
 def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
     """Why the layers of an attention group cannot verify branching trees, or None if they can."""
-    # A layer that changes what its rows see (chunks, an encoder) derives a backend of ours.
+    # Layers with another attention pattern (chunks, an encoder) use a backend derived from ours.
     if group.backend is not TreeAttentionBackend:
         return f"there is no tree attention for the backend {group.backend.__name__}"
     builder = group.get_metadata_builder()
@@ -133,5 +133,5 @@ def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
 
 
 def mover(kv_caches: Sequence[torch.Tensor], layer: Any) -> KVMover:
-    """For the caches of a KV cache group, of which `layer` is one."""
+    """The KV mover of a KV cache group; `layer` is one of its layers."""
     return KVMover(kv_caches, kv_caches[0].shape[2], packed=PACKED[layer.isa])

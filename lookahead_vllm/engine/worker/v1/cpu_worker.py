@@ -10,6 +10,7 @@ from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker.v1 import cpu_attention
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from lookahead_vllm.verify.cpu import native
@@ -32,12 +33,8 @@ class LookaheadCPUWorker(cpu_worker.CPUWorker):
         native.load()
 
     def init_device(self) -> None:
-        original = cpu_worker.CPUModelRunner
-        cpu_worker.CPUModelRunner = LookaheadCPUModelRunner
-        try:
+        with patches.swapped(cpu_worker, "CPUModelRunner", LookaheadCPUModelRunner):
             super().init_device()
-        finally:
-            cpu_worker.CPUModelRunner = original
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         times = super().compile_or_warm_up_model()

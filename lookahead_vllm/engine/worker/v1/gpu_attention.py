@@ -1,7 +1,7 @@
-"""vLLM's attention backends for CUDA, with the rows of branching trees taken over by ours.
+"""vLLM's CUDA attention backends, with tree attention for the rows of branching trees.
 
-Not run on a GPU yet. FlashAttention's and Triton's backends have the same cache layout, and the
-same fields where it matters here, so both get the same two halves.
+Not run on a GPU yet. The FlashAttention and Triton backends share a cache layout and the fields
+that are used here, so both get the same builder and implementation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from lookahead_vllm.engine.worker import profile
+from lookahead_vllm.engine.worker.step_recorder import timed_attention
 from lookahead_vllm.engine.worker.v1.tree_rows import without_contexts
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
@@ -43,7 +43,7 @@ else:
 
 
 class _TreeBuilder(_Builder):
-    """Carries the step's trees, which the runner sets, to the layers."""
+    """Adds the step's trees, which the runner sets, to the metadata."""
 
     trees: TreeBatch | None = None
 
@@ -56,8 +56,8 @@ class _TreeBuilder(_Builder):
         if self.trees is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         batch = PagedBatch.build(self.trees, self.device)
-        told = without_contexts(common_attn_metadata, batch.rows, batch.sizes)
-        built = super().build(common_prefix_len, told, fast_build)
+        without = without_contexts(common_attn_metadata, batch.rows, batch.sizes)
+        built = super().build(common_prefix_len, without, fast_build)
         built.trees = batch
         return built
 
@@ -89,7 +89,7 @@ class _TreeImpl(_Impl):
         trees = getattr(attn_metadata, "trees", None)
         if trees is None or self.attn_type != AttentionType.DECODER:
             return result
-        with profile.timed("attention"):
+        with timed_attention():
             self.attend_trees(layer, query, kv_cache, output, attn_metadata.block_table, trees)
         return result
 
@@ -102,14 +102,14 @@ class _TreeImpl(_Impl):
         block_table: torch.Tensor,
         trees: PagedBatch,
     ) -> None:
-        """Overwrite the rows of trees in `output`."""
+        """Overwrite the rows of branching trees in `output`."""
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         scales = {}
         if is_quantized_kv_cache(self.kv_cache_dtype):
             fp8 = current_platform.fp8_dtype()
             keys, values = keys.view(fp8), values.view(fp8)
             scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
-            if query.dtype == fp8:  # the layer did that, where vLLM's kernel wants it
+            if query.dtype == fp8:  # the layer quantized it for vLLM's kernel
                 query = (query.float() * layer._q_scale).to(output.dtype)
         left, _ = self.sliding_window
         paged_attention(
@@ -128,16 +128,16 @@ class _TreeImpl(_Impl):
         )
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """What is overwritten is not quantized yet."""
+        """False: tree attention overwrites rows before they are quantized."""
         return False
 
 
 class TreeFlashAttentionMetadataBuilder(_TreeBuilder, FlashAttentionMetadataBuilder):
-    """FlashAttention's."""
+    """Of the FlashAttention backend."""
 
 
 class TreeFlashAttentionImpl(_TreeImpl, FlashAttentionImpl):
-    """FlashAttention's."""
+    """Of the FlashAttention backend."""
 
 
 class TreeFlashAttentionBackend(FlashAttentionBackend):
@@ -151,11 +151,11 @@ class TreeFlashAttentionBackend(FlashAttentionBackend):
 
 
 class TreeTritonAttentionMetadataBuilder(_TreeBuilder, TritonAttentionMetadataBuilder):
-    """Triton's."""
+    """Of the Triton backend."""
 
 
 class TreeTritonAttentionImpl(_TreeImpl, TritonAttentionImpl):
-    """Triton's."""
+    """Of the Triton backend."""
 
 
 class TreeTritonAttentionBackend(TritonAttentionBackend):
@@ -170,7 +170,7 @@ class TreeTritonAttentionBackend(TritonAttentionBackend):
 
 def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
     """Why the layers of an attention group cannot verify branching trees, or None if they can."""
-    # A layer that changes what its rows see (chunks, an encoder) derives a backend of ours.
+    # Layers with another attention pattern (chunks, an encoder) use a backend derived from ours.
     if group.backend not in (TreeFlashAttentionBackend, TreeTritonAttentionBackend):
         return f"there is no tree attention for the backend {group.backend.__name__}"
     builder = group.get_metadata_builder()
@@ -180,28 +180,28 @@ def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
         return f"there is no tree attention for heads of {builder.headdim}"
     config = builder.vllm_config.model_config
     if config.rswa_window is not None or config.is_mm_prefix_lm:
-        return "rows see others than those before them"
+        return "rows attend to more than the rows before them"
     if any(getattr(layer.impl, "use_alibi_sqrt", False) for layer in layers):
-        return "its ALiBi is of another kind"
+        return "it uses the square root variant of ALiBi"
     if any(getattr(layer.impl, "chunk_lookback", -1) > -1 for layer in layers):
-        return "rows see a chunk of the context alone"
+        return "rows attend to a chunk of the context"
     return None
 
 
 def mover(kv_caches: Sequence[torch.Tensor], layer: Any) -> PagedKVMover:
-    """For the caches of a KV cache group, of which `layer` is one."""
+    """The KV mover of a KV cache group; `layer` is one of its layers."""
     return PagedKVMover(kv_caches)
 
 
 def warm_up(layers: Sequence[Any], movers: Sequence[PagedKVMover], dtype: torch.dtype) -> None:
     """Compile the kernels of a step with trees, so that no request waits for it."""
-    from lookahead_vllm.verify.gpu.triton_attention import batches_of_every_kind
+    from lookahead_vllm.verify.gpu.triton_attention import warm_up_batches
 
     for layer in tqdm(layers, "Compiling tree attention", disable=not is_global_first_rank()):
         impl, device = layer.impl, layer.kv_cache.device
         query = torch.zeros(1, impl.num_heads, impl.head_size, dtype=dtype, device=device)
         block_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-        for batch in batches_of_every_kind(
+        for batch in warm_up_batches(
             impl.num_heads, impl.num_kv_heads, impl.head_size, dtype, device
         ):
             impl.attend_trees(layer, query, layer.kv_cache, query.clone(), block_table, batch)

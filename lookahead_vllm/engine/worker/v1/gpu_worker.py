@@ -13,6 +13,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker.v1 import gpu_attention
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 
@@ -54,7 +55,7 @@ def capture_steps_without_drafts(runner: Any) -> None:
 
 def determine_in_pieces(runner: Any, run: Callable[[], Any]) -> Any:
     """`run()`, which asks the dispatcher for a graph; for trees it gets none of the whole model."""
-    if not runner._scheduled.forest.branching.any():
+    if not runner._step.branches:
         return run()
     dispatcher = runner.cudagraph_dispatcher
     original = dispatcher.dispatch
@@ -62,11 +63,8 @@ def determine_in_pieces(runner: Any, run: Callable[[], Any]) -> Any:
     def dispatch(*args: Any, invalid_modes: Any = None, **kwargs: Any) -> Any:
         return original(*args, invalid_modes={*(invalid_modes or ()), CUDAGraphMode.FULL}, **kwargs)
 
-    dispatcher.dispatch = dispatch
-    try:
+    with patches.swapped(dispatcher, "dispatch", dispatch):
         return run()
-    finally:
-        dispatcher.dispatch = original
 
 
 class LookaheadGPUWorker(Worker):
@@ -81,12 +79,8 @@ class LookaheadGPUWorker(Worker):
         selector._cached_get_attn_backend.cache_clear()
 
     def _make_model_runner(self) -> Any:
-        original = gpu_model_runner.GPUModelRunner
-        gpu_model_runner.GPUModelRunner = LookaheadGPUModelRunner
-        try:
+        with patches.swapped(gpu_model_runner, "GPUModelRunner", LookaheadGPUModelRunner):
             return super()._make_model_runner()
-        finally:
-            gpu_model_runner.GPUModelRunner = original
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         times = super().compile_or_warm_up_model()

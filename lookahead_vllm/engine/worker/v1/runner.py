@@ -1,11 +1,11 @@
-"""The model runner's side of a draft tree's life: recall, place, verify, compact, propose."""
+"""vLLM's first model runner with draft trees: recall, place, verify, compact, propose."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +17,14 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker import gpu_model_runner
 
-from lookahead_vllm.draft import sources
 from lookahead_vllm.draft.budget.cost import Load, StepWork
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.proposer import Verified
-from lookahead_vllm.draft.tree import UNKNOWN, DraftForest, DraftTree
-from lookahead_vllm.engine import messages, step_report
-from lookahead_vllm.engine.step_report import StepReport, TrieGauges
-from lookahead_vllm.engine.worker import profile
+from lookahead_vllm.draft.tree import UNKNOWN, DraftTree
+from lookahead_vllm.engine import messages, patches, step_report
+from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep, root_rows
 from lookahead_vllm.engine.worker.drafter import LiveRequest, LookaheadDrafter
 from lookahead_vllm.engine.worker.step_cost import step_cost
-from lookahead_vllm.engine.worker.v1.positional_draws import SeededSampler
 from lookahead_vllm.engine.worker.v1.sampler import (
     NodeProcessors,
     NodeRows,
@@ -39,10 +36,9 @@ from lookahead_vllm.engine.worker.v1.sampler import (
     spread_metadata,
     without_speculation,
 )
+from lookahead_vllm.engine.worker.v1.seeded_sampler import SeededSampler
 from lookahead_vllm.verify.acceptance import accepted_paths
-from lookahead_vllm.verify.choices import likeliest
 from lookahead_vllm.verify.seeded_draws import GeneratorStates
-from lookahead_vllm.verify.tree_batch import TreeBatch
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -56,67 +52,43 @@ else:
 logger = init_logger(f"vllm.{__name__}")
 
 
-@dataclass
-class Scheduled:
-    """The drafts that are being verified in this step, in the order of the batch."""
-
-    forest: DraftForest
-    rows: Int64s
-    """int64 [t]: the row of the batch of each tree's request."""
-    starts: Int64s
-    """int64 [t]: index of each root in the step's flattened tokens; the nodes follow."""
-    contexts: Int64s
-    """int64 [t]: committed tokens before the root, which is the root's position."""
-    from_proposer: NDArray[np.bool_]
-    """bool [t]: the trees that are the proposer's, and not a grammar's or what is left of them."""
-
-
-_NOTHING: Int64s = np.empty(0, np.int64)
-_NO_DRAFTS = Scheduled(DraftForest.of([]), _NOTHING, _NOTHING, _NOTHING, np.empty(0, np.bool_))
-
-
 class LookaheadRunner(_Base):
-    """Mixed into one of vLLM's V1 model runners, in front of it."""
+    """Mixin for vLLM's V1 model runners; comes first among the base classes."""
 
     attention: ModuleType
-    """What tree attention is on this device: `attention.py` or `gpu_attention.py`."""
+    """Tree attention on this device: `cpu_attention.py` or `gpu_attention.py`."""
     drafter: LookaheadDrafter
     speculative_config: SpeculativeConfig | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         original = gpu_model_runner.build_logitsprocs
-        gpu_model_runner.build_logitsprocs = keep_all_processors(original)
-        try:
+        replacement = keep_all_processors(original)
+        with patches.swapped(gpu_model_runner, "build_logitsprocs", replacement):
             super().__init__(*args, **kwargs)
-        finally:
-            gpu_model_runner.build_logitsprocs = original
-        self._draws: SeededSampler | None = None
-        """Where plain vLLM would draw by position; else by generators."""
+        self._seeded_sampler: SeededSampler | None = None
+        """Set where plain vLLM would draw by position instead of from generators."""
         if without_speculation(self.vllm_config).use_v2_model_runner:
-            self._draws = SeededSampler(self.sampler.topk_topp_sampler)
-            self.sampler.topk_topp_sampler = self._draws
+            self._seeded_sampler = SeededSampler(self.sampler.topk_topp_sampler)
+            self.sampler.topk_topp_sampler = self._seeded_sampler
         self._logits_indices: torch.Tensor | None = None
-        """int64 [rows of logits]: the token of the step that each one follows."""
+        """int64 [rows of logits]: index of the step's token that each row follows."""
         self._node_processors = NodeProcessors(
             self.vllm_config,
             self.device,
             tuple(self.model_config.logits_processors or ()),
             original,
         )
-        self._scheduled = _NO_DRAFTS
-        """The drafts of the step under way."""
+        self._step = NO_DRAFTS
+        """The drafts of the current step."""
         self._work: StepWork | None = None
-        """What that step does; None if it reads a prompt."""
+        """The work of the current step; None if it reads a prompt."""
         self._verified: Verified | None = None
-        """What the model said in that step, until the proposer hears of it."""
+        """The model's choices in the current step, until the proposer gets them."""
         self._movers: list[Any] = []
         """One for each KV cache group, where trees may branch."""
         self._last_step_end: float | None = None
-        self.report = StepReport()
-        """Of the step under way; sent with its output."""
-        self._wanted = False
-        """Whether a request of the step under way could have a draft."""
-        self._watch = TrieGauges(self.drafter)
+        self._could_draft = False
+        """Whether a request of the current step could have a draft."""
 
     # ---- what may branch -------------------------------------------------------------------------
 
@@ -158,26 +130,18 @@ class LookaheadRunner(_Base):
         return None
 
     def warm_up_drafting(self) -> None:
-        """Learn what a step costs on this device, so that only drafts that pay are sent."""
-        if self._draws is not None:
-            self._draws.warm_up(self.model_config.get_vocab_size(), self.device)
+        """Compile kernels, and measure the cost of a step on this device."""
+        if self._seeded_sampler is not None:
+            self._seeded_sampler.warm_up(self.model_config.get_vocab_size(), self.device)
         if self.drafter.options.budget == "auto":
             cost = step_cost(self)  # every rank takes part
-            if self.drafter.leads:
+            if self.drafter.is_drafting_rank:
                 self.drafter.proposer.cost = cost
         set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
 
-    def expect(self, trees: Sequence[DraftTree], context: int = 0) -> None:
-        """Let dummy runs have a request for each of these drafts, `context` tokens behind it."""
-        forest = DraftForest.of(trees)
-        tree = np.arange(len(forest))
-        self._scheduled = Scheduled(
-            forest,
-            tree,
-            forest.firsts[:-1] + tree,
-            np.full(len(forest), context),
-            np.zeros(len(forest), np.bool_),
-        )
+    def schedule_dummy_trees(self, trees: Sequence[DraftTree], context: int = 0) -> None:
+        """Give the next dummy runs one request for each tree, with `context` committed tokens."""
+        self._step = DraftStep.of_dummies(trees, context)
 
     # ---- recall and place ------------------------------------------------------------------------
 
@@ -189,7 +153,7 @@ class LookaheadRunner(_Base):
         return super()._update_states(scheduler_output)
 
     def _give_back_blocks(self, request_id: str, counts: Sequence[int]) -> None:
-        """The scheduler took the blocks behind the first so many of each KV cache group."""
+        """Keep the first `counts` blocks of each KV cache group: the scheduler freed the others."""
         for block_ids, count in zip(self.requests[request_id].block_ids, counts, strict=True):
             del block_ids[count:]
         row = self.input_batch.req_id_to_index.get(request_id)
@@ -201,76 +165,46 @@ class LookaheadRunner(_Base):
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: Any) -> Any:
         config = self.speculative_config
         if not scheduler_output.scheduled_spec_decode_tokens and not self.model_config.is_hybrid:
-            self.speculative_config = None  # vLLM's shorter way; recurrent states need the other
+            self.speculative_config = (
+                None  # vLLM's shorter path, which recurrent states cannot take
+            )
         try:
             prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         finally:
             self.speculative_config = config
         self._logits_indices = prepared[0]
-        self._scheduled = scheduled = self._recall(scheduler_output, num_scheduled_tokens)
+        self._step = step = self._recall(scheduler_output, num_scheduled_tokens)
         if not self.drafter.backoff_left:
-            self._work = self._work_of(num_scheduled_tokens, scheduled)
-        forest = scheduled.forest
-        if self._wanted or forest.num_nodes:
-            self.report.budgets.append(forest.num_nodes)
-        if forest.branching.any():
-            self._place(scheduled)
+            computed = self.input_batch.num_computed_tokens_cpu[: len(num_scheduled_tokens)]
+            self._work = step.work(num_scheduled_tokens, computed)
+        if self._could_draft or step.forest.num_nodes:
+            self.drafter.recorder.report.budgets.append(step.forest.num_nodes)
+        if step.branches:
+            self._place(step)
         return prepared
 
-    def _place(self, scheduled: Scheduled) -> None:
-        """Set the nodes' positions. KV slots are made from the linear ones and stay as they are."""
-        forest, device = scheduled.forest, self.positions.device
-        nodes = scheduled.starts[forest.owners] + 1 + forest.places
-        positions = scheduled.contexts[forest.owners] + forest.depths
-        nodes_there, positions_there = torch.from_numpy(np.stack((nodes, positions))).to(device)
-        self.positions[nodes_there] = positions_there
+    def _place(self, step: DraftStep) -> None:
+        """Set the nodes' positions. KV slots come from linear positions and do not change."""
+        ends = torch.from_numpy(np.stack(step.node_positions()))
+        nodes, positions = ends.to(self.positions.device)
+        self.positions[nodes] = positions
 
     def _recall(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int32]
-    ) -> Scheduled:
+    ) -> DraftStep:
         """The drafts of this step."""
         drafts = messages.to_verify(scheduler_output)
         if not drafts.req_ids:
-            return _NO_DRAFTS
+            return NO_DRAFTS
         batch = self.input_batch
         rows = np.array([batch.req_id_to_index[req_id] for req_id in drafts.req_ids])
-        forest, from_proposer = drafts.forest, drafts.from_proposer
-        order = np.argsort(rows)
-        if (np.diff(order) < 0).any():
-            rows, from_proposer = rows[order], from_proposer[order]
-            forest = forest.take(order, forest.sizes[order])
-        # Tokens of the prompt may be scheduled before the root.
-        leads = num_scheduled_tokens[rows] - forest.sizes - 1
-        starts = np.cumsum(num_scheduled_tokens)[rows] - num_scheduled_tokens[rows] + leads
-        contexts = batch.num_computed_tokens_cpu[rows] + leads
-        return Scheduled(
-            forest, rows, starts.astype(np.int64), contexts.astype(np.int64), from_proposer
-        )
-
-    def _work_of(
-        self, num_scheduled_tokens: NDArray[np.int32], scheduled: Scheduled
-    ) -> StepWork | None:
-        forest, num_reqs = scheduled.forest, len(num_scheduled_tokens)
-        num_tokens = int(num_scheduled_tokens.sum())
-        if num_tokens != num_reqs + forest.num_nodes:  # a prompt is read
-            return None
-        context = int(self.input_batch.num_computed_tokens_cpu[:num_reqs].sum())
-        rows = (1 + forest.sizes) * scheduled.contexts
-        in_trees = int(rows[forest.branching].sum())
-        causal = context + int(rows.sum() - scheduled.contexts.sum()) - in_trees
-        return StepWork(num_tokens, num_reqs, forest.num_nodes, context, causal, in_trees)
+        computed = batch.num_computed_tokens_cpu
+        return DraftStep.of_scheduled(drafts, rows, num_scheduled_tokens, computed)
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        scheduled = self._scheduled
-        branching = np.flatnonzero(scheduled.forest.branching)
-        if not len(branching):
+        if not self._step.branches:
             return super()._build_attention_metadata(*args, **kwargs)
-        trees = TreeBatch.build(
-            scheduled.forest.take(branching, scheduled.forest.sizes[branching]),
-            scheduled.rows[branching],
-            scheduled.starts[branching],
-            scheduled.contexts[branching],
-        )
+        trees = self._step.branching_trees()
         builders = [g.get_metadata_builder() for g in self._attn_group_iterator()]
         for builder in builders:
             builder.trees = trees
@@ -285,105 +219,77 @@ class LookaheadRunner(_Base):
     def _sample(
         self, logits: torch.Tensor, spec_decode_metadata: SpecDecodeMetadata | None
     ) -> SamplerOutput:
-        scheduled, self._scheduled = self._scheduled, _NO_DRAFTS
-        if self._draws is not None:
+        step, self._step = self._step, NO_DRAFTS
+        if self._seeded_sampler is not None:
             seeded = bool(self.input_batch.generators)
-            self._draws.positions = self.positions[self._logits_indices] if seeded else None
+            self._seeded_sampler.positions = (
+                self.positions[self._logits_indices] if seeded else None
+            )
         discarded = self._generators_of_unfinished_prefills()
         before = {row: generator.get_state() for row, generator in discarded.items()}
+        recorder = self.drafter.recorder
         try:
-            if spec_decode_metadata is None or not scheduled.forest.num_nodes:
+            if spec_decode_metadata is None or not step.forest.num_nodes:
                 if self.drafter.proposer.wants_roots:
-                    plain = np.zeros(self.input_batch.num_reqs, np.int64)
-                    self._verified = self._collect_choices(logits, plain, _NO_DRAFTS)
+                    no_nodes = np.zeros(self.input_batch.num_reqs, np.int64)
+                    self._verified = self._collect_choices(logits, no_nodes, NO_DRAFTS)
                 return super()._sample(logits, None)
-            with self._timed("verify"):
+            with recorder.timed("verify"):
                 num_nodes = np.asarray(spec_decode_metadata.num_draft_tokens)
-                self._verified = verified = self._collect_choices(logits, num_nodes, scheduled)
-                output, paths = self._sample_trees(logits, num_nodes, scheduled)
+                self._verified = verified = self._collect_choices(logits, num_nodes, step)
+                output, paths = self._sample_trees(logits, num_nodes, step)
         finally:
             for row, state in before.items():
                 discarded[row].set_state(state)
-        with self._timed("compaction"):
-            self._move_accepted(scheduled, paths)
-        self._count(scheduled.forest, paths)
+        with recorder.timed("compaction"):
+            self._move_accepted(step, paths)
+        recorder.count_drafts(step.forest, paths)
         if verified is not None:
-            accepted = paths[scheduled.from_proposer]
-            verified.lengths[: len(accepted)] = (accepted >= 0).sum(axis=1)
-            firsts = verified.forest.firsts[: len(accepted), None]
-            verified.accepted[(firsts + accepted)[accepted >= 0]] = True
+            step.mark_accepted(verified, paths)
         return output
 
     def _collect_choices(
-        self, logits: torch.Tensor, num_nodes: Int64s, scheduled: Scheduled
+        self, logits: torch.Tensor, num_nodes: Int64s, step: DraftStep
     ) -> Verified | None:
-        """What the proposer wants to know of this step, but what is accepted; None for nothing.
-
-        Before sampling, which writes to the logits. `num_nodes` int64 [requests].
-        """
-        drafter, req_ids = self.drafter, self.input_batch.req_ids
-        if not drafter.proposer.num_choices:
+        """The model's choices that the proposer wants; None if it wants none."""
+        drafter = self.drafter
+        if not (num_choices := drafter.proposer.num_choices):
             return None
-        trees = np.flatnonzero(scheduled.from_proposer)
-        forest = scheduled.forest
-        if len(trees) < len(forest):
-            forest = forest.take(trees, forest.sizes[trees])
-        rows = scheduled.rows[trees]
-        if drafter.proposer.wants_roots and drafter.drafted_for:
-            bare = [
-                row
-                for row in np.flatnonzero(num_nodes == 0).tolist()
-                if req_ids[row] in drafter.drafted_for
-            ]
-            rows = np.concatenate([rows, np.array(bare, np.int64)])
-            forest = forest.with_empty(len(bare))
-        if not len(rows):
-            return None
-        roots = (np.cumsum(num_nodes + 1) - num_nodes - 1)[rows]
-        nodes = roots[forest.owners] + 1 + forest.places
-        choices = likeliest(logits, np.concatenate([roots, nodes]), drafter.proposer.num_choices)
-        t, n = len(forest), forest.num_nodes
-        return Verified(
-            [req_ids[row] for row in rows.tolist()],
-            forest,
-            choices.tokens[:t],
-            choices.tokens[t:],
-            choices.gaps,
-            np.zeros(n, np.bool_),
-            np.zeros(t, np.int64),
-        )
+        with_roots_of = drafter.drafted_for if drafter.proposer.wants_roots else ()
+        req_ids = self.input_batch.req_ids
+        return step.collect_choices(logits, num_nodes, req_ids, num_choices, with_roots_of)
 
     def _sample_trees(
         self,
         logits: torch.Tensor,
         num_nodes: Int64s,
-        scheduled: Scheduled,
+        step: DraftStep,
     ) -> tuple[SamplerOutput, Int32s]:
         """Sample at every root and node, then match.
 
         `logits` holds a row for the root and for each node of every request, in order. Also
         returns the accepted nodes, int32 [t, longest path].
         """
-        forest, rows = scheduled.forest, scheduled.rows
+        forest, rows = step.forest, step.rows
         device = logits.device
-        root_rows = np.cumsum(num_nodes + 1) - num_nodes - 1
-        node_rows = np.delete(np.arange(len(logits)), root_rows)
+        roots = root_rows(num_nodes)
+        node_rows = np.delete(np.arange(len(logits)), roots)
         nodes = NodeRows([self.requests[i] for i in self.input_batch.req_ids], forest, rows)
         metadata = replace(self.input_batch.sampling_metadata, spec_token_ids=None)
-        tapes: dict[int, GeneratorStates] = {}
+        states: dict[int, GeneratorStates] = {}
         thinking = None
-        no_tapes = self._draws is not None or not metadata.generators
-        if no_tapes and self._node_processors.rows_are_alike(metadata, nodes):
+        no_generators = self._seeded_sampler is not None or not metadata.generators
+        if no_generators and self._node_processors.rows_are_alike(metadata, nodes):
             owners = np.repeat(np.arange(len(num_nodes)), num_nodes + 1)
             sampled = self.sampler(logits, spread_metadata(metadata, owners)).sampled_token_ids
             at_roots, at_nodes = (
                 SamplerOutput(sampled[torch.from_numpy(some).to(device)], None)
-                for some in (root_rows, node_rows)
+                for some in (roots, node_rows)
             )
         else:
-            at_roots = self._sample_some(logits, root_rows, metadata)
-            if not no_tapes:
-                tapes = generator_states_for(
+            at_roots = self._sample_some(logits, roots, metadata)
+            if not no_generators:
+                states = generator_states_for(
                     self.sampler, metadata.generators, nodes, logits.shape[-1]
                 )
             if (holder := metadata.thinking_budget_state_holder) is not None:
@@ -395,8 +301,8 @@ class LookaheadRunner(_Base):
                     metadata,
                     nodes,
                     {
-                        node: tape.after(depth - 1)
-                        for row, tape in tapes.items()
+                        node: own.generator_after(depth - 1)
+                        for row, own in states.items()
                         for node, depth in zip(
                             nodes.of(row), nodes.tree(row).depths.tolist(), strict=True
                         )
@@ -411,11 +317,11 @@ class LookaheadRunner(_Base):
             at_roots.sampled_token_ids[:, 0].cpu().numpy()[rows],
             at_nodes.sampled_token_ids[:, 0].cpu().numpy(),
         )
-        if tapes or thinking is not None:
+        if states or thinking is not None:
             for row, path in zip(rows.tolist(), paths, strict=True):
                 length = int((path >= 0).sum())
-                if row in tapes:
-                    tapes[row].spend(length)
+                if row in states:
+                    states[row].advance(length)
                 if thinking is not None and length:
                     thinking.accept(row, nodes.of(row)[path[length - 1]])
         return merge_outputs(at_roots, at_nodes, forest, rows, paths), paths
@@ -425,33 +331,20 @@ class LookaheadRunner(_Base):
     ) -> SamplerOutput:
         """Sample these rows of the step's logits."""
         some = torch.from_numpy(rows).to(logits.device)
-        with self._draws.of_rows(some) if self._draws is not None else nullcontext():
+        with (
+            self._seeded_sampler.of_rows(some)
+            if self._seeded_sampler is not None
+            else nullcontext()
+        ):
             return self.sampler(logits[some], metadata)
 
-    def _count(self, forest: DraftForest, paths: Int32s) -> None:
-        counters, report = self.drafter.counters, self.report
-        drafted = forest.sizes > 0
-        lengths = (paths >= 0).sum(axis=1)
-        counters.trees += int(drafted.sum())
-        counters.branching_trees += int(forest.branching.sum())
-        counters.nodes += forest.num_nodes
-        counters.accepted_nodes += int(lengths.sum())
-        accepted = (forest.firsts[:-1, None] + paths)[paths >= 0]
-        report.count_nodes(
-            np.bincount(forest.sources, minlength=len(sources.NAMES)),
-            np.bincount(forest.sources[accepted], minlength=len(sources.NAMES)),
-        )
-        report.count_lengths((1 + lengths[drafted]).tolist())
-
-    def _move_accepted(self, scheduled: Scheduled, paths: Int32s) -> None:
+    def _move_accepted(self, step: DraftStep, paths: Int32s) -> None:
         """Move the accepted nodes' KV to the slots right after the root's."""
-        trees, places = np.nonzero((paths >= 0) & (paths != np.arange(paths.shape[1])))
-        if not len(trees):
+        moves = np.stack(step.kv_moves(paths))
+        if not moves.size:
             return
-        self.drafter.counters.moved_tokens += len(trees)
-        behind = scheduled.starts[trees] + 1
-        ends = torch.from_numpy(np.stack((behind + paths[trees, places], behind + places)))
-        origins, targets = ends.to(self.device)
+        self.drafter.recorder.counters.moved_tokens += moves.shape[1]
+        origins, targets = torch.from_numpy(moves).to(self.device)
         for mover, table in zip(
             self._movers, self.input_batch.block_table.block_tables, strict=True
         ):
@@ -459,7 +352,7 @@ class LookaheadRunner(_Base):
             mover.move(slots[origins], slots[targets])
 
     def _generators_of_unfinished_prefills(self) -> dict[int, torch.Generator]:
-        """Generators by row whose draw in this step will be thrown away."""
+        """Generators, by row, whose draw in this step is discarded."""
         generators = self.input_batch.generators
         if not generators:
             return {}
@@ -477,7 +370,7 @@ class LookaheadRunner(_Base):
             generators.update(rows)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
-        # `_sample` has put these generators back already.
+        # `_sample` has restored these generators already.
         with self._without_generators(self._generators_of_unfinished_prefills()):
             return super()._bookkeeping_sync(*args, **kwargs)
 
@@ -497,7 +390,7 @@ class LookaheadRunner(_Base):
         if drafter.back_off(batch.req_ids, sampled_token_ids):
             self._observe_step(scheduler_output)
             return [[] for _ in batch.req_ids]
-        with self._timed("draft"):
+        with drafter.recorder.timed("draft"):
             emitted: list[tuple[LiveRequest, list[int]]] = []
             lengths: list[int] = []
             plain: list[int] = []
@@ -530,33 +423,34 @@ class LookaheadRunner(_Base):
                     plain.append(length)
             load = Load(len(plain), sum(plain), min(prefill, self.max_num_tokens))
             drafts = drafter.draft(limits, load)
-        self._wanted = bool(limits)
+        self._could_draft = bool(limits)
         self._observe_step(scheduler_output)
         return [drafts.get(request_id, []) for request_id in batch.req_ids]
 
     def _follow(self, request_id: str) -> LiveRequest | None:
         request = self.requests[request_id]
-        # Not the batch's row: vLLM leaves another request's tokens there where a prompt has none.
+        # Not the batch's row: a prompt of embeddings leaves an earlier request's tokens there.
         prompt = np.array(request.prompt_token_ids or (), np.int32)
         if (are_ids := request.prompt_is_token_ids) is not None:
             prompt[~np.array(are_ids, np.bool_)] = UNKNOWN
         return self.drafter.follow(request_id, prompt, request.sampling_params)  # type: ignore[arg-type]
 
     def _observe_step(self, scheduler_output: SchedulerOutput) -> None:
-        """A step lasts from the end of the last one, unless the engine may have waited between."""
+        """Measure the step: from the end of the last one, unless the engine may have waited."""
         now, last = time.perf_counter(), self._last_step_end
         self._last_step_end = now
         work, self._work = self._work, None
         if last is None or scheduler_output.scheduled_new_reqs:
             return
-        profile.seconds["step"] += now - last
+        recorder = self.drafter.recorder
+        recorder.count_step(now - last)
         cost = self.drafter.proposer.cost
         if work is not None and cost is not None and work.tokens <= cost.curve.sizes[-1]:
-            self.report.costs.append((cost.observe(work, now - last), now - last))
+            recorder.report.costs.append((cost.observe(work, now - last), now - last))
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
-        # One without requests is a constant of vLLM's that all such steps share.
+        # An output without requests is a constant that all such steps share.
         if (
             isinstance(output, ModelRunnerOutput)
             and output.req_ids
@@ -564,20 +458,8 @@ class LookaheadRunner(_Base):
         ):
             if (proposed := self.drafter.proposed(output.req_ids)) is not None:
                 messages.attach(output, proposed)
-            self._watch.look(self.report)
-            step_report.attach(output, self.report)
-            self.report = StepReport()
+            step_report.attach(output, self.drafter.recorder.take_report())
         return output
-
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            elapsed = time.perf_counter() - start
-            self.report.seconds[part] += elapsed
-            profile.seconds[part] += elapsed
 
     def _on_request_state_removed(self, req_id: str, *args: Any, **kwargs: Any) -> None:
         super()._on_request_state_removed(req_id, *args, **kwargs)

@@ -1,9 +1,8 @@
-"""vLLM's own sampler at every node of a draft tree.
+"""vLLM's sampler at every node of a draft tree.
 
-A node is sampled as if it were a request of its own: one whose output so far is the request's,
-followed by the tokens on the way to the node. So penalties, bad words, `min_tokens`, thinking
-budgets and logits processors see the history that the node really has, and the code that applies
-them is vLLM's.
+A node is sampled as if it were a request whose output is that of its own request followed by the
+path to the node. Penalties, bad words, `min_tokens`, thinking budgets and logits processors see
+this history, and vLLM's own code applies them.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ BuildLogitsProcessors = Callable[..., LogitsProcessors]
 
 
 def keep_all_processors(build: BuildLogitsProcessors) -> BuildLogitsProcessors:
-    """`build_logitsprocs` that does not leave most of them out because drafts are verified."""
+    """Wrap `build_logitsprocs`, which would omit most processors where drafts are verified."""
 
     def build_logitsprocs(vllm_config: VllmConfig, *args: Any) -> LogitsProcessors:
         return build(without_speculation(vllm_config), *args)
@@ -46,22 +45,23 @@ def keep_all_processors(build: BuildLogitsProcessors) -> BuildLogitsProcessors:
 
 
 def without_speculation(vllm_config: VllmConfig) -> VllmConfig:
+    """A shallow copy of the config without `speculative_config`."""
     plain = copy(vllm_config)
     plain.speculative_config = None
     return plain
 
 
 class NodeRows:
-    """The nodes of a step's trees, one after another, as rows of a batch of their own.
+    """The nodes of a step's trees as rows of a batch, tree after tree.
 
     Parameters
     ----------
     requests
         The requests of the batch, by row.
     forest
-        The draft trees of some of them.
+        The draft trees of some of the requests.
     rows : int64 [t]
-        The row of each tree's request, rising.
+        The row of each tree's request, in ascending order.
     """
 
     def __init__(
@@ -94,7 +94,8 @@ class NodeRows:
         return range(int(self.forest.firsts[tree]), int(self.forest.firsts[tree + 1]))
 
     def histories(self, row: int) -> list[list[int]]:
-        """The outputs that each node of a request stands behind, its own token being the last."""
+        """The output token ids at each node of a request: the committed ones, then the path to the
+        node with its own token."""
         if row not in self._histories:
             tree, committed = self.tree(row), self.requests[row].output_token_ids
             histories: list[list[int]] = []
@@ -104,9 +105,9 @@ class NodeRows:
         return self._histories[row]
 
     def params(self, row: int) -> SamplingParams:
-        """A request's sampling parameters; who has nodes, samples."""
+        """A request's sampling parameters."""
         params = self.requests[row].sampling_params
-        assert params is not None
+        assert params is not None  # pooling requests have no nodes
         return params
 
     def rows_where(self, applies: Callable[[SamplingParams], object]) -> list[int]:
@@ -115,10 +116,10 @@ class NodeRows:
 
 
 class NodeProcessors:
-    """A second set of vLLM's logits processors, whose requests are the nodes of one step.
+    """A second set of vLLM's logits processors, for the nodes of one step.
 
-    A processor is told of a node as it is told of a request that comes back after preemption: by
-    its parameters, its prompt and the outputs that it has already.
+    A node is added to a processor as vLLM adds a request that resumes after preemption: with its
+    parameters, its prompt and its output so far.
     """
 
     def __init__(
@@ -140,8 +141,8 @@ class NodeProcessors:
         return bool(self._has_custom or params.min_tokens or params.logit_bias or params.min_p)
 
     def rows_are_alike(self, metadata: SamplingMetadata, nodes: NodeRows) -> bool:
-        """Whether a node is sampled as its request's root is: nothing looks at the history, and
-        no logprobs have to be kept apart. Then one call samples them all."""
+        """Whether nodes are sampled like their roots, so that one call samples all rows: nothing
+        depends on the history, and no logprobs are wanted."""
         thinking = metadata.thinking_budget_state_holder
         return (
             metadata.no_penalties
@@ -154,7 +155,7 @@ class NodeProcessors:
         )
 
     def place(self, nodes: NodeRows) -> LogitsProcessors:
-        """The processors, told of the nodes of this step; none where they concern no node."""
+        """The processors with this step's nodes; none if they concern no node."""
         added = [
             (node, nodes.params(row), nodes.requests[row].prompt_token_ids, history)
             for row in nodes.rows_where(self._concerns)
@@ -174,10 +175,10 @@ class NodeProcessors:
 
 
 class NodeThinking:
-    """Thinking budgets of nodes: each node goes on from the state of its parent.
+    """Thinking budgets of nodes: the state of a node follows from that of its parent.
 
-    Stands in a sampler's metadata in the place of a `ThinkingBudgetStateHolder`, whose state is
-    not a function of the outputs alone: it counts calls.
+    Replaces a `ThinkingBudgetStateHolder` in sampling metadata. vLLM's holder counts calls, so its
+    state cannot be computed from the output alone.
     """
 
     def __init__(self, roots: ThinkingBudgetStateHolder, nodes: NodeRows) -> None:
@@ -218,7 +219,7 @@ class NodeThinking:
         return self._holder.apply_to_logits(logits, False, None)
 
     def accept(self, row: int, node: int) -> None:
-        """The request goes on from this node."""
+        """Make the state at this node the request's state."""
         if row in self._roots._state:
             self._roots._state[row] = self._holder._state[node]
 
@@ -228,7 +229,7 @@ def _of_rows(owners: Int64s, tensor: torch.Tensor | None) -> torch.Tensor | None
 
 
 def _spread(owners: Int64s, by_request: Mapping[int, T]) -> dict[int, T]:
-    """The same for what is known of some requests, by row."""
+    """Values of requests, by the rows that belong to them."""
     if not by_request:
         return {}
     return {
@@ -237,8 +238,10 @@ def _spread(owners: Int64s, by_request: Mapping[int, T]) -> dict[int, T]:
 
 
 def spread_metadata(metadata: SamplingMetadata, owners: Int64s) -> SamplingMetadata:
-    """The sampling metadata of rows int64 [n] that belong to the requests `owners`, without what
-    is known of single requests but their seeds."""
+    """Sampling metadata of n rows that belong to the requests `owners` int64 [n].
+
+    Of what concerns single requests only seeds are kept.
+    """
     pick = partial(_of_rows, owners)
     return replace(
         metadata,
@@ -262,18 +265,21 @@ def node_metadata(
 ) -> SamplingMetadata:
     """The sampling metadata of node rows, made from that of the requests.
 
-    `generators` are the nodes' that have one of their own.
+    Parameters
+    ----------
+    generators
+        Generators of the nodes of seeded requests, by node.
     """
     pick = partial(_of_rows, nodes.owners)
     penalties = not metadata.no_penalties
     bad_words = metadata.bad_words_token_ids
-    looks_back = set(bad_words)
+    with_history = set(bad_words)
     if penalties:
-        looks_back.update(nodes.rows_where(_has_penalty))
+        with_history.update(nodes.rows_where(_has_penalty))
     if thinking is not None:
-        looks_back.update(thinking._rows)
+        with_history.update(thinking._rows)
     histories: list[list[int]] = [[] for _ in range(len(nodes))]
-    for row in looks_back.intersection(nodes.rows):
+    for row in with_history.intersection(nodes.rows):
         own = nodes.of(row)
         histories[own.start : own.stop] = nodes.histories(row)
     alike = spread_metadata(metadata, nodes.owners)
@@ -305,9 +311,9 @@ def generator_states_for(
     nodes: NodeRows,
     vocab: int,
 ) -> dict[int, GeneratorStates]:
-    """Each seeded request's draws for the outputs that its nodes stand for.
+    """The generator states of each seeded request, for the draws at its nodes.
 
-    Called after the root row was sampled, which spent the first draw of the step.
+    Call it after the roots were sampled, which took the first draw of the step.
     """
 
     def draw(generator: torch.Generator) -> None:
@@ -328,12 +334,12 @@ def generator_states_for(
 def merge_outputs(
     roots: SamplerOutput, nodes: SamplerOutput, forest: DraftForest, rows: Int64s, paths: Int32s
 ) -> SamplerOutput:
-    """One output row a request, as wide as the longest burst.
+    """One output row a request, as wide as the most tokens emitted.
 
     Parameters
     ----------
     roots, nodes
-        What was sampled at the root rows of all requests and at the node rows.
+        Samples at the roots of all requests, and at the nodes.
     forest, rows : int64 [t]
         The trees and the rows of their requests.
     paths : int32 [t, longest]
@@ -341,7 +347,7 @@ def merge_outputs(
     """
     device = roots.sampled_token_ids.device
     num_reqs = len(roots.sampled_token_ids)
-    # Where each emitted token was sampled, among the roots and then the nodes.
+    # The sampled row of each emitted token: roots first, then nodes.
     places: Int64s = np.full((num_reqs, 1 + paths.shape[1]), -1, np.int64)
     places[:, 0] = np.arange(num_reqs)
     places[rows, 1:] = np.where(paths < 0, -1, num_reqs + forest.firsts[:-1, None] + paths)
@@ -358,9 +364,9 @@ def merge_outputs(
 def _joined(
     roots: LogprobsTensors, nodes: LogprobsTensors | None, num_rows: int
 ) -> Iterable[torch.Tensor]:
-    """The rows of both, token ids, logprobs and ranks, as wide as the wider one.
+    """Token ids, logprobs and ranks of roots and nodes, padded to the wider of the two.
 
-    They differ where a request that asks for certain tokens' logprobs has no nodes.
+    Widths differ if a request that wants logprobs of given tokens has no nodes.
     """
     for name, filler in (
         ("logprob_token_ids", 0),

@@ -1,4 +1,4 @@
-"""What the attention backends of all devices do to a step with branching trees."""
+"""Metadata for vLLM's own kernels in steps with branching trees, on any device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ if TYPE_CHECKING:
 def without_contexts(
     metadata: CommonAttentionMetadata, rows: torch.Tensor, sizes: torch.Tensor
 ) -> CommonAttentionMetadata:
-    """The step as vLLM's own kernel is told of it, which still runs over the whole batch.
+    """Metadata in which requests with branching trees have no context.
 
-    Told that a tree's request, int32 [t] `rows` with so many tokens each, has no context, it spends
-    next to nothing on rows that tree attention overwrites.
+    vLLM's kernel runs over the whole batch. Without a context it spends little time on the rows
+    that tree attention overwrites afterwards.
+
+    Parameters
+    ----------
+    rows, sizes : int32 [t]
+        The rows of the batch with trees, and the tokens of each tree.
     """
     seq_lens = metadata.seq_lens.clone()
     seq_lens[rows.long()] = sizes.to(seq_lens.dtype)

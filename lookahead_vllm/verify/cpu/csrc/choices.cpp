@@ -1,4 +1,4 @@
-// The largest logits of a row, found in one pass over its bits.
+// The largest logits of each row, found with integer comparisons.
 
 #include <cstdint>
 
@@ -7,8 +7,8 @@ namespace {
 constexpr int64_t kPart = 128;
 constexpr int32_t kMost = 16;
 
-// A signed integer in the order of the floats: those below zero are stored by size, so the bits
-// behind their sign are turned round. NaN is above all.
+// A signed integer that orders like the float with these bits. Floats are stored as sign and
+// magnitude, so the magnitude of negative floats is inverted. A positive NaN is the largest.
 template <typename Bits>
 inline Bits key_of(Bits bits) {
   constexpr int shift = 8 * sizeof(Bits) - 1;
@@ -16,7 +16,7 @@ inline Bits key_of(Bits bits) {
   return bits ^ static_cast<Bits>((bits >> shift) & most);
 }
 
-// The k largest keys met so far, the largest first; of equal ones, that met first.
+// The k largest keys so far, in descending order; of equal keys, the first comes first.
 template <typename Bits>
 struct Best {
   Bits keys[kMost];
@@ -39,7 +39,7 @@ struct Best {
 
 template <typename Bits>
 void largest(const Bits* logits, int64_t vocab, int32_t k, int32_t* tokens) {
-  // The k largest are in the k parts whose largest are the largest.
+  // The k largest logits are in the k parts with the largest maxima, or in the remainder.
   Best<Bits> parts(k);
   int64_t first = 0;
   for (; first + kPart <= vocab; first += kPart) {
@@ -71,9 +71,9 @@ void all_largest(const Bits* logits, int64_t stride, int64_t vocab, int64_t num_
 
 extern "C" {
 
-// tokens: int32 [num_rows, k], k at most 16 and at most `vocab`; `stride` in elements of 2 or 4
-// bytes: float32, bfloat16 or float16.
-void lookahead_likeliest(const void* logits, int32_t element_size, int64_t stride, int64_t vocab,
+// Writes `tokens`, int32 [num_rows, k]; k is at most 16 and at most `vocab`. `element_size` is 4
+// for float32, 2 for bfloat16 and float16. `stride` is in elements.
+void lookahead_top_choices(const void* logits, int32_t element_size, int64_t stride, int64_t vocab,
                          int64_t num_rows, const int64_t* rows, int32_t k, int32_t threads,
                          int32_t* tokens) {
   if (element_size == 2)

@@ -1,7 +1,8 @@
-// Moves of K and V between slots of a paged KV cache, in all layers with one call.
+// Moves of K and V between slots of a paged KV cache; one call moves them in all layers.
 //
-// Cache of one (block, head): K transposed [head_size, block_size], then V [block_size, head_size].
-// Packed, as AMX reads it: K [block_size / 16, head_size / 2, 16 keys, 2 dimensions], then
+// The cache of one block and head is K transposed [head_size, block_size], then
+// V [block_size, head_size]. The packed layout, for AMX, is
+// K [block_size / 16, head_size / 2, 16 keys, 2 dimensions], then
 // V [head_size / 16, block_size / 2, 16 dimensions, 2 keys].
 
 #include <cstdint>
@@ -50,7 +51,7 @@ void move_layer(const LayerCache& c, int64_t block_size, int64_t moves, const in
 
 }  // namespace
 
-// The i-th slot of src is copied to the i-th of dst, one after the other, in every layer.
+// Copies slot src[i] to slot dst[i] in every layer, in ascending order of i.
 extern "C" void lookahead_move_kv(const LayerCache* layers, int64_t num_layers, int64_t block_size,
                                   int64_t element_size, int64_t moves, const int64_t* src,
                                   const int64_t* dst, int32_t threads, int32_t packed) {

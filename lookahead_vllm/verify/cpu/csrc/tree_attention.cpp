@@ -1,13 +1,14 @@
-// Attention of draft trees over a paged KV cache, on CPU.
+// Tree attention over a paged KV cache on CPUs.
 //
-// A task is (tree, KV head, rows, span of keys). Its rows are the query heads that share the KV
-// head, so what is loaded of K and V serves many of them. Everything is added up in float32, and
-// only queries times keys may be multiplied as bfloat16, which is exact. Softmax is on line, tile by
-// tile. A tree whose keys are split between tasks leaves partial results (max, sum, sum of p * v),
-// which the last task of the group merges.
+// A task is (tree, KV head, rows, range of keys). Its rows are the query heads that share the KV
+// head, so one load of K and V serves many rows. All sums are float32. Only products of queries and
+// keys may be computed from bfloat16, which is exact. The softmax is online, tile by tile. If tasks
+// split the keys of a tree, each task writes partial results (sum of p * v, max, sum), and the last
+// task of the group merges them.
 //
-// Cache of one (block, head): K transposed [head_size, block_size], then V [block_size, head_size].
-// Packed, as AMX reads it: K [block_size / 16, head_size / 2, 16 keys, 2 dimensions], then
+// The cache of one block and head is K transposed [head_size, block_size], then
+// V [block_size, head_size]. The packed layout, for AMX, is
+// K [block_size / 16, head_size / 2, 16 keys, 2 dimensions], then
 // V [head_size / 16, block_size / 2, 16 dimensions, 2 keys].
 
 #include <algorithm>
@@ -27,7 +28,7 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int VL = 16, MR = 12;  // floats a vector, rows a register tile (x 2 vectors)
+constexpr int VL = 16, MR = 12;  // floats per vector, rows per register tile (x 2 vectors)
 #elif defined(__AVX__)
 constexpr int VL = 8, MR = 6;
 #elif defined(__aarch64__)
@@ -35,9 +36,9 @@ constexpr int VL = 4, MR = 8;
 #else
 constexpr int VL = 4, MR = 4;
 #endif
-constexpr int TILE = 128;       // keys a tile
-constexpr int MAX_ROWS = 192;  // rows a task
-constexpr int QUERY_ROW = 528;  // floats from one row of queries to the next: a constant, for speed
+constexpr int TILE = 128;      // keys per tile
+constexpr int MAX_ROWS = 192;  // rows per task
+constexpr int QUERY_ROW = 528;  // stride of query rows in floats; a constant for speed
 constexpr float LOWEST = -FLT_MAX;
 
 typedef float vf __attribute__((vector_size(VL * 4)));
@@ -55,7 +56,7 @@ inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
 inline vf splat(float x) { return x - vf{}; }
 inline vf as_float(vu v) { return (vf)v; }
 
-// What processors do in one instruction and GCC 12 in several. vmax gives b where one is NaN.
+// Single instructions for which GCC 12 emits several. vmax returns b if a or b is NaN.
 #if defined(__AVX512F__)
 inline vu widen(vh v) { return (vu)_mm512_cvtepu16_epi32((__m256i)v); }
 inline vf widen_half(vh v) { return _mm512_cvtph_ps((__m256i)v); }
@@ -117,7 +118,7 @@ inline void store_float(FP16* p, float x) {
     h = 0x7e00;
   } else if (a >= 0x477ff000) {  // rounds to 65536 or more
     h = 0x7c00;
-  } else if (a < 0x38800000) {  // subnormal: the addition rounds at the bit wanted
+  } else if (a < 0x38800000) {  // subnormal: the addition rounds to the right bit
     float f;
     std::memcpy(&f, &a, 4);
     f += 0.5f;
@@ -153,7 +154,7 @@ inline vf tanh_vec(vf x) {
   return x < vf{} ? -t : t;
 }
 
-// How a matrix product reads its right side, b: one row at a time, as floats.
+// How a matrix product reads its right operand, b: here one row at a time, as floats.
 template <typename T>
 struct ByRow {
   typedef T B;
@@ -168,8 +169,8 @@ struct ByRow {
 };
 
 #if defined(__AVX512BF16__)
-// Two rows at a time, interleaved: their products with two elements of a are exact, and are added
-// in float32. Subnormal numbers count as 0.
+// Two rows at a time, interleaved. Their products with two elements of a are exact and are summed
+// in float32. Subnormal numbers are treated as 0.
 struct ByRowPair {
   typedef BF16 B;
   typedef uint32_t A;
@@ -185,15 +186,15 @@ struct ByRowPair {
     return _mm512_dpbf16_ps(c, (__m512bh)_mm512_set1_epi32(a), (__m512bh)b);
   }
 };
-// The same of a packed b: 16 columns of two rows lie together, ldb from one such column of pairs to
-// the next.
+// ByRowPair for a packed b: two rows of 16 columns are stored together; ldb is the stride of such
+// groups of columns.
 struct PackedKey : ByRowPair {
   static constexpr bool PACKED = true;
   static int64_t step(int64_t) { return 2 * VL; }
   static const BF16* column(const BF16* b, int n, int64_t ldb) { return b + n / VL * ldb; }
   static vu load(const BF16* b, int64_t) { return load_as<vu>(b); }
 };
-// And with an a of floats.
+// The same for an a of floats.
 struct PackedValue {
   struct A { float even, odd; };
   struct V { vf even, odd; };
@@ -220,7 +221,7 @@ using QueryKey = ByRow<T>;
 #endif
 
 // c[M, N vectors] (+)= a[M, depth] b[depth, N vectors]; with ACC, c is first scaled by rescale[M].
-// Meanwhile fetches what lies `ahead` bytes after b.
+// Prefetches the data `ahead` bytes after b.
 template <typename P, int M, int N, int A_ROW, bool ACC>
 inline void gemm_tile(const typename P::A* a, const typename P::B* b, int64_t ldb, int64_t ahead,
                       float* c, int64_t ldc, int depth, const float* rescale) {
@@ -276,7 +277,7 @@ void gemm(int rows, int cols, const typename P::A* a, const typename P::B* b, in
     }
 }
 
-// A block of memory that only grows, kept between calls.
+// Memory that is kept between calls and only grows.
 struct Buffer {
   char* data = nullptr;
   size_t size = 0;
@@ -321,10 +322,10 @@ struct AttentionCall {
 
 namespace {
 
-struct Group {  // rows of one tree that share a KV head; its keys may be split between tasks
+struct Group {  // rows of one tree that share a KV head; tasks may split their keys
   int tree, head, row0, rows;
-  int parts, left;  // left: parts not yet done
-  int64_t partial;  // where the partial results lie
+  int parts, left;  // number of tasks, and of those not finished
+  int64_t partial;  // offset of the partial results
 };
 struct Task {
   int group, part, tile0, tile1;
@@ -367,7 +368,7 @@ struct Kernel {
   int64_t words;
   int hs, group_size;
 
-  // Which of the VL keys from `key` on may row `token` attend to, as bits.
+  // Bit i is set if row `token` attends to key `key` + i, for VL keys.
   uint32_t allowed(const Tree& t, int token, int key) const {
     int lo = 0;
     if (call.window > 0) lo = std::max(0, t.context + t.depths[token] - call.window + 1);
@@ -388,13 +389,13 @@ struct Kernel {
     return bits;
   }
 
-  // The block that holds a key: K, then V.
+  // The block that holds a key.
   const T* block(const Tree& t, int head, int key) const {
     return static_cast<const T*>(call.cache) +
            t.table[key / call.block_size] * call.cache_block + head * call.cache_head;
   }
 
-  // part(first, count, block, offset in it) for the keys lo..hi of a tile, cut where a block ends.
+  // Calls part(first, count, block, offset in block) for each block of the tile's keys [lo, hi).
   template <typename F>
   void by_block(const Tree& t, int head, int key, int lo, int hi, F part) const {
     for (int i = lo, n; i < hi; i += n) {
@@ -404,17 +405,17 @@ struct Kernel {
     }
   }
 
-  // Where the value of the key at an offset in its block begins; of an even offset, if packed.
+  // The start of the value at an offset in its block; the offset is even if packed.
   const T* value(const T* block, int off) const {
     return block + (int64_t)call.block_size * hs + (int64_t)off * (PACKED ? VL : hs);
   }
-  // From one element of it to the next: d is the dimension, i counts keys.
+  // The offset of dimension d of the i-th value from `value`.
   int64_t element(int i, int d) const {
     if (!PACKED) return (int64_t)i * hs + d;
     return (int64_t)(d / VL) * VL * call.block_size + i / 2 * 2 * VL + d % VL * 2 + i % 2;
   }
 
-  // VL dimensions, from d on, of the i-th value.
+  // Dimensions [d, d + VL) of the i-th value.
   vf load_value(const T* v, int i, int d) const {
     if constexpr (PACKED && READS_PACKED) {
       const auto pairs = PackedValue::load(v + element(i & ~1, d), 0);
@@ -464,7 +465,7 @@ struct Kernel {
       const bool masked = lo > 0 || key + TILE > t.context || window0 > key;
       const int count = (hi + VL - 1) / VL * VL;
       const int next = tile + 1 < task.tile1 ? key + TILE : key;
-      const auto ahead = [&](int i, const T* here) {  // bytes to the same place in the next tile
+      const auto ahead = [&](int i, const T* here) {  // bytes to the same key of the next tile
         return (intptr_t)block(t, g.head, std::min(next + i, end - 1)) - (intptr_t)here;
       };
       by_block(t, g.head, key, 0, count, [&](int i, int n, const T* block, int off) {
@@ -473,7 +474,7 @@ struct Kernel {
                                     ahead(i, block), w.scores + i, TILE, hs, w.rescale);
       });
       softmax(t, g, key, count, masked, w);
-      // Packed keys come in pairs; the weight of one that is outside is 0.
+      // Packed values come in pairs of keys; a key outside [lo, hi) has weight 0.
       const int first = PACKED ? lo & ~1 : lo, last = PACKED ? (hi + 1) & ~1 : hi;
       by_block(t, g.head, key, first, last, [&](int i, int n, const T* block, int off) {
         const T* v = value(block, off);
@@ -489,7 +490,7 @@ struct Kernel {
     finish(task, g, w);
   }
 
-  // Scores of a tile become p = exp(score - max), and w.rescale what older sums are worth.
+  // Replaces a tile's scores by p = exp(score - max); w.rescale becomes the factor of older sums.
   void softmax(const Tree& t, const Group& g, int key, int count, bool masked, Work& w) const {
     const float scale = call.scale, soft_cap = call.soft_cap;
     const bool alibi = call.alibi;
@@ -540,8 +541,7 @@ struct Kernel {
     }
   }
 
-  // The slow way, where a value is inf or NaN: a masked key must not reach the rows that
-  // do not see it.
+  // The slow path, if a value is inf or NaN: skips the keys that a row does not attend to.
   void weigh_values_one_by_one(int rows, int n, const float* p, const T* v, Work& w) const {
     for (int r = 0; r < rows; ++r, p += TILE) {
       float* acc = w.acc + r * hs;
@@ -575,7 +575,7 @@ struct Kernel {
       for (int i = 0; i < g.parts; ++i) {
         const float* part = partials + g.partial + i * part_size;
         const float part_sum = part[g.rows * (hs + 1) + r];
-        if (part_sum == 0) continue;  // the row sees no key of this part
+        if (part_sum == 0) continue;  // the row attends to no key of this part
         const float weight = exp_neg1(part[g.rows * hs + r] - max);
         sum += weight * part_sum;
         for (int d = 0; d < hs; d += VL)
@@ -602,7 +602,7 @@ struct Kernel {
   }
 };
 
-// The masks with the draft tokens that lie outside a row's window taken out.
+// The masks without the draft tokens outside each row's window.
 const int32_t* windowed_masks(const TreeBatchView& b, int window, std::vector<int32_t>& copy) {
   int64_t n = 0;
   for (int64_t i = 0; i < b.trees; ++i) n += b.sizes[i];
@@ -673,7 +673,7 @@ void attend(const TreeBatchView& b, const AttentionCall& call) {
   if (n <= 1 || call.threads == 1) {
     for (int i = 0; i < n; ++i) run(i);
   } else {
-    // Always the caller's number of threads: another number would make OpenMP rebuild its pool.
+    // Always the caller's number of threads: OpenMP rebuilds its pool for another number.
 #pragma omp parallel for schedule(dynamic, 1) num_threads(call.threads)
     for (int i = 0; i < n; ++i) run(i);
   }
@@ -683,7 +683,8 @@ void attend(const TreeBatchView& b, const AttentionCall& call) {
 
 extern "C" int32_t lookahead_reads_packed() { return READS_PACKED; }
 
-// dtype: 0 float32, 1 bfloat16, 2 float16, of query, cache and output alike; packed: bfloat16 alone.
+// dtype is 0 for float32, 1 for bfloat16, 2 for float16, and applies to query, cache and output. A
+// packed cache is bfloat16.
 extern "C" void lookahead_tree_attention(const TreeBatchView* batch, const AttentionCall* call,
                                          int32_t dtype) {
   if (dtype == 0) attend<float>(*batch, *call);

@@ -1,9 +1,9 @@
-"""Seeded draws as vLLM's second model runner makes them, which is the default on GPUs.
+"""Seeded draws that equal those of vLLM's second model runner, its default on GPUs.
 
-Lookahead runs on the first runner. That one keeps a generator for each seeded request, and tapes
-of it (`verify/seeded_draws.py`) tell what nodes draw. In the second one nothing is kept: the noise
-of a token is a function of the request's seed, the position it is drawn at and the token, so a
-node's draw is its position's.
+Lookahead runs on the first runner, which keeps a generator for each seeded request
+(`verify/seeded_draws.py`). The second runner keeps no generators: the noise of a token is a
+function of the request's seed, the token's position and the token. So the draw of a node is the
+draw of its position.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ if TYPE_CHECKING:
 
 
 class SeededSampler(torch.nn.Module):
-    """Stands in the place of the `topk_topp_sampler` of vLLM's first sampler, around it."""
+    """Replaces the `topk_topp_sampler` of the first runner's sampler, and wraps it.
+
+    Attributes
+    ----------
+    positions : int64 [rows] or None
+        The position of the token before each row of the next call; None if no request has a seed.
+    """
 
     def __init__(self, original: TopKTopPSampler) -> None:
         super().__init__()
         self._original = original
         self.positions: torch.Tensor | None = None
-        """int64 [rows]: where the next call's rows are drawn, that of the token before; None where
-        no request has a seed."""
 
     def forward(
         self,
@@ -37,9 +41,9 @@ class SeededSampler(torch.nn.Module):
         k: torch.Tensor | None,
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens int64 [rows], and what the rows' logprobs are taken from, if not the model's.
+        """Sampled tokens int64 [rows], and processed logits or logprobs where those are wanted.
 
-        A generator stands for its seed. Without any, the draws are the original's.
+        Only the seed of each generator is used. Without generators the original sampler draws.
         """
         if not generators or self.positions is None:
             return self._original(logits, generators, k, p)
@@ -67,13 +71,13 @@ class SeededSampler(torch.nn.Module):
         return sampled, None
 
     def warm_up(self, vocab: int, device: torch.device) -> None:
-        """Compile the kernel, so that no request waits for it."""
+        """Compile the sampling kernel, so that no request waits for it."""
         self.positions = torch.zeros(1, dtype=torch.int64, device=device)
         self(torch.zeros(1, vocab, device=device), {0: torch.Generator(device)}, None, None)
 
     @contextmanager
     def of_rows(self, some: torch.Tensor) -> Iterator[None]:
-        """Let the next calls be for some of the rows alone, int64 [n]."""
+        """Within the block, calls are for these rows only, int64 [n]."""
         every = self.positions
         self.positions = None if every is None else every[some]
         try:
@@ -83,5 +87,5 @@ class SeededSampler(torch.nn.Module):
 
 
 def _signed(seed: int) -> int:
-    """A generator's seed, which has no sign, as a request gave it."""
+    """The signed seed that a request gave, from the generator's unsigned one."""
     return seed - (seed >> 63 << 64)

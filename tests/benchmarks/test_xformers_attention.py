@@ -1,4 +1,4 @@
-"""What is handed to xformers is right; its functions are stood in for, by their documentation."""
+"""Attention with xformers is exact; its functions are substituted, as its documentation says."""
 
 import sys
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.gpu import xformers_attention
 from lookahead_vllm.draft.tree import DraftTree
-from tests.verify.cpu.test_tree_attention import draw_tree
-from tests.verify.gpu.test_paged_attention import PagedScene
+from tests.support.attention_cases import PagedAttentionCase, random_tree
 
 
 @dataclass
@@ -33,16 +33,16 @@ def attend(q, k, v, bias, scale):
 
 
 def memory_efficient_attention_partial(query, key, value, attn_bias, scale):
-    """Outputs shaped as the query, and log-sum-exps [B, G, H, M]."""
+    """Returns outputs of the query's shape and log-sum-exps [B, G, H, M]."""
     assert query.shape[2:] == key.shape[2:] == value.shape[2:]
     if isinstance(attn_bias, torch.Tensor):
         batch, rows, *groups = query.shape[:4]
         assert attn_bias.shape == (batch, *groups, rows, key.shape[1])
-        done = [
+        results = [
             attend(q, k, v, b, scale)
             for q, k, v, b in zip(query, key, value, attn_bias, strict=True)
         ]
-        return torch.stack([out for out, _ in done]), torch.stack([lse for _, lse in done])
+        return torch.stack([out for out, _ in results]), torch.stack([lse for _, lse in results])
     outs, lses, start = [], [], 0
     for i, (size, length) in enumerate(zip(attn_bias.q_seqlen, attn_bias.kv_seqlen, strict=True)):
         slots = torch.arange(length)
@@ -61,7 +61,7 @@ def merge_attentions(attn_split, lse_split, write_lse=True, output_dtype=None):
 
 
 @pytest.fixture
-def stand_in(monkeypatch):
+def fake_xformers(monkeypatch):
     modules = {
         name: ModuleType(name)
         for name in ("xformers", "xformers.ops", "xformers.ops.fmha", "xformers.ops.fmha.attn_bias")
@@ -76,36 +76,36 @@ def stand_in(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def scene(**options):
-    trees = [draw_tree(np.random.default_rng(i), n) for i, n in enumerate((40, 3, 9))]
+def case(**options):
+    trees = [random_tree(np.random.default_rng(i), n) for i, n in enumerate((40, 3, 9))]
     trees.append(DraftTree.chain(range(11)))
-    return PagedScene(trees, [50, 0, 17, 33], head_size=64, causal=(3,), **options)
+    return PagedAttentionCase(trees, [50, 0, 17, 33], head_size=64, causal=(3,), **options)
 
 
 @pytest.mark.parametrize("heads", [2, 6])
-def test_prefix_and_draft_block_are_merged(stand_in, heads):
-    # Slots that nobody has are multiplied by zero where a page is read whole, so no NaN.
-    scene(heads=heads, poison=0.0).check("xformers")
+def test_context_and_draft_block_are_merged(fake_xformers, heads):
+    # Whole pages are read, with weight 0 for unused slots, so these must not hold NaN.
+    case(heads=heads, poison=0.0).check(xformers_attention.attend)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window": 5}, "has no sliding_window; write impl='triton'"),
-        ({"alibi": True, "soft_cap": 2.0}, "has no alibi_slopes and no logits_soft_cap"),
-        ({"sinks": True}, "has no sinks"),
-        ({"fp8": True}, "has no fp8 caches"),
-        ({"layout": "heads first"}, "one after the other, tokens before heads"),
-        ({"layout": "halves"}, "one after the other, tokens before heads"),
+        ({"window": 5}, "no kernel for sliding_window"),
+        ({"alibi": True, "soft_cap": 2.0}, "no kernel for alibi_slopes and logits_soft_cap"),
+        ({"sinks": True}, "no kernel for sinks"),
+        ({"fp8": True}, "no kernel for fp8 caches"),
+        ({"layout": "heads first"}, "contiguous pages with tokens before heads"),
+        ({"layout": "halves"}, "contiguous pages with tokens before heads"),
     ],
     ids=str,
 )
-def test_what_it_has_no_kernel_for_is_refused(stand_in, options, message):
+def test_options_and_layouts_without_a_kernel_are_refused(fake_xformers, options, message):
     with pytest.raises(ValueError, match=message):
-        scene(**options).run("xformers")
+        case(**options).run(xformers_attention.attend)
 
 
 def test_it_has_to_be_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "xformers", None)
-    with pytest.raises(ValueError, match="pip install xformers, or write impl='triton'"):
-        scene().run("xformers")
+    with pytest.raises(ValueError, match="pip install xformers"):
+        case().run(xformers_attention.attend)

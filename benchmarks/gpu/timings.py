@@ -1,0 +1,168 @@
+"""Milliseconds a call of tree attention, beside FlashAttention on a chain of as many tokens."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton.testing
+
+from benchmarks.gpu.case import DEVICE, Case
+
+MEMORY_SHARE = 0.4
+"""K/V may take so much of the GPU's memory; larger cases are left out."""
+COPY_BYTES = 1 << 30
+
+
+def flash_attention(case: Case) -> tuple[str, Callable[[], Any]]:
+    """The best FlashAttention installed: its name, and a function that runs it on chains."""
+    starts = torch.tensor([*case.starts, len(case.query)], dtype=torch.int32, device=DEVICE)
+    lengths = case.batch.contexts + case.batch.sizes
+    longest = int(lengths.max())
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+        return "vLLM's", lambda: flash_attn_varlen_func(
+            case.query, case.key_cache, case.value_cache, out=case.output, cu_seqlens_q=starts,
+            max_seqlen_q=max(case.sizes), seqused_k=lengths, max_seqlen_k=longest,
+            softmax_scale=case.call.scale, causal=True, block_table=case.block_table,
+        )  # fmt: skip
+    except ImportError:
+        pass
+    count, size = len(case.sizes), case.sizes[0]
+    q = case.query.view(count, size, case.heads, case.head_size)
+    try:
+        from flash_attn import flash_attn_with_kvcache
+
+        return "flash-attn", lambda: flash_attn_with_kvcache(
+            q, case.key_cache, case.value_cache, cache_seqlens=lengths,
+            block_table=case.block_table, causal=True,
+        )  # fmt: skip
+    except ImportError:
+        pass
+    return "torch flash", _torch_flash(case, q, longest)
+
+
+def _torch_flash(case: Case, q: torch.Tensor, longest: int) -> Callable[[], Any]:
+    """torch's own, over random K/V without pages."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.bias import causal_lower_right
+
+    count, size = q.shape[:2]
+    shape = (count, case.kv_heads, longest, case.head_size)
+    k, v = (torch.randn(shape, device=DEVICE, dtype=case.dtype) for _ in range(2))
+
+    def run() -> torch.Tensor:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q.transpose(1, 2),
+                k,
+                v,
+                attn_mask=causal_lower_right(size, longest),
+                enable_gqa=True,
+            )
+
+    return run
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second that a copy reads and writes."""
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (triton.testing.do_bench(lambda: target.copy_(source)) * 1e-3)
+
+
+def milliseconds(run: Callable[[], Any], graph: bool = True) -> float | None:
+    """The median of a call, replayed from a CUDA graph if `graph`; None where it fails."""
+    try:
+        if graph:
+            return float(triton.testing.do_bench_cudagraph(run, return_mode="median"))
+        return float(triton.testing.do_bench(run, return_mode="median"))
+    except (ValueError, RuntimeError, NotImplementedError) as reason:
+        print(f"  left out: {str(reason).splitlines()[0]}", file=sys.stderr)
+        return None
+
+
+def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Print the times of all implementations, side by side; `results` gets the rows."""
+    bandwidth = copy_bandwidth()
+    results["bandwidth"] = bandwidth
+    print(f"\na copy moves {bandwidth / 1e12:.2f} TB/s\n")
+    head = ["requests", "context", "nodes"]
+    head += ["floor", "flash", "triton", "/flash", "xformers", "torch"]
+    print(" | ".join(name.rjust(8) for name in head))
+    rows = results["timings"] = []
+    slot_bytes = 2 * options.kv_heads * options.head_size * 2
+    memory_bytes = torch.cuda.get_device_properties(0).total_memory
+    for requests, context, nodes in itertools.product(
+        options.requests, options.contexts, options.nodes
+    ):
+        kv_bytes = requests * (context + nodes + 1) * slot_bytes
+        if kv_bytes > MEMORY_SHARE * memory_bytes:
+            continue
+        case = Case(
+            [context] * requests, [nodes] * requests, heads=options.heads,
+            kv_heads=options.kv_heads, head_size=options.head_size, page_size=options.page_size,
+            dtype=getattr(torch, options.dtype),
+        )  # fmt: skip
+        flash_name, flash = flash_attention(case)
+        row = {
+            "requests": requests,
+            "context": context,
+            "nodes": nodes,
+            "floor": kv_bytes / bandwidth * 1e3,
+            "flash": milliseconds(flash),
+            "flash_by": flash_name,
+            "triton": milliseconds(partial(case.run, "triton")),
+            "xformers": milliseconds(partial(case.run, "xformers"), graph=False),
+            "torch": milliseconds(partial(case.run, "torch"), graph=False)
+            if requests == 1
+            else None,
+        }
+        rows.append(row)
+        print(" | ".join(cell.rjust(8) for cell in _cells(row)), flush=True)
+    print(f"\nmilliseconds a call; flash is {rows[-1]['flash_by'] if rows else 'nobody'}")
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    ratio = row["triton"] / row["flash"] if row["triton"] and row["flash"] else None
+    times = (row["floor"], row["flash"], row["triton"], ratio, row["xformers"], row["torch"])
+    return [
+        *(str(row[key]) for key in ("requests", "context", "nodes")),
+        *("-" if value is None else f"{value:.3f}" for value in times),
+    ]
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Triton's time over FlashAttention's, by context: a panel for each number of requests."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in results["timings"] if row["triton"] and row["flash"]]
+    counts = sorted({row["requests"] for row in rows})
+    figure, axes = pyplot.subplots(
+        1, len(counts), figsize=(4 * len(counts), 3.5), sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for axis, count in zip(axes[0], counts, strict=True):
+        for nodes in sorted({row["nodes"] for row in rows}):
+            line = [row for row in rows if (row["requests"], row["nodes"]) == (count, nodes)]
+            ratios = [row["triton"] / row["flash"] for row in line]
+            axis.plot([row["context"] for row in line], ratios, "o-", label=f"{nodes} nodes")
+        axis.axhline(1.3, color="grey", linestyle=":", linewidth=1)
+        axis.set_xscale("log", base=2)
+        axis.set_title(f"{count} requests")
+        axis.set_xlabel("context")
+    axes[0][0].set_ylabel("tree over FlashAttention's chain")
+    axes[0][-1].legend(fontsize=8)
+    figure.suptitle(results["device"])
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

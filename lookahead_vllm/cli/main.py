@@ -1,0 +1,47 @@
+"""The console command `lookahead-vllm`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import lookahead_vllm
+
+COMMANDS = {
+    "check": "check whether lookahead works here: this machine, this vLLM, this GPU",
+    "cache": "build a cache file from texts, or print the contents of one",
+    "simulate": "compare proposers on recorded generations, without a model",
+}
+"""Subcommands and their help. Each is `main` of the module of that name in this folder.
+
+The module is imported when its subcommand runs: it may import numba, torch and vLLM, which take
+seconds.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line up to the subcommand; the subcommand parses the rest."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {line}" for name, line in COMMANDS.items()]
+    result = argparse.ArgumentParser(
+        prog="lookahead-vllm",
+        usage="%(prog)s [-h] [--version] COMMAND ...",
+        description="Lossless lookahead decoding for vLLM: the tools beside the server.",
+        epilog="\n".join(
+            ["commands:", *lines, "", "`lookahead-vllm COMMAND --help` explains a command."]
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    result.add_argument("--version", action="version", version=lookahead_vllm.__version__)
+    result.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="see below")
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return its exit status; `argv` is the command line by default."""
+    arguments = sys.argv[1:] if argv is None else argv
+    command = parser().parse_args(arguments[:1]).command
+    status: int = importlib.import_module(f"lookahead_vllm.cli.{command}").main(arguments[1:])
+    return status

@@ -1,0 +1,69 @@
+"""The references of all requests that an API server is answering, and their limit."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+
+from lookahead_vllm.engine.request_options import RequestError
+
+SECONDS_BETWEEN_COLLECTIONS = 1.0
+"""A garbage collection takes milliseconds, so clients must not be able to cause one at will."""
+
+
+class LiveReferences:
+    """Counts the tokens of references: they fill the trie and take time to insert, for everybody.
+
+    Parameters
+    ----------
+    max_tokens
+        The limit for all live requests together.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self.tokens = 0
+        self._next_collection = 0.0
+
+    def charge(self, tokens: int) -> Callable[[], None]:
+        """Count the references of one request.
+
+        Returns
+        -------
+        callable
+            To be called when the request has ended; more calls do nothing.
+
+        Raises
+        ------
+        RequestError
+            There would be more tokens than the limit.
+        """
+        if tokens > self._max_tokens:
+            raise RequestError(
+                f"lookahead's references of {tokens} tokens were given, those of n answers "
+                f"together, but this server allows {self._max_tokens} for all requests at a time; "
+                "write fewer"
+            )
+        if self.tokens + tokens > self._max_tokens:
+            self._collect_garbage()
+        if self.tokens + tokens > self._max_tokens:
+            raise RequestError(
+                f"lookahead's references of {tokens} tokens were given, but this server allows "
+                f"{self._max_tokens} for all requests at a time, of which {self.tokens} are in "
+                "use; send the request again later, or without them"
+            )
+        self.tokens += tokens
+        charged = [tokens]
+
+        def release() -> None:
+            if charged:
+                self.tokens -= charged.pop()
+
+        return release
+
+    def _collect_garbage(self) -> None:
+        """Release the answers to cut connections that are part of a reference cycle."""
+        if (now := time.monotonic()) >= self._next_collection:
+            gc.collect()
+            self._next_collection = now + SECONDS_BETWEEN_COLLECTIONS

@@ -1,0 +1,158 @@
+"""The workers' processes, first model runner: attention backends."""
+
+from __future__ import annotations
+
+from lookahead_vllm.engine.seams.seam import PUBLIC, Seam
+
+_BACKENDS = "vllm.v1.attention.backends"
+_CPU = f"{_BACKENDS}.cpu_attn"
+_CUDA = (("flash_attn", "FlashAttention"), ("triton_attn", "TritonAttention"))
+_MASK = "attention metadata carries a mask for each request"
+_CHOSEN = "a plugin can choose the attention backend of each layer"
+
+SEAMS = (
+    # Any device.
+    Seam(
+        f"{_BACKENDS}.registry",
+        "register_backend",
+        ("backend", "class_path"),
+        "called",
+        "puts our backends in place of CPU_ATTN, FLASH_ATTN and TRITON_ATTN, in workers that "
+        "serve lookahead",
+        _CHOSEN,
+    ),
+    Seam(
+        f"{_BACKENDS}.registry",
+        "AttentionBackendEnum",
+        ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN"),
+        "read",
+        "the backends that register_backend replaces",
+        _CHOSEN,
+    ),
+    Seam(
+        "vllm.v1.attention.selector",
+        "_cached_get_attn_backend",
+        ("attn_selector_config",),
+        "called",
+        "cache_clear: a plain engine in the same process may have filled the cache",
+        _CHOSEN,
+    ),
+    Seam("vllm.v1.attention.backend", "AttentionType", ("DECODER",), "read", "its type", PUBLIC),
+    Seam(
+        "vllm.v1.attention.backend",
+        "AttentionLayer",
+        ("_q_scale", "_k_scale", "_v_scale"),
+        "read",
+        "the scales of fp8",
+        _MASK,
+    ),
+    Seam(
+        "vllm.v1.attention.backend",
+        "CommonAttentionMetadata",
+        ("num_reqs", "seq_lens"),
+        "read",
+        "the rows of the batch",
+        _MASK,
+    ),
+    Seam(
+        "vllm.model_executor.layers.attention.attention",
+        "Attention",
+        ("impl", "kv_cache"),
+        "read",
+        "a layer's implementation, and its part of the KV cache",
+        _MASK,
+    ),
+    # CPU.
+    Seam(
+        _CPU,
+        "CPUAttentionBackendImpl.forward",
+        ("query", "kv_cache", "attn_metadata", "output"),
+        "overridden",
+        "rows of a branching tree get tree attention, all others the native kernel",
+        "the native kernel takes a mask",
+    ),
+    Seam(
+        _CPU,
+        "CPUAttentionMetadataBuilder",
+        ("build", "isa", "_set_isa_to_layers"),
+        "overridden",
+        "carries the trees; isa is the layout of its layers' KV cache",
+        "the native kernel takes a mask",
+    ),
+    Seam(
+        _CPU,
+        "CPUAttentionMetadataBuilder",
+        ("head_dim", "dtype"),
+        "read",
+        "shape and dtype of its layers",
+        _MASK,
+    ),
+    Seam(_CPU, "CPUAttentionMetadata", ("seq_lens",), "read", "the length of each context", _MASK),
+    # CUDA.
+    *(
+        seam
+        for module, name in _CUDA
+        for seam in (
+            Seam(
+                f"{_BACKENDS}.{module}",
+                f"{name}Backend",
+                ("get_impl_cls", "get_builder_cls"),
+                "overridden",
+                "returns our subclasses of the implementation and the metadata builder",
+                _MASK,
+            ),
+            Seam(
+                f"{_BACKENDS}.{module}",
+                f"{name}MetadataBuilder.build",
+                ("common_prefix_len", "common_attn_metadata", "fast_build"),
+                "overridden",
+                "lays out the trees; vLLM's kernel gets no context for them",
+                _MASK,
+            ),
+            Seam(
+                f"{_BACKENDS}.{module}",
+                f"{name}MetadataBuilder",
+                ("headdim",),
+                "read",
+                "the head size of its layers",
+                _MASK,
+            ),
+            Seam(
+                f"{_BACKENDS}.{module}",
+                f"{name}Metadata",
+                ("seq_lens",),
+                "set",
+                "the length of each context that vLLM's kernel reads",
+                _MASK,
+            ),
+            Seam(
+                f"{_BACKENDS}.{module}",
+                f"{name}Impl.forward",
+                ("query", "kv_cache", "attn_metadata", "output"),
+                "overridden",
+                "afterwards overwrites the rows of branching trees",
+                _MASK,
+            ),
+            Seam(
+                f"{_BACKENDS}.{module}",
+                f"{name}Impl",
+                (
+                    *("head_size", "scale", "sliding_window", "alibi_slopes"),
+                    *("logits_soft_cap", "sinks", "attn_type", "kv_cache_dtype"),
+                    *("num_heads", "num_kv_heads"),
+                ),
+                "read",
+                "the parameters of a layer's attention",
+                _MASK,
+            ),
+        )
+    ),
+    Seam(
+        f"{_BACKENDS}.triton_attn",
+        "TritonAttentionImpl",
+        ("use_alibi_sqrt", "chunk_lookback"),
+        "read",
+        "layers that have them get chains",
+        _MASK,
+    ),
+)

@@ -1,0 +1,47 @@
+"""One place where lookahead touches vLLM."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeAlias
+
+Use: TypeAlias = Literal["wrapped", "swapped", "overridden", "called", "set", "read"]
+"""The strongest use that is made of a place:
+
+wrapped
+    `patches.patch` replaces it, from then on.
+swapped
+    It is replaced while one function of vLLM runs (`patches.swapped`).
+overridden
+    A subclass of ours overrides or extends it.
+called, set, read
+    A function is called or an object is made; attributes are written; they are only read.
+"""
+
+PUBLIC = "never: it is public"
+
+
+class Seam(NamedTuple):
+    """One place in vLLM that lookahead replaces, overrides, calls or reads."""
+
+    module: str
+    name: str
+    """A function, or a class; empty: the module itself."""
+    needs: tuple[str, ...]
+    """Parameters of a function, attributes and methods of a class, names that a module binds."""
+    use: Use
+    why: str
+    until: str
+    """Which change of vLLM makes the seam unnecessary."""
+    releases: tuple[str, ...] = ()
+    """The supported releases that have this place, as in "0.33"; empty: all."""
+
+    @property
+    def is_patch(self) -> bool:
+        """Whether lookahead replaces this place in vLLM's own class or module."""
+        return self.use in ("wrapped", "swapped")
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Dotted paths, as in "vllm.v1.engine.async_llm.AsyncLLM.generate"."""
+        module = self.module.removesuffix(".__init__")
+        return tuple(f"{module}.{name}" for name in ((self.name,) if self.name else self.needs))

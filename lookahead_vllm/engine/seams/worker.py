@@ -1,0 +1,57 @@
+"""The workers' processes: what worker/ needs, whichever model runner is used."""
+
+from __future__ import annotations
+
+from lookahead_vllm.engine.seams.seam import PUBLIC, Seam
+
+SEAMS = (
+    Seam(
+        "vllm.v1.spec_decode.custom_class_proposer",
+        "create_custom_proposer",
+        ("vllm_config",),
+        "called",
+        "by the runner: makes our drafter from speculative_config.model",
+        "SpeculativeConfig.method is open to plugins",
+    ),
+    Seam(
+        "vllm.v1.core.sched.output",
+        "NewRequestData",
+        ("req_id", "sampling_params", "prompt_token_ids"),
+        "set",
+        "a new request; sampling_params becomes a copy without lookahead's options",
+        "custom proposers are notified of new requests",
+    ),
+    Seam(
+        "vllm.tokenizers.registry",
+        "cached_tokenizer_from_config",
+        ("model_config",),
+        "called",
+        "a cache file belongs to one tokenizer",
+        "a tokenizer has an identity",
+    ),
+    Seam(
+        "vllm.triton_utils.dispatcher",
+        "_rebind_kernels",
+        ("overrides",),
+        "read",
+        "worked around: it fails once numba is loaded (drafter.py), with method ngram too",
+        "it ignores attributes that are not dicts",
+    ),
+    # The cost of a step.
+    Seam(
+        "vllm.distributed.parallel_state",
+        "GroupCoordinator.broadcast_object",
+        ("obj",),
+        "called",
+        "all ranks run the same forward passes when the cost of a step is measured",
+        "vLLM measures the cost of a step",
+    ),
+    Seam(
+        "vllm.model_executor.models.interfaces_base",
+        "VllmModelForTextGeneration",
+        ("compute_logits",),
+        "called",
+        "its time is part of a step's",
+        PUBLIC,
+    ),
+)

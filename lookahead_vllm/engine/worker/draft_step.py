@@ -1,0 +1,211 @@
+"""The draft trees of one step: where their nodes stand in the batch, and what was accepted.
+
+Everything here works on arrays: rows of the batch, counts of tokens, logits. vLLM's runner is not
+needed, so both of its model runners can share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lookahead_vllm.draft.budget.cost import StepWork
+from lookahead_vllm.draft.jit import Int32s, Int64s
+from lookahead_vllm.draft.proposer import Verified
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.engine.messages import DraftsToVerify
+from lookahead_vllm.verify.choices import top_choices
+from lookahead_vllm.verify.tree_batch import TreeBatch
+
+
+def root_rows(num_nodes: Int64s) -> Int64s:
+    """The logits row of each request's root, int64 [r]; its `num_nodes` int64 [r] rows follow."""
+    return np.cumsum(num_nodes + 1) - num_nodes - 1
+
+
+@dataclass
+class DraftStep:
+    """The draft trees that one step verifies, in the order of the batch.
+
+    Attributes
+    ----------
+    forest : DraftForest
+        t trees.
+    rows : int64 [t]
+        The row of the batch of each tree's request.
+    starts : int64 [t]
+        Index of each root among the step's flattened tokens; the nodes follow it.
+    contexts : int64 [t]
+        Committed tokens before each root, which is the root's position.
+    from_proposer : bool [t]
+        Whether the tree is the proposer's. Trees that a grammar or the scheduler changed are not.
+    """
+
+    forest: DraftForest
+    rows: Int64s
+    starts: Int64s
+    contexts: Int64s
+    from_proposer: NDArray[np.bool_]
+
+    @classmethod
+    def of_scheduled(
+        cls,
+        drafts: DraftsToVerify,
+        rows: Int64s,
+        num_scheduled_tokens: NDArray[np.int32],
+        num_computed_tokens: NDArray[np.int32],
+    ) -> DraftStep:
+        """Place the scheduled drafts in the batch.
+
+        Parameters
+        ----------
+        rows : int64 [t]
+            The row of the batch of each draft's request.
+        num_scheduled_tokens, num_computed_tokens : int32 [r]
+            By row of the batch: tokens of this step, and tokens before them.
+        """
+        forest, from_proposer = drafts.forest, drafts.from_proposer
+        order = np.argsort(rows)
+        if (np.diff(order) < 0).any():
+            rows, from_proposer = rows[order], from_proposer[order]
+            forest = forest.take(order, forest.sizes[order])
+        # Tokens of the prompt may be scheduled before the root.
+        before_root = num_scheduled_tokens[rows] - forest.sizes - 1
+        starts = np.cumsum(num_scheduled_tokens)[rows] - num_scheduled_tokens[rows] + before_root
+        contexts = num_computed_tokens[rows] + before_root
+        return cls(forest, rows, starts.astype(np.int64), contexts.astype(np.int64), from_proposer)
+
+    @classmethod
+    def of_dummies(cls, trees: Sequence[DraftTree], context: int) -> DraftStep:
+        """One request for each tree, `context` committed tokens each, for dummy runs."""
+        forest = DraftForest.of(trees)
+        tree = np.arange(len(forest))
+        return cls(
+            forest,
+            tree,
+            forest.firsts[:-1] + tree,
+            np.full(len(forest), context),
+            np.zeros(len(forest), np.bool_),
+        )
+
+    @property
+    def branches(self) -> bool:
+        """Whether any tree is more than a chain."""
+        return bool(self.forest.branching.any())
+
+    def node_positions(self) -> tuple[Int64s, Int64s]:
+        """Index of each node among the step's tokens, and its position; both int64 [n]."""
+        forest = self.forest
+        nodes = self.starts[forest.owners] + 1 + forest.places
+        return nodes, self.contexts[forest.owners] + forest.depths
+
+    def branching_trees(self) -> TreeBatch:
+        """The trees that are no chains, as tree attention reads them."""
+        branching = np.flatnonzero(self.forest.branching)
+        return TreeBatch.build(
+            self.forest.take(branching, self.forest.sizes[branching]),
+            self.rows[branching],
+            self.starts[branching],
+            self.contexts[branching],
+        )
+
+    def work(
+        self,
+        num_scheduled_tokens: NDArray[np.int32],
+        num_computed_tokens: NDArray[np.int32],
+    ) -> StepWork | None:
+        """What the time of this step depends on; None for a step that reads a prompt.
+
+        Parameters
+        ----------
+        num_scheduled_tokens, num_computed_tokens : int32 [r]
+            By row of the batch.
+        """
+        forest, num_reqs = self.forest, len(num_scheduled_tokens)
+        num_tokens = int(num_scheduled_tokens.sum())
+        if num_tokens != num_reqs + forest.num_nodes:
+            return None
+        context = int(num_computed_tokens.sum())
+        rows = (1 + forest.sizes) * self.contexts
+        in_trees = int(rows[forest.branching].sum())
+        causal = context + int(rows.sum() - self.contexts.sum()) - in_trees
+        return StepWork(num_tokens, num_reqs, forest.num_nodes, context, causal, in_trees)
+
+    def collect_choices(
+        self,
+        logits: torch.Tensor,
+        num_nodes: Int64s,
+        req_ids: Sequence[str],
+        num_choices: int,
+        with_roots_of: Collection[str] = (),
+    ) -> Verified | None:
+        """The model's likeliest tokens at roots and nodes; None if there is no row to look at.
+
+        `accepted` and `lengths` are zero until `mark_accepted`. Sampling writes to the logits, so
+        this comes before it.
+
+        Parameters
+        ----------
+        logits : float [r + n, vocabulary]
+            A row for each request's root and then for each of its nodes.
+        num_nodes : int64 [r]
+            Scheduled nodes of each request.
+        req_ids
+            The requests of the batch.
+        num_choices : int
+            Tokens at each row.
+        with_roots_of
+            Requests whose root is wanted although they have no node.
+        """
+        trees = np.flatnonzero(self.from_proposer)
+        forest = self.forest
+        if len(trees) < len(forest):
+            forest = forest.take(trees, forest.sizes[trees])
+        rows = self.rows[trees]
+        if with_roots_of:
+            bare = [
+                row
+                for row in np.flatnonzero(num_nodes == 0).tolist()
+                if req_ids[row] in with_roots_of
+            ]
+            rows = np.concatenate([rows, np.array(bare, np.int64)])
+            forest = forest.with_empty(len(bare))
+        if not len(rows):
+            return None
+        roots = root_rows(num_nodes)[rows]
+        nodes = roots[forest.owners] + 1 + forest.places
+        choices = top_choices(logits, np.concatenate([roots, nodes]), num_choices)
+        t, n = len(forest), forest.num_nodes
+        return Verified(
+            [req_ids[row] for row in rows.tolist()],
+            forest,
+            choices.tokens[:t],
+            choices.tokens[t:],
+            choices.gaps,
+            np.zeros(n, np.bool_),
+            np.zeros(t, np.int64),
+        )
+
+    def mark_accepted(self, verified: Verified, paths: Int32s) -> None:
+        """Fill in which nodes of `verified` were accepted; `paths` as of `accepted_paths`."""
+        accepted = paths[self.from_proposer]
+        verified.lengths[: len(accepted)] = (accepted >= 0).sum(axis=1)
+        firsts = verified.forest.firsts[: len(accepted), None]
+        verified.accepted[(firsts + accepted)[accepted >= 0]] = True
+
+    def kv_moves(self, paths: Int32s) -> tuple[Int64s, Int64s]:
+        """Accepted nodes whose KV does not yet follow the root's: origins and targets, int64 [m].
+
+        Both are indices among the step's tokens.
+        """
+        trees, places = np.nonzero((paths >= 0) & (paths != np.arange(paths.shape[1])))
+        after_root = self.starts[trees] + 1
+        return after_root + paths[trees, places], after_root + places
+
+
+_NONE: Int64s = np.empty(0, np.int64)
+NO_DRAFTS = DraftStep(DraftForest.of([]), _NONE, _NONE, _NONE, np.empty(0, np.bool_))

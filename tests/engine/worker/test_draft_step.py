@@ -1,0 +1,68 @@
+"""The arrays of a step with drafts, without an engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lookahead_vllm.draft.budget.cost import StepWork
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.engine.messages import DraftsToVerify
+from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep, root_rows
+
+CHAIN = DraftTree.chain([5, 6])
+TREE = DraftTree.from_lists([7, 8, 9], [-1, 0, -1])
+
+
+def of_scheduled(order: list[int]) -> DraftStep:
+    """Row 0 reads two tokens of its prompt before its root, row 1 has no draft, row 2 a tree."""
+    trees, rows, own = [CHAIN, TREE], np.array([0, 2]), np.array([False, True])
+    drafts = DraftsToVerify(
+        ["ab"[i] for i in order], DraftForest.of([trees[i] for i in order]), own[order], {}
+    )
+    scheduled, computed = np.array([5, 1, 4], np.int32), np.array([10, 20, 30], np.int32)
+    return DraftStep.of_scheduled(drafts, rows[order], scheduled, computed)
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_drafts_are_placed_in_the_order_of_the_batch(order: list[int]) -> None:
+    step = of_scheduled(order)
+    assert step.rows.tolist() == [0, 2] and step.from_proposer.tolist() == [False, True]
+    assert step.starts.tolist() == [2, 6] and step.contexts.tolist() == [12, 30]
+    nodes, positions = step.node_positions()
+    assert nodes.tolist() == [3, 4, 7, 8, 9]
+    assert positions.tolist() == [13, 14, 31, 32, 31]
+    assert step.branches and step.branching_trees().rows.tolist() == [2]
+
+
+def test_a_step_that_reads_a_prompt_has_no_known_work() -> None:
+    step = of_scheduled([0, 1])
+    assert step.work(np.array([5, 1, 4]), np.array([10, 20, 30])) is None
+    decoding = DraftStep.of_dummies([CHAIN, TREE], 100)
+    work = decoding.work(np.array([3, 4]), np.array([100, 100]))
+    assert work == StepWork(7, 2, 5, 200, 3 * 100, 4 * 100)
+    assert NO_DRAFTS.work(np.array([1]), np.array([50])) == StepWork(1, 1, 0, 50, 50, 0)
+
+
+def test_accepted_nodes_that_do_not_follow_the_root_move() -> None:
+    step = of_scheduled([0, 1])
+    paths = np.array([[0, 1], [2, -1]], np.int32)
+    origins, targets = step.kv_moves(paths)
+    assert (origins.tolist(), targets.tolist()) == ([9], [7])
+
+
+def test_choices_are_of_the_proposers_trees_and_of_roots_that_are_wanted() -> None:
+    step = of_scheduled([0, 1])
+    num_nodes = np.array([2, 0, 3])
+    assert root_rows(num_nodes).tolist() == [0, 3, 4]
+    logits = torch.zeros(8, 16)
+    logits[torch.arange(8), torch.arange(8)] = 1.0  # row i chooses token i
+    verified = step.collect_choices(logits, num_nodes, ["x", "y", "z"], 1, {"y"})
+    assert verified is not None and verified.request_ids == ["z", "y"]
+    assert verified.at_roots.tolist() == [[4], [3]]
+    assert verified.at_nodes.tolist() == [[5], [6], [7]]
+    step.mark_accepted(verified, np.array([[0, 1], [0, 1]], np.int32))
+    assert verified.lengths.tolist() == [2, 0]
+    assert verified.accepted.tolist() == [True, True, False]
+    assert NO_DRAFTS.collect_choices(logits, np.zeros(3, np.int64), ["x", "y", "z"], 1) is None

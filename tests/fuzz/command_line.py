@@ -1,0 +1,196 @@
+"""The command line of scripts/fuzz.py: random rounds until an answer differs or the time is up."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "CRITICAL",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+"""Defaults, set before vLLM is imported."""
+
+DESCRIPTION = (
+    "Send the same random requests to plain vLLM and lookahead until their answers differ."
+)
+EPILOG = """\
+A round draws a tiny random model in float32, settings of the server, a proposer and 16 to 40
+requests. Plain vLLM answers them, then lookahead does, under additional settings that must not
+change any text: prompts in chunks, preemption, prefix caching, small blocks, few requests at once.
+Token ids, texts, finish reasons and logprobs are compared. The first difference ends the run, with
+both answers and the command that repeats its round.
+
+The last bits of float32 sums depend on the shape of a batch. Where two tokens are equally likely up
+to these bits, plain vLLM itself gives another answer in another batch. A difference that plain vLLM
+shows too, in one of eight other batches or with one of eight random changes to the last bits of its
+logits, is counted as a tie and not as a mismatch.
+
+A draft with an n-gram that its request cannot know, because only another namespace has it, is a
+leak. A leak ends the run, too.
+
+examples:
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --seed 7 --round 12
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 2 --plant kv
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 5 --plant namespace
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 10 --http --ranks 2
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60 --second-runner
+"""
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--minutes", type=float, default=5.0, help="duration (default: 5)")
+    add("--seed", type=int, help="of all rounds (default: a random one, which is printed)")
+    add("--round", type=int, help="play this round only")
+    add(
+        "--model",
+        type=Path,
+        help="this model instead of the tiny ones; prompts are cut from this project's README",
+    )
+    add(
+        "--http",
+        action="store_true",
+        help="two real servers for each round, and concurrent clients; lookahead gets all requests "
+        "twice, and its proposer is never one of the tests'",
+    )
+    add(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --http: tensor-parallel processes of each server",
+    )
+    add(
+        "--second-runner",
+        action="store_true",
+        help="plain vLLM uses its second model runner, its default on GPUs, under Triton's "
+        "interpreter, which is about five times as slow",
+    )
+    add("--models", help="names from tests/support/models.py (default: all)")
+    add(
+        "--plant",
+        choices=("mask", "kv", "generator", "namespace", "row"),
+        help="plant a bug in lookahead, to see that it is found: a wrong bit in a tree's mask, "
+        "KV moved one slot too far, a generator one draw ahead, one namespace for all requests, "
+        "the prompt of the previous request in the same batch row",
+    )
+    args = parser.parse_args(argv)
+    if args.plant and args.http:
+        parser.error("--plant changes engines in this process, not servers; leave --http out")
+    if args.second_runner and args.http:
+        parser.error("--second-runner is for this process, not for servers; leave --http out")
+    if args.ranks < 1:
+        parser.error(f"--ranks {args.ranks} was given, but a server has 1 or more")
+    if args.ranks != 1 and not args.http:
+        parser.error("--ranks is for servers; write --http, too")
+    if args.model and not (args.model / "config.json").is_file():
+        parser.error(f"--model: there is no {args.model / 'config.json'}")
+    if args.round is not None and args.seed is None:
+        parser.error("--round needs the --seed that was printed with it")
+    return args
+
+
+def repeat_command(seed: int, number: int, args: argparse.Namespace) -> str:
+    """The command that plays a round again."""
+    command = f"scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --seed {seed} --round {number}"
+    command += f" --models {args.models}" if args.models else ""
+    command += f" --model {args.model}" if args.model else ""
+    command += " --http" if args.http else ""
+    command += f" --ranks {args.ranks}" if args.ranks != 1 else ""
+    command += " --second-runner" if args.second_runner else ""
+    command += f" --plant {args.plant}" if args.plant else ""
+    return f"\nrepeat it with:\n  {command}\n"
+
+
+def models_and_text(args: argparse.Namespace) -> tuple[list[str], list[int] | None]:
+    """The models to draw from and, with --model, the README's token ids to cut prompts from."""
+    from transformers import AutoTokenizer
+
+    from tests.support.models import TINY
+
+    models = args.models.split(",") if args.models else sorted(TINY)
+    if unknown := set(models) - set(TINY):
+        sys.exit(f"--models: {', '.join(sorted(unknown))} not among {', '.join(sorted(TINY))}")
+    if args.model:
+        readme = (ROOT / "README.md").read_text(encoding="utf-8")
+        return [str(args.model)], AutoTokenizer.from_pretrained(args.model).encode(readme)
+    return ["llama"] if args.http else models, None
+
+
+def play_rounds(
+    args: argparse.Namespace, models: list[str], text: list[int] | None, seed: int, folder: Path
+) -> Any:
+    """Play until something is found or the time is up; the `Report`, or None if a round raised."""
+    from tests.fuzz.draw import draw_round
+    from tests.fuzz.over_http import Servers
+    from tests.fuzz.play import Rounds
+    from tests.fuzz.report import Report
+
+    report = Report()
+    deadline = time.monotonic() + 60 * args.minutes
+    number = 0 if args.round is None else args.round
+    player = Servers(folder, args.model, args.ranks) if args.http else Rounds(folder)
+    while args.round is not None or time.monotonic() < deadline:
+        round_ = draw_round(f"{seed}-{number}", models, text, args.http, args.second_runner)
+        try:
+            played = player.compare(round_)
+        except Exception:
+            traceback.print_exc()
+            report.show(round_, None)
+            print(repeat_command(seed, number, args))
+            return None
+        report.add(round_, played)
+        if report.failed or args.http or number % 10 == 0:
+            left = max(0, deadline - time.monotonic()) / 60
+            print(f"round {number}: {report.summary()}; {left:.0f} min left", flush=True)
+        if report.failed:
+            report.show(round_, played)
+            print(repeat_command(seed, number, args))
+        if report.failed or args.round is not None:
+            break
+        number += 1
+    return report
+
+
+def main(argv: Sequence[str]) -> int:
+    """Play rounds; 1 if something was found or a round raised."""
+    args = parse_args(argv)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    warnings.simplefilter("ignore")
+    # vLLM is imported from here on, so that --help is fast.
+    if args.second_runner:
+        from tests.support import second_runner
+
+        second_runner.enable(cheap_noise=True)
+    from tests.fuzz.plant import planted
+
+    models, text = models_and_text(args)
+    seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
+    print(f"seed {seed}", flush=True)
+    with tempfile.TemporaryDirectory() as folder, planted(args.plant):
+        report = play_rounds(args, models, text, seed, Path(folder))
+    if report is None:
+        return 1
+    print(report.table())
+    print(report.summary())
+    return 1 if report.failed else 0

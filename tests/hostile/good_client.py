@@ -1,0 +1,109 @@
+"""A good client: lookahead's answers to it must equal plain vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any, TypeAlias
+
+from tests.hostile import clients
+from tests.hostile.clients import Answer
+from tests.hostile.report import Report
+from tests.hostile.watch import Watch
+
+Good: TypeAlias = dict[str, Any]
+
+NUM_KNOWN = 24
+BATCH_SIZES = (1, 2, 4, 8, 16)
+"""If an answer differs, plain vLLM is asked again in batches of these sizes."""
+
+
+class GoodClient:
+    """Sends good requests to both servers, and compares their answers."""
+
+    def __init__(self, report: Report, lookahead: Watch, plain: Watch) -> None:
+        self._report = report
+        self._lookahead = lookahead
+        self._plain = plain
+        self._known: list[tuple[Good, Answer]] = []
+        """Requests with plain vLLM's answers."""
+        self._pending: list[tuple[Good, Answer]] = []
+        """Requests with lookahead's answers, which plain vLLM has not answered yet."""
+        self._next_known = 0
+
+    async def ask_plain(self, rng: random.Random) -> None:
+        """Draw the known requests, and get plain vLLM's answers."""
+        for _ in range(NUM_KNOWN):
+            request = clients.good_request(rng, max_tokens=48)
+            self._known.append((request, await clients.stream(self._plain.port, request)))
+
+    async def ask_all_known(self) -> None:
+        for _ in self._known:
+            await self.ask_known()
+
+    async def ask_known(self) -> None:
+        """Send lookahead the next known request; it may hold the answer from an earlier turn."""
+        request, expected = self._known[self._next_known]
+        self._next_known = (self._next_known + 1) % len(self._known)
+        if (answer := await self._answer(self._lookahead, request)) is not None:
+            await self._compare(request, answer, expected)
+
+    async def ask_timed(self, watch: Watch, rng: random.Random) -> float | None:
+        """Send one request; return its seconds per token, or None if it failed.
+
+        Plain vLLM gets the requests that lookahead has answered; all others are new.
+        """
+        if watch is self._plain and self._pending:
+            request, expected = self._pending.pop(0)
+        else:
+            request, expected = clients.good_request(rng, max_tokens=128), None
+        answer = await self._answer(watch, request)
+        if answer is None:
+            return None
+        if expected is not None:
+            await self._compare(request, expected, answer)
+        elif watch is self._lookahead:
+            self._pending.append((request, answer))
+        return answer.seconds_per_token
+
+    async def compare_pending(self) -> None:
+        """Compare the answers for which plain vLLM's phase was too short."""
+        while self._pending:
+            request, answer = self._pending.pop(0)
+            if (expected := await self._answer(self._plain, request)) is not None:
+                await self._compare(request, answer, expected)
+
+    async def _answer(self, watch: Watch, request: Good) -> Answer | None:
+        try:
+            answer = await clients.stream(watch.port, request)
+        except (TimeoutError, RuntimeError, OSError) as error:
+            description = f"a good request failed: {error!r}"
+            if watch is self._lookahead:
+                self._report.violation(f"{description} (--seed {self._report.seed}): {request}")
+            else:
+                self._report.plain_too["a good request failed"].append(description)
+            return None
+        self._report.good_answers += watch is self._lookahead
+        return answer
+
+    async def _compare(self, request: Good, answer: Answer, expected: Answer) -> None:
+        """Compare lookahead's answer with plain vLLM's."""
+        if answer.tokens == expected.tokens:
+            return
+        if await self._is_tie(request, answer):
+            self._report.ties += 1
+            return
+        self._report.violation(
+            f"a good request was answered with {answer.tokens}, by plain vLLM with "
+            f"{expected.tokens} (--seed {self._report.seed}): {request}"
+        )
+
+    async def _is_tie(self, request: Good, answer: Answer) -> bool:
+        """Whether plain vLLM also gives this answer, in another batch."""
+        others = [known for known, _ in self._known]
+        for size in BATCH_SIZES:
+            batch = [request, *others[: size - 1]]
+            answers = await asyncio.gather(*(clients.stream(self._plain.port, q) for q in batch))
+            if answers[0].tokens == answer.tokens:
+                return True
+        return False
