@@ -14,7 +14,7 @@ cd "$repo"
 needs_model=true
 # The tests that start no engine and no server.
 quick=(
-    tests/draft tests/verify tests/cli tests/benchmarks
+    tests/draft tests/verify tests/simulation tests/cli tests/benchmarks
     tests/engine/test_compatibility.py tests/engine/test_messages.py
     tests/engine/test_request_options.py tests/engine/worker/test_draft_step.py
     tests/test_docker.py tests/test_imports.py tests/test_kernel_folder.py tests/test_packaging.py

@@ -21,5 +21,5 @@ if "SECOND_RUNNER" in os.environ:
 def _insert_whole_texts() -> Iterator[None]:
     """Remove the time limit on insertion, so that no test depends on the speed of the machine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lookahead_vllm.draft.insertion.SECONDS", math.inf)
+        patch.setattr("lookahead_vllm.draft.insertion.MAX_SECONDS", math.inf)
         yield

@@ -13,10 +13,10 @@ from lookahead_vllm.draft.jit import Int32s
 SHARE = 1 / 32
 """The share of a step's time that all insertions of the step may take."""
 
-SECONDS = 0.002
+MAX_SECONDS = 0.002
 """The most time that all insertions of a step may take."""
 
-CHUNK = 64
+CHUNK_TOKENS = 64
 """Tokens of one request that are inserted in one turn, in about 50 µs."""
 
 
@@ -29,8 +29,8 @@ class _Text:
 class InsertionQueue:
     """Inserts long texts over several steps, so that no request delays the others.
 
-    Requests take turns of CHUNK tokens. The length of a step is the time between the last two
-    calls of `end_step`; a step inserts for a share of it, and at most one turn longer.
+    Requests take turns of CHUNK_TOKENS tokens. The length of a step is the time between the last
+    two calls of `end_step`; a step inserts for a share of it, and at most one turn longer.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class InsertionQueue:
     """
 
     def __init__(self) -> None:
-        self.share, self.seconds = SHARE, SECONDS
+        self.share, self.seconds = SHARE, MAX_SECONDS
         self.clock: Callable[[], float] = perf_counter
         self._left = self.seconds
         """Seconds left for insertions in this step."""
@@ -82,8 +82,8 @@ class InsertionQueue:
         request = next(iter(self._waiting))
         texts = self._waiting.pop(request)
         text = texts[0]
-        text.insert(text.tokens[:CHUNK])
-        text.tokens = text.tokens[CHUNK:]
+        text.insert(text.tokens[:CHUNK_TOKENS])
+        text.tokens = text.tokens[CHUNK_TOKENS:]
         if not len(text.tokens):
             texts.popleft()
         if texts:

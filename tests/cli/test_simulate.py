@@ -14,17 +14,12 @@ import pytest
 
 from lookahead_vllm.cli import simulate as command
 from lookahead_vllm.draft.budget.cost import CostCurve
-from lookahead_vllm.draft.options import OptionError
-from lookahead_vllm.draft.proposer import DraftLimits
-from lookahead_vllm.draft.registry import HAVE_WINDOW, PROPOSERS
 from lookahead_vllm.draft.tree import DraftTree
-from lookahead_vllm.simulation import heap
 from lookahead_vllm.simulation import replay as simulating
-from lookahead_vllm.simulation.drafters import GROUPS, RIVALS, Lookahead, choose_drafters
+from lookahead_vllm.simulation.drafters import choose_drafters
 from lookahead_vllm.simulation.replay import figures, passes, play, simulate
-from lookahead_vllm.simulation.rivals import look_up
 from lookahead_vllm.simulation.tables import by_file, overall_table, parts_table
-from lookahead_vllm.simulation.traces import Trace, TraceError, TraceFile, load_traces, resample
+from lookahead_vllm.simulation.traces import Trace, TraceFile
 
 
 def trace(prompt: list[int], output: list[int], category: str = "s/c") -> Trace:
@@ -188,144 +183,6 @@ def test_the_filling_is_learned_first_and_its_tokens_divide_the_bytes() -> None:
     assert simulate(Scripted, 4, [file], ["cold"])["cold"]["bytes_per_cached_token"] is None
 
 
-# Rivals.
-
-
-def brute_force(text: list[int], longest: int, shortest: int, most: int) -> list[int]:
-    for length in range(longest, shortest - 1, -1):
-        for start in range(len(text) - length):
-            if text[start : start + length] == text[-length:]:
-                return text[start + length : start + length + most]
-    return []
-
-
-def test_prompt_lookup_is_the_longest_matchs_first_place() -> None:
-    rng = random.Random(0)
-    found = 0
-    for _ in range(3000):
-        text = [rng.randrange(rng.choice((2, 4))) for _ in range(rng.randrange(1, 30))]
-        shortest = rng.randrange(1, 4)
-        longest, most = shortest + rng.randrange(4), rng.randrange(1, 6)
-        expected = brute_force(text, longest, shortest, most)
-        found += bool(expected)
-        assert look_up(np.array(text, np.int32), longest, shortest, most).tolist() == expected
-    assert found > 1000
-
-
-def test_prompt_lookup_copies_from_the_requests_own_text_alone() -> None:
-    copied = trace([5, 6, 7, 8, 9, 1, 2, 3], [5, 6, 7, 8, 9, 1, 2, 3])
-    other = trace([40, 41, 42], [5, 6, 7, 8, 9, 1])
-    make = choose_drafters("prompt_lookup")["prompt_lookup"]
-    played = play(make(4, None), copied, "r", 4)
-    assert played.nodes == [0, 4, 0] and played.tokens == 7  # 6; 7 8 9 1 2; 3
-    assert simulate(lambda: make(4, None), 4, [file_of(other)], ["replay"])["replay"]["edl"] == 1
-
-
-def test_suffix_is_vllms_chain_and_suffix_tree_a_tree() -> None:
-    pytest.importorskip("arctic_inference")
-    makers = choose_drafters("suffix")
-    assert list(makers) == ["suffix", "suffix_tree"]
-    prompt = [1, 2, 3, 4, 9, 1, 2, 5, 6, 9, 1, 2, 7, 8]
-    played = {}
-    for name, make in makers.items():
-        drafter = make(16, None)
-        drafter.start("r", np.array(prompt, np.int32))
-        drafter.extend("r", [1, 2])
-        context = np.array([*prompt, 1, 2], np.int32)
-        tree = drafter.tree(drafter.propose(DraftLimits("r", 16, 16), context))
-        played[name] = tree
-        drafter.finish("r")
-    assert (
-        played["suffix"].is_chain and 1 <= len(played["suffix"]) <= 2
-    )  # 1 2 matches, the factor is 1
-    roots = played["suffix_tree"].tokens[played["suffix_tree"].parents == -1]
-    assert set(roots.tolist()) == {3, 5, 7}
-
-
-def test_suffix_reports_its_malloc_bytes_and_stays_usable() -> None:
-    pytest.importorskip("arctic_inference")
-    drafter = choose_drafters("suffix")["suffix"](16, None)
-    rng = random.Random(0)
-    empty = drafter.num_bytes
-    for i in range(40):
-        play(drafter, trace([1, 2], rng.sample(range(40_000), 250)), f"r{i}", 16)
-    held = drafter.num_bytes
-    assert empty < 100_000 and 100 < held / 10_000 < 2000
-    again = rng.sample(range(40_000), 50)
-    play(drafter, trace([1, 2], again), "once", 16)
-    assert play(drafter, trace([1, 2], again), "twice", 16).tokens == 49
-    assert drafter.num_bytes > held
-
-
-def test_without_arctic_inference_one_sentence_names_the_script(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
-    with pytest.raises(OptionError, match=r"not installed: run scripts/setup.sh --bench"):
-        choose_drafters("suffix")
-
-
-@pytest.mark.skipif(heap.bytes_in_use() is None, reason="malloc is not glibc's")
-def test_released_bytes_are_measured_in_a_fork() -> None:
-    held = [bytearray(5 << 20)]
-    released = heap.bytes_released_by(held.clear)
-    assert released is not None and 4 << 20 < released < 6 << 20
-    assert len(held) == 1
-    assert heap.bytes_released_by(lambda: None) in range(-10_000, 10_000)
-
-
-# Names.
-
-
-def test_a_proposer_has_the_settings_of_its_name_and_the_simulators_budget() -> None:
-    name = "ngram_trie:branch_length=8:max_nodes=2048:draft=single"
-    drafter = choose_drafters(name)[name](24, None)
-    assert isinstance(drafter, Lookahead)
-    options = drafter.proposer.options  # type: ignore[attr-defined]
-    assert (options.branch_length, options.max_nodes, options.draft) == (8, 2048, "single")
-    assert (options.budget, options.num_speculative_tokens) == (24, 24)
-    curve = CostCurve([1, 2], [1.0, 3.0])
-    costed: Any = choose_drafters(name)[name](24, curve)
-    assert costed.proposer.options.budget == "auto" and costed.proposer.cost.curve is curve
-
-
-def test_listed_proposers_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("arctic_inference")
-    with pytest.raises(SystemExit) as stopped:
-        command.main(["--list"])
-    assert not stopped.value.code
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert set(names) == {*PROPOSERS, *RIVALS, *GROUPS} - HAVE_WINDOW
-    for name in names:
-        assert list(choose_drafters(name)) == GROUPS.get(name, [name])
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ("", "name at least one"),
-        ("ngram_tri", "no such proposer; did you mean 'ngram_trie'?"),
-        ("hybrid", "measure it with scripts/bench_window.py"),
-        ("medusa", "no such proposer; there are ngram_trie, "),
-        ("ngram_trie,ngram_trie", "given twice"),
-        ("ngram_trie:branch_length", "'branch_length' is not KEY=VALUE"),
-        ("ngram_trie:branch_lenght=8", "did you mean 'branch_length'?"),
-        ("ngram_trie:branch_length=0", "branch_length=0 was given"),
-        ("ngram_trie:budget=8", "budget is the simulator's to set"),
-        ("prompt_lookup:prompt_lookup_mim=3", "did you mean 'prompt_lookup_min'?"),
-        ("prompt_lookup:prompt_lookup_min=9", "must be 1 to prompt_lookup_max=5"),
-        ("prompt_lookup:prompt_lookup_min=true", "must be a whole number"),
-    ],
-)
-def test_a_wrong_name_is_refused(names: str, message: str) -> None:
-    with pytest.raises(OptionError) as refused:
-        choose_drafters(names)
-    assert message in str(refused.value) and "\n" not in str(refused.value)
-
-
-# Traces.
-
-
 def line(output: list[int], **more: Any) -> dict[str, Any]:
     return {"prompt_token_ids": [1, 2], "output_token_ids": output, **more}
 
@@ -334,59 +191,6 @@ def jsonl(path: Path, *lines: Any) -> Path:
     texts = [one if isinstance(one, str) else json.dumps(one) for one in lines]
     path.write_text("\n".join(texts) + "\n")
     return path
-
-
-def test_traces_are_filtered_then_shuffled_then_limited(tmp_path: Path) -> None:
-    lines = [line([i, i], suite="s", category="c", loops=i % 4 == 0) for i in range(20)]
-    path = jsonl(tmp_path / "t.jsonl", line([5]), *lines, "")
-
-    def first_tokens(**options: Any) -> list[int]:
-        return [int(one.output[0]) for one in load_traces(path, **options).traces]
-
-    assert first_tokens() == list(range(20))
-    assert first_tokens(limit=3) == [0, 1, 2]
-    assert first_tokens(limit=3, no_loops=True) == [1, 2, 3]
-    shuffled = first_tokens(shuffle=0, no_loops=True)
-    assert len(shuffled) == 15 and shuffled != sorted(shuffled)
-    assert first_tokens(shuffle=0, no_loops=True, limit=4) == shuffled[:4]
-    loaded = load_traces(path)
-    assert loaded.too_short == 1 and loaded.traces[0].category == "s/c" and loaded.num_tokens == 40
-
-
-@pytest.mark.parametrize(
-    ("second", "message"),
-    [
-        ("{", r"t.jsonl:2: not JSON"),
-        ("[1]", r"t.jsonl:2: an object with"),
-        ({"prompt_token_ids": [1]}, r"t.jsonl:2: `output_token_ids` must be a list"),
-        (line([1, -1]), r"t.jsonl:2: `output_token_ids` must be a list"),
-        ({"prompt_token_ids": "x", "output_token_ids": []}, r"t.jsonl:2: `prompt_token_ids`"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, second: Any, message: str) -> None:
-    with pytest.raises(TraceError, match=message):
-        load_traces(jsonl(tmp_path / "t.jsonl", line([1, 2]), second))
-
-
-def test_generated_answers_recombine_the_outputs() -> None:
-    rng = random.Random(0)
-    outputs = [[rng.randrange(8) for _ in range(300)] for _ in range(5)]
-    recorded = [trace(list(range(200)), output) for output in outputs]
-    advances: list[int] = []
-    made = resample(recorded, 2000, seed=1, advance=advances.append)
-    assert sum(len(one.output) for one in made) == sum(advances) == 2000
-    assert all(200 <= len(one.output) <= 300 for one in made[:-1])
-    assert {len(one.prompt) for one in made} == {50}
-    seen = {tuple(o[i : i + 3]) for o in outputs for i in range(298)}
-    assert {
-        tuple(o[i : i + 3]) for m in made if (o := m.output.tolist()) for i in range(98)
-    } <= seen
-    whole = {tuple(o[i : i + 20]) for o in outputs for i in range(281)}
-    assert tuple(made[0].output[50:70].tolist()) not in whole
-    again = resample(recorded, 2000, seed=1)
-    assert all((a.output == b.output).all() for a, b in zip(made, again, strict=True))
-    with_ends = resample([trace([1], [3, 4]), trace([1], [5, 6])], 500)  # dead ends at once
-    assert sum(len(one.output) for one in with_ends) == 500
 
 
 # The command line.

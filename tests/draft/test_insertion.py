@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lookahead_vllm.draft import insertion
-from lookahead_vllm.draft.insertion import CHUNK, InsertionQueue
+from lookahead_vllm.draft.insertion import CHUNK_TOKENS, InsertionQueue
 
 
 class Clock:
@@ -51,40 +51,40 @@ def test_a_step_inserts_for_its_share_and_one_turn_at_most(requests, length, tur
         queue.work()
         clock.now = end
         queue.end_step()
-        assert {size for _, size in clock.inserted} == {CHUNK}
+        assert {size for _, size in clock.inserted} == {CHUNK_TOKENS}
     assert len(clock.inserted) == turns
 
 
 def test_each_step_has_a_turn_even_on_a_slow_machine():
     clock = Clock(100.0)
-    queue = queue_of(clock, r=2 * CHUNK)
+    queue = queue_of(clock, r=2 * CHUNK_TOKENS)
     queue.work()
     queue.work()
     queue.end_step()
-    assert clock.inserted == [("r", CHUNK)]
+    assert clock.inserted == [("r", CHUNK_TOKENS)]
     queue.end_step()
-    assert clock.inserted == [("r", CHUNK)] * 2
+    assert clock.inserted == [("r", CHUNK_TOKENS)] * 2
 
 
 def test_requests_take_turns():
     clock = Clock(0.0)
-    queue = queue_of(clock, long=5 * CHUNK, short=10, other=CHUNK + 1)
+    queue = queue_of(clock, long=5 * CHUNK_TOKENS, short=10, other=CHUNK_TOKENS + 1)
     queue.work()
     assert [name for name, _ in clock.inserted] == [
         *("long", "short", "other"),
         *("long", "other"),
         *("long", "long", "long"),
     ]
-    assert sum(length for _, length in clock.inserted) == 6 * CHUNK + 11
+    assert sum(length for _, length in clock.inserted) == 6 * CHUNK_TOKENS + 11
 
 
 def test_texts_of_one_request_keep_their_order():
     clock = Clock(0.0)
-    queue = queue_of(clock, r=CHUNK + 1)
+    queue = queue_of(clock, r=CHUNK_TOKENS + 1)
     queue.add("r", clock.insert("then"), np.zeros(3, np.int32))
     queue.add("r", clock.insert("empty"), np.zeros(0, np.int32))
     queue.work()
-    assert clock.inserted == [("r", CHUNK), ("r", 1), ("then", 3)]
+    assert clock.inserted == [("r", CHUNK_TOKENS), ("r", 1), ("then", 3)]
 
 
 def test_the_texts_of_an_ended_request_are_dropped():
@@ -102,7 +102,7 @@ def test_the_texts_of_an_ended_request_are_dropped():
 def test_the_parts_add_up_to_the_text():
     queue, parts = InsertionQueue(), []
     queue.seconds = math.inf
-    text = np.arange(3 * CHUNK + 5, dtype=np.int32)
+    text = np.arange(3 * CHUNK_TOKENS + 5, dtype=np.int32)
     queue.add("r", parts.append, text)
     queue.work()
     np.testing.assert_array_equal(np.concatenate(parts), text)

@@ -53,7 +53,7 @@ class CostCurve:
     sizes : Sequence[int]
         Numbers of tokens, increasing, at least 1.
     times : Sequence[float]
-        The cost of a pass over each number of tokens, above 0.
+        The cost of a pass over each number of tokens; the first one is above 0.
 
     Raises
     ------
@@ -124,33 +124,33 @@ class StepWork(NamedTuple):
     context: float
     """The sum of the requests' context lengths, in tokens: what attention reads once a request."""
     causal: float
-    """Rows times context length, summed over requests without a tree and with a chain."""
+    """Rows times context length, summed over requests without a tree or with a chain."""
     trees: float
     """Rows times context length, summed over requests with a branching tree."""
 
 
 class StepPrices(NamedTuple):
-    """The time of a step without drafts, and the time that draft nodes add to it."""
+    """The time of a step without drafts and prompts, and the time that draft nodes add to it."""
 
     base: float
     """The step without nodes, its prompts left out: their time is not due to drafts."""
     forward: Floats
     """float64 [num_nodes + 1]: what the forward pass takes longer with 0, 1, ... nodes in all."""
     chain: Floats
-    """float64 [t]: what each node of this request adds to that in a chain."""
+    """float64 [requests]: what each node of a chain adds beyond `forward`."""
     tree: Floats
-    """float64 [t]: what each node of this request adds to that in a branching tree."""
+    """float64 [requests]: what each node of a branching tree adds beyond `forward`."""
     root: Floats
-    """float64 [t]: what the root's row adds if the request's tree branches."""
+    """float64 [requests]: what the root's row adds if the request's tree branches."""
 
 
 class StepCost:
     """Predicts the time of a step, and learns from the time of every real step.
 
-    The prediction is a weighted sum of the curve at the step's tokens, a constant, the presence of
-    drafts, and the numbers in StepWork from `requests` on. The weights are the least-squares fit
-    to the steps of about the last MEMORY_SECONDS, with the measurement at start as a prior:
-    weights that the recent steps do not determine keep their values.
+    The prediction is a weighted sum of eight features: the curve at the step's tokens, a constant,
+    1 if there are drafts, and requests, nodes, context, causal and trees of StepWork. The weights
+    are the least-squares fit to the steps of about the last MEMORY_SECONDS, with the measurement
+    at start as a prior: weights that the recent steps do not determine keep their values.
 
     Parameters
     ----------
@@ -183,9 +183,9 @@ class StepCost:
         self.curve = curve
         self._start = np.array([1.0, 0.0, drafts, 0.0, 0.0, context, causal, trees])
         one = float(curve(1))
-        # The prior's standard deviation of each weight.
         row = 0.5 * max(causal, trees)
         jump = max(0.1 * one, 0.5 * drafts)
+        # The prior's standard deviation of each weight.
         spread = np.array([0.3, 0.3 * one, jump, 0.02 * one, 0.02 * one, 0.5 * context, row, row])
         self._precision = 1 / np.maximum(spread, 1e-9 * one) ** 2
         self._normal_matrix = np.zeros((8, 8))
@@ -237,12 +237,12 @@ class StepCost:
         return np.array([forward, 1.0, work.nodes > 0, *work[1:]])
 
     def prices(self, contexts: Int64s, load: Load, num_nodes: int) -> StepPrices:
-        """The time of the step without drafts, and what up to `num_nodes` nodes add to it.
+        """The time of the step without drafts and prompts, and what up to `num_nodes` nodes add.
 
         Parameters
         ----------
         contexts : int64 [t]
-            The committed tokens of the requests that may have drafts.
+            The committed tokens before the root, of the requests that may have drafts.
         load : Load
             The step's other work.
         num_nodes : int

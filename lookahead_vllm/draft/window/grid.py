@@ -2,11 +2,11 @@
 
 Source: Lookahead Decoding (Fu et al., ICML 2024), section 3.1, Algorithm 2 and Figure 2(b).
 
-The window guesses the next W positions of a text, each from N - 1 past steps. Level 0, the oldest,
-is a chain below the root, which is its first column. The cell of level k and column j is a child of
-the cell of level k - 1 in its column, j + k below the root. So the tree's mask and positions are
-those of the paper. The model's choices after the cells of the last level are the next level: one
-Jacobi iteration, and W n-grams, one in each column.
+A window has W columns, which are positions of the text, and N - 1 levels, which are past steps.
+Level 0, the oldest, is a chain that starts at the root (column 0). Cell (k, j) of a later level k
+is a child of cell (k - 1, j), at depth j + k. These cells are the comb. As nodes of a draft tree
+they have the mask and the positions of the paper. The model's choices after the cells of the last
+level become the next level: one Jacobi iteration, and W n-grams, one in each column.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _CombLimits(NamedTuple):
     """How large the trees may be, and the probability of nodes that only a comb adds."""
 
     max_nodes: Int64s
-    """int64 [t], as the next one."""
+    """int64 [t]; `max_depths` likewise."""
     max_depths: Int64s
     prob: np.float32
 
@@ -93,7 +93,8 @@ class Windows:
     Attributes
     ----------
     tokens : int32 [capacity, N - 1, W + N - 2]
-        The guess in each level and column. The root's own column of level 0 is not used.
+        The guess in each level and column; W and N are the largest that are allowed. Column 0 of
+        level 0 is the root: `_iterate` fills it in, and it is never drawn or sent.
     cells : int32 [capacity, N - 1, W + N - 2]
         The node of each guess in the tree that was sent last; ROOT, or ABSENT.
     shapes : int32 [capacity, 3]
@@ -151,9 +152,9 @@ class Windows:
         max_depths: Int64s,
         prob: float,
     ) -> DraftForest:
-        """The trees of `forest` with the combs of the windows `rows` int64 [t]; below 0 for none.
+        """Add to each tree the comb of window `rows[i]`, int64 [t]; none if it is negative.
 
-        A cell whose path is in the tree already is that node. Nodes beyond `max_nodes` and
+        A cell whose path is in the tree already reuses that node. Nodes beyond `max_nodes` and
         `max_depths`, int64 [t], are left out. The new nodes are last, and their probability is
         `prob` or that of the last node before them, whichever is less.
         """

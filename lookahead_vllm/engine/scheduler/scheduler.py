@@ -1,4 +1,4 @@
-"""vLLM's scheduler with draft trees: also under grammars, and after all other work of a step."""
+"""vLLM's scheduler with draft trees. Drafts get only the capacity that other work leaves."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 EQUALLY_MANY_MASKS = vllm.__version_tuple__ >= (0, 33)
-"""Whether all requests of a step must have the same number of masks."""
+"""From vLLM 0.33 on, all requests of a step must have the same number of masks."""
 
 
 class LookaheadScheduler(Scheduler):
+    """Schedules trees instead of chains, and prunes them by the requests' grammars."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         accept_tokens_one_by_one()
@@ -49,7 +51,7 @@ class LookaheadScheduler(Scheduler):
         if config.options_of(self.vllm_config).cache_path is not None:
             shutdown.save_before_teardown()
         # The same number for every batch size. Without this schedule, vLLM pads a request that has
-        # one token to compute with placeholder drafts, and waits until all of them fit.
+        # one token to compute with placeholder drafts, and delays it until the padded draft fits.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._draft_limiter = DraftLimiter(self)
         self._proposed = messages.NO_PROPOSALS
@@ -108,7 +110,7 @@ class LookaheadScheduler(Scheduler):
             is_same_draft = tree.tokens[:n].tolist() == tokens
             if output.num_scheduled_tokens[req_id] == 1 + n and is_same_draft:
                 replacements[req_id] = tree
-            else:  # the request resumes after preemption
+            else:  # cut or dropped, for instance after preemption
                 del self._grammar_drafts[req_id]
         for req_id, tokens in drafts.items():
             # A draft after tokens of the prompt, or one that its grammar has not pruned.
@@ -153,7 +155,7 @@ class LookaheadScheduler(Scheduler):
         if not req_ids:
             return None
         if EQUALLY_MANY_MASKS:
-            num_rows = max(map(len, masks))
+            num_rows = max(map(len, masks))  # vLLM reads only the rows of scheduled tokens
             masks = [np.pad(mask, ((0, num_rows - len(mask)), (0, 0))) for mask in masks]
         return GrammarOutput(req_ids, np.concatenate(masks), num_nodes)
 
@@ -186,7 +188,7 @@ def _skip_draft_request() -> None:
 
 
 def _without_draft_request(original: Callable[..., None]) -> Callable[..., None]:
-    """`EngineCore.post_step`, which does nothing if the scheduler is ours."""
+    """Wrap `EngineCore.post_step` to do nothing if the scheduler is ours."""
 
     @functools.wraps(original)
     def post_step(self: EngineCore, *args: Any, **kwargs: Any) -> None:

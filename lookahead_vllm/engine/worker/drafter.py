@@ -32,7 +32,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 def _hide_dunders_of_llvmlite() -> None:
-    """Let a second engine start in this process after numba was loaded.
+    """Let a second engine start in this process after numba has been loaded.
 
     On CPU a starting worker reads every attribute of every module (`_rebind_kernels`). llvmlite's
     library handle resolves any name, `__dict__` included, and breaks that.
@@ -66,13 +66,13 @@ class LiveRequest:
 
     request_id: str
     remaining: int
-    """Tokens until max_tokens."""
+    """Tokens that may still be emitted: up to max_tokens, or max_model_len without one."""
     stop_tokens: frozenset[int | None]
     """Tokens that end the request."""
 
 
 BACKOFF_AFTER_STEPS = 16
-"""Back off after so many steps in a row in which no node was worth sending."""
+"""Back off after this many steps in a row in which no node was worth sending."""
 
 BACKOFF_STEPS = 3
 """Steps without drafting in each backoff, until drafting is tried again."""
@@ -121,7 +121,7 @@ class LookaheadDrafter:
         self._sent: dict[str, SentDraft] = {}
         """Drafts that are not verified yet."""
         self._uncommitted: dict[str, list[int]] = {}
-        """Emitted tokens that the proposer did not get yet, because of a backoff."""
+        """Emitted tokens that the proposer has not received yet, because of a backoff."""
         self.drafted_for: frozenset[str] = frozenset()
         self._steps_without_nodes = 0
         self.backoff_left = 0
@@ -165,7 +165,7 @@ class LookaheadDrafter:
         Raises
         ------
         KeyError
-            `follow` was not called for the request yet.
+            `follow` has not been called for the request.
         """
         return self._live[request_id]
 
@@ -191,9 +191,10 @@ class LookaheadDrafter:
         return live
 
     def back_off(self, request_ids: Sequence[str], emitted: Sequence[list[int]]) -> bool:
-        """Whether this step makes no drafts, because none was worth sending for a while.
+        """Skip drafting in this step if backing off; returns whether it is skipped.
 
-        The emitted tokens are kept for the next step that drafts.
+        The emitted tokens are kept for the next step that drafts. Drafts under way and new requests
+        end a backoff.
         """
         if not self.backoff_left:
             return False
@@ -246,7 +247,7 @@ class LookaheadDrafter:
     def draft(self, limits: Sequence[DraftLimits], load: Load) -> dict[str, list[int]]:
         """Grow trees and keep them until they are verified; returns their tokens by request.
 
-        Requests without a node are left out. `load` is the next step's work beside drafts.
+        Requests without a node are left out. `load` is the next step's work besides drafts.
         """
         forest = DraftForest.of(self.proposer.propose(limits, load))
         self.drafted_for = frozenset(limit.request_id for limit in limits)
@@ -303,13 +304,17 @@ class LookaheadDrafter:
         max_nodes = np.array([limit.max_nodes for limit in limits], np.int64)
         if forest.faults(self._vocab_size, max_nodes).any():
             forest = DraftForest.of(
-                [self._accept(tree, limit) for tree, limit in zip(forest, limits, strict=True)]
+                [
+                    self._tree_or_empty(tree, limit)
+                    for tree, limit in zip(forest, limits, strict=True)
+                ]
             )
         if not self.may_branch and forest.branching.any():
             forest = forest.cut(forest.sizes, np.ones(len(forest), np.bool_))
         return forest
 
-    def _accept(self, tree: DraftTree, limit: DraftLimits) -> DraftTree:
+    def _tree_or_empty(self, tree: DraftTree, limit: DraftLimits) -> DraftTree:
+        """The tree; an empty one if it is malformed, which is logged once."""
         try:
             tree.check(self._vocab_size, limit.max_nodes)
         except DraftTreeError as error:
