@@ -30,7 +30,7 @@ class Clock:
 
 def queue_of(clock, seconds=1.0, share=0.1, **texts):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(insertion, "SECONDS", seconds)
+        patch.setattr(insertion, "MAX_SECONDS", seconds)
         queue = InsertionQueue()
     queue.clock, queue.share = clock, share
     for name, length in texts.items():
