@@ -171,9 +171,10 @@ def measure(size: int, nodes: int, lookahead: bool) -> dict[str, float]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["LOOKAHEAD_VLLM_PROFILE"] = "1"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # lookahead's runner, for plain vLLM too
+    engine: Any = make_llm(size, nodes, lookahead).llm_engine
+    # Not before: it loads numba, with which plain vLLM does not start on a CPU.
     from lookahead_vllm.engine.worker import step_recorder
 
-    engine: Any = make_llm(size, nodes, lookahead).llm_engine
     runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     stopwatch = time_model(runner)
     start_requests(engine, runner, size)

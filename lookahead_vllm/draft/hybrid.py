@@ -8,13 +8,8 @@ import numpy as np
 
 from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import (
-    NO_LOAD,
-    NO_OVERRIDES,
-    DraftLimits,
-    RequestOverrides,
-    Verified,
-)
+from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
+from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverrides
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie.candidates import CHOICES
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer

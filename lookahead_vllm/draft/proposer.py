@@ -10,25 +10,10 @@ from numpy.typing import NDArray
 
 from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.jit import Int32s, Int64s
+from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverrides
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
 
 NO_LOAD = Load()
-
-
-class RequestOverrides(NamedTuple):
-    """The options that one request overrides; None keeps the server's value.
-
-    `proposer` is "ngram_trie", "jacobi_window" or "hybrid"; it requires the server's "hybrid".
-    """
-
-    proposer: str | None = None
-    window_size: int | None = None
-    ngram_size: int | None = None
-    guess_set_size: int | None = None
-    pool_from_prompt: bool | None = None
-
-
-NO_OVERRIDES = RequestOverrides()
 
 
 class DraftLimits(NamedTuple):

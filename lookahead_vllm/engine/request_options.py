@@ -20,8 +20,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import NO_OVERRIDES, RequestOverrides
 from lookahead_vllm.draft.registry import HAVE_WINDOW
+from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverrides
 from lookahead_vllm.engine.config import KEY
 
 if TYPE_CHECKING:

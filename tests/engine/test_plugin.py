@@ -236,3 +236,18 @@ def test_registering_loads_few_modules() -> None:
     known = {"lookahead_vllm", *sys.stdlib_module_names}
     others = [n for n in (*registering, *making) if n.partition(".")[0] not in known]
     assert set(others) <= {"vllm.engine"}  # an empty package
+
+
+ASKED = """
+import sys
+from lookahead_vllm import kernel_folder
+from lookahead_vllm.engine import compatibility, config, shutdown
+from lookahead_vllm.engine.front_end import requests, stat_logger
+sys.exit("numba" in sys.modules)
+"""
+
+
+def test_the_process_that_makes_the_config_does_not_load_numba() -> None:
+    """A CPU worker in the same process, as of an offline engine, could not start after it."""
+    run = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import RequestOverrides
+from lookahead_vllm.draft.request_overrides import RequestOverrides
 from lookahead_vllm.engine.request_options import (
     RequestError,
     RequestOptions,

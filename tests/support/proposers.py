@@ -10,14 +10,9 @@ import numpy as np
 
 from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import (
-    NO_LOAD,
-    NO_OVERRIDES,
-    DraftLimits,
-    RequestOverrides,
-    Verified,
-)
+from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
 from lookahead_vllm.draft.registry import PROPOSERS
+from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverrides
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 
 VOCAB = 128

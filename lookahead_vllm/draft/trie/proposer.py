@@ -15,13 +15,8 @@ from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.insertion import InsertionQueue
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import (
-    NO_LOAD,
-    NO_OVERRIDES,
-    DraftLimits,
-    RequestOverrides,
-    Verified,
-)
+from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
+from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverrides
 from lookahead_vllm.draft.request_rows import RequestRows
 from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
 from lookahead_vllm.draft.tree import DraftForest

@@ -10,7 +10,8 @@ from lookahead_vllm.draft.budget.allot import PROBE_AFTER_STEPS
 from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.options import SHIFTS, LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftLimits, RequestOverrides, Verified
+from lookahead_vllm.draft.proposer import DraftLimits, Verified
+from lookahead_vllm.draft.request_overrides import RequestOverrides
 from lookahead_vllm.draft.sources import WINDOW
 from lookahead_vllm.draft.tree import UNKNOWN, DraftForest
 from lookahead_vllm.draft.window.grid import (

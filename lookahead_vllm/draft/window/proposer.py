@@ -19,13 +19,8 @@ from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.insertion import InsertionQueue
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import (
-    NO_LOAD,
-    NO_OVERRIDES,
-    DraftLimits,
-    RequestOverrides,
-    Verified,
-)
+from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
+from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverrides
 from lookahead_vllm.draft.sources import OWN, REFERENCE, WINDOW
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.window.branch import LookaheadBranch, shape_for

@@ -4,7 +4,8 @@ import numpy as np
 
 from lookahead_vllm.draft.hybrid import HybridProposer
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftLimits, RequestOverrides, Verified
+from lookahead_vllm.draft.proposer import DraftLimits, Verified
+from lookahead_vllm.draft.request_overrides import RequestOverrides
 from lookahead_vllm.draft.sources import NAMES, RECYCLED, WINDOW
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.trie.candidates import CHOSEN, TOKEN, new_candidates

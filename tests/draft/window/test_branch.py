@@ -7,7 +7,8 @@ from lookahead_vllm.draft.budget.allot import PROBE_AFTER_STEPS
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost, StepWork
 from lookahead_vllm.draft.hybrid import HybridProposer
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, RequestOverrides, Verified
+from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
+from lookahead_vllm.draft.request_overrides import RequestOverrides
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.window.branch import NO_WINDOW, LookaheadBranch, shape_for
 from lookahead_vllm.draft.window.proposer import JacobiWindowProposer
