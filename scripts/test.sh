@@ -12,12 +12,12 @@ repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$repo"
 
 needs_model=true
-# The tests that start no engine and no server.
+# Tests that start no engine and no server; the slowest of those are left out too.
 quick=(
     tests/draft tests/verify tests/simulation tests/cli tests/benchmarks
     tests/engine/test_compatibility.py tests/engine/test_messages.py
     tests/engine/test_request_options.py tests/engine/worker/test_draft_step.py
-    tests/test_docker.py tests/test_imports.py tests/test_kernel_folder.py tests/test_packaging.py
+    tests/test_imports.py --ignore=tests/verify/gpu
     -m "not slow and not model"
 )
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
