@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "draft/trie": {"numpy", f"{DRAFT}.*", f"{DRAFT}.budget", f"{DRAFT}.trie"},
     "draft/window": {"numpy", f"{DRAFT}.*", f"{DRAFT}.budget", f"{DRAFT}.window"},
     "draft/cache": {"numpy", f"{DRAFT}.*", f"{DRAFT}.trie", f"{DRAFT}.cache"},
-    "verify": {"numpy", "torch", f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.cpu.native"},
+    "verify": {"numpy", "torch", f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.cpu", f"{VERIFY}.gpu"},
     "verify/cpu": {"numpy", "torch", f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.cpu"},
     "verify/gpu": {
         *("numpy", "torch", "triton"),
@@ -42,7 +42,11 @@ ALLOWED: dict[str, set[str]] = {
     },
     "engine/worker/v1": {
         *("numpy", "torch", "vllm", "tqdm"),
-        *(DRAFT, VERIFY, f"{ENGINE}.*", f"{ENGINE}.worker"),
+        *(DRAFT, VERIFY, f"{ENGINE}.*", f"{ENGINE}.worker.*", f"{ENGINE}.worker.v1"),
+    },
+    "engine/worker/v2": {
+        *("numpy", "torch", "vllm", "tqdm"),
+        *(DRAFT, VERIFY, f"{ENGINE}.*", f"{ENGINE}.worker.*", f"{ENGINE}.worker.v2"),
     },
     "engine/seams": {f"{ENGINE}.seams", "vllm"},
     "simulation": {

@@ -25,6 +25,10 @@ SHIFTS = ("one", "hits", "paper")
 
 MAX_DECODING_LENGTH = 128
 
+MAX_DRAFT_THREADS = 64
+AUTO_DRAFT_THREADS = 4
+"""The most threads that "auto" takes; more gain little, because a step's trees are few."""
+
 WEEK_SECONDS = 7 * 24 * 3600
 
 
@@ -71,6 +75,9 @@ class LookaheadOptions:
     window_shift : "one", "hits" or "paper"
         How the window moves when a step accepts several tokens: as after one token, by as many
         positions, or by as many levels (Algorithm 2).
+    draft_threads : "auto" or int
+        The threads that grow the trees of a step, 1 to 64. Drafts do not depend on it. "auto": 1
+        if the model runs on the CPU, else a quarter of the cores, at most 4.
     share : "none", "namespace" or "all"
         Which requests learn from each other's answers: none, those of one namespace, or all.
     cache_path : str or None
@@ -103,6 +110,7 @@ class LookaheadOptions:
     guess_set_size: str | int = "auto"
     pool_from_prompt: bool = False
     window_shift: str = "one"
+    draft_threads: str | int = "auto"
     share: str = "namespace"
     cache_path: str | None = None
     cache_interval: float = 300
@@ -131,6 +139,10 @@ class LookaheadOptions:
             allowed = f'"auto" or 1 to num_speculative_tokens={max_budget} nodes'
             raise _wrong("budget", self.budget, allowed, "auto")
         self._check_comb()
+        if self.draft_threads != "auto" and not _is_int(self.draft_threads, 1, MAX_DRAFT_THREADS):
+            raise _wrong(
+                "draft_threads", self.draft_threads, f'"auto" or 1 to {MAX_DRAFT_THREADS}', "auto"
+            )
         self._check_choice("share", SHARES)
         path = self.cache_path
         if path is not None and (not isinstance(path, str) or not path or "\0" in path):
@@ -216,6 +228,21 @@ class LookaheadOptions:
         if guesses == "auto":
             guesses = max(1, int(size))
         return replace(self, window_size=size, guess_set_size=guesses)
+
+    def for_device(self, on_cpu: bool, num_cores: int) -> LookaheadOptions:
+        """Replace "auto" in `draft_threads`: 1 if the model runs on the CPU.
+
+        Else a quarter of the cores, at least 1 and at most AUTO_DRAFT_THREADS.
+        """
+        if self.draft_threads != "auto":
+            return self
+        threads = 1 if on_cpu else max(1, min(AUTO_DRAFT_THREADS, num_cores // 4))
+        return replace(self, draft_threads=threads)
+
+    @property
+    def num_draft_threads(self) -> int:
+        """The threads that grow trees; 1 while `draft_threads` is "auto"."""
+        return 1 if self.draft_threads == "auto" else int(self.draft_threads)
 
     @property
     def max_nodes_per_tree(self) -> int:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from lookahead_vllm.engine.seams import SEAMS, Seam
+from lookahead_vllm.engine.seams import BY_RUNNER, COMMON, Seam
 
 SUPPORTED = ("0.32", "0.33")
 
@@ -21,20 +21,22 @@ class SeamError(RuntimeError):
     """This vLLM release lacks something that lookahead uses; the message names it."""
 
 
-def check(root: Path | None = None) -> None:
+def check(root: Path | None = None, runner: str | None = None) -> None:
     """Compare the seams, and all that `engine/` imports from vLLM, with vLLM's sources.
 
     Parameters
     ----------
     root
         Folder that holds the `vllm` package; the installed one by default.
+    runner : {"v1", "v2"}
+        Leaves out what only the other model runner needs. None: only what both need.
 
     Raises
     ------
     SeamError
         One sentence: the first difference, and what to install.
     """
-    for problem in problems(root):
+    for problem in problems(root, (runner,) if runner else ()):
         raise SeamError(
             f"this lookahead-vllm works with vLLM {' and '.join(SUPPORTED)}, but in the installed "
             f"vLLM {problem}; install vllm=={SUPPORTED[-1]}.* or a lookahead-vllm release made for "
@@ -42,16 +44,19 @@ def check(root: Path | None = None) -> None:
         )
 
 
-def problems(root: Path | None = None) -> Iterator[str]:
+def problems(
+    root: Path | None = None, runners: Collection[str] = tuple(BY_RUNNER)
+) -> Iterator[str]:
     """All differences, see `check`; each as in "vllm.config.vllm has no VllmConfig"."""
     package = _package(root)
     version = _version(package)
-    for seam in SEAMS:
+    for seam in (*COMMON, *(seam for runner in runners for seam in BY_RUNNER[runner])):
         if seam.releases and version not in seam.releases:
             continue
         if problem := _problem(package, seam):
             yield problem
-    for module, name in sorted(_imported()):
+    others = [ENGINE / "worker" / runner for runner in BY_RUNNER if runner not in runners]
+    for module, name in sorted(_imported(without=others)):
         path = _file(package, module)
         if path is None:
             yield f"there is no module {module}"
@@ -118,11 +123,13 @@ def _file(package: Path, module: str) -> Path | None:
 ENGINE = Path(__file__).parent
 
 
-def _imported(folder: Path = ENGINE) -> set[tuple[str, str]]:
-    """(module, name) of all imports from vLLM in files below `folder`; ("vllm.x", "") of a module
-    that is imported as a whole."""
+def _imported(folder: Path = ENGINE, without: Collection[Path] = ()) -> set[tuple[str, str]]:
+    """(module, name) of all imports from vLLM in files below `folder` and not in the folders
+    `without`; ("vllm.x", "") of a module that is imported as a whole."""
     found: set[tuple[str, str]] = set()
     for path in folder.rglob("*.py"):
+        if path.parent in without:
+            continue
         for node in ast.walk(_parse(path)):
             if isinstance(node, ast.ImportFrom):
                 found.update((node.module or "", alias.name) for alias in node.names)

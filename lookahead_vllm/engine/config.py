@@ -24,12 +24,37 @@ PROPOSER_PATHS = {
 }
 DRAFTER_PATH = "lookahead_vllm.engine.worker.drafter.LookaheadDrafter"
 
-_V1 = "lookahead_vllm.engine.worker.v1"
 WORKERS = {
-    "vllm.v1.worker.cpu_worker.CPUWorker": f"{_V1}.cpu_worker.LookaheadCPUWorker",
-    "vllm.v1.worker.gpu_worker.Worker": f"{_V1}.gpu_worker.LookaheadGPUWorker",
+    "vllm.v1.worker.cpu_worker.CPUWorker": "cpu_worker.LookaheadCPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "gpu_worker.LookaheadGPUWorker",
 }
-SCHEDULER = "lookahead_vllm.engine.scheduler.scheduler.LookaheadScheduler"
+"""Our worker's module and class in `worker/v1/` and in `worker/v2/`, by vLLM's."""
+
+
+class _Runner(NamedTuple):
+    """What an engine with one of vLLM's model runners gets."""
+
+    name: str
+    workers: str
+    """The package of our workers."""
+    scheduler: str
+    speculation: dict[str, Any]
+    """The speculative config that vLLM accepts with this runner."""
+
+
+FIRST_RUNNER = _Runner(
+    "v1",
+    "lookahead_vllm.engine.worker.v1",
+    "lookahead_vllm.engine.scheduler.scheduler.LookaheadScheduler",
+    {"method": "custom_class", "model": DRAFTER_PATH},
+)
+SECOND_RUNNER = _Runner(
+    "v2",
+    "lookahead_vllm.engine.worker.v2",
+    "lookahead_vllm.engine.scheduler.late.LateDraftScheduler",
+    # The only method without a draft model that vLLM combines with asynchronous scheduling.
+    {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 1},
+)
 
 _FLAGS = {
     "method": ("spec_method", "--spec-method"),
@@ -63,8 +88,6 @@ def requested_options(args: EngineArgs) -> LookaheadOptions:
     OptionError
         One sentence: what was given, what is allowed, what to write.
     """
-    from vllm import envs
-
     given = args.speculative_config or {}
     if not isinstance(given, dict):
         raise OptionError(
@@ -93,25 +116,64 @@ def requested_options(args: EngineArgs) -> LookaheadOptions:
         )
     if model in PROPOSER_PATHS:
         settings.setdefault("proposer", PROPOSER_PATHS[model])
-    if getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", None):
-        raise OptionError(
-            "VLLM_USE_V2_MODEL_RUNNER=1 is set, but only vLLM's first model runner verifies "
-            "lookahead's trees, with the same output; unset it, or leave lookahead out of the "
-            "speculative config"
-        )
     return LookaheadOptions.from_dict(settings)
 
 
+def make(
+    args: EngineArgs, options: LookaheadOptions, create: Callable[[], VllmConfig]
+) -> VllmConfig:
+    """The engine's config with `options`, for the model runner that plain vLLM would choose.
+
+    On the second runner, drafts need asynchronous scheduling. Without it, the first runner serves,
+    with the second one's output.
+
+    Parameters
+    ----------
+    create
+        Makes vLLM's config from `args`.
+
+    Raises
+    ------
+    OptionError
+        The config asks for something that lookahead cannot serve exactly.
+    """
+    from vllm import envs
+    from vllm.config import vllm as vllm_config
+
+    wanted = envs.VLLM_USE_V2_MODEL_RUNNER
+    if wanted or (wanted is None and vllm_config.HAS_TRITON and args.async_scheduling is not False):
+        with _asking_for(args, SECOND_RUNNER, options):
+            config = create()
+        if config.use_v2_model_runner and config.scheduler_config.async_scheduling:
+            apply(config, options, SECOND_RUNNER)
+            return config
+        if wanted:
+            raise OptionError(
+                "VLLM_USE_V2_MODEL_RUNNER=1 is set without asynchronous scheduling, which "
+                "lookahead needs on vLLM's second model runner; leave out --no-async-scheduling, "
+                "or unset VLLM_USE_V2_MODEL_RUNNER: on the first model runner, the output is the "
+                "same"
+            )
+    if args.async_scheduling:
+        raise OptionError(
+            "--async-scheduling was given, but this engine runs vLLM's first model runner, on "
+            "which lookahead's steps are synchronous; leave it out"
+        )
+    with _asking_for(args, FIRST_RUNNER, options):
+        config = create()
+    apply(config, options, FIRST_RUNNER)
+    return config
+
+
 @contextmanager
-def as_custom_class(args: EngineArgs, options: LookaheadOptions) -> Iterator[None]:
-    """Make `args` ask for `custom_class`, vLLM's method for proposers of others, in the block."""
+def _asking_for(args: EngineArgs, runner: _Runner, options: LookaheadOptions) -> Iterator[None]:
+    """Make `args` ask for a method that vLLM knows, in the block."""
     fields = ("speculative_config", *(attr for attr, _ in _FLAGS.values()))
     saved = {field: getattr(args, field) for field in fields}
     for field in fields:
         setattr(args, field, None)
     args.speculative_config = {
-        "method": "custom_class",
-        "model": DRAFTER_PATH,
+        **runner.speculation,
         "num_speculative_tokens": options.num_speculative_tokens,
     }
     try:
@@ -179,7 +241,31 @@ _REFUSALS = (
 )
 
 
-def apply(config: VllmConfig, options: LookaheadOptions) -> None:
+_SECOND_RUNNER_REFUSALS = (
+    _Refusal(
+        lambda config: bool(config.parallel_config.enable_batch_sharded_sampling),
+        "enable_batch_sharded_sampling was given, with which no rank has the logits of all nodes; "
+        "leave it out, or leave lookahead out of the speculative config",
+    ),
+    _Refusal(
+        lambda config: config.watermark_config is not None,
+        "a watermark was asked for, which lookahead does not verify at the nodes of a tree; leave "
+        "lookahead out of the speculative config",
+    ),
+    _Refusal(
+        lambda config: config.model_config.return_sampling_mask,
+        "return_sampling_mask was given, which lookahead has only for one token a step; leave "
+        "lookahead out of the speculative config",
+    ),
+    _Refusal(
+        lambda config: config.model_config.enable_trace_replay,
+        "enable_trace_replay was given, which dictates the tokens that lookahead would verify; "
+        "leave lookahead out of the speculative config",
+    ),
+)
+
+
+def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> None:
     """Write `options`, our worker and our scheduler into `config`.
 
     Raises
@@ -195,12 +281,18 @@ def apply(config: VllmConfig, options: LookaheadOptions) -> None:
             "namespaces and request options on; unset it, or leave lookahead out of the "
             "speculative config"
         )
-    for refusal in _REFUSALS:
+    from lookahead_vllm.engine import compatibility
+
+    compatibility.check(runner=runner.name)
+    refusals = _REFUSALS + (_SECOND_RUNNER_REFUSALS if runner is SECOND_RUNNER else ())
+    for refusal in refusals:
         if refusal.applies(config):
             raise OptionError(refusal.message.format_map({"config": config}))
     options = options.with_checked_cache().for_model(_num_parameters(config.model_config))
-    config.scheduler_config.scheduler_cls = SCHEDULER
-    config.parallel_config.worker_cls = WORKERS[config.parallel_config.worker_cls]
+    config.scheduler_config.scheduler_cls = runner.scheduler
+    own = WORKERS[config.parallel_config.worker_cls]
+    config.parallel_config.worker_cls = f"{runner.workers}.{own}"
+    config.speculative_config.model = DRAFTER_PATH  # marks the engine as lookahead's
     config.additional_config = {**config.additional_config, KEY: options.to_dict()}
 
 

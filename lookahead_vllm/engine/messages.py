@@ -3,15 +3,21 @@
 Rank 0 makes the drafts. They go to the scheduler with the output of the step that made them, and
 from there to all ranks with the step that verifies them. So every rank verifies the same trees,
 independent of its own timings.
+
+On its way to another process, a message is one byte string, so its arrays are copies. Ray's
+compiled graphs would deliver each array as a read-only view of a shared buffer, and would not send
+the next step before the view is gone; the scheduler and the workers keep trees for longer.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from vllm.v1.outputs import DraftTokenIds
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
 
@@ -43,6 +49,9 @@ class ProposedDrafts(NamedTuple):
     min_prob_beside_prompt: float = 0.0
     """The smallest probability at which a node pays in a step that also computes a prompt."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _packed(self)
+
 
 class DraftsToVerify(NamedTuple):
     """Attached to `SchedulerOutput`: the drafts of the step."""
@@ -57,6 +66,27 @@ class DraftsToVerify(NamedTuple):
     kept_blocks: Mapping[str, list[int]]
     """By id of a request that gave KV blocks back: the number that it keeps in each KV cache
     group."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _packed(self)
+
+
+class LateReport(NamedTuple):
+    """Attached to `ModelRunnerOutput` under late drafting: what became of the step's slots."""
+
+    sizes: Mapping[str, int]
+    """Nodes that were sent, by request id."""
+    pays: bool
+    """Whether drafts pay now, so that slots are worth reserving."""
+
+
+def _packed(message: ProposedDrafts | DraftsToVerify) -> tuple[Any, ...]:
+    """How `message` is pickled: without buffers beside the byte string."""
+    return _unpacked, (type(message), pickle.dumps(tuple(message), pickle.HIGHEST_PROTOCOL))
+
+
+def _unpacked(kind: type[Any], fields: bytes) -> Any:
+    return kind(*pickle.loads(fields))
 
 
 NO_PROPOSALS = ProposedDrafts({}, ())
@@ -112,14 +142,34 @@ def compile_recall() -> None:
     recall({"": [0]}, {"": SentDraft(DraftForest.of([DraftTree.chain([0])]), 0, [0])}, {})
 
 
-def attach(carrier: Any, message: ProposedDrafts | DraftsToVerify) -> None:
-    """Attach `message` to a `ModelRunnerOutput` or a `SchedulerOutput`."""
+def attach(
+    carrier: Any, message: ProposedDrafts | DraftsToVerify | LateReport | DraftForest
+) -> None:
+    """Attach `message` to a `ModelRunnerOutput`, a `SchedulerOutput` or a `DraftTokenIds`."""
     setattr(carrier, _ATTRIBUTE, message)
 
 
 def proposed(model_runner_output: Any) -> ProposedDrafts | None:
     """The message of the runner; None if the step made no drafts."""
     return getattr(model_runner_output, _ATTRIBUTE, None)
+
+
+def late_report(model_runner_output: Any) -> LateReport | None:
+    """The message of the second runner; None from a rank that does not draft."""
+    return getattr(model_runner_output, _ATTRIBUTE, None)
+
+
+def drafts_of(req_ids: Sequence[str], forest: DraftForest) -> DraftTokenIds:
+    """The drafts of a step under way, with their trees."""
+    drafts = DraftTokenIds(list(req_ids), [tree.tokens.tolist() for tree in forest])
+    attach(drafts, forest)
+    return drafts
+
+
+def forest_of(drafts: DraftTokenIds) -> DraftForest:
+    """The trees of `drafts_of`."""
+    forest: DraftForest = getattr(drafts, _ATTRIBUTE)
+    return forest
 
 
 def to_verify(scheduler_output: Any) -> DraftsToVerify:

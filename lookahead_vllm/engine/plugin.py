@@ -178,9 +178,8 @@ def _with_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
         from lookahead_vllm.engine.front_end import requests
 
         options = config.requested_options(self)
-        with config.as_custom_class(self, options):
-            vllm_config = original(self, *args, **kwargs)
-        config.apply(vllm_config, options)
+        create = functools.partial(original, self, *args, **kwargs)
+        vllm_config = config.make(self, options, create)
         requests.install()
         kernel_folder.share_cache_dir()
         if options.cache_path is not None:

@@ -4,12 +4,14 @@ vLLM's front-end asks an engine process to end and, unless requests may be drain
 once; the engine process gives a worker 5 seconds. A signal to the whole process group, as by
 Ctrl-C, ends all of them together: the front-end's SIGTERM then kills an engine process whose
 teardown has already removed its signal handlers. So both wait longer, and an engine process saves,
-or waits for the worker that does, before its teardown.
+or waits for the worker that does, before its teardown. Ray's executors kill their workers without a
+signal, so an engine process first calls the workers to save.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import multiprocessing
 import os
 import signal
@@ -18,9 +20,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, WeakSet
 
-from lookahead_vllm.engine import patches
+from lookahead_vllm.engine import config, patches
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 SECONDS_TO_SAVE = 15
 """For a worker process to end; vLLM's default is 5."""
@@ -30,6 +34,8 @@ SECONDS_TO_END = SECONDS_TO_SAVE + 5.0
 vLLM's SIGTERM before this time is over."""
 
 _before_teardown: list[WeakMethod[Callable[[], None]]] = []
+_saved_on_ray: WeakSet[Any] = WeakSet()
+"""Executors whose workers were called to save."""
 
 
 def allow_time_to_end() -> None:
@@ -90,10 +96,11 @@ def before_teardown(action: Callable[[], None]) -> None:
 
 @functools.cache
 def save_before_teardown() -> None:
-    """In the engine's process: save when the loop has ended."""
-    from vllm.v1.engine.core import EngineCoreProc
+    """In the engine's process: save when its loop has ended, and before Ray kills its workers."""
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     patches.patch(EngineCoreProc, "_handle_shutdown", _saving)
+    patches.patch(EngineCore, "shutdown", _saving_on_ray)
 
 
 def _saving(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -108,13 +115,14 @@ def _saving(original: Callable[..., bool]) -> Callable[..., bool]:
         if original(self):
             if was_requested:
                 # The process may be killed before the last request is drained.
-                with suppress(RuntimeError, TimeoutError):
+                with suppress(Exception):  # a worker has ended; Ray has errors of its own
                     self.model_executor.collective_rpc(_begin_to_save, timeout=SECONDS_TO_SAVE)
             return True
         while _before_teardown:
             if action := _before_teardown.pop()():
                 action()
-        if isinstance(executor := self.model_executor, MultiprocExecutor):
+        _save_on_ray(executor := self.model_executor)
+        if isinstance(executor, MultiprocExecutor) and not executor.uses_ray:
             executor.shutdown()  # the workers save; a second call does nothing
             # If another thread called it first, because a worker had ended, the call returns early.
             deadline = time.monotonic() + SECONDS_TO_SAVE
@@ -125,9 +133,41 @@ def _saving(original: Callable[..., bool]) -> Callable[..., bool]:
     return handle_shutdown
 
 
+def _saving_on_ray(original: Callable[..., None]) -> Callable[..., None]:
+    """`EngineCore.shutdown`, which saves in the workers of a Ray executor first."""
+
+    @functools.wraps(original)
+    def shutdown(self: Any) -> None:
+        _save_on_ray(self.model_executor)
+        original(self)
+
+    return shutdown
+
+
+def _save_on_ray(executor: Any) -> None:
+    """Save in the workers of a Ray executor, once; does nothing with other executors."""
+    if executor is None or not executor.uses_ray or executor in _saved_on_ray:
+        return
+    if not config.is_lookahead(executor.vllm_config):
+        return
+    _saved_on_ray.add(executor)
+    try:
+        executor.collective_rpc(_save, timeout=SECONDS_TO_SAVE)
+    except Exception as error:  # of vLLM, or one of Ray's own
+        logger.warning(
+            "Lookahead's cache was not saved at the end, because a worker gave no answer: %s.",
+            str(error).rstrip("."),
+        )
+
+
 def _begin_to_save(worker: Any) -> None:
     """In a worker."""
     worker.model_runner.drafter.begin_to_save()
+
+
+def _save(worker: Any) -> None:
+    """In a worker."""
+    worker.model_runner.drafter.shutdown()
 
 
 @functools.cache

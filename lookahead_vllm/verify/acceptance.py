@@ -51,3 +51,42 @@ def _walk(
                 paths[tree, length] = place
                 parent, token, length = place, at_nodes[node], length + 1
     return paths
+
+
+def paths_of_tokens(forest: DraftForest, emitted: Int64s, num_emitted: Int32s) -> Int32s:
+    """The path of accepted nodes in each tree, found from the tokens that were emitted.
+
+    Parameters
+    ----------
+    forest
+        t trees.
+    emitted : int64 [t, m]
+        The tokens that each request emitted in the step that verified its tree.
+    num_emitted : int32 [t]
+        How many; the last one is the choice after the last accepted node.
+
+    Returns
+    -------
+    int32 [t, longest path]
+        As of `accepted_paths`. Of equal siblings, which trees do not have, it takes the first.
+    """
+    paths = _follow(forest.tokens, forest.parents, forest.firsts, emitted, num_emitted)
+    return paths[:, : (paths >= 0).any(axis=0).sum()]
+
+
+@kernel
+def _follow(
+    tokens: Int32s, parents: Int32s, firsts: Int64s, emitted: Int64s, num_emitted: Int32s
+) -> Int32s:
+    num_trees = len(firsts) - 1
+    paths = np.full((num_trees, max(emitted.shape[1] - 1, 0)), -1, np.int32)
+    for tree in range(num_trees):
+        parent, length = -1, 0
+        for place in range(firsts[tree + 1] - firsts[tree]):
+            if length + 1 >= num_emitted[tree]:
+                break
+            node = firsts[tree] + place
+            if parents[node] == parent and tokens[node] == emitted[tree, length]:
+                paths[tree, length] = place
+                parent, length = place, length + 1
+    return paths

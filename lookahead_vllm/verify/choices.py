@@ -27,7 +27,11 @@ class Choices(NamedTuple):
 
 
 def top_choices(
-    logits: Tensor, rows: Int64s, k: int, impl: Literal["auto", "torch", "native"] = "auto"
+    logits: Tensor,
+    rows: Int64s,
+    k: int,
+    impl: Literal["auto", "torch", "native"] = "auto",
+    wait: bool = True,
 ) -> Choices:
     """The tokens with the `k` largest logits in the given rows.
 
@@ -41,6 +45,8 @@ def top_choices(
         At most MAX_CHOICES and at most the size of the vocabulary.
     impl : {"auto", "torch", "native"}
         "auto" uses the compiled kernel for CPU tensors if it is available.
+    wait : bool
+        False: the arrays are filled in once the device has come so far, in stream order.
 
     Raises
     ------
@@ -73,4 +79,5 @@ def top_choices(
         )
     values = logits[selected[:, None], tokens.long()].float()
     gaps = (values[:, :1] - values).nan_to_num()
-    return Choices(tokens.int().cpu().numpy(), gaps.cpu().numpy())
+    on_host = (t.to("cpu", non_blocking=not wait).numpy() for t in (tokens.int(), gaps))
+    return Choices(*on_host)

@@ -56,6 +56,11 @@ def test_options_round_trip_through_a_dict():
         ({"proposer": 3}, ["=3 was given", "one of ngram_trie", "write 'ngram_trie'"]),
         ({"budget": "fast"}, ["='fast' was given", '"auto" or 1 to', "write 'auto'"]),
         ({"budget": 0}, ["=0 was given", '"auto" or 1 to', "write 'auto'"]),
+        ({"draft_threads": 0}, ["=0 was given", '"auto" or 1 to 64', "write 'auto'"]),
+        ({"draft_threads": 65}, ["=65 was given", '"auto" or 1 to 64']),
+        ({"draft_threads": True}, ["=True was given", '"auto" or 1 to 64']),
+        ({"draft_threads": "all"}, ["='all' was given", "write 'auto'"]),
+        ({"draft_thread": 2}, ["did you mean 'draft_threads'?"]),
         ({"share": "tenant"}, ["='tenant' was given", "one of none, namespace, all"]),
         ({"share": False}, ["=False was given", "write 'namespace'"]),
         ({"cache_path": ""}, ["='' was given", "the path of a file", "write 'lookahead.cache'"]),
@@ -130,3 +135,21 @@ def test_auto_follows_the_papers_table_4(given, parameters, length, window, gues
     assert options.num_speculative_tokens == length
     assert options.window == window and options.guess_set_size == guesses
     assert LookaheadOptions.from_dict(options.to_dict()) == options
+
+
+@pytest.mark.parametrize(
+    ("given", "on_cpu", "cores", "threads"),
+    [
+        ("auto", True, 128, 1),
+        ("auto", False, 2, 1),
+        ("auto", False, 8, 2),
+        ("auto", False, 15, 3),
+        ("auto", False, 128, 4),
+        (8, True, 2, 8),
+        (1, False, 128, 1),
+    ],
+)
+def test_auto_threads_leave_the_model_its_cores(given, on_cpu, cores, threads):
+    options = LookaheadOptions(draft_threads=given)
+    assert options.num_draft_threads == (1 if given == "auto" else given)
+    assert options.for_device(on_cpu, cores).num_draft_threads == threads

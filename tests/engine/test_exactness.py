@@ -9,7 +9,6 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import BeamSearchParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from tests.support import proposers
 from tests.support.driving import (
     GREEDY,
@@ -20,6 +19,8 @@ from tests.support.driving import (
     random_prompts,
 )
 from tests.support.proposers import record
+
+pytestmark = pytest.mark.usefixtures("runner")
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 TRIE = {"proposer": "ngram_trie", "budget": 16}
@@ -194,7 +195,7 @@ def test_malformed_trees_are_not_verified(llama: Path, caplog: pytest.LogCapture
     prompts = random_prompts(3, 30, seed=12)
     with engine(llama) as plain:
         vanilla = generate(plain, prompts)
-    with engine(llama, {"proposer": "malformed"}) as llm:
+    with engine(llama, {"proposer": "malformed", "budget": 16}) as llm:
         assert generate(llm, prompts) == vanilla
         counters = drafter_of(llm).counters
         assert counters.refused_trees == 3 * (GREEDY.max_tokens - 2)
@@ -205,14 +206,16 @@ def test_no_request_is_padded_with_empty_drafts(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one token left to compute, vLLM would reserve room for 16 placeholder drafts."""
-    scheduled: list[list[int]] = []
-    original = LookaheadRunner._recall
+    padded: list[bool] = []
+    original = Scheduler.schedule
 
-    def recall(self: LookaheadRunner, output, *args):
-        scheduled.extend(output.scheduled_spec_decode_tokens.values())
-        return original(self, output, *args)
+    def schedule(self: Scheduler, *args):
+        output = original(self, *args)
+        drafts = output.scheduled_spec_decode_tokens
+        padded.extend(new.req_id in drafts for new in output.scheduled_new_reqs)
+        return output
 
-    monkeypatch.setattr(LookaheadRunner, "_recall", recall)
+    monkeypatch.setattr(Scheduler, "schedule", schedule)
     block = random_prompts(1, 200, seed=17)[0][:32]
     prompts = [[*block, 5], [7], [*block, 6], [9], [*block, 5]]
     with engine(llama) as plain:
@@ -221,7 +224,7 @@ def test_no_request_is_padded_with_empty_drafts(
     with engine(llama, HIDDEN, enable_prefix_caching=True, block_size=32) as llm:
         assert generate_staggered(llm, prompts) == vanilla
         assert generate(llm, prompts) == vanilla
-    assert scheduled and not any(-1 in tokens for tokens in scheduled)
+    assert padded and not any(padded)
 
 
 def test_beam_search_and_requests_with_lookahead_off_get_no_drafts(llama: Path) -> None:

@@ -12,6 +12,8 @@ from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from tests.support.driving import drafter_of, engine, generate, generate_staggered, random_prompts
 from tests.support.lookahead_decoding import tokens_by_step
 
+pytestmark = pytest.mark.usefixtures("runner")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
 SEEDED = SamplingParams(temperature=0.7, seed=5, max_tokens=24, ignore_eos=True, detokenize=False)
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)

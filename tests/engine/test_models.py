@@ -16,11 +16,13 @@ from tests.support.driving import (
     engine,
     generate,
     generate_staggered,
+    obstacle_of,
     random_prompts,
-    runner_of,
 )
 from tests.support.models import TINY, WANDERING, save_config
 from tests.support.proposers import record
+
+pytestmark = pytest.mark.usefixtures("runner")
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 TRIE = {"proposer": "ngram_trie", "budget": 16}
@@ -57,7 +59,7 @@ def test_every_architecture_gives_plain_vllms_output(name: str, tmp_path: Path) 
     model = save_config(name, tmp_path)
     vanilla = vanilla_answers(model)
     with engine(model, HIDDEN, **SETTINGS) as llm:
-        obstacle = runner_of(llm)._branching_obstacle()
+        obstacle = obstacle_of(llm)
         assert generate_staggered(llm, PROMPTS) == vanilla
         counters = drafter_of(llm).counters
         assert counters.accepted_nodes > 100

@@ -12,6 +12,8 @@ from tests.support.driving import drafter_of, engine, generate, random_prompts
 from tests.support.processors import NoRepeat
 from tests.support.proposers import record
 
+pytestmark = pytest.mark.usefixtures("runner")
+
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 
 PATH_DEPENDENT: list[dict[str, Any]] = [

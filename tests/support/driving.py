@@ -14,6 +14,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 from vllm.model_executor.models import registry
 
+from lookahead_vllm.engine.worker.branching import branching_obstacle
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 
 # Engines start and stop faster this way: vLLM's many garbage collections become one at the end of
@@ -96,6 +97,13 @@ def generate_staggered(
 
 def runner_of(llm: LLM) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def obstacle_of(llm: LLM) -> str | None:
+    """Why the engine verifies chains only; None if trees may branch."""
+    runner = runner_of(llm)
+    groups = [group for groups in runner.attn_groups for group in groups]
+    return branching_obstacle(runner.vllm_config, groups, runner.attention)
 
 
 def drafter_of(llm: LLM) -> LookaheadDrafter:

@@ -16,6 +16,10 @@ from typing import NamedTuple
 import requests
 
 
+START_SECONDS = 600
+"""For a server to answer; on a busy machine, each process imports vLLM for a minute."""
+
+
 class Server(NamedTuple):
     """A healthy server; `process` leads its own process group."""
 
@@ -57,7 +61,7 @@ def running(model: Path, log: Path, *flags: str, **environment: str) -> Iterator
         )
     try:
         url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + START_SECONDS
         while True:
             assert process.poll() is None, f"the server stopped:\n{log.read_text()[-3000:]}"
             assert time.monotonic() < deadline, f"no answer:\n{log.read_text()[-3000:]}"

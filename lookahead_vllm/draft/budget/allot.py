@@ -81,7 +81,7 @@ def _allot(
     prices: StepPrices,
 ) -> tuple[Int64s, NDArray[np.bool_], float, float]:
     """The fields of the Allotment."""
-    base, forward, chain, tree, root = prices
+    base, forward, chain, tree, root, captured = prices
     num_nodes, num_trees = len(probs), len(firsts) - 1
     owners = np.empty(num_nodes, np.int64)
     costs = np.empty(num_nodes)
@@ -136,7 +136,24 @@ def _allot(
             kept -= sizes[i] - length
     min_prob = 0.0
     if best < num_nodes:
-        ahead = min(num_nodes, best + 8)
         cheapest = min(chain.min(), tree.min())
-        min_prob = rate * (cheapest + (forward[ahead] - forward[best]) / (ahead - best))
+        min_prob = rate * (cheapest + _price_of_next(forward, best, num_nodes, captured))
+        if captured and best > 0:
+            # The least likely node that was sent filled a plateau, and the next one like it may.
+            min_prob = min(min_prob, probs[order[best - 1]])
     return sizes, chained, rate, min_prob
+
+
+@kernel
+def _price_of_next(
+    forward: NDArray[np.float64], sent: int, num_nodes: int, captured: bool
+) -> float:
+    """What each node after the `sent` ones adds to the forward pass, if several are sent."""
+    if not captured:
+        ahead = min(num_nodes, sent + 8)
+        return float((forward[ahead] - forward[sent]) / (ahead - sent))
+    # The plateau that is cheapest to fill, even if more nodes than these would be needed.
+    price = np.inf
+    for ahead in range(sent + 1, len(forward)):
+        price = min(price, (forward[ahead] - forward[sent]) / (ahead - sent))
+    return float(max(price, 0.0))

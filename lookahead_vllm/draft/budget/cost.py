@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
 from lookahead_vllm.draft.jit import Int64s, kernel
 
 CRITICAL_SLOWDOWN = 1.25
@@ -38,6 +39,8 @@ MIN_WEIGHT_SHARE = 0.2
 GAUSS_SEIDEL_SWEEPS = 30
 """The number of sweeps over the weights after each step."""
 
+NO_GRAPHS = GraphTimes()
+
 Floats = NDArray[np.float64]
 
 
@@ -46,7 +49,8 @@ class CostCurve:
 
     The unit is the caller's. The curve is piecewise linear through the measured points, constant
     below the first one, and continues with the last slope above the last one. It never falls: a
-    point below an earlier one is raised to it.
+    point below an earlier one is raised to it. Up to the largest of `graphs` it has plateaus:
+    the time of the smallest graph that holds the tokens.
 
     Parameters
     ----------
@@ -54,6 +58,8 @@ class CostCurve:
         Numbers of tokens, increasing, at least 1.
     times : Sequence[float]
         The cost of a pass over each number of tokens; the first one is above 0.
+    graphs : GraphTimes
+        The captured graphs that run such passes, if there are any.
 
     Raises
     ------
@@ -61,7 +67,10 @@ class CostCurve:
         There are no points, or `sizes` and `times` are not as above.
     """
 
-    def __init__(self, sizes: Sequence[int], times: Sequence[float]) -> None:
+    def __init__(
+        self, sizes: Sequence[int], times: Sequence[float], graphs: GraphTimes = NO_GRAPHS
+    ) -> None:
+        self.graphs = graphs
         self.sizes = np.asarray(sizes, dtype=np.float64)
         self.times = np.maximum.accumulate(np.asarray(times, dtype=np.float64))
         if len(sizes) == 0 or len(sizes) != len(times):
@@ -80,13 +89,17 @@ class CostCurve:
         """t at each of `num_tokens`, float64 of the same shape."""
         beyond = np.maximum(0.0, num_tokens - self.sizes[-1])
         inside: Floats = np.interp(num_tokens, self.sizes, self.times)
-        return inside + beyond * self.last_slope
+        return self.graphs.overlay(num_tokens, inside + beyond * self.last_slope)
 
     def between(self, first: int, last: int) -> Floats:
         """t(first), ..., t(last): float64 [last - first + 1]."""
         if last >= len(self._table):
             self._table = self(np.arange(2 * last + 1))
         return self._table[first : last + 1]
+
+    def with_graphs(self, graphs: GraphTimes) -> CostCurve:
+        """This curve for passes that run in `graphs` where these can."""
+        return CostCurve(self.sizes.astype(np.int64).tolist(), self.times.tolist(), graphs)
 
     @property
     def critical_decoding_length(self) -> int:
@@ -135,19 +148,22 @@ class StepPrices(NamedTuple):
     base: float
     """The step without nodes, its prompts left out: their time is not due to drafts."""
     forward: Floats
-    """float64 [num_nodes + 1]: what the forward pass takes longer with 0, 1, ... nodes in all."""
+    """float64 [m]: what the forward pass takes longer with 0, 1, ..., m - 1 nodes in all. m is
+    num_nodes + 1, or larger if `captured`: up to the end of the plateau that begins next."""
     chain: Floats
     """float64 [requests]: what each node of a chain adds beyond `forward`."""
     tree: Floats
     """float64 [requests]: what each node of a branching tree adds beyond `forward`."""
     root: Floats
     """float64 [requests]: what the root's row adds if the request's tree branches."""
+    captured: bool
+    """Whether the step's first node is in a captured graph, so that `forward` has plateaus."""
 
 
 class StepCost:
     """Predicts the time of a step, and learns from the time of every real step.
 
-    The prediction is a weighted sum of eight features: the curve at the step's tokens, a constant,
+    The prediction is a weighted sum of eight features: the forward pass by the curve, a constant,
     1 if there are drafts, and requests, nodes, context, causal and trees of StepWork. The weights
     are the least-squares fit to the steps of about the last MEMORY_SECONDS, with the measurement
     at start as a prior: weights that the recent steps do not determine keep their values.
@@ -162,6 +178,9 @@ class StepCost:
         The time of one row for each token of context, in a chain and in a branching tree.
     drafts : float
         The time that drafts add to a step, however many they are.
+    captured : CapturedSizes, optional
+        The captured graphs of the whole model. `curve` is then a pass outside these graphs, with or
+        without drafts.
 
     Raises
     ------
@@ -176,11 +195,17 @@ class StepCost:
         causal: float = 0.0,
         trees: float = 0.0,
         drafts: float = 0.0,
+        captured: CapturedSizes | None = None,
     ) -> None:
         costs = (context, causal, trees, drafts)
         if not 0 <= min(costs) <= max(costs) < math.inf:
             raise ValueError(f"a cost is a number of at least 0: {costs}")
         self.curve = curve
+        self.captured = captured
+        self._without_drafts = self._with_drafts = curve
+        if captured is not None:
+            self._without_drafts = curve.with_graphs(captured.without_drafts)
+            self._with_drafts = curve.with_graphs(captured.with_drafts)
         self._start = np.array([1.0, 0.0, drafts, 0.0, 0.0, context, causal, trees])
         one = float(curve(1))
         row = 0.5 * max(causal, trees)
@@ -233,7 +258,11 @@ class StepCost:
         return predicted
 
     def _features(self, work: StepWork) -> Floats:
-        forward = self.curve.between(work.tokens, work.tokens)[0]
+        if work.tokens > work.requests + work.nodes:  # a prompt is in the step
+            curve = self.curve
+        else:
+            curve = self._with_drafts if work.nodes else self._without_drafts
+        forward = curve.between(work.tokens, work.tokens)[0]
         return np.array([forward, 1.0, work.nodes > 0, *work[1:]])
 
     def prices(self, contexts: Int64s, load: Load, num_nodes: int) -> StepPrices:
@@ -250,19 +279,23 @@ class StepCost:
         """
         scale, fixed, drafts, request, node, read, causal, trees = self.weights.tolist()
         decodes = len(contexts) + load.decodes
-        forward = scale * self.curve.between(
-            decodes + load.prefill, decodes + load.prefill + num_nodes
-        )
+        first, last = decodes + load.prefill, decodes + load.prefill + num_nodes
+        curve = self.curve if load.prefill else self._with_drafts
+        captured = bool(first < curve.graphs.largest)
+        if captured:
+            last = curve.graphs.padded(last + 1)
+        forward = scale * curve.between(first, last)
+        plain = scale * float(self._without_drafts.between(decodes, decodes)[0])
         base = (
-            scale * float(self.curve.between(decodes, decodes)[0])
+            plain
             + fixed
             + request * decodes
             + (read + causal) * (float(contexts.sum()) + load.context)
         )
-        forward += drafts - forward[0]
+        forward += drafts - (forward[0] if load.prefill else plain)
         forward[0] = 0.0
         chain, tree = node + causal * contexts, node + trees * contexts
-        return StepPrices(base, forward, chain, tree, np.maximum(tree - chain, 0.0))
+        return StepPrices(base, forward, chain, tree, np.maximum(tree - chain, 0.0), captured)
 
     def marginal(self, context: float) -> float:
         """The time that one more node adds to a step that is past the curve's last point.

@@ -67,7 +67,7 @@ class TreeLimits(NamedTuple):
     """Nodes less likely than this are left out."""
 
 
-class _Nodes(NamedTuple):
+class Nodes(NamedTuple):
     """The nodes of a tree, or of all trees of a step."""
 
     fields: Int32s
@@ -106,7 +106,7 @@ def grow_all(
     size = 0
     for i, row in enumerate(rows):
         hashes[0] = texts.hashes[row]
-        size += _grow(
+        size += grow(
             trie,
             lines,
             texts.spaces[row],
@@ -117,7 +117,7 @@ def grow_all(
             candidates,
             inputs,
             shares,
-            _Nodes(fields[:, size:], probs[size:], sources[size:]),
+            Nodes(fields[:, size:], probs[size:], sources[size:]),
         )
         firsts[i + 1] = size
     return (
@@ -142,7 +142,7 @@ def _source_of(evidence: Int32s) -> int:
 
 
 @kernel
-def _grow(
+def grow(
     trie: TrieArrays,
     lines: Int32s,
     spaces: Int32s,
@@ -153,7 +153,7 @@ def _grow(
     candidates: Candidates,
     inputs: MixerInputs,
     shares: Float32s,
-    nodes: _Nodes,
+    nodes: Nodes,
 ) -> int:
     """Grow one tree: take the likeliest node, add its candidates, repeat; returns its size.
 

@@ -44,6 +44,7 @@ from lookahead_vllm.draft.trie.growth import (
     Texts,
     grow_all,
 )
+from lookahead_vllm.draft.trie.growth_threads import MIN_SHARED_TREES, GrowthThreads
 from lookahead_vllm.draft.trie.namespaces import Namespaces
 from lookahead_vllm.draft.trie.recycling import find_choices, make_lines
 from lookahead_vllm.draft.trie.suffix import (
@@ -159,6 +160,15 @@ class NGramTrieProposer:
         self._texts = _LiveTexts()
         self.insertion = InsertionQueue()
         """Prompts and references that are not in the trie yet."""
+        self._threads: GrowthThreads | None = None
+        if options.num_draft_threads > 1:
+            self._threads = GrowthThreads(
+                options.num_draft_threads,
+                self._max_nodes,
+                self.trie.arrays,
+                self._lines,
+                self.rate.arrays,
+            )
         self._compile()
 
     @property
@@ -238,20 +248,18 @@ class NGramTrieProposer:
         bounds = np.array(
             [(nodes, depth, branch) for _, nodes, depth, branch, _ in limits], np.int64
         ).reshape(-1, 3)
+        rows = self._texts.rows_of(limit.request_id for limit in limits)
+        tree_limits = (
+            np.minimum(bounds[:, 0], max_nodes).clip(0),
+            bounds[:, 1].clip(0, self.options.branch_length),
+            np.where(bounds[:, 2], self._branching, SINGLE),
+            self._min_prob,
+        )
+        texts = self._texts.arrays
+        if self._threads is not None and len(rows) >= MIN_SHARED_TREES:
+            return DraftForest(*self._threads.grow_all(texts, rows, tree_limits))
         return DraftForest(
-            *grow_all(
-                self.trie.arrays,
-                self._lines,
-                self._texts.arrays,
-                self._texts.rows_of(limit.request_id for limit in limits),
-                self.rate.arrays,
-                (
-                    np.minimum(bounds[:, 0], max_nodes).clip(0),
-                    bounds[:, 1].clip(0, self.options.branch_length),
-                    np.where(bounds[:, 2], self._branching, SINGLE),
-                    self._min_prob,
-                ),
-            )
+            *grow_all(self.trie.arrays, self._lines, texts, rows, self.rate.arrays, tree_limits)
         )
 
     def _cut(self, forest: DraftForest, contexts: Int64s, load: Load) -> DraftForest:
@@ -322,6 +330,8 @@ class NGramTrieProposer:
         self.start("", [0])
         self.extend({"": []})
         self.propose([DraftLimits("", 1, 1)])
+        if self._threads is not None:
+            self._grow([DraftLimits("", 1, 1)] * MIN_SHARED_TREES, 1)
         compile_budget()
         self.finish("")
         count_by_space(self.trie.edges[:0], [1])

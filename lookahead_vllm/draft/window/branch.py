@@ -106,9 +106,10 @@ class LookaheadBranch:
 
     def _pays(self, rows: Int64s, contexts: Int64s, cost: StepCost, load: Load) -> bool:
         nodes = self.windows.comb_nodes(rows)
-        prices = cost.prices(contexts, load, int(nodes.sum()))
+        num_nodes = int(nodes.sum())
+        prices = cost.prices(contexts, load, num_nodes)
         attention = (prices.tree * nodes + prices.root * (nodes > 0)).sum()
-        time = prices.forward[-1] + float(attention)
+        time = prices.forward[num_nodes] + float(attention)
         decodes = len(contexts) + load.decodes
         return self.worth * int((rows >= 0).sum()) > decodes / prices.base * time
 

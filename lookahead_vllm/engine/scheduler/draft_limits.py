@@ -19,10 +19,19 @@ class DraftLimiter:
     Tokens of the step and free KV blocks go first to what plain vLLM would schedule: the plain
     tokens of running requests, and waiting prompts that can be admitted. Drafts get the rest, so
     none of them preempts or delays a request.
+
+    Parameters
+    ----------
+    steps_ahead : int
+        How many further steps are scheduled before the outcome of a draft is known. Their plain
+        tokens come behind the draft and need blocks too.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, steps_ahead: int = 0) -> None:
         self._scheduler = scheduler
+        self._steps_ahead = steps_ahead
+        self._may_hold_unused = False
+        """Whether a request may hold blocks with nothing but rejected tokens."""
         self._managers = scheduler.kv_cache_manager.coordinator.single_type_managers
         """One for each KV cache group."""
         self._may_free_blocks = scheduler.connector is None and all(
@@ -51,9 +60,12 @@ class DraftLimiter:
         """
         scheduler = self._scheduler
         drafted = [request for request in scheduler.running if request.spec_token_ids]
-        if not drafted:
+        if not (drafted or self._may_hold_unused):
             return {}
         waiting = list(self._admissible())
+        if not drafted:
+            return self._cut_to_blocks(drafted, waiting, probs_of)
+        self._may_hold_unused = True
         if waiting:
             for request in drafted:
                 probs = probs_of(request.request_id)
@@ -102,12 +114,12 @@ class DraftLimiter:
         """Remove the nodes that would need more blocks than are free; returns as `cut` does."""
         scheduler, pool = self._scheduler, self._scheduler.kv_cache_manager.block_pool
         free = pool.get_num_free_blocks() - scheduler.kv_cache_manager.watermark_blocks
-        sizes = [manager.block_size for manager in self._managers]
+        sizes, ahead = [manager.block_size for manager in self._managers], self._steps_ahead
         # An upper bound, which spares steps with enough free blocks the exact count.
         max_blocks = sum(
             -(-tokens // size) + 1
             for tokens in chain(
-                (_plain_tokens(r) + len(r.spec_token_ids) for r in scheduler.running),
+                (_plain_tokens(r) + len(r.spec_token_ids) + ahead for r in scheduler.running),
                 (request.num_tokens for request in waiting),
             )
             for size in sizes
@@ -116,21 +128,38 @@ class DraftLimiter:
             return {}
         kept = self._free_unused_blocks()
         free = pool.get_num_free_blocks() - scheduler.kv_cache_manager.watermark_blocks
-        free -= sum(self._missing(request, 0) for request in scheduler.running)
+        free -= sum(self._missing(request, ahead) for request in scheduler.running)
         free -= sum(-(-request.num_tokens // size) for request in waiting for size in sizes)
         # Drafts with the most expected tokens get their blocks first.
         for request in sorted(drafted, key=lambda request: -sum(probs_of(request.request_id))):
             nodes = len(request.spec_token_ids)
-            plain = self._missing(request, 0)
-            while nodes and self._missing(request, nodes) - plain > max(free, 0):
-                nodes -= 1
-            free -= self._missing(request, nodes) - plain
+            plain = self._missing(request, ahead)
+            if free >= 0:
+                while nodes and self._missing(request, nodes + ahead) - plain > free:
+                    nodes -= 1
+            else:
+                # Only in blocks that the request has and plain vLLM would hold: others are to
+                # become free.
+                in_flight = request.num_output_placeholders > 0
+                held = self._num_blocks(request.num_tokens + in_flight + ahead)
+                behind = request.num_computed_tokens + _plain_tokens(request) + ahead
+                has = self._missing(request, 0)
+                while nodes and (
+                    self._num_blocks(behind + nodes) > held
+                    or self._missing(request, nodes + ahead) > has
+                ):
+                    nodes -= 1
+            free -= self._missing(request, nodes + ahead) - plain
             request.spec_token_ids = request.spec_token_ids[:nodes]
         return kept
 
-    def _missing(self, request: Request, num_nodes: int) -> int:
-        """Blocks that the request lacks for its plain tokens and `num_nodes` nodes."""
-        tokens = request.num_computed_tokens + _plain_tokens(request) + num_nodes
+    def _num_blocks(self, num_tokens: int) -> int:
+        """Blocks that a request of this length needs, in all KV cache groups together."""
+        return sum(-(-num_tokens // manager.block_size) for manager in self._managers)
+
+    def _missing(self, request: Request, num_more: int) -> int:
+        """Blocks that the request lacks for its plain tokens and `num_more` after them."""
+        tokens = request.num_computed_tokens + _plain_tokens(request) + num_more
         return sum(
             max(
                 -(-tokens // manager.block_size) - len(manager.req_to_blocks[request.request_id]), 0
@@ -141,6 +170,7 @@ class DraftLimiter:
     def _free_unused_blocks(self) -> dict[str, list[int]]:
         """Free the blocks of running requests that hold only rejected tokens; returns as `cut`."""
         kept: dict[str, list[int]] = {}
+        self._may_hold_unused = False
         if not self._may_free_blocks:
             return kept
         for request in self._scheduler.running:

@@ -82,6 +82,17 @@ class GrammarTreeWalk:
         if self._is_delayed and hasattr(manager, "_masked_reasoning_ends"):  # vLLM 0.33
             self._forbidden_ends = manager._masked_reasoning_ends(request)
 
+    def masks(self) -> NDArray[np.int32]:
+        """Only the masks of the tree as it is, int32 [n + 1, ceil(vocabulary / 32)].
+
+        A node that the grammar forbids, or below one, gets a mask that allows everything: the mask
+        before it excludes its token, so it is never accepted.
+        """
+        self._free_nodes = 0
+        num_rows = 1 + len(self._tokens)
+        self._visit(-1, [], self._state_after([])[1], True)
+        return self._bits[:num_rows]
+
     def run(self) -> GrammarDraft:
         num_proposed = len(self._tokens)
         self._visit(-1, [], self._state_after([])[1], True)

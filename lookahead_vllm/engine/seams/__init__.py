@@ -4,24 +4,30 @@
 """
 
 from lookahead_vllm.engine.seams import (
-    attention_v1,
+    attention,
     config,
     front_end,
     scheduler,
     shutdown,
     worker,
     worker_v1,
+    worker_v2,
 )
 from lookahead_vllm.engine.seams.seam import Seam
 
-SEAMS: tuple[Seam, ...] = (
+COMMON: tuple[Seam, ...] = (
     *config.SEAMS,
     *front_end.SEAMS,
     *scheduler.SEAMS,
     *shutdown.SEAMS,
     *worker.SEAMS,
-    *worker_v1.SEAMS,
-    *attention_v1.SEAMS,
+    *attention.SEAMS,
 )
+"""Whichever model runner is used."""
 
-__all__ = ["SEAMS", "Seam"]
+BY_RUNNER: dict[str, tuple[Seam, ...]] = {"v1": worker_v1.SEAMS, "v2": worker_v2.SEAMS}
+"""What only one of vLLM's model runners needs."""
+
+SEAMS: tuple[Seam, ...] = (*COMMON, *BY_RUNNER["v1"], *BY_RUNNER["v2"])
+
+__all__ = ["BY_RUNNER", "COMMON", "SEAMS", "Seam"]

@@ -19,13 +19,13 @@ SEAMS = (
         "EngineArgs.create_engine_config",
         ("self",),
         "wrapped",
-        "turns method 'lookahead' into a custom_class config, and chooses our worker and scheduler",
+        "turns method 'lookahead' into one that vLLM knows, and chooses our worker and scheduler",
         "SpeculativeConfig.method is open to plugins",
     ),
     Seam(
         "vllm.engine.arg_utils",
         "EngineArgs",
-        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+        ("speculative_config", "spec_method", "spec_model", "spec_tokens", "async_scheduling"),
         "set",
         "the options in which a user can ask for lookahead; changed while vLLM makes its config",
         "SpeculativeConfig.method is open to plugins",
@@ -36,7 +36,7 @@ SEAMS = (
         (
             *("model_config", "cache_config", "parallel_config", "scheduler_config"),
             *("speculative_config", "kv_transfer_config", "additional_config", "compute_hash"),
-            *("compilation_config", "use_v2_model_runner"),
+            *("compilation_config", "use_v2_model_runner", "watermark_config"),
         ),
         "set",
         "describes the engine; our options are stored in additional_config",
@@ -48,7 +48,8 @@ SEAMS = (
         (
             *("model", "hf_text_config", "runner_type", "is_hybrid", "is_attention_free"),
             *("is_encoder_decoder", "is_mm_prefix_lm", "rswa_window", "logits_processors"),
-            *("served_model_name", "seed", "max_model_len"),
+            *("served_model_name", "seed", "max_model_len", "uses_mrope"),
+            *("return_sampling_mask", "enable_trace_replay"),
         ),
         "read",
         "decides whether lookahead serves the model, and whether it does with trees",
@@ -76,6 +77,7 @@ SEAMS = (
         (
             *("rank", "world_size", "distributed_executor_backend"),
             *("decode_context_parallel_size", "prefill_context_parallel_size", "use_ubatching"),
+            "enable_batch_sharded_sampling",
         ),
         "read",
         "the worker's rank in its engine, and whether a step is one batch of all ranks",
@@ -84,7 +86,7 @@ SEAMS = (
     Seam(
         "vllm.config.scheduler",
         "SchedulerConfig",
-        ("scheduler_cls", "max_num_seqs", "max_num_batched_tokens"),
+        ("scheduler_cls", "max_num_seqs", "max_num_batched_tokens", "async_scheduling"),
         "set",
         "bounds of a step; scheduler_cls becomes our scheduler",
         PUBLIC,
@@ -93,7 +95,7 @@ SEAMS = (
         "vllm.config.speculative",
         "SpeculativeConfig",
         ("model",),
-        "read",
+        "set",
         "whether the engine drafts with lookahead",
         PUBLIC,
     ),
@@ -122,11 +124,20 @@ SEAMS = (
         PUBLIC,
     ),
     Seam(
+        "vllm.config.vllm",
+        "",
+        ("HAS_TRITON",),
+        "read",
+        "whether plain vLLM may choose its second model runner",
+        "SpeculativeConfig.method is open to plugins",
+    ),
+    Seam(
         "vllm.envs",
         "",
         ("VLLM_USE_RUST_FRONTEND", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_CACHE_ROOT"),
         "read",
-        "the first two are refused; measured costs are stored below the third",
+        "the first is refused, the second chooses the runner; measured costs are stored below "
+        "the third",
         PUBLIC,
     ),
     Seam(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lookahead_vllm.engine.seams.seam import PUBLIC, Seam
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
+_LATE = "vLLM asks for drafts at the start of the step that verifies them"
 _GRAMMARS = "vLLM applies structured output to draft trees"
 _CUTS = "vLLM cuts drafts before it preempts or delays a request"
 _BLOCKS = "vLLM frees blocks that hold only rejected tokens"
@@ -70,10 +71,47 @@ SEAMS = (
     Seam(
         "vllm.v1.core.sched.output",
         "SchedulerOutput",
-        ("scheduled_new_reqs", "scheduled_spec_decode_tokens", "num_scheduled_tokens"),
+        (
+            *("scheduled_new_reqs", "scheduled_spec_decode_tokens", "num_scheduled_tokens"),
+            *("total_num_scheduled_tokens", "finished_req_ids", "num_invalid_spec_tokens"),
+            "has_structured_output_requests",
+        ),
         "set",
         "the contents of a step; our trees are attached to it",
         "custom proposers may return trees",
+    ),
+    # Slots for drafts that workers grow late (scheduler/late.py).
+    Seam(
+        _SCHEDULER,
+        "Scheduler.add_request",
+        ("request",),
+        "overridden",
+        "notes the requests that turned lookahead off: they get no slots",
+        _LATE,
+    ),
+    Seam(
+        _SCHEDULER,
+        "Scheduler.update_draft_token_ids_in_output",
+        ("draft_token_ids", "scheduler_output"),
+        "overridden",
+        "fills the masks of the drafts under way, which are trees",
+        _GRAMMARS,
+    ),
+    Seam(
+        "vllm.v1.request",
+        "Request",
+        ("max_tokens",),
+        "read",
+        "a request that ends with this step gets no slots",
+        _LATE,
+    ),
+    Seam(
+        "vllm.v1.outputs",
+        "DraftTokenIds",
+        ("req_ids", "draft_token_ids"),
+        "called",
+        "the drafts of a step under way; their trees are attached to it",
+        _GRAMMARS,
     ),
     Seam(
         "vllm.v1.engine.core",

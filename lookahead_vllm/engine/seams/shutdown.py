@@ -6,6 +6,7 @@ from lookahead_vllm.engine.seams.seam import Seam
 
 _HANDLERS = "signal handlers stay until teardown is done"
 _WAITS = "vLLM waits for the teardown of an engine process"
+_RAY = "Ray's executors let their workers shut down"
 _CORE = "vllm.v1.engine.core"
 _EXECUTOR = "vllm.v1.executor.multiproc_executor"
 
@@ -66,6 +67,14 @@ SEAMS = (
     Seam(_CORE, "EngineShutdownState", ("REQUESTED",), "read", "as shutdown_state", _HANDLERS),
     Seam(_CORE, "EngineCore", ("model_executor",), "read", "the workers' executor", _HANDLERS),
     Seam(
+        _CORE,
+        "EngineCore.shutdown",
+        ("self",),
+        "wrapped",
+        "calls the workers of a Ray executor to save; the executor kills them without a signal",
+        _RAY,
+    ),
+    Seam(
         _EXECUTOR,
         "MultiprocExecutor.shutdown",
         (),
@@ -88,7 +97,15 @@ SEAMS = (
         "Executor.collective_rpc",
         ("method", "timeout"),
         "called",
-        "the worker that drafts begins to save while requests are drained",
+        "the worker that drafts begins to save while requests are drained; on Ray, it saves",
         _HANDLERS,
+    ),
+    Seam(
+        "vllm.v1.executor.abstract",
+        "Executor",
+        ("uses_ray", "vllm_config"),
+        "read",
+        "whether the workers are Ray's, and the engine is one with lookahead",
+        _RAY,
     ),
 )

@@ -142,6 +142,7 @@ class DraftStep:
         req_ids: Sequence[str],
         num_choices: int,
         with_roots_of: Collection[str] = (),
+        wait: bool = True,
     ) -> Verified | None:
         """The model's likeliest tokens at roots and nodes; None if there is no row to look at.
 
@@ -160,6 +161,8 @@ class DraftStep:
             Tokens at each row.
         with_roots_of
             Requests whose root is wanted although they have no node.
+        wait
+            Whether to wait for the tokens, as of `top_choices`.
         """
         trees = np.flatnonzero(self.from_proposer)
         forest = self.forest
@@ -178,7 +181,7 @@ class DraftStep:
             return None
         roots = root_rows(num_nodes)[rows]
         nodes = roots[forest.owners] + 1 + forest.places
-        choices = top_choices(logits, np.concatenate([roots, nodes]), num_choices)
+        choices = top_choices(logits, np.concatenate([roots, nodes]), num_choices, wait=wait)
         t, n = len(forest), forest.num_nodes
         return Verified(
             [req_ids[row] for row in rows.tolist()],

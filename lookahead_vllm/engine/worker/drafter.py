@@ -154,6 +154,10 @@ class LookaheadDrafter:
             self._with_grammar.add(request_id)
         return params
 
+    def forget_options(self, request_id: str) -> None:
+        """Drop what `announce` kept of a request that is followed already."""
+        self._options.pop(request_id, None)
+
     @property
     def has_grammars(self) -> bool:
         """Whether a live request is under a grammar."""
@@ -226,6 +230,7 @@ class LookaheadDrafter:
             if not live.stop_tokens.isdisjoint(burst):
                 end = next(i for i, token in enumerate(burst) if token in live.stop_tokens)
                 burst = burst[: end + 1]
+                live.remaining = len(burst)  # it ends here
             live.remaining -= len(burst)
             tokens[live.request_id] = burst
         self.proposer.extend(tokens)
@@ -244,13 +249,21 @@ class LookaheadDrafter:
             return None
         return DraftLimits(live.request_id, max_nodes, max_depth, self.may_branch, num_tokens)
 
+    def grow(self, limits: Sequence[DraftLimits], load: Load) -> DraftForest:
+        """Grow a tree for each request; one without a node is not worth its cost.
+
+        `load` is the step's work besides drafts.
+        """
+        forest = DraftForest.of(self.proposer.propose(limits, load))
+        self.drafted_for = frozenset(limit.request_id for limit in limits)
+        return self._checked(forest, limits) if forest.num_nodes else forest
+
     def draft(self, limits: Sequence[DraftLimits], load: Load) -> dict[str, list[int]]:
         """Grow trees and keep them until they are verified; returns their tokens by request.
 
         Requests without a node are left out. `load` is the next step's work besides drafts.
         """
-        forest = DraftForest.of(self.proposer.propose(limits, load))
-        self.drafted_for = frozenset(limit.request_id for limit in limits)
+        forest = self.grow(limits, load)
         if not forest.num_nodes:
             self._steps_without_nodes += 1
             # A grammar may dictate tokens in every step.
@@ -259,7 +272,6 @@ class LookaheadDrafter:
                 self.backoff_left = BACKOFF_STEPS
             return {}
         self._steps_without_nodes = 0
-        forest = self._checked(forest, limits)
         tokens = forest.tokens.tolist()
         drafts: dict[str, list[int]] = {}
         for i, (limit, (first, end)) in enumerate(

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from lookahead_vllm import __version__
+from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.cache.file import set_aside
 from lookahead_vllm.draft.tree import DraftTree
@@ -53,6 +55,13 @@ class Batch(NamedTuple):
     """Tokens of each request: a root and its draft."""
     trees: bool
 
+    @property
+    def tree(self) -> DraftTree:
+        """The draft of each request: its first two nodes are children of the root, and the parent
+        of node i is node i - 2."""
+        parents = [-1, -1, *range(self.rows - 3)] if self.trees else range(-1, self.rows - 2)
+        return DraftTree.from_lists([0] * (self.rows - 1), list(parents)[: self.rows - 1])
+
 
 BATCHES = (
     Batch(1, 1, False),
@@ -67,13 +76,44 @@ BATCHES = (
 )
 
 
+class CapturedTokens(NamedTuple):
+    """The numbers of tokens of a runner's graphs of the whole model, rising."""
+
+    without_drafts: Sequence[int] = ()
+    with_drafts: Sequence[int] = ()
+
+
+class ForwardPasses(Protocol):
+    """Dummy passes of a model runner, logits included, which return when the device is done."""
+
+    def captured_tokens(self) -> CapturedTokens:
+        """For which numbers of tokens `decode_in_graph` and `drafts_in_graph` have a graph."""
+
+    def decode(self, num_tokens: int, attends: bool) -> None:
+        """One token of each request, without a graph of the whole model.
+
+        With `attends`, the layers attend to a context of one token.
+        """
+
+    def decode_in_graph(self, num_tokens: int) -> None:
+        """One token of each request, as many as fit into a graph of `num_tokens`."""
+
+    def drafts_in_graph(self, num_tokens: int) -> None:
+        """Requests with drafts, `num_tokens` tokens in all, in a graph."""
+
+    def with_context(
+        self, batch: Batch, context: int
+    ) -> AbstractContextManager[Callable[[], None]]:
+        """Gives every request of `batch` a context; yields the pass over the batch."""
+
+
 def step_cost(runner: Any) -> StepCost:
     """The cost of a step of this engine's model, in seconds: from the cache, or measured.
 
     Parameters
     ----------
     runner
-        A model runner of vLLM with a `drafter` and `schedule_dummy_trees`.
+        A model runner of vLLM with a `drafter` and `forward_passes`.
     """
     path = _file_of(runner)
     is_first_rank = is_global_first_rank()
@@ -83,13 +123,14 @@ def step_cost(runner: Any) -> StepCost:
         if is_first_rank:
             _write(path, facts)
     cost = _cost_of(facts)
+    captured = cost.captured or CapturedSizes(GraphTimes(), GraphTimes())
     logger.info_once(
         "Lookahead: the critical decoding length is %d tokens here; a forward pass costs, in ms, "
-        "%s, and %.3f more with drafts; a thousand tokens of context %.3f, and %.3f for each row "
-        "(%.3f in trees). Kept in %s.",
-        cost.curve.critical_decoding_length,
+        "%s; in graphs without drafts %s, with drafts %s; a thousand tokens of context %.3f, and "
+        "%.3f for each row (%.3f in trees). Kept in %s.",
+        cost.curve.with_graphs(captured.with_drafts).critical_decoding_length,
         CostCurve(facts["sizes"], [1e3 * t for t in facts["times"]]),
-        1e3 * facts["drafts"],
+        *(GraphTimes(graphs.sizes, [1e3 * t for t in graphs.times]) for graphs in captured),
         1e6 * facts["context"],
         1e6 * facts["causal"],
         1e6 * facts["trees"],
@@ -105,64 +146,87 @@ def _broadcast(value: Any) -> Any:
 
 def _cost_of(facts: dict[str, Any]) -> StepCost:
     curve = CostCurve(facts["sizes"], facts["times"])
-    return StepCost(curve, facts["context"], facts["causal"], facts["trees"], facts["drafts"])
+    captured = CapturedSizes(
+        GraphTimes(*facts["graphs_without_drafts"]), GraphTimes(*facts["graphs_with_drafts"])
+    )
+    has_graphs = any(graphs.sizes for graphs in captured)
+    return StepCost(
+        curve,
+        facts["context"],
+        facts["causal"],
+        facts["trees"],
+        captured=captured if has_graphs else None,
+    )
 
 
 def measure(runner: Any) -> dict[str, Any]:
     """Time forward passes, logits included, then attention in chains and in trees; in seconds.
 
-    Where CUDA graphs of the whole model serve steps without drafts, those graphs are timed too.
+    CUDA graphs of the whole model are timed by themselves, with drafts and without.
     """
     deadline = time.perf_counter() + MAX_SECONDS
+    passes: ForwardPasses = runner.forward_passes()
     limit = runner.scheduler_config.max_num_seqs, runner.max_num_tokens
     sizes = [size for size in SIZES if size <= limit[1]]
     batches = [b for b in BATCHES if b.requests <= limit[0] and b.requests * b.rows <= limit[1]]
     if not runner.drafter.may_branch:
         batches = [batch for batch in batches if not batch.trees]
     context = min(CONTEXT_TOKENS, runner.max_model_len - max(b.rows for b in batches))
-    has_graphs = runner.compilation_config.cudagraph_mode.has_full_cudagraphs()
-    in_pieces = partial(_forward, runner, force_attention=has_graphs, profile_seq_lens=1)
-    whole = partial(_forward, runner, uniform_decode=True, profile_seq_lens=1)
+    captured = passes.captured_tokens()
+    graphs = [
+        (_about_doubling(captured.without_drafts), passes.decode_in_graph),
+        (_about_doubling(captured.with_drafts), passes.drafts_in_graph),
+    ]
+    has_graphs = any(tokens for tokens, _ in graphs)
     timed: dict[int, float] = {}
-    in_graphs: dict[int, float] = {}
+    in_graphs: tuple[dict[int, float], ...] = ({}, {})
     attention: list[tuple[Batch, float]] = []
     with tqdm(
-        total=len(sizes) + len(batches),
+        total=len(sizes) + sum(len(tokens) for tokens, _ in graphs) + len(batches),
         desc="Measuring the cost of a step",
         disable=not is_global_first_rank(),
     ) as bar:
         for size in sizes:
             if len(timed) < 3 or _broadcast(time.perf_counter() < deadline):
-                timed[size] = _fastest(partial(in_pieces, size))
-                if has_graphs and size <= limit[0]:
-                    in_graphs[size] = _fastest(partial(whole, size))
+                timed[size] = _fastest(partial(passes.decode, size, has_graphs))
             bar.update()
+        for times, (tokens, run) in zip(in_graphs, graphs, strict=True):
+            for size in tokens:
+                if _broadcast(time.perf_counter() < deadline):
+                    times[size] = _fastest(partial(run, size))
+                bar.update()
         for batch in batches:
             if _broadcast(time.perf_counter() < deadline):
-                with _context(runner, batch, context):
-                    attend = partial(
-                        _forward,
-                        runner,
-                        batch.requests * batch.rows,
-                        force_attention=True,
-                        profile_seq_lens=context + batch.rows,
-                    )
+                with passes.with_context(batch, context) as attend:
                     attention.append((batch, _fastest(attend)))
             bar.update()
     read, causal, trees = _fit(CostCurve(list(timed), list(timed.values())), attention, context)
-    times, drafts = _without_drafts(timed, in_graphs)
     return dict(
-        sizes=list(timed), times=times, context=read, causal=causal, trees=trees, drafts=drafts
+        sizes=list(timed),
+        times=list(timed.values()),
+        graphs_without_drafts=_of_all_sizes(captured.without_drafts, in_graphs[0]),
+        graphs_with_drafts=_of_all_sizes(captured.with_drafts, in_graphs[1]),
+        context=read,
+        causal=causal,
+        trees=trees,
     )
 
 
-def _without_drafts(
-    in_pieces: dict[int, float], in_graphs: dict[int, float]
-) -> tuple[list[float], float]:
-    """Times of the passes in steps without drafts, and what any draft adds to a step."""
-    differences = [in_pieces[size] - seconds for size, seconds in in_graphs.items()]
-    drafts = max(0.0, float(np.median(differences))) if differences else 0.0
-    return [in_graphs.get(size, seconds - drafts) for size, seconds in in_pieces.items()], drafts
+def _about_doubling(sizes: Sequence[int]) -> list[int]:
+    """Some of these rising sizes, the first and the last among them."""
+    chosen = list(sizes[:1])
+    for size, larger in zip(sizes[1:], [*sizes[2:], math.inf], strict=False):
+        if larger > 2 * chosen[-1]:
+            chosen.append(size)
+    return chosen
+
+
+def _of_all_sizes(sizes: Sequence[int], timed: dict[int, float]) -> list[list[Any]]:
+    """The sizes up to the largest one that was timed, and their times, by interpolation."""
+    known = [size for size in sizes if size <= max(timed, default=0)]
+    if not known:
+        return [[], []]
+    return [known, np.interp(known, list(timed), list(timed.values())).tolist()]
 
 
 def _fit(
@@ -191,37 +255,6 @@ def _fastest(run: Any) -> float:
         run()
         times.append(time.perf_counter() - start)
     return min(times)
-
-
-def _forward(runner: Any, num_tokens: int, **kwargs: Any) -> None:
-    hidden, last = runner._dummy_run(num_tokens, skip_eplb=True, **kwargs)
-    # Adapters are laid out for one row of logits a request.
-    runner.model.compute_logits(last if runner.lora_config else hidden[:num_tokens])
-    runner._sync_device()
-
-
-@contextmanager
-def _context(runner: Any, batch: Batch, context: int) -> Iterator[None]:
-    """Give dummy runs `batch.requests` requests, each with KV blocks of its own."""
-    config, tables = runner.scheduler_config, runner.input_batch.block_table.block_tables
-    saved = config.max_num_seqs
-    config.max_num_seqs = batch.requests
-    for table in tables:
-        width = -(-(context + batch.rows) // table.block_size)
-        ids = np.arange(batch.requests * width) % runner.kv_cache_config.num_blocks
-        table.block_table.np[: batch.requests, :width] = ids.reshape(batch.requests, width)
-    if batch.trees:
-        # The parent of node i is node i - 2; the first two are children of the root.
-        tree = DraftTree.from_lists([0] * (batch.rows - 1), [-1, -1, *range(batch.rows - 3)])
-        runner.schedule_dummy_trees([tree] * batch.requests, context)
-    try:
-        yield
-    finally:
-        config.max_num_seqs = saved
-        runner.schedule_dummy_trees([])
-        for table in tables:
-            table.block_table.np[: batch.requests] = 0
-            table.commit_block_table(batch.requests)
 
 
 def _file_of(runner: Any) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,7 +84,8 @@ class KVMover:
 
         A slot is `block * block_size + offset`. The moves of a request must be in ascending order
         of `src`, each to a `dst` below its `src`, because implementations differ: they copy one
-        slot after the other, or read all slots first.
+        slot after the other, or read all slots first. Moves of a slot to itself are dropped,
+        wherever they stand.
 
         Parameters
         ----------
@@ -96,6 +98,9 @@ class KVMover:
         """
         if src.dtype != torch.int64 or dst.dtype != torch.int64 or src.shape != dst.shape:
             raise ValueError("src and dst are int64 and equally long")
+        if src.device.type == "cpu":
+            moved = np.flatnonzero(src.numpy() != dst.numpy())
+            src, dst = (torch.from_numpy(slots.numpy()[moved]) for slots in (src, dst))
         if not len(src):
             return
         slots = torch.cat((src, dst))
@@ -104,7 +109,6 @@ class KVMover:
         if self._library is None:
             self._move_torch(src, dst)
             return
-        src, dst = src.contiguous(), dst.contiguous()
         self._library.lookahead_move_kv(
             self._layers,
             len(self._layers),
@@ -116,6 +120,21 @@ class KVMover:
             torch.get_num_threads(),
             self._packed,
         )
+
+    def move_paths(self, src: Tensor, dst: Tensor) -> None:
+        """Move the K/V of the accepted paths of r requests, see `walk.Walk`.
+
+        Parameters
+        ----------
+        src, dst : int64 [r, width]
+            The slots of `origins` and `targets`.
+
+        Raises
+        ------
+        ValueError
+            As of `move`.
+        """
+        self.move(src.flatten(), dst.flatten())
 
     def _move_torch(self, src: Tensor, dst: Tensor) -> None:
         for cache in self._kv_caches:

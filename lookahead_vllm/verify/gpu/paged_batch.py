@@ -43,8 +43,14 @@ class PagedBatch:
     masks : int32 [n, w], w = ceil(max(sizes of trees) / 32)
         Bit j % 32 of word j // 32 is set if the row attends to row j of its tree: itself or an
         ancestor.
+    tokens : int32 [m], m = sum(sizes)
+        Index of each row of all requests among the flattened query tokens; -1 for an unused entry
+        of a fixed buffer.
     max_size, max_context : int
         Upper bounds of `sizes` and `contexts`, known without a synchronisation.
+    expected_requests : int, optional
+        How many requests of a fixed buffer usually have rows. The more the context is split, the
+        fewer they are. All by default.
     """
 
     rows: Tensor
@@ -54,8 +60,10 @@ class PagedBatch:
     firsts: Tensor
     depths: Tensor
     masks: Tensor
+    tokens: Tensor
     max_size: int
     max_context: int
+    expected_requests: int | None = None
 
     @classmethod
     def build(
@@ -82,12 +90,13 @@ class PagedBatch:
             added.append(np.full_like(added[0], CAUSAL))
             columns = [np.concatenate(pair) for pair in zip(columns, added, strict=True)]
         max_size, max_context = (int(columns[i].max(initial=0)) for i in (2, 3))
-        parts = [*map(torch.from_numpy, columns), trees.depths, trees.masks.flatten()]
+        tokens = torch.from_numpy(query_tokens(columns[1], columns[2]))
+        parts = [*map(torch.from_numpy, columns), trees.depths, trees.masks.flatten(), tokens]
         packed = torch.cat(parts)
         if torch.device(device).type == "cuda":
             packed = packed.pin_memory()
         tensors = packed.to(device, non_blocking=True).split([len(part) for part in parts])
-        rows, starts, sizes, contexts, firsts, depths, masks = tensors
+        rows, starts, sizes, contexts, firsts, depths, masks, tokens = tensors
         return cls(
             rows,
             starts,
@@ -96,6 +105,7 @@ class PagedBatch:
             firsts,
             depths,
             masks.view(trees.masks.shape),
+            tokens,
             max_size,
             max_context,
         )
@@ -116,11 +126,13 @@ class PagedBatch:
             len(batch) > len(self)
             or len(batch.depths) > len(self.depths)
             or batch.masks.shape[1] > words
+            or len(batch.tokens) > len(self.tokens)
             or batch.max_size > self.max_size
             or batch.max_context > self.max_context
         ):
             raise ValueError(f"{batch.shape} does not fit into buffers of {self.shape}")
         self.sizes.zero_()
+        self.tokens.fill_(-1)
         for field in fields(self):
             buffer, new = getattr(self, field.name), getattr(batch, field.name)
             if field.name == "masks":
@@ -135,9 +147,17 @@ class PagedBatch:
             "requests": len(self),
             "nodes": len(self.depths),
             "mask words": self.masks.shape[1],
+            "rows": len(self.tokens),
             "max_size": self.max_size,
             "max_context": self.max_context,
         }
+
+
+def query_tokens(starts: NDArray[np.int32], sizes: NDArray[np.int32]) -> NDArray[np.int32]:
+    """`PagedBatch.tokens` of requests with these `starts` and `sizes`."""
+    ends = np.cumsum(sizes, dtype=np.int32)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total, dtype=np.int32) + np.repeat(starts + sizes - ends, sizes)
 
 
 class PagedCall(NamedTuple):

@@ -55,7 +55,8 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
     block_m, block_n, num_warps = tile_of(rows, query.dtype, head_size)
     tiles = triton.cdiv(rows, block_m)
     if num_splits is None:
-        num_splits = _num_splits(len(batch) * tiles * kv_heads, batch.max_context, query.device)
+        programs = batch.expected_requests or len(batch) * tiles
+        num_splits = _num_splits(programs * kv_heads, batch.max_context, query.device)
         num_splits = max(1, min(num_splits, MAX_PARTIAL_BYTES // (query.numel() * 4)))
     partial = (
         torch.empty(
@@ -97,11 +98,11 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
         num_stages=NUM_STAGES,
     )  # fmt: skip
     if num_splits > 1:
-        _merge_splits[(len(batch) * batch.max_size, heads)](
-            partial, output, batch.starts, batch.sizes,
+        _merge_splits[(len(batch.tokens), heads)](
+            partial, output, batch.tokens,
             query if sinks is None else sinks,
             query if v_scale is None else v_scale,
-            *output.stride()[:2], tokens, batch.max_size, num_splits,
+            *output.stride()[:2], tokens, num_splits,
             HEADS=heads,
             HEAD_SIZE=head_size,
             BLOCK_D=triton.next_power_of_2(head_size),
@@ -125,7 +126,7 @@ def warm_up_batches(
         size = max(rows // group, 1)
         for max_context in (0, 1 << 20):  # not split, and split
             yield PagedBatch(
-                zeros, zeros, zeros, zeros, zeros, zeros, zeros[None], size, max_context
+                zeros, zeros, zeros, zeros, zeros, zeros, zeros[None], zeros - 1, size, max_context
             )
         rows *= 2
 
@@ -378,22 +379,20 @@ def _accumulate(scores, score_factor, v, row_max, row_sum, acc):
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "max_size", "num_splits"],
-    do_not_specialize_on_alignment=["starts", "sizes"],
+    do_not_specialize=["num_tokens", "num_splits"],
+    do_not_specialize_on_alignment=["tokens"],
 )
 def _merge_splits(
-    partial, output, starts, sizes, sinks, v_scale,
-    output_token, output_head, num_tokens, max_size, num_splits,
+    partial, output, tokens, sinks, v_scale,
+    output_token, output_head, num_tokens, num_splits,
     HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one row and head by their maxima and sums."""
-    entry = tl.program_id(0) // max_size
-    node = tl.program_id(0) % max_size
+    token = tl.load(tokens + tl.program_id(0)).to(tl.int64)
     head = tl.program_id(1)
-    if node >= tl.load(sizes + entry):
+    if token < 0:
         return
-    token = (tl.load(starts + entry) + node).to(tl.int64)
     split = tl.arange(0, BLOCK_S)
     is_split = split < num_splits
     d = tl.arange(0, BLOCK_D)

@@ -1,4 +1,4 @@
-"""Moves of K/V between cache slots on a GPU, for all layers in two asynchronous launches."""
+"""Moves of K/V between cache slots on a GPU, for all layers at once, asynchronously."""
 
 from __future__ import annotations
 
@@ -56,6 +56,8 @@ class PagedKVMover:
     def move(self, src: Tensor, dst: Tensor) -> None:
         """Copy the K/V of slot `src[i]` to slot `dst[i]` in every layer; reads all, then writes.
 
+        Moves of a slot to itself are skipped on the device.
+
         Parameters
         ----------
         src, dst : int64 [m]
@@ -81,23 +83,62 @@ class PagedKVMover:
             slots = slots.to(first.device)
         shape = (len(src), len(self._kv_caches), heads, width)
         copies = torch.empty(shape, dtype=_DTYPE_OF_SIZE[first.element_size()], device=first.device)
-        for places, is_write in ((slots[0], False), (slots[1], True)):
+        for is_write in (False, True):
             _copy[shape[:3]](
-                self._pointers, copies, places, *first.stride()[:3],
+                self._pointers, copies, slots[0], slots[1], *first.stride()[:3],
                 LAYERS=shape[1], HEADS=heads, BLOCK_SIZE=block_size, WIDTH=width,
                 PADDED=triton.next_power_of_2(width), WRITE=is_write, num_warps=1,
             )  # fmt: skip
 
+    def move_paths(self, src: Tensor, dst: Tensor) -> None:
+        """Move the K/V of the accepted paths of r requests, see `walk.Walk`, in one launch.
+
+        Makes no copies, does not wait for the device, and always has the same launch for the same
+        shape, so it can be captured in a CUDA graph. Moves of a slot to itself are skipped.
+
+        Parameters
+        ----------
+        src, dst : int64 [r, width], on the caches' device
+            The slots of `origins` and `targets`. No move of a row reads a slot that an earlier one
+            of the row has written, and rows share no slots. They are not checked.
+
+        Raises
+        ------
+        ValueError
+            Another dtype, shape or device.
+        """
+        first = self._kv_caches[0]
+        if (
+            src.dtype != torch.int64 or dst.dtype != torch.int64
+            or src.shape != dst.shape or src.ndim != 2
+            or src.device != first.device or dst.device != first.device
+        ):  # fmt: skip
+            raise ValueError(
+                f"src and dst are int64 [r, width] on {first.device}; got {src.dtype} "
+                f"{list(src.shape)} on {src.device}, {dst.dtype} {list(dst.shape)} on {dst.device}"
+            )
+        if not src.numel():
+            return
+        heads, block_size, width = first.shape[1:]
+        _move_paths[(len(src), len(self._kv_caches), heads)](
+            self._pointers, first.view(_DTYPE_OF_SIZE[first.element_size()]),
+            src.contiguous(), dst.contiguous(), src.shape[1], *first.stride()[:3],
+            BLOCK_SIZE=block_size, WIDTH=width, PADDED=triton.next_power_of_2(width), num_warps=1,
+        )  # fmt: skip
+
 
 @triton.jit
 def _copy(
-    pointers, copies, slots, block_stride, head_stride, slot_stride,
+    pointers, copies, src, dst, block_stride, head_stride, slot_stride,
     LAYERS: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
     PADDED: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
     """Copy one slot, layer and head out of the cache, or with WRITE into it."""
     move, layer, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slot = tl.load(slots + move)
+    source, target = tl.load(src + move), tl.load(dst + move)
+    if source == target:
+        return
+    slot = target if WRITE else source
     cache = tl.load(pointers + layer).to(tl.pointer_type(copies.dtype.element_ty))
     base = slot // BLOCK_SIZE * block_stride + head * head_stride + slot % BLOCK_SIZE * slot_stride
     offset = tl.arange(0, PADDED)
@@ -107,3 +148,26 @@ def _copy(
         tl.store(cache + base + offset, tl.load(copy, mask=in_width), mask=in_width)
     else:
         tl.store(copy, tl.load(cache + base + offset, mask=in_width), mask=in_width)
+
+
+@triton.jit(do_not_specialize=["moves"], do_not_specialize_on_alignment=["src", "dst"])
+def _move_paths(
+    pointers, typed_cache, src, dst, moves, block_stride, head_stride, slot_stride,
+    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Move the slots of one request, layer and head, one after the other."""
+    request, layer, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    cache = tl.load(pointers + layer).to(tl.pointer_type(typed_cache.dtype.element_ty))
+    offset = tl.arange(0, PADDED)
+    in_width = offset < WIDTH
+    cache += head * head_stride + offset
+    for move in range(1, moves):  # a root stays where it is
+        source = tl.load(src + request * moves + move)
+        target = tl.load(dst + request * moves + move)
+        if source != target:
+            block, place = source // BLOCK_SIZE, source % BLOCK_SIZE
+            values = tl.load(cache + block * block_stride + place * slot_stride, mask=in_width)
+            block, place = target // BLOCK_SIZE, target % BLOCK_SIZE
+            # A later move of the request may write what this one reads.
+            tl.debug_barrier()
+            tl.store(cache + block * block_stride + place * slot_stride, values, mask=in_width)

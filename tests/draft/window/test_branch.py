@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from lookahead_vllm.draft.budget.allot import PROBE_AFTER_STEPS
+from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost, StepWork
 from lookahead_vllm.draft.hybrid import HybridProposer
 from lookahead_vllm.draft.options import LookaheadOptions
@@ -57,6 +58,15 @@ def test_a_busy_step_has_no_combs():
     few, many = ["0"], [str(i) for i in range(24)]
     assert (choose(branch_of(few), few, cost) >= 0).all()
     assert (choose(branch_of(many), many, cost) == NO_WINDOW).all()
+
+
+def test_a_comb_is_not_charged_for_the_graph_after_its_own():
+    """Its 9 nodes fill a graph of 10 tokens; the next graph takes four times as long."""
+    graphs = CapturedSizes(GraphTimes([1], [20.0]), GraphTimes([10, 32], [20.5, 80.0]))
+    cost = StepCost(CostCurve([1, 256], [30.0, 300.0]), captured=graphs)
+    assert (choose(branch_of(["r"]), ["r"], cost) >= 0).all()
+    two = ["r", "s"]
+    assert (choose(branch_of(two), two, cost) == NO_WINDOW).all()
 
 
 def test_a_window_that_brings_nothing_is_given_up_and_tried_again_later():

@@ -12,6 +12,8 @@ from vllm import LLM, SamplingParams
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 from tests.support.proposers import record
 
+pytestmark = pytest.mark.usefixtures("runner")
+
 BLOCK = 32  # the smallest that vLLM has on CPU
 ANSWER = SamplingParams(temperature=0, max_tokens=44, ignore_eos=True, detokenize=False)
 Step = dict[str, int]
@@ -118,6 +120,6 @@ def test_blocks_of_rejected_tokens_come_back(llama: Path) -> None:
         patch.setattr(DraftLimiter, "cut", recorded)
         expected, *_ = run(llama, None, PROMPTS)
         record(PROMPTS, expected)
-        answers, *_ = run(llama, WRONG, PROMPTS, num_gpu_blocks_override=NEED)
+        answers, *_ = run(llama, WRONG, PROMPTS, num_gpu_blocks_override=NEED - 2)
     assert answers == expected
     assert any(results)

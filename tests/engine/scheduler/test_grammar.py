@@ -16,6 +16,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 from tests.support.proposers import record
 
+pytestmark = pytest.mark.usefixtures("runner")
+
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 SCHEMA = {
     "type": "object",

@@ -19,7 +19,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine.worker.v1 import cpu_attention, gpu_attention, gpu_worker
+from lookahead_vllm.engine.worker import cpu_attention, gpu_attention
+from lookahead_vllm.engine.worker.v1 import gpu_worker
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from lookahead_vllm.verify.cpu.tree_attention import keys_and_values
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention

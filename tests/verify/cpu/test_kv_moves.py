@@ -83,6 +83,21 @@ def test_a_path_becomes_contiguous_across_blocks(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_entries_may_map_to_themselves(impl):
+    cache = make_cache(4, 2, 16, 64, torch.bfloat16, strided=False)
+    before = slots_of(cache)
+    # A root, a node in its place, a node that moves; then one request of which nothing moves.
+    src = torch.tensor([[17, 17, 40, 17], [5, 5, 5, 5]])
+    dst = torch.tensor([[17, 17, 19, 17], [5, 5, 5, 5]])
+    mover = KVMover([cache], 16, impl)
+    mover.move_paths(src, dst)
+    assert slots_of(cache) == before | {19: before[40]}
+    mover.move(src[1], dst[1])
+    mover.move_paths(-torch.ones_like(src), -torch.ones_like(dst))  # vLLM's mark for no slot
+    assert slots_of(cache) == before | {19: before[40]}
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_layers_may_differ_in_heads_and_head_size(impl):
     caches = [make_cache(3, h, 16, d, torch.float32, h == 2) for h, d in ((1, 32), (2, 48))]
     before = [slots_of(cache) for cache in caches]

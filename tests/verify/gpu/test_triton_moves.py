@@ -34,6 +34,58 @@ def test_only_the_given_slots_are_written_in_every_layer(dtype, heads_first, wid
         assert torch.equal(cache.float(), after.float())
 
 
+def path_moves(seed: int) -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, int]]]:
+    """Moves of three requests over 80 slots, of a fixed shape, and those that move anything."""
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(80, generator=generator)
+    src, dst = torch.empty(3, 6, dtype=torch.int64), torch.empty(3, 6, dtype=torch.int64)
+    moves = []
+    for request in range(3):
+        own = slots[request * 20 :][:20]  # in the order of the step's tokens
+        src[request], dst[request] = own[0], own[0]
+        path = (torch.randperm(19, generator=generator)[: 2 * request + 1] + 1).sort().values
+        for depth, at in enumerate(path.tolist(), 1):
+            if at != depth:
+                src[request, depth], dst[request, depth] = own[at], own[depth]
+                moves.append((int(own[at]), int(own[depth])))
+    return src, dst, moves
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_a_fixed_number_of_entries_may_map_to_themselves(seed, is_flat):
+    from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
+
+    caches = [torch.randn(5, 3, 16, 24).bfloat16() for _ in range(2)]
+    before = [cache.clone() for cache in caches]
+    src, dst, moves = path_moves(seed)
+    expected = [cache.clone() for cache in caches]
+    for old, new in zip(before, expected, strict=True):
+        for a, b in moves:
+            new[b // 16, :, b % 16] = old[a // 16, :, a % 16]
+    mover = PagedKVMover(caches)
+    if is_flat:
+        mover.move(src.flatten(), dst.flatten())
+    else:
+        mover.move_paths(src, dst)
+    assert moves
+    for cache, new in zip(caches, expected, strict=True):
+        assert torch.equal(cache, new)
+
+
+def test_entries_without_a_slot_are_skipped():
+    """vLLM marks tokens without KV by a slot of -1."""
+    from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
+
+    caches = [torch.randn(3, 2, 16, 8)]
+    before = caches[0].clone()
+    none = torch.full((2, 3), -1)
+    mover = PagedKVMover(caches)
+    mover.move_paths(none, none)
+    mover.move_paths(none[:0], none[:0])
+    assert torch.equal(caches[0], before)
+
+
 def test_wrong_arguments_are_refused():
     from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
 
@@ -48,3 +100,7 @@ def test_wrong_arguments_are_refused():
         mover.move(torch.tensor([32]), torch.tensor([0]))
     with pytest.raises(ValueError, match="int64 and equally long"):
         mover.move(torch.tensor([1]).int(), torch.tensor([0]).int())
+    with pytest.raises(
+        ValueError, match=r"int64 \[r, width\] on cpu; got torch.int64 \[1\] on cpu"
+    ):
+        mover.move_paths(torch.tensor([1]), torch.tensor([0]))

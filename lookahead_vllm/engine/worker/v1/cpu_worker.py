@@ -11,7 +11,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from lookahead_vllm.engine import patches
-from lookahead_vllm.engine.worker.v1 import cpu_attention
+from lookahead_vllm.engine.worker import cpu_attention
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from lookahead_vllm.verify.cpu import native
 

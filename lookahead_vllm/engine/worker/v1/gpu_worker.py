@@ -7,14 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.config import CUDAGraphMode
-from vllm.v1.attention import selector
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from lookahead_vllm.engine import patches
-from lookahead_vllm.engine.worker.v1 import gpu_attention
+from lookahead_vllm.engine.worker import gpu_attention
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 
 
@@ -70,13 +68,7 @@ def determine_in_pieces(runner: Any, run: Callable[[], Any]) -> Any:
 class LookaheadGPUWorker(Worker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for backend, name in (
-            (AttentionBackendEnum.FLASH_ATTN, "TreeFlashAttentionBackend"),
-            (AttentionBackendEnum.TRITON_ATTN, "TreeTritonAttentionBackend"),
-        ):
-            register_backend(backend, f"{gpu_attention.__name__}.{name}")
-        # A plain engine in this process may have selected the backend already.
-        selector._cached_get_attn_backend.cache_clear()
+        gpu_attention.register()
 
     def _make_model_runner(self) -> Any:
         with patches.swapped(gpu_model_runner, "GPUModelRunner", LookaheadGPUModelRunner):

@@ -22,9 +22,11 @@ from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.tree import UNKNOWN, DraftTree
 from lookahead_vllm.engine import messages, patches, step_report
+from lookahead_vllm.engine.worker.branching import branching_obstacle, kv_movers
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep, root_rows
 from lookahead_vllm.engine.worker.drafter import LiveRequest, LookaheadDrafter
 from lookahead_vllm.engine.worker.step_cost import step_cost
+from lookahead_vllm.engine.worker.v1.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker.v1.sampler import (
     NodeProcessors,
     NodeRows,
@@ -96,38 +98,14 @@ class LookaheadRunner(_Base):
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         if (thinking := self.input_batch.thinking_budget_state_holder) is not None:
             thinking.in_spec_mode = False  # a root is sampled as without speculation
-        obstacle = self._branching_obstacle()
+        groups = list(self._attn_group_iterator())
+        obstacle = branching_obstacle(self.vllm_config, groups, self.attention)
         self.drafter.may_branch = obstacle is None
         if obstacle:
             logger.info_once("Lookahead verifies chains, not trees, here: %s.", obstacle)
             return
-        self._movers = []
         layers = self.compilation_config.static_forward_context
-        for group in self.kv_cache_config.kv_cache_groups:
-            # Layers that share their KV with an earlier one hold the same tensor.
-            caches = {c.data_ptr(): c for c in (layers[n].kv_cache for n in group.layer_names)}
-            first = layers[group.layer_names[0]]
-            self._movers.append(self.attention.mover(list(caches.values()), first))
-
-    def _branching_obstacle(self) -> str | None:
-        """Why this engine's attention cannot verify branching trees, or None if it can."""
-        if self.uses_mrope:
-            return "the model's positions have several dimensions"
-        if self.model_config.is_encoder_decoder:
-            return "the model attends to an encoder as well"
-        if self.vllm_config.kv_transfer_config is not None:
-            return "KV leaves the engine before accepted tokens are compacted"
-        parallel = self.parallel_config
-        if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
-            return "the KV of a text is spread over several ranks"
-        if parallel.use_ubatching:
-            return "steps run as several batches"
-        layers = self.compilation_config.static_forward_context
-        for group in self._attn_group_iterator():
-            own = [layers[name] for name in group.layer_names]
-            if reason := self.attention.obstacle(group, own, self.cache_config.cache_dtype):
-                return str(reason)
-        return None
+        self._movers = kv_movers(layers, self.kv_cache_config.kv_cache_groups, self.attention)
 
     def warm_up_drafting(self) -> None:
         """Compile kernels, and measure the cost of a step on this device."""
@@ -138,6 +116,10 @@ class LookaheadRunner(_Base):
             if self.drafter.is_drafting_rank:
                 self.drafter.proposer.cost = cost
         set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
+
+    def forward_passes(self) -> RunnerPasses:
+        """Passes to measure the cost of a step with."""
+        return RunnerPasses(self)
 
     def schedule_dummy_trees(self, trees: Sequence[DraftTree], context: int = 0) -> None:
         """Give the next dummy runs one request for each tree, with `context` committed tokens."""

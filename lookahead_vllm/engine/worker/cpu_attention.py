@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from lookahead_vllm.engine.worker.step_recorder import timed_attention
-from lookahead_vllm.engine.worker.v1.tree_rows import without_contexts
+from lookahead_vllm.engine.worker.tree_rows import without_contexts
 from lookahead_vllm.verify.cpu.kv_moves import KVMover
 from lookahead_vllm.verify.cpu.tree_attention import supported, tree_attention
 from lookahead_vllm.verify.tree_batch import TreeBatch

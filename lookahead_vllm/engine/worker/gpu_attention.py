@@ -13,12 +13,14 @@ import torch
 from tqdm import tqdm
 from vllm.distributed.parallel_state import is_global_first_rank
 from vllm.platforms import current_platform
+from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
     FlashAttentionMetadataBuilder,
 )
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
@@ -27,7 +29,7 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from lookahead_vllm.engine.worker.step_recorder import timed_attention
-from lookahead_vllm.engine.worker.v1.tree_rows import without_contexts
+from lookahead_vllm.engine.worker.tree_rows import GraphBuffers, without_contexts
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
 from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
@@ -46,6 +48,9 @@ class _TreeBuilder(_Builder):
     """Adds the step's trees, which the runner sets, to the metadata."""
 
     trees: TreeBatch | None = None
+    graph: GraphBuffers | None = None
+    """Set by the runner where a captured graph runs the step, or is being captured. It holds the
+    step's trees."""
 
     def build(
         self,
@@ -53,10 +58,19 @@ class _TreeBuilder(_Builder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Any:
-        if self.trees is None:
+        if self.graph is not None:
+            batch, count = self.graph.trees.batch, self.graph.trees.num_trees
+            without = without_contexts(
+                common_attn_metadata,
+                batch.rows[:count],
+                batch.sizes[:count],
+                out=self.graph.seq_lens,
+            )
+        elif self.trees is not None:
+            batch = PagedBatch.build(self.trees, self.device)
+            without = without_contexts(common_attn_metadata, batch.rows, batch.sizes)
+        else:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        batch = PagedBatch.build(self.trees, self.device)
-        without = without_contexts(common_attn_metadata, batch.rows, batch.sizes)
         built = super().build(common_prefix_len, without, fast_build)
         built.trees = batch
         return built
@@ -166,6 +180,17 @@ class TreeTritonAttentionBackend(TritonAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
         return TreeTritonAttentionMetadataBuilder
+
+
+def register() -> None:
+    """Put the backends in place of vLLM's, in a process that serves lookahead."""
+    for backend, ours in (
+        (AttentionBackendEnum.FLASH_ATTN, TreeFlashAttentionBackend),
+        (AttentionBackendEnum.TRITON_ATTN, TreeTritonAttentionBackend),
+    ):
+        register_backend(backend, f"{__name__}.{ours.__name__}")
+    # A plain engine in this process may have selected the backend already.
+    selector._cached_get_attn_backend.cache_clear()
 
 
 def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:

@@ -1,0 +1,161 @@
+"""Measure how long the simulated device waits: each method, at each batch size, in a process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from benchmarks.command_line import interrupted
+from benchmarks.device import engine, timeline
+from benchmarks.device.engine import Job, Measurement
+from benchmarks.device.options import OptionsError, check, cpu_arguments, is_simulated, parser
+from benchmarks.device.rows import (
+    METHODS,
+    Row,
+    difference_table,
+    make_row,
+    piece_table,
+    wait_table,
+)
+from benchmarks.engines import step_overhead
+from benchmarks.engines.fresh_engine import FreshEngine, RunFailed, cpu_runtime
+
+
+class Run(NamedTuple):
+    """One engine to measure."""
+
+    method: str
+    batch_size: int
+    nodes: int
+
+    @property
+    def name(self) -> str:
+        """As shown beside the progress bar."""
+        nodes = f", {self.nodes} nodes" if METHODS[self.method].lookahead else ""
+        return f"{self.method}{nodes}, batch {self.batch_size}"
+
+
+class Simulation:
+    """All runs of one call, and their results so far.
+
+    Parameters
+    ----------
+    options
+        The command line, after `options.check`.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.rows: list[Row] = []
+        self.failed: list[str] = []
+        self.pictured: dict[str, Measurement] = {}
+        """Measurements of the largest batch size, by the name of their row."""
+        self.folder = Path(tempfile.mkdtemp(prefix="lookahead-device-"))
+        """Logs, and the cache of vLLM that the engines share."""
+
+    def runs(self) -> Iterator[Run]:
+        """Every method at every batch size: plain vLLM once, lookahead for each of --nodes."""
+        for size in self.options.batch_sizes:
+            for method in self.options.methods:
+                for nodes in self.options.nodes if METHODS[method].lookahead else [0]:
+                    yield Run(method, size, nodes)
+
+    def run(self) -> None:
+        """Measure them, one after the other. A failure is printed, and the others go on."""
+        with tqdm(list(self.runs()), unit="engine") as bar:
+            for run in bar:
+                bar.set_description(run.name)
+                try:
+                    measured = self.measure(run)
+                except RunFailed as error:
+                    self.failed.append(run.name)
+                    bar.write(f"{run.name} failed: {error}\n  log: {self.log(run)}", sys.stderr)
+                    continue
+                self.rows.append(make_row(run.method, run.batch_size, run.nodes, measured))
+                if run.batch_size == max(self.options.batch_sizes):
+                    self.pictured[self.rows[-1].name] = measured
+
+    def measure(self, run: Run) -> Measurement:
+        """Start an engine and measure its steps; RunFailed if it fails."""
+        options, method = self.options, METHODS[run.method]
+        job = Job(
+            second_runner=method.second_runner,
+            lookahead=method.lookahead,
+            batch_size=run.batch_size,
+            nodes=run.nodes,
+            device_ms=options.device_ms,
+            token_us=options.token_us,
+            steps=options.steps,
+            host_delay_ms=options.host_delay_ms,
+            clock=options.clock,
+        )
+        environment = {
+            **cpu_runtime(os.environ),
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_USE_V2_MODEL_RUNNER": str(int(method.second_runner)),
+            "VLLM_NO_USAGE_STATS": "1",
+            # The cost of a step on this device must not be kept for real ones.
+            "VLLM_CACHE_ROOT": str(self.folder / "cache"),
+        }
+        log = self.log(run)
+        with FreshEngine(
+            engine.__name__, asdict(job), environment, log, lambda event: None
+        ) as process:
+            process.wait_until_ready()
+            return Measurement(**process.ask(None))
+
+    def log(self, run: Run) -> Path:
+        """What the run's process printed."""
+        return self.folder / f"{run.method}-{run.batch_size}-{run.nodes}.log"
+
+    def report(self) -> None:
+        """Print the tables of the finished runs; write the JSON and the picture."""
+        options = self.options
+        if self.rows:
+            tables = [wait_table(self.rows), difference_table(self.rows), piece_table(self.rows)]
+            print("\n\n".join(filter(None, tables)))
+        if options.json:
+            rows = [row.to_dict() for row in self.rows]
+            options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        if options.timeline and self.pictured:
+            title = (
+                f"Steps of {max(options.batch_sizes)} requests on a simulated device "
+                f"({options.device_ms:g} ms and {options.token_us:g} µs a token)"
+            )
+            timeline.draw(self.pictured, options.timeline, title)
+
+    def clean_up(self) -> None:
+        """Delete the folder, unless a run failed."""
+        if not self.failed:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run either measurement; returns the exit status."""
+    command_line = parser()
+    options: Any = command_line.parse_args(argv)
+    try:
+        if not is_simulated(options):
+            return step_overhead.main(cpu_arguments(options))
+        check(options)
+    except OptionsError as error:
+        command_line.error(str(error))
+    simulation = Simulation(options)
+    was_interrupted = interrupted(simulation.run)
+    simulation.report()
+    simulation.clean_up()
+    if was_interrupted:
+        return 130
+    return 1 if simulation.failed else 0

@@ -1,0 +1,259 @@
+"""The process of one engine on the simulated device, for one method at one batch size.
+
+The only question is None; its answer is a `Measurement`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from benchmarks.device.device import Clock, Launch, SimulatedDevice, ThreadClock, WallClock
+from benchmarks.device.pieces import PIECES, HostPieces, cut, seconds_by_piece
+from benchmarks.device.text import MAX_POSITIONS, VOCABULARY, Text
+from benchmarks.engines.engine_process import Emit, answer_questions
+from benchmarks.engines.step_overhead import LLAMA
+
+PROMPT_TOKENS, WARM_UP = 300, 100
+MAX_TOKENS = MAX_POSITIONS - PROMPT_TOKENS - 1
+TIMELINE_STEPS = 3
+
+CLOCKS: dict[str, Callable[[], Clock]] = {"cpu": ThreadClock, "wall": WallClock}
+
+
+@dataclass(frozen=True)
+class Job:
+    """The input of a run; times in milliseconds and microseconds as in the names."""
+
+    second_runner: bool
+    lookahead: bool
+    batch_size: int
+    nodes: int
+    """Of each request; with 0, the text has nothing to draft."""
+    device_ms: float
+    token_us: float
+    steps: int
+    host_delay_ms: float
+    clock: str
+    """One of CLOCKS."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one engine's steps were like; times in microseconds unless the name says otherwise."""
+
+    waits: list[float]
+    """Idle times of the device before each step."""
+    waits_by_piece: dict[str, float]
+    """What the host did in them: the mean of each piece."""
+    step_ms: float
+    """The median time from one step to the next."""
+    nodes_sent: float
+    """Nodes of a request in a step."""
+    tokens_per_step: float
+    """Emitted tokens of a request in a step."""
+    launches: list[tuple[float, float]]
+    """Start and end of some consecutive steps on the device, in ms."""
+    changes: list[tuple[float, str]]
+    """What the host did meanwhile: the begin of each piece, in ms."""
+
+
+def make_llm(job: Job) -> Any:
+    """`vllm.LLM` in this process; the model is as `stand_ins.register_model` made it."""
+    from vllm import LLM
+
+    from benchmarks.device.stand_ins import HIDDEN_SIZE, LOAD_FORMAT
+
+    config = {
+        **LLAMA,
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN_SIZE,
+        "max_position_embeddings": MAX_POSITIONS,
+    }
+    speculation: dict[str, Any] = {}
+    if job.lookahead:
+        method: dict[str, Any] = {"method": "lookahead"}
+        if job.nodes:
+            method |= {"num_speculative_tokens": job.nodes, "budget": job.nodes}
+        speculation["speculative_config"] = method
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        return LLM(
+            model=folder,
+            load_format=LOAD_FORMAT,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            kv_cache_memory_bytes=512 << 20,
+            max_model_len=MAX_POSITIONS,
+            max_num_seqs=job.batch_size,
+            max_num_batched_tokens=max(2048, job.batch_size * (max(job.nodes, 16) + 1)),
+            **speculation,
+        )
+
+
+class Steps:
+    """The engine core's loop, as in vLLM's own process, without clients.
+
+    Parameters
+    ----------
+    core
+        vLLM's `EngineCore`.
+    """
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self.num_tokens = 0
+        """Tokens emitted so far."""
+        self.started: set[str] = set()
+        """Requests that emitted a token."""
+
+    def run(self) -> None:
+        """Run a step; RuntimeError if a request ended."""
+        outputs, executed = self._core.step_fn()
+        self._core.post_step(executed)
+        for part in (outputs or {}).values():
+            for output in part.outputs:
+                if output.finish_reason is not None:
+                    raise RuntimeError("a request ended too early; measure fewer --steps")
+                if output.new_token_ids:
+                    self.started.add(output.request_id)
+                    self.num_tokens += len(output.new_token_ids)
+
+
+def delayed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """The function, with the host busy for some time before each call."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+        return function(*args, **kwargs)
+
+    return call
+
+
+def watch(pieces: HostPieces, core: Any) -> None:
+    """Record the pieces of a step. A method that a runner does not have is no piece of it."""
+    pieces.watch(core.scheduler, "schedule", "schedule")
+    pieces.watch(core.scheduler, "update_from_output", "update")
+    pieces.watch(core.model_executor, "execute_model", "prepare")
+    pieces.watch(core.model_executor, "sample_tokens", "sample")
+    runner = core.model_executor.driver_worker.worker.model_runner
+    for name in ("_prepare_inputs", "prepare_inputs"):
+        pieces.watch(runner, name, "inputs")
+    for name in ("_build_attention_metadata", "prepare_attn"):
+        pieces.watch(runner, name, "attention")
+    pieces.watch(getattr(runner, "model_state", None), "prepare_attn", "attention")
+    for name in ("back_off", "commit", "draft"):
+        pieces.watch(getattr(runner, "drafter", None), name, "draft")
+
+
+def measure(job: Job) -> Callable[[], Measurement]:
+    """Start an engine; returns the function that runs and measures its steps."""
+    clock = CLOCKS[job.clock]()
+    clock.install()  # lookahead decides by the times that it measures
+    device = SimulatedDevice(clock)
+    pieces = HostPieces(clock.now)
+    device.on_wait = pieces.watch_wait
+    if job.second_runner:
+        importlib.import_module("tests.support.v2_on_cpu").enable(asynchronous=True)
+    from vllm import SamplingParams, TokensPrompt
+
+    from benchmarks.device import stand_ins
+
+    stand_ins.install(device, job.second_runner)
+    text = Text(patterned=job.nodes > 0)
+
+    def seconds_of(num_tokens: int) -> float:
+        return 1e-3 * job.device_ms + 1e-6 * job.token_us * num_tokens
+
+    stand_ins.register_model(device, pieces, text, seconds_of)
+    engine: Any = make_llm(job).llm_engine
+    core = engine.engine_core.engine_core
+    if job.host_delay_ms:
+        core.scheduler.schedule = delayed(core.scheduler.schedule, 1e-3 * job.host_delay_ms)
+    watch(pieces, core)
+
+    def run() -> Measurement:
+        params = SamplingParams(
+            temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False
+        )
+        for i, prompt in enumerate(text.prompts(job.batch_size, PROMPT_TOKENS)):
+            engine.add_request(str(i), TokensPrompt(prompt_token_ids=prompt), params)
+        steps = Steps(core)
+        while len(steps.started) < job.batch_size:
+            steps.run()
+        for _ in range(WARM_UP):
+            steps.run()
+        first, before = len(device.launches), steps.num_tokens
+        for _ in range(job.steps):
+            steps.run()
+        emitted = steps.num_tokens - before
+        return summary(job, device.launches[first - 1 :], pieces, emitted)
+
+    return run
+
+
+def summary(
+    job: Job, launches: Sequence[Launch], pieces: HostPieces, num_tokens: int
+) -> Measurement:
+    """The measurement of these launches; the first one only ends the wait before the next."""
+    by_piece: dict[str, list[float]] = {}
+    for before, launch in pairwise(launches):
+        during = {}
+        if launch.wait:
+            during = seconds_by_piece(pieces.between(before.end, launch.start), launch.start)
+        for piece in PIECES:
+            by_piece.setdefault(piece, []).append(1e6 * during.get(piece, 0.0))
+    shown = typical(launches)
+    start, end = shown[0].start, shown[-1].end
+    num_launches = len(launches) - 1
+    requests = job.batch_size * num_launches
+    starts = [launch.start for launch in launches]
+    return Measurement(
+        waits=[1e6 * launch.wait for launch in launches[1:]],
+        waits_by_piece={piece: fmean(times) for piece, times in by_piece.items()},
+        step_ms=1e3 * median(b - a for a, b in pairwise(starts)),
+        nodes_sent=sum(launch.tokens for launch in launches[1:]) / requests - 1,
+        tokens_per_step=num_tokens / (job.batch_size * job.steps),
+        launches=[(1e3 * (one.start - start), 1e3 * (one.end - start)) for one in shown],
+        changes=[
+            (1e3 * (change.instant - start), change.piece)
+            for change in cut(pieces.changes, start, end)
+        ],
+    )
+
+
+def typical(launches: Sequence[Launch]) -> Sequence[Launch]:
+    """The consecutive launches whose waits are closest to the median's, for a picture."""
+    middle = median(launch.wait for launch in launches[1:])
+    firsts = range(max(len(launches) - TIMELINE_STEPS, 0) + 1)
+
+    def distance(first: int) -> float:
+        part = launches[first + 1 : first + TIMELINE_STEPS]
+        return sum(abs(launch.wait - middle) for launch in part)
+
+    best = min(firsts, key=distance)
+    return launches[best : best + TIMELINE_STEPS]
+
+
+def run(job: dict[str, Any], questions: Iterator[Any], emit: Emit) -> None:
+    """Measure, as `answer_questions` asks for it."""
+    measured = measure(Job(**job))
+    emit("ready")
+    for _ in questions:
+        emit("answer", answer=asdict(measured()))
+
+
+if __name__ == "__main__":
+    answer_questions(run)

@@ -1,0 +1,124 @@
+"""Puts the simulated device between vLLM's CPU workers and the model.
+
+vLLM's CPU platform has streams and events that do nothing. They are replaced by the simulated
+device's, and the model's forward pass by one that the device runs for a given time. This is the
+same for both model runners, and nothing here knows of drafts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.device.device import Event, SimulatedDevice, Stream
+from benchmarks.device.pieces import HostPieces
+from benchmarks.device.text import VOCABULARY, Text, TextOnDevice
+
+LOAD_FORMAT = "simulated"
+HIDDEN_SIZE = 64
+
+
+def install(device: SimulatedDevice, second_runner: bool) -> None:
+    """Let the workers of this process use the device. Call it before an engine is made."""
+    import torch
+    import vllm.v1.worker.cpu_worker  # noqa: F401  it installs the events that do nothing
+
+    class DeviceEvent(Event):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__(device)
+
+    class DeviceStream(Stream):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__(device)
+
+    def set_stream(stream: Stream) -> None:
+        device.current = stream
+
+    copy_to_host = torch.Tensor.cpu
+
+    def cpu(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """A tensor whose code moves it to the host is the device's; this waits for it."""
+        device.current.synchronize()
+        return copy_to_host(tensor, *args, **kwargs)
+
+    torch.Event = torch.cuda.Event = DeviceEvent
+    torch.cuda.Stream = DeviceStream
+    torch.cuda.set_stream = set_stream
+    torch.cuda.current_stream = lambda *_, **__: device.current
+    torch.cuda.stream = lambda stream, **__: stream
+    torch.cuda.synchronize = torch.accelerator.synchronize = device.synchronize
+    torch.Tensor.cpu = cpu
+    if second_runner:
+        _install_copies(device)
+    else:
+        _install_in_first_runner()
+
+
+def _install_copies(device: SimulatedDevice) -> None:
+    """Sampled tokens reach the host when the device does."""
+    from vllm.v1.worker.gpu import async_utils
+    from vllm.v1.worker.gpu.spec_decode import utils
+
+    def async_copy_to_np(tensor: Any) -> Any:
+        return device.copy_to_host(tensor.numpy())
+
+    async_utils.async_copy_to_np = utils.async_copy_to_np = async_copy_to_np
+
+
+def _install_in_first_runner() -> None:
+    """Its CPU version has no events and waits for nothing: undo that."""
+    from vllm.v1.worker import cpu_model_runner, gpu_model_runner
+
+    cpu_model_runner._torch_cuda_wrapper = contextlib.nullcontext
+    cpu_model_runner._set_torch_accelerator_to_noop = lambda: None
+    for name in ("_to_list", "_sync_device"):
+        method = getattr(gpu_model_runner.GPUModelRunner, name)
+        setattr(cpu_model_runner.CPUModelRunner, name, method)
+
+
+def register_model(
+    device: SimulatedDevice,
+    pieces: HostPieces,
+    text: Text,
+    seconds_of: Callable[[int], float],
+) -> None:
+    """Make the load format "simulated": a model whose forward pass the device runs.
+
+    Parameters
+    ----------
+    device
+        Runs the forward passes.
+    pieces
+        Gets the host's part of the forward pass and of the logits.
+    text
+        What the model writes.
+    seconds_of : callable
+        The device's time for a forward pass over a number of tokens.
+    """
+    import torch
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    rule = TextOnDevice(text)
+
+    def forward(input_ids: Any, positions: Any, *_: Any, **__: Any) -> Any:
+        """Hidden states whose first number is the next token."""
+        device.launch(seconds_of(len(input_ids)), len(input_ids))
+        pieces.begin("forward")
+        hidden = torch.zeros(len(input_ids), HIDDEN_SIZE)
+        hidden[:, 0] = rule.next_tokens(input_ids, positions)
+        pieces.end()
+        return hidden
+
+    def compute_logits(hidden: Any, *_: Any, **__: Any) -> Any:
+        logits = torch.zeros(len(hidden), VOCABULARY)
+        return logits.scatter_(1, hidden[:, :1].long(), 1.0)
+
+    @register_model_loader(LOAD_FORMAT)
+    class SimulatedModelLoader(DummyModelLoader):
+        def load_model(self, *args: Any, **kwargs: Any) -> Any:
+            model = super().load_model(*args, **kwargs)
+            model.forward = forward
+            model.compute_logits = compute_logits
+            return model

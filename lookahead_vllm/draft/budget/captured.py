@@ -1,0 +1,77 @@
+"""Captured CUDA graphs of the whole model: a pass costs what the graph costs that it is padded to.
+
+A graph has a fixed number of tokens. A pass over fewer tokens runs the smallest graph that holds
+them, so its time rises in jumps, and between two sizes more tokens are free.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class GraphTimes:
+    """The sizes of captured graphs, and the time of a pass in each.
+
+    The times never fall: one below an earlier one is raised to it.
+
+    Parameters
+    ----------
+    sizes : Sequence[int]
+        Numbers of tokens, increasing, at least 1; possibly none.
+    times : Sequence[float]
+        The cost of a pass in each graph, above 0, in the unit of the cost curve. Attention to the
+        context is left out, as in the curve.
+
+    Raises
+    ------
+    ValueError
+        `sizes` or `times` are not as above, or differ in length.
+    """
+
+    def __init__(self, sizes: Sequence[int] = (), times: Sequence[float] = ()) -> None:
+        self.sizes = list(sizes)
+        self.times = np.maximum.accumulate(np.asarray(times, dtype=np.float64))
+        if len(self.sizes) != len(self.times):
+            raise ValueError(f"{len(self.sizes)} graphs and {len(self.times)} times do not match")
+        if (np.diff(self.sizes, prepend=0) <= 0).any() or not (
+            np.isfinite(self.times).all() and (self.times > 0).all()
+        ):
+            raise ValueError(f"the sizes of graphs must rise and their times be above 0: {self}")
+
+    @property
+    def largest(self) -> int:
+        """The largest captured size; 0 if there is no graph."""
+        return self.sizes[-1] if self.sizes else 0
+
+    def padded(self, num_tokens: int) -> int:
+        """The size of the graph that runs a pass; `num_tokens` itself if no graph can."""
+        place = bisect_left(self.sizes, num_tokens)
+        return self.sizes[place] if place < len(self.sizes) else num_tokens
+
+    def overlay(
+        self, num_tokens: NDArray[np.int64] | int, outside: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """The times `outside` of graphs, with a graph's time wherever one holds the tokens."""
+        if not self.sizes:
+            return outside
+        places = np.searchsorted(self.sizes, num_tokens)
+        inside = self.times[np.minimum(places, len(self.sizes) - 1)]
+        return np.where(places < len(self.sizes), inside, outside)
+
+    def __str__(self) -> str:
+        points = zip(self.sizes, self.times.tolist(), strict=False)
+        return ", ".join(f"{size} tokens {time:.4g}" for size, time in points) or "no graphs"
+
+
+class CapturedSizes(NamedTuple):
+    """The graphs that serve the steps of an engine. Steps with prompts use none."""
+
+    without_drafts: GraphTimes
+    """For steps without drafts, by the number of requests, each of which has one token."""
+    with_drafts: GraphTimes
+    """For steps with drafts, by the number of tokens: one for each request, and the nodes."""

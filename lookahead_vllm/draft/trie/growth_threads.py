@@ -1,0 +1,214 @@
+"""Growth of a step's trees on several threads: each thread takes the next tree.
+
+Trees do not depend on each other, and growing one changes nothing that another one reads. So the
+forest is the same for any number of threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.draft.threads import (
+    HelperThreads,
+    finish_task,
+    offer_tasks,
+    take_task,
+    wait_for_offer,
+    wait_for_tasks,
+)
+from lookahead_vllm.draft.trie.acceptance_rate import (
+    Float32s,
+    MixerInputs,
+    RateArrays,
+    new_mixer_inputs,
+)
+from lookahead_vllm.draft.trie.candidates import (
+    MAX_CANDIDATES,
+    NUM_SPACES,
+    Candidates,
+    new_candidates,
+)
+from lookahead_vllm.draft.trie.growth import MIN_PROBABILITY, Nodes, Texts, TreeLimits, grow
+from lookahead_vllm.draft.trie.suffix import NUM_HASHES, Hashes
+from lookahead_vllm.draft.trie.table import TrieArrays
+
+MIN_SHARED_TREES = 4
+"""Fewer trees are grown by the calling thread alone: waking another one would take longer."""
+
+_INITIAL_CAPACITY = 64
+
+
+class _Trees(NamedTuple):
+    """The trees of a step, a row for each: what they grow from, and their nodes."""
+
+    hashes: Hashes
+    """uint64 [capacity, NUM_HASHES]: of the texts."""
+    spaces: Int32s
+    """int32 [capacity, NUM_SPACES]: of the texts."""
+    limits: Int64s
+    """int64 [capacity, 3]: max_nodes, max_depth and branching."""
+    min_prob: Float32s
+    """float32 [1]: of all trees."""
+    fields: Int32s
+    """int32 [capacity, 3, max_nodes]: tokens, parents, depths."""
+    probs: Float32s
+    """float32 [capacity, max_nodes]"""
+    sources: NDArray[np.uint8]
+    """uint8 [capacity, max_nodes]"""
+    sizes: Int64s
+    """int64 [capacity]: the number of nodes of each tree."""
+
+
+class GrowthThreads:
+    """Threads that grow the trees of a step together with the calling thread.
+
+    Parameters
+    ----------
+    num_threads : int
+        The calling thread included.
+    max_nodes : int
+        The most nodes of a tree.
+    trie, lines, learned
+        As for `growth.grow_all`, always these arrays.
+    """
+
+    def __init__(
+        self,
+        num_threads: int,
+        max_nodes: int,
+        trie: tuple[Any, ...],
+        lines: Int32s,
+        learned: tuple[Any, ...],
+    ) -> None:
+        self._num_threads = num_threads
+        self._max_nodes = max_nodes
+        self._read = (trie, lines, learned)
+        self._start(_INITIAL_CAPACITY)
+
+    def grow_all(
+        self, texts: tuple[Any, ...], rows: Int64s, limits: tuple[Any, ...]
+    ) -> tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]:
+        """Grow a tree for each of the texts `rows`, at least one; see `growth.grow_all`."""
+        if len(rows) > len(self._trees.sizes):
+            self._helpers.stop()
+            self._start(2 * len(rows))
+        forest: tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]
+        forest = _grow_together(
+            *self._read,
+            self._trees[:],  # a plain tuple, see TrieArrays
+            self._helpers.shared,
+            self._helpers.count,
+            texts,
+            rows,
+            limits,
+        )
+        return forest
+
+    def _start(self, capacity: int) -> None:
+        n = self._max_nodes
+        self._trees = _Trees(
+            np.zeros((capacity, NUM_HASHES), np.uint64),
+            np.zeros((capacity, NUM_SPACES), np.int32),
+            np.zeros((capacity, 3), np.int64),
+            np.zeros(1, np.float32),
+            np.zeros((capacity, 3, n), np.int32),
+            np.zeros((capacity, n), np.float32),
+            np.zeros((capacity, n), np.uint8),
+            np.zeros(capacity, np.int64),
+        )
+        self._helpers = HelperThreads(self._num_threads - 1, _help, *self._read, self._trees[:])
+
+
+@kernel(nogil=True)
+def _help(
+    trie: TrieArrays, lines: Int32s, learned: RateArrays, trees: _Trees, shared: Int64s
+) -> None:
+    """The whole life of a helper thread."""
+    trie, learned, trees = TrieArrays(*trie), RateArrays(*learned), _Trees(*trees)
+    # Nothing is allocated later: a thread that has taken a tree must not fail.
+    hashes = np.empty((trees.probs.shape[1] + 1, NUM_HASHES), np.uint64)
+    candidates, inputs = new_candidates(), new_mixer_inputs()
+    shares = np.empty(MAX_CANDIDATES, np.float32)
+    while wait_for_offer(shared):
+        _grow_some(trie, lines, learned, trees, shared, hashes, candidates, inputs, shares)
+
+
+@kernel
+def _grow_some(
+    trie: TrieArrays,
+    lines: Int32s,
+    learned: RateArrays,
+    trees: _Trees,
+    shared: Int64s,
+    hashes: Hashes,
+    candidates: Candidates,
+    inputs: MixerInputs,
+    shares: Float32s,
+) -> None:
+    """Grow trees until all are taken. The last four arguments are the thread's own memory."""
+    i = take_task(shared)
+    while i >= 0:
+        hashes[0] = trees.hashes[i]
+        trees.sizes[i] = grow(
+            trie,
+            lines,
+            trees.spaces[i],
+            learned,
+            (trees.limits[i, 0], trees.limits[i, 1], trees.limits[i, 2]),
+            trees.min_prob[0],
+            hashes,
+            candidates,
+            inputs,
+            shares,
+            Nodes(trees.fields[i], trees.probs[i], trees.sources[i]),
+        )
+        finish_task(shared)
+        i = take_task(shared)
+
+
+@kernel
+def _grow_together(
+    trie: TrieArrays,
+    lines: Int32s,
+    learned: RateArrays,
+    trees: _Trees,
+    shared: Int64s,
+    num_helpers: int,
+    texts: Texts,
+    rows: Int64s,
+    limits: TreeLimits,
+) -> tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]:
+    """Grow all trees together with the helpers; returns the fields of a DraftForest."""
+    trie, learned, trees = TrieArrays(*trie), RateArrays(*learned), _Trees(*trees)
+    texts, limits = Texts(*texts), TreeLimits(*limits)
+    num_trees = len(rows)
+    for i, row in enumerate(rows):
+        trees.hashes[i] = texts.hashes[row]
+        trees.spaces[i] = texts.spaces[row]
+        trees.limits[i, 0] = limits.max_nodes[i]
+        trees.limits[i, 1] = limits.max_depths[i]
+        trees.limits[i, 2] = limits.branching[i]
+    trees.min_prob[0] = max(limits.min_prob, MIN_PROBABILITY)
+    hashes = np.empty((trees.probs.shape[1] + 1, NUM_HASHES), np.uint64)
+    candidates, inputs = new_candidates(), new_mixer_inputs()
+    shares = np.empty(MAX_CANDIDATES, np.float32)
+    offer_tasks(shared, num_trees, min(num_helpers, num_trees - 1))
+    _grow_some(trie, lines, learned, trees, shared, hashes, candidates, inputs, shares)
+    wait_for_tasks(shared)
+    firsts = np.zeros(num_trees + 1, np.int64)
+    for i in range(num_trees):
+        firsts[i + 1] = firsts[i] + trees.sizes[i]
+    size = firsts[num_trees]
+    fields, probs = np.empty((3, size), np.int32), np.empty(size, np.float32)
+    sources = np.empty(size, np.uint8)
+    for i in range(num_trees):
+        for place in range(trees.sizes[i]):
+            node = firsts[i] + place
+            for field in range(3):
+                fields[field, node] = trees.fields[i, field, place]
+            probs[node], sources[node] = trees.probs[i, place], trees.sources[i, place]
+    return fields[0], fields[1], probs, fields[2], sources, firsts

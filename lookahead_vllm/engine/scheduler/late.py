@@ -1,0 +1,163 @@
+"""vLLM's asynchronous scheduler with slots for drafts that the workers grow late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import vllm
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import GrammarOutput
+
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
+from lookahead_vllm.engine import config, messages, request_options, shutdown, step_report
+from lookahead_vllm.engine.messages import DraftsToVerify
+from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
+from lookahead_vllm.engine.scheduler.grammar import GrammarTreeWalk, accept_tokens_one_by_one
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+    from vllm.v1.request import Request
+
+EQUALLY_MANY_MASKS = vllm.__version_tuple__ >= (0, 33)
+"""From vLLM 0.33 on, every request has as many masks as the longest draft needs."""
+
+PAUSE_AFTER_STEPS = 16
+"""After this many steps in a row whose slots were all left empty, none are reserved until the
+workers report that drafts pay again."""
+
+
+class LateDraftScheduler(AsyncScheduler):
+    """Reserves slots for drafts in a step whose tokens are not known yet.
+
+    A slot is a placeholder token. The workers grow a request's tree when the step before has ended,
+    and leave out the slots that they do not use (`worker/v2/late_drafts.py`); here these count as
+    rejected.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        accept_tokens_one_by_one()
+        options = config.options_of(self.vllm_config)
+        if options.cache_path is not None:
+            shutdown.save_before_teardown()
+        # So vLLM itself reserves no slots, and pads no request that has one token to compute.
+        self.dynamic_sd_lookup = [0] * (self.max_num_running_reqs + 1)
+        self._may_pause = options.budget == "auto"
+        self._empty_steps = 0
+        self._draft_limiter = DraftLimiter(self, steps_ahead=2)
+        self._slots = [-1] * self.num_spec_tokens
+        # All slots of a rank are alike; the last ones go first.
+        self._probs = [1 / (1 + slot) for slot in range(self.num_spec_tokens)]
+        self._without_drafts: set[str] = set()
+        """Requests that turned lookahead off."""
+        self._masks: dict[str, np.ndarray] = {}
+        """By request id: masks of the draft under way, int32 [1 + nodes, ceil(vocabulary / 32)]."""
+        self._report: step_report.StepReport | None = None
+        """The report of the step whose output is being processed."""
+
+    # ---- slots -----------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        params = request.sampling_params
+        if params is not None:
+            options, _ = request_options.received(params.extra_args)
+            if not options.enabled:
+                self._without_drafts &= self.requests.keys()
+                self._without_drafts.add(request.request_id)
+        super().add_request(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        is_paused = self._may_pause and self._empty_steps >= PAUSE_AFTER_STEPS
+        for request in self.running:
+            request.spec_token_ids = [] if is_paused else self._slots_of(request)
+        kept_blocks = self._draft_limiter.cut(self._probs_of, 0.0)
+        output = super().schedule(*args, **kwargs)
+        for new in output.scheduled_new_reqs:
+            request = self.requests[new.req_id]
+            request.sampling_params = request_options.without_references(request.sampling_params)
+        if kept_blocks:
+            none = messages.NO_DRAFTS_TO_VERIFY
+            messages.attach(
+                output, DraftsToVerify((), none.forest, none.from_proposer, kept_blocks)
+            )
+        return output
+
+    def _slots_of(self, request: Request) -> list[int]:
+        """Placeholders for the request's next step, before they are cut to what is free."""
+        if request.is_prefill_chunk or request.request_id in self._without_drafts:
+            return []
+        in_flight = request.num_output_placeholders > 0
+        # vLLM asks for the drafts of a request under a grammar only if a step is in flight.
+        if request.use_structured_output and not in_flight:
+            return []
+        if request.num_output_tokens + in_flight + 1 >= request.max_tokens:
+            return []
+        return self._slots
+
+    def _probs_of(self, req_id: str) -> Sequence[float]:
+        return self._probs
+
+    # ---- what became of them ---------------------------------------------------------------------
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        self._report = step_report.attached(model_runner_output)
+        report = messages.late_report(model_runner_output)
+        if report is not None:
+            slots = scheduler_output.scheduled_spec_decode_tokens
+            if report.pays:
+                self._empty_steps = 0
+            elif slots:
+                self._empty_steps += 1
+            # vLLM counts these as not proposed.
+            scheduler_output.num_invalid_spec_tokens = {
+                req_id: len(own) - report.sizes.get(req_id, 0) for req_id, own in slots.items()
+            }
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        report, self._report = self._report, None
+        return step_report.with_report(super().make_stats(*args, **kwargs), report)
+
+    # ---- grammars --------------------------------------------------------------------------------
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        """Fill the masks of the drafts under way; the tokens before them are known by now."""
+        forest = messages.forest_of(draft_token_ids)
+        for req_id, tree in zip(draft_token_ids.req_ids, forest, strict=True):
+            request = self.requests.get(req_id)
+            if request is None or request.is_finished() or not request.use_structured_output:
+                continue
+            self._masks[req_id] = self._fill_masks(request, tree)
+
+    def _fill_masks(self, request: Request, tree: DraftTree) -> np.ndarray:
+        walk = GrammarTreeWalk(self.structured_output_manager, request, tree, len(tree), len(tree))
+        return walk.masks()
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        drafted, self._masks = self._masks, {}
+        if not scheduler_output.has_structured_output_requests:
+            return None
+        req_ids: list[str] = []
+        masks: list[np.ndarray] = []
+        for req_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests.get(req_id)
+            if request is None or not request.use_structured_output or request.is_prefill_chunk:
+                continue
+            mask = drafted.get(req_id)
+            if mask is None:
+                mask = self._fill_masks(request, EMPTY_TREE)
+            if EQUALLY_MANY_MASKS:
+                mask = np.pad(mask, ((0, 1 + self.num_spec_tokens - len(mask)), (0, 0)))
+            req_ids.append(req_id)
+            masks.append(mask)
+        if not req_ids:
+            return None
+        return GrammarOutput(req_ids, np.concatenate(masks), [len(mask) - 1 for mask in masks])

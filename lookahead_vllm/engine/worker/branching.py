@@ -1,0 +1,59 @@
+"""Where draft trees may branch: attention can verify them, and accepted KV can be moved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def branching_obstacle(
+    config: VllmConfig, groups: Sequence[Any], attention: ModuleType
+) -> str | None:
+    """Why this engine's attention cannot verify branching trees, or None if it can.
+
+    Parameters
+    ----------
+    groups
+        The runner's attention groups.
+    attention
+        Tree attention on this device: `cpu_attention` or `gpu_attention`.
+    """
+    model, parallel = config.model_config, config.parallel_config
+    if model.uses_mrope:
+        return "the model's positions have several dimensions"
+    if model.is_encoder_decoder:
+        return "the model attends to an encoder as well"
+    if config.kv_transfer_config is not None:
+        return "KV leaves the engine before accepted tokens are compacted"
+    if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
+        return "the KV of a text is spread over several ranks"
+    if parallel.use_ubatching:
+        return "steps run as several batches"
+    layers = config.compilation_config.static_forward_context
+    for group in groups:
+        own = [layers[name] for name in group.layer_names]
+        if reason := attention.obstacle(group, own, config.cache_config.cache_dtype):
+            return str(reason)
+    return None
+
+
+def kv_movers(
+    layers: Mapping[str, Any], kv_cache_groups: Sequence[Any], attention: ModuleType
+) -> list[Any]:
+    """A mover for each KV cache group, of all layers with a cache of their own.
+
+    Parameters
+    ----------
+    layers
+        vLLM's attention layers by name.
+    """
+    movers = []
+    for group in kv_cache_groups:
+        # Layers that share their KV with an earlier one hold the same tensor.
+        caches = {c.data_ptr(): c for c in (layers[name].kv_cache for name in group.layer_names)}
+        movers.append(attention.mover(list(caches.values()), layers[group.layer_names[0]]))
+    return movers

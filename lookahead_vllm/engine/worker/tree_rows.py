@@ -1,0 +1,49 @@
+"""Metadata for vLLM's own kernels in steps with branching trees, on any device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
+
+
+class GraphBuffers(NamedTuple):
+    """What the attention of a captured graph reads at fixed addresses, beside vLLM's buffers."""
+
+    trees: FixedBatch
+    """The branching trees of the step that the graph runs."""
+    seq_lens: torch.Tensor
+    """int32 [requests]: context and rows of each request for vLLM's kernel; `trees` have no context
+    there."""
+
+
+def without_contexts(
+    metadata: CommonAttentionMetadata,
+    rows: torch.Tensor,
+    sizes: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> CommonAttentionMetadata:
+    """Metadata in which requests with branching trees have no context.
+
+    vLLM's kernel runs over the whole batch. Without a context it spends little time on the rows
+    that tree attention overwrites afterwards.
+
+    Parameters
+    ----------
+    rows, sizes : int32 [t]
+        The rows of the batch with trees, and the tokens of each tree.
+    out : int32 [at least one for each request], optional
+        A buffer for the lengths. By default they are in a new tensor.
+    """
+    if out is None:
+        seq_lens = metadata.seq_lens.clone()
+    else:
+        seq_lens = out[: len(metadata.seq_lens)].copy_(metadata.seq_lens)
+    seq_lens[rows.long()] = sizes.to(seq_lens.dtype)
+    return replace(metadata, seq_lens=seq_lens)

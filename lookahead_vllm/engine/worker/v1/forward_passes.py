@@ -1,0 +1,71 @@
+"""Dummy passes of vLLM's first model runner, to measure the cost of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from lookahead_vllm.engine.worker.step_cost import Batch, CapturedTokens
+
+
+class RunnerPasses:
+    """See `ForwardPasses`."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    def captured_tokens(self) -> CapturedTokens:
+        """See `ForwardPasses`. Steps with drafts run in pieces."""
+        config = self._runner.compilation_config
+        if not config.cudagraph_mode.has_full_cudagraphs():
+            return CapturedTokens()
+        most = self._runner.scheduler_config.max_num_seqs
+        return CapturedTokens([s for s in sorted(config.cudagraph_capture_sizes) if s <= most])
+
+    def decode(self, num_tokens: int, attends: bool) -> None:
+        """See `ForwardPasses`."""
+        self._run(num_tokens, force_attention=attends, profile_seq_lens=1)
+
+    def decode_in_graph(self, num_tokens: int) -> None:
+        """See `ForwardPasses`."""
+        self._run(num_tokens, uniform_decode=True, profile_seq_lens=1)
+
+    def drafts_in_graph(self, num_tokens: int) -> None:
+        """See `ForwardPasses`. Never called."""
+        raise NotImplementedError
+
+    @contextmanager
+    def with_context(self, batch: Batch, context: int) -> Iterator[Callable[[], None]]:
+        """See `ForwardPasses`. Every request gets KV blocks of its own."""
+        runner = self._runner
+        config, tables = runner.scheduler_config, runner.input_batch.block_table.block_tables
+        saved = config.max_num_seqs
+        config.max_num_seqs = batch.requests
+        for table in tables:
+            width = -(-(context + batch.rows) // table.block_size)
+            ids = np.arange(batch.requests * width) % runner.kv_cache_config.num_blocks
+            table.block_table.np[: batch.requests, :width] = ids.reshape(batch.requests, width)
+        if batch.trees:
+            runner.schedule_dummy_trees([batch.tree] * batch.requests, context)
+        try:
+            yield lambda: self._run(
+                batch.requests * batch.rows,
+                force_attention=True,
+                profile_seq_lens=context + batch.rows,
+            )
+        finally:
+            config.max_num_seqs = saved
+            runner.schedule_dummy_trees([])
+            for table in tables:
+                table.block_table.np[: batch.requests] = 0
+                table.commit_block_table(batch.requests)
+
+    def _run(self, num_tokens: int, **kwargs: Any) -> None:
+        runner = self._runner
+        hidden, last = runner._dummy_run(num_tokens, skip_eplb=True, **kwargs)
+        # Adapters are laid out for one row of logits a request.
+        runner.model.compute_logits(last if runner.lora_config else hidden[:num_tokens])
+        runner._sync_device()

@@ -1,0 +1,42 @@
+"""vLLM's CPU worker with a lookahead runner of the second kind inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker import cpu_worker
+from vllm.v1.worker.cpu import model_runner
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from lookahead_vllm.engine import patches
+from lookahead_vllm.engine.worker import cpu_attention
+from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
+from lookahead_vllm.verify.cpu import native
+
+
+class LookaheadCPUModelRunner(LookaheadRunner, model_runner.CPUModelRunner):
+    """vLLM's CPU runner with lookahead."""
+
+    attention = cpu_attention
+
+
+class LookaheadCPUWorker(cpu_worker.CPUWorker):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        register_backend(
+            AttentionBackendEnum.CPU_ATTN, f"{cpu_attention.__name__}.TreeAttentionBackend"
+        )
+        # A plain engine in this process may have selected the backend already.
+        selector._cached_get_attn_backend.cache_clear()
+        native.load()
+
+    def init_device(self) -> None:
+        with patches.swapped(model_runner, "CPUModelRunner", LookaheadCPUModelRunner):
+            super().init_device()
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        times = super().compile_or_warm_up_model()
+        self.model_runner.warm_up_drafting()
+        return times

@@ -1,0 +1,200 @@
+"""CUDA graphs of whole steps with drafts, beside those that plain vLLM has.
+
+vLLM's manager captures a graph for each number of requests that decode one token. A step with
+drafts has other numbers of tokens in each request. Graphs for such steps are captured for a few
+numbers of tokens: vLLM's kernels read the lengths of the requests on the device, and tree attention
+reads the trees from fixed buffers. Steps with prompts never use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    CudaGraphManager,
+    ModelCudaGraphManager,
+)
+
+from lookahead_vllm.engine import patches
+from lookahead_vllm.engine.worker.step_cost import CapturedTokens
+
+
+def sizes_with_drafts(captured: Sequence[int], most: int) -> list[int]:
+    """Those of vLLM's capture sizes that get a graph for drafts: each about twice the last one.
+
+    Parameters
+    ----------
+    captured
+        The sizes that vLLM captures.
+    most
+        The most tokens of a step with drafts.
+    """
+    sizes = sorted(size for size in captured if 2 <= size <= most)
+    chosen = sizes[:1]
+    while chosen and chosen[-1] < sizes[-1]:
+        larger = [size for size in sizes if size > chosen[-1]]
+        chosen.append(max((s for s in larger if s <= 2 * chosen[-1]), default=larger[0]))
+    return chosen
+
+
+class _AnnouncedCapture(CudaGraphManager):
+    """Announces each graph before its inputs are prepared. Comes after ModelCudaGraphManager."""
+
+    before_capture: Callable[[BatchExecutionDescriptor], None]
+
+    def capture(self, create_forward_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        def create(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[..., None]:
+            self.before_capture(desc)
+            forward: Callable[..., None] = create_forward_fn(desc, warmup=warmup)
+            return forward
+
+        super().capture(create, *args, **kwargs)
+
+
+class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
+    """vLLM's manager with graphs for steps with drafts.
+
+    Attributes
+    ----------
+    branches : bool
+        Whether a tree of the step under way has more than one branch; set by the runner.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.branches = False
+        self._draft_graphs: dict[tuple[int, int], BatchExecutionDescriptor] = {}
+        """By the number of tokens, up to the next smaller graph, and of active adapters."""
+        self._longest = 0
+        self._use_buffers: Callable[[int | None], None] | None = None
+
+    # ---- what is captured ------------------------------------------------------------------------
+
+    def add_draft_graphs(
+        self, longest: int, use_buffers: Callable[[int | None], None] | None = None
+    ) -> list[int]:
+        """Capture graphs for steps with drafts, too; returns their numbers of tokens.
+
+        There are none where vLLM captures no graphs of the whole model. Where it captures them for
+        any batch, chains have vLLM's, and only branching trees need others.
+
+        Parameters
+        ----------
+        longest
+            The most tokens of a request in a step with drafts.
+        use_buffers
+            Called before a graph is captured, with its number of tokens if it is for drafts, else
+            with None. Without it, no tree branches.
+        """
+        mode = self.cudagraph_mode
+        captures = self.compilation_config.cudagraph_capture_sizes
+        if not captures or mode.decode_mode() != CUDAGraphMode.FULL:
+            return []
+        if use_buffers is None and mode.mixed_mode() == CUDAGraphMode.FULL:
+            return []
+        self._longest, self._use_buffers = longest, use_buffers
+        sizes = sizes_with_drafts(captures, self.max_num_reqs * longest)
+        descs = self._capture_descs.setdefault(CUDAGraphMode.FULL, [])
+        for adapters in self.lora_capture_cases:
+            first = 1
+            for size in sizes:
+                desc = BatchExecutionDescriptor(
+                    cg_mode=CUDAGraphMode.FULL,
+                    num_tokens=size,
+                    num_reqs=min(size, self.max_num_reqs),
+                    max_query_len=longest,
+                    num_active_loras=adapters,
+                )
+                descs.append(desc)
+                for num_tokens in range(first, size + 1):
+                    self._draft_graphs[num_tokens, adapters] = desc
+                first = size + 1
+        # The largest one first: it determines the size of the output buffers.
+        descs.sort(key=lambda desc: desc.num_tokens, reverse=True)
+        return sizes
+
+    def before_capture(self, desc: BatchExecutionDescriptor) -> None:
+        """See `_AnnouncedCapture`."""
+        if self._use_buffers is not None:
+            self._use_buffers(desc.num_tokens if desc.max_query_len is not None else None)
+
+    def capture(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().capture(*args, **kwargs)
+        finally:
+            if self._use_buffers is not None:
+                self._use_buffers(None)
+
+    # ---- which graph runs a step -----------------------------------------------------------------
+
+    def dispatch(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        uniform_token_count: int | None,
+        num_active_loras: int,
+        max_query_len: int | None = None,
+        num_ubatches: int = 1,
+    ) -> BatchExecutionDescriptor:
+        """Find the graph for a step.
+
+        Where ranks have agreed on the arguments, all of them find the same one: which trees branch
+        counts only where vLLM's graphs take any batch, and there branching trees are on one rank.
+        """
+        any_batch = self.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL
+        has_drafts = (
+            uniform_token_count != 1
+            and max_query_len is not None  # else the step reads a prompt
+            and max_query_len <= self._longest
+            and num_ubatches == 1
+        )
+        if self._graphs_captured and has_drafts and (self.branches or not any_batch):
+            adapters = self._resolve_effective_loras(num_active_loras)
+            desc = self._draft_graphs.get((num_tokens, adapters))
+            if desc is not None:
+                return desc
+        desc = super().dispatch(
+            num_reqs,
+            num_tokens,
+            uniform_token_count,
+            num_active_loras,
+            max_query_len=max_query_len,
+            num_ubatches=num_ubatches,
+        )
+        if self.branches and desc.cg_mode == CUDAGraphMode.FULL:  # it has no tree attention
+            return BatchExecutionDescriptor(
+                cg_mode=CUDAGraphMode.NONE,
+                num_tokens=num_tokens,
+                num_reqs=num_reqs,
+                num_active_loras=desc.num_active_loras,
+                num_ubatches=num_ubatches,
+            )
+        return desc
+
+    @contextmanager
+    def in_pieces(self) -> Iterator[None]:
+        """Within it, no step runs in a graph of the whole model."""
+        pieces = {
+            key: [desc for desc in descs if desc.cg_mode != CUDAGraphMode.FULL]
+            for key, descs in self._candidates.items()
+        }
+        with (
+            patches.swapped(self, "_candidates", pieces),
+            patches.swapped(self, "_draft_graphs", {}),
+        ):
+            yield
+
+    def captured_tokens(self) -> CapturedTokens:
+        """The numbers of tokens for which graphs of the whole model were captured."""
+        if not self._graphs_captured:
+            return CapturedTokens()
+        descs = self._capture_descs.get(CUDAGraphMode.FULL, [])
+        plain = sorted({desc.num_tokens for desc in descs if desc.max_query_len is None})
+        # Graphs for any batch may hold more tokens than there can be requests.
+        needed = [s for i, s in enumerate(plain) if not i or plain[i - 1] < self.max_num_reqs]
+        drafts = sorted({desc.num_tokens for desc in descs if desc.max_query_len is not None})
+        return CapturedTokens(needed, drafts)

@@ -1,0 +1,61 @@
+"""Dummy passes of vLLM's second model runner, to measure the cost of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lookahead_vllm.engine import patches
+from lookahead_vllm.engine.worker.step_cost import Batch, CapturedTokens
+
+
+class RunnerPasses:
+    """See `ForwardPasses`."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    def captured_tokens(self) -> CapturedTokens:
+        """See `ForwardPasses`."""
+        captured: CapturedTokens = self._runner.captured_tokens()
+        return captured
+
+    def decode(self, num_tokens: int, attends: bool) -> None:
+        """See `ForwardPasses`. The layers always attend."""
+        with self._runner.without_full_graphs():
+            self._run(num_tokens)
+
+    def decode_in_graph(self, num_tokens: int) -> None:
+        """See `ForwardPasses`."""
+        self._run(min(num_tokens, self._runner.max_num_reqs))
+
+    def drafts_in_graph(self, num_tokens: int) -> None:
+        """See `ForwardPasses`. Drafts are chains, of one token each if they can be."""
+        requests = min(num_tokens // 2, self._runner.max_num_reqs)
+        with patches.swapped(self._runner, "max_num_reqs", requests):
+            self._run(num_tokens)
+
+    @contextmanager
+    def with_context(self, batch: Batch, context: int) -> Iterator[Callable[[], None]]:
+        """See `ForwardPasses`."""
+        runner = self._runner
+        if batch.trees:
+            runner.schedule_dummy_trees([batch.tree] * batch.requests, context)
+        try:
+            with (
+                patches.swapped(runner, "max_num_reqs", batch.requests),
+                runner.without_full_graphs(),
+            ):
+                yield lambda: self._run(batch.requests * batch.rows, context_len=context)
+        finally:
+            runner.schedule_dummy_trees([])
+
+    def _run(self, num_tokens: int, **kwargs: Any) -> None:
+        runner = self._runner
+        hidden, last = runner._dummy_run(num_tokens, skip_eplb=True, **kwargs)
+        # Adapters are laid out for one row of logits a request.
+        runner.model.compute_logits(last if runner.lora_config else hidden[:num_tokens])
+        torch.accelerator.synchronize()

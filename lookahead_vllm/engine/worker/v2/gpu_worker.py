@@ -1,0 +1,201 @@
+"""vLLM's CUDA worker with a lookahead runner of the second kind inside. Not run on a GPU yet."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from lookahead_vllm.engine import patches
+from lookahead_vllm.engine.worker import gpu_attention
+from lookahead_vllm.engine.worker.draft_step import DraftStep
+from lookahead_vllm.engine.worker.step_cost import CapturedTokens
+from lookahead_vllm.engine.worker.tree_rows import GraphBuffers
+from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
+from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
+from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
+from lookahead_vllm.verify import walk
+from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class GraphRunner(LookaheadRunner):
+    """Mixin: steps with drafts run in captured graphs where the attention backends can.
+
+    Steps without drafts keep the graphs that they have in plain vLLM.
+    """
+
+    cudagraph_manager: DraftGraphManager | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._buffers: dict[int, GraphBuffers] = {}
+        """Those of each captured number of tokens, where trees may branch."""
+        self._graph: GraphBuffers | None = None
+        """Those of the graph that runs the step under way."""
+        super().__init__(*args, **kwargs)
+
+    # ---- what is captured ------------------------------------------------------------------------
+
+    def initialize_kv_cache(
+        self, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any
+    ) -> None:
+        # Graphs for requests that all have the longest draft would be of no use.
+        with (
+            patches.swapped(self, "decode_query_len", 1),
+            patches.swapped(model_runner, "ModelCudaGraphManager", DraftGraphManager),
+        ):
+            super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kwargs)
+        manager = self.cudagraph_manager
+        assert manager is not None
+        if self.dp_size > 1 and manager.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL:
+            # All ranks have to run one kind of graph, and vLLM's for any batch has no trees.
+            self._forbid_branches("cudagraph_mode is FULL, and there are several engines")
+        self._buffers = {}
+        if reason := self._varlen_obstacle():
+            logger.info_once("Lookahead runs steps with drafts in pieces: %s.", reason)
+        elif self.drafter.may_branch:
+            sizes = manager.add_draft_graphs(self.decode_query_len, self._use_buffers)
+            self._make_buffers(sizes)
+        else:
+            manager.add_draft_graphs(self.decode_query_len)
+        if is_profiling:
+            self._movers = []  # they would keep these KV caches alive
+
+    def _forbid_branches(self, reason: str) -> None:
+        if self.drafter.may_branch:
+            logger.info_once("Lookahead verifies chains, not trees, here: %s.", reason)
+        self.drafter.may_branch = False
+        self._movers = []
+
+    def _varlen_obstacle(self) -> str | None:
+        """Why no graph can run requests with various numbers of tokens, or None if one can."""
+        if self.pcp_manager is not None:
+            return "prompts are split over ranks"
+        support, backend = self.model_state.get_additional_cg_support()
+        if support != AttentionCGSupport.ALWAYS:
+            return f"{backend} does not support graphs of them"
+        unsupported = get_varlen_cudagraph_unsupported_backend(
+            self.attn_groups, self.vllm_config, self.decode_query_len
+        )
+        return unsupported and f"{unsupported[0]} does not support graphs of them"
+
+    def _make_buffers(self, sizes: list[int]) -> None:
+        seq_lens = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=self.device)
+        for size in sizes:
+            trees = FixedBatch(
+                size, self.max_num_reqs, self.decode_query_len, self.max_model_len, self.device
+            )
+            self._buffers[size] = GraphBuffers(trees, seq_lens)
+
+    def _use_buffers(self, num_tokens: int | None) -> None:
+        """Before a capture: let the builders use the buffers of this graph."""
+        self._graph = None if num_tokens is None else self._buffers[num_tokens]
+        self._set_trees(DraftStep.of_dummies([], 0))
+
+    def without_full_graphs(self) -> AbstractContextManager[Any]:
+        assert self.cudagraph_manager is not None
+        return self.cudagraph_manager.in_pieces()
+
+    def captured_tokens(self) -> CapturedTokens:
+        assert self.cudagraph_manager is not None
+        return self.cudagraph_manager.captured_tokens()
+
+    # ---- a step ----------------------------------------------------------------------------------
+
+    def gather_batch_req_state(self, scheduler_output: SchedulerOutput, dummy_run: bool) -> Any:
+        found = super().gather_batch_req_state(scheduler_output, dummy_run)
+        if self.cudagraph_manager is not None:
+            forest = (self._dummy_step if dummy_run else self._drafts).forest
+            self.cudagraph_manager.branches = bool(forest.branching.any())
+        return found
+
+    def prepare_inputs(
+        self,
+        scheduler_output: SchedulerOutput,
+        batch_req_state: Any,
+        batch_desc: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> InputBatch:
+        batch: InputBatch = super().prepare_inputs(
+            scheduler_output, batch_req_state, batch_desc, *args, **kwargs
+        )
+        # Metadata are built for the captured bound. Only graphs for drafts have one.
+        batch.max_query_len = batch_desc.max_query_len
+        return batch
+
+    def prepare_attn(self, input_batch: InputBatch) -> Any:
+        self._choose_buffers(input_batch)
+        return super().prepare_attn(input_batch)
+
+    def prepare_dummy_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
+        self._choose_buffers(input_batch)
+        return super().prepare_dummy_attn(input_batch, *args, **kwargs)
+
+    def _choose_buffers(self, batch: InputBatch) -> None:
+        is_captured = batch.max_query_len is not None
+        self._graph = self._buffers.get(batch.num_tokens_after_padding) if is_captured else None
+
+    def _set_trees(self, step: DraftStep) -> None:
+        trees = step.branching_trees() if step.branches else None
+        if self._graph is not None:
+            self._graph.trees.fill(trees)
+        for builder in self.tree_builders():
+            builder.trees, builder.graph = trees, self._graph
+
+    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+        # An idle rank takes part in the steps of the others with one token, as in plain vLLM.
+        with patches.swapped(self, "decode_query_len", 1):
+            return super()._dummy_run(*args, **kwargs)
+
+
+class LookaheadGPUModelRunner(GraphRunner, model_runner.GPUModelRunner):
+    """vLLM's CUDA runner with lookahead."""
+
+    attention = gpu_attention
+
+    def compile_kernels(self) -> None:
+        """Compile all that a step with drafts launches."""
+        if self.drafter.may_branch:
+            layers = self.compilation_config.static_forward_context
+            own = [layers[name] for group in self._groups for name in group.layer_names]
+            gpu_attention.warm_up(own, self._movers, self.dtype)
+            for mover in self._movers:
+                first = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+                mover.move_paths(first, first)
+        walk.warm_up(self.decode_query_len, self.device)
+        self._history.warm_up(self.vocab_size, self.device)
+
+    def warming_up(self) -> AbstractContextManager[None]:
+        """Within it, the requests are vLLM's own: they get drafts, and nothing is learned."""
+        return patches.swapped(self, "_late", WarmUpDrafts(self.drafter.may_branch))
+
+
+class LookaheadGPUWorker(Worker):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        gpu_attention.register()
+
+    def _make_model_runner(self) -> Any:
+        with patches.swapped(model_runner, "GPUModelRunner", LookaheadGPUModelRunner):
+            return super()._make_model_runner()
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        self.model_runner.compile_kernels()
+        with self.model_runner.warming_up():
+            times = super().compile_or_warm_up_model()
+        self.model_runner.warm_up_drafting()
+        return times

@@ -1,0 +1,254 @@
+"""Late drafting: a step's drafts are grown when the step before it has ended, not when it is
+scheduled.
+
+Under asynchronous scheduling, vLLM schedules step N + 1 before the tokens of step N are known. So
+the scheduler reserves slots for drafts (`scheduler/late.py`), and the drafting rank fills them here
+once it has the tokens: it learns, grows, and sends what pays.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from lookahead_vllm.draft.budget.cost import Load
+from lookahead_vllm.draft.jit import Int32s, Int64s
+from lookahead_vllm.draft.proposer import DraftLimits, Verified
+from lookahead_vllm.draft.tree import UNKNOWN, DraftForest
+from lookahead_vllm.engine.worker.draft_step import DraftStep
+from lookahead_vllm.engine.worker.drafter import LiveRequest, LookaheadDrafter
+from lookahead_vllm.verify.acceptance import paths_of_tokens
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
+
+PROBE_EVERY = 4
+"""While no slots are reserved, trees are grown in every fourth step, to see whether they pay."""
+
+
+class Drafts(NamedTuple):
+    """The drafts of one step; rank 0 sends them to the other ranks."""
+
+    req_ids: Sequence[str]
+    """Requests with at least one node."""
+    forest: DraftForest
+    """Their trees, in this order."""
+    contexts: Int64s
+    """int64 [t]: committed tokens before each root."""
+
+
+NO_DRAFTS = Drafts((), DraftForest.of([]), np.empty(0, np.int64))
+
+
+class _Step(NamedTuple):
+    """A step whose tokens the proposer has not received yet."""
+
+    output: AsyncOutput
+    drafts: DraftStep
+    verified: Verified | None
+
+
+class _Request:
+    """A request of the drafting rank."""
+
+    def __init__(self, new: NewRequestData) -> None:
+        self.prompt: Int32s | None = _prompt_of(new)
+        """None once the proposer has it."""
+        self.params = new.sampling_params
+        assert new.prefill_token_ids is not None
+        self.num_tokens = len(new.prefill_token_ids)
+        """Prompt and answer, as far as their tokens are known."""
+        self.num_repeated = 0
+        """Tokens that will be emitted a second time, because a preemption dropped their step."""
+
+
+def _prompt_of(new: NewRequestData) -> Int32s:
+    prompt = np.array(new.prompt_token_ids or (), np.int32)
+    if (are_ids := new.prompt_is_token_ids) is not None:
+        prompt[~np.array(are_ids, np.bool_)] = UNKNOWN
+    return prompt
+
+
+class LateDrafts:
+    """Follows the requests of a worker, and grows their trees at the last moment.
+
+    Parameters
+    ----------
+    drafter
+        Holds the proposer.
+    """
+
+    def __init__(self, drafter: LookaheadDrafter) -> None:
+        self._drafter = drafter
+        self._requests: dict[str, _Request] = {}
+        self._steps: deque[_Step] = deque()
+        """In order; the newest may still run."""
+        self._steps_without_slots = 0
+
+    # ---- requests --------------------------------------------------------------------------------
+
+    def start(self, new: NewRequestData) -> None:
+        """Follow a new request, or one that returns from a preemption with all its tokens.
+
+        Takes lookahead's options out of its sampling parameters.
+        """
+        drafter = self._drafter
+        new.sampling_params = drafter.announce(new.req_id, new.sampling_params)
+        if not drafter.is_drafting_rank:
+            return
+        known = self._requests.get(new.req_id)
+        if known is None:
+            self._requests[new.req_id] = _Request(new)
+            return
+        drafter.forget_options(new.req_id)
+        self.learn()
+        assert new.prefill_token_ids is not None
+        known.num_repeated = max(known.num_tokens - len(new.prefill_token_ids), 0)
+        known.num_tokens = len(new.prefill_token_ids)
+
+    def finish(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._requests.pop(request_id, None)
+        self._drafter.finish(request_id)
+
+    # ---- tokens ----------------------------------------------------------------------------------
+
+    def add_step(self, output: AsyncOutput, drafts: DraftStep, verified: Verified | None) -> None:
+        """Note a step that was launched. `verified` is filled in once its tokens are known."""
+        self._steps.append(_Step(output, drafts, verified))
+
+    def learn(self, wait: bool = True) -> None:
+        """Pass the tokens of all steps to the proposer; without `wait`, of those that have ended.
+
+        Waiting does not hold the GIL.
+        """
+        while self._steps:
+            step = self._steps[0]
+            if wait:
+                step.output.copy_event.synchronize()
+            elif not _has_ended(step.output):
+                return
+            self._steps.popleft()
+            self._learn_from(step)
+
+    def _learn_from(self, step: _Step) -> None:
+        drafter, output = self._drafter, step.output
+        counts: Sequence[int] = output.num_sampled_tokens_np.tolist()
+        rows: Sequence[list[int]] = output.sampled_token_ids.tolist()
+        emitted: list[tuple[LiveRequest, list[int]]] = []
+        for req_id, row, count in zip(
+            output.model_runner_output.req_ids, rows, counts, strict=True
+        ):
+            request = self._requests.get(req_id)
+            if request is None or not count:  # ended, or still reading its prompt
+                continue
+            tokens = row[:count]
+            if request.num_repeated:
+                skipped = min(request.num_repeated, count)
+                request.num_repeated -= skipped
+                tokens = tokens[skipped:]
+            request.num_tokens += count
+            if request.prompt is not None:
+                live = drafter.follow(req_id, request.prompt, request.params)  # type: ignore[arg-type]
+                request.prompt = None
+            else:
+                live = drafter.live(req_id)
+            if live is not None and tokens:
+                emitted.append((live, tokens))
+        verified = step.verified
+        if verified is not None and not self._requests.keys() >= set(verified.request_ids):
+            verified = None  # of a request that was aborted, too
+        if step.drafts.forest.num_nodes:
+            paths = paths_of_tokens(
+                step.drafts.forest,
+                np.ascontiguousarray(output.sampled_token_ids[step.drafts.rows]),
+                output.num_sampled_tokens_np[step.drafts.rows],
+            )
+            drafter.recorder.count_drafts(step.drafts.forest, paths)
+            drafter.recorder.counters.moved_tokens += len(step.drafts.kv_moves(paths)[0])
+            if verified is not None:
+                step.drafts.mark_accepted(verified, paths)
+        drafter.commit(emitted, verified)
+
+    # ---- drafts ----------------------------------------------------------------------------------
+
+    def grow(self, scheduled: SchedulerOutput, chains_only: Collection[str] = ()) -> Drafts:
+        """The drafts for the slots of this step, grown from all tokens of the steps before it.
+
+        Requests in `chains_only` get no branches.
+        """
+        self._steps_without_slots = 0
+        self.learn()
+        slots = scheduled.scheduled_spec_decode_tokens
+        num_slots = {req_id: len(own) for req_id, own in slots.items()}
+        return self._grow(scheduled.num_scheduled_tokens, num_slots, chains_only)
+
+    def would_pay(self, scheduled: Mapping[str, int]) -> bool:
+        """Whether drafts would pay in a step like this one, which has no slots for them.
+
+        It learns from the steps that have ended, and looks only now and then.
+        """
+        self.learn(wait=False)
+        self._steps_without_slots += 1
+        if self._steps_without_slots % PROBE_EVERY:
+            return False
+        most = self._drafter.options.num_speculative_tokens
+        return bool(self._grow(scheduled, dict.fromkeys(scheduled, most)).req_ids)
+
+    def _grow(
+        self,
+        scheduled: Mapping[str, int],
+        slots: Mapping[str, int],
+        chains_only: Collection[str] = (),
+    ) -> Drafts:
+        """Trees of at most `slots` nodes for the requests that are `scheduled`."""
+        drafter = self._drafter
+        limits: list[DraftLimits] = []
+        decodes = context = prefill = 0
+        for req_id, num_tokens in scheduled.items():
+            request, num_slots = self._requests.get(req_id), slots.get(req_id, 0)
+            if request is None:
+                continue
+            limit = None
+            if request.prompt is None and num_slots:
+                live = drafter.live(req_id)
+                if live is not None:
+                    limit = drafter.limits_of(live, request.num_tokens)
+            if limit is not None:
+                limit = _cut(limit, num_slots)
+                limits.append(limit._replace(may_branch=False) if req_id in chains_only else limit)
+            elif num_tokens - num_slots > 1:
+                prefill += num_tokens
+            else:
+                decodes, context = decodes + 1, context + request.num_tokens
+        if not limits:
+            return NO_DRAFTS
+        forest = drafter.grow(limits, Load(decodes, context, prefill))
+        if not forest.num_nodes:
+            return NO_DRAFTS
+        kept = np.flatnonzero(forest.sizes)
+        contexts = np.array([limits[tree].context - 1 for tree in kept.tolist()], np.int64)
+        req_ids = [limits[tree].request_id for tree in kept.tolist()]
+        if len(kept) < len(forest):
+            forest = forest.take(kept, forest.sizes[kept])
+        return Drafts(req_ids, forest, contexts)
+
+    def num_computed(self, req_ids: Sequence[str]) -> Int32s:
+        """KV slots before this step's tokens, int32 [r]; right for requests that decode."""
+        return np.array([self._requests[req_id].num_tokens - 1 for req_id in req_ids], np.int32)
+
+
+def _has_ended(output: AsyncOutput) -> bool:
+    """Whether the tokens of a step have reached the host. On a CPU, vLLM's events cannot tell: its
+    steps end before they return."""
+    query = getattr(output.copy_event, "query", None)
+    return query is None or bool(query())
+
+
+def _cut(limit: DraftLimits, num_slots: int) -> DraftLimits:
+    nodes = min(limit.max_nodes, num_slots)
+    return limit._replace(max_nodes=nodes, max_depth=min(limit.max_depth, nodes))

@@ -1,0 +1,75 @@
+"""Where the nodes of a step's trees stand among the rows of its logits, on the device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.draft.tree import DraftForest
+
+
+class NodeLayout(NamedTuple):
+    """The logits rows of a step: for each request its root's, then its nodes' in list order.
+
+    Attributes
+    ----------
+    parents : int32 [n]
+        The row of each row's parent; a root's is its own.
+    roots : int32 [n]
+        The row of the root of each row's request.
+    depths : int32 [n]
+        0 at the roots.
+    width : int
+        1 + the most nodes of any request.
+    """
+
+    parents: torch.Tensor
+    roots: torch.Tensor
+    depths: torch.Tensor
+    width: int
+
+    @classmethod
+    def build(
+        cls, forest: DraftForest, rows: Int64s, cu_num_logits: Int32s, device: torch.device
+    ) -> NodeLayout:
+        """Lay out a step.
+
+        Parameters
+        ----------
+        forest
+            t trees.
+        rows : int64 [t]
+            The row of the batch of each tree's request.
+        cu_num_logits : int32 [r + 1]
+            The first logits row of each request, then the number of rows.
+        """
+        packed = _lay_out(forest.parents, forest.depths, forest.firsts, rows, cu_num_logits)
+        parents, roots, all_depths = torch.from_numpy(packed).to(device, non_blocking=True)
+        return cls(parents, roots, all_depths, 1 + int(forest.sizes.max(initial=0)))
+
+
+@kernel
+def _lay_out(
+    parents: Int32s, depths: Int32s, firsts: Int64s, rows: Int64s, cu_num_logits: Int32s
+) -> Int32s:
+    packed = np.zeros((3, cu_num_logits[-1]), np.int32)
+    for request in range(len(cu_num_logits) - 1):
+        root = cu_num_logits[request]
+        packed[:2, root] = root
+    for tree in range(len(rows)):
+        root, first = cu_num_logits[rows[tree]], firsts[tree]
+        for place in range(firsts[tree + 1] - first):
+            row = root + 1 + place
+            packed[0, row] = root + 1 + parents[first + place]
+            packed[1, row] = root
+            packed[2, row] = depths[first + place]
+    return packed
+
+
+def compile_layout() -> None:
+    """Compile the kernel, so that no request waits for the compiler."""
+    forest = DraftForest.of([])
+    NodeLayout.build(forest, np.empty(0, np.int64), np.zeros(1, np.int32), torch.device("cpu"))

@@ -1,0 +1,332 @@
+"""vLLM's second model runner with draft trees that are grown late: draft, trim, place, verify."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.logger import init_logger
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
+
+from lookahead_vllm.draft.budget.cost import StepWork
+from lookahead_vllm.draft.proposer import Verified
+from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.engine import messages, patches, step_report
+from lookahead_vllm.engine.messages import DraftsToVerify, LateReport
+from lookahead_vllm.engine.worker.branching import branching_obstacle, kv_movers
+from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
+from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
+from lookahead_vllm.engine.worker.step_cost import CapturedTokens, step_cost
+from lookahead_vllm.engine.worker.v2 import late_drafts
+from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
+from lookahead_vllm.engine.worker.v2.late_drafts import Drafts, LateDrafts
+from lookahead_vllm.engine.worker.v2.node_history import NodeHistory
+from lookahead_vllm.engine.worker.v2.node_layout import NodeLayout, compile_layout
+from lookahead_vllm.engine.worker.v2.sampler import NodeSampler, RootSampler, TreeRows
+from lookahead_vllm.engine.worker.v2.speculator import LateSpeculator
+from lookahead_vllm.verify.walk import Walk
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import DraftTokenIds
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as _Base
+else:
+    _Base = object
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class LookaheadRunner(_Base):
+    """Mixin for vLLM's V2 model runners; comes first among the base classes.
+
+    A step begins with vLLM's bookkeeping, which needs no tokens. Then the drafting rank waits for
+    the tokens of the step before, fills the slots that the scheduler reserved, and the step goes on
+    with a copy of the scheduler's output that has only the slots in use.
+    """
+
+    attention: ModuleType
+    """Tree attention on this device: `cpu_attention.py` or `gpu_attention.py`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # An n-gram method's runner would keep all texts on the device.
+        sparse_states = partial(_without_dense_texts, model_runner.RequestState)
+        with (
+            patches.swapped(model_runner, "init_speculator", LateSpeculator),
+            patches.swapped(model_runner, "RequestState", sparse_states),
+        ):
+            super().__init__(*args, **kwargs)
+        self.drafter = LookaheadDrafter(self.vllm_config)
+        self._late = LateDrafts(self.drafter)
+        self._scheduled: SchedulerOutput
+        """The scheduler's output of this step, with the slots in use."""
+        self._drafts: Drafts = late_drafts.NO_DRAFTS
+        self._step = NO_DRAFTS
+        """The drafts of this step, in the order of the batch."""
+        self._dummy_step = NO_DRAFTS
+        """The drafts of dummy runs."""
+        self._verified: Verified | None = None
+        """The model's choices in this step, for proposers that want them."""
+        self._report: LateReport | None = None
+        self._work: StepWork | None = None
+        self._last_launch: float | None = None
+        self._movers: list[Any] = []
+        """One for each KV cache group, where trees may branch."""
+        compile_layout()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        with (
+            patches.swapped(model_runner, "Sampler", RootSampler),
+            patches.swapped(model_runner, "RejectionSampler", NodeSampler),
+        ):
+            super().load_model(*args, **kwargs)
+        self._history = NodeHistory(self.sampler)
+        self.rejection_sampler.history = self._history
+        if self.drafter.proposer.num_choices:
+            self.sampler.observe = self._observe
+
+    # ---- what may branch -------------------------------------------------------------------------
+
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        self._groups = [group for groups in self.attn_groups for group in groups]
+        obstacle = branching_obstacle(self.vllm_config, self._groups, self.attention)
+        self.drafter.may_branch = obstacle is None
+        if obstacle:
+            logger.info_once("Lookahead verifies chains, not trees, here: %s.", obstacle)
+            return
+        layers = self.compilation_config.static_forward_context
+        self._movers = kv_movers(layers, self.kv_cache_config.kv_cache_groups, self.attention)
+
+    def warm_up_drafting(self) -> None:
+        """Compile kernels, and measure the cost of a step on this device."""
+        if self.drafter.options.budget == "auto":
+            cost = step_cost(self)  # every rank takes part
+            if self.drafter.is_drafting_rank:
+                self.drafter.proposer.cost = cost
+        set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
+
+    def forward_passes(self) -> RunnerPasses:
+        """Passes to measure the cost of a step with."""
+        return RunnerPasses(self)
+
+    def without_full_graphs(self) -> AbstractContextManager[Any]:
+        """Within it, steps run without CUDA graphs of the whole model."""
+        return nullcontext()
+
+    def captured_tokens(self) -> CapturedTokens:
+        """The numbers of tokens for which there are such graphs."""
+        return CapturedTokens()
+
+    def schedule_dummy_trees(self, trees: Sequence[DraftTree], context: int = 0) -> None:
+        """Give the next dummy runs one request for each tree, with `context` committed tokens."""
+        self._dummy_step = DraftStep.of_dummies(trees, context)
+
+    # ---- draft, trim -----------------------------------------------------------------------------
+
+    def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
+        if scheduler_output.finished_req_ids:
+            self._late.learn(wait=False)  # the scheduler knows their last tokens: they are here
+        super().finish_requests(scheduler_output)
+        for req_id in scheduler_output.finished_req_ids:
+            self._late.finish(req_id)
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        for new in scheduler_output.scheduled_new_reqs:
+            self._late.start(new)
+        super().add_requests(scheduler_output)
+
+    def update_requests(self, scheduler_output: SchedulerOutput) -> None:
+        num_blocks = self.block_tables.num_blocks.np
+        for req_id, counts in messages.to_verify(scheduler_output).kept_blocks.items():
+            num_blocks[:, self.req_states.req_id_to_index[req_id]] = counts
+        super().update_requests(scheduler_output)
+
+    def gather_batch_req_state(self, scheduler_output: SchedulerOutput, dummy_run: bool) -> Any:
+        if not dummy_run:
+            scheduler_output = self._scheduled = self._fill_slots(scheduler_output)
+        return super().gather_batch_req_state(scheduler_output, dummy_run)
+
+    def _fill_slots(self, scheduled: SchedulerOutput) -> SchedulerOutput:
+        """The scheduler's output with drafts in place of slots; unused slots are gone.
+
+        It is a copy. In the engine's own process, the scheduler still needs the original.
+        """
+        self._drafts, self._report = late_drafts.NO_DRAFTS, None
+        slots = scheduled.scheduled_spec_decode_tokens
+        if not slots:
+            return scheduled
+        drafts = self._drafts = self._draft(scheduled)
+        sizes = dict(zip(drafts.req_ids, drafts.forest.sizes.tolist(), strict=True))
+        self._report = LateReport(sizes, bool(sizes))
+        counts = dict(scheduled.num_scheduled_tokens)
+        for req_id, own in slots.items():
+            counts[req_id] -= len(own) - sizes.get(req_id, 0)
+        if sizes:
+            self._write_drafts(drafts)
+        return replace(
+            scheduled,
+            num_scheduled_tokens=counts,
+            total_num_scheduled_tokens=sum(counts.values()),
+            scheduled_spec_decode_tokens={i: slots[i][:n] for i, n in sizes.items()},
+        )
+
+    def _draft(self, scheduled: SchedulerOutput) -> Drafts:
+        """The drafts of this step, the same on every rank."""
+        drafter, drafts = self.drafter, late_drafts.NO_DRAFTS
+        if drafter.is_drafting_rank:
+            with drafter.recorder.timed("draft"):
+                drafts = self._late.grow(scheduled, self._chains_only(scheduled))
+            drafter.recorder.report.budgets.append(drafts.forest.num_nodes)
+        group = get_tp_group()
+        if group.world_size > 1:
+            drafts = group.broadcast_object(drafts, src=0)
+        return drafts
+
+    def _chains_only(self, scheduled: SchedulerOutput) -> set[str]:
+        """Requests with a custom logits processor, whose history is the rows before a row."""
+        index = self.req_states.req_id_to_index
+        req_ids = list(scheduled.scheduled_spec_decode_tokens)
+        needed = self._history.needs_chain(np.array([index[req_id] for req_id in req_ids]))
+        return {req_ids[i] for i in np.flatnonzero(needed).tolist()}
+
+    def _write_drafts(self, drafts: Drafts) -> None:
+        """Copy the nodes' tokens to vLLM's table, from which it reads the step's input."""
+        forest = drafts.forest
+        tokens = np.zeros((len(forest), int(forest.sizes.max())), np.int64)
+        tokens[forest.owners, forest.places] = forest.tokens
+        index = self.req_states.req_id_to_index
+        rows = torch.tensor([index[req_id] for req_id in drafts.req_ids])
+        table = self.req_states.draft_tokens
+        on_device = torch.from_numpy(tokens).to(table.device, table.dtype, non_blocking=True)
+        table[rows.to(table.device, non_blocking=True), : tokens.shape[1]] = on_device
+
+    # ---- place -----------------------------------------------------------------------------------
+
+    def prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        return super().prepare_inputs(self._scheduled, *args, **kwargs)
+
+    def prepare_attn(self, input_batch: InputBatch) -> Any:
+        tables, slots = super().prepare_attn(input_batch)  # slots follow linear positions
+        self._step, self.rejection_sampler.rows = self._place(input_batch, slots)
+        self._measure(input_batch)
+        self._set_trees(self._step)
+        return tables, slots
+
+    def prepare_dummy_attn(self, *args: Any, **kwargs: Any) -> Any:
+        self._set_trees(self._dummy_step)
+        return super().prepare_dummy_attn(*args, **kwargs)
+
+    def _set_trees(self, step: DraftStep) -> None:
+        """Give the builders of attention metadata the branching trees of this step."""
+        trees = step.branching_trees() if step.branches else None
+        for builder in self.tree_builders():
+            builder.trees = trees
+
+    def tree_builders(self) -> Iterator[Any]:
+        """The builders of attention metadata that know trees."""
+        for group in self._groups:
+            builder = group.get_metadata_builder(0)
+            if hasattr(builder, "trees"):
+                yield builder
+
+    def _place(self, batch: InputBatch, slots: torch.Tensor) -> tuple[DraftStep, TreeRows | None]:
+        """The drafts in the order of the batch; sets the nodes' positions."""
+        drafts = self._drafts
+        if not drafts.req_ids:
+            return NO_DRAFTS, None
+        row_of = {req_id: row for row, req_id in enumerate(batch.req_ids)}
+        rows = np.array([row_of[req_id] for req_id in drafts.req_ids])
+        computed = np.zeros(batch.num_reqs, np.int32)
+        computed[rows] = drafts.contexts
+        from_proposer = np.ones(len(rows), np.bool_)
+        step = DraftStep.of_scheduled(
+            DraftsToVerify(drafts.req_ids, drafts.forest, from_proposer, {}),
+            rows,
+            batch.num_scheduled_tokens,
+            computed,
+        )
+        layout = NodeLayout.build(step.forest, step.rows, batch.cu_num_logits_np, self.device)
+        if not step.branches:
+            return step, TreeRows(layout, None)
+        indices = batch.logits_indices
+        batch.positions[indices] = batch.positions[indices[layout.roots.long()]] + layout.depths
+        return step, TreeRows(layout, partial(self._move, slots))
+
+    def _move(self, slots: torch.Tensor, path: Walk) -> None:
+        """Move the accepted nodes' KV to the slots right after the root's."""
+        for mover, own in zip(self._movers, slots, strict=True):
+            mover.move_paths(own[path.origins], own[path.targets])
+
+    # ---- after the launch ------------------------------------------------------------------------
+
+    def _observe(self, logits: torch.Tensor, batch: InputBatch) -> None:
+        """Start to copy the model's choices to the host, for proposers that want them."""
+        drafter, step = self.drafter, self._step
+        sizes = np.diff(batch.cu_num_logits_np) - 1
+        with_roots_of = drafter.drafted_for if drafter.proposer.wants_roots else ()
+        if not (step.forest.num_nodes or with_roots_of):
+            return
+        self._verified = step.collect_choices(
+            logits,
+            sizes.astype(np.int64),
+            batch.req_ids,
+            drafter.proposer.num_choices,
+            with_roots_of,
+            wait=False,
+        )
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        self._verified = None
+        output = super().sample_tokens(grammar_output)
+        if not isinstance(output, AsyncOutput) or not self.drafter.is_drafting_rank:
+            return output
+        late = self._late
+        if self._report is None:
+            pays = late.would_pay(self._scheduled.num_scheduled_tokens)
+            self._report = LateReport({}, pays)
+        late.add_step(output, self._step, self._verified)
+        messages.attach(output.model_runner_output, self._report)
+        step_report.attach(output.model_runner_output, self.drafter.recorder.take_report())
+        return output
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        return messages.drafts_of(self._drafts.req_ids, self._drafts.forest)
+
+    def _measure(self, batch: InputBatch) -> None:
+        """Measure the last step: the time from its launch to this one.
+
+        Before the step of a new request, the engine may have been idle.
+        """
+        now, last = time.perf_counter(), self._last_launch
+        work, self._work = self._work, None
+        self._last_launch = now
+        drafter = self.drafter
+        if not drafter.is_drafting_rank:
+            return
+        if last is not None and work is not None and not self._scheduled.scheduled_new_reqs:
+            drafter.recorder.count_step(now - last)
+            cost = drafter.proposer.cost
+            if cost is not None and work.tokens <= cost.curve.sizes[-1]:
+                drafter.recorder.report.costs.append((cost.observe(work, now - last), now - last))
+        if not batch.has_prefill:
+            computed = self._late.num_computed(batch.req_ids)
+            self._work = self._step.work(batch.num_scheduled_tokens, computed)
+
+    def shutdown(self) -> None:
+        self.drafter.shutdown()
+        super().shutdown()
+
+
+def _without_dense_texts(request_state: type, *args: Any, **kwargs: Any) -> Any:
+    return request_state(*args, **{**kwargs, "use_dense_all_token_ids": False})

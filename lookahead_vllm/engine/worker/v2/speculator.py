@@ -1,0 +1,33 @@
+"""The speculator that vLLM's second runner asks for drafts after each step: it makes none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class LateSpeculator:
+    """Drafts are grown at the start of the next step, see `late_drafts.py`.
+
+    Takes the place of what `init_speculator` returns.
+    """
+
+    supports_mm_inputs = False
+    draft_logits = None
+    num_query_per_req = 1
+    num_extra_query_per_req = 0
+    pcp_manager = None
+
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
+        self._no_tokens = torch.zeros_like(req_states.draft_tokens)
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """There is no graph."""
+
+    def capture(self) -> None:
+        """There is no graph."""
+
+    def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Placeholders, int64 [requests, num_speculative_tokens]."""
+        return self._no_tokens[: input_batch.num_reqs]

@@ -1,0 +1,66 @@
+"""Drafts of vLLM's warm-up: its made-up requests compile what serving needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lookahead_vllm.draft.jit import Int32s
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.engine.worker.v2.late_drafts import NO_DRAFTS, Drafts
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class WarmUpDrafts:
+    """Takes the place of `LateDrafts` while vLLM warms up: fills every slot, and learns nothing.
+
+    Parameters
+    ----------
+    may_branch
+        Whether the trees branch.
+    """
+
+    def __init__(self, may_branch: bool) -> None:
+        self._may_branch = may_branch
+
+    def start(self, new: Any) -> None:
+        """See `LateDrafts`."""
+
+    def finish(self, request_id: str) -> None:
+        """See `LateDrafts`."""
+
+    def add_step(self, *args: Any) -> None:
+        """See `LateDrafts`."""
+
+    def learn(self, wait: bool = True) -> None:
+        """See `LateDrafts`."""
+
+    def would_pay(self, scheduled: Any) -> bool:
+        """See `LateDrafts`."""
+        return False
+
+    def num_computed(self, req_ids: Sequence[str]) -> Int32s:
+        """See `LateDrafts`."""
+        return np.zeros(len(req_ids), np.int32)
+
+    def grow(self, scheduled: SchedulerOutput, chains_only: Collection[str] = ()) -> Drafts:
+        """A draft for each request with slots; the first two nodes are children of the root."""
+        slots = scheduled.scheduled_spec_decode_tokens
+        cached = scheduled.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        req_ids = [req_id for req_id, own in slots.items() if own and req_id in computed]
+        if not req_ids:
+            return NO_DRAFTS
+        trees = []
+        for req_id in req_ids:
+            size = len(slots[req_id])
+            parents = list(range(-1, size - 1))
+            if self._may_branch and req_id not in chains_only:
+                parents = [-1, -1, *range(size - 2)][:size]
+            trees.append(DraftTree.from_lists([node % 2 for node in range(size)], parents))
+        contexts = np.array([computed[req_id] for req_id in req_ids], np.int64)
+        return Drafts(req_ids, DraftForest.of(trees), contexts)

@@ -1,0 +1,94 @@
+"""The walk through each request's tree, in one compiled call for tensors on a CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+
+
+def walk_rows(
+    ids: Tensor,
+    sampled: Tensor,
+    parents: Tensor,
+    cu_num_logits: Tensor,
+    logits_indices: Tensor,
+    width: int,
+    tokens: Tensor,
+    num_sampled: Tensor,
+    order: Tensor,
+    origins: Tensor,
+    targets: Tensor,
+) -> None:
+    """`walk.walk` for checked arguments; writes into the last five.
+
+    Raises
+    ------
+    ValueError
+        A request has more than `width` rows.
+    """
+    most = _walk(
+        ids.long().numpy(),
+        sampled.numpy(),
+        parents.numpy(),
+        cu_num_logits.numpy(),
+        logits_indices.long().numpy(),
+        tokens.numpy(),
+        num_sampled.numpy(),
+        order.numpy(),
+        origins.numpy(),
+        targets.numpy(),
+    )
+    if most > width:
+        raise ValueError(f"a request has {most} logits rows, more than the width of {width}")
+
+
+@kernel
+def _walk(
+    ids: Int64s,
+    sampled: Int64s,
+    parents: Int32s,
+    cu_num_logits: Int32s,
+    logits_indices: Int64s,
+    tokens: Int64s,
+    num_sampled: Int32s,
+    order: Int64s,
+    origins: Int64s,
+    targets: Int64s,
+) -> int:
+    """Returns the most rows of a request; requests with more rows than fit are left out."""
+    most = 0
+    depths = np.empty(len(ids), np.int32)  # -1: rejected
+    tokens[:] = 0
+    for row in range(len(order)):
+        order[row] = row
+    for request in range(len(num_sampled)):
+        first, end = cu_num_logits[request], cu_num_logits[request + 1]
+        most = max(most, end - first)
+        if end == first or end - first > tokens.shape[1]:
+            num_sampled[request] = 0
+            origins[request] = 0
+            targets[request] = 0
+            continue
+        depths[first], last = 0, first
+        for row in range(first + 1, end):  # parents precede their children
+            parent = parents[row]
+            depths[row] = -1
+            if depths[parent] >= 0 and ids[row] == sampled[parent]:
+                depths[row] = depths[parent] + 1
+                if depths[row] > depths[last]:
+                    last = row
+        root = logits_indices[first]
+        num_sampled[request] = depths[last] + 1
+        origins[request] = root
+        targets[request] = root
+        row = last
+        for depth in range(depths[last], -1, -1):
+            tokens[request, depth] = sampled[row]
+            order[first + depth] = row
+            if logits_indices[row] != root + depth:
+                origins[request, depth] = logits_indices[row]
+                targets[request, depth] = root + depth
+            row = parents[row]
+    return most

@@ -1,0 +1,173 @@
+"""Sampling parameters that depend on a request's output, applied at the nodes of a tree.
+
+The history of a logits row is the request's text followed by the path from the first node to the
+row. vLLM's second model runner takes the rows before a row for its history, which is right for
+chains (`vllm/v1/worker/gpu/sample/{penalties,bad_words,thinking_budget}.py`). These functions do
+the same with parents. On a chain they change the same logits to the same bits.
+
+All change float32 logits [n, vocabulary] in place, without a synchronisation on a GPU. Tensors of
+the state have a row for each request slot, as vLLM has them.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Histories(NamedTuple):
+    """The rows of a step's logits, all on the device of the logits."""
+
+    slots: Tensor
+    """int32 or int64 [n]: the request slot of each row."""
+    ids: Tensor
+    """int32 or int64 [n]: the token of each row; a root's is the last committed token."""
+    parents: Tensor
+    """int32 [n]: the row of each row's parent, before the row itself; a root is its own."""
+
+
+class Texts(NamedTuple):
+    """The committed text of the request in each slot, without the nodes of the step."""
+
+    token_ids: Tensor
+    """int32 [slots, longest]"""
+    prompt_lens: Tensor
+    """int32 [slots]"""
+    total_lens: Tensor
+    """int32 [slots]: prompt and output."""
+
+
+class Penalties(NamedTuple):
+    """The penalties of each slot, and what they count."""
+
+    repetition: Tensor
+    """float32 [slots]; 1 for none."""
+    frequency: Tensor
+    """float32 [slots]; 0 for none."""
+    presence: Tensor
+    """float32 [slots]; 0 for none."""
+    prompt_mask: Tensor
+    """int32 [slots, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is set if the prompt has
+    token t."""
+    output_counts: Tensor
+    """int32 [slots, vocabulary]: how often the output has each token."""
+
+
+class BadWords(NamedTuple):
+    """The bad words of each slot. The last token of a word is excluded after its first tokens."""
+
+    token_ids: Tensor
+    """int32 [slots, most tokens]: the words of a slot, concatenated."""
+    offsets: Tensor
+    """int32 [slots, most words + 1]: the first token of each word, then the end."""
+    counts: Tensor
+    """int32 [slots]: the number of words."""
+
+
+class ThinkingBudgets(NamedTuple):
+    """The thinking budget of each slot, and where its text was found to start and end thinking."""
+
+    budgets: Tensor
+    """int32 [slots]: tokens; -1 for none."""
+    last_start: Tensor
+    """int32 [slots]: where the last start marker begins, or -1; updated."""
+    last_end: Tensor
+    """int32 [slots]: where the last end marker begins, or -1; updated. Exact only if it is behind
+    `last_start`."""
+    scanned: Tensor
+    """int32 [slots]: no marker that begins before this position is unknown; updated."""
+    start_marker: Tensor
+    """int32 [a]: the tokens that start thinking."""
+    end_marker: Tensor
+    """int32 [b]: the tokens that end it."""
+    forced_end: Tensor
+    """int32 [c]: the tokens that are forced when the budget is used up."""
+
+
+def apply_penalties(logits: Tensor, rows: Histories, penalties: Penalties) -> None:
+    """Apply repetition, frequency and presence penalties, in this order.
+
+    Parameters
+    ----------
+    logits : float32 [n, vocabulary]
+
+    Raises
+    ------
+    ValueError
+        `logits` or `rows` has another shape or dtype.
+    """
+    _check(logits, rows)
+    _kernels(logits.device).apply_penalties(logits, rows, penalties)
+
+
+def apply_bad_words(
+    logits: Tensor, rows: Histories, texts: Texts, words: BadWords, max_words: int
+) -> None:
+    """Set the logit of a bad word's last token to -inf where the history ends with its others.
+
+    Only output counts as history here, not the prompt.
+
+    Parameters
+    ----------
+    logits : float32 [n, vocabulary]
+    max_words : int
+        The most words of any request, known on the host.
+
+    Raises
+    ------
+    ValueError
+        `logits` or `rows` has another shape or dtype.
+    """
+    _check(logits, rows)
+    _kernels(logits.device).apply_bad_words(logits, rows, texts, words, max_words)
+
+
+def apply_thinking_budgets(
+    logits: Tensor, rows: Histories, slots: Tensor, texts: Texts, thinking: ThinkingBudgets
+) -> None:
+    """Force the next token of the end marker, with a logit of 1e9, where a budget is used up.
+
+    First updates `last_start`, `last_end` and `scanned` from the text that was committed since.
+
+    Parameters
+    ----------
+    logits : float32 [n, vocabulary]
+    slots : int32 or int64 [r]
+        The slots of the step's requests.
+
+    Raises
+    ------
+    ValueError
+        `logits` or `rows` has another shape or dtype.
+    """
+    _check(logits, rows)
+    _kernels(logits.device).apply_thinking_budgets(logits, rows, slots, texts, thinking)
+
+
+def _kernels(device: torch.device) -> ModuleType:
+    """The module with the three functions for a device."""
+    if device.type == "cpu":
+        from lookahead_vllm.verify.cpu import history
+
+        return history
+    from lookahead_vllm.verify.gpu import triton_history
+
+    return triton_history
+
+
+def _check(logits: Tensor, rows: Histories) -> None:
+    if logits.dtype != torch.float32 or logits.ndim != 2 or logits.stride(1) != 1:
+        raise ValueError(
+            "logits are float32 [n, vocabulary], contiguous in the last dimension; got "
+            f"{logits.dtype} {list(logits.shape)}, strides {logits.stride()}"
+        )
+    if any(part.shape != logits.shape[:1] for part in rows):
+        raise ValueError(
+            f"rows have one entry for each of {len(logits)} rows of logits; got shapes "
+            f"{[list(part.shape) for part in rows]}"
+        )
+    if rows.parents.dtype != torch.int32:
+        raise ValueError(f"parents are int32, not {rows.parents.dtype}")

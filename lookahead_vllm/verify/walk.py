@@ -1,0 +1,162 @@
+"""Acceptance on the device: the walk through each request's tree, after all nodes were sampled.
+
+It gives what `acceptance.accepted_paths` gives, without a synchronisation: all shapes follow from
+the arguments' shapes and from `width`, so a CUDA graph may contain it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Walk(NamedTuple):
+    """The accepted paths of r requests with n logits rows, on the device of the arguments.
+
+    A path begins with the request's root, row `cu_num_logits[i]`. Its further rows are the accepted
+    nodes. The token sampled at each row of the path is emitted.
+    """
+
+    tokens: Tensor
+    """int64 [r, width]: the emitted tokens of each request in order, then zeros."""
+    num_sampled: Tensor
+    """int32 [r]: the number of emitted tokens, 1 + accepted nodes; 0 for a request without rows,
+    which is padding."""
+    order: Tensor
+    """int64 [n]: the rows of each path, moved to the front of the request's rows. The accepted rows
+    of request i are `order[cu_num_logits[i] :][: num_sampled[i]]`; subtract `cu_num_logits[i] + 1`
+    for indices of nodes within their tree. Every other entry is its own row."""
+    origins: Tensor
+    """int64 [r, width]: in column d, the index among the step's tokens of the d-th accepted node if
+    its KV has to move, else that of the root."""
+    targets: Tensor
+    """int64 [r, width]: where that KV belongs, d places after the root; the root itself if nothing
+    moves. So entries that move nothing map the root to itself. Both are 0 in a request without
+    rows."""
+
+
+def walk(
+    ids: Tensor,
+    sampled: Tensor,
+    parents: Tensor,
+    cu_num_logits: Tensor,
+    logits_indices: Tensor,
+    width: int,
+    out: Walk | None = None,
+) -> Walk:
+    """Follow the sampled tokens from each root as far as the tree goes.
+
+    A node is accepted if its token was sampled at its parent and its parent is accepted. Where
+    siblings have the same token, the deepest path wins, of these the first in list order.
+
+    Parameters
+    ----------
+    ids : int32 or int64 [n]
+        The token of each logits row; a root's is not read.
+    sampled : int64 [n]
+        The token sampled at each row.
+    parents : int32 [n]
+        The row of each row's parent, before the row itself and of the same request. A root, the
+        first row of its request, is its own parent.
+    cu_num_logits : int32 [r + 1]
+        The first row of each request, then the number of rows; it may be below n, where the rows
+        behind it are padding.
+    logits_indices : int32 or int64 [n]
+        The index of each row among the step's tokens; it grows by one from row to row of a request.
+    width : int
+        1 + the most nodes of any request, known on the host.
+    out
+        Buffers to write into instead of new ones; contiguous, of the shapes and dtypes of Walk.
+
+    Returns
+    -------
+    Walk
+        `out`, if it is given.
+
+    Raises
+    ------
+    ValueError
+        Wrong dtypes or shapes; on a CPU also if a request has more than `width` rows.
+    """
+    _check(ids, sampled, parents, cu_num_logits, logits_indices, width)
+    num_rows, num_requests = len(ids), len(cu_num_logits) - 1
+    if out is None:
+        out = empty_walk(num_rows, num_requests, width, ids.device)
+    else:
+        _check_buffers(out, num_rows, num_requests, width)
+    if ids.device.type == "cpu":
+        from lookahead_vllm.verify.cpu.walk import walk_rows
+    else:
+        from lookahead_vllm.verify.gpu.triton_walk import walk_rows
+    walk_rows(ids, sampled, parents, cu_num_logits, logits_indices, width, *out)
+    return out
+
+
+def empty_walk(num_rows: int, num_requests: int, width: int, device: torch.device | str) -> Walk:
+    """Buffers for `walk`, for n = `num_rows` and r = `num_requests`."""
+    tokens, origins, targets = torch.empty(
+        (3, num_requests, width), dtype=torch.int64, device=device
+    ).unbind()
+    num_sampled = torch.empty(num_requests, dtype=torch.int32, device=device)
+    order = torch.empty(num_rows, dtype=torch.int64, device=device)
+    return Walk(tokens, num_sampled, order, origins, targets)
+
+
+def warm_up(max_width: int, device: torch.device | str) -> None:
+    """Compile the kernels for widths up to `max_width`, so that no step waits for it."""
+    root = torch.zeros(1, dtype=torch.int64, device=device)
+    ends = torch.arange(2, dtype=torch.int32, device=device)
+    width = 1
+    while True:
+        walk(root.int(), root, root.int(), ends, root, width)
+        if width >= max_width:
+            break
+        width *= 2
+
+
+def _check(
+    ids: Tensor,
+    sampled: Tensor,
+    parents: Tensor,
+    cu_num_logits: Tensor,
+    logits_indices: Tensor,
+    width: int,
+) -> None:
+    integers = (torch.int32, torch.int64)
+    if ids.dtype not in integers or logits_indices.dtype not in integers:
+        raise ValueError(
+            f"ids and logits_indices are int32 or int64, not {ids.dtype}, {logits_indices.dtype}"
+        )
+    if (sampled.dtype, parents.dtype, cu_num_logits.dtype) != (
+        torch.int64,
+        torch.int32,
+        torch.int32,
+    ):
+        raise ValueError(
+            "sampled is int64, parents and cu_num_logits are int32, not "
+            f"{sampled.dtype}, {parents.dtype} and {cu_num_logits.dtype}"
+        )
+    if not ids.shape == sampled.shape == parents.shape == logits_indices.shape or ids.ndim != 1:
+        raise ValueError(
+            "ids, sampled, parents and logits_indices have one entry for each logits row; got "
+            f"shapes {[list(t.shape) for t in (ids, sampled, parents, logits_indices)]}"
+        )
+    if cu_num_logits.ndim != 1 or not len(cu_num_logits) or width < 1:
+        raise ValueError(
+            f"cu_num_logits is [r + 1] and width at least 1; got {list(cu_num_logits.shape)} and "
+            f"{width}"
+        )
+
+
+def _check_buffers(out: Walk, num_rows: int, num_requests: int, width: int) -> None:
+    by_request = (num_requests, width)
+    shapes = (by_request, (num_requests,), (num_rows,), by_request, by_request)
+    for name, buffer, shape in zip(Walk._fields, out, shapes, strict=True):
+        dtype = torch.int32 if name == "num_sampled" else torch.int64
+        if buffer.shape != shape or buffer.dtype != dtype or not buffer.is_contiguous():
+            raise ValueError(
+                f"out.{name} is {dtype} {list(shape)} and contiguous; got {buffer.dtype} "
+                f"{list(buffer.shape)}, strides {buffer.stride()}"
+            )

@@ -1,0 +1,216 @@
+"""A step that runs as a captured graph costs what its padded size costs."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookahead_vllm.draft.budget.allot import allot
+from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
+from lookahead_vllm.draft.budget.cost import CostCurve, Load, StepCost, StepWork
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
+
+OUTSIDE = CostCurve([1, 256], [13.0, 20.65])  # 0.03 a token
+PLAIN = GraphTimes([1, 2, 4, 8, 16], [8.0, 8.0, 8.2, 8.4, 9.0])
+DRAFTS = GraphTimes([8, 16, 32, 64], [8.5, 9.1, 10.2, 12.0])
+GPU = CapturedSizes(PLAIN, DRAFTS)
+
+
+def forest_of(*rows):
+    """A chain for each list of probabilities."""
+    return DraftForest.of([DraftTree.chain([7] * len(row), row) for row in rows])
+
+
+def kept(rows, cost, load=Load()):  # noqa: B008
+    forest = forest_of(*rows)
+    return allot(forest, np.zeros(len(forest), np.int64), cost, load)
+
+
+def work(requests, nodes, prefill=0):
+    return StepWork(requests + nodes + prefill, requests, nodes, 0.0, 0.0, 0.0)
+
+
+def test_a_pass_costs_what_the_smallest_graph_costs_that_holds_it():
+    curve = OUTSIDE.with_graphs(DRAFTS)
+    assert curve(np.array([1, 8, 9, 16, 17, 64])).tolist() == [8.5, 8.5, 9.1, 9.1, 10.2, 12.0]
+    assert float(curve(33)) == 12.0
+    assert curve(np.array([65, 300])).tolist() == OUTSIDE(np.array([65, 300])).tolist()
+    assert curve.between(8, 9).tolist() == [8.5, 9.1]
+    assert OUTSIDE.with_graphs(GraphTimes())(np.array([1, 70])).tolist() == (
+        OUTSIDE(np.array([1, 70])).tolist()
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 64])
+def test_the_padded_size_is_the_graphs(tokens):
+    assert DRAFTS.padded(tokens) == {1: 8, 8: 8, 9: 16, 64: 64}[tokens]
+
+
+def test_beyond_the_largest_graph_nothing_is_padded():
+    assert DRAFTS.padded(65) == 65 and GraphTimes().padded(3) == 3
+    assert DRAFTS.largest == 64 and GraphTimes().largest == 0
+
+
+def test_noise_never_makes_a_larger_graph_cheaper():
+    assert GraphTimes([1, 2, 4], [3.0, 2.9, 4.0]).times.tolist() == [3.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "times"),
+    [([1], []), ([2, 2], [1, 1]), ([0, 1], [1, 1]), ([1], [0]), ([1], [np.inf]), ([1], [np.nan])],
+)
+def test_invalid_graphs_are_refused(sizes, times):
+    with pytest.raises(ValueError):
+        GraphTimes(sizes, times)
+
+
+@pytest.mark.parametrize(
+    ("step", "time"),
+    [
+        (work(1, 0), 8.0),
+        (work(3, 0), 8.2),
+        (work(17, 0), 13.48),
+        (work(1, 1), 8.5),
+        (work(3, 6), 9.1),
+        (work(17, 0, prefill=3), 13.57),
+        (work(3, 6, prefill=3), 13.33),
+        (work(32, 33), 14.92),
+    ],
+)
+def test_the_graph_depends_on_drafts_and_prompts(step, time):
+    assert StepCost(OUTSIDE, captured=GPU).predict(step) == pytest.approx(time)
+
+
+def test_a_plateau_is_filled_and_a_jump_needs_enough_nodes():
+    cost = StepCost(OUTSIDE, captured=GPU)
+    # From 8.0 without drafts to 8.5 with up to 7 nodes: 0.5 / 8 = 0.0625 tokens pay for all.
+    assert kept([[0.03] * 7], cost).sizes.tolist() == [7]
+    assert kept([[0.06]], cost).sizes.tolist() == [0]
+    # From 8 to 16 tokens it is 0.6; one node more does not pay for it, and 8 do.
+    assert kept([[0.9] * 7 + [0.3] * 1], cost).sizes.tolist() == [7]
+    assert kept([[0.9] * 7 + [0.3] * 8], cost).sizes.tolist() == [15]
+    # The last node of a plateau is free; the next one is the first of 10.2.
+    assert kept([[0.9] * 7 + [0.3] * 7 + [0.001] * 20], cost).sizes.tolist() == [15]
+
+
+def test_prompts_and_large_batches_run_outside_the_graphs():
+    cost, curve = StepCost(OUTSIDE, captured=GPU), StepCost(OUTSIDE)
+    rows = [[0.9, 0.5, 0.2, 0.1, 0.01, 0.002]] * 3
+    for load in (Load(prefill=5), Load(prefill=100), Load(decodes=70), Load(decodes=70, prefill=5)):
+        given = cost.prices(np.zeros(3, np.int64), load, 18)
+        expected = curve.prices(np.zeros(3, np.int64), load, 18)
+        assert given.forward.tolist() == expected.forward.tolist()
+        assert given.captured is expected.captured is False
+    assert kept(rows, cost, Load(prefill=100)).sizes.sum() > 0
+
+
+def test_attention_still_costs_within_a_plateau():
+    cost = StepCost(OUTSIDE, causal=1e-3, trees=1e-3, captured=GPU)
+    forest = forest_of([0.5, 0.4], [0.5, 0.4])
+    assert allot(forest, np.array([10, 5000]), cost, Load()).sizes.tolist() == [2, 0]
+
+
+def test_nodes_that_fill_the_plateau_are_grown_again():
+    """The proposer leaves out nodes below half of `min_prob` in the next step."""
+    cost = StepCost(OUTSIDE, captured=GPU)
+    allotment = kept([[0.9] * 7 + [0.3] * 4 + [0.01] * 60], cost)
+    assert allotment.sizes.tolist() == [15]
+    assert allotment.min_prob <= 0.01
+    # Nothing was left out, so the next step may have less likely nodes.
+    assert kept([[0.9] * 7], cost).min_prob == 0
+    # The next plateau has 16 nodes for 1.1; those shown here are not all that could fill it.
+    rate = kept([[0.9] * 15], cost).rate
+    shown = kept([[0.9] * 15 + [0.1]], cost)
+    assert shown.sizes.tolist() == [15]
+    assert shown.min_prob == pytest.approx(rate * 1.1 / 16, rel=1e-5)
+
+
+def test_prices_reach_to_the_end_of_the_next_plateau():
+    prices = StepCost(OUTSIDE, captured=GPU).prices(np.zeros(1, np.int64), Load(), 7)
+    assert prices.captured and len(prices.forward) == 16
+    assert prices.forward[[0, 1, 7]].tolist() == pytest.approx([0, 0.5, 0.5])
+    assert prices.forward[[8, 15]].tolist() == pytest.approx([1.1, 1.1])
+
+
+def test_real_steps_correct_captured_sizes_too():
+    cost = StepCost(OUTSIDE, captured=GPU)
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        nodes = int(rng.integers(0, 60))
+        step = work(4, nodes)
+        cost.observe(step, 1.5 * StepCost(OUTSIDE, captured=GPU).predict(step) + 1, 0.02)
+    for nodes in (0, 4, 5, 30, 59):
+        truth = 1.5 * StepCost(OUTSIDE, captured=GPU).predict(work(4, nodes)) + 1
+        assert cost.predict(work(4, nodes)) == pytest.approx(truth, rel=0.05)
+
+
+probabilities = st.lists(st.floats(0.0078125, 1.0, width=32), max_size=5).map(
+    lambda p: sorted(p, reverse=True)
+)
+curves = st.lists(st.floats(0.1, 100), min_size=1, max_size=6).map(
+    lambda times: CostCurve([2**i for i in range(len(times))], times)
+)
+graphs = st.dictionaries(st.integers(1, 40), st.floats(0.1, 100), max_size=6).map(
+    lambda points: GraphTimes(sorted(points), [points[size] for size in sorted(points)])
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(st.tuples(probabilities, st.integers(0, 3000)), min_size=1, max_size=4),
+    curves,
+    st.tuples(graphs, graphs),
+    st.integers(0, 20),
+    st.floats(0, 0.01),
+    st.sampled_from([0.0, 0.1, 20.0]),
+)
+def test_no_other_prefixes_emit_more_per_unit_of_time(
+    requests, curve, captured, plain, attention, drafts
+):
+    rows = [row for row, _ in requests]
+    contexts = np.array([context for _, context in requests])
+    cost = StepCost(
+        curve, 3 * attention, attention, attention, drafts, captured=CapturedSizes(*captured)
+    )
+    chosen = allot(forest_of(*rows), contexts, cost, Load(decodes=plain)).sizes.tolist()
+
+    def rate(sizes):
+        emitted = len(rows) + plain + sum(sum(r[:n]) for r, n in zip(rows, sizes, strict=True))
+        rows_of = [1 + n for n in sizes]
+        step = StepWork(
+            sum(rows_of) + plain,
+            len(rows) + plain,
+            sum(sizes),
+            float(contexts.sum()),
+            float(contexts @ rows_of),
+            0.0,
+        )
+        return emitted / cost.predict(step)
+
+    best = max(rate(sizes) for sizes in product(*(range(len(r) + 1) for r in rows)))
+    assert rate(chosen) == pytest.approx(best, rel=1e-5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(probabilities, min_size=1, max_size=5),
+    curves,
+    st.integers(0, 20),
+    st.integers(0, 3) | st.just(500),
+)
+def test_without_graphs_nothing_changes(rows, curve, decodes, prefill):
+    none = CapturedSizes(GraphTimes(), GraphTimes())
+    costs = StepCost(curve, 1e-3, 1e-3, 2e-3, 0.1), StepCost(curve, 1e-3, 1e-3, 2e-3, 0.1, none)
+    rng = np.random.default_rng(len(rows))
+    for _ in range(5):
+        step = work(decodes + 1, int(rng.integers(0, 20)))
+        time = float(rng.random() * 50 + 0.1)
+        assert costs[0].observe(step, time, 0.01) == costs[1].observe(step, time, 0.01)
+    assert costs[0].weights.tobytes() == costs[1].weights.tobytes()
+    forest, contexts = forest_of(*rows), np.arange(len(rows)) * 100
+    load = Load(decodes, 77, prefill)
+    one, other = (allot(forest, contexts, cost, load) for cost in costs)
+    assert one.sizes.tolist() == other.sizes.tolist()
+    assert one[2:] == other[2:]

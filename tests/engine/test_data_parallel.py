@@ -1,0 +1,86 @@
+"""Data parallelism: a server's engines are exact, learn each for itself, and end together."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+from vllm import SamplingParams
+
+from lookahead_vllm.draft.cache import file as cache_file
+from tests.support.driving import engine, generate, random_prompts
+from tests.support.ranks import RUNNERS, use_runner
+from tests.support.servers import cores_of, running
+
+ENGINES = 2
+PROMPTS = random_prompts(6, 40, seed=32)
+PARAMETERS: list[dict[str, Any]] = [
+    {"temperature": 0, "max_tokens": 90, "ignore_eos": True},
+    {"temperature": 0.7, "top_p": 0.9, "seed": 3, "max_tokens": 60},
+]
+
+
+def ask(url: str, prompt: list[int], parameters: dict[str, Any], rank: int | None) -> list[int]:
+    """The answer's token ids; `rank` chooses the engine, the server does without."""
+    answer = requests.post(
+        f"{url}/v1/completions",
+        json={"prompt": prompt, "return_token_ids": True, **parameters},
+        headers={} if rank is None else {"X-data-parallel-rank": str(rank)},
+        timeout=60,
+    )
+    answer.raise_for_status()
+    token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
+    return token_ids
+
+
+def by_engine(metrics: str, name: str) -> list[float]:
+    """The sum of a metric of each engine."""
+    sums = [0.0] * ENGINES
+    for rank, value in re.findall(
+        rf'^{name}{{[^}}]*engine="(\d)"[^}}]*}} (\S+)$', metrics, re.MULTILINE
+    ):
+        sums[int(rank)] += float(value)
+    return sums
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_two_engines_answer_as_plain_vllm_and_end_together(
+    llama: Path, tmp_path: Path, runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_runner(runner, monkeypatch)
+    cases = [(prompt, parameters) for parameters in PARAMETERS for prompt in PROMPTS]
+    with engine(llama) as plain:
+        sampling = [SamplingParams(**parameters) for _, parameters in cases]
+        expected = [answer for (answer,) in generate(plain, [case[0] for case in cases], sampling)]
+    cache = tmp_path / "learned.cache"
+    lookahead = {"method": "lookahead", "budget": 8, "cache_path": str(cache), "cache_interval": 0}
+    flags = ("--enforce-eager", "--dtype", "float32", "--attention-backend", "CPU_MLA")
+    flags += ("--max-model-len", "256", "--kv-cache-memory-bytes", "64M")
+    flags += ("--data-parallel-size", str(ENGINES), "--speculative-config", json.dumps(lookahead))
+    log = tmp_path / "log"
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": cores_of(ENGINES)}
+    with running(llama, log, *flags, **environment) as (url, process):
+        own = [i % ENGINES for i in range(len(cases))]
+        for ranks in (own, own, [None] * len(cases)):
+            with ThreadPoolExecutor(4) as pool:
+                answers = pool.map(lambda case, rank: ask(url, *case, rank), cases, ranks)
+            assert list(answers) == expected
+        metrics = requests.get(f"{url}/metrics", timeout=10).text
+        processes = psutil.Process(process.pid).children(recursive=True)
+        assert len(processes) >= ENGINES
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert not psutil.wait_procs(processes, timeout=10)[1]
+    for name in ("nodes_verified", "nodes_accepted"):
+        assert min(by_engine(metrics, f"lookahead_vllm:{name}_total")) > 20, name
+    caches = [cache, cache.with_name(f"{cache.name}.dp1")]
+    assert all(cache_file.count_ngrams(cache_file.load(path)[0]) > 100 for path in caches)
+    assert "Traceback" not in log.read_text()

@@ -1,0 +1,432 @@
+"""Which CUDA graph runs a step under the second runner, in every mode and on several ranks.
+
+`test_graph_replay.py` tests what the graphs of steps with drafts read, `test_graph_cost.py` what
+they cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu import dp_utils, model_runner
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.engine.worker.v2 import gpu_worker, late_drafts, runner
+from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager, sizes_with_drafts
+from lookahead_vllm.engine.worker.v2.gpu_worker import GraphRunner
+from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
+from tests.support import recorded_graphs
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
+MODES = (NONE, PIECEWISE, FULL, DECODE_ONLY, BOTH)
+
+REQUESTS = 16
+LONGEST = 5  # four draft tokens
+SIZES = [1, 2, 4, 8, 16, 24, 32, 40, 48, 96]
+DRAFT_SIZES = [2, 4, 8, 16, 32, 48]
+
+
+@pytest.fixture(autouse=True)
+def _without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded_graphs.enable(monkeypatch)
+
+
+def config_of(mode: CUDAGraphMode) -> Any:
+    return SimpleNamespace(
+        compilation_config=CompilationConfig(
+            mode=CompilationMode.VLLM_COMPILE,
+            cudagraph_mode=mode,
+            cudagraph_capture_sizes=SIZES,
+            max_cudagraph_capture_size=SIZES[-1],
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
+        speculative_config=None,
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+    )
+
+
+def manager_of(
+    mode: CUDAGraphMode, may_branch: bool = True, adapters: list[int] | None = None
+) -> DraftGraphManager:
+    manager = DraftGraphManager(
+        config_of(mode), torch.device("cpu"), mode, decode_query_len=1, lora_capture_cases=adapters
+    )
+    manager.add_draft_graphs(LONGEST, (lambda size: None) if may_branch else None)
+    manager._graphs_captured = True
+    return manager
+
+
+def plain_manager(mode: CUDAGraphMode) -> ModelCudaGraphManager:
+    """Plain vLLM's, without speculative decoding."""
+    manager = ModelCudaGraphManager(config_of(mode), torch.device("cpu"), mode, decode_query_len=1)
+    manager._graphs_captured = True
+    return manager
+
+
+class Step(NamedTuple):
+    """The arguments of the dispatcher, and whether a tree branches."""
+
+    requests: int
+    tokens: int
+    uniform: int | None = None
+    longest: int | None = LONGEST
+    """None for a step with a prompt."""
+    branches: bool = False
+
+
+PLAIN = Step(5, 5, uniform=1)
+CHAINS = Step(3, 7)
+TREES = Step(3, 7, branches=True)
+BESIDE_A_PROMPT = Step(3, 37, longest=None, branches=True)
+TOO_MANY_TOKENS = Step(14, 70, uniform=5, branches=True)
+
+CHOICES: dict[CUDAGraphMode, dict[Step, tuple[CUDAGraphMode, int, bool]]] = {
+    # The mode, the padded tokens, and whether the graph is one for drafts.
+    NONE: {
+        PLAIN: (NONE, 5, False),
+        CHAINS: (NONE, 7, False),
+        TREES: (NONE, 7, False),
+        BESIDE_A_PROMPT: (NONE, 37, False),
+        TOO_MANY_TOKENS: (NONE, 70, False),
+    },
+    PIECEWISE: {
+        PLAIN: (PIECEWISE, 8, False),
+        CHAINS: (PIECEWISE, 8, False),
+        TREES: (PIECEWISE, 8, False),
+        BESIDE_A_PROMPT: (PIECEWISE, 40, False),
+        TOO_MANY_TOKENS: (PIECEWISE, 96, False),
+    },
+    FULL: {  # graphs for any batch
+        PLAIN: (FULL, 8, False),
+        CHAINS: (FULL, 8, False),
+        TREES: (FULL, 8, True),
+        BESIDE_A_PROMPT: (NONE, 37, False),
+        TOO_MANY_TOKENS: (NONE, 70, False),
+    },
+    DECODE_ONLY: {
+        PLAIN: (FULL, 8, False),
+        CHAINS: (FULL, 8, True),
+        TREES: (FULL, 8, True),
+        BESIDE_A_PROMPT: (NONE, 37, False),
+        TOO_MANY_TOKENS: (NONE, 70, False),
+    },
+    BOTH: {
+        PLAIN: (FULL, 8, False),
+        CHAINS: (FULL, 8, True),
+        TREES: (FULL, 8, True),
+        BESIDE_A_PROMPT: (PIECEWISE, 40, False),
+        TOO_MANY_TOKENS: (PIECEWISE, 96, False),
+    },
+}
+
+
+def dispatch(manager: Any, step: Step, adapters: int = 0) -> Any:
+    if isinstance(manager, DraftGraphManager):
+        manager.branches = step.branches
+    return manager.dispatch(
+        step.requests, step.tokens, step.uniform, adapters, max_query_len=step.longest
+    )
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_the_graph_of_a_step(mode: CUDAGraphMode) -> None:
+    manager = manager_of(mode)
+    for step, (graph, tokens, for_drafts) in CHOICES[mode].items():
+        desc = dispatch(manager, step)
+        assert (desc.cg_mode, desc.num_tokens) == (graph, tokens), step
+        assert (desc.max_query_len is not None) is for_drafts, step
+        if graph == FULL:
+            assert desc in manager._capture_descs[FULL] and desc.num_reqs >= step.requests
+    with manager.in_pieces():
+        for step in CHOICES[mode]:
+            assert dispatch(manager, step).cg_mode != FULL
+    # Afterwards everything is as it was.
+    assert dispatch(manager, TREES).cg_mode == CHOICES[mode][TREES][0]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_steps_without_drafts_run_as_in_plain_vllm(mode: CUDAGraphMode) -> None:
+    manager, plain = manager_of(mode), plain_manager(mode)
+    for requests in range(1, REQUESTS + 1):
+        # The bound counts slots that are not in use, too.
+        for longest in (1, LONGEST):
+            decode = Step(requests, requests, uniform=1, longest=longest)
+            assert dispatch(manager, decode) == dispatch(plain, decode)
+    for tokens in range(2, 120):
+        prompt = Step(2, tokens, longest=None)
+        assert dispatch(manager, prompt) == dispatch(plain, prompt)
+    captured, expected = manager._capture_descs, plain._capture_descs
+    for graph in (PIECEWISE, FULL):
+        own = [desc for desc in captured.get(graph, []) if desc.max_query_len is None]
+        assert own == expected.get(graph, [])
+
+
+@pytest.mark.parametrize("mode", (DECODE_ONLY, BOTH), ids=lambda mode: mode.name)
+def test_every_decode_with_drafts_that_fits_has_a_graph(mode: CUDAGraphMode) -> None:
+    manager = manager_of(mode)
+    for requests in range(1, REQUESTS + 1):
+        for tokens in range(requests + 1, LONGEST * requests + 1):
+            uniform = tokens // requests if tokens % requests == 0 else None
+            desc = dispatch(manager, Step(requests, tokens, uniform, branches=True))
+            assert (desc.max_query_len is not None) is (tokens <= DRAFT_SIZES[-1])
+            if desc.max_query_len is not None:
+                assert desc.num_tokens == min(size for size in DRAFT_SIZES if size >= tokens)
+                assert desc.num_reqs == min(REQUESTS, desc.num_tokens) >= requests
+
+
+def test_without_trees_chains_keep_vllms_graphs_for_any_batch() -> None:
+    assert not manager_of(FULL, may_branch=False).captured_tokens().with_drafts
+    assert dispatch(manager_of(FULL, may_branch=False), CHAINS).max_query_len is None
+    assert dispatch(manager_of(BOTH, may_branch=False), CHAINS).max_query_len == LONGEST
+
+
+def test_graphs_for_adapters() -> None:
+    manager = manager_of(BOTH, adapters=[0, 1, 4])
+    for active, captured in ((0, 0), (1, 1), (2, 4), (4, 4)):
+        desc = dispatch(manager, TREES, active)
+        assert (desc.num_tokens, desc.num_active_loras) == (8, captured)
+        assert desc.max_query_len == LONGEST
+
+
+def test_a_few_of_vllms_sizes_get_a_graph_for_drafts() -> None:
+    default = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
+    assert sizes_with_drafts(default, 10_000) == [2, 4, 8, 16, 32, 64, 128, 256, 512]
+    assert sizes_with_drafts(default, 100) == [2, 4, 8, 16, 32, 64, 96]
+    assert sizes_with_drafts([1, 8, 24, 100], 64) == [8, 24]
+    assert sizes_with_drafts([1], 64) == sizes_with_drafts([], 64) == []
+
+
+# ---- several ranks -------------------------------------------------------------------------------
+
+
+def agree(monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode, steps: list[Step]) -> list[Any]:
+    """What each data parallel rank runs when the ranks have these steps."""
+    managers = [manager_of(mode) for _ in steps]
+    votes: list[torch.Tensor] = []
+
+    def run(rank: int, reduce: Callable[[torch.Tensor], None]) -> Any:
+        group = SimpleNamespace(cpu_group=None, cpu_all_reduce_=reduce)
+        monkeypatch.setattr(dp_utils, "get_dp_group", lambda: group)
+        monkeypatch.setattr(dp_utils, "should_skip_dp_coordination", lambda: False)
+        if hasattr(dp_utils, "dist"):  # 0.32
+            dist = SimpleNamespace(all_reduce=lambda tensor, group: reduce(tensor))
+            monkeypatch.setattr(dp_utils, "dist", dist)
+        step = steps[rank]
+        managers[rank].branches = step.branches
+        return dp_utils.dispatch_cg_and_sync_dp(
+            managers[rank],
+            step.requests,
+            step.tokens,
+            step.uniform,
+            len(steps),
+            rank,
+            max_query_len=step.longest,
+        )[0]
+
+    def vote(tensor: torch.Tensor) -> None:
+        votes.append(tensor.clone())
+
+    def add_up(tensor: torch.Tensor) -> None:
+        tensor.copy_(torch.stack(votes).sum(0))
+
+    for rank in range(len(steps)):
+        run(rank, vote)
+    assert len(votes) == len(steps)
+    return [run(rank, add_up) for rank in range(len(steps))]
+
+
+IDLE = Step(1, 1, uniform=1, longest=1)
+
+
+@pytest.mark.parametrize("mode", (NONE, PIECEWISE, DECODE_ONLY, BOTH), ids=lambda mode: mode.name)
+def test_ranks_agree_on_a_graph(monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode) -> None:
+    kinds = (PLAIN, CHAINS, TREES, BESIDE_A_PROMPT, TOO_MANY_TOKENS, IDLE)
+    for first in kinds:
+        for second in kinds:
+            one, other = agree(monkeypatch, mode, [first, second])
+            assert one.cg_mode == other.cg_mode, (first, second)
+            assert (one.max_query_len is None) == (other.max_query_len is None)
+            if one.cg_mode != NONE:
+                assert one.num_tokens == other.num_tokens
+            if one.max_query_len is not None:
+                assert one == other and None not in (first.longest, second.longest)
+    has_graphs = mode in (DECODE_ONLY, BOTH)
+    trees, plain = agree(monkeypatch, mode, [TREES, PLAIN])
+    assert ((trees.max_query_len is not None) is has_graphs and trees == plain) or not has_graphs
+    # An idle rank does not keep the others from their plain graphs.
+    plain, idle = agree(monkeypatch, mode, [PLAIN, IDLE])
+    if has_graphs:
+        assert (plain.cg_mode, plain.num_tokens, plain.max_query_len) == (FULL, 8, None)
+        assert plain == idle
+
+
+# ---- the runner ----------------------------------------------------------------------------------
+
+
+class FakeBase:
+    """What vLLM's runner does about graphs."""
+
+    dp_size = 1
+    pcp_manager = None
+    decode_query_len = LONGEST
+    max_num_reqs = REQUESTS
+    max_model_len = 100
+    device = torch.device("cpu")
+    support: tuple[AttentionCGSupport, str | None] = (AttentionCGSupport.ALWAYS, None)
+    mode = BOTH
+
+    def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False) -> None:
+        builder = SimpleNamespace(trees=None, graph=None)
+        group = SimpleNamespace(get_metadata_builder=lambda index: builder)
+        self.builder, self.attn_groups, self.kv_cache_config = builder, [[group]], kv_cache_config
+        self.cudagraph_manager = model_runner.ModelCudaGraphManager(
+            config_of(self.mode), self.device, self.mode, decode_query_len=self.decode_query_len
+        )
+
+    def _dummy_run(self, num_tokens: int) -> tuple[int, int]:
+        return num_tokens, self.decode_query_len
+
+    def prepare_inputs(self, *args: Any) -> Any:
+        return SimpleNamespace(max_query_len=None)
+
+    def gather_batch_req_state(self, *args: Any) -> Any:
+        return None
+
+
+class Runner(GraphRunner, FakeBase):
+    attention: Any = None
+    vllm_config: Any = None
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    def make(varlen: tuple[str, None] | None = None, branch: bool = True, **settings: Any) -> Any:
+        reason = None if branch else "the test says so"
+        monkeypatch.setattr(runner, "branching_obstacle", lambda *_: reason)
+        monkeypatch.setattr(runner, "kv_movers", lambda *_: ["mover"])
+        check = "get_varlen_cudagraph_unsupported_backend"
+        monkeypatch.setattr(gpu_worker, check, lambda *_: varlen)
+        made: Any = object.__new__(Runner)
+        support = settings.pop("support", Runner.support)
+        made.model_state = SimpleNamespace(get_additional_cg_support=lambda: support)
+        made.compilation_config = SimpleNamespace(static_forward_context={})
+        made.drafter = SimpleNamespace(may_branch=None)
+        made._buffers, made._graph, made._movers = {}, None, []
+        made._drafts, made._dummy_step = late_drafts.NO_DRAFTS, runner.NO_DRAFTS
+        made.is_profiling = settings.pop("is_profiling", False)
+        for name, value in settings.items():
+            setattr(made, name, value)
+        config = SimpleNamespace(kv_cache_groups=[])
+        made.initialize_kv_cache(config, is_profiling=made.is_profiling)
+        return made
+
+    return make
+
+
+def captured_with_drafts(made: Any) -> list[int]:
+    made.cudagraph_manager._graphs_captured = True
+    return list(made.captured_tokens().with_drafts)
+
+
+def test_what_a_runner_captures(make: Callable[..., Any]) -> None:
+    made = make()
+    assert captured_with_drafts(made) == DRAFT_SIZES == list(made._buffers)
+    assert list(made.captured_tokens().without_drafts) == [1, 2, 4, 8, 16]
+    assert made.cudagraph_manager.decode_query_len == 1 and made.decode_query_len == LONGEST
+    assert made._movers == ["mover"] and made.drafter.may_branch
+    assert model_runner.ModelCudaGraphManager is ModelCudaGraphManager
+    # Chains need no buffers.
+    chains = make(branch=False)
+    assert captured_with_drafts(chains) == DRAFT_SIZES and not chains._buffers
+    # Backends that cannot.
+    for cannot in (
+        make(varlen=("Backend", None)),
+        make(support=(AttentionCGSupport.UNIFORM_BATCH, "Encoder")),
+        make(pcp_manager=object()),
+        make(mode=PIECEWISE),
+    ):
+        assert not captured_with_drafts(cannot) and not cannot._buffers
+        assert cannot.drafter.may_branch
+    # vLLM's profile must not keep its caches.
+    assert make(is_profiling=True)._movers == []
+
+
+def test_engines_that_share_graphs_for_any_batch_verify_chains(make: Callable[..., Any]) -> None:
+    made = make(mode=FULL, dp_size=2)
+    assert not made.drafter.may_branch and not made._movers and not captured_with_drafts(made)
+    assert list(make(mode=FULL)._buffers) == DRAFT_SIZES
+    assert make(mode=BOTH, dp_size=2).drafter.may_branch
+
+
+def test_graphs_for_any_batch_hold_more_tokens_than_requests(make: Callable[..., Any]) -> None:
+    made = make(mode=FULL, max_num_reqs=10)
+    made.cudagraph_manager.max_num_reqs = 10
+    captured_with_drafts(made)
+    assert list(made.captured_tokens().without_drafts) == [1, 2, 4, 8, 16]
+
+
+def test_a_step_tells_the_manager_whether_trees_branch(make: Callable[..., Any]) -> None:
+    made = make(mode=FULL)
+    made.__dict__["_fill_slots"] = lambda scheduled: scheduled
+    for tree, branches in ((DraftTree.from_lists([1, 2], [-1, -1]), True),
+                           (DraftTree.chain([1, 2]), False)):  # fmt: skip
+        made._drafts = late_drafts.Drafts(["a"], DraftForest.of([tree]), np.zeros(1, np.int64))
+        made.gather_batch_req_state(None, False)
+        assert made.cudagraph_manager.branches is branches
+    made._drafts = late_drafts.Drafts(["a"], DraftForest.of([]), np.zeros(1, np.int64))
+    made.schedule_dummy_trees([DraftTree.from_lists([1, 2], [-1, -1])])
+    made.gather_batch_req_state(None, True)
+    assert made.cudagraph_manager.branches
+
+
+def test_an_idle_rank_runs_one_token(make: Callable[..., Any]) -> None:
+    made = make()
+    assert made._dummy_run(1) == (1, 1) and made.decode_query_len == LONGEST
+
+
+def test_only_steps_in_graphs_for_drafts_have_their_bound_and_buffers(
+    make: Callable[..., Any],
+) -> None:
+    made = make()
+    made._scheduled = None
+    for step, bound in ((PLAIN, None), (TREES, LONGEST), (TOO_MANY_TOKENS, None)):
+        made.cudagraph_manager._graphs_captured = True
+        desc = dispatch(made.cudagraph_manager, step)
+        batch = made.prepare_inputs(None, None, desc, 0)
+        assert batch.max_query_len == bound
+        batch.num_tokens_after_padding = desc.num_tokens
+        made._choose_buffers(batch)
+        assert made._graph is (made._buffers[8] if bound else None)
+        made._set_trees(runner.NO_DRAFTS)
+        assert made.builder.graph is made._graph
+
+
+# ---- warming up ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("may_branch", [True, False])
+def test_warming_up_fills_every_slot(may_branch: bool) -> None:
+    drafts = WarmUpDrafts(may_branch)
+    cached = SimpleNamespace(req_ids=["a", "b", "c"], num_computed_tokens=[6, 9, 4])
+    scheduled: Any = SimpleNamespace(
+        scheduled_spec_decode_tokens={"b": [0] * 4, "c": [0], "new": [0]},
+        scheduled_cached_reqs=cached,
+    )
+    found = drafts.grow(scheduled)
+    assert found.req_ids == ["b", "c"] and found.contexts.tolist() == [9, 4]
+    assert found.forest.sizes.tolist() == [4, 1]
+    assert found.forest.branching.tolist() == [may_branch, False]
+    found.forest[0].check(10, 4)
+    assert not drafts.grow(scheduled, {"b"}).forest.branching.any()
+    scheduled.scheduled_spec_decode_tokens = {}
+    assert not drafts.grow(scheduled).req_ids

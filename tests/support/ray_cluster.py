@@ -1,0 +1,138 @@
+"""A Ray cluster of one node on this machine, on which vLLM's engines run on CPUs.
+
+vLLM's Ray executors give each rank a device that Ray counts, and vLLM's CPU platform names none. So
+a platform plugin adds the name, and the node is started with as many devices of that name as there
+are ranks. Nothing else of vLLM or Ray is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+from vllm.platforms.cpu import CpuPlatform
+
+from tests.support.servers import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 60
+END_SECONDS = 30
+
+
+class CountedCpuPlatform(CpuPlatform):
+    """vLLM's CPU platform, with a device that Ray counts."""
+
+    ray_device_key = "GPU"
+
+
+def platform() -> str:
+    """The entry point of vLLM's group `vllm.platform_plugins`."""
+    return f"{__name__}.{CountedCpuPlatform.__name__}"
+
+
+class RayCluster(NamedTuple):
+    """A running cluster."""
+
+    pid: int
+    """Of `ray start`."""
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of vLLM's workers."""
+        return [p for p in _descendants(self.pid) if _is_rank(p)]
+
+    def wait_until_idle(self) -> None:
+        """Wait until no worker of vLLM is left."""
+        deadline = time.monotonic() + END_SECONDS
+        while ranks := self.ranks():
+            assert time.monotonic() < deadline, f"workers go on: {ranks}"
+            time.sleep(0.1)
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    """Ray names a process after its actor, and vLLM then after the rank."""
+    try:
+        title = " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+    return "RayWorker" in title or "VLLM" in title
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+@contextmanager
+def running(folder: Path, patch: pytest.MonkeyPatch, ranks: int = 2) -> Iterator[RayCluster]:
+    """Start a cluster with room for `ranks` workers; engines that start in the block use it.
+
+    Parameters
+    ----------
+    folder
+        An empty folder, for the plugin and the log.
+    patch
+        Sets the environment of this process; undone by the caller.
+    """
+    import ray
+
+    _install_plugin(folder, patch)
+    host, port = ray.util.get_node_ip_address(), free_port()
+    patch.setenv("RAY_ADDRESS", f"{host}:{port}")
+    patch.setenv("VLLM_HOST_IP", host)  # vLLM asks for a node with this name
+    patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # it ends workers if others fill the memory
+    sockets = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a socket's path has at most 107 bytes
+    command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block"]
+    command += [f"--node-ip-address={host}", f"--port={port}", f"--num-gpus={ranks}"]
+    command += [f"--num-cpus={ranks}", "--include-dashboard=false", "--disable-usage-stats"]
+    command += ["--object-store-memory=100000000", f"--temp-dir={sockets}"]
+    log = folder / "ray.log"
+    with log.open("w") as sink:
+        process = subprocess.Popen(command, stdout=sink, stderr=sink, start_new_session=True)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while "Ray runtime started" not in log.read_text():
+            assert process.poll() is None, f"Ray stopped:\n{log.read_text()[-3000:]}"
+            assert time.monotonic() < deadline, f"Ray did not start:\n{log.read_text()[-3000:]}"
+            time.sleep(0.1)
+        yield RayCluster(process.pid)
+    finally:
+        _end(process)
+        shutil.rmtree(sockets, ignore_errors=True)
+
+
+def _install_plugin(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Let all processes of vLLM that start from now on find `platform`."""
+    info = folder / "cpus_on_ray-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cpus-on-ray\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        f"[vllm.platform_plugins]\ncpus_on_ray = {__name__}:{platform.__name__}\n"
+    )
+    for path in (ROOT, folder):
+        patch.syspath_prepend(str(path))  # spawned processes get this one's
+    others = os.environ.get("PYTHONPATH", "")
+    patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), str(ROOT), others])))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End `ray start` and all its processes."""
+    descendants = _descendants(process.pid)
+    process.terminate()
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    for survivor in psutil.wait_procs(descendants, timeout=END_SECONDS)[1]:
+        survivor.kill()

@@ -1,0 +1,241 @@
+"""Stand-ins for the kernels that prepare a step's inputs and commit its output.
+
+They take what vLLM's kernels take. A *slot* is a request's row in the runner's state; `slots` has
+those of the step's requests. Requests of a step have the rows `starts[i]` to `starts[i + 1]`, and
+the logits `first_logits[i]` to `first_logits[i + 1]`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.support.v2_on_cpu.stand_in import Array, Grid, jit, stand_in
+
+
+@stand_in("input_batch._prepare_prefill_inputs_kernel")
+@jit
+def prepare_prefill_inputs(
+    grid: Grid,
+    input_ids: Array,
+    next_tokens: Array,
+    next_stride: int,
+    num_next: int,
+    slots: Array,
+    starts: Array,
+    tokens: Array,
+    tokens_stride: int,
+    prefill_lens: Array,
+    num_computed: Array,
+) -> None:
+    for request in range(grid[0]):
+        slot, start = slots[request], starts[request]
+        length = starts[request + 1] - start
+        end = prefill_lens[slot]
+        if num_computed[slot] >= end:
+            continue
+        first = slot * tokens_stride + num_computed[slot]
+        for i in range(length):
+            input_ids[start + i] = tokens[first + i]
+        for i in range(num_next):
+            is_known = num_computed[slot] + length + i < end
+            next_tokens[i * next_stride + slot] = tokens[first + length + i] if is_known else 0
+
+
+@stand_in("input_batch._prepare_pos_seq_lens_kernel")
+@jit
+def prepare_positions(
+    grid: Grid,
+    positions: Array,
+    seq_lens: Array,
+    slots: Array,
+    starts: Array,
+    num_computed: Array,
+    max_requests: int,
+) -> None:
+    num_requests = grid[0] - 1
+    for request in range(num_requests):
+        start, first = starts[request], num_computed[slots[request]]
+        length = starts[request + 1] - start
+        seq_lens[request] = first + length
+        for i in range(length):
+            positions[start + i] = first + i
+    seq_lens[num_requests:max_requests] = 0
+
+
+@stand_in("input_batch._combine_sampled_and_draft_tokens_kernel")
+@jit
+def combine_sampled_and_draft_tokens(
+    grid: Grid,
+    input_ids: Array,
+    slots: Array,
+    last_sampled: Array,
+    starts: Array,
+    seq_lens: Array,
+    prefill_lens: Array,
+    drafts: Array,
+    drafts_stride: int,
+    first_logits: Array,
+    rows_of_logits: Array,
+    NUM_NEW_SAMPLED_TOKENS: int = 1,
+) -> None:
+    for request in range(grid[0]):
+        slot, end = slots[request], starts[request + 1]
+        first = first_logits[request]
+        num_logits = first_logits[request + 1] - first
+        for i in range(num_logits):
+            rows_of_logits[first + i] = end - num_logits + i
+        if seq_lens[request] <= prefill_lens[slot]:
+            continue
+        is_past_prompt = seq_lens[request] - num_logits >= prefill_lens[slot]
+        if NUM_NEW_SAMPLED_TOKENS > 0 and is_past_prompt:
+            input_ids[end - num_logits] = last_sampled[slot]
+        num_drafts = num_logits - NUM_NEW_SAMPLED_TOKENS
+        for i in range(num_drafts):
+            input_ids[end - num_drafts + i] = drafts[slot * drafts_stride + i]
+
+
+@stand_in("input_batch._expand_idx_mapping_kernel")
+@jit
+def expand_slots(
+    grid: Grid, slots: Array, expanded_slots: Array, offsets: Array, first_logits: Array
+) -> None:
+    for request in range(grid[0]):
+        first = first_logits[request]
+        for i in range(first_logits[request + 1] - first):
+            expanded_slots[first + i] = slots[request]
+            offsets[first + i] = i
+
+
+@stand_in("input_batch._get_num_sampled_and_rejected_kernel")
+@jit
+def count_sampled_and_rejected(
+    grid: Grid,
+    num_sampled: Array,
+    num_rejected: Array,
+    seq_lens: Array,
+    first_logits: Array,
+    slots: Array,
+    prefill_lens: Array,
+) -> None:
+    for request in range(grid[0]):
+        if seq_lens[request] < prefill_lens[slots[request]]:  # a chunk of the prompt
+            num_sampled[request] = 0
+            num_rejected[request] = 0
+        else:
+            num_logits = first_logits[request + 1] - first_logits[request]
+            num_rejected[request] = num_logits - num_sampled[request]
+
+
+@stand_in("input_batch._post_update_kernel")
+def commit(
+    grid: Grid,
+    slots: Array,
+    num_computed: Array,
+    last_sampled: Array,
+    counts: Array | None,
+    counts_stride: int,
+    sampled: Array,
+    sampled_stride: int,
+    num_sampled: Array,
+    num_rejected: Array,
+    starts: Array | None,
+    tokens: Array,
+    tokens_stride: int,
+    total_lens: Array,
+    drafts: Array | None = None,
+    kept_drafts: Array | None = None,
+    num_drafts: int = 0,
+) -> None:
+    """The last three are of 0.33. Negative slots are skipped."""
+    rows = np.flatnonzero(slots[: grid[0]] >= 0)
+    new = (rows, slots, sampled, sampled_stride, num_sampled)
+    _append(*new, tokens, tokens_stride, total_lens, last_sampled)
+    if counts is not None:
+        _count(*new, counts, counts_stride)
+    if starts is None:
+        starts = np.zeros(grid[0] + 1, np.int32)
+    _advance(rows, slots, starts, num_rejected, num_computed)
+    if drafts is not None and kept_drafts is not None and num_drafts > 0:
+        of_rows = drafts[: grid[0] * num_drafts].reshape(grid[0], num_drafts)
+        kept_drafts.reshape(-1, num_drafts)[slots[rows]] = of_rows[rows]
+
+
+@jit
+def _append(
+    rows: Array,
+    slots: Array,
+    sampled: Array,
+    sampled_stride: int,
+    num_sampled: Array,
+    tokens: Array,
+    tokens_stride: int,
+    total_lens: Array,
+    last_sampled: Array,
+) -> None:
+    for row in rows:
+        slot, new = slots[row], num_sampled[row]
+        first = slot * tokens_stride + total_lens[slot]
+        for i in range(new):
+            tokens[first + i] = sampled[row * sampled_stride + i]
+        if new > 0:
+            last_sampled[slot] = sampled[row * sampled_stride + new - 1]
+            total_lens[slot] += new
+
+
+@jit
+def _count(
+    rows: Array,
+    slots: Array,
+    sampled: Array,
+    sampled_stride: int,
+    num_sampled: Array,
+    counts: Array,
+    counts_stride: int,
+) -> None:
+    for row in rows:
+        for i in range(num_sampled[row]):
+            counts[slots[row] * counts_stride + sampled[row * sampled_stride + i]] += 1
+
+
+@jit
+def _advance(
+    rows: Array, slots: Array, starts: Array, num_rejected: Array, num_computed: Array
+) -> None:
+    for row in rows:
+        num_computed[slots[row]] += starts[row + 1] - starts[row] - num_rejected[row]
+
+
+@stand_in("input_batch._post_update_num_computed_tokens_kernel")
+@jit
+def count_computed(grid: Grid, slots: Array, num_computed: Array, starts: Array) -> None:
+    for request in range(grid[0]):
+        num_computed[slots[request]] += starts[request + 1] - starts[request]
+
+
+@stand_in("mm.rope._prepare_rope_positions_kernel")
+@jit
+def prepare_rope_positions(
+    grid: Grid,
+    positions: Array,
+    positions_stride: int,
+    prompt_positions: Array,
+    slot_stride: int,
+    dim_stride: int,
+    deltas: Array,
+    slots: Array,
+    starts: Array,
+    prefill_lens: Array,
+    num_computed: Array,
+    NUM_DIMS: int = 3,
+) -> None:
+    for request in range(grid[0]):
+        slot, start = slots[request], starts[request]
+        first = num_computed[slot]
+        for dim in range(NUM_DIMS):
+            given = slot * slot_stride + dim * dim_stride + first
+            for i in range(starts[request + 1] - start):
+                at = dim * positions_stride + start + i
+                if first < prefill_lens[slot]:
+                    positions[at] = prompt_positions[given + i]
+                else:
+                    positions[at] = first + i + deltas[slot]

@@ -1,0 +1,88 @@
+"""Stand-ins for the kernels of logprobs, those of prompts included."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.support.v2_on_cpu.stand_in import Array, Grid, jit, stand_in
+
+
+@stand_in("sample.logprob._topk_log_softmax_kernel", of_tensors=True)
+def log_softmax_of_ids(
+    grid: Grid,
+    out: torch.Tensor,
+    logits: torch.Tensor,
+    stride: int,
+    ids: torch.Tensor,
+    ids_stride: int,
+    num_ids: int,
+    vocab: int,
+) -> None:
+    values = logits.float()
+    values = values - values.amax(dim=1, keepdim=True)
+    out.copy_(values.gather(1, ids) - values.exp().sum(dim=1, keepdim=True).log())
+
+
+@stand_in("sample.logprob._ranks_kernel", of_tensors=True)
+def count_at_least_as_likely(
+    grid: Grid,
+    ranks: torch.Tensor,
+    logits: torch.Tensor,
+    stride: int,
+    ids: torch.Tensor,
+    vocab: int,
+    BLOCK_SIZE: int,
+) -> None:
+    """A token of -inf also counts what vLLM pads the vocabulary with."""
+    own = logits.gather(1, ids[:, None].long())
+    num_padding = -vocab % BLOCK_SIZE
+    ranks.copy_((logits >= own).sum(dim=1) + num_padding * own[:, 0].isneginf())
+
+
+@stand_in("sample.logprob._fill_logprob_token_ids_kernel")
+@jit
+def choose_ids(
+    grid: Grid,
+    ids: Array,
+    ids_stride: int,
+    is_valid: Array,
+    valid_stride: int,
+    sampled: Array,
+    likeliest: Array,
+    likeliest_stride: int,
+    slots: Array,
+    num_given: Array,
+    given: Array,
+    given_stride: int,
+    NUM_TOPK: int,
+) -> None:
+    """The sampled token, then the request's own tokens or the most likely ones."""
+    for row in range(grid[0]):
+        slot = slots[row]
+        ids[row * ids_stride] = sampled[row]
+        is_valid[row * valid_stride] = True
+        count = num_given[slot] if num_given[slot] > 0 else NUM_TOPK
+        for i in range(count):
+            if num_given[slot] > 0:
+                ids[row * ids_stride + 1 + i] = given[slot * given_stride + i]
+            else:
+                ids[row * ids_stride + 1 + i] = likeliest[row * likeliest_stride + i]
+            is_valid[row * valid_stride + 1 + i] = True
+
+
+@stand_in("sample.prompt_logprob._prompt_logprobs_token_ids_kernel")
+@jit
+def shift_prompt(
+    grid: Grid,
+    ids: Array,
+    starts: Array,
+    slots: Array,
+    num_computed: Array,
+    tokens: Array,
+    tokens_stride: int,
+) -> None:
+    for request in range(grid[0]):
+        first = slots[request] * tokens_stride + num_computed[slots[request]] + 1
+        for i in range(starts[request + 1] - starts[request]):
+            # The row of the last token has no next one and is not used.
+            ids[starts[request] + i] = tokens[min(first + i, tokens.size - 1)]

@@ -1,0 +1,91 @@
+"""The buffers of a captured graph: fixed, filled in one copy, and unused entries have no effect."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
+from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
+from lookahead_vllm.verify.tree_batch import TreeBatch
+from tests.support.attention_cases import PagedAttentionCase, random_tree
+
+IMPLS = [
+    "torch",
+    pytest.param(
+        "triton",
+        marks=pytest.mark.skipif(
+            os.environ.get("TRITON_INTERPRET") != "1",
+            reason="test_paged_attention.py runs it in another process",
+        ),
+    ),
+]
+POISON = 0x7FFFFFF0
+
+
+def case_of(seed: int, sizes: list[int]) -> PagedAttentionCase:
+    rng = np.random.default_rng(seed)
+    trees = [random_tree(rng, size) for size in sizes]
+    contexts = [int(rng.integers(0, 90)) for _ in sizes]
+    return PagedAttentionCase(trees, contexts, head_size=64, seed=seed, gap=2)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_each_step_has_its_own_trees_at_the_same_addresses(impl: str) -> None:
+    fixed = FixedBatch(64, max_requests=8, max_size=40, max_context=1000, device="cpu")
+    fields = ("rows", "starts", "sizes", "contexts", "firsts", "depths", "masks", "tokens")
+    tensors = {name: getattr(fixed.batch, name) for name in fields}
+    addresses = {name: (t.data_ptr(), t.shape) for name, t in tensors.items()}
+    for seed, sizes in enumerate(([7], [33, 2, 2], [2], [3, 9, 2, 2, 5])):
+        case = case_of(seed, sizes)
+        fixed._packed.fill_(POISON)  # what the last step left
+        fixed.fill(case.batch)
+        assert fixed.num_trees == len(sizes)
+        case.paged_batch = fixed.batch
+        case.check(impl)
+        found = {name: getattr(fixed.batch, name) for name in fields}
+        assert {name: (t.data_ptr(), t.shape) for name, t in found.items()} == addresses
+        expected = PagedBatch.build(case.batch)
+        assert torch.equal(fixed.batch.sizes[: len(sizes)], expected.sizes)
+        used = expected.tokens.tolist()
+        assert fixed.batch.tokens.tolist() == used + [-1] * (64 - len(used))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_without_trees_no_row_is_written(impl: str) -> None:
+    case = case_of(0, [4, 4])
+    fixed = FixedBatch(16, max_requests=8, max_size=40, max_context=1000, device="cpu")
+    fixed.fill(case.batch)
+    fixed._packed.fill_(POISON)
+    fixed.fill(None)
+    assert fixed.num_trees == 0
+    assert case.run(impl, fixed.batch).isnan().all()
+    # The smallest graph has no room for a branching tree.
+    smallest = FixedBatch(2, max_requests=8, max_size=40, max_context=1000, device="cpu")
+    assert not len(smallest.batch)
+    assert case.run(impl, smallest.batch).isnan().all()
+
+
+def test_the_expected_number_of_trees_limits_the_splits_only() -> None:
+    for tokens, requests, entries, expected in ((64, 32, 21, 8), (64, 4, 4, 4), (4, 4, 1, 1)):
+        batch = FixedBatch(tokens, requests, max_size=9, max_context=99, device="cpu").batch
+        assert (len(batch), batch.expected_requests) == (entries, expected)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [([2] * 5, 8, 3), ([2, 9], 16, 3), ([5, 5, 5], 16, 3), ([2, 2], 16, 200)],
+    ids=["too many trees", "too large a tree", "too many rows", "too long a context"],
+)
+def test_a_step_that_does_not_fit_is_refused(step: tuple[list[int], int, int]) -> None:
+    sizes, tokens, context = step
+    fixed = FixedBatch(tokens, max_requests=4, max_size=7, max_context=100, device="cpu")
+    trees = [DraftTree.from_lists(range(n), [-1] * n) for n in sizes]
+    starts = np.cumsum([0, *(n + 1 for n in sizes[:-1])])
+    batch = TreeBatch.build(trees, range(len(sizes)), starts, [context] * len(sizes))
+    with pytest.raises(ValueError, match=r"do not fit into buffers of \{'requests'"):
+        fixed.fill(batch)

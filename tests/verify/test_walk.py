@@ -1,0 +1,250 @@
+"""The walk on the device accepts the deepest path that follows the sampled tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.verify.acceptance import accepted_paths
+from lookahead_vllm.verify.walk import Walk, empty_walk, walk, warm_up
+from tests.support.kernels import compiled, compiled_since, reset_kernels
+
+
+class Case(NamedTuple):
+    """The arguments of `walk`, all lists of Python integers."""
+
+    ids: list[int]
+    sampled: list[int]
+    parents: list[int]
+    cu_num_logits: list[int]
+    logits_indices: list[int]
+    width: int
+
+    def tensors(self, wide: bool = False) -> list[Any]:
+        """With `wide`, every tensor that may be int32 or int64 is int64, else int32."""
+        either = torch.int64 if wide else torch.int32
+        dtypes = (either, torch.int64, torch.int32, torch.int32, either)
+        return [
+            *(torch.tensor(part, dtype=d) for part, d in zip(self[:5], dtypes, strict=True)),
+            self.width,
+        ]
+
+
+def random_case(
+    seed: int, num_requests: int = 5, most: int = 9, tokens: int = 3, padding: int = 0
+) -> Case:
+    """Trees over few tokens, so that twins are frequent; each request has tokens before its root.
+
+    With `padding`, there are requests without rows, and rows of no request, behind the others.
+    """
+    rng = np.random.default_rng(seed)
+    parents: list[int] = []
+    indices: list[int] = []
+    firsts = [0]
+    before = 0
+    for _ in range(num_requests):
+        first, size = firsts[-1], int(rng.integers(0, most + 1))
+        parents.append(first)
+        depth_first = rng.random() < 0.5  # half of the trees are deep
+        for node in range(1, size + 1):
+            low = max(0, node - 2) if depth_first else 0
+            parents.append(first + int(rng.integers(low, node)))
+        before += int(rng.integers(0, 3))
+        indices.extend(range(before, before + size + 1))
+        before += size + 1
+        firsts.append(first + size + 1)
+    rows = len(parents) + padding
+    return Case(
+        ids=rng.integers(0, tokens, rows).tolist(),
+        sampled=rng.integers(0, tokens, rows).tolist(),
+        parents=parents + [0] * padding,
+        cu_num_logits=firsts + [firsts[-1]] * padding,
+        logits_indices=indices + [0] * padding,
+        width=most + 1,
+    )
+
+
+def brute_force(case: Case) -> list[list[int]]:
+    """The rows of each request's path: of all paths that match, the longest, then the first."""
+    paths = []
+    for first, end in pairwise(case.cu_num_logits):
+        matching = []
+        for row in range(first, end):
+            path = [row]
+            while path[0] != first:
+                path.insert(0, case.parents[path[0]])
+            steps = pairwise(path)
+            if all(case.ids[below] == case.sampled[above] for above, below in steps):
+                matching.append(path)
+        paths.append(max(matching, key=len, default=[]))
+    return paths
+
+
+def check(case: Case, result: Walk) -> None:
+    """Every part of the result is what the paths of the brute force give."""
+    tokens, num_sampled, order, origins, targets = (part.tolist() for part in result)
+    expected_order = list(range(len(case.ids)))
+    for request, path in enumerate(brute_force(case)):
+        first = case.cu_num_logits[request]
+        emitted = [case.sampled[row] for row in path]
+        assert num_sampled[request] == len(path)
+        assert tokens[request] == emitted + [0] * (case.width - len(path))
+        expected_order[first : first + len(path)] = path
+        root = case.logits_indices[first] if path else 0
+        moves = [(root, root)] * case.width
+        for depth, row in enumerate(path):
+            if case.logits_indices[row] != root + depth:
+                moves[depth] = (case.logits_indices[row], root + depth)
+        assert list(zip(origins[request], targets[request], strict=True)) == moves
+    assert order == expected_order
+
+
+def poisoned(num_rows: int, num_requests: int, width: int) -> Walk:
+    """Buffers that hold the leftovers of another step."""
+    buffers = empty_walk(num_rows, num_requests, width, "cpu")
+    for buffer in buffers:
+        buffer.fill_(-77)
+    return buffers
+
+
+@settings(deadline=None, max_examples=200)  # the first example compiles
+@given(
+    seed=st.integers(0, 2**32),
+    num_requests=st.integers(1, 6),
+    most=st.integers(0, 12),
+    tokens=st.integers(1, 3),
+    padding=st.integers(0, 3),
+    wide=st.booleans(),
+)
+def test_the_deepest_matching_path_is_accepted(
+    seed: int, num_requests: int, most: int, tokens: int, padding: int, wide: bool
+) -> None:
+    case = random_case(seed, num_requests, most, tokens, padding)
+    check(case, walk(*case.tensors(wide)))
+    out = poisoned(len(case.ids), len(case.cu_num_logits) - 1, case.width)
+    assert walk(*case.tensors(wide), out=out) is out
+    check(case, out)
+
+
+def test_twins_never_lose_the_deeper_path() -> None:
+    # root -> 5, 5; the second one continues with 6, 7, the first one with 8.
+    parents = [0, 0, 0, 1, 2, 4]
+    case = Case([9, 5, 5, 8, 6, 7], [5, 6, 6, 1, 7, 3], parents, [0, 6], list(range(10, 16)), 6)
+    result = walk(*case.tensors())
+    check(case, result)
+    assert result.tokens[0, :4].tolist() == [5, 6, 7, 3]
+    assert result.origins.tolist() == [[10, 12, 14, 15, 10, 10]]
+    assert result.targets.tolist() == [[10, 11, 12, 13, 10, 10]]
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_trees_without_twins_have_the_paths_of_accepted_paths(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    trees = []
+    for _ in range(4):
+        parents = [int(rng.integers(-1, node)) for node in range(int(rng.integers(0, 10)))]
+        seen: dict[int, int] = {}
+        tokens = []
+        for parent in parents:  # siblings count up
+            tokens.append(seen.get(parent, 0))
+            seen[parent] = tokens[-1] + 1
+        trees.append(DraftTree.from_lists(tokens, parents))
+    forest = DraftForest.of(trees)
+    firsts = forest.firsts + np.arange(len(trees) + 1)
+    sampled = rng.integers(0, 3, firsts[-1])
+    is_node = np.ones(firsts[-1], np.bool_)
+    is_node[firsts[:-1]] = False
+    expected = accepted_paths(
+        forest, sampled[firsts[:-1]].astype(np.int32), sampled[is_node].astype(np.int32)
+    )
+    ids, parents_of_rows = np.zeros(firsts[-1], np.int32), np.arange(firsts[-1], dtype=np.int32)
+    ids[is_node] = forest.tokens
+    parents_of_rows[is_node] = (forest.parents + 1 + firsts[:-1][forest.owners]).astype(np.int32)
+    result = walk(
+        torch.from_numpy(ids),
+        torch.from_numpy(sampled),
+        torch.from_numpy(parents_of_rows),
+        torch.from_numpy(firsts.astype(np.int32)),
+        torch.arange(len(ids)),
+        1 + int(forest.sizes.max(initial=0)),
+    )
+    for i, path in enumerate(expected):
+        rows = result.order[firsts[i] :][: result.num_sampled[i]]
+        assert (rows[1:] - firsts[i] - 1).tolist() == [node for node in path.tolist() if node >= 0]
+
+
+def test_wrong_arguments_are_refused() -> None:
+    arguments = random_case(0).tensors()
+    rows, requests, width = len(arguments[0]), len(arguments[3]) - 1, arguments[5]
+
+    def changed(place: int, value: Any) -> list[Any]:
+        return [*arguments[:place], value, *arguments[place + 1 :]]
+
+    for place, value, message in (
+        (0, arguments[0].short(), "ids and logits_indices are int32 or int64, not torch.int16"),
+        (1, arguments[1].int(), "sampled is int64, .*, not torch.int32, torch.int32"),
+        (2, arguments[2].long(), "parents and cu_num_logits are int32, not .* torch.int64 and"),
+        (2, arguments[2][1:], "one entry for each logits row"),
+        (5, 0, "width at least 1; got .* and 0"),
+        (5, 1, r"a request has \d+ logits rows, more than the width of 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            walk(*changed(place, value))
+    for name, buffer in (
+        ("tokens", torch.empty(requests, width + 1, dtype=torch.int64)),
+        ("num_sampled", torch.empty(requests, dtype=torch.int64)),
+        ("order", torch.empty(2 * rows, dtype=torch.int64)[::2]),
+    ):
+        out = empty_walk(rows, requests, width, "cpu")._replace(**{name: buffer})
+        with pytest.raises(ValueError, match=rf"out\.{name} is"):
+            walk(*arguments, out=out)
+
+
+def test_steps_compile_nothing_after_the_warm_up() -> None:
+    reset_kernels()
+    warm_up(10, "cpu")
+    at_start = compiled()
+    for wide in (False, True):
+        walk(*random_case(2).tensors(wide))
+    assert not compiled_since(at_start)
+
+
+# ---- capturable ----------------------------------------------------------------------------------
+
+
+class Launches(list[tuple[Any, ...]]):
+    """Replaces a Triton kernel; records the grid and the arguments of each launch."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:  # type: ignore[override]
+        return lambda *args, **kwargs: self.append((grid, args, kwargs))
+
+
+def test_a_walk_on_a_device_only_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meta tensors have no data: whatever read some, or made a shape of it, would raise. So a CUDA
+    graph can contain the call, and the launch is the same for all data."""
+    pytest.importorskip("triton")
+    from lookahead_vllm.verify.gpu import triton_walk
+
+    launches = Launches()
+    monkeypatch.setattr(triton_walk, "_walk", launches)
+    arguments = [*(part.to("meta") for part in random_case(3).tensors()[:5]), 10]
+    result = walk(*arguments)
+    out = empty_walk(len(arguments[0]), 5, 10, "meta")
+    walk(*arguments, out=out)
+    first, second = launches
+    assert {part.device.type for part in result} == {"meta"}
+    assert first[0] == second[0] == (6,)
+    assert all(a is b for a, b in zip(second[1][:5], arguments, strict=False))
+    assert all(a is b for a, b in zip(second[1][5:10], out, strict=True))
+    launches.clear()
+    warm_up(70, "meta")
+    assert {launch[2]["BLOCK"] for launch in launches} == {16, 32, 64, 128}
