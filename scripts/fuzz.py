@@ -8,4 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.fuzz.command_line import main
 
-sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+else:  # an engine's process
+    import tests.support.proposers  # noqa: F401  it registers the tests' proposers

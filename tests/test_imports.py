@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "engine/worker": {
         *("numpy", "torch", "vllm", "llvmlite", "tqdm"),
-        *(DRAFT, f"{VERIFY}.*", f"{ENGINE}.*", f"{ENGINE}.worker.*"),
+        *(DRAFT, VERIFY, f"{ENGINE}.*", f"{ENGINE}.worker.*"),
     },
     "engine/worker/v1": {
         *("numpy", "torch", "vllm", "tqdm"),
@@ -126,7 +126,8 @@ def test_every_folder_is_listed_and_none_may_import_upwards() -> None:
         ("engine/scheduler", "lookahead_vllm.engine.worker.drafter"),
         ("engine/front_end", "lookahead_vllm.engine.scheduler.scheduler"),
         ("engine/worker", "lookahead_vllm.engine.worker.v1.runner"),
-        ("engine/worker/v1", "lookahead_vllm.engine.scheduler.grammar"),
+        ("engine/worker/v1", "lookahead_vllm.engine.worker.v2.runner"),
+        ("engine/worker/v2", "lookahead_vllm.engine.scheduler.late"),
     ],
 )
 def test_a_folder_may_not_import_from_its_neighbours(folder: str, name: str) -> None:

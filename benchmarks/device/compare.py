@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks.command_line import interrupted
 from benchmarks.device import engine, timeline
 from benchmarks.device.engine import Job, Measurement
 from benchmarks.device.options import OptionsError, check, cpu_arguments, is_simulated, parser
@@ -152,6 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check(options)
     except OptionsError as error:
         command_line.error(str(error))
+    from benchmarks.command_line import interrupted  # loads numba, see `step_overhead.measure`
+
     simulation = Simulation(options)
     was_interrupted = interrupted(simulation.run)
     simulation.report()

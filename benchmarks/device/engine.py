@@ -154,7 +154,7 @@ def watch(pieces: HostPieces, core: Any) -> None:
     for name in ("_build_attention_metadata", "prepare_attn"):
         pieces.watch(runner, name, "attention")
     pieces.watch(getattr(runner, "model_state", None), "prepare_attn", "attention")
-    for name in ("back_off", "commit", "draft"):
+    for name in ("back_off", "commit", "grow", "draft"):
         pieces.watch(getattr(runner, "drafter", None), name, "draft")
 
 

@@ -122,8 +122,9 @@ def difference_table(rows: Sequence[Row]) -> str:
             added = row.device_wait_us - base.device_wait_us
             mean = row.device_wait_mean_us - base.device_wait_mean_us
             cells.append(f"{added:+.0f} ({mean:+.0f})")
-        body.append(cells)
-    if not body or not plain:
+        if set(cells[1:]) != {MISSING}:
+            body.append(cells)
+    if not body:
         return ""
     head = ["longer than plain, µs: median (mean)", *(f"batch {size}" for size in sizes)]
     return markdown(head, body)

@@ -88,4 +88,5 @@ def _draw_lanes(axis: Any, measurement: Measurement) -> None:
 
 
 def _bar(axis: Any, lane: int, start: float, end: float, colour: str) -> None:
-    axis.broken_barh([(start, end - start)], (lane - LANE / 2, LANE), facecolors=colour)
+    bottom, edge = lane - LANE / 2, "white" if colour == BUSY else None
+    axis.broken_barh([(start, end - start)], (bottom, LANE), facecolor=colour, edgecolor=edge)

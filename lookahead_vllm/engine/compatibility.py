@@ -21,22 +21,22 @@ class SeamError(RuntimeError):
     """This vLLM release lacks something that lookahead uses; the message names it."""
 
 
-def check(root: Path | None = None, runner: str | None = None) -> None:
+def check(root: Path | None = None, runners: Collection[str] = tuple(BY_RUNNER)) -> None:
     """Compare the seams, and all that `engine/` imports from vLLM, with vLLM's sources.
 
     Parameters
     ----------
     root
         Folder that holds the `vllm` package; the installed one by default.
-    runner : {"v1", "v2"}
-        Leaves out what only the other model runner needs. None: only what both need.
+    runners
+        Those of vLLM's model runners, "v1" and "v2", whose own seams are compared too.
 
     Raises
     ------
     SeamError
         One sentence: the first difference, and what to install.
     """
-    for problem in problems(root, (runner,) if runner else ()):
+    for problem in problems(root, runners):
         raise SeamError(
             f"this lookahead-vllm works with vLLM {' and '.join(SUPPORTED)}, but in the installed "
             f"vLLM {problem}; install vllm=={SUPPORTED[-1]}.* or a lookahead-vllm release made for "

@@ -283,7 +283,7 @@ def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> Non
         )
     from lookahead_vllm.engine import compatibility
 
-    compatibility.check(runner=runner.name)
+    compatibility.check(runners=(runner.name,))
     refusals = _REFUSALS + (_SECOND_RUNNER_REFUSALS if runner is SECOND_RUNNER else ())
     for refusal in refusals:
         if refusal.applies(config):

@@ -5,8 +5,8 @@ from there to all ranks with the step that verifies them. So every rank verifies
 independent of its own timings.
 
 On its way to another process, a message is one byte string, so its arrays are copies. Ray's
-compiled graphs would deliver each array as a read-only view of a shared buffer, and would not send
-the next step before the view is gone; the scheduler and the workers keep trees for longer.
+compiled graphs would deliver each array as a read-only view of a shared buffer: numba would compile
+other kernels for it in the middle of a request, and Ray may wait until the view is gone.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ProposedDrafts(NamedTuple):
     """The smallest probability at which a node pays in a step that also computes a prompt."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _packed(self)
+        return packed(self)
 
 
 class DraftsToVerify(NamedTuple):
@@ -68,7 +68,16 @@ class DraftsToVerify(NamedTuple):
     group."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _packed(self)
+        return packed(self)
+
+
+class Trees(NamedTuple):
+    """Attached to `DraftTokenIds` under late drafting: the trees of the drafts under way."""
+
+    forest: DraftForest
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return packed(self)
 
 
 class LateReport(NamedTuple):
@@ -80,8 +89,9 @@ class LateReport(NamedTuple):
     """Whether drafts pay now, so that slots are worth reserving."""
 
 
-def _packed(message: ProposedDrafts | DraftsToVerify) -> tuple[Any, ...]:
-    """How `message` is pickled: without buffers beside the byte string."""
+def packed(message: tuple[Any, ...]) -> tuple[Any, ...]:
+    """How `message`, a NamedTuple, is pickled: as one byte string. Arrays in buffers beside it would
+    arrive read-only, and kernels would be compiled anew for these."""
     return _unpacked, (type(message), pickle.dumps(tuple(message), pickle.HIGHEST_PROTOCOL))
 
 
@@ -142,9 +152,7 @@ def compile_recall() -> None:
     recall({"": [0]}, {"": SentDraft(DraftForest.of([DraftTree.chain([0])]), 0, [0])}, {})
 
 
-def attach(
-    carrier: Any, message: ProposedDrafts | DraftsToVerify | LateReport | DraftForest
-) -> None:
+def attach(carrier: Any, message: ProposedDrafts | DraftsToVerify | LateReport | Trees) -> None:
     """Attach `message` to a `ModelRunnerOutput`, a `SchedulerOutput` or a `DraftTokenIds`."""
     setattr(carrier, _ATTRIBUTE, message)
 
@@ -162,14 +170,14 @@ def late_report(model_runner_output: Any) -> LateReport | None:
 def drafts_of(req_ids: Sequence[str], forest: DraftForest) -> DraftTokenIds:
     """The drafts of a step under way, with their trees."""
     drafts = DraftTokenIds(list(req_ids), [tree.tokens.tolist() for tree in forest])
-    attach(drafts, forest)
+    attach(drafts, Trees(forest))
     return drafts
 
 
 def forest_of(drafts: DraftTokenIds) -> DraftForest:
     """The trees of `drafts_of`."""
-    forest: DraftForest = getattr(drafts, _ATTRIBUTE)
-    return forest
+    trees: Trees = getattr(drafts, _ATTRIBUTE)
+    return trees.forest
 
 
 def to_verify(scheduler_output: Any) -> DraftsToVerify:

@@ -172,7 +172,7 @@ def _with_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         from lookahead_vllm.engine import compatibility
 
-        compatibility.check()
+        compatibility.check(runners=())  # the runner is not known yet
         from lookahead_vllm import kernel_folder
         from lookahead_vllm.engine import shutdown
         from lookahead_vllm.engine.front_end import requests

@@ -12,6 +12,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.engine import config, plugin
+from tests.support import v2_on_cpu
 from tests.support.models import save_tiny_model
 
 plugin.register()
@@ -128,9 +129,47 @@ def test_a_wrong_option_stops_start_up(
     assert "\n" not in message
 
 
-def test_the_second_runner_is_not_forced(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+LATE = "lookahead_vllm.engine.scheduler.late.LateDraftScheduler"
+
+
+@pytest.mark.parametrize(
+    ("variable", "asynchronous", "runner"),
+    [
+        (None, None, "v2"),
+        (None, True, "v2"),
+        (None, False, "v1"),
+        ("1", None, "v2"),
+        ("0", None, "v1"),
+        ("1", False, "on vLLM's second model runner; leave out --no-async-scheduling, or unset "),
+        ("0", True, "--async-scheduling was given, but this engine runs vLLM's first model runner"),
+    ],
+)
+def test_the_runner_is_plain_vllms(
+    variable: str | None,
+    asynchronous: bool | None,
+    runner: str,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second one with asynchronous scheduling, else the first one, or a sentence."""
+    if variable is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
+    asked = dict(speculative_config={"method": "lookahead"}, async_scheduling=asynchronous)
+    with v2_on_cpu.enabled():
+        if len(runner) > 2:
+            with pytest.raises(OptionError, match=runner):
+                made(model, **asked)
+            return
+        config = made(model, **asked)
+        assert f".worker.{runner}." in config.parallel_config.worker_cls
+        assert (config.scheduler_config.scheduler_cls == LATE) == (runner == "v2")
+        assert config.scheduler_config.async_scheduling == (runner == "v2")
+        assert config.use_v2_model_runner == (runner == "v2")
+
+
+def test_the_second_runner_needs_triton(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(OptionError, match=r"VLLM_USE_V2_MODEL_RUNNER=1 is set, .* unset it"):
+    with pytest.raises(ValueError, match="Model Runner V2 requires Triton"):
         made(model, speculative_config={"method": "lookahead"})
 
 

@@ -202,6 +202,18 @@ def test_malformed_trees_are_not_verified(llama: Path, caplog: pytest.LogCapture
         assert counters.nodes == 0
 
 
+def test_a_proposer_that_raises_costs_its_step_the_drafts_and_nothing_else(llama: Path) -> None:
+    prompts = random_prompts(4, 30, seed=16)
+    with engine(llama) as plain:
+        vanilla = generate(plain, prompts)
+    record(prompts, vanilla)
+    with engine(llama, {"proposer": "failing", "budget": 16}) as llm:
+        assert generate(llm, prompts) == vanilla
+        counters = drafter_of(llm).counters
+        assert counters.failures > 1
+        assert counters.accepted_nodes > 16
+
+
 def test_no_request_is_padded_with_empty_drafts(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

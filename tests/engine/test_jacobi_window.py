@@ -9,7 +9,14 @@ import pytest
 from vllm import LLM, SamplingParams
 
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
-from tests.support.driving import drafter_of, engine, generate, generate_staggered, random_prompts
+from tests.support.driving import (
+    drafter_of,
+    engine,
+    generate,
+    generate_staggered,
+    learn_last_step,
+    random_prompts,
+)
 from tests.support.lookahead_decoding import tokens_by_step
 
 pytestmark = pytest.mark.usefixtures("runner")
@@ -78,6 +85,7 @@ def test_every_step_equals_that_of_the_papers_algorithms(
             for name, params in (("greedy", GREEDY), ("seeded", SEEDED)):
                 emitted.clear()
                 assert generate(llm, PROMPTS, params) == vanilla[name]
+                learn_last_step(llm)
                 assert list(emitted.values()) == expected[i, name], (options, name)
 
 

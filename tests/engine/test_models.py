@@ -22,7 +22,11 @@ from tests.support.driving import (
 from tests.support.models import TINY, WANDERING, save_config
 from tests.support.proposers import record
 
-pytestmark = pytest.mark.usefixtures("runner")
+ON_V2 = (
+    *("llama", "mixtral", "qwen2_vl_positions", "gemma3_alternating", "gpt_oss_sinks"),
+    *("bloom_alibi", "deepseek_v2_latent"),
+)
+"""One of each kind of attention and positions; the fuzzer draws all models on both runners."""
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 TRIE = {"proposer": "ngram_trie", "budget": 16}
@@ -53,7 +57,12 @@ def vanilla_answers(model: Path) -> list[list[list[int]]]:
     return answers
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    ("runner", "name"),
+    [*(("v1", name) for name in TINY), *(("v2", name) for name in ON_V2)],
+    indirect=["runner"],
+)
+@pytest.mark.usefixtures("runner")
 def test_every_architecture_gives_plain_vllms_output(name: str, tmp_path: Path) -> None:
     """In a batch of 16 with staggered arrivals, and alone; trees branch and KV slots move."""
     model = save_config(name, tmp_path)

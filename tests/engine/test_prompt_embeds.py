@@ -11,6 +11,7 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.inputs import EmbedsPrompt, TokensPrompt
 
+from lookahead_vllm.draft.tree import DraftForest
 from tests.support.driving import drafter_of, engine, random_prompts, runner_of
 from tests.support.proposers import Recorder, record
 
@@ -56,15 +57,15 @@ def test_the_prompt_of_an_earlier_request_in_the_same_row_is_not_drafted(
     drafted: list[int] = []
     with engine(llama, {"budget": 8}, max_num_seqs=1, enable_prompt_embeds=True) as llm:
         drafter = drafter_of(llm)
-        draft = drafter.draft
+        grow = drafter.grow
 
-        def recorded(*args: Any) -> dict[str, list[int]]:
-            drafts = draft(*args)
-            drafted.extend(token for tokens in drafts.values() for token in tokens)
-            return drafts
+        def recorded(*args: Any) -> DraftForest:
+            forest = grow(*args)
+            drafted.extend(forest.tokens.tolist())
+            return forest
 
         answers(llm, [TokensPrompt(prompt_token_ids=prompt)], params[:1])
-        monkeypatch.setattr(drafter, "draft", recorded)
+        monkeypatch.setattr(drafter, "grow", recorded)
         answers(llm, [embedded(llm, random_prompts(1, 40)[0])], params[1:])
     assert drafted
     assert not set(drafted) & set(secret)

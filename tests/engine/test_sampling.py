@@ -9,7 +9,7 @@ import pytest
 from vllm import SamplingParams, TokensPrompt
 
 from tests.support.driving import drafter_of, engine, generate, random_prompts
-from tests.support.processors import NoRepeat
+from tests.support.processors import NoRepeat, NoRepeatOnV2
 from tests.support.proposers import record
 
 pytestmark = pytest.mark.usefixtures("runner")
@@ -45,6 +45,7 @@ def assert_exact(
     prompts: list[list[int]],
     params: list[SamplingParams],
     min_accepted: int = 50,
+    min_branching: int = 25,
     **settings: Any,
 ) -> None:
     """Compare with plain vLLM in one batch, then one by one; at least `min_accepted` nodes each."""
@@ -55,7 +56,7 @@ def assert_exact(
         assert generate(llm, prompts, params) == vanilla
         counters = drafter_of(llm).counters
         assert counters.accepted_nodes > min_accepted
-        assert counters.branching_trees > min_accepted / 2
+        assert counters.branching_trees > min_branching
         before = counters.accepted_nodes
         # One by one: the batch then has no rows of other requests.
         for prompt, one, answer in zip(prompts, params, vanilla, strict=True):
@@ -101,14 +102,16 @@ def test_thinking_budgets_keep_the_output(end: str, llama: Path) -> None:
     assert_exact(llama, [*open_prompts, *closed], params, **WITH_TOKENIZER, **thinking)
 
 
-def test_custom_logits_processors_keep_the_output(llama: Path) -> None:
+def test_custom_logits_processors_keep_the_output(llama: Path, runner: str) -> None:
     params = [
         params_of({} if ban is None else dict(extra_args={"ban": ban}), seed)
         for ban in (None, 1.5, 20.0)
         for seed in (None, 8)
     ]
     prompts = random_prompts(len(params), 30, seed=41)
-    assert_exact(llama, prompts, params, logits_processors=[NoRepeat])
+    # On V2, a processor does not know the parents of a row, so its requests get chains.
+    processor, branching = (NoRepeat, 25) if runner == "v1" else (NoRepeatOnV2, 5)
+    assert_exact(llama, prompts, params, min_branching=branching, logits_processors=[processor])
 
 
 LOGPROBS: list[dict[str, Any]] = [

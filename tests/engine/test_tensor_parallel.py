@@ -9,16 +9,15 @@ import pytest
 
 from lookahead_vllm.draft.cache import file as cache_file
 from tests.support.driving import engine
-from tests.support.ranks import RUNNERS, check_lookahead, plain_answers, use_runner
+from tests.support.ranks import check_lookahead, plain_answers
 from tests.support.servers import cores_of
 
+pytestmark = pytest.mark.usefixtures("runner")
 
-@pytest.fixture(params=RUNNERS)
-def two_ranks(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, Any]:
+
+@pytest.fixture
+def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Engine settings: two ranks with a process and a core each, and an empty cache folder."""
-    use_runner(request.param, monkeypatch)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores_of(2))
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))

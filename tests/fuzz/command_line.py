@@ -25,6 +25,19 @@ ENVIRONMENT = {
 }
 """Defaults, set before vLLM is imported."""
 
+PLANTS = {
+    "mask": (("v1", "v2"), "a wrong bit in a tree's mask"),
+    "namespace": (("v1", "v2"), "one namespace for all requests"),
+    "kv": (("v1",), "KV moved one slot too far"),
+    "generator": (("v1",), "a generator one draw ahead"),
+    "row": (("v1",), "the prompt of the previous request in the same batch row"),
+    "trim-in-place": (("v2",), "the scheduler's own output is trimmed, not a copy"),
+    "short-walk": (("v2",), "the walk that moves KV ends one level above the last token's"),
+    "late-move": (("v2",), "KV moved after the next step's forward pass"),
+    "position": (("v2",), "the nodes' positions one too high"),
+}
+"""Bugs of plant.py: the runners that can have one, and what it does."""
+
 DESCRIPTION = (
     "Send the same random requests to plain vLLM and lookahead until their answers differ."
 )
@@ -40,17 +53,30 @@ to these bits, plain vLLM itself gives another answer in another batch. A differ
 shows too, in one of eight other batches or with one of eight random changes to the last bits of its
 logits, is counted as a tie and not as a mismatch.
 
+On the runner v2, steps are asynchronous, and vLLM's kernels have stand-ins for this CPU. In one
+of eight rounds there, lookahead's engine runs in other processes, and only outputs are compared.
+
 A draft with an n-gram that its request cannot know, because only another namespace has it, is a
 leak. A leak ends the run, too.
 
 examples:
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60 --runner v2
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 20 --runner v2 --mp
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --seed 7 --round 12
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 2 --plant kv
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 2 --runner v2 --plant late-move
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 5 --plant namespace
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 10 --http --ranks 2
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60 --second-runner
 """
+
+
+def _runners(text: str) -> list[str]:
+    runners = ["v1", "v2"] if text == "both" else text.split(",")
+    if not set(runners) <= {"v1", "v2"}:
+        raise argparse.ArgumentTypeError(f"{text!r} is not v1, v2 or v1,v2")
+    return runners
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -59,6 +85,18 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--minutes", type=float, default=5.0, help="duration (default: 5)")
+    add(
+        "--runner",
+        type=_runners,
+        metavar="{v1,v2}",
+        help="vLLM's model runner of both engines; v1,v2 plays them in turn (default: v1,v2 or "
+        "those that the other options allow)",
+    )
+    add(
+        "--mp",
+        action="store_true",
+        help="with --runner v2: lookahead's engine runs in other processes in every round",
+    )
     add("--seed", type=int, help="of all rounds (default: a random one, which is printed)")
     add("--round", type=int, help="play this round only")
     add(
@@ -88,16 +126,26 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--models", help="names from tests/support/models.py (default: all)")
     add(
         "--plant",
-        choices=("mask", "kv", "generator", "namespace", "row"),
-        help="plant a bug in lookahead, to see that it is found: a wrong bit in a tree's mask, "
-        "KV moved one slot too far, a generator one draw ahead, one namespace for all requests, "
-        "the prompt of the previous request in the same batch row",
+        choices=PLANTS,
+        help="plant a bug in lookahead, to see that it is found: "
+        + ", ".join(f"{name} ({about})" for name, (_, about) in PLANTS.items()),
     )
     args = parser.parse_args(argv)
     if args.plant and args.http:
         parser.error("--plant changes engines in this process, not servers; leave --http out")
     if args.second_runner and args.http:
         parser.error("--second-runner is for this process, not for servers; leave --http out")
+    if args.runner and (args.http or args.second_runner):
+        parser.error("--runner is for neither --http nor --second-runner")
+    possible = PLANTS[args.plant][0] if args.plant else ("v1", "v2")
+    if args.second_runner:
+        args.runners = ["second"]
+    else:
+        args.runners = args.runner or (["v1"] if args.http else [*possible])
+        if args.plant and not set(args.runners) <= set(possible):
+            parser.error(f"--plant {args.plant} is for --runner {','.join(possible)}")
+    if args.mp and (args.runner != ["v2"] or args.plant):
+        parser.error("--mp is for --runner v2, and bugs cannot be planted in other processes")
     if args.ranks < 1:
         parser.error(f"--ranks {args.ranks} was given, but a server has 1 or more")
     if args.ranks != 1 and not args.http:
@@ -116,6 +164,8 @@ def repeat_command(seed: int, number: int, args: argparse.Namespace) -> str:
     command += f" --model {args.model}" if args.model else ""
     command += " --http" if args.http else ""
     command += f" --ranks {args.ranks}" if args.ranks != 1 else ""
+    command += f" --runner {','.join(args.runner)}" if args.runner else ""
+    command += " --mp" if args.mp else ""
     command += " --second-runner" if args.second_runner else ""
     command += f" --plant {args.plant}" if args.plant else ""
     return f"\nrepeat it with:\n  {command}\n"
@@ -150,7 +200,9 @@ def play_rounds(
     number = 0 if args.round is None else args.round
     player = Servers(folder, args.model, args.ranks) if args.http else Rounds(folder)
     while args.round is not None or time.monotonic() < deadline:
-        round_ = draw_round(f"{seed}-{number}", models, text, args.http, args.second_runner)
+        runner = args.runners[number % len(args.runners)]
+        processes = False if args.plant else args.mp or None
+        round_ = draw_round(f"{seed}-{number}", models, text, args.http, runner, processes)
         try:
             played = player.compare(round_)
         except Exception:

@@ -78,6 +78,12 @@ class Round:
         Further arguments of the lookahead engine; they must not change its output.
     lookahead
         The speculative config.
+    runner
+        The model runner of vLLM: "v1"; "v2", whose steps are asynchronous; or "second": plain vLLM
+        uses V2 under Triton's interpreter, with synchronous steps, and lookahead uses V1.
+    processes
+        What has a process of its own in the lookahead engine: nothing if "", else "engine" or
+        "engine and worker".
     """
 
     model: str
@@ -86,6 +92,8 @@ class Round:
     lookahead: dict[str, Any]
     requests: list[Request]
     features: set[str]
+    runner: str = "v1"
+    processes: str = ""
 
 
 SCHEMAS: list[dict[str, Any]] = [
@@ -173,7 +181,8 @@ def draw_round(
     models: list[str],
     text: list[int] | None = None,
     http: bool = False,
-    second_runner: bool = False,
+    runner: str = "v1",
+    processes: bool | None = None,
 ) -> Round:
     """Draw the round of this seed; equal arguments give equal rounds.
 
@@ -183,22 +192,28 @@ def draw_round(
         Token ids that prompts are cut from, for a model outside tests/support/models.py.
     http
         Both engines are servers.
-    second_runner
-        Plain vLLM uses its second model runner, whose logits processors have another interface.
+    runner
+        See `Round`.
+    processes
+        Whether lookahead's engine runs in other processes; by default, in every eighth round on V2.
     """
     rng = random.Random(seed)
     model = rng.choice(models)
-    features = {f"model {model}"}
+    features = {f"model {model}", f"runner {runner}"}
     draws = FeatureDraws(rng, features)
     tiny = text is None
-    settings = _draw_settings(draws, model, tiny, http, second_runner)
-    stress = _draw_stress(draws, model, settings, tiny, second_runner)
+    elsewhere = ""
+    if runner == "v2" and (rng.random() < 0.125 if processes is None else processes):
+        elsewhere = rng.choice(["engine", "engine and worker"])
+        features.add(f"other processes: {elsewhere}")
+    settings = _draw_settings(draws, model, tiny, http, runner)
+    stress = _draw_stress(draws, model, settings, tiny, runner == "second")
     lookahead = _draw_lookahead(draws)
     if "lora" in features and "chunked prefill" in features:
         # With LoRA, vLLM reserves room for all drafts.
         per_request = 1 + lookahead["num_speculative_tokens"]
         stress["max_num_batched_tokens"] = stress["max_num_seqs"] * per_request
-    if second_runner and "thinking" in features:
+    if runner == "second" and "thinking" in features:
         features.add("a single thought")
     requests = _draw_requests(draws, text, settings)
     # The HTTP client of over_http.py sends no references.
@@ -209,11 +224,11 @@ def draw_round(
         for request in rng.sample(requests, len(requests) // 2):
             request.features.add("request overrides")
             request.params.setdefault("extra_args", {}).update(_overrides(rng, server))
-    return Round(model, settings, stress, lookahead, requests, features)
+    return Round(model, settings, stress, lookahead, requests, features, runner, elsewhere)
 
 
 def _draw_settings(
-    draws: FeatureDraws, model: str, tiny: bool, http: bool, second_runner: bool
+    draws: FeatureDraws, model: str, tiny: bool, http: bool, runner: str
 ) -> dict[str, Any]:
     """Draw the arguments of both engines."""
     rng, has = draws.rng, draws.has
@@ -224,12 +239,14 @@ def _draw_settings(
         settings["logprobs_mode"] = rng.choice(
             ["raw_logits", "processed_logprobs", "processed_logits"]
         )
-    has("custom_logits_processor", 0.0 if second_runner else 0.25)
+    has("custom_logits_processor", 0.25 if runner == "v1" else 0.0)
     lora = model == "llama" and not http and has("lora", 0.7)
     if lora:
         settings.update(enable_lora=True, max_loras=2, max_lora_rank=8)
     # With LoRA, vLLM's embedding layer cannot embed only some of a step's tokens.
-    if not (http or lora or second_runner) and has("prompt embeddings", 0.35):
+    # And the embeddings of tokens are read from an engine of this process.
+    elsewhere = any(feature.startswith("other processes") for feature in draws.features)
+    if not (http or elsewhere or lora or runner == "second") and has("prompt embeddings", 0.35):
         settings["enable_prompt_embeds"] = True
     if has("structured output", 0.5):
         # Prompt embeddings add a token to the tokenizer, for which guidance has no room.
@@ -238,7 +255,7 @@ def _draw_settings(
         draws.features.add(f"structured output, {backend}")
         settings["structured_outputs_config"] = {"backend": backend}
         # The second runner's grammar masks need a tokenizer no larger than the model's vocabulary.
-        if tiny and not second_runner and has("structured output after reasoning", 0.2):
+        if tiny and runner == "v1" and has("structured output after reasoning", 0.2):
             settings["reasoning_parser"] = "deepseek_r1"
     has("chosen_logprobs", 0.15)
     return settings

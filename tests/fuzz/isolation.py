@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 
 from lookahead_vllm.draft.sources import GRAMMAR, NAMES, WINDOW
 from lookahead_vllm.draft.tree import UNKNOWN, DraftTree
-from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
-from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from tests.fuzz.draw import Request
 
 BEGIN = -2
@@ -36,7 +33,7 @@ class Leak:
 class LeakDetector:
     """Records the drafts of an engine, and the texts that each request may learn from.
 
-    It reads vLLM's runner and the round, never the proposer. A request may learn from its own text,
+    It reads vLLM's runners and the round, no proposer. A request may learn from its own text,
     its references, and all answers of its namespace, including later ones.
 
     Parameters
@@ -74,6 +71,10 @@ class LeakDetector:
         """Append to the request's output."""
         self._roots[request_id] = self._text(request_id)[-1]
         self._outputs.setdefault(request_id, []).extend(tokens)
+
+    def drop_output(self, request_id: str, length: int) -> None:
+        """Drop what follows the first `length` tokens of the output; it will be added again."""
+        del self._outputs.get(request_id, [])[length:]
 
     def add_choices(self, request_id: str, tree: DraftTree, at_root: Any, at_nodes: Any) -> None:
         """Record the tokens that the model chose at a tree's root and nodes."""
@@ -156,46 +157,6 @@ def _learn(known: tuple[Pairs, Pairs], before: list[int], text: list[int]) -> No
     padded = [BEGIN, BEGIN, *before][-2:] + text
     known[0].update(zip(padded[1:], text, strict=False))
     known[1].update(zip(padded, text, strict=False))
-
-
-@contextmanager
-def recorded_drafts(detector: LeakDetector) -> Iterator[None]:
-    """Report the drafts and outputs of the engines in this process to `detector`."""
-    recall, propose = LookaheadRunner._recall, LookaheadRunner.propose_draft_token_ids
-    commit = LookaheadDrafter.commit
-
-    def recalled(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scheduled = recall(self, *args, **kwargs)
-        for row, from_proposer, tree in zip(
-            scheduled.rows.tolist(), scheduled.from_proposer.tolist(), scheduled.forest, strict=True
-        ):
-            detector.add_draft(self.input_batch.req_ids[row], from_proposer, tree)
-        return scheduled
-
-    def proposed(self: Any, scheduled: Any, sampled: list[list[int]], *args: Any, **kw: Any) -> Any:
-        for request_id, tokens in zip(self.input_batch.req_ids, sampled, strict=True):
-            detector.add_output(request_id, tokens)
-        return propose(self, scheduled, sampled, *args, **kw)
-
-    def committed(self: Any, emitted: Any, verified: Any = None) -> None:
-        if verified is not None:
-            firsts = verified.forest.firsts.tolist()
-            for i, request_id in enumerate(verified.request_ids):
-                at_nodes = verified.at_nodes[firsts[i] : firsts[i + 1]]
-                at_root = verified.at_roots[i]
-                detector.add_choices(request_id, verified.forest[i], at_root, at_nodes)
-        commit(self, emitted, verified)
-
-    names = ("_recall", "propose_draft_token_ids")
-    for name, spy in zip(names, (recalled, proposed), strict=True):
-        setattr(LookaheadRunner, name, spy)
-    LookaheadDrafter.commit = committed  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for name, original in zip(names, (recall, propose), strict=True):
-            setattr(LookaheadRunner, name, original)
-        LookaheadDrafter.commit = commit  # type: ignore[method-assign]
 
 
 def request_index(request_id: str) -> int:

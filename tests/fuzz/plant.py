@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
 from lookahead_vllm.engine import request_options
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
+from lookahead_vllm.engine.worker.v2 import sampler as second_sampler
+from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner as SecondRunner
 from lookahead_vllm.verify.cpu.kv_moves import KVMover
+from lookahead_vllm.verify.node_layout import NodeLayout
 from lookahead_vllm.verify.seeded_draws import GeneratorStates
 from lookahead_vllm.verify.tree_batch import TreeBatch
+from lookahead_vllm.verify.walk import Walk
+
+# ---- both runners ----------------------------------------------------------------------------
 
 
 def _wrong_mask_bit(build: Any) -> Any:
@@ -22,6 +29,17 @@ def _wrong_mask_bit(build: Any) -> Any:
         return batch
 
     return wrong
+
+
+def _one_namespace(namespace_of: Any) -> Any:
+    def wrong(*_: Any) -> str | None:
+        namespace: str | None = namespace_of("all", None, None, None)
+        return namespace
+
+    return wrong
+
+
+# ---- the first runner ------------------------------------------------------------------------
 
 
 def _moved_one_too_far(move: Any) -> Any:
@@ -38,14 +56,6 @@ def _one_draw_ahead(generator_after: Any) -> Any:
     return wrong
 
 
-def _one_namespace(namespace_of: Any) -> Any:
-    def wrong(*_: Any) -> str | None:
-        namespace: str | None = namespace_of("all", None, None, None)
-        return namespace
-
-    return wrong
-
-
 def _prompt_of_the_row(follow: Any) -> Any:
     def wrong(self: LookaheadRunner, request_id: str) -> Any:
         batch, params = self.input_batch, self.requests[request_id].sampling_params
@@ -56,26 +66,78 @@ def _prompt_of_the_row(follow: Any) -> Any:
     return wrong
 
 
-BUGS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
-    "mask": (TreeBatch, "build", _wrong_mask_bit),
-    "kv": (KVMover, "move", _moved_one_too_far),
-    "generator": (GeneratorStates, "generator_after", _one_draw_ahead),
-    "namespace": (request_options, "shared_namespace", _one_namespace),
-    "row": (LookaheadRunner, "_follow", _prompt_of_the_row),
+# ---- the second runner -----------------------------------------------------------------------
+
+
+def _trimmed_in_place(fill_slots: Any) -> Any:
+    def wrong(self: SecondRunner, scheduled: Any) -> Any:
+        vars(scheduled).update(vars(fill_slots(self, scheduled)))
+        return scheduled
+
+    return wrong
+
+
+def _one_level_short(walk: Any) -> Any:
+    def wrong(*args: Any) -> Walk:
+        path: Walk = walk(*args)
+        longer = (path.num_sampled > 1).nonzero()[:, 0]
+        last = path.num_sampled[longer].long() - 1
+        for column in (path.origins, path.targets):  # the deepest accepted node stays where it is
+            column[longer, last] = column[longer, 0]
+        return path
+
+    return wrong
+
+
+def _remembered(move: Any) -> Any:
+    def wrong(self: Any, slots: torch.Tensor, path: Walk) -> None:
+        self.late_move = slots.clone(), path, move
+
+    return wrong
+
+
+def _after_the_forward_pass(sample_tokens: Any) -> Any:
+    def wrong(self: Any, *args: Any) -> Any:
+        slots, path, move = vars(self).pop("late_move", (None, None, None))
+        if move is not None:
+            move(self, slots, path)
+        return sample_tokens(self, *args)
+
+    return wrong
+
+
+def _one_too_high(build: Any) -> Any:
+    def wrong(*args: Any) -> NodeLayout:
+        layout: NodeLayout = build(*args)
+        return layout._replace(depths=layout.depths + (layout.depths > 0))
+
+    return wrong
+
+
+Patch = tuple[Any, str, Callable[[Any], Any]]
+"""The object and the attribute that are replaced, and the wrapper of the original."""
+
+BUGS: dict[str, list[Patch]] = {
+    "mask": [(TreeBatch, "build", _wrong_mask_bit)],
+    "namespace": [(request_options, "shared_namespace", _one_namespace)],
+    "kv": [(KVMover, "move", _moved_one_too_far)],
+    "generator": [(GeneratorStates, "generator_after", _one_draw_ahead)],
+    "row": [(LookaheadRunner, "_follow", _prompt_of_the_row)],
+    "trim-in-place": [(SecondRunner, "_fill_slots", _trimmed_in_place)],
+    "short-walk": [(second_sampler, "walk", _one_level_short)],
+    "late-move": [
+        (SecondRunner, "_move", _remembered),
+        (SecondRunner, "sample_tokens", _after_the_forward_pass),
+    ],
+    "position": [(NodeLayout, "build", _one_too_high)],
 }
-"""By name: the object and the attribute that are patched, and the wrapper of the original."""
+"""By name, see `command_line.PLANTS`."""
 
 
 @contextmanager
 def planted(bug: str | None) -> Iterator[None]:
     """Plant this bug in lookahead while the block runs; None plants nothing."""
-    if bug is None:
+    with ExitStack() as stack:
+        for owner, name, wrong in BUGS[bug] if bug else ():
+            stack.enter_context(mock.patch.object(owner, name, wrong(getattr(owner, name))))
         yield
-        return
-    owner, name, wrong = BUGS[bug]
-    original = getattr(owner, name)
-    setattr(owner, name, wrong(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from vllm import LLM, SamplingParams
@@ -23,10 +25,11 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler as SecondSampler
 
 from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.engine.worker.step_recorder import Counters
-from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from tests.fuzz.draw import Request, Round
-from tests.fuzz.isolation import Leak, LeakDetector, recorded_drafts, request_index
-from tests.support import proposers
+from tests.fuzz.isolation import Leak, LeakDetector
+from tests.fuzz.processes import counters_of, engine_elsewhere
+from tests.fuzz.spies import branching_requests, recorded_drafts
+from tests.support import proposers, v2_on_cpu
 from tests.support.driving import drafter_of, engine, runner_of
 from tests.support.models import TINY, WANDERING, save_adapter, save_config
 from tests.support.processors import NoRepeat
@@ -123,7 +126,8 @@ def play(
                 _send(llm, i, requests[i], adapters, references[i] if references else ())
             except (ValueError, VLLMValidationError) as error:
                 replies[i].refused = str(error)
-        for output in core.step():
+        # The process of an engine without requests would never answer.
+        for output in core.step() if core.has_unfinished_requests() else ():
             i = int(output.request_id)
             request, reply = requests[i], replies[i]
             reply.add(output, request.streamed)
@@ -191,6 +195,10 @@ class Rounds:
 
     def compare(self, round_: Round) -> Played:
         """Play the round with both engines; stop at the first difference that is not a tie."""
+        with _on_runner(round_.runner):
+            return self._compare(round_)
+
+    def _compare(self, round_: Round) -> Played:
         with self._engine(round_) as llm:
             plain = play(llm, round_.requests, self._adapters)
         played = self._play_lookahead(round_, plain)
@@ -212,6 +220,13 @@ class Rounds:
         requests = round_.requests
         references = [_references(request, plain) for request in requests]
         proposer = round_.lookahead["proposer"]
+        passes = 2 if proposer in ("ngram_trie", "hybrid") else 1
+        if round_.processes:
+            with self._engine(round_, round_.lookahead, **round_.stress) as llm:
+                for _ in range(passes):
+                    replies = play(llm, requests, self._adapters, references)
+                refused = sum(reply.refused is not None for reply in replies)
+                return Played(replies, counters_of(llm), refused=refused)
         detector = LeakDetector(requests, references, round_.lookahead)
         with (
             counted_preemptions() as preempted,
@@ -219,9 +234,8 @@ class Rounds:
             recorded_drafts(detector),
             self._engine(round_, round_.lookahead, **round_.stress) as llm,
         ):
-            if proposer in ("ngram_trie", "hybrid"):
-                play(llm, requests, self._adapters, references)
-            replies = play(llm, requests, self._adapters, references)
+            for _ in range(passes):
+                replies = play(llm, requests, self._adapters, references)
             refused = sum(reply.refused is not None for reply in replies)
             counters = drafter_of(llm).counters
             played = Played(replies, counters, branching, len(preempted), refused)
@@ -265,8 +279,22 @@ class Rounds:
             folder = self._folder / ("embeddings" if "enable_prompt_embeds" in settings else "ids")
             folder.mkdir(exist_ok=True)
             model = save_tokenizer(save_config(round_.model, folder))
-        with engine(model, lookahead, **{**settings, **stress}) as llm:
+        start: Any = engine
+        if lookahead and round_.processes:
+            start = engine_elsewhere
+            if round_.processes == "engine and worker":
+                stress["distributed_executor_backend"] = "mp"
+        elif lookahead and round_.runner == "second":
+            stress["async_scheduling"] = False  # then it runs on the first runner
+        with start(model, lookahead, **{**settings, **stress}) as llm:
             yield llm
+
+
+def _on_runner(runner: str) -> AbstractContextManager[Any]:
+    """Engines of the block run on this one of vLLM's model runners; see `Round`."""
+    if runner == "v1":
+        return mock.patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER="0")
+    return v2_on_cpu.enabled() if runner == "v2" else nullcontext()
 
 
 def _references(request: Request, replies: Sequence[Reply]) -> list[list[int]]:
@@ -391,22 +419,3 @@ def counted_preemptions() -> Iterator[list[str]]:
         yield preempted
     finally:
         Scheduler._preempt_request = original
-
-
-@contextmanager
-def branching_requests() -> Iterator[set[int]]:
-    """The indices of the requests that have a branching tree verified."""
-    indices: set[int] = set()
-    original = LookaheadRunner._recall
-
-    def recall(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scheduled = original(self, *args, **kwargs)
-        for row in scheduled.rows[scheduled.forest.branching].tolist():
-            indices.add(request_index(self.input_batch.req_ids[row]))
-        return scheduled
-
-    LookaheadRunner._recall = recall  # type: ignore[method-assign]
-    try:
-        yield indices
-    finally:
-        LookaheadRunner._recall = original  # type: ignore[method-assign]

@@ -46,6 +46,10 @@ def engine(model: Path, lookahead: dict[str, Any] | None = None, **kwargs: Any) 
     llm = LLM(model=str(model), **{**settings, **config, **kwargs})
     try:
         yield llm
+        core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+        is_inside = core is not None and hasattr(core.model_executor, "driver_worker")
+        if lookahead and is_inside and lookahead.get("proposer") != "failing":
+            assert not drafter_of(llm).counters.failures, "the proposer raised, see the log"
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
@@ -97,6 +101,12 @@ def generate_staggered(
 
 def runner_of(llm: LLM) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def learn_last_step(llm: LLM) -> None:
+    """Let the proposer learn the last tokens of all; on V2, it does so in the next step."""
+    if (late := getattr(runner_of(llm), "_late", None)) is not None:
+        late.learn()
 
 
 def obstacle_of(llm: LLM) -> str | None:

@@ -172,6 +172,23 @@ class Malformed(TestProposer):
         return DraftTree.chain(list(np.arange(n + 4) % VOCAB))
 
 
+class Failing(AlwaysRight):
+    """Right drafts, but every third step it raises while it learns, every third while it drafts."""
+
+    calls = 0
+
+    def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
+        super().extend(tokens)
+        self.calls += 1
+        if self.calls % 3 == 1:
+            raise RuntimeError("cannot learn")
+
+    def propose(self, limits: Sequence[DraftLimits], load: Load = NO_LOAD) -> list[DraftTree]:
+        if self.calls % 3 == 2:
+            raise RuntimeError("cannot draft")
+        return super().propose(limits, load)
+
+
 PROPOSERS.update(
     hidden_path=f"{__name__}.HiddenPath",
     always_right=f"{__name__}.AlwaysRight",
@@ -179,4 +196,5 @@ PROPOSERS.update(
     planned=f"{__name__}.Planned",
     recorder=f"{__name__}.Recorder",
     malformed=f"{__name__}.Malformed",
+    failing=f"{__name__}.Failing",
 )

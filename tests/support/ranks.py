@@ -57,7 +57,9 @@ def check_lookahead(llm: LLM, plain: Answers) -> None:
     assert llm.collective_rpc(compiled_kernels) == compiled_at_start
     (trees, counters, drafts), (trees_1, counters_1, drafts_1) = rank_0, rank_1
     assert (drafts, drafts_1) == (True, False)
-    assert trees == trees_1 and counters == counters_1
+    assert trees == trees_1
+    # On V2, only the drafting rank learns what was accepted.
+    assert counters == counters_1 or not counters_1["trees"]
     assert sum(branching for _, branching in trees) > 20
     assert counters["moved_tokens"] > 20
 
@@ -65,26 +67,27 @@ def check_lookahead(llm: LLM, plain: Answers) -> None:
 def record_trees(worker: Any) -> None:
     """In a worker: record a digest of the trees of each step, and whether any branches."""
     runner = worker.model_runner
-    original, runner.recorded_trees = runner._recall, []
+    name = "_place" if hasattr(runner, "_late") else "_recall"
+    original, runner.recorded_trees = getattr(runner, name), []
 
-    def recall(*args: Any) -> Any:
-        scheduled = original(*args)
+    def recorded(*args: Any) -> Any:
+        result = original(*args)
+        scheduled = result[0] if isinstance(result, tuple) else result
         forest = scheduled.forest
         if forest.num_nodes:
             arrays = (forest.tokens, forest.parents, forest.firsts, scheduled.rows)
             digest = hashlib.sha256(b"|".join(array.tobytes() for array in arrays)).hexdigest()
             runner.recorded_trees.append((digest, bool(forest.branching.any())))
-        return scheduled
+        return result
 
-    runner._recall = recall
+    setattr(runner, name, recorded)
 
 
 def set_clock(worker: Any) -> None:
     """In a worker: replace the clock. A node costs nothing on rank 0 and 10 ms on rank 1."""
-    from lookahead_vllm.engine.worker.v1 import runner as runner_module
-
     runner = worker.model_runner
-    proposer, original, now = runner.drafter.proposer, runner._observe_step, 0.0
+    name = "_measure" if hasattr(runner, "_late") else "_observe_step"
+    proposer, original, now = runner.drafter.proposer, getattr(runner, name), 0.0
     assert isinstance(proposer, NoProposer) or proposer.cost is not None, "measured at start"
     if proposer.cost is not None:
         proposer.cost = StepCost(CostCurve([1, 1024], [0.010, 0.011]))
@@ -95,8 +98,8 @@ def set_clock(worker: Any) -> None:
         now += 0.010 * (1 + worker.rank * nodes)
         original(*args)
 
-    runner_module.time = SimpleNamespace(perf_counter=lambda: now)  # type: ignore[attr-defined]
-    runner._observe_step = observe_step
+    original.__globals__["time"] = SimpleNamespace(perf_counter=lambda: now)
+    setattr(runner, name, observe_step)
 
 
 def compiled_kernels(worker: Any) -> Signatures:

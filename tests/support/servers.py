@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import requests
 
-
 START_SECONDS = 600
 """For a server to answer; on a busy machine, each process imports vLLM for a minute."""
 

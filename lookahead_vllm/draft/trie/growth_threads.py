@@ -36,8 +36,8 @@ from lookahead_vllm.draft.trie.growth import MIN_PROBABILITY, Nodes, Texts, Tree
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES, Hashes
 from lookahead_vllm.draft.trie.table import TrieArrays
 
-MIN_SHARED_TREES = 4
-"""Fewer trees are grown by the calling thread alone: waking another one would take longer."""
+MIN_SHARED_TREES = 16
+"""Fewer trees are grown by the calling thread alone: to wake another takes as long as it saves."""
 
 _INITIAL_CAPACITY = 64
 

@@ -12,9 +12,9 @@ from vllm.v1.core.sched.output import GrammarOutput
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine import config, messages, request_options, shutdown, step_report
+from lookahead_vllm.engine.grammar import GrammarTreeWalk, accept_tokens_one_by_one
 from lookahead_vllm.engine.messages import DraftsToVerify
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
-from lookahead_vllm.engine.scheduler.grammar import GrammarTreeWalk, accept_tokens_one_by_one
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -71,7 +71,12 @@ class LateDraftScheduler(AsyncScheduler):
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        is_paused = self._may_pause and self._empty_steps >= PAUSE_AFTER_STEPS
+        is_paused = (
+            self._may_pause
+            and self._empty_steps >= PAUSE_AFTER_STEPS
+            # A grammar may dictate tokens in every step.
+            and not any(request.use_structured_output for request in self.running)
+        )
         for request in self.running:
             request.spec_token_ids = [] if is_paused else self._slots_of(request)
         kept_blocks = self._draft_limiter.cut(self._probs_of, 0.0)

@@ -22,13 +22,13 @@ from lookahead_vllm.engine import (
     shutdown,
     step_report,
 )
-from lookahead_vllm.engine.messages import DraftsToVerify, ProposedDrafts
-from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
-from lookahead_vllm.engine.scheduler.grammar import (
+from lookahead_vllm.engine.grammar import (
     GrammarDraft,
     GrammarTreeWalk,
     accept_tokens_one_by_one,
 )
+from lookahead_vllm.engine.messages import DraftsToVerify, ProposedDrafts
+from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

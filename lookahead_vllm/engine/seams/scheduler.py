@@ -170,7 +170,7 @@ SEAMS = (
         "frees these blocks",
         _BLOCKS,
     ),
-    # Grammars (scheduler/grammar.py).
+    # Grammars (grammar.py).
     Seam(
         "vllm.v1.request",
         "Request",

@@ -16,7 +16,7 @@ SEAMS = (
     Seam(
         "vllm.v1.core.sched.output",
         "NewRequestData",
-        ("req_id", "sampling_params", "prompt_token_ids"),
+        ("req_id", "sampling_params", "prompt_token_ids", "prefill_token_ids"),
         "set",
         "a new request; sampling_params becomes a copy without lookahead's options",
         "custom proposers are notified of new requests",
@@ -41,9 +41,10 @@ SEAMS = (
     Seam(
         "vllm.distributed.parallel_state",
         "GroupCoordinator.broadcast_object",
-        ("obj",),
+        ("obj", "src"),
         "called",
-        "all ranks run the same forward passes when the cost of a step is measured",
+        "all ranks verify the trees of rank 0, and run the same forward passes when the cost of a "
+        "step is measured",
         "vLLM measures the cost of a step",
     ),
     Seam(

@@ -77,6 +77,14 @@ SEAMS = (
         _LATE,
     ),
     Seam(
+        "vllm.v1.worker.lora_model_runner_mixin",
+        "LoRAModelRunnerMixin._set_active_loras",
+        ("prompt_lora_mapping",),
+        "overridden",
+        "gives each row of logits its adapter; called after prepare_inputs",
+        _LATE,
+    ),
+    Seam(
         _RUNNER,
         "GPUModelRunner.prepare_attn",
         ("input_batch",),
@@ -124,10 +132,10 @@ SEAMS = (
             *("req_ids", "num_reqs", "num_scheduled_tokens", "cu_num_logits", "cu_num_logits_np"),
             *("logits_indices", "positions", "input_ids", "has_prefill", "idx_mapping"),
             *("idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos", "seq_lens"),
-            "seq_lens_cpu_upper_bound",
+            *("seq_lens_cpu_upper_bound", "num_computed_tokens_np"),
         ),
         "set",
-        "the rows of a step; the positions of nodes are set",
+        "the rows of a step; the positions of nodes, and exact lengths on the host, are set",
         _TREES,
     ),
     Seam(
@@ -169,6 +177,23 @@ SEAMS = (
         "called",
         "the builders that get the trees",
         _TREES,
+    ),
+    # Copies of grammars, for what they dictate.
+    Seam(
+        "vllm.v1.structured_output.__init__",
+        "StructuredOutputManager",
+        ("grammar_init", "accept_tokens", "clear_backend"),
+        "called",
+        "a second copy of each grammar on the drafting rank, one step ahead of the scheduler's",
+        "the scheduler tells a worker what the grammar dictates",
+    ),
+    Seam(
+        "vllm.v1.request",
+        "Request",
+        ("append_output_token_ids", "use_structured_output", "structured_output_request"),
+        "called",
+        "the text that a grammar's copy has read",
+        "the scheduler tells a worker what the grammar dictates",
     ),
     # Sampling at nodes.
     Seam(
@@ -334,8 +359,8 @@ SEAMS = (
         "",
         ("GPUModelRunner", "ModelCudaGraphManager"),
         "swapped",
-        "our runner class while the worker makes its runner; a manager with graphs for drafts while "
-        "the runner makes it",
+        "our runner class while the worker makes its runner; a manager with graphs for drafts "
+        "while the runner makes it",
         _GRAPHS,
     ),
     Seam(
@@ -388,6 +413,14 @@ SEAMS = (
         ("create_forward_fn",),
         "overridden",
         "announces each graph, so that the builders of metadata use its buffers",
+        _GRAPHS,
+    ),
+    Seam(
+        _GRAPH_MODULE,
+        "CreateForwardFn.__call__",
+        ("desc", "warmup"),
+        "called",
+        "prepares the inputs of a graph",
         _GRAPHS,
     ),
     Seam(
@@ -459,6 +492,22 @@ SEAMS = (
         "called",
         "the same for layers outside of the attention groups",
         _GRAPHS,
+    ),
+    Seam(
+        "vllm.v1.attention.backend",
+        "AttentionCGSupport",
+        ("ALWAYS",),
+        "read",
+        "the same",
+        PUBLIC,
+    ),
+    Seam(
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        ("scheduled_cached_reqs", "scheduled_spec_decode_tokens"),
+        "read",
+        "the made-up requests of vLLM's warm-up, and their slots",
+        _MEASURED,
     ),
     Seam(
         "vllm.v1.core.sched.output",

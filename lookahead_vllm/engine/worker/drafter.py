@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 from llvmlite.binding import ffi
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.proposer import DraftLimits, NoProposer, Proposer, Verified
@@ -21,7 +23,8 @@ from lookahead_vllm.engine.messages import ProposedDrafts, SentDraft
 from lookahead_vllm.engine.request_options import RequestOptions
 from lookahead_vllm.engine.worker.cache import open_cache
 from lookahead_vllm.engine.worker.step_recorder import Counters, StepRecorder
-from lookahead_vllm.verify.acceptance import accepted_paths
+from lookahead_vllm.machine import CPUS_AT_START
+from lookahead_vllm.verify.acceptance import accepted_paths, paths_of_tokens
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
 if TYPE_CHECKING:
@@ -57,7 +60,9 @@ def _compile_kernels() -> None:
     forest.take(zeros, forest.sizes)
     forest.faults(2, forest.sizes)
     TreeBatch.build(forest, zeros, zeros, zeros)
+    forest.cut(forest.sizes, np.ones(1, np.bool_))
     accepted_paths(forest, np.zeros(1, np.int32), np.zeros(2, np.int32))
+    paths_of_tokens(forest, np.zeros((1, 2), np.int64), np.ones(1, np.int32))
 
 
 @dataclass(slots=True)
@@ -102,7 +107,9 @@ class LookaheadDrafter:
                 f"{config.DRAFTER_PATH} was given as a custom_class; "
                 'write {"method": "lookahead"} in --speculative-config instead'
             )
-        self.options = config.options_of(vllm_config)
+        self.options = config.options_of(vllm_config).for_device(
+            current_platform.is_cpu(), len(CPUS_AT_START)
+        )
         self.may_branch = False
         self.is_drafting_rank = vllm_config.parallel_config.rank == 0
         self.proposer: Proposer = NoProposer()
@@ -185,9 +192,10 @@ class LookaheadDrafter:
         if params is not None and params.max_tokens != 1:  # None: a pooling request
             options = self._options.pop(request_id)
             if options.enabled:
-                self.proposer.start(
-                    request_id, prompt, options.namespace, options.references, options.overrides
-                )
+                with self._surviving("begin with a request"):
+                    self.proposer.start(
+                        request_id, prompt, options.namespace, options.references, options.overrides
+                    )
                 remaining = self._max_model_len if params.max_tokens is None else params.max_tokens
                 stop_tokens = {params.eos_token_id, *(params.stop_token_ids or ())}
                 live = LiveRequest(request_id, remaining, frozenset(stop_tokens))
@@ -233,9 +241,10 @@ class LookaheadDrafter:
                 live.remaining = len(burst)  # it ends here
             live.remaining -= len(burst)
             tokens[live.request_id] = burst
-        self.proposer.extend(tokens)
-        if verified is not None:
-            self.proposer.observe(verified)
+        with self._surviving("learn"):
+            self.proposer.extend(tokens)
+            if verified is not None:
+                self.proposer.observe(verified)
 
     def limits_of(self, live: LiveRequest, num_tokens: int) -> DraftLimits | None:
         """Limits of the request's next tree; None if it can have no draft.
@@ -254,9 +263,27 @@ class LookaheadDrafter:
 
         `load` is the step's work besides drafts.
         """
-        forest = DraftForest.of(self.proposer.propose(limits, load))
+        forest = DraftForest.of([EMPTY_TREE] * len(limits))
+        with self._surviving("draft"):
+            grown = DraftForest.of(self.proposer.propose(limits, load))
+            forest = self._checked(grown, limits) if grown.num_nodes else grown
         self.drafted_for = frozenset(limit.request_id for limit in limits)
-        return self._checked(forest, limits) if forest.num_nodes else forest
+        return forest
+
+    @contextmanager
+    def _surviving(self, task: str) -> Iterator[None]:
+        """Let the step go on without drafts if the proposer fails in the block; logged once."""
+        try:
+            yield
+        except Exception as error:
+            self.recorder.counters.failures += 1
+            logger.error_once(
+                "Lookahead: proposer '%s' failed to %s (%s: %s). Such steps have no drafts.",
+                self.options.proposer,
+                task,
+                type(error).__name__,
+                error,
+            )
 
     def draft(self, limits: Sequence[DraftLimits], load: Load) -> dict[str, list[int]]:
         """Grow trees and keep them until they are verified; returns their tokens by request.
@@ -299,7 +326,8 @@ class LookaheadDrafter:
         if live is not None:
             if request_id in self._uncommitted:
                 self.commit([(live, [])])
-            self.proposer.finish(request_id)
+            with self._surviving("end a request"):
+                self.proposer.finish(request_id)
 
     def begin_to_save(self) -> None:
         """Start to save the cache while the last requests run, because the engine will end."""
@@ -321,8 +349,10 @@ class LookaheadDrafter:
                     for tree, limit in zip(forest, limits, strict=True)
                 ]
             )
-        if not self.may_branch and forest.branching.any():
-            forest = forest.cut(forest.sizes, np.ones(len(forest), np.bool_))
+        if forest.branching.any():
+            chains = np.array([not limit.may_branch for limit in limits])
+            if chains.any():
+                forest = forest.cut(forest.sizes, chains)
         return forest
 
     def _tree_or_empty(self, tree: DraftTree, limit: DraftLimits) -> DraftTree:

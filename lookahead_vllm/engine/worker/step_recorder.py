@@ -49,6 +49,8 @@ class Counters:
     accepted_nodes: int = 0
     moved_tokens: int = 0
     refused_trees: int = 0
+    failures: int = 0
+    """Exceptions of the proposer."""
 
 
 class StepRecorder:

@@ -127,7 +127,7 @@ def test_learned_rates_are_the_same_over_many_steps(_shared_calls):
     rng = np.random.default_rng(5)
     proposers = [make(NGramTrieProposer, threads) for threads in THREADS]
     pool = [rng.integers(0, 500, 30).tolist() for _ in range(20)]
-    requests = [f"r{i}" for i in range(16)]
+    requests = [f"r{i}" for i in range(64)]
     for request_id in requests:
         prompt = [token for i in rng.integers(0, 20, 4) for token in pool[i]]
         for proposer in proposers:
@@ -145,7 +145,7 @@ def test_learned_rates_are_the_same_over_many_steps(_shared_calls):
         assert contents(forests[1]) == contents(forests[0]) == contents(forests[2])
         sizes.append(forests[0].num_nodes)
     assert len({tuple(learned(proposer)) for proposer in proposers}) == 1
-    assert np.mean(sizes) > 16 * 4 and len(_shared_calls) > 2 * 120
+    assert np.mean(sizes) > 64 * 4 and len(_shared_calls) > 2 * 120
 
 
 def test_another_process_loads_the_compiled_kernels():

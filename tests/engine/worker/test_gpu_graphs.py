@@ -10,7 +10,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
@@ -297,7 +296,7 @@ class FakeBase:
         return num_tokens, self.decode_query_len
 
     def prepare_inputs(self, *args: Any) -> Any:
-        return SimpleNamespace(max_query_len=None)
+        return SimpleNamespace(max_query_len=None, seq_lens_cpu_upper_bound=torch.zeros(0))
 
     def gather_batch_req_state(self, *args: Any) -> Any:
         return None
@@ -380,10 +379,10 @@ def test_a_step_tells_the_manager_whether_trees_branch(make: Callable[..., Any])
     made.__dict__["_fill_slots"] = lambda scheduled: scheduled
     for tree, branches in ((DraftTree.from_lists([1, 2], [-1, -1]), True),
                            (DraftTree.chain([1, 2]), False)):  # fmt: skip
-        made._drafts = late_drafts.Drafts(["a"], DraftForest.of([tree]), np.zeros(1, np.int64))
+        made._drafts = late_drafts.NO_DRAFTS._replace(forest=DraftForest.of([tree]))
         made.gather_batch_req_state(None, False)
         assert made.cudagraph_manager.branches is branches
-    made._drafts = late_drafts.Drafts(["a"], DraftForest.of([]), np.zeros(1, np.int64))
+    made._drafts = late_drafts.NO_DRAFTS
     made.schedule_dummy_trees([DraftTree.from_lists([1, 2], [-1, -1])])
     made.gather_batch_req_state(None, True)
     assert made.cudagraph_manager.branches

@@ -20,8 +20,8 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.worker import cpu_attention, gpu_attention
+from lookahead_vllm.engine.worker.branching import branching_obstacle
 from lookahead_vllm.engine.worker.v1 import gpu_worker
-from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from lookahead_vllm.verify.cpu.tree_attention import keys_and_values
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
@@ -276,15 +276,15 @@ def test_layers_without_tree_attention_get_chains() -> None:
     ],
 )
 def test_engines_that_verify_no_trees(setting: dict[str, Any], says: str | None) -> None:
-    runner: Any = SimpleNamespace(
-        uses_mrope=setting.get("uses_mrope", False),
-        model_config=SimpleNamespace(is_encoder_decoder=False),
-        vllm_config=SimpleNamespace(kv_transfer_config=setting.get("transfer")),
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(
+            uses_mrope=setting.get("uses_mrope", False), is_encoder_decoder=False
+        ),
+        kv_transfer_config=setting.get("transfer"),
         parallel_config=setting.get("parallel") or ParallelConfig(),
         compilation_config=SimpleNamespace(static_forward_context={}),
-        _attn_group_iterator=lambda: (),
     )
-    obstacle = LookaheadRunner._branching_obstacle(runner)
+    obstacle = branching_obstacle(config, [], gpu_attention)
     assert obstacle is says is None or str(says) in str(obstacle)
 
 

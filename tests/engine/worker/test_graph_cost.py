@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from lookahead_vllm.draft.budget.cost import StepWork
 from lookahead_vllm.engine.worker import step_cost
 from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
+from tests.support import graph_engine, v2_on_cpu
+from tests.support.driving import drafter_of, engine, runner_of
 
 DRAFT_SIZES = [2, 4, 8, 16, 32, 48]
 
@@ -96,3 +99,20 @@ def test_passes_over_drafts_and_over_full_graphs() -> None:
         passes.drafts_in_graph(tokens)
     passes.decode_in_graph(24)
     assert ran == [(2, 1), (8, 4), (48, 16), (16, 16)] and device.max_num_reqs == 16
+
+
+def test_an_engine_times_the_graphs_that_it_has_captured(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = SimpleNamespace(VLLM_CACHE_ROOT=str(tmp_path))
+    monkeypatch.setattr(step_cost, "envs", cache)
+    monkeypatch.setattr(step_cost, "MAX_SECONDS", float("inf"))
+    graph_engine.enable(monkeypatch)
+    with v2_on_cpu.enabled(), engine(llama, {"proposer": "ngram_trie"}) as llm:
+        captured = drafter_of(llm).proposer.cost.captured
+        assert captured.without_drafts.sizes == [1, 2, 4, 8, 16]
+        assert captured.with_drafts.sizes == graph_engine.SIZES[1:]
+        replays = runner_of(llm).replays
+        for for_drafts, sizes in ((False, [1, 2, 4, 8, 16]), (True, graph_engine.SIZES[1:])):
+            ran = [tokens for tokens, drafts, _ in replays if drafts is for_drafts]
+            assert sorted(set(ran)) == sizes and len(ran) == 4 * len(sizes)

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends import flash_attn
@@ -30,8 +32,10 @@ from lookahead_vllm.engine.worker.tree_rows import GraphBuffers
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.gpu_worker import GraphRunner
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
-from tests.support import recorded_graphs
+from tests.support import driving, graph_engine, recorded_graphs, v2_on_cpu
 from tests.support.attention_cases import random_tree
+from tests.support.driving import random_prompts
+from tests.support.proposers import record
 from tests.support.recorded_graphs import launch
 
 REQUESTS, LONGEST, TOKENS = 8, 7, 32
@@ -376,6 +380,10 @@ def test_every_step_of_a_size_replays_its_graph(engine: Engine) -> None:
         assert tensors_of(metadata) == tensors_of(captured), "a tensor has moved"
         assert values_of(metadata) == values_of(captured)
         assert metadata.max_seq_len <= captured.max_seq_len
+        # vLLM's kernel spends no time on the contexts of trees.
+        own = metadata.trees
+        count = int(step.step.forest.branching.sum())
+        assert torch.equal(metadata.seq_lens[own.rows[:count].long()], own.sizes[:count])
         _, expected = step.run(eager)
         for one, other in zip(rows, expected, strict=True):
             assert one.isfinite().all()
@@ -426,3 +434,34 @@ def test_every_graph_has_its_buffers(engine: Engine) -> None:
     assert list(buffers) == engine.manager.captured_tokens().with_drafts
     for size, graph in buffers.items():
         assert isinstance(graph, GraphBuffers) and len(graph.trees.batch.depths) == size
+
+
+@pytest.mark.parametrize("proposer", ["hidden_path", "always_right"])
+def test_an_engine_whose_graphs_are_replayed_gives_the_same_tokens(
+    proposer: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = random_prompts(7, 50, seed=11)
+    params = [
+        SamplingParams(
+            temperature=0.9 * (i % 2), seed=i, max_tokens=40, ignore_eos=True, detokenize=False
+        )
+        for i in range(len(prompts))
+    ]
+    with v2_on_cpu.enabled():
+        with driving.engine(llama) as plain:
+            vanilla = driving.generate(plain, prompts, params)
+            staggered = driving.generate_staggered(plain, prompts)
+        record(prompts, vanilla)
+        with monkeypatch.context() as patch:
+            graph_engine.enable(patch)
+            with driving.engine(llama, {"proposer": proposer, "budget": 8}) as llm:
+                assert driving.generate(llm, prompts, params) == vanilla
+                runner = driving.runner_of(llm)
+                with_drafts = [replay for replay in runner.replays if replay[1]]
+                assert len(with_drafts) > 2
+                branches = proposer == "hidden_path"
+                assert any(trees > 1 for *_, trees in with_drafts) is branches
+                assert (driving.drafter_of(llm).counters.moved_tokens > 20) is branches
+                assert driving.generate_staggered(llm, prompts) == staggered
+                # Steps without drafts have vLLM's graphs.
+                assert any(not replay[1] for replay in runner.replays)

@@ -15,6 +15,7 @@ from vllm.config import CUDAGraphMode
 from lookahead_vllm.draft.budget.cost import CostCurve
 from lookahead_vllm.engine.worker import step_cost
 from lookahead_vllm.engine.worker.step_cost import BATCHES, Batch
+from lookahead_vllm.engine.worker.v1.forward_passes import RunnerPasses
 from tests.support.driving import drafter_of, engine, generate, random_prompts, runner_of
 
 AUTO = {"proposer": "ngram_trie"}
@@ -33,12 +34,20 @@ def _timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes are made, and take 10 ms, 0.1 more for each token, 1 µs for each token that a row
     attends to; a graph of the whole model saves 3 ms."""
 
+    last: dict[str, Any] = {}
+    original = RunnerPasses._run
+
+    def note(self: RunnerPasses, num_tokens: int, **options: Any) -> None:
+        last.clear()
+        last.update(num_tokens=num_tokens, **options)
+        original(self, num_tokens, **options)
+
     def time_of(run: Any) -> float:
         run()
-        _, num_tokens = run.args
-        pass_ = 0.007 if run.keywords.get("uniform_decode") else 0.010
-        return pass_ + num_tokens * (1e-4 + 1e-6 * (run.keywords["profile_seq_lens"] - 1))
+        pass_ = 0.007 if last.get("uniform_decode") else 0.010
+        return pass_ + last["num_tokens"] * (1e-4 + 1e-6 * (last["profile_seq_lens"] - 1))
 
+    monkeypatch.setattr(RunnerPasses, "_run", note)
     monkeypatch.setattr(step_cost, "_fastest", time_of)
 
 
@@ -87,7 +96,8 @@ def test_an_engine_measures_once(llama: Path, kept: Path, measured: list[dict[st
     assert facts["times"] == pytest.approx([0.010 + 1e-4 * size for size in facts["sizes"]])
     assert facts["causal"] == pytest.approx(1e-6, rel=0.1)
     assert facts["trees"] == pytest.approx(1e-6, rel=0.1)
-    assert facts["context"] == pytest.approx(0, abs=1e-6) and facts["drafts"] == 0
+    assert facts["context"] == pytest.approx(0, abs=1e-6)
+    assert facts["graphs_without_drafts"] == facts["graphs_with_drafts"] == [[], []]
 
     with engine(llama, AUTO, max_num_seqs=8):
         pass
@@ -100,7 +110,8 @@ def test_an_engine_measures_once(llama: Path, kept: Path, measured: list[dict[st
         "",
         "[1, 2]",
         "{}",
-        '{"sizes": [1], "times": [-1], "context": 0, "causal": 0, "trees": 0, "drafts": 0}',
+        '{"sizes": [1], "times": [-1], "graphs_without_drafts": [[], []], '
+        '"graphs_with_drafts": [[], []], "context": 0, "causal": 0, "trees": 0}',
     ],
 )
 def test_a_damaged_file_is_set_aside(
@@ -127,9 +138,15 @@ def test_an_engine_starts_without_a_writable_cache(
         # As it is measured where steps without drafts have graphs of the whole model.
         runner = runner_of(llm)
         monkeypatch.setattr(runner.compilation_config, "cudagraph_mode", CUDAGraphMode.FULL)
+        sizes = [1, 2, 4, 8, 16, 24]  # 16 requests at most
+        monkeypatch.setattr(runner.compilation_config, "cudagraph_capture_sizes", sizes)
         facts = step_cost.measure(runner)
         assert facts["sizes"] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
-        assert facts["drafts"] == pytest.approx(0.003)
+        assert facts["times"] == pytest.approx([0.010 + 1e-4 * size for size in facts["sizes"]])
+        captured, times = facts["graphs_without_drafts"]
+        assert captured == sizes[:-1]
+        assert times == pytest.approx([0.007 + 1e-4 * size for size in captured])
+        assert facts["graphs_with_drafts"] == [[], []]
 
 
 def test_a_source_tree_has_a_version_too(
@@ -191,12 +208,3 @@ def test_attention_is_separated_from_the_forward_pass() -> None:
     chains = [(b, seconds(b)) for b in BATCHES if not b.trees]
     assert step_cost._fit(curve, chains, 1000)[2] == pytest.approx(1e-6, rel=1e-3)
     assert step_cost._fit(curve, [], 1000) == (0, 0, 0)
-
-
-def test_steps_without_drafts_are_timed_by_graphs_of_the_whole_model() -> None:
-    in_pieces = {1: 0.005, 2: 0.0052, 4: 0.0058, 256: 0.02}
-    assert step_cost._without_drafts(in_pieces, {}) == (list(in_pieces.values()), 0.0)
-    times, drafts = step_cost._without_drafts(in_pieces, {1: 0.003, 2: 0.0031, 4: 0.0042})
-    assert drafts == pytest.approx(0.002)
-    assert times == pytest.approx([0.003, 0.0031, 0.0042, 0.018])
-    assert step_cost._without_drafts({1: 0.004}, {1: 0.005}) == ([0.005], 0.0)  # noise

@@ -69,7 +69,7 @@ def _set_has_triton(value: bool) -> None:
     import vllm.config.vllm
 
     vllm.config.vllm.HAS_TRITON = value
-    worker = sys.modules.get("vllm.v1.worker.gpu_worker")
+    worker: Any = sys.modules.get("vllm.v1.worker.gpu_worker")
     if hasattr(worker, "HAS_TRITON"):
         worker.HAS_TRITON = value
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -145,7 +146,7 @@ def combine_sampled_and_draft_tokens(rng: torch.Generator) -> list[torch.Tensor]
         step.slots,
         integers(rng, 0, VOCAB, SLOTS, 1).long(),
         step.starts,
-        step.seq_lens,
+        step.prefill_lens[step.slots] + integers(rng, -1, 4, 6),
         step.prefill_lens,
         integers(rng, 0, VOCAB, SLOTS, 4).long(),
         step.first_logits,
@@ -157,7 +158,7 @@ def combine_sampled_and_draft_tokens(rng: torch.Generator) -> list[torch.Tensor]
 @case("input_batch._expand_idx_mapping_kernel")
 def expand_slots(rng: torch.Generator) -> list[torch.Tensor]:
     step = step_of(rng)
-    rows = int(step.first_logits[-1])
+    rows = step.offsets.shape[0]
     return list(input_batch.expand_idx_mapping(step.slots, rows, step.first_logits, 5))
 
 
@@ -275,16 +276,14 @@ def apply_prompt_embeds(rng: torch.Generator) -> list[torch.Tensor]:
     state.mask_ptrs.gpu.copy_(torch.tensor(addresses, dtype=torch.uint64))
     state.embeds_lens.gpu.copy_(integers(rng, 0, 2, SLOTS) * step.prompt_lens)
     target = torch.randn(99, width, generator=rng)
-    state.apply(_InputBatch(6, step.starts.diff().numpy(), step), step.num_computed, target)
+    batch = SimpleNamespace(
+        num_reqs=6,
+        num_scheduled_tokens=step.starts.diff().numpy(),
+        idx_mapping=step.slots,
+        query_start_loc=step.starts,
+    )
+    state.apply(batch, step.num_computed, target)
     return [target]
-
-
-class _InputBatch:
-    """What `PromptEmbedsState.apply` reads of vLLM's input batch."""
-
-    def __init__(self, num_reqs: int, num_scheduled_tokens: object, step: Step) -> None:
-        self.num_reqs, self.num_scheduled_tokens = num_reqs, num_scheduled_tokens
-        self.idx_mapping, self.query_start_loc = step.slots, step.starts
 
 
 # ---- logits --------------------------------------------------------------------------------------
@@ -403,7 +402,8 @@ def spend_thinking_budgets(rng: torch.Generator) -> list[torch.Tensor]:
     """Two steps, the second with longer texts, or shorter ones after a preemption."""
     step = step_of(rng, vocab=4)
     budgets = integers(rng, -1, 6, SLOTS)
-    markers = [integers(rng, 0, 4, n) for n in integers(rng, 1, 4, 3).tolist()]
+    start, end, forced = (integers(rng, 0, 4, n) for n in integers(rng, 1, 4, 3).tolist())
+    end = start if rng.initial_seed() % 3 == 2 else end
     state = [torch.full((SLOTS,), start, dtype=torch.int32) for start in (-1, -1, 0)]
     results = []
     for total_lens in (step.total_lens, step.total_lens + integers(rng, -2, 4, SLOTS)):
@@ -418,7 +418,9 @@ def spend_thinking_budgets(rng: torch.Generator) -> list[torch.Tensor]:
             step.input_ids,
             step.offsets,
             *state,
-            *markers,
+            start,
+            end,
+            forced,
         )
         results.append(logits)
     return [*results, *state]
@@ -429,8 +431,7 @@ def spend_thinking_budgets(rng: torch.Generator) -> list[torch.Tensor]:
 
 @case("sample.gumbel._temperature_kernel")
 def apply_temperature(rng: torch.Generator) -> list[torch.Tensor]:
-    logits = logits_of(rng, 7)
-    slots = integers(rng, 0, SLOTS, 7)
+    logits, slots = logits_of(rng, 7), integers(rng, 0, SLOTS, 7)
     gumbel.apply_temperature(logits, slots, choice(rng, [0.0, 1.0, 0.7, 1.9], SLOTS))
     return [logits]
 
@@ -495,6 +496,5 @@ def rank(rng: torch.Generator) -> list[torch.Tensor]:
 @case("sample.prompt_logprob._prompt_logprobs_token_ids_kernel")
 def shift_prompt(rng: torch.Generator) -> list[torch.Tensor]:
     step = step_of(rng)
-    texts = step.slots, step.num_computed, step.tokens
-    num_tokens = int(step.starts[-1])
-    return [prompt_logprob.get_prompt_logprobs_token_ids(num_tokens, step.starts, *texts)]
+    texts = step.starts, step.slots, step.num_computed, step.tokens
+    return [prompt_logprob.get_prompt_logprobs_token_ids(int(step.starts[-1]), *texts)]

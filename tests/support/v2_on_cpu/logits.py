@@ -180,10 +180,10 @@ def apply_grammar(
     MASK_STRIDE: int = 1,
 ) -> None:
     """Mask i is for the row `places[i] % MASK_STRIDE` of the request `places[i] // MASK_STRIDE`."""
+    lowest: Any = np.float32(-np.inf)
     if logits.dtype == torch.bfloat16:
-        values, lowest = memory(logits.view(torch.int16)), np.int16(-128)  # the bits of -inf
-    else:
-        values, lowest = memory(logits), np.float32(-np.inf)
+        logits, lowest = logits.view(torch.int16), np.int16(-128)  # the bits of -inf
+    values = memory(logits)
     tables = memory(places), memory(first_logits), memory(masks)
     _mask(grid[0], values, stride, *tables, masks_stride, vocab, MASK_STRIDE, lowest)
 

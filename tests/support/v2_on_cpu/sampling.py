@@ -188,7 +188,9 @@ def _draw_uniforms(state: np.uint32, first: int, uniforms: Array) -> None:
 
 
 @jit
-def _largest_with_noise(logits: Array, uniforms: Array, bounds: Array) -> tuple[int, float]:
+def _largest_with_noise(
+    logits: Array, uniforms: Array, bounds: Array
+) -> tuple[int, np.floating[Any]]:
     """The first largest of logits + Gumbel noise, and its index.
 
     The noise of u is at most -log(u), so at most the negative exponent of u times log(2). Only

@@ -35,12 +35,19 @@ def case_of(seed: int, sizes: list[int]) -> PagedAttentionCase:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_each_step_has_its_own_trees_at_the_same_addresses(impl: str) -> None:
-    fixed = FixedBatch(64, max_requests=8, max_size=40, max_context=1000, device="cpu")
+@pytest.mark.parametrize(
+    ("num_tokens", "steps"),
+    [(64, [[7], [33, 2, 2], [2], [3, 9, 2, 2, 5]]), (16, [[15], [2, 2, 3], [4], [2] * 5])],
+    ids=["one program for a context", "several programs"],
+)
+def test_each_step_has_its_own_trees_at_the_same_addresses(
+    impl: str, num_tokens: int, steps: list[list[int]]
+) -> None:
+    fixed = FixedBatch(num_tokens, max_requests=8, max_size=40, max_context=1000, device="cpu")
     fields = ("rows", "starts", "sizes", "contexts", "firsts", "depths", "masks", "tokens")
     tensors = {name: getattr(fixed.batch, name) for name in fields}
     addresses = {name: (t.data_ptr(), t.shape) for name, t in tensors.items()}
-    for seed, sizes in enumerate(([7], [33, 2, 2], [2], [3, 9, 2, 2, 5])):
+    for seed, sizes in enumerate(steps):
         case = case_of(seed, sizes)
         fixed._packed.fill_(POISON)  # what the last step left
         fixed.fill(case.batch)
@@ -52,7 +59,7 @@ def test_each_step_has_its_own_trees_at_the_same_addresses(impl: str) -> None:
         expected = PagedBatch.build(case.batch)
         assert torch.equal(fixed.batch.sizes[: len(sizes)], expected.sizes)
         used = expected.tokens.tolist()
-        assert fixed.batch.tokens.tolist() == used + [-1] * (64 - len(used))
+        assert fixed.batch.tokens.tolist() == used + [-1] * (num_tokens - len(used))
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -427,7 +427,7 @@ class LookaheadRunner(_Base):
         recorder = self.drafter.recorder
         recorder.count_step(now - last)
         cost = self.drafter.proposer.cost
-        if work is not None and cost is not None and work.tokens <= cost.curve.sizes[-1]:
+        if work is not None and cost is not None:
             recorder.report.costs.append((cost.observe(work, now - last), now - last))
 
     def sample_tokens(self, grammar_output: Any) -> Any:

@@ -38,5 +38,6 @@ class LookaheadCPUWorker(cpu_worker.CPUWorker):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         times = super().compile_or_warm_up_model()
+        self.model_runner.compile_node_kernels()
         self.model_runner.warm_up_drafting()
         return times

@@ -114,7 +114,7 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
                     self._draft_graphs[num_tokens, adapters] = desc
                 first = size + 1
         # The largest one first: it determines the size of the output buffers.
-        descs.sort(key=lambda desc: desc.num_tokens, reverse=True)
+        descs[:] = sorted(descs, key=lambda desc: desc.num_tokens, reverse=True)
         return sizes
 
     def before_capture(self, desc: BatchExecutionDescriptor) -> None:

@@ -22,7 +22,6 @@ from lookahead_vllm.engine.worker.tree_rows import GraphBuffers
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
-from lookahead_vllm.verify import walk
 from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
 
 if TYPE_CHECKING:
@@ -176,8 +175,7 @@ class LookaheadGPUModelRunner(GraphRunner, model_runner.GPUModelRunner):
             for mover in self._movers:
                 first = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
                 mover.move_paths(first, first)
-        walk.warm_up(self.decode_query_len, self.device)
-        self._history.warm_up(self.vocab_size, self.device)
+        self.compile_node_kernels()
 
     def warming_up(self) -> AbstractContextManager[None]:
         """Within it, the requests are vLLM's own: they get drafts, and nothing is learned."""

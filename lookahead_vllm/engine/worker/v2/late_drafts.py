@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.proposer import DraftLimits, Verified
 from lookahead_vllm.draft.tree import UNKNOWN, DraftForest
+from lookahead_vllm.engine.messages import packed
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.engine.worker.drafter import LiveRequest, LookaheadDrafter
+from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
 from lookahead_vllm.verify.acceptance import paths_of_tokens
 
 if TYPE_CHECKING:
@@ -39,9 +42,16 @@ class Drafts(NamedTuple):
     """Their trees, in this order."""
     contexts: Int64s
     """int64 [t]: committed tokens before each root."""
+    from_proposer: NDArray[np.bool_]
+    """bool [t]: which trees are the proposer's; the others were changed by a grammar."""
+    num_tokens: Mapping[str, int]
+    """Prompt and answer of each request of the step that decodes, by request id."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return packed(self)
 
 
-NO_DRAFTS = Drafts((), DraftForest.of([]), np.empty(0, np.int64))
+NO_DRAFTS = Drafts((), DraftForest.of([]), np.empty(0, np.int64), np.empty(0, np.bool_), {})
 
 
 class _Step(NamedTuple):
@@ -80,10 +90,13 @@ class LateDrafts:
     ----------
     drafter
         Holds the proposer.
+    grammars
+        Advanced with the requests.
     """
 
-    def __init__(self, drafter: LookaheadDrafter) -> None:
+    def __init__(self, drafter: LookaheadDrafter, grammars: GrammarCopies) -> None:
         self._drafter = drafter
+        self._grammars = grammars
         self._requests: dict[str, _Request] = {}
         self._steps: deque[_Step] = deque()
         """In order; the newest may still run."""
@@ -103,6 +116,7 @@ class LateDrafts:
         known = self._requests.get(new.req_id)
         if known is None:
             self._requests[new.req_id] = _Request(new)
+            self._grammars.start(new)
             return
         drafter.forget_options(new.req_id)
         self.learn()
@@ -113,6 +127,7 @@ class LateDrafts:
     def finish(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._requests.pop(request_id, None)
+        self._grammars.finish(request_id)
         self._drafter.finish(request_id)
 
     # ---- tokens ----------------------------------------------------------------------------------
@@ -157,8 +172,10 @@ class LateDrafts:
                 request.prompt = None
             else:
                 live = drafter.live(req_id)
-            if live is not None and tokens:
+            # A request that has ended may be in one more step.
+            if live is not None and live.remaining and tokens:
                 emitted.append((live, tokens))
+                self._grammars.advance(req_id, tokens)
         verified = step.verified
         if verified is not None and not self._requests.keys() >= set(verified.request_ids):
             verified = None  # of a request that was aborted, too
@@ -214,7 +231,8 @@ class LateDrafts:
             if request is None:
                 continue
             limit = None
-            if request.prompt is None and num_slots:
+            # The proposer is ahead of a request that repeats tokens.
+            if request.prompt is None and num_slots and not request.num_repeated:
                 live = drafter.live(req_id)
                 if live is not None:
                     limit = drafter.limits_of(live, request.num_tokens)
@@ -228,6 +246,13 @@ class LateDrafts:
         if not limits:
             return NO_DRAFTS
         forest = drafter.grow(limits, Load(decodes, context, prefill))
+        under_grammar = np.array([limit.request_id in self._grammars for limit in limits])
+        if under_grammar.any():
+            completed = [
+                self._grammars.complete(limit, tree) if is_under else tree
+                for limit, tree, is_under in zip(limits, forest, under_grammar, strict=True)
+            ]
+            forest = DraftForest.of(completed)
         if not forest.num_nodes:
             return NO_DRAFTS
         kept = np.flatnonzero(forest.sizes)
@@ -235,7 +260,9 @@ class LateDrafts:
         req_ids = [limits[tree].request_id for tree in kept.tolist()]
         if len(kept) < len(forest):
             forest = forest.take(kept, forest.sizes[kept])
-        return Drafts(req_ids, forest, contexts)
+        requests = ((req_id, self._requests.get(req_id)) for req_id in scheduled)
+        lengths = {i: r.num_tokens for i, r in requests if r is not None and r.prompt is None}
+        return Drafts(req_ids, forest, contexts, ~under_grammar[kept], lengths)
 
     def num_computed(self, req_ids: Sequence[str]) -> Int32s:
         """KV slots before this step's tokens, int32 [r]; right for requests that decode."""

@@ -72,7 +72,7 @@ class NodeHistory:
             if isinstance(processor, _NodePenalties):
                 processor.change(logits, rows)
             elif isinstance(processor, _NodeBadWords):
-                processor.change(logits, rows, max_words=1)
+                processor.change(logits, rows, 1)  # at most one word
         if self._thinking.is_enabled:
             self._thinking.change(logits, rows, slots)
 

@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
 from lookahead_vllm.draft.budget.cost import StepWork
+from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine import messages, patches, step_report
@@ -29,11 +30,13 @@ from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.step_cost import CapturedTokens, step_cost
 from lookahead_vllm.engine.worker.v2 import late_drafts
 from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
+from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
 from lookahead_vllm.engine.worker.v2.late_drafts import Drafts, LateDrafts
 from lookahead_vllm.engine.worker.v2.node_history import NodeHistory
-from lookahead_vllm.engine.worker.v2.node_layout import NodeLayout, compile_layout
 from lookahead_vllm.engine.worker.v2.sampler import NodeSampler, RootSampler, TreeRows
 from lookahead_vllm.engine.worker.v2.speculator import LateSpeculator
+from lookahead_vllm.verify import walk
+from lookahead_vllm.verify.node_layout import NodeLayout, compile_layout
 from lookahead_vllm.verify.walk import Walk
 
 if TYPE_CHECKING:
@@ -67,7 +70,8 @@ class LookaheadRunner(_Base):
         ):
             super().__init__(*args, **kwargs)
         self.drafter = LookaheadDrafter(self.vllm_config)
-        self._late = LateDrafts(self.drafter)
+        self._grammars = GrammarCopies(self.vllm_config)
+        self._late = LateDrafts(self.drafter, self._grammars)
         self._scheduled: SchedulerOutput
         """The scheduler's output of this step, with the slots in use."""
         self._drafts: Drafts = late_drafts.NO_DRAFTS
@@ -77,12 +81,13 @@ class LookaheadRunner(_Base):
         """The drafts of dummy runs."""
         self._verified: Verified | None = None
         """The model's choices in this step, for proposers that want them."""
+        self._num_logits: Int32s | None = None
+        """The rows of logits of each request, until the step's adapters are set."""
         self._report: LateReport | None = None
         self._work: StepWork | None = None
         self._last_launch: float | None = None
         self._movers: list[Any] = []
         """One for each KV cache group, where trees may branch."""
-        compile_layout()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with (
@@ -108,8 +113,14 @@ class LookaheadRunner(_Base):
         layers = self.compilation_config.static_forward_context
         self._movers = kv_movers(layers, self.kv_cache_config.kv_cache_groups, self.attention)
 
+    def compile_node_kernels(self) -> None:
+        """Compile what a step with drafts launches behind the forward pass."""
+        compile_layout()
+        walk.warm_up(self.decode_query_len, self.device)
+        self._history.warm_up(self.vocab_size, self.device)
+
     def warm_up_drafting(self) -> None:
-        """Compile kernels, and measure the cost of a step on this device."""
+        """Measure the cost of a step on this device."""
         if self.drafter.options.budget == "auto":
             cost = step_cost(self)  # every rank takes part
             if self.drafter.is_drafting_rank:
@@ -163,6 +174,7 @@ class LookaheadRunner(_Base):
         It is a copy. In the engine's own process, the scheduler still needs the original.
         """
         self._drafts, self._report = late_drafts.NO_DRAFTS, None
+        self.drafter.drafted_for = frozenset()  # of a step before, whose roots are out of date
         slots = scheduled.scheduled_spec_decode_tokens
         if not slots:
             return scheduled
@@ -214,7 +226,25 @@ class LookaheadRunner(_Base):
     # ---- place -----------------------------------------------------------------------------------
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        return super().prepare_inputs(self._scheduled, *args, **kwargs)
+        batch = super().prepare_inputs(self._scheduled, *args, **kwargs)
+        # vLLM's lengths on the host count the slots of the step before as tokens. Attention that
+        # takes the rows of a draft for a prompt reads the context's length there.
+        upper, num_tokens = batch.seq_lens_cpu_upper_bound.numpy(), self._drafts.num_tokens
+        for row, req_id in enumerate(batch.req_ids if num_tokens else ()):
+            if (tokens := num_tokens.get(req_id)) is not None:
+                batch.num_computed_tokens_np[row] = tokens - 1
+                upper[row] = tokens - 1 + batch.num_scheduled_tokens[row]
+        self._num_logits = np.diff(batch.cu_num_logits_np)
+        return batch
+
+    def _set_active_loras(
+        self, prompt_lora_mapping: tuple[int, ...], *args: Any, **kwargs: Any
+    ) -> None:
+        """Give each row of logits its request's adapter; vLLM's V2 gives each request one row."""
+        num_logits, self._num_logits = self._num_logits, None
+        if num_logits is not None:
+            prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, num_logits).tolist())
+        super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:
         tables, slots = super().prepare_attn(input_batch)  # slots follow linear positions
@@ -249,9 +279,8 @@ class LookaheadRunner(_Base):
         rows = np.array([row_of[req_id] for req_id in drafts.req_ids])
         computed = np.zeros(batch.num_reqs, np.int32)
         computed[rows] = drafts.contexts
-        from_proposer = np.ones(len(rows), np.bool_)
         step = DraftStep.of_scheduled(
-            DraftsToVerify(drafts.req_ids, drafts.forest, from_proposer, {}),
+            DraftsToVerify(drafts.req_ids, drafts.forest, drafts.from_proposer, {}),
             rows,
             batch.num_scheduled_tokens,
             computed,
@@ -317,14 +346,16 @@ class LookaheadRunner(_Base):
         if last is not None and work is not None and not self._scheduled.scheduled_new_reqs:
             drafter.recorder.count_step(now - last)
             cost = drafter.proposer.cost
-            if cost is not None and work.tokens <= cost.curve.sizes[-1]:
+            if cost is not None:
                 drafter.recorder.report.costs.append((cost.observe(work, now - last), now - last))
         if not batch.has_prefill:
             computed = self._late.num_computed(batch.req_ids)
             self._work = self._step.work(batch.num_scheduled_tokens, computed)
 
     def shutdown(self) -> None:
+        self._late.learn()
         self.drafter.shutdown()
+        self._grammars.shutdown()
         super().shutdown()
 
 

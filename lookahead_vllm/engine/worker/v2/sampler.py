@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from lookahead_vllm.engine.worker.v2.node_history import NodeHistory
-from lookahead_vllm.engine.worker.v2.node_layout import NodeLayout
+from lookahead_vllm.verify.node_layout import NodeLayout
 from lookahead_vllm.verify.walk import Walk, walk
 
 Observe = Callable[[torch.Tensor, InputBatch], None]

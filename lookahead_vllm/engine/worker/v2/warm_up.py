@@ -63,4 +63,9 @@ class WarmUpDrafts:
                 parents = [-1, -1, *range(size - 2)][:size]
             trees.append(DraftTree.from_lists([node % 2 for node in range(size)], parents))
         contexts = np.array([computed[req_id] for req_id in req_ids], np.int64)
-        return Drafts(req_ids, DraftForest.of(trees), contexts)
+        return NO_DRAFTS._replace(
+            req_ids=req_ids,
+            forest=DraftForest.of(trees),
+            contexts=contexts,
+            from_proposer=np.ones(len(trees), np.bool_),
+        )

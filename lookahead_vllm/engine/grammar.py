@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 
@@ -71,9 +70,7 @@ class GrammarTreeWalk:
         self._kept: set[int] = set()
         self._free_nodes = max(max_nodes - len(tree), 0)
         self._max_depth = max_depth
-        self._mask: torch.Tensor = manager.backend.allocate_token_bitmask(
-            1 + len(tree) + self._free_nodes
-        )
+        self._mask: Any = manager.backend.allocate_token_bitmask(1 + len(tree) + self._free_nodes)
         self._bits: NDArray[np.int32] = self._mask.numpy()
         self._is_delayed = manager._get_constraint_bounds(request, ()).constraint_start != 0
         """Whether the request may still be reasoning."""

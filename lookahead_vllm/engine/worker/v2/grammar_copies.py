@@ -1,0 +1,98 @@
+"""Copies of the requests' grammars on the drafting rank, for what a grammar dictates.
+
+vLLM keeps grammars in the scheduler's process. Under late drafting, that process learns a step's
+tokens while the next drafts are grown already. So the drafting rank compiles each grammar a second
+time and advances the copy by itself. A copy that is missing, late or wrong costs drafts only: the
+scheduler's grammar makes the masks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from lookahead_vllm.draft.proposer import DraftLimits
+from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.engine.grammar import GrammarTreeWalk, accept_tokens_one_by_one
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import NewRequestData
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class GrammarCopies:
+    """The grammars of live requests; compiled in vLLM's threads."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._config = vllm_config
+        self._manager: StructuredOutputManager | None = None
+        self._requests: dict[str, Request] = {}
+        self._unread: dict[str, list[int]] = {}
+        """Emitted tokens that a grammar has not read, because it is not compiled yet."""
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether the request has a copy that has read all its tokens."""
+        return request_id in self._requests and request_id not in self._unread
+
+    def start(self, new: NewRequestData) -> None:
+        """Begin to compile the request's grammar, if it has one."""
+        params = new.sampling_params
+        if params is None or params.structured_outputs is None:
+            return
+        request = Request(
+            new.req_id, new.prompt_token_ids, params, None, prompt_embeds=new.prompt_embeds
+        )
+        if not request.use_structured_output:
+            return
+        if self._manager is None:
+            accept_tokens_one_by_one()
+            self._manager = StructuredOutputManager(self._config)
+        try:
+            self._manager.grammar_init(request)
+        except Exception as error:  # the scheduler has refused the request already, or will
+            logger.debug("Lookahead: no copy of the grammar of %s: %s", new.req_id, error)
+            return
+        self._requests[new.req_id] = request
+
+    def advance(self, request_id: str, tokens: list[int]) -> None:
+        """Advance a grammar by emitted tokens; a copy that refuses them is dropped."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        structured = request.structured_output_request
+        assert structured is not None and self._manager is not None
+        request.append_output_token_ids(tokens)
+        tokens = self._unread.pop(request_id, []) + tokens
+        if structured.grammar is None:
+            self._unread[request_id] = tokens
+        elif isinstance(structured.grammar, Exception) or not self._manager.accept_tokens(
+            request, tokens
+        ):
+            del self._requests[request_id]
+
+    def complete(self, limits: DraftLimits, tree: DraftTree) -> DraftTree:
+        """The draft without what the grammar forbids, and with what it dictates."""
+        assert self._manager is not None
+        walk = GrammarTreeWalk(
+            self._manager,
+            self._requests[limits.request_id],
+            tree,
+            limits.max_nodes,
+            limits.max_depth,
+        )
+        return walk.run().tree
+
+    def finish(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._requests.pop(request_id, None)
+        self._unread.pop(request_id, None)
+
+    def shutdown(self) -> None:
+        """End the compiler's threads."""
+        if self._manager is not None:
+            self._manager.clear_backend()

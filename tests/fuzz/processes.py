@@ -1,0 +1,74 @@
+"""Lookahead's engine in processes of its own, for rounds that compare outputs only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from vllm import LLM
+
+from lookahead_vllm.engine.worker.step_recorder import Counters
+
+# Their imports register the load format and the proposers in a worker's process, too.
+from tests.support import models as models
+from tests.support import proposers
+from tests.support.driving import engine
+from tests.support.servers import cores_of
+
+
+class WorkerExtension:
+    """vLLM adds this class to that of its workers; the methods are for `collective_rpc`."""
+
+    model_runner: Any
+
+    def record_answers(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[list[int]]]
+    ) -> None:
+        """Record plain vLLM's answers for the proposers of the tests."""
+        proposers.RECORDED.clear()
+        proposers.record(prompts, answers)
+
+    def draft_counters(self) -> dict[str, int]:
+        """The fields of `Counters`."""
+        return vars(self.model_runner.drafter.counters)
+
+
+@contextmanager
+def engine_elsewhere(model: Path, lookahead: dict[str, Any], **settings: Any) -> Iterator[LLM]:
+    """As `driving.engine`, with the engine's core in another process.
+
+    With `distributed_executor_backend="mp"` the worker has one of its own.
+    """
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_CPU_OMP_THREADS_BIND": cores_of(1),
+    }
+    extension = f"{__name__}.{WorkerExtension.__name__}"
+    with (
+        mock.patch.dict(os.environ, environment),
+        engine(
+            model,
+            speculative_config={"method": "lookahead", **lookahead},
+            worker_extension_cls=extension,
+            **settings,
+        ) as llm,
+    ):
+        llm.collective_rpc("record_answers", args=_recorded())
+        yield llm
+        assert not counters_of(llm).failures, "the proposer raised, see the log"
+
+
+def counters_of(llm: LLM) -> Counters:
+    """The counters of an engine of `engine_elsewhere`."""
+    [counters] = llm.collective_rpc("draft_counters")
+    return Counters(**counters)
+
+
+def _recorded() -> tuple[list[list[int]], list[list[list[int]]]]:
+    texts = proposers.RECORDED
+    return [list(prompt) for prompt in texts], list(texts.values())

@@ -1,0 +1,113 @@
+"""Reads the drafts and outputs of the engines in this process, on both of vLLM's model runners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
+from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
+from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
+from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner as SecondRunner
+from tests.fuzz.isolation import LeakDetector, request_index
+
+OnStep = Callable[[Any, Sequence[str]], None]
+"""Called with the `DraftStep` of a step and the ids of the requests of its batch."""
+
+
+@contextmanager
+def _replaced(*replacements: tuple[type, str, Callable[..., Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for owner, name, spy in replacements:
+            stack.enter_context(mock.patch.object(owner, name, spy))
+        yield
+
+
+@contextmanager
+def _steps(on_step: OnStep) -> Iterator[None]:
+    """Call `on_step` with the drafts of every step that verifies some."""
+    recall, place = LookaheadRunner._recall, SecondRunner._place
+
+    def recalled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step = recall(self, *args, **kwargs)
+        on_step(step, self.input_batch.req_ids)
+        return step
+
+    def placed(self: Any, batch: Any, slots: Any) -> Any:
+        step, rows = place(self, batch, slots)
+        on_step(step, batch.req_ids)
+        return step, rows
+
+    with _replaced((LookaheadRunner, "_recall", recalled), (SecondRunner, "_place", placed)):
+        yield
+
+
+@contextmanager
+def branching_requests() -> Iterator[set[int]]:
+    """The indices of the requests that have a branching tree verified."""
+    indices: set[int] = set()
+
+    def add(step: Any, req_ids: Sequence[str]) -> None:
+        for row in step.rows[step.forest.branching].tolist():
+            indices.add(request_index(req_ids[row]))
+
+    with _steps(add):
+        yield indices
+
+
+@contextmanager
+def recorded_drafts(detector: LeakDetector) -> Iterator[None]:
+    """Report the drafts and outputs of the engines in this process to `detector`."""
+    propose, commit = LookaheadRunner.propose_draft_token_ids, LookaheadDrafter.commit
+    learn_from, start = LateDrafts._learn_from, LateDrafts.start
+
+    def add_drafts(step: Any, req_ids: Sequence[str]) -> None:
+        for row, from_proposer, tree in zip(
+            step.rows.tolist(), step.from_proposer.tolist(), step.forest, strict=True
+        ):
+            detector.add_draft(req_ids[row], from_proposer, tree)
+
+    def proposed(self: Any, scheduled: Any, sampled: list[list[int]], *args: Any, **kw: Any) -> Any:
+        for request_id, tokens in zip(self.input_batch.req_ids, sampled, strict=True):
+            detector.add_output(request_id, tokens)
+        return propose(self, scheduled, sampled, *args, **kw)
+
+    def learned(self: Any, step: Any) -> None:
+        output = step.output
+        for request_id, row, count in zip(
+            output.model_runner_output.req_ids,
+            output.sampled_token_ids.tolist(),
+            output.num_sampled_tokens_np.tolist(),
+            strict=True,
+        ):
+            if count and request_id in self._requests:  # else it has ended, or reads its prompt
+                detector.add_output(request_id, row[:count])
+        learn_from(self, step)
+
+    def started(self: Any, new: Any) -> None:
+        start(self, new)
+        # After a preemption, tokens of the last steps may be sampled a second time.
+        prompt = new.prompt_embeds if new.prompt_token_ids is None else new.prompt_token_ids
+        detector.drop_output(new.req_id, len(new.prefill_token_ids) - len(prompt))
+
+    def committed(self: Any, emitted: Any, verified: Any = None) -> None:
+        if verified is not None:
+            firsts = verified.forest.firsts.tolist()
+            for i, request_id in enumerate(verified.request_ids):
+                at_nodes = verified.at_nodes[firsts[i] : firsts[i + 1]]
+                at_root = verified.at_roots[i]
+                detector.add_choices(request_id, verified.forest[i], at_root, at_nodes)
+        commit(self, emitted, verified)
+
+    with (
+        _steps(add_drafts),
+        _replaced(
+            (LookaheadRunner, "propose_draft_token_ids", proposed),
+            (LateDrafts, "_learn_from", learned),
+            (LateDrafts, "start", started),
+            (LookaheadDrafter, "commit", committed),
+        ),
+    ):
+        yield

@@ -1,0 +1,180 @@
+"""V2 on a CPU with captured graphs: the whole model is replayed as it was captured.
+
+A replay runs the model once more with the inputs, the metadata and the forward context of the
+capture, so it sees a step only through vLLM's persistent buffers and `GraphBuffers`. Attention is
+written in torch for the cache layout of GPUs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import forward_context
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.worker.cpu import model_runner
+from vllm.v1.worker.gpu import cudagraph_utils
+
+from lookahead_vllm.engine.worker import gpu_attention
+from lookahead_vllm.engine.worker.v2 import cpu_worker
+from lookahead_vllm.engine.worker.v2.gpu_worker import GraphRunner
+from tests.support import recorded_graphs
+
+SIZES = [1, 2, 4, 8, 16, 32, 64, 128]
+
+
+class _Impl(CPUAttentionBackendImpl):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sliding_window, self.logits_soft_cap = (-1, -1), 0.0
+
+    def do_kv_cache_update(self, *args: Any) -> None:
+        """`forward` writes keys and values, in another layout."""
+
+    def forward(self, layer: Any, query: Any, key: Any, value: Any, kv_cache: torch.Tensor,
+                metadata: Any, output: torch.Tensor, *more: Any) -> torch.Tensor:  # fmt: skip
+        if metadata is None:
+            return output
+        count = metadata.num_actual_tokens
+        slots, size = metadata.slot_mapping[:count], kv_cache.shape[2]
+        used = slots >= 0
+        places = slots[used] // size, slice(None), slots[used] % size
+        kv_cache[places] = torch.cat([key[:count][used], value[:count][used]], dim=-1)
+        starts = metadata.query_start_loc.tolist()
+        for row, length in enumerate(metadata.seq_lens.tolist()):
+            own = slice(starts[row], starts[row + 1])
+            rows = own.stop - own.start
+            if not rows:
+                continue
+            slots = torch.arange(length)
+            blocks = metadata.block_table[row, slots // size].long()
+            kv = kv_cache[blocks, :, slots % size].transpose(0, 1)
+            kv = kv.repeat_interleave(self.num_heads // self.num_kv_heads, 0)
+            keys, values = kv.split(self.head_size, dim=-1)
+            allowed = slots[None] <= (length - rows + torch.arange(rows))[:, None]
+            result = torch.nn.functional.scaled_dot_product_attention(
+                query[own].transpose(0, 1), keys, values, allowed, scale=self.scale
+            )
+            output.view(len(output), self.num_heads, -1)[own] = result.transpose(0, 1)
+        return output
+
+
+class TorchImpl(gpu_attention._TreeImpl, _Impl):
+    pass
+
+
+class _Builder(CPUAttentionMetadataBuilder):
+    _cudagraph_support = AttentionCGSupport.ALWAYS
+
+    def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
+        return SimpleNamespace(
+            num_actual_tokens=common.num_actual_tokens,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+        )
+
+
+class TorchBuilder(gpu_attention._TreeBuilder, _Builder):
+    pass
+
+
+class TreeAttentionBackend(CPUAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> Any:
+        return TorchImpl
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        return TorchBuilder
+
+
+def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> None:
+    """None: every layer verifies trees."""
+
+
+class _Mover:
+    def __init__(self, caches: Sequence[torch.Tensor]) -> None:
+        self.caches = caches
+
+    def move_paths(self, origins: torch.Tensor, targets: torch.Tensor) -> None:
+        size = self.caches[0].shape[2]
+        for cache in self.caches:
+            for source, target in zip(origins.T, targets.T, strict=True):
+                cache[target // size, :, target % size] = cache[source // size, :, source % size]
+
+
+def mover(kv_caches: Sequence[torch.Tensor], layer: Any) -> _Mover:
+    return _Mover(kv_caches)
+
+
+class GraphCPURunner(GraphRunner, model_runner.CPUModelRunner):
+    attention = sys.modules[__name__]
+    replays: list[tuple[int, bool, int]]
+    """The tokens of each replayed graph, whether it is one for drafts, and its trees."""
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        config = self.compilation_config
+        config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+        config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = SIZES, SIZES[-1]
+        super().initialize_kv_cache(*args, **kwargs)
+        self.replays = []
+        manager = self.cudagraph_manager
+        assert manager is not None
+
+        def model(**inputs: Any) -> torch.Tensor:
+            output: torch.Tensor = self.model(**inputs)
+            if recorded_graphs._captured:
+                context = _contexts[-1]
+
+                def run_again() -> None:
+                    with forward_context.set_forward_context(*context[0], **context[1]):
+                        assert manager.hidden_states is not None
+                        manager.hidden_states[: len(output)] = self.model(**inputs)
+
+                recorded_graphs._captured[-1].calls.append((run_again, (), {}))
+            return output
+
+        manager.capture(
+            model, self.model_state, self.input_buffers, None, self.block_tables,
+            self.attn_groups, self.kv_cache_config,
+        )  # fmt: skip
+        replay = manager.run_fullgraph
+
+        def count(desc: Any) -> Any:
+            trees = 0 if self._graph is None else self._graph.trees.num_trees
+            self.replays.append((desc.num_tokens, desc.max_query_len is not None, trees))
+            return replay(desc)
+
+        manager.__dict__["run_fullgraph"] = count
+
+
+_contexts: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+
+@contextmanager
+def _noted_context(*args: Any, **kwargs: Any) -> Iterator[None]:
+    _contexts.append((args, kwargs))
+    with forward_context.set_forward_context(*args, **kwargs):
+        yield
+    _contexts.pop()
+
+
+def enable(patch: pytest.MonkeyPatch) -> None:
+    """Let the next lookahead engines on V2 capture graphs."""
+    recorded_graphs.enable(patch)
+    patch.setattr(cudagraph_utils, "set_forward_context", _noted_context)
+    patch.setattr(cpu_worker, "cpu_attention", sys.modules[__name__])
+    patch.setattr(cpu_worker, "LookaheadCPUModelRunner", GraphCPURunner)
