@@ -90,8 +90,10 @@ class LateReport(NamedTuple):
 
 
 def packed(message: tuple[Any, ...]) -> tuple[Any, ...]:
-    """How `message`, a NamedTuple, is pickled: as one byte string. Arrays in buffers beside it would
-    arrive read-only, and kernels would be compiled anew for these."""
+    """How `message`, a NamedTuple, is pickled: as one byte string.
+
+    Arrays in buffers beside it would arrive read-only, for which kernels would be compiled anew.
+    """
     return _unpacked, (type(message), pickle.dumps(tuple(message), pickle.HIGHEST_PROTOCOL))
 
 

@@ -7,6 +7,7 @@ from lookahead_vllm.engine.seams import (
     attention,
     config,
     front_end,
+    graphs_v2,
     scheduler,
     shutdown,
     worker,
@@ -25,7 +26,10 @@ COMMON: tuple[Seam, ...] = (
 )
 """Whichever model runner is used."""
 
-BY_RUNNER: dict[str, tuple[Seam, ...]] = {"v1": worker_v1.SEAMS, "v2": worker_v2.SEAMS}
+BY_RUNNER: dict[str, tuple[Seam, ...]] = {
+    "v1": worker_v1.SEAMS,
+    "v2": (*worker_v2.SEAMS, *graphs_v2.SEAMS),
+}
 """What only one of vLLM's model runners needs."""
 
 SEAMS: tuple[Seam, ...] = (*COMMON, *BY_RUNNER["v1"], *BY_RUNNER["v2"])

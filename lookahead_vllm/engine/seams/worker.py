@@ -16,7 +16,7 @@ SEAMS = (
     Seam(
         "vllm.v1.core.sched.output",
         "NewRequestData",
-        ("req_id", "sampling_params", "prompt_token_ids", "prefill_token_ids"),
+        ("req_id", "sampling_params", "prompt_token_ids", "prefill_token_ids", "prompt_embeds"),
         "set",
         "a new request; sampling_params becomes a copy without lookahead's options",
         "custom proposers are notified of new requests",

@@ -42,6 +42,7 @@ def requests() -> list[SamplingParams]:
     ]
 
 
+@pytest.mark.usefixtures("runner")
 @pytest.mark.parametrize("budget", [12, "auto"])
 @pytest.mark.parametrize("proposer", ["ngram_trie", "jacobi_window", "hybrid"])
 def test_requests_compile_nothing(proposer: str, budget: int | str, llama: Path) -> None:

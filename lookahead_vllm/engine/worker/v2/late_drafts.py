@@ -118,8 +118,9 @@ class LateDrafts:
             self._requests[new.req_id] = _Request(new)
             self._grammars.start(new)
             return
-        drafter.forget_options(new.req_id)
         self.learn()
+        if known.prompt is None:  # else it was preempted before its first token
+            drafter.forget_options(new.req_id)
         assert new.prefill_token_ids is not None
         known.num_repeated = max(known.num_tokens - len(new.prefill_token_ids), 0)
         known.num_tokens = len(new.prefill_token_ids)
