@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install what is missing, then check style and types and run the tests.
 #
-#   scripts/test.sh                      everything: 25 to 30 minutes on two cores
+#   scripts/test.sh                      everything: about 40 minutes on two cores
 #   scripts/test.sh --quick              style, types, and the tests without an engine: 3 minutes
 #   scripts/test.sh tests/draft -k tree  style, types, and these arguments for pytest
 #
@@ -29,7 +29,7 @@ elif [[ ${1:-} == --quick ]]; then
     needs_model=false
     echo "==> style, types and the tests without an engine: about 3 minutes on two cores" >&2
 elif [[ $# -eq 0 ]]; then
-    echo "==> all checks and tests: 25 to 30 minutes on two cores (--quick: about 3)" >&2
+    echo "==> all checks and tests: about 40 minutes on two cores (--quick: about 3)" >&2
 fi
 
 scripts/setup.sh

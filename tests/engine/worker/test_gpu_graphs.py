@@ -296,7 +296,11 @@ class FakeBase:
         return num_tokens, self.decode_query_len
 
     def prepare_inputs(self, *args: Any) -> Any:
-        return SimpleNamespace(max_query_len=None, seq_lens_cpu_upper_bound=torch.zeros(0))
+        return SimpleNamespace(
+            max_query_len=None,
+            cu_num_logits_np=torch.zeros(1).numpy(),
+            seq_lens_cpu_upper_bound=torch.zeros(0),
+        )
 
     def gather_batch_req_state(self, *args: Any) -> Any:
         return None
