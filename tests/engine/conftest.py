@@ -18,7 +18,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tokenizer(save_tiny_model("llama", tmp_path_factory.mktemp("models")))
 
 
-@pytest.fixture(scope="module", params=["v1", "v2"])
+@pytest.fixture(params=["v1", "v2"])
 def runner(request: pytest.FixtureRequest) -> Iterator[str]:
     """The test runs on each of vLLM's model runners; the second one's steps are asynchronous.
 
