@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -14,9 +15,11 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from lookahead_vllm.engine.worker.step_recorder import timed_attention
 from lookahead_vllm.engine.worker.tree_rows import without_contexts
+from lookahead_vllm.verify.cpu import native
 from lookahead_vllm.verify.cpu.kv_moves import KVMover
 from lookahead_vllm.verify.cpu.tree_attention import supported, tree_attention
 from lookahead_vllm.verify.tree_batch import TreeBatch
@@ -115,6 +118,14 @@ class TreeAttentionBackend(CPUAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[TreeAttentionMetadataBuilder]:
         return TreeAttentionMetadataBuilder
+
+
+def register() -> None:
+    """Put the backend in place of vLLM's, in a process that serves lookahead; load its kernels."""
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{TreeAttentionBackend.__name__}")
+    # A plain engine in this process may have selected the backend already.
+    selector._cached_get_attn_backend.cache_clear()
+    native.load()
 
 
 def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:

@@ -107,6 +107,15 @@ class ForwardPasses(Protocol):
         """Gives every request of `batch` a context; yields the pass over the batch."""
 
 
+def set_step_cost(runner: Any) -> None:
+    """Give the proposer the cost of a step, if its budget depends on it; every rank takes part."""
+    drafter = runner.drafter
+    if drafter.options.budget == "auto":
+        cost = step_cost(runner)
+        if drafter.is_drafting_rank:
+            drafter.proposer.cost = cost
+
+
 def step_cost(runner: Any) -> StepCost:
     """The cost of a step of this engine's model, in seconds: from the cache, or measured.
 

@@ -25,7 +25,7 @@ from lookahead_vllm.engine import messages, patches, step_report
 from lookahead_vllm.engine.worker.branching import branching_obstacle, kv_movers
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep, root_rows
 from lookahead_vllm.engine.worker.drafter import LiveRequest, LookaheadDrafter
-from lookahead_vllm.engine.worker.step_cost import step_cost
+from lookahead_vllm.engine.worker.step_cost import set_step_cost
 from lookahead_vllm.engine.worker.v1.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker.v1.sampler import (
     NodeProcessors,
@@ -111,10 +111,7 @@ class LookaheadRunner(_Base):
         """Compile kernels, and measure the cost of a step on this device."""
         if self._seeded_sampler is not None:
             self._seeded_sampler.warm_up(self.model_config.get_vocab_size(), self.device)
-        if self.drafter.options.budget == "auto":
-            cost = step_cost(self)  # every rank takes part
-            if self.drafter.is_drafting_rank:
-                self.drafter.proposer.cost = cost
+        set_step_cost(self)
         set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
 
     def forward_passes(self) -> RunnerPasses:

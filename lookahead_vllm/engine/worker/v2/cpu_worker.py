@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.attention import selector
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu import model_runner
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -13,7 +11,6 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker import cpu_attention
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
-from lookahead_vllm.verify.cpu import native
 
 
 class LookaheadCPUModelRunner(LookaheadRunner, model_runner.CPUModelRunner):
@@ -25,12 +22,7 @@ class LookaheadCPUModelRunner(LookaheadRunner, model_runner.CPUModelRunner):
 class LookaheadCPUWorker(cpu_worker.CPUWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        register_backend(
-            AttentionBackendEnum.CPU_ATTN, f"{cpu_attention.__name__}.TreeAttentionBackend"
-        )
-        # A plain engine in this process may have selected the backend already.
-        selector._cached_get_attn_backend.cache_clear()
-        native.load()
+        cpu_attention.register()
 
     def init_device(self) -> None:
         with patches.swapped(model_runner, "CPUModelRunner", LookaheadCPUModelRunner):

@@ -27,7 +27,7 @@ from lookahead_vllm.engine.messages import DraftsToVerify, LateReport
 from lookahead_vllm.engine.worker.branching import branching_obstacle, kv_movers
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
-from lookahead_vllm.engine.worker.step_cost import CapturedTokens, step_cost
+from lookahead_vllm.engine.worker.step_cost import CapturedTokens, set_step_cost
 from lookahead_vllm.engine.worker.v2 import late_drafts
 from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
@@ -121,10 +121,7 @@ class LookaheadRunner(_Base):
 
     def warm_up_drafting(self) -> None:
         """Measure the cost of a step on this device."""
-        if self.drafter.options.budget == "auto":
-            cost = step_cost(self)  # every rank takes part
-            if self.drafter.is_drafting_rank:
-                self.drafter.proposer.cost = cost
+        set_step_cost(self)
         set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
 
     def forward_passes(self) -> RunnerPasses:
