@@ -17,12 +17,14 @@ import pytest
 import torch
 from vllm import forward_context
 from vllm.config import CUDAGraphMode
+from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
     CPUAttentionMetadataBuilder,
 )
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu import model_runner
 from vllm.v1.worker.gpu import cudagraph_utils
 
@@ -99,6 +101,11 @@ class TreeAttentionBackend(CPUAttentionBackend):
     @staticmethod
     def get_builder_cls() -> Any:
         return TorchBuilder
+
+
+def register() -> None:
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{TreeAttentionBackend.__name__}")
+    selector._cached_get_attn_backend.cache_clear()
 
 
 def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> None:
