@@ -12,6 +12,10 @@ repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$repo"
 
 needs_model=true
+fuzz_minutes=0
+# Files are shared out to this many processes, each with its own cores (tests/conftest.py).
+cores="$(nproc)"
+parallel=(-n "$((cores < 4 ? cores : 4))" --dist loadfile)
 # Tests that start no engine and no server; the slowest of those are left out too.
 quick=(
     tests/draft tests/verify tests/simulation tests/cli tests/benchmarks
@@ -25,10 +29,12 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     exit 0
 elif [[ ${1:-} == --quick ]]; then
     shift
-    set -- "${quick[@]}" "$@"
+    set -- "${parallel[@]}" "${quick[@]}" "$@"
     needs_model=false
     echo "==> style, types and the tests without an engine: about 3 minutes on two cores" >&2
 elif [[ $# -eq 0 ]]; then
+    set -- "${parallel[@]}"
+    fuzz_minutes=5
     echo "==> all checks and tests: about 40 minutes on two cores (--quick: about 3)" >&2
 fi
 
@@ -43,5 +49,5 @@ check .venv/bin/ruff check .
 check .venv/bin/ruff format --check .
 check .venv/bin/mypy
 check scripts/cpu_env.sh .venv/bin/python -m pytest "$@"
-[[ $# -gt 0 ]] || check scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 5
+[[ $fuzz_minutes == 0 ]] || check scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes "$fuzz_minutes"
 exit "$status"

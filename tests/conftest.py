@@ -11,6 +11,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    # Each worker of `pytest -n` has its own cores, so engines do not wait for each other's threads.
+    cores = sorted(os.sched_getaffinity(0))
+    first, step = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.sched_setaffinity(0, cores[first::step] or cores)
+
 if "SECOND_RUNNER" in os.environ:
     from tests.support import second_runner
 

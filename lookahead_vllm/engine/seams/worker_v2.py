@@ -130,10 +130,10 @@ SEAMS = (
             *("req_ids", "num_reqs", "num_scheduled_tokens", "cu_num_logits", "cu_num_logits_np"),
             *("logits_indices", "positions", "input_ids", "has_prefill", "idx_mapping"),
             *("idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos", "seq_lens"),
-            *("seq_lens_cpu_upper_bound", "num_computed_tokens_np"),
+            "seq_lens_cpu_upper_bound",
         ),
         "set",
-        "the rows of a step; the positions of nodes, and exact lengths on the host, are set",
+        "the rows of a step; the positions of nodes are set",
         _TREES,
     ),
     Seam(
@@ -147,9 +147,9 @@ SEAMS = (
     Seam(
         "vllm.v1.worker.gpu.states",
         "RequestState",
-        ("req_id_to_index", "draft_tokens", "prefill_len"),
+        ("req_id_to_index", "draft_tokens", "prefill_len", "num_computed_tokens_np"),
         "set",
-        "the table of draft tokens, from which vLLM takes the input of a step",
+        "the table of draft tokens, from which vLLM takes the input of a step; exact lengths",
         _LATE,
     ),
     Seam(

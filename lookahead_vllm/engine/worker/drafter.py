@@ -246,29 +246,39 @@ class LookaheadDrafter:
             if verified is not None:
                 self.proposer.observe(verified)
 
-    def limits_of(self, live: LiveRequest, num_tokens: int) -> DraftLimits | None:
+    def limits_of(
+        self,
+        live: LiveRequest,
+        num_tokens: int,
+        max_nodes: int | None = None,
+        may_branch: bool = True,
+    ) -> DraftLimits | None:
         """Limits of the request's next tree; None if it can have no draft.
 
         Nodes take the KV slots after the `num_tokens` committed tokens. A tree of depth d emits up
-        to d + 1 tokens. Both stay below max_model_len.
+        to d + 1 tokens. Both stay below max_model_len. `max_nodes` and `may_branch` lower the
+        limits that hold for every request.
         """
-        max_nodes = min(self.options.num_speculative_tokens, self._max_model_len - num_tokens - 1)
+        if max_nodes is None:
+            max_nodes = self.options.num_speculative_tokens
+        max_nodes = min(max_nodes, self._max_model_len - num_tokens - 1)
         max_depth = min(max_nodes, live.remaining - 1)
         if max_depth < 1:
             return None
-        return DraftLimits(live.request_id, max_nodes, max_depth, self.may_branch, num_tokens)
+        may_branch = may_branch and self.may_branch
+        return DraftLimits(live.request_id, max_nodes, max_depth, may_branch, num_tokens)
 
     def grow(self, limits: Sequence[DraftLimits], load: Load) -> DraftForest:
         """Grow a tree for each request; one without a node is not worth its cost.
 
         `load` is the step's work besides drafts.
         """
-        forest = DraftForest.of([EMPTY_TREE] * len(limits))
+        forest = None
         with self._surviving("draft"):
             grown = DraftForest.of(self.proposer.propose(limits, load))
             forest = self._checked(grown, limits) if grown.num_nodes else grown
         self.drafted_for = frozenset(limit.request_id for limit in limits)
-        return forest
+        return DraftForest.of([EMPTY_TREE] * len(limits)) if forest is None else forest
 
     @contextmanager
     def _surviving(self, task: str) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -152,7 +153,7 @@ class GraphRunner(LookaheadRunner):
         trees = step.branching_trees() if step.branches else None
         if self._graph is not None:
             self._graph.trees.fill(trees)
-        for builder in self.tree_builders():
+        for builder in self.tree_builders:
             builder.trees, builder.graph = trees, self._graph
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +171,8 @@ class LookaheadGPUModelRunner(GraphRunner, model_runner.GPUModelRunner):
         """Compile all that a step with drafts launches."""
         if self.drafter.may_branch:
             layers = self.compilation_config.static_forward_context
-            own = [layers[name] for group in self._groups for name in group.layer_names]
+            groups = chain.from_iterable(self.attn_groups)
+            own = [layers[name] for group in groups for name in group.layer_names]
             gpu_attention.warm_up(own, self._movers, self.dtype)
             for mover in self._movers:
                 first = torch.zeros(1, 1, dtype=torch.int64, device=self.device)

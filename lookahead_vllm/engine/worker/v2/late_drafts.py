@@ -61,6 +61,13 @@ class _Step(NamedTuple):
     drafts: DraftStep
     verified: Verified | None
 
+    def accepted_paths(self) -> Int32s:
+        """The accepted nodes of its trees, as of `paths_of_tokens`."""
+        rows = self.drafts.rows
+        tokens = np.ascontiguousarray(self.output.sampled_token_ids[rows])
+        counts = self.output.num_sampled_tokens_np[rows]
+        return paths_of_tokens(self.drafts.forest, tokens, counts)
+
 
 class _Request:
     """A request of the drafting rank."""
@@ -74,6 +81,8 @@ class _Request:
         """Prompt and answer, as far as their tokens are known."""
         self.num_repeated = 0
         """Tokens that will be emitted a second time, because a preemption dropped their step."""
+        self.is_decoding = False
+        """Whether it has emitted a token since it started, or since its last preemption."""
 
 
 def _prompt_of(new: NewRequestData) -> Int32s:
@@ -100,6 +109,8 @@ class LateDrafts:
         self._requests: dict[str, _Request] = {}
         self._steps: deque[_Step] = deque()
         """In order; the newest may still run."""
+        self._uncounted: list[_Step] = []
+        """Steps with drafts whose tokens the proposer has received since the last launch."""
         self._steps_without_slots = 0
 
     # ---- requests --------------------------------------------------------------------------------
@@ -124,6 +135,7 @@ class LateDrafts:
         assert new.prefill_token_ids is not None
         known.num_repeated = max(known.num_tokens - len(new.prefill_token_ids), 0)
         known.num_tokens = len(new.prefill_token_ids)
+        known.is_decoding = False
 
     def finish(self, request_id: str) -> None:
         """Forget a request that has ended."""
@@ -136,12 +148,17 @@ class LateDrafts:
     def add_step(self, output: AsyncOutput, drafts: DraftStep, verified: Verified | None) -> None:
         """Note a step that was launched. `verified` is filled in once its tokens are known."""
         self._steps.append(_Step(output, drafts, verified))
+        self._count_drafts()
 
     def learn(self, wait: bool = True) -> None:
         """Pass the tokens of all steps to the proposer; without `wait`, of those that have ended.
 
         Waiting does not hold the GIL.
         """
+        self._learn(wait)
+        self._count_drafts()
+
+    def _learn(self, wait: bool) -> None:
         while self._steps:
             step = self._steps[0]
             if wait:
@@ -162,7 +179,7 @@ class LateDrafts:
             request = self._requests.get(req_id)
             if request is None or not count:  # ended, or still reading its prompt
                 continue
-            tokens = row[:count]
+            tokens, request.is_decoding = row[:count], True
             if request.num_repeated:
                 skipped = min(request.num_repeated, count)
                 request.num_repeated -= skipped
@@ -181,16 +198,19 @@ class LateDrafts:
         if verified is not None and not self._requests.keys() >= set(verified.request_ids):
             verified = None  # of a request that was aborted, too
         if step.drafts.forest.num_nodes:
-            paths = paths_of_tokens(
-                step.drafts.forest,
-                np.ascontiguousarray(output.sampled_token_ids[step.drafts.rows]),
-                output.num_sampled_tokens_np[step.drafts.rows],
-            )
-            drafter.recorder.count_drafts(step.drafts.forest, paths)
-            drafter.recorder.counters.moved_tokens += len(step.drafts.kv_moves(paths)[0])
+            self._uncounted.append(step)
             if verified is not None:
-                step.drafts.mark_accepted(verified, paths)
+                step.drafts.mark_accepted(verified, step.accepted_paths())
         drafter.commit(emitted, verified)
+
+    def _count_drafts(self) -> None:
+        """Count verified trees. No draft depends on it, so it waits until the next launch."""
+        recorder = self._drafter.recorder
+        for step in self._uncounted:
+            paths = step.accepted_paths()
+            recorder.count_drafts(step.drafts.forest, paths)
+            recorder.counters.moved_tokens += len(step.drafts.kv_moves(paths)[0])
+        self._uncounted.clear()
 
     # ---- drafts ----------------------------------------------------------------------------------
 
@@ -200,9 +220,9 @@ class LateDrafts:
         Requests in `chains_only` get no branches.
         """
         self._steps_without_slots = 0
-        self.learn()
         slots = scheduled.scheduled_spec_decode_tokens
         num_slots = {req_id: len(own) for req_id, own in slots.items()}
+        self._learn(wait=True)
         return self._grow(scheduled.num_scheduled_tokens, num_slots, chains_only)
 
     def would_pay(self, scheduled: Mapping[str, int]) -> bool:
@@ -236,10 +256,10 @@ class LateDrafts:
             if request.prompt is None and num_slots and not request.num_repeated:
                 live = drafter.live(req_id)
                 if live is not None:
-                    limit = drafter.limits_of(live, request.num_tokens)
+                    may_branch = req_id not in chains_only
+                    limit = drafter.limits_of(live, request.num_tokens, num_slots, may_branch)
             if limit is not None:
-                limit = _cut(limit, num_slots)
-                limits.append(limit._replace(may_branch=False) if req_id in chains_only else limit)
+                limits.append(limit)
             elif num_tokens - num_slots > 1:
                 prefill += num_tokens
             else:
@@ -257,12 +277,13 @@ class LateDrafts:
         if not forest.num_nodes:
             return NO_DRAFTS
         kept = np.flatnonzero(forest.sizes)
-        contexts = np.array([limits[tree].context - 1 for tree in kept.tolist()], np.int64)
-        req_ids = [limits[tree].request_id for tree in kept.tolist()]
+        drafted = [limits[tree] for tree in kept.tolist()]
+        contexts = np.array([limit.context - 1 for limit in drafted], np.int64)
+        req_ids = [limit.request_id for limit in drafted]
         if len(kept) < len(forest):
             forest = forest.take(kept, forest.sizes[kept])
         requests = ((req_id, self._requests.get(req_id)) for req_id in scheduled)
-        lengths = {i: r.num_tokens for i, r in requests if r is not None and r.prompt is None}
+        lengths = {i: r.num_tokens for i, r in requests if r is not None and r.is_decoding}
         return Drafts(req_ids, forest, contexts, ~under_grammar[kept], lengths)
 
     def num_computed(self, req_ids: Sequence[str]) -> Int32s:
@@ -275,8 +296,3 @@ def _has_ended(output: AsyncOutput) -> bool:
     steps end before they return."""
     query = getattr(output.copy_event, "query", None)
     return query is None or bool(query())
-
-
-def _cut(limit: DraftLimits, num_slots: int) -> DraftLimits:
-    nodes = min(limit.max_nodes, num_slots)
-    return limit._replace(max_nodes=nodes, max_depth=min(limit.max_depth, nodes))

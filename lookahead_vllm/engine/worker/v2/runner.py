@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -84,10 +85,17 @@ class LookaheadRunner(_Base):
         self._num_logits: Int32s | None = None
         """The rows of logits of each request, until the step's adapters are set."""
         self._report: LateReport | None = None
+        self._batch: InputBatch
+        """The batch of this step."""
         self._work: StepWork | None = None
+        """What the time of this step depends on."""
         self._last_launch: float | None = None
+        self._elapsed: float | None = None
+        """Seconds from the launch of the step before to that of this one."""
         self._movers: list[Any] = []
         """One for each KV cache group, where trees may branch."""
+        self.tree_builders: list[Any] = []
+        """The builders of attention metadata that know trees."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with (
@@ -104,8 +112,10 @@ class LookaheadRunner(_Base):
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
-        self._groups = [group for groups in self.attn_groups for group in groups]
-        obstacle = branching_obstacle(self.vllm_config, self._groups, self.attention)
+        groups = list(chain.from_iterable(self.attn_groups))
+        builders = [group.get_metadata_builder(0) for group in groups]
+        self.tree_builders = [builder for builder in builders if hasattr(builder, "trees")]
+        obstacle = branching_obstacle(self.vllm_config, groups, self.attention)
         self.drafter.may_branch = obstacle is None
         if obstacle:
             logger.info_once("Lookahead verifies chains, not trees, here: %s.", obstacle)
@@ -175,14 +185,20 @@ class LookaheadRunner(_Base):
         slots = scheduled.scheduled_spec_decode_tokens
         if not slots:
             return scheduled
-        drafts = self._drafts = self._draft(scheduled)
-        sizes = dict(zip(drafts.req_ids, drafts.forest.sizes.tolist(), strict=True))
-        self._report = LateReport(sizes, bool(sizes))
+        index = self.req_states.req_id_to_index
+        rows = torch.tensor([index[req_id] for req_id in slots])
+        rows = rows.to(self.device, non_blocking=True)
         counts = dict(scheduled.num_scheduled_tokens)
         for req_id, own in slots.items():
-            counts[req_id] -= len(own) - sizes.get(req_id, 0)
+            counts[req_id] -= len(own)
+        drafts = self._drafts = self._draft(scheduled)  # waits for the step before
+        sizes = dict(zip(drafts.req_ids, drafts.forest.sizes.tolist(), strict=True))
+        self._report = LateReport(sizes, bool(sizes))
         if sizes:
-            self._write_drafts(drafts)
+            for req_id, size in sizes.items():
+                counts[req_id] += size
+            self._write_drafts(drafts, list(slots), rows)
+            self._write_lengths(drafts.num_tokens)
         return replace(
             scheduled,
             num_scheduled_tokens=counts,
@@ -209,28 +225,34 @@ class LookaheadRunner(_Base):
         needed = self._history.needs_chain(np.array([index[req_id] for req_id in req_ids]))
         return {req_ids[i] for i in np.flatnonzero(needed).tolist()}
 
-    def _write_drafts(self, drafts: Drafts) -> None:
-        """Copy the nodes' tokens to vLLM's table, from which it reads the step's input."""
+    def _write_drafts(self, drafts: Drafts, with_slots: list[str], rows: torch.Tensor) -> None:
+        """Copy the nodes' tokens to vLLM's table, from which it reads the step's input.
+
+        `rows` int64 [s] of the table belong to the requests `with_slots`.
+        """
         forest = drafts.forest
-        tokens = np.zeros((len(forest), int(forest.sizes.max())), np.int64)
-        tokens[forest.owners, forest.places] = forest.tokens
-        index = self.req_states.req_id_to_index
-        rows = torch.tensor([index[req_id] for req_id in drafts.req_ids])
+        place = {req_id: i for i, req_id in enumerate(with_slots)}
+        own = np.array([place[req_id] for req_id in drafts.req_ids])
+        tokens = np.zeros((len(with_slots), int(forest.sizes.max())), np.int64)
+        tokens[own[forest.owners], forest.places] = forest.tokens
         table = self.req_states.draft_tokens
         on_device = torch.from_numpy(tokens).to(table.device, table.dtype, non_blocking=True)
-        table[rows.to(table.device, non_blocking=True), : tokens.shape[1]] = on_device
+        table[rows, : tokens.shape[1]] = on_device
+
+    def _write_lengths(self, num_tokens: Mapping[str, int]) -> None:
+        """Correct vLLM's lengths on the host, which count the slots of the step before as tokens.
+
+        Attention that takes the rows of a draft for a prompt reads the context's length there.
+        """
+        index = self.req_states.req_id_to_index
+        rows = [index[req_id] for req_id in num_tokens]
+        computed = np.fromiter(num_tokens.values(), np.int32, len(rows)) - 1
+        self.req_states.num_computed_tokens_np[rows] = computed
 
     # ---- place -----------------------------------------------------------------------------------
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        batch = super().prepare_inputs(self._scheduled, *args, **kwargs)
-        # vLLM's lengths on the host count the slots of the step before as tokens. Attention that
-        # takes the rows of a draft for a prompt reads the context's length there.
-        upper, num_tokens = batch.seq_lens_cpu_upper_bound.numpy(), self._drafts.num_tokens
-        for row, req_id in enumerate(batch.req_ids if num_tokens else ()):
-            if (tokens := num_tokens.get(req_id)) is not None:
-                batch.num_computed_tokens_np[row] = tokens - 1
-                upper[row] = tokens - 1 + batch.num_scheduled_tokens[row]
+        batch = self._batch = super().prepare_inputs(self._scheduled, *args, **kwargs)
         self._num_logits = np.diff(batch.cu_num_logits_np)
         return batch
 
@@ -246,8 +268,9 @@ class LookaheadRunner(_Base):
     def prepare_attn(self, input_batch: InputBatch) -> Any:
         tables, slots = super().prepare_attn(input_batch)  # slots follow linear positions
         self._step, self.rejection_sampler.rows = self._place(input_batch, slots)
-        self._measure(input_batch)
         self._set_trees(self._step)
+        now, last = time.perf_counter(), self._last_launch
+        self._last_launch, self._elapsed = now, None if last is None else now - last
         return tables, slots
 
     def prepare_dummy_attn(self, *args: Any, **kwargs: Any) -> Any:
@@ -257,15 +280,8 @@ class LookaheadRunner(_Base):
     def _set_trees(self, step: DraftStep) -> None:
         """Give the builders of attention metadata the branching trees of this step."""
         trees = step.branching_trees() if step.branches else None
-        for builder in self.tree_builders():
+        for builder in self.tree_builders:
             builder.trees = trees
-
-    def tree_builders(self) -> Iterator[Any]:
-        """The builders of attention metadata that know trees."""
-        for group in self._groups:
-            builder = group.get_metadata_builder(0)
-            if hasattr(builder, "trees"):
-                yield builder
 
     def _place(self, batch: InputBatch, slots: torch.Tensor) -> tuple[DraftStep, TreeRows | None]:
         """The drafts in the order of the batch; sets the nodes' positions."""
@@ -317,6 +333,7 @@ class LookaheadRunner(_Base):
         output = super().sample_tokens(grammar_output)
         if not isinstance(output, AsyncOutput) or not self.drafter.is_drafting_rank:
             return output
+        self._measure()
         late = self._late
         if self._report is None:
             pays = late.would_pay(self._scheduled.num_scheduled_tokens)
@@ -329,22 +346,18 @@ class LookaheadRunner(_Base):
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         return messages.drafts_of(self._drafts.req_ids, self._drafts.forest)
 
-    def _measure(self, batch: InputBatch) -> None:
+    def _measure(self) -> None:
         """Measure the last step: the time from its launch to this one.
 
         Before the step of a new request, the engine may have been idle.
         """
-        now, last = time.perf_counter(), self._last_launch
-        work, self._work = self._work, None
-        self._last_launch = now
-        drafter = self.drafter
-        if not drafter.is_drafting_rank:
-            return
-        if last is not None and work is not None and not self._scheduled.scheduled_new_reqs:
-            drafter.recorder.count_step(now - last)
+        elapsed, work, self._work = self._elapsed, self._work, None
+        drafter, batch = self.drafter, self._batch
+        if elapsed is not None and work is not None and not self._scheduled.scheduled_new_reqs:
+            drafter.recorder.count_step(elapsed)
             cost = drafter.proposer.cost
             if cost is not None:
-                drafter.recorder.report.costs.append((cost.observe(work, now - last), now - last))
+                drafter.recorder.report.costs.append((cost.observe(work, elapsed), elapsed))
         if not batch.has_prefill:
             computed = self._late.num_computed(batch.req_ids)
             self._work = self._step.work(batch.num_scheduled_tokens, computed)
