@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -25,7 +26,7 @@ from benchmarks.command_line import (
     kv_cache_bytes,
 )
 from benchmarks.engines import generate, profile
-from benchmarks.engines.fresh_engine import FreshEngine, RunFailed
+from benchmarks.engines.fresh_engine import FreshEngine, RunFailed, is_cpu_build
 from benchmarks.engines.generate import Job, Turn
 from benchmarks.engines.rows import Outcome, Row, Run, make_row
 from benchmarks.methods import (
@@ -60,6 +61,9 @@ examples:
       --model FOLDER_WITH_A_CONFIG --engine-arg load_format=dummy --target-guided \\
       --engine-arg skip_tokenizer_init=true
 
+  both of vLLM's model runners, each beside plain vLLM on the same one
+      --runner v1,v2 --methods none,lookahead --batch-sizes 1,8,32 --turns 3
+
   the cost of drafts that are never right
       --methods none,lookahead --batch-sizes 1,8,32 --limit 24,96,192 --adversarial --turns 6
 
@@ -70,7 +74,7 @@ columns:
                still run, so large batches need many prompts (--limit), at least twice the batch
                size in each turn
   tokens/s     emitted tokens over wall time, prefills included, start-up not
-  ratio        tokens/s over plain vLLM's (`none`) in the same round
+  ratio        tokens/s over plain vLLM's (`none`) in the same round, with the same --runner
   steps        decode steps of a request, summed over the requests
   tokens/step  tokens that decode steps emitted over `steps`, drafted or not (the papers' EDL
                and S); plain vLLM has 1.00
@@ -99,6 +103,7 @@ how it measures:
   --target-guided makes the recorded token (`output_token_ids`) the likeliest at every position: any
   model then gives the recorded answers, and accepts what the model that was recorded would have
   accepted. It works with random weights, too (--engine-arg load_format=dummy). LLMA, section 3.2.
+  --runner v2 on a CPU replaces V2's kernels, which are written for GPUs, by the ones of the tests.
   On CPU, Intel's OpenMP and tcmalloc are preloaded where they are found. Threads are bound as
   vLLM does by default, which leaves a core to its front end: on a machine with few cores,
   compare with --threads nobind.
@@ -127,6 +132,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="N[,M]",
         help="turns of each engine (default: 1); or one N for each batch size",
     )
+    add(
+        "--runner",
+        type=runners,
+        default=[None],
+        metavar="v1,v2",
+        help="vLLM's model runner, or both of them (default: vLLM's choice)",
+    )
     add("--adversarial", action="store_true", help="requests whose drafts are never right")
     add("--target-guided", action="store_true", help="the model gives the recorded answers")
     add("--check-exact", action="store_true", help="compare every answer with plain vLLM's")
@@ -145,6 +157,34 @@ def parser() -> argparse.ArgumentParser:
 def limits(text: str) -> list[int]:
     """Numbers of at least 1, separated by commas: one for each batch size, or one for all."""
     return [positive(part) for part in text.split(",")]
+
+
+def runners(text: str) -> list[str]:
+    """Model runners, separated by commas."""
+    given = text.split(",")
+    if len(set(given)) < len(given) or not set(given) <= {"v1", "v2"}:
+        raise argparse.ArgumentTypeError(f"{text!r}: write v1, v2 or v1,v2")
+    return given
+
+
+def runner_environment(runner: str | None) -> dict[str, str]:
+    """The variables with which vLLM chooses a model runner; none for None."""
+    if runner is None:
+        return {}
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0"}
+    if runner == "v2" and is_cpu_build():
+        environment |= importlib.import_module("tests.support.v2_on_cpu").environment()
+    return environment
+
+
+class Variant(NamedTuple):
+    """A method on one of vLLM's model runners; None is the one that vLLM chooses."""
+
+    method: str
+    runner: str | None = None
+
+    def __str__(self) -> str:
+        return self.method if self.runner is None else f"{self.method}, {self.runner}"
 
 
 def by_size(name: str, options: argparse.Namespace) -> dict[int, Any]:
@@ -217,6 +257,7 @@ class Benchmark:
     ) -> None:
         self.options = options
         self.methods = methods
+        self.variants = [Variant(method, r) for r in options.runner for method in methods]
         self.prompts = prompts
         self.turns = turns
         self.args = engine_args(options, max(prompts.values(), key=len))
@@ -225,51 +266,51 @@ class Benchmark:
             self.environment.update(profile.ENVIRONMENT)
         if options.target_guided:
             self.environment.update(profile.SENDING_FUNCTIONS)
-        self.outcomes: dict[tuple[str, int], dict[int, Outcome]] = {
-            (method, size): {} for size in prompts for method in methods
+        self.outcomes: dict[tuple[Variant, int], dict[int, Outcome]] = {
+            (variant, size): {} for size in prompts for variant in self.variants
         }
         self.logs = Path(tempfile.mkdtemp(prefix="lookahead-bench-"))
 
     def run(self) -> None:
         """Run every method at every batch size, round by round."""
         for number in range(self.options.repeat):
-            methods = list(self.methods)[:: -1 if number % 2 else 1]
+            variants = self.variants[:: -1 if number % 2 else 1]
             for size in self.prompts:
                 together = self.turns[size] > 1
-                for group in [methods] if together else [[method] for method in methods]:
+                for group in [variants] if together else [[variant] for variant in variants]:
                     self._run_group(group, size, number)
 
-    def _run_group(self, methods: list[str], size: int, number: int) -> None:
-        """Start the engines of these methods, and let them take turns with the prompts."""
+    def _run_group(self, variants: list[Variant], size: int, number: int) -> None:
+        """Start the engines of these variants, and let them take turns with the prompts."""
         name = f"batch {size}"
         if self.options.repeat > 1:
             name += f", round {number + 1}/{self.options.repeat}"
         count = len(self.prompts[size])
         bar_format = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}, {remaining} left"
-        engines: dict[str, FreshEngine] = {}
-        turns: dict[str, list[Turn]] = {method: [] for method in methods}
-        with ExitStack() as stack, tqdm(total=count * len(methods), bar_format=bar_format) as bar:
-            for method in methods:
-                with self._recording_failure(method, size, number):
-                    progress = Progress(bar, f"{method}, {name}")
-                    engine = self._engine(method, size, number, progress)
-                    engines[method] = stack.enter_context(engine)
+        engines: dict[Variant, FreshEngine] = {}
+        turns: dict[Variant, list[Turn]] = {variant: [] for variant in variants}
+        with ExitStack() as stack, tqdm(total=count * len(variants), bar_format=bar_format) as bar:
+            for variant in variants:
+                with self._recording_failure(variant, size, number):
+                    progress = Progress(bar, f"{variant}, {name}")
+                    engine = self._engine(variant, size, number, progress)
+                    engines[variant] = stack.enter_context(engine)
                     engine.wait_until_ready()
             for part in range(self.turns[size]):
-                for method in methods[:: -1 if part % 2 else 1]:
-                    if number in self.outcomes[method, size]:  # it has failed
+                for variant in variants[:: -1 if part % 2 else 1]:
+                    if number in self.outcomes[variant, size]:  # it has failed
                         continue
-                    with self._recording_failure(method, size, number):
+                    with self._recording_failure(variant, size, number):
                         chosen = range(part, count, self.turns[size])
-                        turns[method].append(Turn.read(engines[method].ask(list(chosen))))
-        for method, engine in engines.items():
-            run = Run(turns[method], engine.bound_cores())
-            self.outcomes[method, size].setdefault(number, Outcome(run))
+                        turns[variant].append(Turn.read(engines[variant].ask(list(chosen))))
+        for variant, engine in engines.items():
+            run = Run(turns[variant], engine.bound_cores())
+            self.outcomes[variant, size].setdefault(number, Outcome(run))
 
-    def _engine(self, method: str, size: int, number: int, progress: Progress) -> FreshEngine:
+    def _engine(self, variant: Variant, size: int, number: int, progress: Progress) -> FreshEngine:
         args = {**self.args, "max_num_seqs": size}
-        if self.methods[method] is not None:
-            args["speculative_config"] = self.methods[method]
+        if self.methods[variant.method] is not None:
+            args["speculative_config"] = self.methods[variant.method]
         prompts = [prompt.token_ids for prompt in self.prompts[size]]
         answers = [prompt.answer or [] for prompt in self.prompts[size]]
         job = Job(
@@ -280,37 +321,38 @@ class Benchmark:
             answers if self.options.target_guided else None,
         )
         progress.show({"event": "starting"})
-        log = self._log(method, size, number)
-        return FreshEngine(generate.__name__, asdict(job), self.environment, log, progress.show)
+        log = self._log(variant, size, number)
+        environment = {**self.environment, **runner_environment(variant.runner)}
+        return FreshEngine(generate.__name__, asdict(job), environment, log, progress.show)
 
-    def _log(self, method: str, size: int, number: int) -> Path:
-        return self.logs / f"{method}-{size}-{number}.log".replace("/", "_")
+    def _log(self, variant: Variant, size: int, number: int) -> Path:
+        return self.logs / f"{variant}-{size}-{number}.log".replace("/", "_").replace(", ", "-")
 
     @contextmanager
-    def _recording_failure(self, method: str, size: int, number: int) -> Iterator[None]:
-        """Catch RunFailed, print it with the end of the log, and make it the method's outcome."""
+    def _recording_failure(self, variant: Variant, size: int, number: int) -> Iterator[None]:
+        """Catch RunFailed, print it with the end of the log, and make it the variant's outcome."""
         try:
             yield
         except RunFailed as error:
-            self.outcomes[method, size][number] = Outcome(error=str(error))
-            log = self._log(method, size, number)
+            self.outcomes[variant, size][number] = Outcome(error=str(error))
+            log = self._log(variant, size, number)
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
             print(
-                f"\n{method}, batch {size} failed: {error}\nThe log, {log}, ends with\n{tail}\n",
+                f"\n{variant}, batch {size} failed: {error}\nThe log, {log}, ends with\n{tail}\n",
                 file=sys.stderr,
             )
 
     def rows(self) -> list[Row]:
-        """A row for every method and batch size with at least one outcome."""
+        """A row for every variant and batch size with at least one outcome."""
         result = []
-        for (method, size), rounds in self.outcomes.items():
-            plain = self.outcomes.get((BASELINE, size), {})
+        for (variant, size), rounds in self.outcomes.items():
+            plain = self.outcomes.get((Variant(BASELINE, variant.runner), size), {})
             baselines = [plain[number].run if number in plain else None for number in rounds]
             if rounds:
                 outcomes = list(rounds.values())
                 categories = [prompt.category for prompt in self.prompts[size]]
                 exact = self.options.check_exact
-                result.append(make_row(method, size, outcomes, baselines, categories, exact))
+                result.append(make_row(str(variant), size, outcomes, baselines, categories, exact))
         return result
 
     def meta(self, argv: Sequence[str]) -> dict[str, Any]:
@@ -345,6 +387,7 @@ class Benchmark:
             "rounds": self.options.repeat,
             "turns": self.turns,
             "methods": self.methods,
+            "runners": self.options.runner,
             "engine_args": self.args,
             "argv": list(argv),
             "complete": len(outcomes) == len(self.outcomes) * self.options.repeat,

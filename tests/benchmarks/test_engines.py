@@ -17,18 +17,10 @@ from benchmarks.engines.generate import Generation, Turn, answer, warm_up_prompt
 from benchmarks.engines.profile import shares
 from benchmarks.engines.rows import Outcome, Row, Run, make_row
 from benchmarks.methods import KNOWN, MethodError, choose_methods
-from benchmarks.prompts import PromptError, load_prompts, spread
+from benchmarks.prompts import PromptError, load_prompts
 from benchmarks.tables import category_tables, main_table, profile_table
-
-
-def jsonl(path: Path, *lines: Any) -> Path:
-    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    path.write_text("\n".join(texts) + "\n")
-    return path
-
-
-def no_tokenizer(line: dict[str, Any]) -> list[int]:
-    raise AssertionError("ids were given")
+from tests.support import v2_on_cpu
+from tests.support.files import jsonl
 
 
 def generation(tokens: int, steps: int, seconds: float = 0.0, **drafts: int) -> Generation:
@@ -58,89 +50,6 @@ def row(method: str = "ngram", run: Run | None = DRAFTED, batch_size: int = 1, *
     outcomes = more.pop("outcomes", None) or [Outcome(run, None if run else "it broke")]
     baselines = more.pop("baselines", None) or [PLAIN] * len(outcomes)
     return make_row(method, batch_size, outcomes, baselines, ["qa", "code"], True)
-
-
-# Prompts.
-
-
-def test_a_line_holds_ids_or_text_or_messages_and_a_category_or_a_suite(tmp_path: Path) -> None:
-    path = jsonl(
-        tmp_path / "p.jsonl",
-        {"prompt_token_ids": [1, 2], "category": "qa", "suite": "s"},
-        "",
-        {"prompt": "hello", "suite": "s"},
-        {"messages": [{"role": "user", "content": "hi"}]},
-    )
-    prompts = load_prompts(path, lambda line: [7] if "prompt" in line else [8, 9])
-    assert [(p.token_ids, p.category, p.line) for p in prompts] == [
-        ([1, 2], "qa", 1),
-        ([7], "s", 3),
-        ([8, 9], "all", 4),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 2: not JSON"),
-        ("[1]", "line 2: an object with"),
-        ({"text": "?"}, "line 2: an object with"),
-        ({"prompt_token_ids": []}, "line 2: .*at least one token id"),
-        ({"prompt_token_ids": [1, "2"]}, "line 2: .*at least one token id"),
-        ({"prompt": "no tokenizer"}, "line 2: cannot be tokenized: ids were given"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
-    path = jsonl(tmp_path / "p.jsonl", {"prompt_token_ids": [1]}, line)
-    with pytest.raises(PromptError, match=message):
-        load_prompts(path, no_tokenizer)
-
-
-def test_a_missing_and_an_empty_file_are_named(tmp_path: Path) -> None:
-    with pytest.raises(PromptError, match="there is no file"):
-        load_prompts(tmp_path / "none.jsonl", no_tokenizer)
-    with pytest.raises(PromptError, match="is empty"):
-        load_prompts(jsonl(tmp_path / "p.jsonl", ""), no_tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("categories", "limit", "expected"),
-    [
-        ("aaabbb", 4, [0, 1, 3, 4]),
-        ("aaabbb", 3, [0, 1, 3]),
-        ("abbbb", 4, [0, 1, 2, 3]),
-        ("abc", 1, [0]),
-        ("abab", None, [0, 1, 2, 3]),
-        ("ab", 9, [0, 1]),
-    ],
-)
-def test_a_limit_is_spread_evenly_in_file_order(
-    categories: str, limit: int | None, expected: list[int]
-) -> None:
-    assert spread(categories, limit) == expected
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ([], "line 2: --target-guided follows recorded answers, and there are no `output_tok"),
-        (["--adversarial"], "leave one out"),
-        (["--config", 'h={"method":"lookahead","proposer":"hybrid"}'], "h learns from what a mod"),
-    ],
-)
-def test_target_guided_needs_recorded_answers(
-    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text(
-        '{"prompt_token_ids": [1], "output_token_ids": [2, 3]}\n{"prompt_token_ids": [4]}\n'
-    )
-    first, second = load_prompts(path, no_tokenizer)
-    assert (first.answer, second.answer) == ([2, 3], None)
-    with pytest.raises(SystemExit) as stopped:
-        bench.main(["--model", "m", "--prompts", str(path), "--target-guided", *more])
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 # Methods and the command line.
@@ -194,6 +103,7 @@ def test_the_command_line_is_read() -> None:
         (["--methods", "medusa"], "there is no method 'medusa'"),
         (["--methods", "ngram", "--check-exact"], "add it to --methods"),
         (["--json", "/nowhere/out.json"], "there is no folder /nowhere"),
+        (["--runner", "v1,v3"], "'v1,v3': write v1, v2 or v1,v2"),
         (["--turns", "2,2,3", "--batch-sizes", "1,8"], "--turns: 3 numbers for 2 batch sizes"),
     ],
 )
@@ -208,7 +118,7 @@ def test_wrong_options_stop_before_any_engine_starts(
 
 def test_the_context_has_room_for_the_longest_prompt_and_its_answer(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", {"prompt_token_ids": [1] * 100}, {"prompt_token_ids": [1]})
-    prompts = load_prompts(path, no_tokenizer)
+    prompts = load_prompts(path, lambda line: [])
     assert bench.engine_args(options("--max-tokens", "28"), prompts)["max_model_len"] == 256
     with pytest.raises(PromptError, match="line 1: 100 tokens leave no room"):
         bench.engine_args(options("--max-model-len", "100"), prompts)
@@ -399,12 +309,14 @@ class FakeEngine:
 
     alive: ClassVar[list[str]] = []
     log: ClassVar[list[str]] = []
+    seconds_by_runner: ClassVar[dict[str | None, float]] = {None: 10.0}
 
     def __init__(self, module: str, job: Any, environment: Any, log: Path, on_event: Any) -> None:
         assert module == "benchmarks.engines.generate"
         config = job["engine_args"].get("speculative_config") or {"method": "none"}
         self.name = f"{config['method']} {job['engine_args']['max_num_seqs']}"
         self.prompts, self.show = job["prompts"], on_event
+        self.seconds = self.seconds_by_runner[environment.get("VLLM_USE_V2_MODEL_RUNNER")]
         log.write_text("output\n")
 
     def __enter__(self) -> FakeEngine:
@@ -423,7 +335,8 @@ class FakeEngine:
         self.log.append(f"{self.name}: {[self.prompts[i][0] for i in chosen]} of {len(self.alive)}")
         for event in ({"event": "generating"}, {"event": "finished", "done": len(chosen)}):
             self.show(event)
-        return asdict(turn(*(generation(11, 10, seconds=1.0) for _ in chosen), full=1.0))
+        answers = [generation(11, 10, seconds=1.0) for _ in chosen]
+        return asdict(turn(*answers, seconds=self.seconds, full=1.0))
 
     def bound_cores(self) -> list[int]:
         return [0]
@@ -476,3 +389,27 @@ def test_engines_that_take_turns_live_together_and_a_failing_one_is_left_out(
     with pytest.raises(SystemExit):
         run_benchmark(tmp_path, monkeypatch, "--methods", "none", "--turns", "5")
     assert "batch size 1 has 4 prompts" in capsys.readouterr().err
+
+
+def test_each_runner_is_compared_with_plain_vllm_on_the_same_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(FakeEngine, "seconds_by_runner", {"0": 2.0, "1": 4.0})
+    _, written = run_benchmark(
+        tmp_path, monkeypatch, "--methods", "none,ngram", "--runner", "v1,v2"
+    )
+    speeds = {row["method"]: (row["tokens_per_s"], row["ratio"]) for row in written["rows"]}
+    assert list(speeds) == ["none, v1", "ngram, v1", "none, v2", "ngram, v2"]
+    assert [ratio for _, ratio in speeds.values()] == [1, 1, 1, 1]
+    assert speeds["ngram, v1"][0] == 2 * speeds["ngram, v2"][0]
+    assert written["meta"]["runners"] == ["v1", "v2"]
+
+
+def test_on_a_cpu_the_second_runner_has_the_kernels_of_the_tests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench, "is_cpu_build", lambda: True)
+    assert bench.runner_environment(None) == {}
+    assert bench.runner_environment("v1") == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    assert v2_on_cpu.environment().items() < bench.runner_environment("v2").items()

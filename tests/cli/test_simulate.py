@@ -20,6 +20,7 @@ from lookahead_vllm.simulation.drafters import choose_drafters
 from lookahead_vllm.simulation.replay import figures, passes, play, simulate
 from lookahead_vllm.simulation.tables import by_file, overall_table, parts_table
 from lookahead_vllm.simulation.traces import Trace, TraceFile
+from tests.support.files import jsonl
 
 
 def trace(prompt: list[int], output: list[int], category: str = "s/c") -> Trace:
@@ -185,12 +186,6 @@ def test_the_filling_is_learned_first_and_its_tokens_divide_the_bytes() -> None:
 
 def line(output: list[int], **more: Any) -> dict[str, Any]:
     return {"prompt_token_ids": [1, 2], "output_token_ids": output, **more}
-
-
-def jsonl(path: Path, *lines: Any) -> Path:
-    texts = [one if isinstance(one, str) else json.dumps(one) for one in lines]
-    path.write_text("\n".join(texts) + "\n")
-    return path
 
 
 # The command line.

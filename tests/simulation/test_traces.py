@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from lookahead_vllm.simulation.traces import Trace, TraceError, TraceFile, load_traces, resample
+from tests.support.files import jsonl
 
 
 def trace(prompt: list[int], output: list[int], category: str = "s/c") -> Trace:
@@ -23,12 +23,6 @@ def file_of(*traces: Trace, name: str = "f.jsonl") -> TraceFile:
 
 def line(output: list[int], **more: Any) -> dict[str, Any]:
     return {"prompt_token_ids": [1, 2], "output_token_ids": output, **more}
-
-
-def jsonl(path: Path, *lines: Any) -> Path:
-    texts = [one if isinstance(one, str) else json.dumps(one) for one in lines]
-    path.write_text("\n".join(texts) + "\n")
-    return path
 
 
 def test_traces_are_filtered_then_shuffled_then_limited(tmp_path: Path) -> None:
