@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output import StructuredOutputManager
 
+from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 from tests.support.proposers import record
 
@@ -86,6 +88,24 @@ def test_every_backend_keeps_its_text_on_trees(backend: str, llama: Path) -> Non
             assert is_valid(kind, tokenizer.decode(answers[0], skip_special_tokens=True))
 
 
+@pytest.fixture
+def compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's copies of grammars are compiled before the first token, on a busy machine too.
+
+    V2 compiles them in the background.
+    """
+    start = GrammarCopies.start
+
+    def start_and_wait(self: GrammarCopies, new: Any) -> None:
+        start(self, new)
+        request = self._requests.get(new.req_id)
+        while request is not None and request.structured_output_request.grammar is None:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(GrammarCopies, "start", start_and_wait)
+
+
+@pytest.mark.usefixtures("compiled_at_once")
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
 def test_tokens_that_the_grammar_dictates_are_drafted(backend: str, llama: Path) -> None:
     """Where it allows only one text, that text is drafted, up to the end of the request."""
