@@ -9,7 +9,7 @@ once it has the tokens: it learns, grows, and sends what pays.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -205,6 +205,10 @@ class LateDrafts:
         num_slots = {req_id: len(own) for req_id, own in slots.items()}
         return self._grow(scheduled.num_scheduled_tokens, num_slots, chains_only)
 
+    def could_draft(self, scheduled: Iterable[str]) -> bool:
+        """Whether a request of this step could have a draft, as far as its tokens are known."""
+        return any(self._limits_of(req_id) is not None for req_id in scheduled)
+
     def would_pay(self, scheduled: Mapping[str, int]) -> bool:
         """Whether drafts would pay in a step like this one, which has no slots for them.
 
@@ -231,12 +235,7 @@ class LateDrafts:
             request, num_slots = self._requests.get(req_id), slots.get(req_id, 0)
             if request is None:
                 continue
-            limit = None
-            # The proposer is ahead of a request that repeats tokens.
-            if request.prompt is None and num_slots and not request.num_repeated:
-                live = drafter.live(req_id)
-                if live is not None:
-                    limit = drafter.limits_of(live, request.num_tokens)
+            limit = self._limits_of(req_id) if num_slots else None
             if limit is not None:
                 limit = _cut(limit, num_slots)
                 limits.append(limit._replace(may_branch=False) if req_id in chains_only else limit)
@@ -264,6 +263,15 @@ class LateDrafts:
         requests = ((req_id, self._requests.get(req_id)) for req_id in scheduled)
         lengths = {i: r.num_tokens for i, r in requests if r is not None and r.prompt is None}
         return Drafts(req_ids, forest, contexts, ~under_grammar[kept], lengths)
+
+    def _limits_of(self, req_id: str) -> DraftLimits | None:
+        """Limits of the request's next tree; None if it can have no draft."""
+        request = self._requests.get(req_id)
+        # The proposer is ahead of a request that repeats tokens.
+        if request is None or request.prompt is not None or request.num_repeated:
+            return None
+        live = self._drafter.live(req_id)
+        return None if live is None else self._drafter.limits_of(live, request.num_tokens)
 
     def num_computed(self, req_ids: Sequence[str]) -> Int32s:
         """KV slots before this step's tokens, int32 [r]; right for requests that decode."""
