@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,17 +18,35 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tokenizer(save_tiny_model("llama", tmp_path_factory.mktemp("models")))
 
 
-@pytest.fixture(params=["v1", "v2"])
+RUNNERS = ("v1", "v2")
+"""vLLM's model runners; the second one's steps are asynchronous."""
+
+
+@contextmanager
+def _engines_on(runner: str) -> Iterator[str]:
+    with v2_on_cpu.enabled() if runner == "v2" else nullcontext():
+        yield runner
+
+
+@pytest.fixture(params=RUNNERS)
 def runner(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The test runs on each of vLLM's model runners; the second one's steps are asynchronous.
+    """The test runs on each of vLLM's model runners.
 
     A module asks for it with `pytestmark = pytest.mark.usefixtures("runner")`.
     """
-    with v2_on_cpu.enabled() if request.param == "v2" else nullcontext():
-        yield request.param
+    with _engines_on(request.param) as name:
+        yield name
+
+
+@pytest.fixture(scope="module", params=RUNNERS)
+def shared_runner(request: pytest.FixtureRequest) -> Iterator[str]:
+    """As `runner`, for engines that several tests of a module share."""
+    with _engines_on(request.param) as name:
+        yield name
 
 
 @pytest.fixture(autouse=True)
 def _clear_recorded() -> Iterator[None]:
     proposers.RECORDED.clear()
     yield
+

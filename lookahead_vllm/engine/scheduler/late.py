@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 EQUALLY_MANY_MASKS = vllm.__version_tuple__ >= (0, 33)
 """From vLLM 0.33 on, every request has as many masks as the longest draft needs."""
@@ -124,6 +125,25 @@ class LateDraftScheduler(AsyncScheduler):
                 req_id: len(own) - report.sizes.get(req_id, 0) for req_id, own in slots.items()
             }
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: SpecDecodingStats | None,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> SpecDecodingStats | None:
+        """As vLLM's, but slots that were all left empty are no draft."""
+        if num_draft_tokens == (num_invalid_spec_tokens or {}).get(request_id):
+            return spec_decoding_stats
+        return super().make_spec_decoding_stats(
+            spec_decoding_stats,
+            num_draft_tokens,
+            num_accepted_tokens,
+            num_invalid_spec_tokens,
+            request_id,
+        )
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         report, self._report = self._report, None

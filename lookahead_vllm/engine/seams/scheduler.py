@@ -98,6 +98,17 @@ SEAMS = (
         _GRAMMARS,
     ),
     Seam(
+        _SCHEDULER,
+        "Scheduler.make_spec_decoding_stats",
+        (
+            *("spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens"),
+            *("num_invalid_spec_tokens", "request_id"),
+        ),
+        "overridden",
+        "slots that were all left empty are no draft in vLLM's metrics",
+        _LATE,
+    ),
+    Seam(
         "vllm.v1.request",
         "Request",
         ("max_tokens",),

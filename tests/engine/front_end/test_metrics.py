@@ -45,6 +45,8 @@ REPOSITORY = Path(__file__).parents[3]
 DOCS = REPOSITORY / "docs" / "metrics.md"
 DASHBOARD = REPOSITORY / "configs" / "grafana-lookahead.json"
 ECHO = [[5, 6, 7, 8] * 8, [9, 10, 11] * 5]
+ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+"""On the second runner, what a step accepted is reported with the next step."""
 
 
 @pytest.fixture(autouse=True)
@@ -230,6 +232,7 @@ def test_evictions_are_those_since_the_last_report() -> None:
     ]
 
 
+@pytest.mark.usefixtures("runner")
 def test_refused_trees_are_counted(llama: Path) -> None:
     with engine(llama, {"proposer": "malformed"}, disable_log_stats=False) as llm:
         generate(llm, ECHO)
@@ -245,11 +248,12 @@ def test_a_proposer_may_have_no_trie() -> None:
 
 
 @pytest.mark.usefixtures("_over_the_wire")
-def test_nothing_is_lost_and_vllm_agrees(llama: Path) -> None:
+def test_nothing_is_lost_and_vllm_agrees(llama: Path, runner: str) -> None:
     prompts = [*ECHO, *random_prompts(3, 30), *ECHO]
     with engine(llama, {"budget": 8}, disable_log_stats=False, max_num_batched_tokens=32) as llm:
         generate(llm, ECHO)
         answers = [*generate(llm, ECHO), *generate_staggered(llm, prompts)]
+        answers += generate(llm, ECHO[:1], ONE_TOKEN)
     ours, theirs = samples(), samples("vllm:")
 
     drafts = theirs["vllm:spec_decode_num_drafts_total"]
@@ -269,9 +273,11 @@ def test_nothing_is_lost_and_vllm_agrees(llama: Path) -> None:
     assert ours["lookahead_vllm:trie_bytes"] > 0
     seconds = samples(PREFIX + "part_seconds_total", by="part")
     assert set(seconds) == set(PARTS)
-    assert seconds["draft"] > 0 and seconds["verify"] > 0
+    assert seconds["draft"] > 0
+    assert (seconds["verify"] > 0) == (runner == "v1")  # the second runner's is on the device
 
 
+@pytest.mark.usefixtures("runner")
 def test_every_node_has_its_source(llama: Path) -> None:
     prompt = random_prompts(1, 30, seed=3)
     forced = StructuredOutputsParams(regex=r"(x|y) the age is 100\.")
@@ -295,13 +301,14 @@ def test_every_node_has_its_source(llama: Path) -> None:
     assert accepted_by_source().total() == samples()["lookahead_vllm:nodes_accepted_total"]
 
 
-def test_a_step_that_sends_nothing_is_a_step_with_a_budget_of_0(llama: Path) -> None:
+def test_a_step_that_sends_nothing_is_a_step_with_a_budget_of_0(llama: Path, runner: str) -> None:
     """vLLM has no stats for it, and its log says nothing; ours has to show it."""
     with engine(llama, {"proposer": "recorder"}, disable_log_stats=False) as llm:
         generate(llm, ECHO)
     ours = samples()
-    # 40 tokens in 40 steps: the first follows the prompt, for the last no draft was wanted.
-    assert ours["lookahead_vllm:step_nodes_count"] == 38
+    # 40 tokens in 40 steps: the first follows the prompt, for the last no draft was wanted. On the
+    # second runner, a step without slots may not know yet that it is the last.
+    assert ours["lookahead_vllm:step_nodes_count"] in {"v1": [38], "v2": [38, 39]}[runner]
     assert ours["lookahead_vllm:step_nodes_sum"] == 0
     assert ours["lookahead_vllm:acceptance_length_count"] == 0
     assert samples("vllm:")["vllm:spec_decode_num_drafts_total"] == 0

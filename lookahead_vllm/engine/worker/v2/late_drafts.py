@@ -9,7 +9,7 @@ once it has the tokens: it learns, grows, and sends what pays.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -225,6 +225,10 @@ class LateDrafts:
         self._learn(wait=True)
         return self._grow(scheduled.num_scheduled_tokens, num_slots, chains_only)
 
+    def could_draft(self, scheduled: Iterable[str]) -> bool:
+        """Whether a request of this step could have a draft, as far as its tokens are known."""
+        return any(self._limits_of(req_id) is not None for req_id in scheduled)
+
     def would_pay(self, scheduled: Mapping[str, int]) -> bool:
         """Whether drafts would pay in a step like this one, which has no slots for them.
 
@@ -252,12 +256,8 @@ class LateDrafts:
             if request is None:
                 continue
             limit = None
-            # The proposer is ahead of a request that repeats tokens.
-            if request.prompt is None and num_slots and not request.num_repeated:
-                live = drafter.live(req_id)
-                if live is not None:
-                    may_branch = req_id not in chains_only
-                    limit = drafter.limits_of(live, request.num_tokens, num_slots, may_branch)
+            if num_slots:
+                limit = self._limits_of(req_id, num_slots, req_id not in chains_only)
             if limit is not None:
                 limits.append(limit)
             elif num_tokens - num_slots > 1:
@@ -285,6 +285,19 @@ class LateDrafts:
         requests = ((req_id, self._requests.get(req_id)) for req_id in scheduled)
         lengths = {i: r.num_tokens for i, r in requests if r is not None and r.is_decoding}
         return Drafts(req_ids, forest, contexts, ~under_grammar[kept], lengths)
+
+    def _limits_of(
+        self, req_id: str, max_nodes: int | None = None, may_branch: bool = True
+    ) -> DraftLimits | None:
+        """As `LookaheadDrafter.limits_of`; None also for a request without a draft."""
+        request = self._requests.get(req_id)
+        # The proposer is ahead of a request that repeats tokens.
+        if request is None or request.prompt is not None or request.num_repeated:
+            return None
+        live, drafter = self._drafter.live(req_id), self._drafter
+        if live is None:
+            return None
+        return drafter.limits_of(live, request.num_tokens, max_nodes, may_branch)
 
     def num_computed(self, req_ids: Sequence[str]) -> Int32s:
         """KV slots before this step's tokens, int32 [r]; right for requests that decode."""

@@ -336,8 +336,10 @@ class LookaheadRunner(_Base):
         self._measure()
         late = self._late
         if self._report is None:
-            pays = late.would_pay(self._scheduled.num_scheduled_tokens)
-            self._report = LateReport({}, pays)
+            scheduled = self._scheduled.num_scheduled_tokens
+            self._report = LateReport({}, late.would_pay(scheduled))
+            if late.could_draft(scheduled):
+                self.drafter.recorder.report.budgets.append(0)
         late.add_step(output, self._step, self._verified)
         messages.attach(output.model_runner_output, self._report)
         step_report.attach(output.model_runner_output, self.drafter.recorder.take_report())
