@@ -27,6 +27,9 @@ from lookahead_vllm.verify.tree_batch import TreeBatch
 PACKED = {"vec": False, "vec16": False, "amx": True}
 """Whether the KV layout is packed, for each of vLLM's instruction sets that is supported."""
 
+RECURRENT_TREES = True
+"""Whether recurrent layers compute the nodes of trees here."""
+
 
 @dataclass(kw_only=True)
 class TreeAttentionMetadata(CPUAttentionMetadata):

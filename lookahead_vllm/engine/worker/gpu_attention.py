@@ -37,6 +37,9 @@ from lookahead_vllm.verify.tree_batch import TreeBatch
 
 MAX_HEAD_SIZE = 256
 
+RECURRENT_TREES = False
+"""Whether recurrent layers compute the nodes of trees here."""
+
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionImpl as _Impl
     from vllm.v1.attention.backend import AttentionMetadataBuilder as _Builder
