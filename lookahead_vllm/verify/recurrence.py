@@ -36,10 +36,9 @@ class Trees(NamedTuple):
     starts: Tensor
     """int32 [r + 1]: the first row of each request, then the number of rows. vLLM's
     `query_start_loc`. A request may have no rows."""
-    parents: Tensor
+    parents: Tensor | None
     """int32 [n]: the place of each row's parent among the rows of its request, below the row's own
-    place. The root has place 0; its entry is not read. In a chain the parent is the place before.
-    """
+    place. The root has place 0; its entry is not read. None: all requests are chains."""
     columns: Tensor
     """int32 [at least r, k]: the state slots of each request, k at least the rows of any request.
     vLLM's state indices, strided as they are."""
@@ -316,15 +315,16 @@ def _kernels(device: torch.device) -> ModuleType:
 
 def _check_trees(trees: Trees, num_rows: int) -> None:
     requests = len(trees.starts) - 1
-    if any(part.dtype != torch.int32 for part in trees):
-        raise ValueError(f"Trees are int32; got {[part.dtype for part in trees]}")
+    dtypes = {part.dtype for part in trees if part is not None}
+    if dtypes != {torch.int32}:
+        raise ValueError(f"Trees are int32; got {dtypes}")
     if trees.columns.ndim != 2 or min(len(trees.columns), len(trees.accepted)) < requests:
         raise ValueError(
             f"columns are [r, k], accepted [r], for {requests} requests; got "
             f"{list(trees.columns.shape)} and {list(trees.accepted.shape)}"
         )
-    if len(trees.parents) < num_rows:
-        raise ValueError(f"parents have an entry for each of {num_rows} rows, not {trees.parents}")
+    if trees.parents is not None and len(trees.parents) < num_rows:
+        raise ValueError(f"{len(trees.parents)} parents do not suffice for {num_rows} rows")
 
 
 def _check_state(state: Tensor) -> None:
