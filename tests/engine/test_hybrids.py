@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from vllm import LLM, SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
 from lookahead_vllm.engine.scheduler.scheduler import LookaheadScheduler
 from lookahead_vllm.engine.worker import recurrent
@@ -165,3 +168,79 @@ def preempted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Scheduler, "_preempt_request", count)
     return ids
+
+
+
+CHUNKS = dict(max_num_batched_tokens=16, max_num_seqs=8)
+"""A prompt takes several steps, and so does the text of a request that was preempted."""
+FEW_BLOCKS = CHUNKS | dict(num_gpu_blocks_override=80)
+"""Not all requests fit with their states and KV."""
+
+
+@pytest.mark.parametrize("settings", [CHUNKS, FEW_BLOCKS], ids=["chunked", "preempted"])
+def test_prompts_in_chunks_and_preempted_requests_keep_their_output(
+    settings: dict[str, Any],
+    hybrid: Hybrid,
+    preempted: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with engine(hybrid.model, HIDDEN, load_format=WANDERING, **settings) as llm:
+        other = hybrid._replace(llm=llm)
+        assert other.is_exact() and other.is_exact(generate)
+        assert drafter_of(llm).counters.branching_trees > 50
+        if settings is CHUNKS:
+            return
+        assert len(preempted) > 5
+        # A short chunk behind the prompt must not count as a decode with drafts.
+        monkeypatch.setattr(recurrent_v1, "_chunks_behind_prompts", lambda *_: np.empty(0, int))
+        assert not (other.is_exact() and other.is_exact(generate))
+
+
+def test_a_draft_behind_several_own_tokens_is_dropped(hybrid: Hybrid) -> None:
+    scheduler = hybrid.llm.llm_engine.engine_core.engine_core.scheduler
+    for own, resumable, kept in ((1, False, [5, 6]), (2, False, []), (1, True, [])):
+        request = SimpleNamespace(
+            num_tokens=10,
+            num_output_placeholders=0,
+            num_computed_tokens=10 - own,
+            spec_token_ids=[5, 6],
+            resumable=resumable,
+            request_id="one",
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scheduler, "running", [request])
+            patch.setattr(scheduler._draft_limiter, "_cut_to_blocks", lambda *_: {})
+            scheduler._draft_limiter.cut(lambda _: (1.0, 1.0), 0.0)
+        assert request.spec_token_ids == kept
+
+
+def test_drafts_come_before_prompts_whatever_other_layers_ask_for(hybrid: Hybrid) -> None:
+    runner = runner_of(hybrid.llm)
+    for group in runner._attn_group_iterator():
+        if group.backend not in recurrent.BACKENDS:
+            group.get_metadata_builder().reorder_batch_threshold = 1
+    runner.calculate_reorder_batch_threshold()
+    assert runner.reorder_batch_threshold == 1 + HIDDEN["num_speculative_tokens"]
+
+
+def test_the_state_slots_of_a_request_come_with_its_first_block(hybrid: Hybrid) -> None:
+    """So a draft needs none, and cannot preempt a request for one."""
+    slots: list[set[int]] = []
+    original = LookaheadScheduler.schedule
+
+    def schedule(self: LookaheadScheduler, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        slots.append(
+            {
+                len(manager.req_to_blocks[request.request_id])
+                for manager in self.kv_cache_manager.coordinator.single_type_managers
+                if isinstance(manager, MambaManager)
+                for request in self.running
+            }
+        )
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LookaheadScheduler, "schedule", schedule)
+        assert hybrid.is_exact()
+    assert set().union(*slots) == {1 + HIDDEN["num_speculative_tokens"]}

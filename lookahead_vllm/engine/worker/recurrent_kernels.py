@@ -21,6 +21,7 @@ from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker.recurrent import PARENTS
 from lookahead_vllm.verify import recurrence
+from lookahead_vllm.verify.cpu.recurrence import path_windows
 from lookahead_vllm.verify.recurrence import Trees
 
 @functools.cache
@@ -129,10 +130,7 @@ def _gated_delta(original: Callable[..., torch.Tensor]) -> Callable[..., torch.T
             metadata.spec_state_indices_tensor,
             metadata.num_accepted_tokens,
         )
-        weight, bias = gdn_attention._unpacked_conv_weight(layer), layer.conv1d.bias
-        mixed = recurrence.convolution(
-            mixed_qkv_spec, conv_buf, weight, bias, layer.activation, trees
-        )
+        mixed = _packed_convolution(layer, mixed_qkv_spec, conv_buf, trees)
         q, k, v = (part.squeeze(0) for part in layer.rearrange_mixed_qkv(mixed))
         out = torch.empty_like(v)
         recurrence.gated_delta(
@@ -141,3 +139,21 @@ def _gated_delta(original: Callable[..., torch.Tensor]) -> Callable[..., torch.T
         return out
 
     return forward
+
+
+def _packed_convolution(
+    layer: Any, x: torch.Tensor, window: torch.Tensor, trees: Trees
+) -> torch.Tensor:
+    """The convolution of a gated delta net's rows, rounded as in plain decode."""
+    weight, bias = gdn_attention._unpacked_conv_weight(layer), layer.conv1d.bias
+    if weight.data_ptr() == layer.conv1d.weight.data_ptr():  # vLLM has not packed it
+        return recurrence.convolution(x, window, weight, bias, layer.activation, trees)
+    return gdn_attention._causal_conv1d_update_cpu(
+        x=x,
+        conv_states=path_windows(x, window, weight.shape[1], trees),
+        weight=layer.conv1d.weight,
+        bias=bias,
+        silu_activation=layer.activation == "silu",
+        conv_state_indices=torch.arange(len(x), dtype=torch.int32),
+        is_weight_packed=True,
+    )
