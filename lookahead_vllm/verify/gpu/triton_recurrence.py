@@ -19,6 +19,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lookahead_vllm.verify.recurrence import Trees
 
+KEYS_FIRST = False
+"""The layout of gated_delta's states."""
 _CHANNELS = 256
 """Channels of a convolution for one program."""
 _ELEMENTS = 2048
@@ -197,7 +199,7 @@ def _convolve(
     entries = window + slot * slot_stride + channel * channel_stride
     offset = tl.maximum(tl.load(accepted + request) - 1, 0)
     history = entries + offset * entry_stride
-    x += first * x_row + channel
+    x += channel
     for place in range(size):
         total = tl.zeros([CHANNELS], tl.float32)
         if HAS_BIAS:
@@ -211,7 +213,7 @@ def _convolve(
                 else:
                     here -= 1
             is_row = here >= 0
-            row = tl.load(x + here.to(tl.int64) * x_row, mask=in_dim & is_row, other=0.0)
+            row = tl.load(x + (first + here) * x_row, mask=in_dim & is_row, other=0.0)
             before = tl.load(
                 history + (WIDTH - 1 + here) * entry_stride, mask=in_dim & (here < 0), other=0.0
             )
@@ -224,14 +226,13 @@ def _convolve(
             total = total / (1 + tl.exp(-total))
         y = total.to(window.dtype.element_ty).to(out.dtype.element_ty)
         tl.store(out + (first + place) * dim + channel, y, mask=in_dim)
-    tl.debug_barrier()  # all outputs are there, so the window may change
+    tl.debug_barrier()  # the outputs are there, so the window may change
     for entry in tl.static_range(WIDTH - 2):
         kept = tl.load(history + (entry + 1) * entry_stride, mask=in_dim)
-        tl.debug_barrier()  # an entry may be read and written
         tl.store(entries + entry * entry_stride, kept, mask=in_dim)
     tl.debug_barrier()
     for place in range(size):
-        row = tl.load(x + place.to(tl.int64) * x_row, mask=in_dim)
+        row = tl.load(x + (first + place) * x_row, mask=in_dim)
         target = entries + (WIDTH - 2 + place) * entry_stride
         tl.store(target, row.to(window.dtype.element_ty), mask=in_dim)
 
@@ -404,6 +405,5 @@ def _move_inputs(
         place = tl.load(paths + request * path_row + depth * path_step).to(tl.int32)
         if place != depth:
             values = tl.load(window + (WIDTH - 2 + place) * entry_stride, mask=in_dim)
-            tl.debug_barrier()  # a later input may go where this one was
+            tl.debug_barrier()  # the next input may go where this one was
             tl.store(window + (WIDTH - 2 + depth) * entry_stride, values, mask=in_dim)
-            tl.debug_barrier()
