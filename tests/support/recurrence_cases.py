@@ -54,7 +54,7 @@ def random_step(
     seed: int,
     sizes: list[int],
     columns: int = 9,
-    slots: int = 60,
+    slots: int = 80,
     paddings: int = 1,
     chains: bool = False,
     branches: bool = False,
@@ -125,7 +125,7 @@ class _States:
         return recurrence.StateMover([cache], [], 4)
 
 
-def _cache(slots: int, shape: tuple[int, ...], dtype: torch.dtype, *gap: int) -> Tensor:
+def _cache(slots: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Slots with other data between them, as in vLLM's pages."""
     return torch.randn(slots, 2, *shape).to(dtype)[:, 1]
 
@@ -138,7 +138,7 @@ class Mamba2(_States):
         seed: int,
         dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype = torch.float32,
-        slots: int = 60,
+        slots: int = 80,
         sizes: tuple[int, int, int, int] = (4, 2, 6, 20),
     ) -> None:
         torch.manual_seed(seed)
@@ -191,7 +191,7 @@ class GatedDelta(_States):
         seed: int,
         dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype = torch.float32,
-        slots: int = 60,
+        slots: int = 80,
         sizes: tuple[int, int, int, int] = (2, 4, 40, 36),
     ) -> None:
         torch.manual_seed(seed)
@@ -239,7 +239,7 @@ class Convolution:
         seed: int,
         dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype = torch.float32,
-        slots: int = 60,
+        slots: int = 80,
         dim: int = 300,
         entries: int = 14,
     ) -> None:

@@ -145,7 +145,7 @@ def test_parents_that_no_tree_has_are_refused() -> None:
     changes: list[tuple[str, dict[str, Tensor], str]] = [
         ("mamba2", {"parents": torch.tensor([0, 0, 3, 0, 0, 0], dtype=torch.int32)}, "parent"),
         ("gated_delta", {"columns": step.columns[:, :3]}, "as many rows"),
-        ("mamba2", {"columns": step.columns + 50}, "state slots"),
+        ("mamba2", {"columns": step.columns + 100}, "state slots"),
         ("convolution", {"accepted": step.accepted + 20}, "room"),
         ("convolution", {"starts": torch.tensor([0, 40, 42], dtype=torch.int32)}, "ascend"),
         ("gated_delta", {"starts": torch.tensor([0, 4, 6])}, "int32"),
