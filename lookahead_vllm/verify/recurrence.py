@@ -220,7 +220,8 @@ def gated_delta(
     _check_state(state)
     num_rows, key_heads, key_size = q.shape
     heads, value_size = v.shape[1:]
-    sizes = (key_size, value_size) if state.device.type == "cpu" else (value_size, key_size)
+    kernels = _kernels(state.device)
+    sizes = (key_size, value_size) if kernels.KEYS_FIRST else (value_size, key_size)
     if q.shape != k.shape or state.shape[1:] != (heads, *sizes) or heads % key_heads:
         raise ValueError(
             f"q and k are [n, a divisor of {heads}, key size], the state [slots, {heads}, {sizes}]; "
@@ -235,9 +236,7 @@ def gated_delta(
         raise ValueError("q, k, v and out are contiguous in their last dimension")
     if scale is None:
         scale = key_size**-0.5
-    _kernels(q.device).gated_delta(
-        state, q, k, v, a, b, A_log, dt_bias, trees, out, float(scale)
-    )
+    kernels.gated_delta(state, q, k, v, a, b, A_log, dt_bias, trees, out, float(scale))
 
 
 class StateMover:

@@ -19,6 +19,8 @@ from lookahead_vllm.verify.cpu import native
 if TYPE_CHECKING:
     from lookahead_vllm.verify.recurrence import Trees
 
+KEYS_FIRST = True
+"""The layout of gated_delta's states."""
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 _RULES = (
     "starts ascend from 0 to at most the number of rows",

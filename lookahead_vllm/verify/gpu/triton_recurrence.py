@@ -19,6 +19,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lookahead_vllm.verify.recurrence import Trees
 
+KEYS_FIRST = False
+"""The layout of gated_delta's states."""
 _CHANNELS = 256
 """Channels of a convolution for one program."""
 _ELEMENTS = 2048
@@ -197,7 +199,7 @@ def _convolve(
     entries = window + slot * slot_stride + channel * channel_stride
     offset = tl.maximum(tl.load(accepted + request) - 1, 0)
     history = entries + offset * entry_stride
-    x += first * x_row + channel
+    x += channel
     for place in range(size):
         total = tl.zeros([CHANNELS], tl.float32)
         if HAS_BIAS:
@@ -211,7 +213,7 @@ def _convolve(
                 else:
                     here -= 1
             is_row = here >= 0
-            row = tl.load(x + here.to(tl.int64) * x_row, mask=in_dim & is_row, other=0.0)
+            row = tl.load(x + (first + here) * x_row, mask=in_dim & is_row, other=0.0)
             before = tl.load(
                 history + (WIDTH - 1 + here) * entry_stride, mask=in_dim & (here < 0), other=0.0
             )
@@ -224,14 +226,13 @@ def _convolve(
             total = total / (1 + tl.exp(-total))
         y = total.to(window.dtype.element_ty).to(out.dtype.element_ty)
         tl.store(out + (first + place) * dim + channel, y, mask=in_dim)
-    tl.debug_barrier()  # all outputs are there, so the window may change
+    tl.debug_barrier()  # the outputs are there, so the window may change
     for entry in tl.static_range(WIDTH - 2):
         kept = tl.load(history + (entry + 1) * entry_stride, mask=in_dim)
-        tl.debug_barrier()  # an entry may be read and written
         tl.store(entries + entry * entry_stride, kept, mask=in_dim)
     tl.debug_barrier()
     for place in range(size):
-        row = tl.load(x + place.to(tl.int64) * x_row, mask=in_dim)
+        row = tl.load(x + (first + place) * x_row, mask=in_dim)
         target = entries + (WIDTH - 2 + place) * entry_stride
         tl.store(target, row.to(window.dtype.element_ty), mask=in_dim)
 
@@ -239,8 +240,8 @@ def _convolve(
 @triton.jit(do_not_specialize_on_alignment=_BY_STEP)
 def _mamba2(
     starts, parents, columns, row_stride, step, accepted,
-    state, slot_stride, x, x_row, x_head, x_dim, dt, dt_row, dt_head, A, A_head,
-    B, B_row, B_group, B_n, C, C_row, C_group, C_n, D, D_head, dt_bias, bias_head,
+    state, slot_stride, x, x_row, x_head, x_dim, dt, dt_row, dt_head, a, a_head,
+    b, b_row, b_group, b_n, c, c_row, c_group, c_n, skip, skip_head, dt_bias, bias_head,
     out, out_row, out_head, out_dim, z, z_row, z_head, z_dim,
     heads, dim, dstate, heads_of_group,
     SOFTPLUS: tl.constexpr, HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_Z: tl.constexpr,
@@ -261,7 +262,7 @@ def _mamba2(
     inside = in_dim[:, None] & in_state[None, :]
     state += head * dim * dstate + d[:, None] * dstate + n[None, :]
     group = head // heads_of_group
-    rate = tl.load(A + head * A_head).to(tl.float32)
+    rate = tl.load(a + head * a_head).to(tl.float32)
     for place in range(size):
         row = first + place
         source = root
@@ -278,17 +279,17 @@ def _mamba2(
         inputs = tl.load(
             x + row * x_row + head * x_head + d * x_dim, mask=in_dim, other=0.0
         ).to(tl.float32)  # fmt: skip
-        b = tl.load(B + row * B_row + group * B_group + n * B_n, mask=in_state, other=0.0)
-        c = tl.load(C + row * C_row + group * C_group + n * C_n, mask=in_state, other=0.0)
-        value = value * decay + (b.to(tl.float32) * delta) * inputs[:, None]
+        write = tl.load(b + row * b_row + group * b_group + n * b_n, mask=in_state, other=0.0)
+        read = tl.load(c + row * c_row + group * c_group + n * c_n, mask=in_state, other=0.0)
+        value = value * decay + (write.to(tl.float32) * delta) * inputs[:, None]
         target = tl.load(columns + request * row_stride + place * step).to(tl.int64)
         if target > 0:
             tl.store(
                 state + target * slot_stride, value.to(state.dtype.element_ty), mask=inside
             )  # fmt: skip
-        y = tl.sum(value * c.to(tl.float32)[None, :], axis=1)
+        y = tl.sum(value * read.to(tl.float32)[None, :], axis=1)
         if HAS_D:
-            y += inputs * tl.load(D + head * D_head).to(tl.float32)
+            y += inputs * tl.load(skip + head * skip_head).to(tl.float32)
         if HAS_Z:
             gate = tl.load(
                 z + row * z_row + head * z_head + d * z_dim, mask=in_dim, other=0.0
@@ -404,6 +405,5 @@ def _move_inputs(
         place = tl.load(paths + request * path_row + depth * path_step).to(tl.int32)
         if place != depth:
             values = tl.load(window + (WIDTH - 2 + place) * entry_stride, mask=in_dim)
-            tl.debug_barrier()  # a later input may go where this one was
+            tl.debug_barrier()  # the next input may go where this one was
             tl.store(window + (WIDTH - 2 + depth) * entry_stride, values, mask=in_dim)
-            tl.debug_barrier()

@@ -281,8 +281,10 @@ void delta_head(const DeltaCall& c, const Rows& rows, int64_t head, float* q, fl
     T* out = static_cast<T*>(c.out) + row * c.out_row + head * c.out_head;
     const S* from = states + rows.source(place) * c.slot;
     S* to = states + rows.slot(place) * c.slot;
+    // vLLM computes two vectors at a time, and what is left one by one.
+    const int64_t end = c.value_size / (2 * VL) * (2 * VL);
     int64_t at = 0;
-    for (; at + VL <= c.value_size; at += VL)
+    for (; at < end; at += VL)
       delta_tile<vf>(from + at, to + at, c.value_size, c.key_size, q, k, v + at, decay, beta,
                      c.scale, out + at);
     for (; at < c.value_size; ++at) {
