@@ -170,32 +170,6 @@ def preempted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ids
 
 
-
-CHUNKS = dict(max_num_batched_tokens=16, max_num_seqs=8)
-"""A prompt takes several steps, and so does the text of a request that was preempted."""
-FEW_BLOCKS = CHUNKS | dict(num_gpu_blocks_override=80)
-"""Not all requests fit with their states and KV."""
-
-
-@pytest.mark.parametrize("settings", [CHUNKS, FEW_BLOCKS], ids=["chunked", "preempted"])
-def test_prompts_in_chunks_and_preempted_requests_keep_their_output(
-    settings: dict[str, Any],
-    hybrid: Hybrid,
-    preempted: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with engine(hybrid.model, HIDDEN, load_format=WANDERING, **settings) as llm:
-        other = hybrid._replace(llm=llm)
-        assert other.is_exact() and other.is_exact(generate)
-        assert drafter_of(llm).counters.branching_trees > 50
-        if settings is CHUNKS:
-            return
-        assert len(preempted) > 5
-        # A short chunk behind the prompt must not count as a decode with drafts.
-        monkeypatch.setattr(recurrent_v1, "_chunks_behind_prompts", lambda *_: np.empty(0, int))
-        assert not (other.is_exact() and other.is_exact(generate))
-
-
 def test_a_draft_behind_several_own_tokens_is_dropped(hybrid: Hybrid) -> None:
     scheduler = hybrid.llm.llm_engine.engine_core.engine_core.scheduler
     for own, resumable, kept in ((1, False, [5, 6]), (2, False, []), (1, True, [])):
@@ -244,3 +218,30 @@ def test_the_state_slots_of_a_request_come_with_its_first_block(hybrid: Hybrid) 
         patch.setattr(LookaheadScheduler, "schedule", schedule)
         assert hybrid.is_exact()
     assert set().union(*slots) == {1 + HIDDEN["num_speculative_tokens"]}
+
+
+# ---- another engine: the shared one is dead from here on ----------------------------------------
+
+CHUNKS = dict(max_num_batched_tokens=16, max_num_seqs=8)
+"""A prompt takes several steps, and so does the text of a request that was preempted."""
+FEW_BLOCKS = CHUNKS | dict(num_gpu_blocks_override=80)
+"""Not all requests fit with their states and KV."""
+
+
+@pytest.mark.parametrize("settings", [CHUNKS, FEW_BLOCKS], ids=["chunked", "preempted"])
+def test_prompts_in_chunks_and_preempted_requests_keep_their_output(
+    settings: dict[str, Any],
+    hybrid: Hybrid,
+    preempted: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with engine(hybrid.model, HIDDEN, load_format=WANDERING, **settings) as llm:
+        other = hybrid._replace(llm=llm)
+        assert other.is_exact() and other.is_exact(generate)
+        assert drafter_of(llm).counters.branching_trees > 50
+        if settings is CHUNKS:
+            return
+        assert len(preempted) > 5
+        # A short chunk behind the prompt must not count as a decode with drafts.
+        monkeypatch.setattr(recurrent_v1, "_chunks_behind_prompts", lambda *_: np.empty(0, int))
+        assert not (other.is_exact() and other.is_exact(generate))

@@ -298,9 +298,7 @@ class WanderingModelLoader(DummyModelLoader):
                 weights.normal_(0, 0.1, generator=rng)
 
 
-def save_config(
-    name: str, folder: Path, configs: Mapping[str, Mapping[str, Any]] = TINY
-) -> Path:
+def save_config(name: str, folder: Path, configs: Mapping[str, Mapping[str, Any]] = TINY) -> Path:
     """Write the config of the model `name` to `folder / name`, and return that path."""
     path = folder / name
     path.mkdir(exist_ok=True)

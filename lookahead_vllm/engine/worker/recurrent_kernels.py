@@ -24,6 +24,7 @@ from lookahead_vllm.verify import recurrence
 from lookahead_vllm.verify.cpu.recurrence import path_windows
 from lookahead_vllm.verify.recurrence import Trees
 
+
 @functools.cache
 def register() -> None:
     """Patch the places, in a process that serves a model with recurrent layers."""
