@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from vllm import LLM, SamplingParams
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
 from lookahead_vllm.engine.scheduler.scheduler import LookaheadScheduler
@@ -156,20 +156,6 @@ def test_requests_that_steps_leave_out_keep_their_output(
         assert not hybrid.is_exact()
 
 
-@pytest.fixture
-def preempted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The requests that are preempted during the test."""
-    ids: list[str] = []
-    original = Scheduler._preempt_request
-
-    def count(self: Scheduler, request: Any, *args: Any, **kwargs: Any) -> Any:
-        ids.append(request.request_id)
-        return original(self, request, *args, **kwargs)
-
-    monkeypatch.setattr(Scheduler, "_preempt_request", count)
-    return ids
-
-
 def test_a_draft_behind_several_own_tokens_is_dropped(hybrid: Hybrid) -> None:
     scheduler = hybrid.llm.llm_engine.engine_core.engine_core.scheduler
     for own, resumable, kept in ((1, False, [5, 6]), (2, False, []), (1, True, [])):
@@ -222,26 +208,32 @@ def test_the_state_slots_of_a_request_come_with_its_first_block(hybrid: Hybrid) 
 
 # ---- another engine: the shared one is dead from here on ----------------------------------------
 
-CHUNKS = dict(max_num_batched_tokens=16, max_num_seqs=8)
-"""A prompt takes several steps, and so does the text of a request that was preempted."""
-FEW_BLOCKS = CHUNKS | dict(num_gpu_blocks_override=80)
-"""Not all requests fit with their states and KV."""
 
-
-@pytest.mark.parametrize("settings", [CHUNKS, FEW_BLOCKS], ids=["chunked", "preempted"])
 def test_prompts_in_chunks_and_preempted_requests_keep_their_output(
-    settings: dict[str, Any],
-    hybrid: Hybrid,
-    preempted: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with engine(hybrid.model, HIDDEN, load_format=WANDERING, **settings) as llm:
-        other = hybrid._replace(llm=llm)
-        assert other.is_exact() and other.is_exact(generate)
+    """Also where the text of a preempted request takes several steps, with short chunks."""
+    preempted: list[str] = []
+    original = LookaheadScheduler.schedule
+
+    def schedule(self: LookaheadScheduler, *args: Any, **kwargs: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps % 5 == 0 and len(self.running) > 1:
+            request = max(self.running, key=lambda request: request.num_output_tokens)
+            self.running.remove(request)
+            preempted.append(request.request_id)
+            self._preempt_request(request, time.monotonic())
+        return original(self, *args, **kwargs)
+
+    settings = dict(max_num_batched_tokens=16, max_num_seqs=8, load_format=WANDERING)
+    with engine(hybrid.model, HIDDEN, **settings) as llm:
+        other, steps = hybrid._replace(llm=llm), 0
+        assert other.is_exact()
+        monkeypatch.setattr(LookaheadScheduler, "schedule", schedule)
+        assert other.is_exact(generate)
+        assert len(preempted) > 10
         assert drafter_of(llm).counters.branching_trees > 50
-        if settings is CHUNKS:
-            return
-        assert len(preempted) > 5
         # A short chunk behind the prompt must not count as a decode with drafts.
         monkeypatch.setattr(recurrent_v1, "_chunks_behind_prompts", lambda *_: np.empty(0, int))
-        assert not (other.is_exact() and other.is_exact(generate))
+        assert not other.is_exact(generate)

@@ -39,7 +39,7 @@ def branching_obstacle(
     for group in groups:
         own = [layers[name] for name in group.layer_names]
         if is_recurrent(own[0]):
-            if not attention.RECURRENT_TREES or group.backend not in BACKENDS:
+            if not attention.has_recurrent_trees() or group.backend not in BACKENDS:
                 return f"a node has no recurrent state with the backend {group.backend.__name__}"
         elif reason := attention.obstacle(group, own, config.cache_config.cache_dtype):
             return str(reason)

@@ -27,9 +27,6 @@ from lookahead_vllm.verify.tree_batch import TreeBatch
 PACKED = {"vec": False, "vec16": False, "amx": True}
 """Whether the KV layout is packed, for each of vLLM's instruction sets that is supported."""
 
-RECURRENT_TREES = True
-"""Whether recurrent layers compute the nodes of trees here."""
-
 
 @dataclass(kw_only=True)
 class TreeAttentionMetadata(CPUAttentionMetadata):
@@ -129,6 +126,11 @@ def register() -> None:
     # A plain engine in this process may have selected the backend already.
     selector._cached_get_attn_backend.cache_clear()
     native.load()
+
+
+def has_recurrent_trees() -> bool:
+    """Whether recurrent layers compute the nodes of trees on this device."""
+    return True
 
 
 def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:

@@ -37,9 +37,6 @@ from lookahead_vllm.verify.tree_batch import TreeBatch
 
 MAX_HEAD_SIZE = 256
 
-RECURRENT_TREES = False
-"""Whether recurrent layers compute the nodes of trees here."""
-
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionImpl as _Impl
     from vllm.v1.attention.backend import AttentionMetadataBuilder as _Builder
@@ -194,6 +191,11 @@ def register() -> None:
         register_backend(backend, f"{__name__}.{ours.__name__}")
     # A plain engine in this process may have selected the backend already.
     selector._cached_get_attn_backend.cache_clear()
+
+
+def has_recurrent_trees() -> bool:
+    """Whether recurrent layers compute the nodes of trees on this device."""
+    return False
 
 
 def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
