@@ -147,7 +147,11 @@ def mamba2(
     _check_trees(trees, len(x))
     _, heads, dim, dstate = state.shape
     _check_state(state)
-    if x.shape[1:] != (heads, dim) or x.shape != out.shape or (z is not None and z.shape != x.shape):
+    if (
+        x.shape[1:] != (heads, dim)
+        or x.shape != out.shape
+        or (z is not None and z.shape != x.shape)
+    ):
         raise ValueError(
             f"x, z and out are [n, {heads}, {dim}]; got {list(x.shape)}, "
             f"{z if z is None else list(z.shape)} and {list(out.shape)}"
@@ -224,8 +228,8 @@ def gated_delta(
     sizes = (key_size, value_size) if kernels.KEYS_FIRST else (value_size, key_size)
     if q.shape != k.shape or state.shape[1:] != (heads, *sizes) or heads % key_heads:
         raise ValueError(
-            f"q and k are [n, a divisor of {heads}, key size], the state [slots, {heads}, {sizes}]; "
-            f"got {[list(t.shape) for t in (q, k, state)]}"
+            f"q and k are [n, a divisor of {heads}, key size], the state [slots, {heads}, "
+            f"{sizes[0]}, {sizes[1]}]; got {[list(t.shape) for t in (q, k, state)]}"
         )
     if out.shape != v.shape or len(v) != num_rows or {a.shape, b.shape} != {v.shape[:2]}:
         raise ValueError(
@@ -263,7 +267,9 @@ class StateMover:
         for layers in (states, windows):
             layouts = {(t.shape, t.stride(), t.dtype, t.device) for t in layers}
             if len(layouts) > 1:
-                raise ValueError(f"the caches of layers with the same slots are alike; got {layouts}")
+                raise ValueError(
+                    f"the caches of layers with the same slots are alike; got {layouts}"
+                )
         for state in states:
             _check_state(state)
         devices = {t.device for t in (*states, *windows)}

@@ -192,7 +192,7 @@ class GatedDelta(_States):
         dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype = torch.float32,
         slots: int = 80,
-        sizes: tuple[int, int, int, int] = (2, 4, 40, 36),
+        sizes: tuple[int, int, int, int] = (1, 2, 40, 36),
     ) -> None:
         torch.manual_seed(seed)
         self.key_heads, self.heads, self.key_size, self.value_size = sizes

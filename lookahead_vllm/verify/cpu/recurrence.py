@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +53,7 @@ def mamba2(
         `trees` breaks a rule of `Trees`.
     """
     library = _library(state, x, B, C, out, *([] if z is None else [z]))
-    if library is None or not len({x.dtype, B.dtype, C.dtype, out.dtype}) == 1:
+    if library is None or len({x.dtype, B.dtype, C.dtype, out.dtype}) > 1:
         _mamba2_torch(state, x, dt, A, B, C, D, dt_bias, trees, out, z, dt_softplus)
         return
     heads, dim, dstate = state.shape[1:]
@@ -91,7 +92,7 @@ def gated_delta(
         `trees` breaks a rule of `Trees`.
     """
     library = _library(state, q, k, v, out)
-    if library is None or not len({q.dtype, k.dtype, v.dtype, out.dtype}) == 1:
+    if library is None or len({q.dtype, k.dtype, v.dtype, out.dtype}) > 1:
         _gated_delta_torch(state, q, k, v, a, b, A_log, dt_bias, trees, out, scale)
         return
     key_heads, key_size = q.shape[1:]
@@ -127,10 +128,12 @@ def convolution(
     if library is None:
         inputs = _gather_windows_torch(x, window, weight.shape[1], trees)
         inputs = torch.cat((inputs.to(x.dtype), x.unsqueeze(-1)), dim=-1)
-        y = (inputs.float() * weight.float()).sum(-1)
-        y = y if bias is None else y + bias.float()
+        y = torch.zeros(out.shape) if bias is None else bias.float().expand(out.shape)
+        for tap in range(weight.shape[1]):
+            y = y + inputs[:, :, tap].float() * weight[:, tap].float()
         for _, rows in _requests(trees):
-            out[rows] = (silu(y[rows]) if is_silu else y[rows]).to(out.dtype)
+            for row in range(rows.start, rows.stop):  # torch's silu depends on the shape
+                out[row] = (silu(y[row]) if is_silu else y[row]).to(out.dtype)
         return
     weight, bias = _floats(weight.T.to(x.dtype)), _floats(bias)
     _convolve(library, x, window, weight, len(weight), bias, is_silu, trees, out)
@@ -264,7 +267,7 @@ def _need_strided_rows(out: Tensor) -> None:
 def _requests(trees: Trees) -> Iterator[tuple[int, slice]]:
     """The requests that are no padding, with their rows."""
     starts = trees.starts.tolist()
-    for request, (first, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for request, (first, end) in enumerate(pairwise(starts)):
         accepted = max(int(trees.accepted[request]), 1)
         if end > first and trees.columns[request, [0, accepted - 1]].min() > 0:
             yield request, slice(first, end)
@@ -274,7 +277,7 @@ def _rows(trees: Trees) -> Iterator[tuple[int, int, int]]:
     """Each row with the slot that it reads and the slot that it writes, parents first."""
     for request, rows in _requests(trees):
         columns = trees.columns[request].tolist()
-        parents = range(-1, len(columns))
+        parents = list(range(-1, len(columns)))
         if trees.parents is not None:
             parents = trees.parents[rows].tolist()
         root = columns[max(int(trees.accepted[request]), 1) - 1]
@@ -296,14 +299,13 @@ def _mamba2_torch(
     z: Tensor | None,
     dt_softplus: bool,
 ) -> None:
-    dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
-    dt = softplus(dt) if dt_softplus else dt
-    decay = (A.float() * dt).exp()
     B, C = (t.float().repeat_interleave(x.shape[1] // t.shape[1], 1) for t in (B, C))
     for row, source, target in _rows(trees):
-        inputs = x[row].float()
-        value = state[source].float() * decay[row, :, None, None]
-        value += inputs[:, :, None] * (B[row] * dt[row, :, None])[:, None]
+        inputs, step = x[row].float(), dt[row].float()
+        step = step if dt_bias is None else step + dt_bias.float()
+        step = softplus(step) if dt_softplus else step
+        value = state[source].float() * (A.float() * step).exp()[:, None, None]
+        value += inputs[:, :, None] * (B[row] * step[:, None])[:, None]
         state[target] = value.to(state.dtype)
         y = (value * C[row, :, None]).sum(-1)
         y = y if D is None else y + inputs * D.float()[:, None]
@@ -325,16 +327,17 @@ def _gated_delta_torch(
 ) -> None:
     group = v.shape[1] // q.shape[1]
     q, k = (t.float().repeat_interleave(group, 1) for t in (q, k))
-    q, k = (t * (t.square().sum(-1, keepdim=True) + 1e-5).rsqrt() for t in (q, k))
-    decay = (-A_log.float().exp() * softplus(a.float() + dt_bias.float())).exp()
-    beta = b.float().sigmoid()
     for row, source, target in _rows(trees):
-        value = state[source].float() * decay[row, :, None, None]  # [heads, key, value]
-        known = (value * k[row, :, :, None]).sum(1)
-        change = (v[row].float() - known) * beta[row, :, None]
-        value += k[row, :, :, None] * change[:, None]
+        query, key = (
+            t[row] * (t[row].square().sum(-1, keepdim=True) + 1e-5).rsqrt() for t in (q, k)
+        )
+        gate = -A_log.float().exp() * softplus(a[row].float() + dt_bias.float())
+        value = state[source].float() * gate.exp()[:, None, None]  # [heads, key, value]
+        known = (value * key[:, :, None]).sum(1)
+        change = (v[row].float() - known) * b[row].float().sigmoid()[:, None]
+        value += key[:, :, None] * change[:, None]
         state[target] = value.to(state.dtype)
-        out[row] = ((value * q[row, :, :, None]).sum(1) * scale).to(out.dtype)
+        out[row] = ((value * query[:, :, None]).sum(1) * scale).to(out.dtype)
 
 
 def _gather_windows_torch(x: Tensor, window: Tensor, width: int, trees: Trees) -> Tensor:
@@ -344,9 +347,9 @@ def _gather_windows_torch(x: Tensor, window: Tensor, width: int, trees: Trees) -
         offset = max(int(trees.accepted[request]), 1) - 1
         own = window[trees.columns[request, 0]]
         inputs = torch.cat((own[:, offset : offset + before], x[rows].to(own.dtype).T), dim=1)
-        parents = range(-1, rows.stop - rows.start)
+        parents = list(range(-1, rows.stop - rows.start))
         if trees.parents is not None:
-            parents = [-1, *trees.parents[rows].tolist()[1:]]
+            parents = trees.parents[rows].tolist()
         paths: list[list[int]] = []  # indices into `inputs`
         for place in range(rows.stop - rows.start):
             above = paths[parents[place]][1:] if place else list(range(before))

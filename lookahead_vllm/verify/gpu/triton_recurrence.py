@@ -212,16 +212,18 @@ def _convolve(
                     here = _parent(parents, first, here, IS_CHAIN)
                 else:
                     here -= 1
-            is_row = here >= 0
+            is_row = tl.zeros([CHANNELS], tl.int32) + here >= 0
             row = tl.load(x + (first + here) * x_row, mask=in_dim & is_row, other=0.0)
-            before = tl.load(
-                history + (WIDTH - 1 + here) * entry_stride, mask=in_dim & (here < 0), other=0.0
-            )
+            entry = history + (WIDTH - 1 + here) * entry_stride
+            before = tl.load(entry, mask=in_dim & (is_row == 0), other=0.0)
             value = tl.where(is_row, row.to(window.dtype.element_ty), before)
             taps = tl.load(
                 weight + channel * weight_channel + tap * weight_tap, mask=in_dim, other=0.0
             )
-            total += value * taps
+            product = value.to(tl.float32) * taps.to(tl.float32)
+            if value.dtype == taps.dtype:  # vLLM rounds the product of two bfloat16
+                product = product.to(value.dtype)
+            total += product.to(tl.float32)
         if IS_SILU:
             total = total / (1 + tl.exp(-total))
         y = total.to(window.dtype.element_ty).to(out.dtype.element_ty)

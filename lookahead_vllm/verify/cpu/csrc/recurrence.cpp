@@ -252,7 +252,7 @@ void delta_tile(const S* from, S* to, int64_t stride, int64_t key_size, const fl
     known = fma<V>(load<V>(from + i * stride) * decays, splat<V>(k[i]), known);
   const V change = (load<V>(v) - known) * splat<V>(beta);
   for (int64_t i = 0; i < key_size; ++i) {
-    const V value = fma<V>(load<V>(from + i * stride), decays, splat<V>(k[i]) * change);
+    const V value = fma<V>(splat<V>(k[i]), change, load<V>(from + i * stride) * decays);
     y = fma<V>(value * splat<V>(q[i]), splat<V>(scale), y);
     store(to + i * stride, value);
   }
@@ -347,19 +347,22 @@ template <typename S, typename T>
 void convolve(const ConvolutionCall& c, const Rows& rows, int64_t channel) {
   const Inputs<S, T> inputs(c, rows, channel);
   const int64_t channels = inputs.channels;
-  float sums[CHANNELS];
+  float sums[CHANNELS], products[CHANNELS];
   for (int64_t place = 0; place < rows.size; ++place) {
     int64_t path[8];
     inputs.path_to(place, path);
     for (int64_t d = 0; d < channels; ++d) sums[d] = c.bias ? c.bias[channel + d] : 0.0f;
-    for (int64_t j = 0; j < inputs.before; ++j) {
+    for (int64_t j = 0; j <= inputs.before; ++j) {
       const float* weight = c.weight + j * c.dim + channel;
-      for (int64_t d = 0; d < channels; ++d)
-        sums[d] = std::fma(weight[d], inputs.stored(path[j], d), sums[d]);
+      // Two loops, so that no product is fused with its addition: vLLM rounds both.
+      if (j < inputs.before)
+        for (int64_t d = 0; d < channels; ++d)
+          products[d] = weight[d] * inputs.stored(path[j], d);
+      else  // the row's own input is not stored yet
+        for (int64_t d = 0; d < channels; ++d)
+          products[d] = weight[d] * to_float(inputs.x[place * c.x_row + d]);
+      for (int64_t d = 0; d < channels; ++d) sums[d] += products[d];
     }
-    const float* weight = c.weight + inputs.before * c.dim + channel;
-    const T* own = inputs.x + place * c.x_row;
-    for (int64_t d = 0; d < channels; ++d) sums[d] = std::fma(weight[d], to_float(own[d]), sums[d]);
     if (c.silu)
       for (int64_t d = 0; d < channels; ++d) sums[d] *= sigmoid(sums[d]);
     T* out = static_cast<T*>(c.out) + (rows.first + place) * c.dim + channel;
