@@ -31,6 +31,10 @@ WORKERS = {
 """Our worker's module and class in `worker/v1/` and in `worker/v2/`, by vLLM's."""
 
 
+MAMBA_1_HYBRIDS = ("jamba",)
+"""Types of models with attention and Mamba 1 layers."""
+
+
 class _Runner(NamedTuple):
     """What an engine with one of vLLM's model runners gets."""
 
@@ -141,12 +145,24 @@ def make(
     from vllm.config import vllm as vllm_config
 
     wanted = envs.VLLM_USE_V2_MODEL_RUNNER
+    # vLLM writes its defaults into `args`.
+    caches_states = args.enable_prefix_caching or args.mamba_cache_mode not in (None, "none")
     if wanted or (wanted is None and vllm_config.HAS_TRITON and args.async_scheduling is not False):
         with _asking_for(args, SECOND_RUNNER, options):
             config = create()
-        if config.use_v2_model_runner and config.scheduler_config.async_scheduling:
+        is_hybrid = config.model_config.is_hybrid
+        if (
+            config.use_v2_model_runner
+            and config.scheduler_config.async_scheduling
+            and not is_hybrid
+        ):
             apply(config, options, SECOND_RUNNER)
             return config
+        if wanted and is_hybrid:
+            raise OptionError(
+                "VLLM_USE_V2_MODEL_RUNNER=1 is set, but for models with recurrent layers lookahead "
+                "runs on vLLM's first model runner alone; unset it, the output is the same"
+            )
         if wanted:
             raise OptionError(
                 "VLLM_USE_V2_MODEL_RUNNER=1 is set without asynchronous scheduling, which "
@@ -161,8 +177,28 @@ def make(
         )
     with _asking_for(args, FIRST_RUNNER, options):
         config = create()
+        if config.model_config.is_hybrid and config.cache_config.mamba_cache_mode != "none":
+            _refuse_cached_states(caches_states)
+            args.enable_prefix_caching = False
+            config = create()
     apply(config, options, FIRST_RUNNER)
     return config
+
+
+def _refuse_cached_states(asked_for: bool) -> None:
+    """Recurrent states that outlive a request: vLLM keeps them by default, with other slots."""
+    if asked_for:
+        raise OptionError(
+            "prefix caching was asked for, but for a model with recurrent layers lookahead needs "
+            "mamba_cache_mode='none', which has none; write --no-enable-prefix-caching, or leave "
+            "lookahead out of the speculative config"
+        )
+    from vllm.logger import init_logger
+
+    init_logger(f"vllm.{__name__}").info_once(
+        "Lookahead turns prefix caching off: recurrent layers keep a state for each node of a "
+        "draft instead."
+    )
 
 
 @contextmanager
@@ -218,9 +254,20 @@ _REFUSALS = (
         "its own scheduler; leave scheduler_cls out",
     ),
     _Refusal(
-        lambda config: config.model_config.is_hybrid or config.model_config.is_attention_free,
-        "model {config.model_config.model!r} keeps recurrent state, which lookahead cannot roll "
-        "back yet; leave lookahead out of the speculative config",
+        lambda config: config.model_config.is_attention_free,
+        "model {config.model_config.model!r} has recurrent layers alone, and vLLM tells them how "
+        "many drafts were accepted only beside attention; leave lookahead out of the speculative "
+        "config",
+    ),
+    _Refusal(
+        lambda config: config.model_config.hf_text_config.model_type in MAMBA_1_HYBRIDS,
+        "model {config.model_config.model!r} has Mamba 1 layers, whose state vLLM does not roll "
+        "back when a draft is rejected; leave lookahead out of the speculative config",
+    ),
+    _Refusal(
+        lambda config: config.model_config.is_hybrid and config.cache_config.use_replayssm,
+        "use_replayssm was given, with which recurrent layers keep no state for a node; leave it "
+        "out, or leave lookahead out of the speculative config",
     ),
     _Refusal(
         lambda config: config.model_config.hf_text_config.model_type == "hrm_text",

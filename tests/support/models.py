@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -297,11 +298,11 @@ class WanderingModelLoader(DummyModelLoader):
                 weights.normal_(0, 0.1, generator=rng)
 
 
-def save_config(name: str, folder: Path) -> Path:
+def save_config(name: str, folder: Path, configs: Mapping[str, Mapping[str, Any]] = TINY) -> Path:
     """Write the config of the model `name` to `folder / name`, and return that path."""
     path = folder / name
     path.mkdir(exist_ok=True)
-    config = dict(TINY[name])
+    config = dict(configs[name])
     architecture = config.pop("architecture")
     config.setdefault("model_type", architecture.removesuffix("ForCausalLM").lower())
     (path / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))

@@ -34,6 +34,9 @@ class DraftLimiter:
         """Whether a request may hold blocks with nothing but rejected tokens."""
         self._managers = scheduler.kv_cache_manager.coordinator.single_type_managers
         """One for each KV cache group."""
+        self._spare_blocks = [getattr(m, "num_speculative_blocks", 0) for m in self._managers]
+        """Blocks beside those of the tokens, for each manager: state slots, which vLLM allocates
+        with a request's first block. A draft needs no more of them."""
         self._may_free_blocks = scheduler.connector is None and all(
             isinstance(manager, FullAttentionManager | SlidingWindowManager)
             for manager in self._managers
@@ -60,6 +63,8 @@ class DraftLimiter:
         """
         scheduler = self._scheduler
         drafted = [request for request in scheduler.running if request.spec_token_ids]
+        if any(self._spare_blocks):
+            drafted = [request for request in drafted if _keeps_states(request)]
         if not (drafted or self._may_hold_unused):
             return {}
         waiting = list(self._admissible())
@@ -114,22 +119,21 @@ class DraftLimiter:
         """Remove the nodes that would need more blocks than are free; returns as `cut` does."""
         scheduler, pool = self._scheduler, self._scheduler.kv_cache_manager.block_pool
         free = pool.get_num_free_blocks() - scheduler.kv_cache_manager.watermark_blocks
-        sizes, ahead = [manager.block_size for manager in self._managers], self._steps_ahead
+        ahead = self._steps_ahead
         # An upper bound, which spares steps with enough free blocks the exact count.
         max_blocks = sum(
-            -(-tokens // size) + 1
+            self._num_blocks(tokens) + len(self._managers)
             for tokens in chain(
                 (_plain_tokens(r) + len(r.spec_token_ids) + ahead for r in scheduler.running),
                 (request.num_tokens for request in waiting),
             )
-            for size in sizes
         )
         if max_blocks <= free:
             return {}
         kept = self._free_unused_blocks()
         free = pool.get_num_free_blocks() - scheduler.kv_cache_manager.watermark_blocks
         free -= sum(self._missing(request, ahead) for request in scheduler.running)
-        free -= sum(-(-request.num_tokens // size) for request in waiting for size in sizes)
+        free -= sum(self._num_blocks(request.num_tokens) for request in waiting)
         # Drafts with the most expected tokens get their blocks first.
         for request in sorted(drafted, key=lambda request: -sum(probs_of(request.request_id))):
             nodes = len(request.spec_token_ids)
@@ -155,16 +159,22 @@ class DraftLimiter:
 
     def _num_blocks(self, num_tokens: int) -> int:
         """Blocks that a request of this length needs, in all KV cache groups together."""
-        return sum(-(-num_tokens // manager.block_size) for manager in self._managers)
+        return sum(
+            -(-num_tokens // manager.block_size) + spare
+            for manager, spare in zip(self._managers, self._spare_blocks, strict=True)
+        )
 
     def _missing(self, request: Request, num_more: int) -> int:
         """Blocks that the request lacks for its plain tokens and `num_more` after them."""
         tokens = request.num_computed_tokens + _plain_tokens(request) + num_more
         return sum(
             max(
-                -(-tokens // manager.block_size) - len(manager.req_to_blocks[request.request_id]), 0
+                -(-tokens // manager.block_size)
+                + spare
+                - len(manager.req_to_blocks[request.request_id]),
+                0,
             )
-            for manager in self._managers
+            for manager, spare in zip(self._managers, self._spare_blocks, strict=True)
         )
 
     def _free_unused_blocks(self) -> dict[str, list[int]]:
@@ -192,3 +202,15 @@ def _plain_tokens(request: Request) -> int:
     """The number of tokens that plain vLLM would schedule for the request."""
     tokens: int = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
     return tokens
+
+
+def _keeps_states(request: Request) -> bool:
+    """Whether recurrent layers can verify the request's draft; if not, the draft is dropped.
+
+    vLLM computes several own tokens before a draft as a prompt, which keeps only the state behind
+    the draft. And it forgets the accepted tokens of a request whose client may send more input.
+    """
+    if _plain_tokens(request) == 1 and not request.resumable:
+        return True
+    request.spec_token_ids = []
+    return False

@@ -8,6 +8,7 @@ from lookahead_vllm.engine.seams import (
     config,
     front_end,
     graphs_v2,
+    recurrent,
     scheduler,
     shutdown,
     worker,
@@ -23,6 +24,7 @@ COMMON: tuple[Seam, ...] = (
     *shutdown.SEAMS,
     *worker.SEAMS,
     *attention.SEAMS,
+    *recurrent.SEAMS,
 )
 """Whichever model runner is used."""
 

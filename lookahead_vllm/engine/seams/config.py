@@ -25,9 +25,13 @@ SEAMS = (
     Seam(
         "vllm.engine.arg_utils",
         "EngineArgs",
-        ("speculative_config", "spec_method", "spec_model", "spec_tokens", "async_scheduling"),
+        (
+            *("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+            *("async_scheduling", "enable_prefix_caching", "mamba_cache_mode"),
+        ),
         "set",
-        "the options in which a user can ask for lookahead; changed while vLLM makes its config",
+        "the options in which a user can ask for lookahead; changed while vLLM makes its config. "
+        "Recurrent states are not cached",
         "SpeculativeConfig.method is open to plugins",
     ),
     Seam(
@@ -102,9 +106,9 @@ SEAMS = (
     Seam(
         "vllm.config.cache",
         "CacheConfig",
-        ("cache_dtype",),
+        ("cache_dtype", "mamba_cache_mode", "use_replayssm"),
         "read",
-        "dtype of the KV cache",
+        "dtype of the KV cache, slots of recurrent states",
         PUBLIC,
     ),
     Seam(

@@ -117,6 +117,22 @@ SEAMS = (
         _LATE,
     ),
     Seam(
+        "vllm.v1.request",
+        "Request",
+        ("resumable",),
+        "read",
+        "recurrent layers verify no drafts of a request that goes on with new input",
+        "vLLM keeps the accepted tokens of a request",
+    ),
+    Seam(
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "MambaManager",
+        ("num_speculative_blocks",),
+        "read",
+        "state slots that a request gets with its first block",
+        _CUTS,
+    ),
+    Seam(
         "vllm.v1.outputs",
         "DraftTokenIds",
         ("req_ids", "draft_token_ids"),

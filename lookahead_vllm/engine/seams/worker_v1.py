@@ -69,9 +69,9 @@ SEAMS = (
     Seam(
         _RUNNER,
         "GPUModelRunner._build_attention_metadata",
-        (),
+        ("num_tokens",),
         "overridden",
-        "passes the trees to the attention metadata builders",
+        "passes the trees to the attention metadata builders, and parents to recurrent layers",
         _TREES,
     ),
     Seam(

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from lookahead_vllm.engine.worker.recurrent import BACKENDS, RecurrentMover, is_recurrent
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -36,7 +38,10 @@ def branching_obstacle(
     layers = config.compilation_config.static_forward_context
     for group in groups:
         own = [layers[name] for name in group.layer_names]
-        if reason := attention.obstacle(group, own, config.cache_config.cache_dtype):
+        if is_recurrent(own[0]):
+            if not attention.has_recurrent_trees() or group.backend not in BACKENDS:
+                return f"a node has no recurrent state with the backend {group.backend.__name__}"
+        elif reason := attention.obstacle(group, own, config.cache_config.cache_dtype):
             return str(reason)
     return None
 
@@ -46,14 +51,20 @@ def kv_movers(
 ) -> list[Any]:
     """A mover for each KV cache group, of all layers with a cache of their own.
 
+    Groups of recurrent layers get a `RecurrentMover`.
+
     Parameters
     ----------
     layers
         vLLM's attention layers by name.
     """
-    movers = []
+    movers: list[Any] = []
     for group in kv_cache_groups:
+        own = [layers[name] for name in group.layer_names]
+        if is_recurrent(own[0]):
+            movers.append(RecurrentMover(own))
+            continue
         # Layers that share their KV with an earlier one hold the same tensor.
-        caches = {c.data_ptr(): c for c in (layers[name].kv_cache for name in group.layer_names)}
-        movers.append(attention.mover(list(caches.values()), layers[group.layer_names[0]]))
+        caches = {layer.kv_cache.data_ptr(): layer.kv_cache for layer in own}
+        movers.append(attention.mover(list(caches.values()), own[0]))
     return movers

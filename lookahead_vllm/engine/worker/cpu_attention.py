@@ -128,6 +128,11 @@ def register() -> None:
     native.load()
 
 
+def has_recurrent_trees() -> bool:
+    """Whether recurrent layers compute the nodes of trees on this device."""
+    return True
+
+
 def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
     """Why the layers of an attention group cannot verify branching trees, or None if they can."""
     # Layers with another attention pattern (chunks, an encoder) use a backend derived from ours.

@@ -193,6 +193,11 @@ def register() -> None:
     selector._cached_get_attn_backend.cache_clear()
 
 
+def has_recurrent_trees() -> bool:
+    """Whether recurrent layers compute the nodes of trees on this device."""
+    return False
+
+
 def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
     """Why the layers of an attention group cannot verify branching trees, or None if they can."""
     # Layers with another attention pattern (chunks, an encoder) use a backend derived from ours.

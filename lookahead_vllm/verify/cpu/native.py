@@ -85,6 +85,71 @@ class LayerCache(ctypes.Structure):
     ]
 
 
+class Forest(ctypes.Structure):
+    """`Forest` of `csrc/recurrence.cpp`: recurrence.Trees; strides in elements."""
+
+    _fields_ = [
+        ("requests", _i64),
+        ("rows", _i64),
+        ("slots", _i64),
+        ("starts", _pointer),
+        ("parents", _pointer),
+        ("columns", _pointer),
+        ("num_columns", _i64),
+        ("column_row", _i64),
+        ("column_step", _i64),
+        ("accepted", _pointer),
+    ]
+
+
+class Mamba2Call(ctypes.Structure):
+    """`Mamba2Call` of `csrc/recurrence.cpp`; strides in elements."""
+
+    _fields_ = [
+        ("state", _pointer),
+        ("slot", _i64),
+        *((name, _pointer) for name in ("x", "B", "C", "z")),
+        *((name, _i64) for name in ("x_row", "bc_row", "z_row")),
+        *((name, _pointer) for name in ("dt", "A", "D", "dt_bias")),
+        ("out", _pointer),
+        ("out_row", _i64),
+        *((name, _i32) for name in ("heads", "groups", "dim", "dstate")),
+        ("softplus", _i32),
+        ("threads", _i32),
+    ]
+
+
+class DeltaCall(ctypes.Structure):
+    """`DeltaCall` of `csrc/recurrence.cpp`; strides in elements."""
+
+    _fields_ = [
+        ("state", _pointer),
+        ("slot", _i64),
+        *((name, _pointer) for name in ("q", "k", "v")),
+        *((name, _i64) for name in ("q_row", "q_head", "k_row", "k_head", "v_row", "v_head")),
+        *((name, _pointer) for name in ("a", "b", "A_log", "dt_bias")),
+        ("out", _pointer),
+        ("out_row", _i64),
+        ("out_head", _i64),
+        *((name, _i32) for name in ("key_heads", "heads", "key_size", "value_size")),
+        ("scale", _f32),
+        ("threads", _i32),
+    ]
+
+
+class ConvolutionCall(ctypes.Structure):
+    """`ConvolutionCall` of `csrc/recurrence.cpp`; strides in elements."""
+
+    _fields_ = [
+        ("window", _pointer),
+        *((name, _i64) for name in ("slot", "channel", "entry")),
+        ("x", _pointer),
+        ("x_row", _i64),
+        *((name, _pointer) for name in ("weight", "bias", "out")),
+        *((name, _i32) for name in ("dim", "width", "silu", "threads")),
+    ]
+
+
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """The compiled library, or None if it cannot be built.
@@ -183,6 +248,10 @@ def _open(path: Path) -> ctypes.CDLL:
         *(_i64, _pointer, _i32, _i32, _pointer),
     ]
     library.lookahead_top_choices.restype = None
+    for name in ("mamba2", "gated_delta", "convolution"):
+        function = getattr(library, f"lookahead_{name}")
+        function.argtypes = [_pointer, _pointer, _i32, _i32]
+        function.restype = _i32
     library.lookahead_reads_packed.argtypes = []
     library.lookahead_reads_packed.restype = _i32
     return library

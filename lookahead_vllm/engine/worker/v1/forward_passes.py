@@ -45,9 +45,12 @@ class RunnerPasses:
         saved = config.max_num_seqs
         config.max_num_seqs = batch.requests
         for table in tables:
-            width = -(-(context + batch.rows) // table.block_size)
-            ids = np.arange(batch.requests * width) % runner.kv_cache_config.num_blocks
-            table.block_table.np[: batch.requests, :width] = ids.reshape(batch.requests, width)
+            block_ids = table.block_table.np[: batch.requests]
+            # Recurrent layers have a block for each row, and skip the null block.
+            width = max(-(-(context + batch.rows) // table.block_size), batch.rows)
+            width = min(width, block_ids.shape[1])
+            ids = 1 + np.arange(batch.requests * width) % (runner.kv_cache_config.num_blocks - 1)
+            block_ids[:, :width] = ids.reshape(batch.requests, width)
         if batch.trees:
             runner.schedule_dummy_trees([batch.tree] * batch.requests, context)
         try:

@@ -23,7 +23,8 @@ class LookaheadGPUModelRunner(LookaheadRunner, gpu_model_runner.GPUModelRunner):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        capture_steps_without_drafts(self)
+        if not self.model_config.is_hybrid:  # recurrent layers need graphs of the longest draft
+            capture_steps_without_drafts(self)
 
     def compile_tree_kernels(self) -> None:
         """Where trees may branch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,13 @@ from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.tree import UNKNOWN, DraftTree
 from lookahead_vllm.engine import messages, patches, step_report
+from lookahead_vllm.engine.worker import recurrent
 from lookahead_vllm.engine.worker.branching import branching_obstacle, kv_movers
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep, root_rows
 from lookahead_vllm.engine.worker.drafter import LiveRequest, LookaheadDrafter
 from lookahead_vllm.engine.worker.step_cost import set_step_cost
 from lookahead_vllm.engine.worker.v1.forward_passes import RunnerPasses
+from lookahead_vllm.engine.worker.v1.recurrent import RecurrentRows
 from lookahead_vllm.engine.worker.v1.sampler import (
     NodeProcessors,
     NodeRows,
@@ -88,6 +90,8 @@ class LookaheadRunner(_Base):
         """The model's choices in the current step, until the proposer gets them."""
         self._movers: list[Any] = []
         """One for each KV cache group, where trees may branch."""
+        self._recurrent = RecurrentRows() if self.model_config.is_hybrid else None
+        """Set if the model has recurrent layers beside attention."""
         self._last_step_end: float | None = None
         self._could_draft = False
         """Whether a request of the current step could have a draft."""
@@ -99,13 +103,22 @@ class LookaheadRunner(_Base):
         if (thinking := self.input_batch.thinking_budget_state_holder) is not None:
             thinking.in_spec_mode = False  # a root is sampled as without speculation
         groups = list(self._attn_group_iterator())
+        layers = self.compilation_config.static_forward_context
+        if self._recurrent is not None:
+            recurrent.start(groups, layers, self.device, self.num_spec_tokens)
         obstacle = branching_obstacle(self.vllm_config, groups, self.attention)
         self.drafter.may_branch = obstacle is None
         if obstacle:
             logger.info_once("Lookahead verifies chains, not trees, here: %s.", obstacle)
             return
-        layers = self.compilation_config.static_forward_context
         self._movers = kv_movers(layers, self.kv_cache_config.kv_cache_groups, self.attention)
+
+    def calculate_reorder_batch_threshold(self) -> None:
+        super().calculate_reorder_batch_threshold()
+        if self._recurrent is not None:
+            # Recurrent layers expect rows with drafts before all prompts; vLLM takes the smallest
+            # threshold of all layers.
+            self.reorder_batch_threshold = 1 + self.num_spec_tokens
 
     def warm_up_drafting(self) -> None:
         """Compile kernels, and measure the cost of a step on this device."""
@@ -129,7 +142,23 @@ class LookaheadRunner(_Base):
             request.sampling_params = self.drafter.announce(request.req_id, request.sampling_params)
         for request_id, counts in messages.to_verify(scheduler_output).kept_blocks.items():
             self._give_back_blocks(request_id, counts)
-        return super()._update_states(scheduler_output)
+        if self._recurrent is None:
+            return super()._update_states(scheduler_output)
+        self._recurrent.remember(self.input_batch, scheduler_output)
+        updated = super()._update_states(scheduler_output)
+        self._recurrent.restore(self.input_batch, scheduler_output)
+        return updated
+
+    def _may_reorder_batch(self, scheduler_output: SchedulerOutput) -> None:
+        with self._chunks_as_prompts(scheduler_output):
+            super()._may_reorder_batch(scheduler_output)
+
+    def _chunks_as_prompts(
+        self, scheduler_output: SchedulerOutput | None = None
+    ) -> AbstractContextManager[None]:
+        if self._recurrent is None:
+            return nullcontext()
+        return self._recurrent.chunks_as_prompts(self.input_batch, scheduler_output)
 
     def _give_back_blocks(self, request_id: str, counts: Sequence[int]) -> None:
         """Keep the first `counts` blocks of each KV cache group: the scheduler freed the others."""
@@ -148,7 +177,8 @@ class LookaheadRunner(_Base):
                 None  # vLLM's shorter path, which recurrent states cannot take
             )
         try:
-            prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+            with self._chunks_as_prompts(scheduler_output):
+                prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         finally:
             self.speculative_config = config
         self._logits_indices = prepared[0]
@@ -180,18 +210,25 @@ class LookaheadRunner(_Base):
         computed = batch.num_computed_tokens_cpu
         return DraftStep.of_scheduled(drafts, rows, num_scheduled_tokens, computed)
 
-    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._step.branches:
-            return super()._build_attention_metadata(*args, **kwargs)
-        trees = self._step.branching_trees()
-        builders = [g.get_metadata_builder() for g in self._attn_group_iterator()]
+    def _build_attention_metadata(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        builders = []
+        if self._step.branches:
+            trees = self._step.branching_trees()
+            builders = [g.get_metadata_builder() for g in self._attn_group_iterator()]
         for builder in builders:
             builder.trees = trees
         try:
-            return super()._build_attention_metadata(*args, **kwargs)
+            with self._chunks_as_prompts():
+                built = super()._build_attention_metadata(num_tokens, *args, **kwargs)
         finally:
             for builder in builders:
                 builder.trees = None
+        if self._recurrent is not None:
+            self._recurrent.end_step()
+            if self.attention.has_recurrent_trees():
+                parents = recurrent.row_parents(self._step, self.query_pos.np[:num_tokens])
+                recurrent.set_parents(built[0], torch.from_numpy(parents).to(self.device))
+        return built
 
     # ---- verify ----------------------------------------------------------------------------------
 
@@ -318,7 +355,7 @@ class LookaheadRunner(_Base):
             return self.sampler(logits[some], metadata)
 
     def _move_accepted(self, step: DraftStep, paths: Int32s) -> None:
-        """Move the accepted nodes' KV to the slots right after the root's."""
+        """Move the accepted nodes' KV to the slots right after the root's, and their states."""
         moves = np.stack(step.kv_moves(paths))
         if not moves.size:
             return
@@ -327,8 +364,11 @@ class LookaheadRunner(_Base):
         for mover, table in zip(
             self._movers, self.input_batch.block_table.block_tables, strict=True
         ):
-            slots = table.slot_mapping.gpu
-            mover.move(slots[origins], slots[targets])
+            if isinstance(mover, recurrent.RecurrentMover):
+                mover.commit(step, paths, table.block_table.gpu)
+            else:
+                slots = table.slot_mapping.gpu
+                mover.move(slots[origins], slots[targets])
 
     def _generators_of_unfinished_prefills(self) -> dict[int, torch.Generator]:
         """Generators, by row, whose draw in this step is discarded."""

@@ -1,0 +1,171 @@
+"""Recurrent layers in a step with draft trees: parents of the rows, the accepted leaf's state.
+
+vLLM gives a request 1 + K state slots, K being `num_speculative_tokens`, and reads the one that the
+number of accepted tokens tells. So K nodes fit, whatever their tree is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.v1.attention.backends.gdn_attn import (
+    GDNAttentionBackend,
+    GDNAttentionMetadata,
+    GDNAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.linear_attn import BailingLinearAttentionMetadataBuilder
+from vllm.v1.attention.backends.mamba2_attn import (
+    Mamba2AttentionBackend,
+    Mamba2AttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata
+from vllm.v1.attention.backends.short_conv_attn import (
+    ShortConvAttentionBackend,
+    ShortConvAttentionMetadataBuilder,
+)
+
+from lookahead_vllm.draft.jit import Int32s, Int64s
+from lookahead_vllm.draft.options import OptionError
+from lookahead_vllm.engine.worker.draft_step import DraftStep
+from lookahead_vllm.verify.recurrence import StateMover
+
+PARENTS = "lookahead_parents"
+"""Attribute of the metadata of recurrent layers: int32 [tokens of the step], see `Trees.parents`.
+Absent in steps that vLLM's own kernels compute."""
+
+BACKENDS = (Mamba2AttentionBackend, GDNAttentionBackend, ShortConvAttentionBackend)
+"""Of the layers whose kernels `recurrent_kernels.py` replaces."""
+
+COUNTING_BUILDERS = (
+    Mamba2AttentionMetadataBuilder,
+    GDNAttentionMetadataBuilder,
+    BailingLinearAttentionMetadataBuilder,
+    ShortConvAttentionMetadataBuilder,
+)
+"""Those to which vLLM's runner passes the number of accepted tokens."""
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+def is_recurrent(layer: Any) -> bool:
+    """Whether a layer of vLLM's forward context keeps recurrent state instead of KV."""
+    return isinstance(layer, MambaBase)
+
+
+def start(
+    groups: Sequence[Any], layers: Mapping[str, Any], device: torch.device, num_nodes: int
+) -> None:
+    """Refuse layers whose states cannot be rolled back, and log what the states take.
+
+    Parameters
+    ----------
+    groups
+        The runner's attention groups.
+    layers
+        vLLM's attention layers by name.
+    num_nodes
+        The most nodes of a draft.
+
+    Raises
+    ------
+    OptionError
+        One sentence.
+    """
+    own = [group for group in groups if is_recurrent(layers[group.layer_names[0]])]
+    for group in own:
+        if device.type == "cpu":
+            rolls_back = group.backend in BACKENDS
+        else:
+            rolls_back = isinstance(group.get_metadata_builder(), COUNTING_BUILDERS)
+        if not rolls_back:
+            raise OptionError(
+                f"the model has recurrent layers of {group.backend.__name__}, which vLLM does not "
+                "tell how many drafts were accepted; leave lookahead out of the speculative config"
+            )
+    caches = [c for group in own for name in group.layer_names for c in layers[name].kv_cache]
+    megabytes = sum(cache[0].numel() * cache.element_size() for cache in caches) / 2**20
+    logger.info_once(
+        "Lookahead: recurrent layers keep a state for each of up to %d nodes of a draft, %.1f MiB "
+        "a request instead of %.1f; a smaller num_speculative_tokens takes less.",
+        num_nodes,
+        (1 + num_nodes) * megabytes,
+        megabytes,
+    )
+
+
+# ---- the step ------------------------------------------------------------------------------------
+
+
+def row_parents(step: DraftStep, places: Int64s) -> Int32s:
+    """The place of each token's parent among the tokens of its request.
+
+    Parameters
+    ----------
+    places : int64 [n]
+        The place of each token of the step among its request's.
+
+    Returns
+    -------
+    int32 [n]
+        -1 for roots. Tokens of a prompt, and of a request without a draft, are chains.
+    """
+    parents = (places - 1).astype(np.int32)
+    forest = step.forest
+    parents[step.starts[forest.owners] + 1 + forest.places] = forest.parents + 1
+    return parents
+
+
+def set_parents(metadata: Mapping[str, Any], parents: torch.Tensor) -> None:
+    """Let `verify/recurrence.py` compute the drafted rows of a step.
+
+    Parameters
+    ----------
+    metadata
+        By layer.
+    parents : int32 [n]
+        As of `row_parents`, on the device.
+    """
+    for layer_metadata in metadata.values():
+        if isinstance(layer_metadata, BaseMambaAttentionMetadata | GDNAttentionMetadata):
+            setattr(layer_metadata, PARENTS, parents)
+
+
+class RecurrentMover:
+    """Commits accepted paths in the recurrent layers of one KV cache group."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        windows = [_window(layer.kv_cache[0]) for layer in layers]
+        states = [layer.kv_cache[1] for layer in layers if len(layer.kv_cache) > 1]
+        # Beside the entries that the kernel reads, a window has one for each node.
+        width = windows[0].shape[2] - layers[0].num_spec + 1
+        self._mover = StateMover(states, windows, width)
+
+    def commit(self, step: DraftStep, paths: Int32s, block_table: torch.Tensor) -> None:
+        """Bring the accepted states to where vLLM reads them in the next step.
+
+        Parameters
+        ----------
+        paths
+            As of `accepted_paths`.
+        block_table : int32 [requests, columns]
+            The state slots of the batch's requests.
+        """
+        device = block_table.device
+        rows = np.zeros((len(paths), 1 + paths.shape[1]), np.int32)
+        rows[:, 1:] = 1 + paths
+        lengths = 1 + (paths >= 0).sum(axis=1, dtype=np.int32)
+        columns = block_table[torch.from_numpy(step.rows).to(device)]
+        self._mover.commit(
+            columns, torch.from_numpy(rows).to(device), torch.from_numpy(lengths).to(device)
+        )
+
+
+def _window(cache: torch.Tensor) -> torch.Tensor:
+    """A layer's cache of inputs as [slots, dim, length]."""
+    return cache if is_conv_state_dim_first() else cache.transpose(-1, -2)

@@ -1,0 +1,355 @@
+"""Recurrent layers at the nodes of draft trees: Mamba 2, gated delta nets, causal convolutions.
+
+A recurrent layer has a state where attention has keys and values. A node starts from its parent's
+state, so each node of a step has a state of its own. vLLM gives a request 1 + K state slots under
+speculation, its columns, and reads column `accepted - 1` in the next step. These functions keep to
+that: the root reads the column that vLLM reads, row j writes column j, and `StateMover.commit`
+brings the accepted leaf's state to where the next step reads it. The convolution has one slot
+instead, column 0, with a window of inputs that is longer than its kernel.
+
+States are rounded to the cache's dtype at every node, and read back, as in plain decode. A chain
+gives the states that plain decode gives, and a tree those of its paths: on a CPU bit by bit those
+of vLLM's kernels for one token (`docs/exactness.md`). Arguments have the shapes that vLLM's layers
+pass to their own kernels. On a GPU nothing waits for the device, all launches follow from shapes,
+and a CUDA graph may contain them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NULL_SLOT = 0
+"""vLLM's null block. A request whose slot is this or negative is padding."""
+
+
+class Trees(NamedTuple):
+    """The rows of r requests, on the device of the layer's states.
+
+    The rows of a request are its root and its nodes in list order: parents come before children.
+    """
+
+    starts: Tensor
+    """int32 [r + 1]: the first row of each request, then the number of rows. vLLM's
+    `query_start_loc`. A request may have no rows."""
+    parents: Tensor | None
+    """int32 [n]: the place of each row's parent among the rows of its request, below the row's own
+    place. The root has place 0; its entry is not read. None: all requests are chains."""
+    columns: Tensor
+    """int32 [at least r, k]: the state slots of each request, k at least the rows of any request.
+    vLLM's state indices, strided as they are."""
+    accepted: Tensor
+    """int32 [at least r]: the tokens that each request's last step emitted, vLLM's
+    `num_accepted_tokens`: the root reads column `accepted - 1`. 0 counts as 1."""
+
+
+def convolution(
+    x: Tensor,
+    window: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    trees: Trees,
+) -> Tensor:
+    """A causal depthwise convolution along the path to each row.
+
+    Row n gives `activation(bias + sum_j weight[:, j] * (the inputs of the last rows of its path)`,
+    continued into the window behind the root. The window gets the inputs of all rows in list order,
+    as vLLM's `causal_conv1d_update` leaves a chain: its first `width - 2` entries are the inputs
+    before the root, entry `width - 2 + j` is that of row j.
+
+    Parameters
+    ----------
+    x : float32, bfloat16 or float16 [n, dim]
+        The inputs; contiguous in the last dimension.
+    window : [slots, dim, length]
+        The layer's cache, `length` at least `width - 2` + the rows of any request. Any strides:
+        vLLM's layouts are (slots, dim, length) and the transpose of (slots, length, dim). Request i
+        reads `width - 1` entries from `accepted - 1` on, in slot `columns[i, 0]`.
+    weight : [dim, width]
+        Not packed for a kernel of vLLM's. `width` is 2 to 8.
+    bias : [dim] or None
+    activation : {"silu", "swish", None}
+    trees : Trees
+
+    Returns
+    -------
+    [n, dim], like `x`
+        0 in rows of no request.
+
+    Raises
+    ------
+    ValueError
+        Wrong shapes or dtypes.
+    """
+    _check_trees(trees, len(x))
+    dim, width = weight.shape
+    if x.shape[1:] != (dim,) or window.ndim != 3 or window.shape[1] != dim or not 2 <= width <= 8:
+        raise ValueError(
+            "x is [n, dim], window [slots, dim, length], weight [dim, 2 to 8]; got "
+            f"{[list(t.shape) for t in (x, window, weight)]}"
+        )
+    if x.stride(1) != 1:
+        raise ValueError(f"x is contiguous in its last dimension; its strides are {x.stride()}")
+    if activation not in ("silu", "swish", None):
+        raise ValueError(f"activation is {activation!r}; there are 'silu', 'swish' and None")
+    out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    _kernels(x.device).convolution(x, window, weight, bias, activation is not None, trees, out)
+    return out
+
+
+def mamba2(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    trees: Trees,
+    out: Tensor,
+    z: Tensor | None = None,
+    dt_softplus: bool = True,
+) -> None:
+    """The selective state update at each row: S = e^(A dt) S_parent + dt x B^T, y = S C + D x.
+
+    The arguments are those of vLLM's `selective_state_update`: A, dt, D and dt_bias are scalars of
+    a head, expanded. Source: Mamba 2 (Dao and Gu, ICML 2024), section 3.
+
+    Parameters
+    ----------
+    state : float32, bfloat16 or float16 [slots, heads, dim, dstate]
+        The layer's cache, contiguous but for the first dimension; row j of request i writes slot
+        `columns[i, j]`.
+    x : [n, heads, dim]
+    dt : [n, heads, dim], expanded from [n, heads, 1]
+    A : [heads, dim, dstate], expanded from [heads, 1, 1]
+    B, C : [n, groups, dstate]
+    D, dt_bias : [heads, dim], expanded from [heads, 1], or None
+    trees : Trees
+    out : [n, heads, dim]
+        Written; rows of no request are left as they are.
+    z : [n, heads, dim] or None
+        A gate: the output is multiplied by silu(z).
+    dt_softplus : bool
+        dt is softplus(dt + dt_bias).
+
+    Raises
+    ------
+    ValueError
+        Wrong shapes, or A, dt, D or dt_bias differ within a head, as in Mamba 1.
+    """
+    _check_trees(trees, len(x))
+    _, heads, dim, dstate = state.shape
+    _check_state(state)
+    if (
+        x.shape[1:] != (heads, dim)
+        or x.shape != out.shape
+        or (z is not None and z.shape != x.shape)
+    ):
+        raise ValueError(
+            f"x, z and out are [n, {heads}, {dim}]; got {list(x.shape)}, "
+            f"{z if z is None else list(z.shape)} and {list(out.shape)}"
+        )
+    if B.shape != C.shape or B.shape[::2] != (len(x), dstate) or heads % B.shape[1]:
+        raise ValueError(
+            f"B and C are [n, groups, {dstate}], with groups that divide {heads}; got "
+            f"{list(B.shape)} and {list(C.shape)}"
+        )
+    _kernels(x.device).mamba2(
+        state,
+        x,
+        _by_head(dt, x.shape, "dt"),
+        _by_head(A, state.shape[1:], "A"),
+        B,
+        C,
+        D if D is None else _by_head(D, (heads, dim), "D"),
+        dt_bias if dt_bias is None else _by_head(dt_bias, (heads, dim), "dt_bias"),
+        trees,
+        out,
+        z,
+        dt_softplus,
+    )
+
+
+def gated_delta(
+    state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    trees: Trees,
+    out: Tensor,
+    scale: float | None = None,
+) -> None:
+    """The gated delta rule at each row: S = e^g S_parent, S += beta (v - S k) k^T, y = S q.
+
+    g = -e^A_log softplus(a + dt_bias), beta = sigmoid(b), q and k are divided by their norms. The
+    arguments are those of vLLM's `fused_sigmoid_gating_delta_rule_update`, which uses head h // m
+    of q and k for head h of v, m = heads / key heads. Source: Gated Delta Networks (Yang, Kautz and
+    Hatamizadeh, ICLR 2025), section 3.
+
+    Parameters
+    ----------
+    state : float32, bfloat16 or float16
+        The layer's cache, contiguous but for the first dimension. On a GPU
+        [slots, heads, value size, key size]; on a CPU [slots, heads, key size, value size], the
+        view that vLLM's CPU layer passes to its kernels. Row j of request i writes slot
+        `columns[i, j]`.
+    q, k : [n, key heads, key size]
+    v : [n, heads, value size]
+        These three are contiguous in the last dimension, so slices of one tensor need no copy.
+    a, b : [n, heads]
+    A_log, dt_bias : [heads]
+    trees : Trees
+    out : [n, heads, value size]
+        Written; rows of no request are left as they are.
+    scale : float
+        Of q; by default key size ** -0.5.
+
+    Raises
+    ------
+    ValueError
+        Wrong shapes or strides.
+    """
+    _check_trees(trees, len(q))
+    _check_state(state)
+    num_rows, key_heads, key_size = q.shape
+    heads, value_size = v.shape[1:]
+    kernels = _kernels(state.device)
+    sizes = (key_size, value_size) if kernels.KEYS_FIRST else (value_size, key_size)
+    if q.shape != k.shape or state.shape[1:] != (heads, *sizes) or heads % key_heads:
+        raise ValueError(
+            f"q and k are [n, a divisor of {heads}, key size], the state [slots, {heads}, "
+            f"{sizes[0]}, {sizes[1]}]; got {[list(t.shape) for t in (q, k, state)]}"
+        )
+    if out.shape != v.shape or len(v) != num_rows or {a.shape, b.shape} != {v.shape[:2]}:
+        raise ValueError(
+            "v and out are [n, heads, value size], a and b [n, heads]; got "
+            f"{[list(t.shape) for t in (v, out, a, b)]}"
+        )
+    if any(t.stride(-1) != 1 for t in (q, k, v, out)):
+        raise ValueError("q, k, v and out are contiguous in their last dimension")
+    if scale is None:
+        scale = key_size**-0.5
+    kernels.gated_delta(state, q, k, v, a, b, A_log, dt_bias, trees, out, float(scale))
+
+
+class StateMover:
+    """Commits the accepted paths of a step in all layers that share state slots.
+
+    Parameters
+    ----------
+    states : sequence of [slots, ...]
+        The recurrent states of the layers, each contiguous but for the first dimension; none for
+        layers of convolutions alone.
+    windows : sequence of [slots, dim, length]
+        The windows of the layers' convolutions, as of `convolution`. The caches must not be
+        reallocated.
+    width : int
+        The width of the convolutions' kernel.
+
+    Raises
+    ------
+    ValueError
+        States or windows differ in shape, strides or dtype from layer to layer.
+    """
+
+    def __init__(self, states: Sequence[Tensor], windows: Sequence[Tensor], width: int) -> None:
+        for layers in (states, windows):
+            layouts = {(t.shape, t.stride(), t.dtype, t.device) for t in layers}
+            if len(layouts) > 1:
+                raise ValueError(
+                    f"the caches of layers with the same slots are alike; got {layouts}"
+                )
+        for state in states:
+            _check_state(state)
+        devices = {t.device for t in (*states, *windows)}
+        if len(devices) != 1:
+            raise ValueError(f"a StateMover has layers on one device; got {devices}")
+        self._move = _kernels(devices.pop()).Mover(list(states), list(windows), width)
+
+    def commit(self, columns: Tensor, paths: Tensor, lengths: Tensor) -> None:
+        """Bring each accepted path to where the next step reads it, with `accepted = lengths`.
+
+        The state of the path's last row goes to column `lengths - 1`. The input of the row at depth
+        d goes to entry `width - 2 + d` of the window. Nothing waits for a GPU.
+
+        Parameters
+        ----------
+        columns : int32 [at least r, k]
+            As of `Trees`.
+        paths : int32 or int64 [r, w]
+            In column d, the place of the accepted row at depth d among its request's rows; the
+            root's is 0. Entries behind the path are not read.
+        lengths : int32 or int64 [r]
+            1 + accepted nodes, at most w; 0 and 1 move nothing.
+
+        Raises
+        ------
+        ValueError
+            Wrong shapes.
+        """
+        if paths.ndim != 2 or lengths.shape != paths.shape[:1] or len(columns) < len(paths):
+            raise ValueError(
+                "paths are [r, w], lengths [r], columns [at least r, k]; got "
+                f"{[list(t.shape) for t in (paths, lengths, columns)]}"
+            )
+        if len(paths):
+            self._move(columns, paths, lengths)
+
+
+def _kernels(device: torch.device) -> ModuleType:
+    """The module with the functions for a device."""
+    if device.type == "cpu":
+        from lookahead_vllm.verify.cpu import recurrence
+
+        return recurrence
+    from lookahead_vllm.verify.gpu import triton_recurrence
+
+    return triton_recurrence
+
+
+def _check_trees(trees: Trees, num_rows: int) -> None:
+    requests = len(trees.starts) - 1
+    dtypes = {part.dtype for part in trees if part is not None}
+    if dtypes != {torch.int32}:
+        raise ValueError(f"Trees are int32; got {dtypes}")
+    if trees.columns.ndim != 2 or min(len(trees.columns), len(trees.accepted)) < requests:
+        raise ValueError(
+            f"columns are [r, k], accepted [r], for {requests} requests; got "
+            f"{list(trees.columns.shape)} and {list(trees.accepted.shape)}"
+        )
+    if trees.parents is not None and len(trees.parents) < num_rows:
+        raise ValueError(f"{len(trees.parents)} parents do not suffice for {num_rows} rows")
+
+
+def _check_state(state: Tensor) -> None:
+    if len(state) and not state[0].is_contiguous():
+        raise ValueError(
+            f"a state is contiguous but for its first dimension; its strides are {state.stride()}"
+        )
+
+
+def _by_head(values: Tensor, shape: Sequence[int], name: str) -> Tensor:
+    """Undo the expansion of the last dimensions: [heads] or [n, heads]."""
+    kept = 2 if name == "dt" else 1
+    expanded = values.stride()[kept:]
+    if tuple(values.shape) != tuple(shape) or any(
+        stride and size > 1 for stride, size in zip(expanded, shape[kept:], strict=True)
+    ):
+        raise ValueError(
+            f"{name} is {list(shape)} and one scalar for each head, expanded; got "
+            f"{list(values.shape)}, strides {values.stride()}"
+        )
+    while values.ndim > kept:
+        values = values[..., 0]
+    return values

@@ -1,0 +1,239 @@
+"""Models with recurrent layers give plain vLLM's output, in chains and in trees."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from vllm import LLM, SamplingParams
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+
+from lookahead_vllm.engine.scheduler.scheduler import LookaheadScheduler
+from lookahead_vllm.engine.worker import recurrent
+from lookahead_vllm.engine.worker.v1 import recurrent as recurrent_v1
+from lookahead_vllm.verify import recurrence
+from tests.support.driving import (
+    GREEDY,
+    drafter_of,
+    engine,
+    generate,
+    generate_staggered,
+    obstacle_of,
+    random_prompts,
+    runner_of,
+)
+from tests.support.hybrid_models import ENGINE_SETTINGS, HYBRIDS, use_float32_gated_delta
+from tests.support.models import WANDERING, save_config
+from tests.support.proposers import record
+
+use_float32_gated_delta()
+
+HIDDEN = {"proposer": "hidden_path", "num_speculative_tokens": 6, "budget": 6}
+PROMPTS = random_prompts(12, 60)
+SEEDED = SamplingParams(
+    temperature=0.8, seed=1, max_tokens=30, ignore_eos=True, detokenize=False, top_k=20
+)
+Answers = list[list[list[int]]]
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    return dict(load_format=WANDERING, **ENGINE_SETTINGS.get(name, {}))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_every_hybrid_gives_plain_vllms_output(name: str, tmp_path: Path) -> None:
+    """With staggered arrivals, greedy and seeded, in trees and in chains."""
+    model, settings = save_config(name, tmp_path, HYBRIDS), settings_of(name)
+    with engine(model, **settings) as plain:
+        greedy, seeded = (generate(plain, PROMPTS, params) for params in (GREEDY, SEEDED))
+    distinct = sum(len(set(a[0])) for a in greedy) / len(greedy)
+    assert distinct > 10, "outputs that loop prove nothing"
+    record(PROMPTS, greedy)
+    record(PROMPTS, seeded)
+    with engine(model, HIDDEN, **settings) as llm:
+        assert obstacle_of(llm) is None
+        counters = drafter_of(llm).counters
+        assert generate_staggered(llm, PROMPTS) == greedy
+        assert generate(llm, PROMPTS, SEEDED) == seeded
+        assert counters.branching_trees > 100
+        assert counters.moved_tokens > 50
+        trees, accepted = counters.branching_trees, counters.accepted_nodes
+        drafter_of(llm).may_branch = False
+        assert generate_staggered(llm, PROMPTS) == greedy
+        assert counters.branching_trees == trees
+        assert counters.accepted_nodes > accepted + 50
+
+
+class Hybrid(NamedTuple):
+    """An engine of Falcon-H1, and plain vLLM's greedy answers to `PROMPTS`."""
+
+    model: Path
+    llm: LLM
+    answers: Answers
+
+    def is_exact(self, run: Callable[..., Answers] = generate_staggered) -> bool:
+        record(PROMPTS, self.answers)
+        return run(self.llm, PROMPTS) == self.answers
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hybrid]:
+    model = save_config("falcon_h1", tmp_path_factory.mktemp("hybrid"), HYBRIDS)
+    with engine(model, load_format=WANDERING) as plain:
+        answers = generate(plain, PROMPTS)
+    with engine(model, HIDDEN, load_format=WANDERING) as llm:
+        yield Hybrid(model, llm, answers)
+
+
+def test_without_the_commit_of_accepted_states_the_output_differs(
+    hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hybrid.is_exact()
+    monkeypatch.setattr(recurrent.RecurrentMover, "commit", lambda *_: None)
+    assert not hybrid.is_exact()
+
+
+def test_with_windows_in_list_order_the_output_differs(
+    hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Convolutions have to see a node's path, not the nodes before it in the list."""
+    original = recurrence.convolution
+
+    def in_list_order(*args: Any) -> torch.Tensor:
+        *rest, trees = args
+        places = torch.arange(len(trees.parents)) - trees.starts[0]
+        owners = torch.bucketize(places, trees.starts[1:].long(), right=True)
+        parents = places - trees.starts[:-1][owners.clamp(max=len(trees.starts) - 2)] - 1
+        return original(*rest, trees._replace(parents=parents.int()))
+
+    monkeypatch.setattr(recurrence, "convolution", in_list_order)
+    assert not hybrid.is_exact()
+
+
+# ---- patterns of steps ---------------------------------------------------------------------------
+
+
+@contextmanager
+def leaving_requests_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Every third step leaves out each decoding request; yields those that were."""
+    left_out: list[str] = []
+    steps = 0
+    original = LookaheadScheduler.schedule
+
+    def schedule(self: LookaheadScheduler, *args: Any, **kwargs: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        hidden = [
+            request
+            for i, request in enumerate(self.running)
+            if (steps + i) % 3 == 0 and not request.is_prefill_chunk
+        ]
+        self.running = [request for request in self.running if request not in hidden]
+        output = original(self, *args, **kwargs)
+        self.running = hidden + self.running
+        left_out.extend(request.request_id for request in hidden)
+        return output
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LookaheadScheduler, "schedule", schedule)
+        yield left_out
+
+
+def test_requests_that_steps_leave_out_keep_their_output(
+    hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with leaving_requests_out(monkeypatch) as left_out:
+        assert hybrid.is_exact()
+        assert len(left_out) > 50
+        monkeypatch.setattr(recurrent_v1.RecurrentRows, "restore", lambda *_: None)
+        assert not hybrid.is_exact()
+
+
+def test_a_draft_behind_several_own_tokens_is_dropped(hybrid: Hybrid) -> None:
+    scheduler = hybrid.llm.llm_engine.engine_core.engine_core.scheduler
+    for own, resumable, kept in ((1, False, [5, 6]), (2, False, []), (1, True, [])):
+        request = SimpleNamespace(
+            num_tokens=10,
+            num_output_placeholders=0,
+            num_computed_tokens=10 - own,
+            spec_token_ids=[5, 6],
+            resumable=resumable,
+            request_id="one",
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scheduler, "running", [request])
+            patch.setattr(scheduler._draft_limiter, "_cut_to_blocks", lambda *_: {})
+            scheduler._draft_limiter.cut(lambda _: (1.0, 1.0), 0.0)
+        assert request.spec_token_ids == kept
+
+
+def test_drafts_come_before_prompts_whatever_other_layers_ask_for(hybrid: Hybrid) -> None:
+    runner = runner_of(hybrid.llm)
+    for group in runner._attn_group_iterator():
+        if group.backend not in recurrent.BACKENDS:
+            group.get_metadata_builder().reorder_batch_threshold = 1
+    runner.calculate_reorder_batch_threshold()
+    assert runner.reorder_batch_threshold == 1 + HIDDEN["num_speculative_tokens"]
+
+
+def test_the_state_slots_of_a_request_come_with_its_first_block(hybrid: Hybrid) -> None:
+    """So a draft needs none, and cannot preempt a request for one."""
+    slots: list[set[int]] = []
+    original = LookaheadScheduler.schedule
+
+    def schedule(self: LookaheadScheduler, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        slots.append(
+            {
+                len(manager.req_to_blocks[request.request_id])
+                for manager in self.kv_cache_manager.coordinator.single_type_managers
+                if isinstance(manager, MambaManager)
+                for request in self.running
+            }
+        )
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LookaheadScheduler, "schedule", schedule)
+        assert hybrid.is_exact()
+    assert set().union(*slots) == {1 + HIDDEN["num_speculative_tokens"]}
+
+
+# ---- another engine: the shared one is dead from here on ----------------------------------------
+
+
+def test_prompts_in_chunks_and_preempted_requests_keep_their_output(
+    hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the text of a preempted request takes several steps, with short chunks."""
+    preempted: list[str] = []
+    original = LookaheadScheduler.schedule
+
+    def schedule(self: LookaheadScheduler, *args: Any, **kwargs: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps % 5 == 0 and len(self.running) > 1:
+            request = max(self.running, key=lambda request: request.num_output_tokens)
+            self.running.remove(request)
+            preempted.append(request.request_id)
+            self._preempt_request(request, time.monotonic())
+        return original(self, *args, **kwargs)
+
+    settings = dict(max_num_batched_tokens=16, max_num_seqs=8, load_format=WANDERING)
+    with engine(hybrid.model, HIDDEN, **settings) as llm:
+        other, steps = hybrid._replace(llm=llm), 0
+        assert other.is_exact()
+        monkeypatch.setattr(LookaheadScheduler, "schedule", schedule)
+        assert other.is_exact(generate)
+        assert len(preempted) > 10
+        assert drafter_of(llm).counters.branching_trees > 50
+        # A short chunk behind the prompt must not count as a decode with drafts.
+        monkeypatch.setattr(recurrent_v1, "_chunks_behind_prompts", lambda *_: np.empty(0, int))
+        assert not other.is_exact(generate)

@@ -1,0 +1,170 @@
+"""Recurrent layers at the nodes of trees in Triton; interpreted, and compiled for GPUs.
+
+In float32 they equal vLLM's kernels for one token to the bit, level by level.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lookahead_vllm.verify import recurrence
+from tests.support.recurrence_cases import LAYERS, Convolution, GatedDelta, Mamba2, random_step
+from tests.verify.gpu.test_triton_compiles import TOOLS, Launches, instructions_of, spills
+from tests.verify.test_recurrence import (  # noqa: F401  the same claims, run here in Triton
+    BF16,
+    F32,
+    by_levels,
+    test_each_row_continues_its_parent,
+    test_other_dtypes,
+    test_steps_of_trees_equal_plain_decode,
+    test_the_row_before_is_not_the_parent,
+)
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+compiles = pytest.mark.skipif(
+    IS_INTERPRETED or not (TOOLS / "ptxas").is_file(), reason="interpreted, or no ptxas"
+)
+
+
+def use_triton(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from lookahead_vllm.verify.gpu import triton_recurrence
+
+    monkeypatch.setattr(recurrence, "_kernels", lambda _: triton_recurrence)
+    return triton_recurrence
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if not IS_INTERPRETED:
+        pytest.skip("runs in another process")
+    use_triton(monkeypatch)
+    yield "triton"
+
+
+@pytest.fixture(scope="module")
+def vllm_kernels() -> Any:
+    """vLLM's kernels for one token, which the interpreter runs."""
+    if not IS_INTERPRETED:
+        pytest.skip("runs in another process")
+    pytest.importorskip("vllm")
+    from tests.support import second_runner
+
+    second_runner.enable()
+    from vllm.model_executor.layers.mamba.ops import causal_conv1d, mamba_ssm
+    from vllm.third_party.flash_linear_attention.ops import fused_recurrent
+
+    return causal_conv1d, mamba_ssm, fused_recurrent
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), [(F32, F32), (BF16, BF16)])
+def test_mamba2_equals_vllm(
+    dtype: torch.dtype, cache_dtype: torch.dtype, kernels: str, vllm_kernels: Any
+) -> None:
+    layer = Mamba2(1, dtype, cache_dtype)
+    step = random_step(1, [6, 0, 7], paddings=0)
+    inputs = layer.draw(step.num_rows)
+    kernel = vllm_kernels[1]._selective_scan_update_kernel
+
+    def one_token(states: Tensor, rows: Any) -> Tensor:
+        x, dt, A, B, C, D, dt_bias = layer.arguments(rows)
+        z, out = rows[4], torch.empty(x.shape, dtype=x.dtype)
+        kernel[(-(-layer.dim // 16), len(x), layer.heads)](
+            states, None, x, dt, dt_bias, A, B, C, D, z, out, None, None, -1, None, None,
+            len(x), layer.heads, layer.dim, layer.dstate, layer.heads // layer.groups,
+            *states.stride(), *x.stride(), *dt.stride(), *dt_bias.stride(), *A.stride(),
+            *B.stride(), *C.stride(), *D.stride(), *z.stride(), *out.stride(), 0, 0, 0, 0,
+            True, True, 16, USE_RS_ROUNDING=False, PHILOX_ROUNDS=0,
+        )  # fmt: skip
+        return out
+
+    expected, after = by_levels(layer, step, inputs, one_token)
+    cache = layer.cache.clone()
+    assert torch.equal(layer.run(cache, inputs, step.trees()), expected)
+    assert torch.equal(cache, after)
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), [(F32, F32), (BF16, BF16)])
+def test_gated_delta_equals_vllm(
+    dtype: torch.dtype, cache_dtype: torch.dtype, kernels: str, vllm_kernels: Any
+) -> None:
+    layer = GatedDelta(1, dtype, cache_dtype)
+    step = random_step(1, [6, 0, 7], paddings=0)
+    inputs = layer.draw(step.num_rows)
+    plain = vllm_kernels[2].fused_recurrent_gated_delta_rule_packed_decode
+
+    def one_token(states: Tensor, rows: Any) -> Tensor:
+        q, k, v, a, b = rows
+        packed = torch.cat([t.flatten(1) for t in (q, k, v)], dim=1)
+        pool = torch.cat((torch.zeros_like(states[:1]), states))  # slot 0 is null
+        out = torch.empty(v.shape, dtype=v.dtype)[:, None]
+        plain(
+            packed, a, b, layer.A_log, layer.dt_bias, layer.key_size**-0.5, pool, out,
+            torch.arange(1, len(pool), dtype=torch.int32), use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        states.copy_(pool[1:])
+        return out[:, 0]
+
+    expected, after = by_levels(layer, step, inputs, one_token)
+    cache = layer.cache.clone()
+    assert torch.equal(layer.run(cache, inputs, step.trees()), expected)
+    assert torch.equal(cache, after)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("seed", range(2))
+def test_chains_of_a_convolution_equal_vllm(
+    dtype: torch.dtype, seed: int, kernels: str, vllm_kernels: Any
+) -> None:
+    """Its kernel for chains leaves the same window."""
+    layer = Convolution(seed, dtype, dtype)
+    step = random_step(seed, [6, 0, 7], columns=8, chains=True)
+    (x,) = layer.draw(step.num_rows)
+    trees = step.trees()
+    after, expected = layer.cache.clone(), torch.zeros(x.shape, dtype=dtype)
+    requests = len(trees.starts) - 1
+    kernel, dim = vllm_kernels[0]._causal_conv1d_update_kernel, x.shape[1]
+    steps, entries = step.columns.shape[1], layer.width - 2 + step.columns.shape[1]
+    counts = step.accepted.clamp(min=1)
+    kernel[(requests, -(-dim // 256))](
+        x, layer.weight, layer.bias, after, trees.columns, counts, trees.starts, expected,
+        requests, dim, steps, entries, len(after), 0, 1, x.stride(0), *layer.weight.stride(),
+        *after.stride(), trees.columns.stride(0), 0, 1, dim, 0,
+        HAS_BIAS=layer.bias is not None, KERNEL_WIDTH=layer.width,
+        SILU_ACTIVATION=layer.activation is not None, IS_VARLEN=True, IS_SPEC_DECODING=True,
+        NP2_STATELEN=16, HAS_NULL_BLOCK=True, BLOCK_N=256, launch_pdl=False,
+    )  # fmt: skip
+    cache = layer.cache.clone()
+    assert torch.equal(layer.run(cache, (x,), trees), expected)
+    assert torch.equal(cache, after)
+
+
+@compiles
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_kernels_do_not_spill_and_wait_for_their_stores(
+    kind: str, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton_recurrence = use_triton(monkeypatch)
+    launches = {}
+    for name in ("_convolve", "_mamba2", "_gated_delta", "_move_states", "_move_inputs"):
+        launches[name] = Launches(getattr(triton_recurrence, name))
+        monkeypatch.setattr(triton_recurrence, name, launches[name])
+    sizes = {"mamba2": (8, 2, 64, 128), "gated_delta": (2, 4, 128, 128)}
+    options = {"sizes": sizes[kind]} if kind in sizes else {}
+    layer = LAYERS[kind](0, BF16, F32, slots=30, **options)
+    step = random_step(0, [5], slots=30)
+    layer.run(layer.cache, layer.draw(step.num_rows), step.trees())
+    layer.mover(layer.cache).commit(step.columns, torch.zeros(1, 3), torch.ones(1))
+    called = [launch for launch in launches.values() if launch.calls]
+    assert len(called) == 2
+    for launch in called:
+        compiled = launch.compile(capability)
+        assert not spills(instructions_of(compiled))
+        if launch is not launches["_move_states"]:
+            assert "bar.sync" in compiled.asm["ptx"]
