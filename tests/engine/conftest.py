@@ -49,4 +49,3 @@ def shared_runner(request: pytest.FixtureRequest) -> Iterator[str]:
 def _clear_recorded() -> Iterator[None]:
     proposers.RECORDED.clear()
     yield
-
