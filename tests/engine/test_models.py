@@ -23,8 +23,8 @@ from tests.support.models import TINY, WANDERING, save_config
 from tests.support.proposers import record
 
 ON_V2 = (
-    *("llama", "mixtral", "qwen2_vl_positions", "gemma3_alternating", "gpt_oss_sinks"),
-    *("bloom_alibi", "deepseek_v2_latent"),
+    *("llama", "mixtral", "qwen2_vl", "gemma3_alternating", "gpt_oss_sinks"),
+    *("bloom_alibi", "deepseek_v2", "qwen3_vl"),
 )
 """One of each kind of attention and positions; the fuzzer draws all models on both runners."""
 
@@ -37,10 +37,9 @@ plugin.register()
 
 
 CHAINS = {
-    "deepseek_v2_latent": "CPUMLABackend",
-    "deepseek_v3_latent": "CPUMLABackend",
+    "deepseek_v2": "CPUMLABackend",
+    "deepseek_v3": "CPUMLABackend",
     "llama4_chunks": "ChunkedLocalAttention",
-    "qwen2_vl_positions": "several dimensions",
 }
 """Architectures without tree attention, with the reason that the log gives."""
 
@@ -82,7 +81,7 @@ def test_every_architecture_gives_plain_vllms_output(name: str, tmp_path: Path) 
         assert [generate(llm, [p])[0] for p in PROMPTS[:3]] == vanilla[:3]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_alternating", "deepseek_v2_latent"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_alternating", "deepseek_v2"])
 def test_drafts_from_learned_answers_keep_the_output(name: str, tmp_path: Path) -> None:
     model = save_config(name, tmp_path)
     vanilla = vanilla_answers(model)

@@ -64,6 +64,7 @@ examples:
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60 --runner v2
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 20 --runner v2 --mp
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --seed 7 --round 12
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --models deepseek_v2,deepseek_v3,qwen2_vl
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 2 --plant kv
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 2 --runner v2 --plant late-move
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 5 --plant namespace

@@ -16,6 +16,8 @@ SPECIAL = 5
 """Token ids below this are special, see tests/support/tokenizer.py."""
 THINK, END_OF_THINKING = 3, 4
 REFERENCE_LENGTHS = (1, 20, 100, 900)
+LATENT = ("deepseek_v2", "deepseek_v3")
+"""Models with latent attention."""
 
 Draw = Callable[[random.Random], dict[str, Any]]
 
@@ -251,7 +253,7 @@ def _draw_settings(
     if has("structured output", 0.5):
         # Guidance has no room for the token that prompt embeddings add to the tokenizer, on V2 nor
         # for the 129th one of these models.
-        is_larger = runner != "v1" and model in ("qwen2", "qwen2_vl_positions")
+        is_larger = runner != "v1" and model in ("qwen2", "qwen2_vl")
         backends = ["xgrammar", "xgrammar", "guidance"]
         if is_larger or "prompt embeddings" in draws.features:
             backends = backends[:2]
@@ -285,7 +287,7 @@ def _draw_stress(
     elif model != "llama4_chunks" and has("large blocks", 0.3):
         stress["block_size"] = 128
     # vLLM on CPU has no chunked prefill for latent attention.
-    if "latent" not in model and has("chunked prefill", 0.4):
+    if model not in LATENT and has("chunked prefill", 0.4):
         stress["max_num_batched_tokens"] = rng.choice([24, 48])
         stress["max_num_seqs"] = min(stress["max_num_seqs"], 3)
     stress["enable_prefix_caching"] = has("prefix caching", 0.4)

@@ -16,6 +16,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import DummyModelLoader, register_model_loader
 from vllm.model_executor.models.interfaces import SupportsMRoPE
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 COMMON: dict[str, Any] = dict(
     vocab_size=128,
@@ -95,12 +96,23 @@ TINY: dict[str, dict[str, Any]] = {
         shared_expert_intermediate_size=64,
         decoder_sparse_step=1,
     ),
-    # Defined below: a text model whose positions have three dimensions.
-    "qwen2_vl_positions": dict(
+    # Defined below: text models with images in their prompts.
+    "qwen2_vl": dict(
         DIVIDED,
         architecture="MRoPEQwen2ForCausalLM",
         model_type="qwen2",
         rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[4, 6, 6]),
+    ),
+    "qwen3_vl": dict(
+        ROTARY,
+        architecture="MRoPEQwen3ForCausalLM",
+        model_type="qwen3",
+        rope_parameters=dict(
+            rope_type="default",
+            rope_theta=10000.0,
+            mrope_section=[6, 5, 5],
+            mrope_interleaved=True,
+        ),
     ),
     "qwen3": dict(ROTARY, architecture="Qwen3ForCausalLM"),
     "gemma2_soft_cap": dict(
@@ -238,7 +250,7 @@ TINY: dict[str, dict[str, Any]] = {
             type="longrope", long_factor=[2.0] * 16, short_factor=[1.0] * 16, rope_theta=10000.0
         ),
     ),
-    "deepseek_v2_latent": dict(
+    "deepseek_v2": dict(
         DIVIDED,
         **LATENT,
         architecture="DeepseekV2ForCausalLM",
@@ -248,7 +260,7 @@ TINY: dict[str, dict[str, Any]] = {
         topk_group=1,
         q_lora_rank=None,
     ),
-    "deepseek_v3_latent": dict(
+    "deepseek_v3": dict(
         DIVIDED,
         **LATENT,
         architecture="DeepseekV3ForCausalLM",
@@ -260,16 +272,52 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
-class MRoPEQwen2ForCausalLM(Qwen2ForCausalLM, SupportsMRoPE):
-    """Qwen2 with M-RoPE positions, as the text part of Qwen2-VL has them."""
+PATCHES = range(102, 128)
+"""The tokens that stand for patches of an image: the longer pieces of the tests' tokenizer."""
+
+
+class ImagePrompts:
+    """A text model whose prompts contain images, as Qwen2-VL and Qwen3-VL number positions.
+
+    Consecutive `PATCHES` are an image with three columns. The position of a patch is (first, first
+    + row, first + column), where `first` follows the text before. The text after an image continues
+    one above the image's highest position, in all three dimensions. Low logits keep `PATCHES` out
+    of the outputs, so a request that is preempted keeps the positions of its prompt.
+    """
 
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[Any]
     ) -> tuple[torch.Tensor, int]:
-        return torch.arange(len(input_tokens)).expand(3, -1), 0
+        positions: list[tuple[int, int, int]] = []
+        first = end = patches = 0
+        for token in input_tokens:
+            if token in PATCHES:
+                row, column = divmod(patches, 3)
+                positions.append((first, first + row, first + column))
+                patches += 1
+                end = max(end, first + row + 1, first + column + 1)
+            else:
+                positions.append((end, end, end))
+                first = end = end + 1
+                patches = 0
+        return torch.tensor(positions).T, end - len(input_tokens)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        logits = super().compute_logits(hidden_states)  # type: ignore[misc]
+        logits[:, PATCHES.start :] -= 100
+        return logits
 
 
-ModelRegistry.register_model("MRoPEQwen2ForCausalLM", MRoPEQwen2ForCausalLM)
+class MRoPEQwen2ForCausalLM(ImagePrompts, Qwen2ForCausalLM, SupportsMRoPE):
+    """The text part of Qwen2.5-VL."""
+
+
+class MRoPEQwen3ForCausalLM(ImagePrompts, Qwen3ForCausalLM, SupportsMRoPE):
+    """The text part of Qwen3-VL, which interleaves the dimensions."""
+
+
+for _model in (MRoPEQwen2ForCausalLM, MRoPEQwen3ForCausalLM):
+    ModelRegistry.register_model(_model.__name__, _model)
 
 
 WANDERING = "wandering"

@@ -52,12 +52,20 @@ SEAMS = (
         (
             *("model", "hf_text_config", "runner_type", "is_hybrid", "is_attention_free"),
             *("is_encoder_decoder", "is_mm_prefix_lm", "rswa_window", "logits_processors"),
-            *("served_model_name", "seed", "max_model_len", "uses_mrope"),
+            *("served_model_name", "seed", "max_model_len", "uses_mrope", "multimodal_config"),
             *("return_sampling_mask", "enable_trace_replay"),
         ),
         "read",
         "decides whether lookahead serves the model, and whether it does with trees",
         PUBLIC,
+    ),
+    Seam(
+        "vllm.config.multimodal",
+        "MultiModalConfig",
+        ("is_multimodal_pruning_enabled",),
+        "called",
+        "then the first runner sets M-RoPE positions twice in a step, at last without nodes",
+        "pruning sets the positions of prompts alone",
     ),
     Seam(
         "vllm.config.model",

@@ -152,7 +152,7 @@ SEAMS = (
         (
             *("input_batch", "requests", "positions", "discard_request_mask", "kv_cache_config"),
             *("drafter", "uses_mrope", "lora_config", "sampler", "speculative_config"),
-            "model_config",
+            *("model_config", "mrope_positions"),
         ),
         "read",
         "the batch that is being verified",

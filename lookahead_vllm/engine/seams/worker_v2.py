@@ -51,7 +51,7 @@ SEAMS = (
             *("req_states", "device", "vllm_config", "model_config", "parallel_config"),
             *("compilation_config", "scheduler_config", "kv_cache_config", "lora_config", "model"),
             *("max_num_reqs", "max_num_tokens", "max_model_len", "take_draft_token_ids"),
-            "shutdown",
+            *("shutdown", "model_state"),
         ),
         "overridden",
         "announces requests to the drafter and learns from what has ended; gives a grammar's "
@@ -89,6 +89,30 @@ SEAMS = (
         "overridden",
         "sets the positions of nodes after the KV slots were chosen; gives the trees to the "
         "attention backends",
+        _TREES,
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.mm.rope",
+        "",
+        ("RopeState",),
+        "swapped",
+        "while the model is loaded: a state that shifts the M-RoPE positions of nodes",
+        _TREES,
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.mm.rope",
+        "RopeState",
+        ("prepare_positions", "positions"),
+        "overridden",
+        "called after prepare_attn; shifts the positions of nodes in all dimensions",
+        _TREES,
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.model_states.default",
+        "DefaultModelState",
+        ("rope_state",),
+        "read",
+        "the state of M-RoPE positions",
         _TREES,
     ),
     Seam(

@@ -25,8 +25,9 @@ def branching_obstacle(
         Tree attention on this device: `cpu_attention` or `gpu_attention`.
     """
     model, parallel = config.model_config, config.parallel_config
-    if model.uses_mrope:
-        return "the model's positions have several dimensions"
+    multimodal = model.multimodal_config
+    if model.uses_mrope and multimodal is not None and multimodal.is_multimodal_pruning_enabled():
+        return "vLLM sets positions anew where it prunes video tokens"
     if model.is_encoder_decoder:
         return "the model attends to an encoder as well"
     if config.kv_transfer_config is not None:

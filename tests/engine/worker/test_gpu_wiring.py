@@ -271,14 +271,19 @@ def test_layers_without_tree_attention_get_chains() -> None:
     [
         ({}, None),
         ({"parallel": ParallelConfig(ubatch_size=2)}, "several batches"),
-        ({"uses_mrope": True}, "several dimensions"),
+        ({"pruning": False}, None),
+        ({"pruning": True}, "prunes video tokens"),
         ({"transfer": object()}, "KV leaves the engine"),
     ],
 )
 def test_engines_that_verify_no_trees(setting: dict[str, Any], says: str | None) -> None:
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(
-            uses_mrope=setting.get("uses_mrope", False), is_encoder_decoder=False
+            uses_mrope="pruning" in setting,
+            multimodal_config=SimpleNamespace(
+                is_multimodal_pruning_enabled=lambda: setting["pruning"]
+            ),
+            is_encoder_decoder=False,
         ),
         kv_transfer_config=setting.get("transfer"),
         parallel_config=setting.get("parallel") or ParallelConfig(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -126,6 +126,7 @@ def test_trees_are_sampled_on_the_device(kind: str) -> None:
 
 def test_positions_and_moves_are_made_on_the_device() -> None:
     positions = torch.arange(100)
+    mrope = torch.randint(100, (3, 100))
     moved: list[torch.Tensor] = []
     slots = torch.randperm(100)
     paths = np.array([[0, 2], [1, -1], [-1, -1]], np.int32)
@@ -135,17 +136,21 @@ def test_positions_and_moves_are_made_on_the_device() -> None:
             runner: Any = SimpleNamespace(
                 device=torch.device(device),
                 positions=positions.clone().to(device),
+                uses_mrope=True,
+                mrope_positions=SimpleNamespace(gpu=mrope.clone().to(device)),
                 drafter=SimpleNamespace(recorder=StepRecorder(None)),
                 _movers=[SimpleNamespace(move=lambda *ends: moved.extend(ends))],
                 input_batch=SimpleNamespace(block_table=SimpleNamespace(block_tables=[table])),
             )
+            runner._shift_mrope = MethodType(LookaheadRunner._shift_mrope, runner)
             LookaheadRunner._place(runner, STEP)
             LookaheadRunner._move_accepted(runner, STEP, paths)
-            moved.append(runner.positions)
-    here, there = moved[:3], moved[3:]
+            moved.extend((runner.positions, runner.mrope_positions.gpu))
+    here, there = moved[:4], moved[4:]
     assert all(isinstance(tensor, OtherDeviceTensor) for tensor in there)
     assert [t.tolist() for t in there] == [t.tolist() for t in here]
     assert here[2][: STARTS[0] + 2].tolist() == [0, 11]
+    assert (here[3] - mrope == here[2] - positions).all()
 
 
 def test_choices_and_tree_attention_run_on_the_device() -> None:

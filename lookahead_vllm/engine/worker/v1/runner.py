@@ -196,7 +196,13 @@ class LookaheadRunner(_Base):
         """Set the nodes' positions. KV slots come from linear positions and do not change."""
         ends = torch.from_numpy(np.stack(step.node_positions()))
         nodes, positions = ends.to(self.positions.device)
+        if self.uses_mrope:
+            self._shift_mrope(nodes, positions - self.positions[nodes])
         self.positions[nodes] = positions
+
+    def _shift_mrope(self, nodes: torch.Tensor, shifts: torch.Tensor) -> None:
+        """Shift the nodes' M-RoPE positions, which are one range in all dimensions of an answer."""
+        self.mrope_positions.gpu[:, nodes] += shifts
 
     def _recall(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int32]

@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
+from vllm.v1.worker.gpu.mm import rope
 
 from lookahead_vllm.draft.budget.cost import StepWork
 from lookahead_vllm.draft.jit import Int32s
@@ -34,6 +35,7 @@ from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
 from lookahead_vllm.engine.worker.v2.late_drafts import Drafts, LateDrafts
 from lookahead_vllm.engine.worker.v2.node_history import NodeHistory
+from lookahead_vllm.engine.worker.v2.node_rope import NodeRopeState
 from lookahead_vllm.engine.worker.v2.sampler import NodeSampler, RootSampler, TreeRows
 from lookahead_vllm.engine.worker.v2.speculator import LateSpeculator
 from lookahead_vllm.verify import walk
@@ -96,13 +98,17 @@ class LookaheadRunner(_Base):
         """One for each KV cache group, where trees may branch."""
         self.tree_builders: list[Any] = []
         """The builders of attention metadata that know trees."""
+        self._rope: NodeRopeState | None = None
+        """Of a model with M-RoPE."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with (
             patches.swapped(model_runner, "Sampler", RootSampler),
             patches.swapped(model_runner, "RejectionSampler", NodeSampler),
+            patches.swapped(rope, "RopeState", NodeRopeState),
         ):
             super().load_model(*args, **kwargs)
+        self._rope = getattr(self.model_state, "rope_state", None)
         self._history = NodeHistory(self.sampler)
         self.rejection_sampler.history = self._history
         if self.drafter.proposer.num_choices:
@@ -302,7 +308,10 @@ class LookaheadRunner(_Base):
         if not step.branches:
             return step, TreeRows(layout, None)
         indices = batch.logits_indices
-        batch.positions[indices] = batch.positions[indices[layout.roots.long()]] + layout.depths
+        placed = batch.positions[indices[layout.roots.long()]] + layout.depths
+        if self._rope is not None:
+            self._rope.shifts = indices, placed - batch.positions[indices]
+        batch.positions[indices] = placed
         return step, TreeRows(layout, partial(self._move, slots))
 
     def _move(self, slots: torch.Tensor, path: Walk) -> None:

@@ -1,0 +1,121 @@
+"""Trees on models with positions of several dimensions (M-RoPE)."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.gpu.mm.rope import RopeState
+
+from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
+from lookahead_vllm.engine.worker.v2.node_rope import NodeRopeState
+from tests.support.driving import (
+    GREEDY,
+    drafter_of,
+    engine,
+    generate,
+    generate_staggered,
+    obstacle_of,
+)
+from tests.support.models import PATCHES, WANDERING, ImagePrompts, save_config
+from tests.support.proposers import record
+
+pytestmark = pytest.mark.usefixtures("runner")
+
+HIDDEN = {"proposer": "hidden_path", "budget": 16}
+SETTINGS: dict[str, Any] = dict(load_format=WANDERING, block_size=32)
+SEEDED = SamplingParams(
+    temperature=0.9, seed=3, top_k=40, max_tokens=40, ignore_eos=True, detokenize=False
+)
+
+
+def image_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Text, an image of 4 to 20 patches, and text."""
+    rng = random.Random(seed)
+
+    def text() -> list[int]:
+        return [rng.randrange(3, PATCHES.start) for _ in range(rng.randint(1, 20))]
+
+    return [[*text(), *rng.choices(PATCHES, k=rng.randint(4, 20)), *text()] for _ in range(count)]
+
+
+def test_the_dimensions_of_the_prompts_differ() -> None:
+    for prompt in image_prompts(12):
+        positions, delta = ImagePrompts().get_mrope_input_positions(prompt, [])
+        assert len({tuple(dimension) for dimension in positions.tolist()}) == 3
+        assert positions.max() + 1 - len(prompt) == delta < 0
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
+def test_trees_give_plain_vllms_output(name: str, tmp_path: Path) -> None:
+    """Greedy and seeded, with staggered arrivals; trees branch and KV slots move."""
+    model, prompts = save_config(name, tmp_path), image_prompts(12)
+    with engine(model, **SETTINGS) as plain:
+        vanilla = {i: generate(plain, prompts, p) for i, p in enumerate((GREEDY, SEEDED))}
+    with engine(model, HIDDEN, **SETTINGS) as llm:
+        assert obstacle_of(llm) is None
+        for i, params in enumerate((GREEDY, SEEDED)):
+            record(prompts, vanilla[i])
+            before = drafter_of(llm).counters.moved_tokens
+            assert generate_staggered(llm, prompts, params) == vanilla[i]
+            assert drafter_of(llm).counters.moved_tokens > before + 30
+        assert drafter_of(llm).counters.branching_trees > 100
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        pytest.param("qwen2_vl", {"enable_prefix_caching": True}, id="prefix_caching"),
+        pytest.param("qwen3_vl", {"max_num_batched_tokens": 48, "max_num_seqs": 3}, id="chunks"),
+        pytest.param("qwen2_vl", {"num_gpu_blocks_override": 14}, id="preemption"),
+    ],
+)
+def test_engine_settings_keep_the_output(
+    name: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preempted: list[str] = []
+    original = Scheduler._preempt_request
+
+    def count(self: Scheduler, request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return original(self, request, *args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", count)
+    shared, params = image_prompts(1, seed=1)[0], GREEDY.clone()
+    params.max_tokens = 90
+    prompts = [(shared + prompt)[:70] for prompt in image_prompts(8, seed=2)]
+    model = save_config(name, tmp_path)
+    with engine(model, **SETTINGS) as plain:
+        vanilla = generate(plain, prompts, params)
+    record(prompts, vanilla)
+    with engine(model, HIDDEN, **{**SETTINGS, **settings}) as llm:
+        assert generate_staggered(llm, prompts, params) == vanilla
+        assert generate(llm, prompts, params) == vanilla
+        assert drafter_of(llm).counters.moved_tokens > 50
+    assert bool(preempted) == ("num_gpu_blocks_override" in settings)
+
+
+def _linear_positions(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LookaheadRunner, "_shift_mrope", lambda *args: None)
+    patch.setattr(NodeRopeState, "prepare_positions", RopeState.prepare_positions)
+
+
+@pytest.mark.parametrize(
+    ("name", "plant"),
+    [("qwen2_vl", _linear_positions)],
+)
+def test_a_planted_bug_changes_the_output(
+    name: str, plant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    model, prompts = save_config(name, tmp_path), image_prompts(6)
+    with engine(model, **SETTINGS) as plain:
+        vanilla = generate(plain, prompts)
+    record(prompts, vanilla)
+    with engine(model, HIDDEN, **SETTINGS) as llm:
+        assert generate(llm, prompts) != vanilla
+        assert drafter_of(llm).counters.branching_trees > 10
