@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support import proposers, v2_on_cpu
+from tests.support.driving import engine
 from tests.support.models import save_tiny_model
+from tests.support.ranks import Answers, plain_answers
+from tests.support.servers import cores_of
 from tests.support.tokenizer import save_tokenizer
 
 
@@ -49,3 +53,28 @@ def shared_runner(request: pytest.FixtureRequest) -> Iterator[str]:
 def _clear_recorded() -> Iterator[None]:
     proposers.RECORDED.clear()
     yield
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Engine settings: two ranks with a process and a core each, and an empty cache folder."""
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores_of(2))
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    return {"tensor_parallel_size": 2}
+
+
+@pytest.fixture(scope="session")
+def _plain_by_runner() -> dict[str, Answers]:
+    return {}
+
+
+@pytest.fixture
+def plain_of_two_ranks(
+    llama: Path, runner: str, two_ranks: dict[str, Any], _plain_by_runner: dict[str, Answers]
+) -> Answers:
+    """Plain vLLM's answers on two ranks; computed once for each runner."""
+    if runner not in _plain_by_runner:
+        with engine(llama, **two_ranks) as llm:
+            _plain_by_runner[runner] = plain_answers(llm)
+    return _plain_by_runner[runner]

@@ -16,7 +16,6 @@ from vllm import SamplingParams
 
 from lookahead_vllm.draft.cache import file as cache_file
 from tests.support.driving import engine, generate, random_prompts
-from tests.support.ranks import RUNNERS, use_runner
 from tests.support.servers import cores_of, running
 
 ENGINES = 2
@@ -51,11 +50,8 @@ def by_engine(metrics: str, name: str) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_two_engines_answer_as_plain_vllm_and_end_together(
-    llama: Path, tmp_path: Path, runner: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_runner(runner, monkeypatch)
+@pytest.mark.usefixtures("runner")
+def test_two_engines_answer_as_plain_vllm_and_end_together(llama: Path, tmp_path: Path) -> None:
     cases = [(prompt, parameters) for parameters in PARAMETERS for prompt in PROMPTS]
     with engine(llama) as plain:
         sampling = [SamplingParams(**parameters) for _, parameters in cases]

@@ -20,10 +20,10 @@ from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.messages import DraftsToVerify, ProposedDrafts, SentDraft
 from tests.support import ray_cluster
 from tests.support.driving import engine
-from tests.support.ranks import RUNNERS, Answers, check_lookahead, plain_answers, use_runner
+from tests.support.ranks import Answers, check_lookahead
 from tests.support.ray_cluster import RayCluster
 
-ON_RAY = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
+ON_RAY = {"distributed_executor_backend": "ray"}
 EXECUTORS = {"message queues": "1", "compiled graph": "0"}
 """$VLLM_USE_RAY_V2_EXECUTOR_BACKEND of Ray's executors; vLLM 0.33 has the first alone."""
 
@@ -36,40 +36,35 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the tests call their functions
-        envs.disable_envs_cache()  # an earlier engine of this process may have read them
         with ray_cluster.running(folder, patch) as running:
             yield running
 
 
-@pytest.fixture(scope="module", params=RUNNERS)
-def plain(request: pytest.FixtureRequest, cluster: RayCluster, llama: Path) -> Iterator[Answers]:
-    """Plain vLLM's answers over Ray, by a model runner that lookahead then uses as well."""
-    with pytest.MonkeyPatch.context() as patch:
-        use_runner(request.param, patch)
-        with engine(llama, **ON_RAY) as llm:
-            answers = plain_answers(llm)
-        yield answers
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(
+    ("runner", "executor"),
+    # The compiled graph is synchronous: lookahead runs on the first runner there.
+    [("v1", "compiled graph"), ("v2", "message queues")],
+    indirect=["runner"],
+)
 def test_ranks_verify_the_same_trees(
     llama: Path,
     tmp_path: Path,
+    two_ranks: dict[str, Any],
+    plain_of_two_ranks: Answers,
     cluster: RayCluster,
-    plain: Answers,
     executor: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if executor == "compiled graph" and find_spec("vllm.v1.executor.ray_executor") is None:
-        pytest.skip("this vLLM has no executor on a compiled graph")
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", EXECUTORS[executor])
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # faster
+    envs.disable_envs_cache()  # an earlier engine of this process may have read them
     cache = tmp_path / "learned.cache"
     lookahead = {"proposer": "hybrid", "budget": "auto", "cache_path": str(cache)}
-    with engine(llama, {**lookahead, "cache_interval": 0}, **ON_RAY) as llm:
+    settings = {**two_ranks, **ON_RAY}
+    with engine(llama, {**lookahead, "cache_interval": 0}, **settings) as llm:
         assert len(cluster.ranks()) == 2
-        check_lookahead(llm, plain)
+        check_lookahead(llm, plain_of_two_ranks)
         assert not cache.exists()
     cluster.wait_until_idle()
     assert len(list(tmp_path.glob("lookahead_step_cost/*"))) == 1

@@ -209,7 +209,9 @@ def draw_round(
         elsewhere = rng.choice(["engine", "engine and worker"])
         features.add(f"other processes: {elsewhere}")
     settings = _draw_settings(draws, model, tiny, http, runner)
-    stress = _draw_stress(draws, model, settings, tiny, runner == "second")
+    # After reasoning, a grammar and the rest of a longer end may leave no permitted token.
+    short_end = runner == "second" or (runner == "v2" and "reasoning_parser" in settings)
+    stress = _draw_stress(draws, model, settings, tiny, short_end)
     lookahead = _draw_lookahead(draws)
     if "lora" in features and "chunked prefill" in features:
         # With LoRA, vLLM reserves room for all drafts.
@@ -241,7 +243,8 @@ def _draw_settings(
         settings["logprobs_mode"] = rng.choice(
             ["raw_logits", "processed_logprobs", "processed_logits"]
         )
-    has("custom_logits_processor", 0.25 if runner == "v1" else 0.0)
+    # Under the interpreter, plain vLLM and lookahead use different runners: different interfaces.
+    has("custom_logits_processor", 0.0 if runner == "second" else 0.25)
     lora = model == "llama" and not http and has("lora", 0.7)
     if lora:
         settings.update(enable_lora=True, max_loras=2, max_lora_rank=8)
@@ -260,15 +263,14 @@ def _draw_settings(
         backend = rng.choice(backends)
         draws.features.add(f"structured output, {backend}")
         settings["structured_outputs_config"] = {"backend": backend}
-        # The second runner's grammar masks need a tokenizer no larger than the model's vocabulary.
-        if tiny and runner == "v1" and has("structured output after reasoning", 0.2):
+        if tiny and runner != "second" and has("structured output after reasoning", 0.2):
             settings["reasoning_parser"] = "deepseek_r1"
     has("chosen_logprobs", 0.15)
     return settings
 
 
 def _draw_stress(
-    draws: FeatureDraws, model: str, settings: dict[str, Any], tiny: bool, second_runner: bool
+    draws: FeatureDraws, model: str, settings: dict[str, Any], tiny: bool, short_end: bool
 ) -> dict[str, Any]:
     """Draw further arguments of the lookahead engine, and `reasoning_config` for both engines."""
     rng, has = draws.rng, draws.has
@@ -282,7 +284,7 @@ def _draw_stress(
         settings["reasoning_config"] = {
             "reasoning_start_str": "<think>",
             # The runners differ if the model itself generates the first tokens of a longer end.
-            "reasoning_end_str": rng.choice(["</think>", "the</think>"][: 2 - second_runner]),
+            "reasoning_end_str": rng.choice(["</think>", "the</think>"][: 2 - short_end]),
         }
     elif model != "llama4_chunks" and has("large blocks", 0.3):
         stress["block_size"] = 128

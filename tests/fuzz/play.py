@@ -32,7 +32,7 @@ from tests.fuzz.spies import branching_requests, recorded_drafts
 from tests.support import proposers, v2_on_cpu
 from tests.support.driving import drafter_of, engine, runner_of
 from tests.support.models import TINY, WANDERING, save_adapter, save_config
-from tests.support.processors import NoRepeat
+from tests.support.processors import NoRepeat, NoRepeatOnV2
 from tests.support.tokenizer import save_tokenizer
 
 LOGPROB_TOLERANCE = 1e-3
@@ -269,7 +269,7 @@ class Rounds:
     ) -> Iterator[LLM]:
         settings = dict(round_.settings, skip_tokenizer_init=False)
         if "custom_logits_processor" in round_.features:
-            settings["logits_processors"] = [NoRepeat]
+            settings["logits_processors"] = [NoRepeat if round_.runner == "v1" else NoRepeatOnV2]
         if "reasoning_config" in settings:
             settings["reasoning_config"] = ReasoningConfig(**settings["reasoning_config"])
         model = Path(round_.model)

@@ -48,8 +48,9 @@ def test_a_round_depends_only_on_its_seed() -> None:
     assert draw_round("7-12", MODELS) != draw_round("7-13", MODELS)
 
 
-def test_every_feature_is_drawn() -> None:
-    rounds = [draw_round(f"0-{i}", MODELS) for i in range(200)]
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_every_feature_is_drawn(runner: str) -> None:
+    rounds = [draw_round(f"0-{i}", MODELS, runner=runner) for i in range(200)]
     drawn = set[str]().union(*(r.features for r in rounds))
     drawn |= set[str]().union(*(q.features for r in rounds for q in r.requests))
     assert drawn >= REQUEST_FEATURES.keys()

@@ -6,16 +6,12 @@ import hashlib
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import pytest
 from vllm import LLM, SamplingParams
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.proposer import NoProposer
 from tests.support.driving import generate, generate_staggered, random_prompts
 from tests.support.kernels import Signatures, compiled
-
-RUNNERS = ("v1",)
-"""vLLM's model runners that the tests of several processes use. "v2" is switched on here."""
 
 PROMPTS = random_prompts(6, 40, seed=31)
 GREEDY = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, detokenize=False)
@@ -30,11 +26,6 @@ class Answers(NamedTuple):
 
     greedy: list[list[list[int]]]
     seeded: list[list[list[int]]]
-
-
-def use_runner(runner: str, patch: pytest.MonkeyPatch) -> None:
-    """Let engines that start from now on use vLLM's first model runner, or its second."""
-    patch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "v2")))
 
 
 def plain_answers(llm: LLM) -> Answers:

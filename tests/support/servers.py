@@ -67,7 +67,7 @@ def running(model: Path, log: Path, *flags: str, **environment: str) -> Iterator
             try:
                 if requests.get(f"{url}/health", timeout=2).ok:
                     break
-            except requests.ConnectionError:
+            except (requests.ConnectionError, requests.Timeout):
                 time.sleep(0.5)
         yield Server(url, process)
     finally:
