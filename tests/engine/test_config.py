@@ -13,7 +13,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.engine import config, plugin
 from tests.support import v2_on_cpu
-from tests.support.models import save_tiny_model
+from tests.support.hybrid_models import HYBRIDS
+from tests.support.models import save_config, save_tiny_model
 
 plugin.register()
 
@@ -179,3 +180,31 @@ def test_the_rust_front_end_is_refused(model: Path, monkeypatch: pytest.MonkeyPa
     made(model)
     with pytest.raises(OptionError, match=r"^VLLM_USE_RUST_FRONTEND=1 is set, but .* unset it"):
         made(model, speculative_config={"method": "lookahead"})
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_config("falcon_h1", tmp_path_factory.mktemp("config"), HYBRIDS)
+
+
+def test_recurrent_states_are_not_cached(hybrid: Path) -> None:
+    """vLLM caches them by default; a user who asks for that is refused, once and for all."""
+    args = EngineArgs(
+        model=str(hybrid), skip_tokenizer_init=True, speculative_config={"method": "lookahead"}
+    )
+    for made_config in (args.create_engine_config(), args.create_engine_config()):
+        assert made_config.cache_config.mamba_cache_mode == "none"
+        assert not made_config.cache_config.enable_prefix_caching
+    for asked in (dict(enable_prefix_caching=True), dict(mamba_cache_mode="align")):
+        with pytest.raises(OptionError, match="write --no-enable-prefix-caching"):
+            made(hybrid, speculative_config={"method": "lookahead"}, **asked)
+
+
+def test_recurrent_layers_run_on_the_first_runner(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = dict(speculative_config={"method": "lookahead"}, enable_prefix_caching=False)
+    with v2_on_cpu.enabled():
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+        with pytest.raises(OptionError, match="first model runner alone"):
+            made(hybrid, **asked)
