@@ -154,7 +154,7 @@ SEAMS = (
             *("req_ids", "num_reqs", "num_scheduled_tokens", "cu_num_logits", "cu_num_logits_np"),
             *("logits_indices", "positions", "input_ids", "has_prefill", "idx_mapping"),
             *("idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos", "seq_lens"),
-            *("seq_lens_cpu_upper_bound", "num_computed_tokens_np"),
+            *("seq_lens_cpu_upper_bound", "num_computed_tokens_np", "is_prefilling_np"),
         ),
         "set",
         "the rows of a step; the positions of nodes, and exact lengths on the host, are set",

@@ -231,10 +231,12 @@ class LookaheadRunner(_Base):
     def prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         batch = super().prepare_inputs(self._scheduled, *args, **kwargs)
         # vLLM's lengths on the host count the slots of the step before as tokens. Attention that
-        # takes the rows of a draft for a prompt reads the context's length there.
+        # takes the rows of a draft for a prompt reads the context's length there. The lengths of
+        # prompts, those of preempted requests too, are right.
         upper, num_tokens = batch.seq_lens_cpu_upper_bound.numpy(), self._drafts.num_tokens
         for row, req_id in enumerate(batch.req_ids if num_tokens else ()):
-            if (tokens := num_tokens.get(req_id)) is not None:
+            tokens = num_tokens.get(req_id)
+            if tokens is not None and not batch.is_prefilling_np[row]:
                 batch.num_computed_tokens_np[row] = tokens - 1
                 upper[row] = tokens - 1 + batch.num_scheduled_tokens[row]
         self._num_logits = np.diff(batch.cu_num_logits_np)
