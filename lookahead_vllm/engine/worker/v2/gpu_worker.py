@@ -83,6 +83,8 @@ class GraphRunner(LookaheadRunner):
         """Why no graph can run requests with various numbers of tokens, or None if one can."""
         if self.pcp_manager is not None:
             return "prompts are split over ranks"
+        if self.drafter.may_branch and self.model_config.use_mla:
+            return "latent attention of trees has no fixed buffers"
         support, backend = self.model_state.get_additional_cg_support()
         if support != AttentionCGSupport.ALWAYS:
             return f"{backend} does not support graphs of them"

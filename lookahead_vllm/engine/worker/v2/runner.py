@@ -269,11 +269,8 @@ class LookaheadRunner(_Base):
             builder.trees = trees
 
     def tree_builders(self) -> Iterator[Any]:
-        """The builders of attention metadata that know trees."""
-        for group in self._groups:
-            builder = group.get_metadata_builder(0)
-            if hasattr(builder, "trees"):
-                yield builder
+        """The builders of attention metadata."""
+        return (group.get_metadata_builder(0) for group in self._groups)
 
     def _place(self, batch: InputBatch, slots: torch.Tensor) -> tuple[DraftStep, TreeRows | None]:
         """The drafts in the order of the batch; sets the nodes' positions."""
