@@ -144,6 +144,8 @@ NOT_OURS: tuple[Any, ...] = (
 ELSEWHERE = {
     "model_extra": "pydantic's",
     "model_type": "of a model's config, transformers'",
+    "index_topk": "of a model's config, transformers'",
+    "W_UK_T": "of MLAAttention, set by name in process_weights_after_loading",
     "find_jump_forward_string": "xgrammar's",
     "compute_ff_tokens": "llguidance's",
     "spec_method": "read from any release",

@@ -1,4 +1,4 @@
-"""Trees on models with positions of several dimensions (M-RoPE)."""
+"""Trees on models with positions of several dimensions (M-RoPE), and with latent attention."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from vllm.v1.worker.gpu.mm.rope import RopeState
 
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from lookahead_vllm.engine.worker.v2.node_rope import NodeRopeState
+from lookahead_vllm.verify.cpu.kv_moves import LatentMover
+from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
 from tests.support.driving import (
     GREEDY,
     drafter_of,
@@ -50,7 +52,7 @@ def test_the_dimensions_of_the_prompts_differ() -> None:
         assert positions.max() + 1 - len(prompt) == delta < 0
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "deepseek_v2", "deepseek_v3"])
 def test_trees_give_plain_vllms_output(name: str, tmp_path: Path) -> None:
     """Greedy and seeded, with staggered arrivals; trees branch and KV slots move."""
     model, prompts = save_config(name, tmp_path), image_prompts(12)
@@ -66,12 +68,14 @@ def test_trees_give_plain_vllms_output(name: str, tmp_path: Path) -> None:
         assert drafter_of(llm).counters.branching_trees > 100
 
 
+# vLLM turns prefix caching and chunked prefill off for latent attention on CPUs.
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
         pytest.param("qwen2_vl", {"enable_prefix_caching": True}, id="prefix_caching"),
         pytest.param("qwen3_vl", {"max_num_batched_tokens": 48, "max_num_seqs": 3}, id="chunks"),
         pytest.param("qwen2_vl", {"num_gpu_blocks_override": 14}, id="preemption"),
+        pytest.param("deepseek_v2", {"num_gpu_blocks_override": 28}, id="preemption, latent"),
     ],
 )
 def test_engine_settings_keep_the_output(
@@ -104,9 +108,26 @@ def _linear_positions(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NodeRopeState, "prepare_positions", RopeState.prepare_positions)
 
 
+def _causal_masks(patch: pytest.MonkeyPatch) -> None:
+    build = PagedBatch.build
+
+    def causal(*args: Any) -> PagedBatch:
+        batch = build(*args)
+        for first, size in zip(batch.firsts.tolist(), batch.sizes.tolist(), strict=True):
+            for row in range(size):
+                batch.masks[first + row, 0] = (2 << row) - 1
+        return batch
+
+    patch.setattr(PagedBatch, "build", causal)
+
+
+def _no_moves(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LatentMover, "_copy", lambda *args: None)
+
+
 @pytest.mark.parametrize(
     ("name", "plant"),
-    [("qwen2_vl", _linear_positions)],
+    [("qwen2_vl", _linear_positions), ("deepseek_v2", _causal_masks), ("deepseek_v2", _no_moves)],
 )
 def test_a_planted_bug_changes_the_output(
     name: str, plant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

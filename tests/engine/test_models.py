@@ -37,8 +37,6 @@ plugin.register()
 
 
 CHAINS = {
-    "deepseek_v2": "CPUMLABackend",
-    "deepseek_v3": "CPUMLABackend",
     "llama4_chunks": "ChunkedLocalAttention",
 }
 """Architectures without tree attention, with the reason that the log gives."""

@@ -6,6 +6,7 @@ from lookahead_vllm.engine.seams.seam import PUBLIC, Seam
 
 _BACKENDS = "vllm.v1.attention.backends"
 _CPU = f"{_BACKENDS}.cpu_attn"
+_LATENT = "vllm.model_executor.layers.attention.mla_attention"
 _CUDA = (("flash_attn", "FlashAttention"), ("triton_attn", "TritonAttention"))
 _MASK = "attention metadata carries a mask for each request"
 _CHOSEN = "a plugin can choose the attention backend of each layer"
@@ -49,7 +50,7 @@ SEAMS = (
     Seam(
         "vllm.v1.attention.backend",
         "CommonAttentionMetadata",
-        ("num_reqs", "seq_lens"),
+        ("num_reqs", "seq_lens", "seq_lens_cpu_upper_bound", "block_table_tensor"),
         "read",
         "the rows of the batch",
         _MASK,
@@ -60,6 +61,44 @@ SEAMS = (
         ("impl", "kv_cache"),
         "read",
         "a layer's implementation, and its part of the KV cache",
+        _MASK,
+    ),
+    # Any device, latent attention.
+    Seam(
+        _LATENT,
+        "MLACommonMetadataBuilder.build",
+        ("common_prefix_len", "common_attn_metadata", "fast_build"),
+        "wrapped",
+        "lays out the trees; vLLM's kernels get no context for them",
+        _MASK,
+    ),
+    Seam(
+        _LATENT,
+        "MLAAttention.forward_impl",
+        ("q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata", "output"),
+        "wrapped",
+        "afterwards overwrites the rows of branching trees",
+        _MASK,
+    ),
+    Seam(
+        _LATENT,
+        "MLAAttention",
+        (
+            *("num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim"),
+            *("kv_lora_rank", "scale", "kv_cache", "kv_cache_dtype", "use_sparse"),
+            *("sliding_window", "_v_up_proj", "process_weights_after_loading"),
+        ),
+        "called",
+        "projects queries to the latents and results from them; W_UK_T is made where weights are "
+        "processed",
+        _MASK,
+    ),
+    Seam(
+        "vllm.config.compilation",
+        "PassConfig",
+        ("fuse_attn_quant",),
+        "read",
+        "quantized outputs cannot be overwritten",
         _MASK,
     ),
     # CPU.

@@ -53,6 +53,7 @@ SEAMS = (
             *("model", "hf_text_config", "runner_type", "is_hybrid", "is_attention_free"),
             *("is_encoder_decoder", "is_mm_prefix_lm", "rswa_window", "logits_processors"),
             *("served_model_name", "seed", "max_model_len", "uses_mrope", "multimodal_config"),
+            "use_mla",
             *("return_sampling_mask", "enable_trace_replay"),
         ),
         "read",
@@ -122,7 +123,7 @@ SEAMS = (
     Seam(
         "vllm.config.compilation",
         "CompilationConfig",
-        ("static_forward_context", "cudagraph_mode"),
+        ("static_forward_context", "cudagraph_mode", "pass_config"),
         "read",
         "the attention layers; which steps run as CUDA graphs",
         "the runner offers its layers",

@@ -28,6 +28,8 @@ def branching_obstacle(
     multimodal = model.multimodal_config
     if model.uses_mrope and multimodal is not None and multimodal.is_multimodal_pruning_enabled():
         return "vLLM sets positions anew where it prunes video tokens"
+    if hasattr(model.hf_text_config, "index_topk"):
+        return "its sparse indexer takes the rows of a draft for one text"
     if model.is_encoder_decoder:
         return "the model attends to an encoder as well"
     if config.kv_transfer_config is not None:

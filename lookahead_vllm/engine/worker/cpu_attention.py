@@ -17,10 +17,11 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from lookahead_vllm.engine.worker import latent_attention
 from lookahead_vllm.engine.worker.step_recorder import timed_attention
 from lookahead_vllm.engine.worker.tree_rows import without_contexts
 from lookahead_vllm.verify.cpu import native
-from lookahead_vllm.verify.cpu.kv_moves import KVMover
+from lookahead_vllm.verify.cpu.kv_moves import KVMover, LatentMover, SlotMover
 from lookahead_vllm.verify.cpu.tree_attention import supported, tree_attention
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
@@ -123,6 +124,7 @@ class TreeAttentionBackend(CPUAttentionBackend):
 def register() -> None:
     """Put the backend in place of vLLM's, in a process that serves lookahead; load its kernels."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{TreeAttentionBackend.__name__}")
+    latent_attention.register()
     # A plain engine in this process may have selected the backend already.
     selector._cached_get_attn_backend.cache_clear()
     native.load()
@@ -135,6 +137,8 @@ def has_recurrent_trees() -> bool:
 
 def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
     """Why the layers of an attention group cannot verify branching trees, or None if they can."""
+    if latent_attention.is_latent(layers):
+        return latent_attention.obstacle(group, layers, cache_dtype)
     # Layers with another attention pattern (chunks, an encoder) use a backend derived from ours.
     if group.backend is not TreeAttentionBackend:
         return f"there is no tree attention for the backend {group.backend.__name__}"
@@ -148,6 +152,8 @@ def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
     return None
 
 
-def mover(kv_caches: Sequence[torch.Tensor], layer: Any) -> KVMover:
-    """The KV mover of a KV cache group; `layer` is one of its layers."""
+def mover(kv_caches: Sequence[torch.Tensor], layer: Any) -> SlotMover:
+    """The mover of a KV cache group; `layer` is one of its layers."""
+    if latent_attention.is_latent([layer]):
+        return LatentMover(kv_caches)
     return KVMover(kv_caches, kv_caches[0].shape[2], packed=PACKED[layer.isa])

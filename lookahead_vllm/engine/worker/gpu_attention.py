@@ -28,6 +28,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
+from lookahead_vllm.engine.worker import latent_attention
 from lookahead_vllm.engine.worker.step_recorder import timed_attention
 from lookahead_vllm.engine.worker.tree_rows import GraphBuffers, without_contexts
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
@@ -189,6 +190,7 @@ def register() -> None:
         (AttentionBackendEnum.TRITON_ATTN, TreeTritonAttentionBackend),
     ):
         register_backend(backend, f"{__name__}.{ours.__name__}")
+    latent_attention.register()
     # A plain engine in this process may have selected the backend already.
     selector._cached_get_attn_backend.cache_clear()
 
@@ -200,6 +202,8 @@ def has_recurrent_trees() -> bool:
 
 def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
     """Why the layers of an attention group cannot verify branching trees, or None if they can."""
+    if latent_attention.is_latent(layers):
+        return latent_attention.obstacle(group, layers, cache_dtype)
     # Layers with another attention pattern (chunks, an encoder) use a backend derived from ours.
     if group.backend not in (TreeFlashAttentionBackend, TreeTritonAttentionBackend):
         return f"there is no tree attention for the backend {group.backend.__name__}"
@@ -220,6 +224,8 @@ def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
 
 def mover(kv_caches: Sequence[torch.Tensor], layer: Any) -> PagedKVMover:
     """The KV mover of a KV cache group; `layer` is one of its layers."""
+    if latent_attention.is_latent([layer]):
+        kv_caches = [cache.unsqueeze(1) for cache in kv_caches]  # the latents are one head
     return PagedKVMover(kv_caches)
 
 
@@ -228,6 +234,9 @@ def warm_up(layers: Sequence[Any], movers: Sequence[PagedKVMover], dtype: torch.
     from lookahead_vllm.verify.gpu.triton_attention import warm_up_batches
 
     for layer in tqdm(layers, "Compiling tree attention", disable=not is_global_first_rank()):
+        if latent_attention.is_latent([layer]):
+            latent_attention.warm_up(layer, dtype)
+            continue
         impl, device = layer.impl, layer.kv_cache.device
         query = torch.zeros(1, impl.num_heads, impl.head_size, dtype=dtype, device=device)
         block_table = torch.zeros(1, 1, dtype=torch.int32, device=device)

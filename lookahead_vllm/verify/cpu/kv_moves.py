@@ -13,8 +13,89 @@ from lookahead_vllm.verify.cpu import native
 from lookahead_vllm.verify.cpu.tree_attention import keys_and_values
 
 
-class KVMover:
+class SlotMover:
     """Copies slots in the caches of all layers that share one block table.
+
+    Parameters
+    ----------
+    num_slots : int
+        The slots of each cache.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+
+    def move(self, src: Tensor, dst: Tensor) -> None:
+        """Copy the K/V of slot `src[i]` to slot `dst[i]` in every layer.
+
+        A slot is `block * block_size + offset`. The moves of a request must be in ascending order
+        of `src`, each to a `dst` below its `src`, because implementations differ: they copy one
+        slot after the other, or read all slots first. Moves of a slot to itself are dropped,
+        wherever they stand.
+
+        Parameters
+        ----------
+        src, dst : int64 [m], on the CPU or on the caches' device
+
+        Raises
+        ------
+        ValueError
+            Another dtype, different lengths, or slots that the caches do not have.
+        """
+        if src.dtype != torch.int64 or dst.dtype != torch.int64 or src.shape != dst.shape:
+            raise ValueError("src and dst are int64 and equally long")
+        if src.device.type == "cpu":
+            moved = np.flatnonzero(src.numpy() != dst.numpy())
+            src, dst = (torch.from_numpy(slots.numpy()[moved]) for slots in (src, dst))
+        if not len(src):
+            return
+        slots = torch.cat((src, dst))
+        if slots.min() < 0 or slots.max() >= self._num_slots:
+            raise ValueError(f"slots lie in 0..{self._num_slots - 1}; got {slots.tolist()}")
+        self._copy(src, dst)
+
+    def move_paths(self, src: Tensor, dst: Tensor) -> None:
+        """Move the K/V of the accepted paths of r requests, see `walk.Walk`.
+
+        Parameters
+        ----------
+        src, dst : int64 [r, width]
+            The slots of `origins` and `targets`.
+
+        Raises
+        ------
+        ValueError
+            As of `move`.
+        """
+        self.move(src.flatten(), dst.flatten())
+
+    def _copy(self, src: Tensor, dst: Tensor) -> None:
+        """The moves of `move`, checked and without those of a slot to itself."""
+        raise NotImplementedError
+
+
+class LatentMover(SlotMover):
+    """Moves the latents of latent attention (MLA), which hold keys and values in one.
+
+    Parameters
+    ----------
+    caches : sequence of [num_blocks, block_size, width]
+        One per layer. Any strides; block sizes and dtypes may differ. The caches must not be
+        reallocated.
+    """
+
+    def __init__(self, caches: Sequence[Tensor]) -> None:
+        super().__init__(min(cache.shape[0] * cache.shape[1] for cache in caches))
+        self._caches = list(caches)
+
+    def _copy(self, src: Tensor, dst: Tensor) -> None:
+        for cache in self._caches:
+            size = cache.shape[1]
+            cache[dst // size, dst % size] = cache[src // size, src % size]
+
+
+class KVMover(SlotMover):
+    """Moves the K/V of all heads.
 
     Parameters
     ----------
@@ -57,6 +138,7 @@ class KVMover:
             raise ValueError(f"a packed KV cache has 2 bytes an element; got {element_sizes}")
         if impl not in ("auto", "torch", "native"):
             raise ValueError(f"impl is {impl!r}; choose 'auto', 'torch' or 'native'")
+        super().__init__(block_size * min((len(c) for c in kv_caches), default=0))
         on_cpu = all(cache.device.type == "cpu" for cache in kv_caches)
         self._library = native.load() if impl != "torch" and on_cpu else None
         if impl == "native" and self._library is None:
@@ -64,7 +146,6 @@ class KVMover:
         self._kv_caches = list(kv_caches)
         self._block_size = block_size
         self._packed = packed
-        self._num_slots = block_size * min((len(c) for c in kv_caches), default=0)
         self._element_size = next(iter(element_sizes), 4)
         self._layers = (native.LayerCache * len(self._kv_caches))(
             *(
@@ -79,33 +160,7 @@ class KVMover:
             )
         )
 
-    def move(self, src: Tensor, dst: Tensor) -> None:
-        """Copy the K/V of slot `src[i]` to slot `dst[i]` in every layer.
-
-        A slot is `block * block_size + offset`. The moves of a request must be in ascending order
-        of `src`, each to a `dst` below its `src`, because implementations differ: they copy one
-        slot after the other, or read all slots first. Moves of a slot to itself are dropped,
-        wherever they stand.
-
-        Parameters
-        ----------
-        src, dst : int64 [m], on the CPU or on the caches' device
-
-        Raises
-        ------
-        ValueError
-            Another dtype, different lengths, or slots that the caches do not have.
-        """
-        if src.dtype != torch.int64 or dst.dtype != torch.int64 or src.shape != dst.shape:
-            raise ValueError("src and dst are int64 and equally long")
-        if src.device.type == "cpu":
-            moved = np.flatnonzero(src.numpy() != dst.numpy())
-            src, dst = (torch.from_numpy(slots.numpy()[moved]) for slots in (src, dst))
-        if not len(src):
-            return
-        slots = torch.cat((src, dst))
-        if slots.min() < 0 or slots.max() >= self._num_slots:
-            raise ValueError(f"slots lie in 0..{self._num_slots - 1}; got {slots.tolist()}")
+    def _copy(self, src: Tensor, dst: Tensor) -> None:
         if self._library is None:
             self._move_torch(src, dst)
             return
@@ -120,21 +175,6 @@ class KVMover:
             torch.get_num_threads(),
             self._packed,
         )
-
-    def move_paths(self, src: Tensor, dst: Tensor) -> None:
-        """Move the K/V of the accepted paths of r requests, see `walk.Walk`.
-
-        Parameters
-        ----------
-        src, dst : int64 [r, width]
-            The slots of `origins` and `targets`.
-
-        Raises
-        ------
-        ValueError
-            As of `move`.
-        """
-        self.move(src.flatten(), dst.flatten())
 
     def _move_torch(self, src: Tensor, dst: Tensor) -> None:
         for cache in self._kv_caches:

@@ -56,7 +56,7 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
     tiles = triton.cdiv(rows, block_m)
     if num_splits is None:
         programs = batch.expected_requests or len(batch) * tiles
-        num_splits = _num_splits(programs * kv_heads, batch.max_context, query.device)
+        num_splits = splits_for(programs * kv_heads, batch.max_context, query.device)
         num_splits = max(1, min(num_splits, MAX_PARTIAL_BYTES // (query.numel() * 4)))
     partial = (
         torch.empty(
@@ -98,7 +98,7 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
         num_stages=NUM_STAGES,
     )  # fmt: skip
     if num_splits > 1:
-        _merge_splits[(len(batch.tokens), heads)](
+        merge_splits[(len(batch.tokens), heads)](
             partial, output, batch.tokens,
             query if sinks is None else sinks,
             query if v_scale is None else v_scale,
@@ -148,7 +148,8 @@ def tile_of(rows: int, dtype: torch.dtype, head_size: int) -> Tile:
     return Tile(block_m, block_n, 8 if is_large else 4)
 
 
-def _num_splits(programs: int, max_context: int, device: torch.device) -> int:
+def splits_for(programs: int, max_context: int, device: torch.device) -> int:
+    """Into how many parts a context is split, so that `programs` occupy the device."""
     multiprocessors = _INTERPRETED_MULTIPROCESSORS
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -244,7 +245,7 @@ def _attend_tile(
             BLOCK_SIZE, False, HEAD_SIZE < BLOCK_D,
         )  # fmt: skip
         scores = _scores(q, k, factor, soft_cap, slope, slot, position, HAS_CAP, HAS_ALIBI)
-        row_max, row_sum, acc = _accumulate(
+        row_max, row_sum, acc = accumulate(
             scores, score_factor, v.to(q.dtype), row_max, row_sum, acc
         )
     for at in range(unmasked_end, high, BLOCK_N):
@@ -260,7 +261,7 @@ def _attend_tile(
         if HAS_WINDOW:
             attends = attends & (slot[None, :] > position[:, None] - window)
         scores = tl.where(attends, scores, float("-inf"))
-        row_max, row_sum, acc = _accumulate(
+        row_max, row_sum, acc = accumulate(
             scores, score_factor, v.to(q.dtype), row_max, row_sum, acc
         )
 
@@ -296,7 +297,7 @@ def _attend_tile(
             if HAS_WINDOW:
                 attends = attends & (key_position[None, :] > position[:, None] - window)
             scores = tl.where(attends, scores, float("-inf"))
-            row_max, row_sum, acc = _accumulate(
+            row_max, row_sum, acc = accumulate(
                 scores, score_factor, v.to(q.dtype), row_max, row_sum, acc
             )
 
@@ -366,7 +367,7 @@ def _scores(
 
 
 @triton.jit
-def _accumulate(scores, score_factor, v, row_max, row_sum, acc):
+def accumulate(scores, score_factor, v, row_max, row_sum, acc):
     """Add one block of keys to the running softmax in base 2 of `scores * score_factor`."""
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * score_factor)
     # A row without a key so far has no maximum to subtract.
@@ -382,7 +383,7 @@ def _accumulate(scores, score_factor, v, row_max, row_sum, acc):
     do_not_specialize=["num_tokens", "num_splits"],
     do_not_specialize_on_alignment=["tokens"],
 )
-def _merge_splits(
+def merge_splits(
     partial, output, tokens, sinks, v_scale,
     output_token, output_head, num_tokens, num_splits,
     HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,

@@ -275,6 +275,7 @@ def test_ranks_agree_on_a_graph(monkeypatch: pytest.MonkeyPatch, mode: CUDAGraph
 class FakeBase:
     """What vLLM's runner does about graphs."""
 
+    model_config: Any = SimpleNamespace(use_mla=False)
     dp_size = 1
     pcp_manager = None
     decode_query_len = LONGEST
@@ -356,6 +357,7 @@ def test_what_a_runner_captures(make: Callable[..., Any]) -> None:
         make(varlen=("Backend", None)),
         make(support=(AttentionCGSupport.UNIFORM_BATCH, "Encoder")),
         make(pcp_manager=object()),
+        make(model_config=SimpleNamespace(use_mla=True)),
         make(mode=PIECEWISE),
     ):
         assert not captured_with_drafts(cannot) and not cannot._buffers

@@ -15,16 +15,20 @@ import numpy as np
 import pytest
 import torch
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, ParallelConfig
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.worker import cpu_attention, gpu_attention
+from lookahead_vllm.engine.worker import latent_attention as worker_latent_attention
 from lookahead_vllm.engine.worker.branching import branching_obstacle
 from lookahead_vllm.engine.worker.v1 import gpu_worker
+from lookahead_vllm.verify import latent_attention
 from lookahead_vllm.verify.cpu.tree_attention import keys_and_values
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
+from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
 from lookahead_vllm.verify.tree_batch import TreeBatch
 from tests.support.attention_cases import PagedAttentionCase, random_tree
 from tests.support.driving import drafter_of, engine, generate, random_prompts
@@ -273,6 +277,7 @@ def test_layers_without_tree_attention_get_chains() -> None:
         ({"parallel": ParallelConfig(ubatch_size=2)}, "several batches"),
         ({"pruning": False}, None),
         ({"pruning": True}, "prunes video tokens"),
+        ({"text": {"index_topk": 2048}}, "sparse indexer"),
         ({"transfer": object()}, "KV leaves the engine"),
     ],
 )
@@ -283,6 +288,7 @@ def test_engines_that_verify_no_trees(setting: dict[str, Any], says: str | None)
             multimodal_config=SimpleNamespace(
                 is_multimodal_pruning_enabled=lambda: setting["pruning"]
             ),
+            hf_text_config=SimpleNamespace(**setting.get("text", {})),
             is_encoder_decoder=False,
         ),
         kv_transfer_config=setting.get("transfer"),
@@ -304,3 +310,96 @@ def test_the_trees_of_a_step_are_laid_out_as_the_cpu_reads_them() -> None:
     assert paged.firsts.tolist() == [0, 21, 72, -1, -1]
     assert (paged.max_size, paged.max_context) == (81, 300)
     assert paged.sizes.tolist()[3:] == [9, 1] and paged.contexts.tolist()[3:] == [50, 2]
+
+
+def latent_layer(kind: type = MLAAttention, **settings: Any) -> Any:
+    """A layer of latent attention with 3 heads, over 4 blocks of latents of 8 + 4 dimensions."""
+    layer = kind.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    sizes = dict(num_heads=3, qk_nope_head_dim=6, qk_rope_head_dim=4, qk_head_dim=10)
+    parts = dict(kv_lora_rank=8, v_head_dim=5, scale=0.3, use_sparse=False, sliding_window=None)
+    flags = dict(kv_cache_dtype="auto", is_amx_bmm_enabled=False)
+    flags |= dict(is_aiter_triton_fp4_bmm_enabled=False, is_aiter_triton_fp8_bmm_enabled=False)
+    weights = dict(W_UK_T=torch.randn(3, 6, 8), W_UV=torch.randn(3, 8, 5))
+    cache = dict(kv_cache=torch.randn(4, 16, 12))
+    for name, value in (sizes | parts | flags | weights | cache | settings).items():
+        setattr(layer, name, value)
+    return layer
+
+
+class PaddedAttention(MLAAttention):
+    pass
+
+
+def test_latent_layers_without_tree_attention_get_chains() -> None:
+    passes = SimpleNamespace(fuse_attn_quant=False)
+    config = SimpleNamespace(compilation_config=SimpleNamespace(pass_config=passes))
+    builder = SimpleNamespace(vllm_config=config)
+    case = SimpleNamespace(backend=PlainImpl, get_metadata_builder=lambda: builder)
+    amx = latent_layer()
+    del amx.W_UK_T
+    for attention in (cpu_attention, gpu_attention):
+        for cache in ("auto", "bfloat16", "fp8", "fp8_e4m3"):
+            assert attention.obstacle(case, [latent_layer()], cache) is None
+        for layer, cache, says in (
+            (amx, "auto", "for the backend PlainImpl"),
+            (latent_layer(PaddedAttention), "auto", "for the backend PlainImpl"),
+            (latent_layer(sliding_window=64), "auto", "the whole context"),
+            (latent_layer(use_sparse=True), "auto", "the whole context"),
+            (latent_layer(), "fp8_ds_mla", "a latent cache of fp8_ds_mla"),
+        ):
+            assert says in str(attention.obstacle(case, [layer], cache))
+        passes.fuse_attn_quant = True
+        assert "quantizes" in str(attention.obstacle(case, [latent_layer()], "auto"))
+        passes.fuse_attn_quant = False
+
+
+def test_latents_of_a_gpu_move_as_one_head() -> None:
+    layer = latent_layer()
+    mover = gpu_attention.mover([layer.kv_cache], layer)
+    assert isinstance(mover, PagedKVMover)
+    assert mover._kv_caches[0].shape == (4, 1, 16, 12)
+
+
+def test_warming_up_latent_attention_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    layer, contexts = latent_layer(), []
+    before = layer.kv_cache.clone()
+
+    def count(*args: Any, **options: Any) -> None:
+        contexts.append(args[4].max_context)
+        latent_attention.latent_attention(*args, **options)
+
+    monkeypatch.setattr(worker_latent_attention, "latent_attention", count)
+    gpu_attention.warm_up([layer], [], torch.float32)
+    assert len(contexts) == 2 and torch.equal(before, layer.kv_cache)  # split or not
+
+
+def test_only_rows_of_trees_are_overwritten_by_latent_attention() -> None:
+    """vLLM's part stands for a batch of a decode, two trees and a prompt."""
+    layer = latent_layer()
+    trees = [DraftTree.from_lists([1, 2, 3], [-1, -1, 1]), DraftTree.from_lists([4, 5], [-1, -1])]
+    batch = PagedBatch.build(TreeBatch.build(trees, [1, 2], [1, 5], [20, 3]))
+    table = torch.tensor([[0, 1], [2, 3], [1, 0], [3, 2]], dtype=torch.int32)
+    q, output = torch.randn(12, 3, 10), torch.full((12, 15), UNTOUCHED)
+    step = worker_latent_attention.StepTrees(batch, table)
+    metadata = SimpleNamespace(trees=step)
+
+    def plain(*args: Any) -> torch.Tensor:
+        return output
+
+    forward = worker_latent_attention._then_trees(plain)
+    forward(layer, q, None, None, layer.kv_cache, SimpleNamespace(), output)
+    assert (output == UNTOUCHED).all()
+    assert forward(layer, q, None, None, layer.kv_cache, metadata, output) is output
+    is_tree = (output != UNTOUCHED).any(1)
+    assert is_tree.tolist() == [False] + [True] * 7 + [False] * 4
+    # The second node of the second tree, expanded: K and V of every head.
+    slots = [*range(3), 3, 5]
+    latents = layer.kv_cache[table[2, 0], slots]
+    k = torch.einsum("npl,kl->nkp", layer.W_UK_T, latents[:, :8])
+    k = torch.cat((k, latents[:, 8:].expand(3, -1, -1)), dim=-1)
+    v = torch.einsum("kl,nlv->nkv", latents[:, :8], layer.W_UV)
+    weights = (torch.einsum("np,nkp->nk", q[7], k) * layer.scale).softmax(-1)
+    expected = torch.einsum("nk,nkv->nv", weights, v).flatten()
+    torch.testing.assert_close(output[7], expected, rtol=1e-4, atol=1e-4)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_vllm.verify.cpu import native
-from lookahead_vllm.verify.cpu.kv_moves import KVMover
+from lookahead_vllm.verify.cpu.kv_moves import KVMover, LatentMover
 from tests.support.packing import pack, unpack
 
 IMPLS = ["torch", pytest.param("native", marks=pytest.mark.skipif(
@@ -126,3 +126,25 @@ def test_wrong_arguments_are_refused(impl):
         mover.move(torch.tensor([1]).int(), torch.tensor([0]).int())
     with pytest.raises(ValueError, match="slots"):
         mover.move(torch.tensor([32]), torch.tensor([0]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    moves=moves(slots=5 * 16),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    layers=st.integers(1, 3),
+)
+def test_latents_move_as_those_of_a_dict(moves, dtype, layers):
+    src, dst = moves
+    caches = [torch.randn(5, 2, 16, 24).to(dtype)[:, 0] for _ in range(layers)]
+    expected = [cache.flatten(0, 1).clone() for cache in caches]
+    for rows in expected:
+        before = rows.clone()
+        for source, target in zip(src, dst, strict=True):
+            rows[target] = before[source]
+    mover = LatentMover(caches)
+    mover.move_paths(torch.tensor([[3, *src]]).long(), torch.tensor([[3, *dst]]).long())
+    for cache, rows in zip(caches, expected, strict=True):
+        assert torch.equal(cache.flatten(0, 1), rows)
+    with pytest.raises(ValueError, match="slots lie in 0"):
+        mover.move(torch.tensor([80]), torch.tensor([0]))

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.support.attention_cases import PagedAttentionCase, random_tree
+from tests.support.latent_cases import LatentCase
 
 triton = pytest.importorskip("triton")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -126,9 +127,9 @@ def test_tree_attention_fits_and_does_not_spill(
     from lookahead_vllm.verify.gpu import triton_attention
 
     attend = Launches(triton_attention._attend_tile)
-    merge = Launches(triton_attention._merge_splits)
+    merge = Launches(triton_attention.merge_splits)
     monkeypatch.setattr(triton_attention, "_attend_tile", attend)
-    monkeypatch.setattr(triton_attention, "_merge_splits", merge)
+    monkeypatch.setattr(triton_attention, "merge_splits", merge)
     monkeypatch.setattr(triton_attention, "_INTERPRETED_MULTIPROCESSORS", 132)
     tree = random_tree(np.random.default_rng(0), nodes)
     case = PagedAttentionCase(
@@ -151,6 +152,30 @@ def test_tree_attention_fits_and_does_not_spill(
         assert not spills(instructions_of(merge.compile(capability)))
 
 
+@pytest.mark.parametrize("capability", [80, 90, 120])
+@pytest.mark.parametrize("context", [100, 4000])
+def test_latent_attention_fits_and_does_not_spill(
+    capability: int, context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lookahead_vllm.verify.gpu import triton_attention, triton_latents
+
+    attend = Launches(triton_latents._attend_latents)
+    merge = Launches(triton_latents.merge_splits)
+    monkeypatch.setattr(triton_latents, "_attend_latents", attend)
+    monkeypatch.setattr(triton_latents, "merge_splits", merge)
+    monkeypatch.setattr(triton_attention, "_INTERPRETED_MULTIPROCESSORS", 132)
+    tree = random_tree(np.random.default_rng(0), 16)
+    LatentCase([tree], [context], 16, 512, 64, 64, torch.bfloat16).run("triton")
+    compiled = attend.compile(capability)
+    assert compiled.metadata.shared <= SHARED_BYTES
+    loops = list(loops_with_dots(instructions_of(compiled)))
+    assert len(loops) == 2  # context, draft
+    assert not any(map(spills, loops))
+    assert bool(merge.calls) == (context > 1000)
+    if merge.calls:
+        assert not spills(instructions_of(merge.compile(capability)))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 def test_kv_moves_do_not_spill(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     from lookahead_vllm.verify.gpu import triton_moves
@@ -167,9 +192,9 @@ def test_nothing_is_compiled_while_serving(monkeypatch: pytest.MonkeyPatch) -> N
     """The batches of the warm-up need every specialisation that later batches need."""
     from lookahead_vllm.verify.gpu import triton_attention
 
-    kernels = [Launches(triton_attention._attend_tile), Launches(triton_attention._merge_splits)]
+    kernels = [Launches(triton_attention._attend_tile), Launches(triton_attention.merge_splits)]
     monkeypatch.setattr(triton_attention, "_attend_tile", kernels[0])
-    monkeypatch.setattr(triton_attention, "_merge_splits", kernels[1])
+    monkeypatch.setattr(triton_attention, "merge_splits", kernels[1])
     monkeypatch.setattr(triton_attention, "_INTERPRETED_MULTIPROCESSORS", 132)
 
     def specialisations() -> set[tuple[Any, ...]]:

@@ -84,6 +84,8 @@ class GraphRunner(LookaheadRunner):
         """Why no graph can run requests with various numbers of tokens, or None if one can."""
         if self.pcp_manager is not None:
             return "prompts are split over ranks"
+        if self.drafter.may_branch and self.model_config.use_mla:
+            return "latent attention of trees has no fixed buffers"
         support, backend = self.model_state.get_additional_cg_support()
         if support != AttentionCGSupport.ALWAYS:
             return f"{backend} does not support graphs of them"
@@ -153,7 +155,7 @@ class GraphRunner(LookaheadRunner):
         trees = step.branching_trees() if step.branches else None
         if self._graph is not None:
             self._graph.trees.fill(trees)
-        for builder in self.tree_builders:
+        for builder in self._builders:
             builder.trees, builder.graph = trees, self._graph
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:

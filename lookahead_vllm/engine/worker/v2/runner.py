@@ -96,8 +96,8 @@ class LookaheadRunner(_Base):
         """Seconds from the launch of the step before to that of this one."""
         self._movers: list[Any] = []
         """One for each KV cache group, where trees may branch."""
-        self.tree_builders: list[Any] = []
-        """The builders of attention metadata that know trees."""
+        self._builders: list[Any] = []
+        """The builders of attention metadata."""
         self._rope: NodeRopeState | None = None
         """Of a model with M-RoPE."""
 
@@ -119,8 +119,7 @@ class LookaheadRunner(_Base):
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         groups = list(chain.from_iterable(self.attn_groups))
-        builders = [group.get_metadata_builder(0) for group in groups]
-        self.tree_builders = [builder for builder in builders if hasattr(builder, "trees")]
+        self._builders = [group.get_metadata_builder(0) for group in groups]
         obstacle = branching_obstacle(self.vllm_config, groups, self.attention)
         self.drafter.may_branch = obstacle is None
         if obstacle:
@@ -286,7 +285,7 @@ class LookaheadRunner(_Base):
     def _set_trees(self, step: DraftStep) -> None:
         """Give the builders of attention metadata the branching trees of this step."""
         trees = step.branching_trees() if step.branches else None
-        for builder in self.tree_builders:
+        for builder in self._builders:
             builder.trees = trees
 
     def _place(self, batch: InputBatch, slots: torch.Tensor) -> tuple[DraftStep, TreeRows | None]:

@@ -1,0 +1,155 @@
+"""Latent attention (MLA) with tree attention for the rows of branching trees, on any device.
+
+vLLM's dense backends for latent attention share a metadata builder and the layer around them, so
+two patches serve them all. vLLM runs the rows of a tree without their context, and afterwards they
+are overwritten. They attend as vLLM's decode rows do: the queries are absorbed into the space of
+the latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLAAttention,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+)
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
+
+from lookahead_vllm.engine import patches
+from lookahead_vllm.engine.worker.step_recorder import timed_attention
+from lookahead_vllm.engine.worker.tree_rows import without_contexts
+from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
+from lookahead_vllm.verify.latent_attention import latent_attention
+from lookahead_vllm.verify.tree_batch import TreeBatch
+
+
+class StepTrees(NamedTuple):
+    """What the metadata of a step with branching trees has beside vLLM's."""
+
+    batch: PagedBatch
+    block_table: torch.Tensor
+    """Of all requests of the step."""
+
+
+def register() -> None:
+    """Patch vLLM, in a process that serves lookahead."""
+    if not patches.is_patched(MLAAttention):
+        patches.patch(MLACommonMetadataBuilder, "build", _with_trees)
+        patches.patch(MLAAttention, "forward_impl", _then_trees)
+
+
+def is_latent(layers: Sequence[Any]) -> bool:
+    """Whether these layers of one attention group have latent attention."""
+    return isinstance(layers[0], MLAAttention)
+
+
+def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
+    """Why the layers of an attention group cannot verify branching trees, or None if they can."""
+    name = group.backend.__name__
+    # A subclass may attend in another way. vLLM's backend for AMX keeps no W_UK_T.
+    if any(type(layer) is not MLAAttention or not hasattr(layer, "W_UK_T") for layer in layers):
+        return f"there is no tree attention for the backend {name}"
+    if any(layer.use_sparse or layer.sliding_window is not None for layer in layers):
+        return "latent attention does not see the whole context"
+    if is_quantized_kv_cache(cache_dtype) and cache_dtype not in ("fp8", "fp8_e4m3"):
+        return f"there is no tree attention over a latent cache of {cache_dtype}"
+    passes = group.get_metadata_builder().vllm_config.compilation_config.pass_config
+    if passes.fuse_attn_quant:
+        return "latent attention quantizes its output"
+    return None
+
+
+def _with_trees(build: Callable[..., MLACommonMetadata]) -> Callable[..., MLACommonMetadata]:
+    """`MLACommonMetadataBuilder.build`, which adds the trees that the runner has set."""
+
+    def build_with_trees(
+        self: Any,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> MLACommonMetadata:
+        trees: TreeBatch | None = getattr(self, "trees", None)
+        if trees is None:
+            return build(self, common_prefix_len, common_attn_metadata, fast_build)
+        batch = PagedBatch.build(trees, self.device)
+        common = without_contexts(common_attn_metadata, batch.rows, batch.sizes)
+        if (bound := common.seq_lens_cpu_upper_bound) is not None:
+            bound = bound.clone()
+            bound[trees.rows.long()] = trees.sizes.to(bound.dtype)
+            common = replace(common, seq_lens_cpu_upper_bound=bound)
+        built: Any = build(self, common_prefix_len, common, fast_build)
+        built.trees = StepTrees(batch, common_attn_metadata.block_table_tensor)
+        return built
+
+    return build_with_trees
+
+
+def _then_trees(forward_impl: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`MLAAttention.forward_impl`, after which the rows of branching trees are overwritten."""
+
+    def forward_trees(
+        self: MLAAttention,
+        q: torch.Tensor,
+        k_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        result = forward_impl(
+            self, q, k_c_normed, k_pe, kv_cache, attn_metadata, output, *args, **kwargs
+        )
+        if (trees := getattr(attn_metadata, "trees", None)) is not None:
+            with timed_attention():
+                attend_trees(self, q, kv_cache, output, trees)
+        return result
+
+    return forward_trees
+
+
+def attend_trees(
+    layer: Any, q: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor, trees: StepTrees
+) -> None:
+    """Overwrite the rows of branching trees in `output`."""
+    rows = trees.batch.tokens.long()
+    nope, rotary = q[rows].split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], dim=-1)
+    absorbed = torch.bmm(nope.transpose(0, 1), layer.W_UK_T).transpose(0, 1)
+    query = torch.cat((absorbed, rotary), dim=-1)
+    cache_scale = None
+    if is_quantized_kv_cache(layer.kv_cache_dtype):
+        kv_cache = kv_cache.view(current_platform.fp8_dtype())
+        cache_scale = layer._k_scale.reshape(1)
+    latents = query.new_empty(*query.shape[:2], layer.kv_lora_rank)
+    latent_attention(
+        query,
+        kv_cache,
+        latents,
+        trees.block_table,
+        trees.batch,
+        scale=layer.scale,
+        cache_scale=cache_scale,
+    )
+    values = output.new_empty(len(rows), output[0].numel())
+    layer._v_up_proj(latents, values)
+    output[rows] = values.view(-1, *output.shape[1:])
+
+
+def warm_up(layer: Any, dtype: torch.dtype) -> None:
+    """Compile the kernels of a step with trees, so that no request waits for it."""
+    from lookahead_vllm.verify.gpu.triton_latents import warm_up_batches
+
+    device = layer.kv_cache.device
+    q = torch.zeros(1, layer.num_heads, layer.qk_head_dim, dtype=dtype, device=device)
+    output = torch.zeros(1, layer.num_heads * layer.v_head_dim, dtype=dtype, device=device)
+    block_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    for batch in warm_up_batches(device):
+        attend_trees(layer, q, layer.kv_cache, output, StepTrees(batch, block_table))
