@@ -168,7 +168,7 @@ class Engine:
         )
         self.model_state.prepare_attn = partial(DefaultModelState.prepare_attn, self.model_state)
         self.runner: Any = object.__new__(GraphRunner)
-        self.runner._groups, self.runner.device = [self.group], torch.device("cpu")
+        self.runner._builders, self.runner.device = [self.builder], torch.device("cpu")
         self.runner._buffers, self.runner._graph = {}, None
         self.runner.max_num_reqs, self.runner.decode_query_len = REQUESTS, LONGEST
         self.runner.max_model_len = self.model_state.max_model_len
