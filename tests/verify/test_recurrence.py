@@ -293,3 +293,31 @@ def test_windows_of_paths(kernels: str) -> None:
             assert torch.equal(windows[first + place].double(), inputs[:, 1 - layer.width :])
         first += len(tree)
     assert not windows[first:].any()
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs AVX512-BF16")
+def test_windows_of_paths_give_packed_kernels_all_rows_at_once(ops: Any) -> None:
+    """vLLM's convolution of gated delta nets in bfloat16 has sums that no other kernel has."""
+    layer = Convolution(0, BF16, BF16, dim=64)
+    step = random_step(3, [7, 0, 6], paddings=0)
+    (x,) = layer.draw(step.num_rows)
+    x = x.contiguous()
+
+    def one_token(x: Tensor, windows: Tensor) -> Tensor:
+        every = torch.arange(len(x), dtype=torch.int32)
+        return ops.causal_conv1d_update_cpu(
+            x, windows, layer.weight, layer.bias, True, every, is_weight_packed=False
+        )
+
+    windows = cpu.path_windows(x, layer.cache.clone(), layer.width, step.trees())
+    out = one_token(x, windows)
+    first = 0
+    for request, tree in enumerate(step.parents):
+        columns = step.columns[request].tolist()
+        root = layer.before_root(layer.cache, columns, int(step.accepted[request]))
+        for place in range(len(tree)):
+            window = root.to(BF16).T.contiguous().T[None]
+            for above in step.path(request, place):
+                y = one_token(x[first + above][None], window)
+            assert torch.equal(out[first + place], y[0])
+        first += len(tree)
