@@ -8,10 +8,10 @@ brings the accepted leaf's state to where the next step reads it. The convolutio
 instead, column 0, with a window of inputs that is longer than its kernel.
 
 States are rounded to the cache's dtype at every node, and read back, as in plain decode. A chain
-gives the states that plain decode gives, and a tree those of its paths: on a CPU bit by bit those
-of vLLM's kernels for one token (`docs/exactness.md`). Arguments have the shapes that vLLM's layers
-pass to their own kernels. On a GPU nothing waits for the device, all launches follow from shapes,
-and a CUDA graph may contain them.
+gives the states that plain decode gives, and a tree those of its paths. The formulas and the order
+of sums are those of vLLM's kernels for one token; the tests compare bits. Arguments have the shapes
+that vLLM's layers pass to their own kernels. On a GPU nothing waits for the device, all launches
+follow from shapes, and a CUDA graph may contain them.
 """
 
 from __future__ import annotations

@@ -23,6 +23,9 @@ KEYS_FIRST = False
 """The layout of gated_delta's states."""
 _CHANNELS = 256
 """Channels of a convolution for one program."""
+_VALUES = 16
+"""Value dimensions of a gated delta net for one program. vLLM has 32, without a loop. The sums run
+over keys, so their order does not depend on it."""
 _ELEMENTS = 2048
 """Elements of a state or of a window that one program copies at a time."""
 _BY_STEP = ["starts", "parents", "columns", "accepted"]
@@ -92,7 +95,7 @@ def gated_delta(
 ) -> None:
     """See `recurrence.gated_delta`."""
     heads, value_size, key_size = state.shape[1:]
-    block = min(triton.next_power_of_2(value_size), 32)
+    block = min(triton.next_power_of_2(value_size), _VALUES)
     _gated_delta[(triton.cdiv(value_size, block), len(trees.starts) - 1, heads)](
         *_arguments(trees), state, state.stride(0), q, *q.stride()[:2], k, *k.stride()[:2],
         v, *v.stride()[:2], a, *a.stride(), b, *b.stride(), A_log, dt_bias, out, *out.stride()[:2],

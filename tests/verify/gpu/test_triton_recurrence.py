@@ -5,8 +5,10 @@ In float32 they equal vLLM's kernels for one token to the bit, level by level.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,9 +58,14 @@ def vllm_kernels() -> Any:
     from tests.support import second_runner
 
     second_runner.enable()
+    from triton.runtime import driver
+
+    target = SimpleNamespace(backend="cpu")  # which is asked for at import
+    driver.set_active(SimpleNamespace(get_current_target=lambda: target))
     from vllm.model_executor.layers.mamba.ops import causal_conv1d, mamba_ssm
     from vllm.third_party.flash_linear_attention.ops import fused_recurrent
 
+    fused_recurrent.exp = lambda x: fused_recurrent.tl.exp(x)  # which the interpreter replaces
     return causal_conv1d, mamba_ssm, fused_recurrent
 
 
@@ -116,29 +123,49 @@ def test_gated_delta_equals_vllm(
     assert torch.equal(cache, after)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("seed", range(2))
 def test_chains_of_a_convolution_equal_vllm(
-    dtype: torch.dtype, seed: int, kernels: str, vllm_kernels: Any
+    seed: int, kernels: str, vllm_kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its kernel for chains leaves the same window."""
-    layer = Convolution(seed, dtype, dtype)
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    load = builder.create_masked_load
+
+    def load_where(ptrs: Any, mask: Any, *rest: Any) -> Any:
+        mask.data = mask.data.astype(bool)  # vLLM passes integer masks
+        return load(ptrs, mask, *rest)
+
+    monkeypatch.setattr(builder, "create_masked_load", load_where)
+    layer = Convolution(seed)
     step = random_step(seed, [6, 0, 7], columns=8, chains=True)
     (x,) = layer.draw(step.num_rows)
     trees = step.trees()
-    after, expected = layer.cache.clone(), torch.zeros(x.shape, dtype=dtype)
+    after, expected = layer.cache.clone(), torch.zeros(x.shape)
     requests = len(trees.starts) - 1
     kernel, dim = vllm_kernels[0]._causal_conv1d_update_kernel, x.shape[1]
     steps, entries = step.columns.shape[1], layer.width - 2 + step.columns.shape[1]
     counts = step.accepted.clamp(min=1)
-    kernel[(requests, -(-dim // 256))](
-        x, layer.weight, layer.bias, after, trees.columns, counts, trees.starts, expected,
-        requests, dim, steps, entries, len(after), 0, 1, x.stride(0), *layer.weight.stride(),
-        *after.stride(), trees.columns.stride(0), 0, 1, dim, 0,
+    stride_x, stride_w, stride_state = (t.stride() for t in (x, layer.weight, after))
+    arguments = dict(
+        x_ptr=x, w_ptr=layer.weight, bias_ptr=layer.bias, conv_state_ptr=after, o_ptr=expected,
+        conv_state_indices_ptr=trees.columns, num_accepted_tokens_ptr=counts,
+        query_start_loc_ptr=trees.starts, batch=requests, dim=dim, seqlen=steps,
+        state_len=entries, num_cache_lines=len(after),
+        stride_x_seq=0, stride_x_dim=1, stride_x_token=stride_x[0],
+        stride_w_dim=stride_w[0], stride_w_width=stride_w[1],
+        stride_conv_state_seq=stride_state[0], stride_conv_state_dim=stride_state[1],
+        stride_conv_state_tok=stride_state[2], stride_state_indices=trees.columns.stride(0),
+        stride_o_seq=0, stride_o_dim=1, stride_o_token=dim, null_block_id=0,
         HAS_BIAS=layer.bias is not None, KERNEL_WIDTH=layer.width,
         SILU_ACTIVATION=layer.activation is not None, IS_VARLEN=True, IS_SPEC_DECODING=True,
         NP2_STATELEN=16, HAS_NULL_BLOCK=True, BLOCK_N=256, launch_pdl=False,
     )  # fmt: skip
+    if "IS_APC_ENABLED" in inspect.signature(kernel.fn).parameters:  # vLLM 0.32
+        arguments |= dict(
+            block_idx_last_scheduled_token=None, initial_state_idx=None, IS_APC_ENABLED=False
+        )
+    kernel[(requests, -(-dim // 256))](**arguments)
     cache = layer.cache.clone()
     assert torch.equal(layer.run(cache, (x,), trees), expected)
     assert torch.equal(cache, after)

@@ -76,6 +76,13 @@ constexpr int CHANNELS = 256;  // of a task
 typedef float v8 __attribute__((vector_size(32)));
 typedef float vf __attribute__((vector_size(VL * 4)));
 
+// Vectors of as many integers.
+template <typename V>
+struct Bits {
+  typedef uint32_t wide __attribute__((vector_size(sizeof(V))));
+  typedef uint16_t narrow __attribute__((vector_size(sizeof(V) / 2)));
+};
+
 struct BF16 { uint16_t bits; };
 
 inline float to_float(float x) { return x; }
@@ -102,7 +109,9 @@ inline V load(const T* p) {
   if constexpr (std::is_same_v<T, float>) {
     std::memcpy(&v, p, sizeof v);
   } else {
-    for (size_t i = 0; i < sizeof v / 4; ++i) v[i] = to_float(p[i]);
+    typename Bits<V>::narrow bits;
+    std::memcpy(&bits, p, sizeof bits);
+    v = (V)(__builtin_convertvector(bits, typename Bits<V>::wide) << 16);
   }
   return v;
 }
@@ -111,7 +120,12 @@ inline void store(T* p, V v) {
   if constexpr (std::is_same_v<T, float>) {
     std::memcpy(p, &v, sizeof v);
   } else {
-    for (size_t i = 0; i < sizeof v / 4; ++i) p[i] = round_to<T>(v[i]);
+    typedef typename Bits<V>::wide Wide;
+    const Wide all = (Wide)v, is_nan = (Wide)(v != v);
+    const Wide rounded = (all + 0x7fff + ((all >> 16) & 1)) >> 16;
+    const auto bits = __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0),
+                                              typename Bits<V>::narrow);
+    std::memcpy(p, &bits, sizeof bits);
   }
 }
 
