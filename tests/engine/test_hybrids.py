@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 from vllm import LLM, SamplingParams
+from vllm.v1.attention.backends.mamba1_attn import Mamba1AttentionBackend
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
+from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine.scheduler.scheduler import LookaheadScheduler
 from lookahead_vllm.engine.worker import recurrent
 from lookahead_vllm.engine.worker.v1 import recurrent as recurrent_v1
@@ -172,6 +174,13 @@ def test_a_draft_behind_several_own_tokens_is_dropped(hybrid: Hybrid) -> None:
             patch.setattr(scheduler._draft_limiter, "_cut_to_blocks", lambda *_: {})
             scheduler._draft_limiter.cut(lambda _: (1.0, 1.0), 0.0)
         assert request.spec_token_ids == kept
+
+
+def test_layers_of_other_kinds_stop_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent, "is_recurrent", lambda _: True)
+    group = SimpleNamespace(layer_names=["one"], backend=Mamba1AttentionBackend)
+    with pytest.raises(OptionError, match=r"Mamba1AttentionBackend.*leave lookahead out"):
+        recurrent.start([group], {"one": None}, torch.device("cpu"), 6)
 
 
 def test_drafts_come_before_prompts_whatever_other_layers_ask_for(hybrid: Hybrid) -> None:

@@ -41,6 +41,14 @@ SEAMS = (
     ),
     Seam(
         f"{_LAYERS}.ops.cpu.gdn_attention",
+        "_cpu_gdn_attention_spec_aware",
+        ("layer", "attn_metadata_i"),
+        "wrapped",
+        "prompts take the convolution that they take without drafts",
+        "vLLM asks for AVX-512 with bfloat16 in both cases",
+    ),
+    Seam(
+        f"{_LAYERS}.ops.cpu.gdn_attention",
         "_unpacked_conv_weight",
         ("layer",),
         "called",

@@ -32,6 +32,7 @@ def register() -> None:
     patches.patch(mamba_mixer2, "selective_state_update", _mamba2)
     patches.patch(causal_conv1d, "causal_conv1d_update_cpu", _convolution)
     patches.patch(gdn_attention, "_spec_forward", _gated_delta)
+    patches.patch(gdn_attention, "_cpu_gdn_attention_spec_aware", _with_plain_convolution)
 
 
 def _trees(state_indices: torch.Tensor) -> Trees | None:
@@ -138,6 +139,25 @@ def _gated_delta(original: Callable[..., torch.Tensor]) -> Callable[..., torch.T
             ssm_state, q, k, v, a_spec, b_spec, layer.A_log, layer.dt_bias, trees, out
         )
         return out
+
+    return forward
+
+
+def _with_plain_convolution(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a CPU's gated delta net with room for drafts: prompts are rounded as without it.
+
+    Without room for drafts, vLLM takes the same compiled convolution wherever the processor has
+    AVX-512 with bfloat16, with AMX or not.
+    """
+
+    @functools.wraps(original)
+    def forward(layer: Any, attn_metadata_i: Any, *args: Any) -> None:
+        if not hasattr(attn_metadata_i, PARENTS):
+            original(layer, attn_metadata_i, *args)
+            return
+        has_kernel = torch.cpu._is_avx512_bf16_supported
+        with patches.swapped(torch.cpu, "_is_amx_tile_supported", has_kernel):
+            original(layer, attn_metadata_i, *args)
 
     return forward
 
