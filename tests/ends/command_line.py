@@ -39,6 +39,12 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--times", type=int, default=20, help="runs of each way to end (default: 20)")
     add("--only", nargs="*", default=[], help="parts of the names of ways")
     add("--slow", type=float, default=0, help="seconds that a save takes longer")
+    add(
+        "--runner",
+        choices=("v1", "v2"),
+        default="v1",
+        help="vLLM's model runner (default: v1); v2 has stand-ins for its kernels",
+    )
     add("--list", action="store_true", help="print the names of ways")
     add("--run", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -98,7 +104,10 @@ def main(argv: Sequence[str]) -> int:
     from lookahead_vllm.draft.options import LookaheadOptions
     from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
     from tests.ends import engine
+    from tests.support import v2_on_cpu
 
+    if args.runner == "v2":
+        v2_on_cpu.enable()
     if args.slow:
         slow_down_saves(args.slow)
     NGramTrieProposer(LookaheadOptions(max_nodes=4096))  # loads the kernels

@@ -64,9 +64,15 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         help="hostile clients a second while a good one is timed (default: 20)",
     )
     add(
+        "--runner",
+        choices=("v1", "v2"),
+        default="v1",
+        help="vLLM's model runner of both servers (default: v1); v2 has stand-ins for its kernels",
+    )
+    add(
         "--quick",
         action="store_true",
-        help="two minutes in which times are no violations: the part that tests/hostile runs",
+        help="half a minute in which times are no violations: the part that tests/hostile runs",
     )
     add("--logs", type=Path, help="keep the servers' logs in this folder (default: none are kept)")
     args = parser.parse_args(argv)
@@ -90,9 +96,9 @@ def main(argv: Sequence[str]) -> int:
 
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)
-    plan = Plan(args.minutes, seed, args.rate)
+    plan = Plan(args.minutes, seed, args.rate, runner=args.runner)
     if args.quick:
-        plan = Plan.quick(seed)
+        plan = Plan.quick(seed, args.runner)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(args.logs or temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,8 @@ class Plan:
         Whether times and memory can be violations.
     phase_seconds : float
         Duration of a phase.
+    runner : str
+        vLLM's model runner of both servers: "v1" or "v2".
     """
 
     minutes: float
@@ -31,8 +33,9 @@ class Plan:
     drawn: int = 1000
     timed: bool = True
     phase_seconds: float = 20.0
+    runner: str = "v1"
 
     @classmethod
-    def quick(cls, seed: int) -> Plan:
-        """Two minutes in which times and memory cannot be violations."""
-        return cls(minutes=2, seed=seed, drawn=150, timed=False, phase_seconds=8)
+    def quick(cls, seed: int, runner: str = "v1") -> Plan:
+        """Half a minute in which times and memory cannot be violations."""
+        return cls(0.5, seed, 40.0, drawn=50, timed=False, phase_seconds=2.0, runner=runner)

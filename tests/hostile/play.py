@@ -11,6 +11,7 @@ import json
 import os
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.hostile.phases import HostileActions, Phases, log
 from tests.hostile.plan import Plan
 from tests.hostile.report import Report, faults_of
 from tests.hostile.watch import Watch
+from tests.support import v2_on_cpu
 from tests.support.models import save_tiny_model
 from tests.support.servers import running
 from tests.support.tokenizer import save_tokenizer
@@ -47,12 +49,17 @@ def play(plan: Plan, folder: Path) -> Report:
     os.mkfifo(cache)
     speculative = json.dumps({**LOOKAHEAD, "cache_path": str(cache)})
     flags = {"plain": (), "lookahead": ("--speculative-config", speculative)}
+    environment = ENVIRONMENT | (v2_on_cpu.environment() if plan.runner == "v2" else {})
     with ExitStack() as servers:
-        watches = {}
-        for name, more in flags.items():
-            server = servers.enter_context(running(model, logs[name], *FLAGS, *more, **ENVIRONMENT))
-            watches[name] = Watch(server, logs[name])
+
+        def start(name: str) -> Watch:
+            starting = running(model, logs[name], *FLAGS, *flags[name], **environment)
+            server = servers.enter_context(starting)
             log(f"the {name} server is up")
+            return Watch(server, logs[name])
+
+        with ThreadPoolExecutor() as pool:
+            watches = dict(zip(flags, pool.map(start, flags), strict=True))
         warnings = logs["lookahead"].read_text(errors="replace").count("starts cold: the cache")
         if warnings != 1:
             report.violation(f"for a pipe as cache file, the server warned {warnings} times")
@@ -87,7 +94,7 @@ class Run:
         await self._good_client.ask_all_known()
         await self._bad_requests(end)
         await self._too_many_references()
-        await self._many_namespaces(seconds=(end - time.monotonic()) / 10)
+        await self._many_namespaces(seconds=max(1.0, (end - time.monotonic()) / 10))
         await self._phases.run(HostileActions(self._rng, self._limits), end)
         await self._check_after_all()
 

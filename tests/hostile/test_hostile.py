@@ -10,7 +10,7 @@ import pytest
 
 from tests.hostile import bad_requests, cache_files
 from tests.hostile.bad_requests import Limits, Request
-from tests.hostile.clients import Reply
+from tests.hostile.clients import CUTS, Reply
 from tests.hostile.phases import HostileActions
 from tests.hostile.plan import Plan
 from tests.hostile.play import play
@@ -107,3 +107,5 @@ def test_hostile_clients_do_not_affect_a_good_client(tmp_path: Path) -> None:
     assert not report.violations, "\n".join(report.violations)
     assert report.memory["lookahead"]["all processes"][1] < 0.25
     assert report.namespaces and report.good_answers
+    kinds = {"bad requests", "a new namespace", "largest references", "aborted streams"}
+    assert report.sent.keys() >= {*kinds, "read slowly"} and report.sent.keys() & CUTS.keys()
