@@ -304,7 +304,7 @@ class ImagePrompts:
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         logits = super().compute_logits(hidden_states)  # type: ignore[misc]
-        logits[:, PATCHES.start :] -= 100
+        logits[:, PATCHES.start :] -= 1000
         return logits
 
 

@@ -40,7 +40,7 @@ def trees_of(*sizes: int) -> list[DraftTree]:
         {},
         {"dtype": torch.float16, "heads": 8},
         {"block_size": 64, "heads": 1},
-        {"rank": 512, "rotary": 64, "heads": 16},
+        {"rank": 512, "rotary": 64, "heads": 4},
         {"rank": 48, "rotary": 8},
         {"fp8": True},
     ],
