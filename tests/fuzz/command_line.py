@@ -64,7 +64,7 @@ examples:
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60 --runner v2
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 20 --runner v2 --mp
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --seed 7 --round 12
-  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --models deepseek_v2,deepseek_v3,qwen2_vl
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --models deepseek_v2,deepseek_v3,falcon_h1
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 2 --plant kv
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 2 --runner v2 --plant late-move
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 5 --plant namespace
@@ -124,7 +124,11 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         help="plain vLLM uses its second model runner, its default on GPUs, under Triton's "
         "interpreter, which is about five times as slow",
     )
-    add("--models", help="names from tests/support/models.py (default: all)")
+    add(
+        "--models",
+        metavar="A,B",
+        help="names from tests/support/models.py and hybrid_models.py (default: all)",
+    )
     add(
         "--plant",
         choices=PLANTS,
@@ -176,11 +180,15 @@ def models_and_text(args: argparse.Namespace) -> tuple[list[str], list[int] | No
     """The models to draw from and, with --model, the README's token ids to cut prompts from."""
     from transformers import AutoTokenizer
 
+    from tests.support.hybrid_models import HYBRIDS
     from tests.support.models import TINY
 
-    models = args.models.split(",") if args.models else sorted(TINY)
-    if unknown := set(models) - set(TINY):
-        sys.exit(f"--models: {', '.join(sorted(unknown))} not among {', '.join(sorted(TINY))}")
+    models = sorted(TINY) + ([] if args.second_runner else sorted(HYBRIDS))
+    if args.models:
+        models = args.models.split(",")
+    if unknown := set(models) - TINY.keys() - HYBRIDS.keys():
+        known = ", ".join([*sorted(TINY), *sorted(HYBRIDS)])
+        sys.exit(f"--models: {', '.join(sorted(unknown))} not among {known}")
     if args.model:
         readme = (ROOT / "README.md").read_text(encoding="utf-8")
         return [str(args.model)], AutoTokenizer.from_pretrained(args.model).encode(readme)

@@ -31,10 +31,12 @@ from tests.fuzz.processes import counters_of, engine_elsewhere
 from tests.fuzz.spies import branching_requests, recorded_drafts
 from tests.support import proposers, v2_on_cpu
 from tests.support.driving import drafter_of, engine, runner_of
+from tests.support.hybrid_models import ENGINE_SETTINGS, HYBRIDS, use_float32_gated_delta
 from tests.support.models import TINY, WANDERING, save_adapter, save_config
 from tests.support.processors import NoRepeat, NoRepeatOnV2
 from tests.support.tokenizer import save_tokenizer
 
+CONFIGS = TINY | HYBRIDS
 LOGPROB_TOLERANCE = 1e-3
 LAST_BITS = 1e-6
 """How much another batch may change a logit in float32, relative to the largest logit."""
@@ -191,6 +193,7 @@ class Rounds:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        use_float32_gated_delta()
         self._adapters = [save_adapter(folder / f"adapter-{i}", i) for i in (1, 2)]
 
     def compare(self, round_: Round) -> Played:
@@ -268,17 +271,18 @@ class Rounds:
         self, round_: Round, lookahead: dict[str, Any] | None = None, **stress: Any
     ) -> Iterator[LLM]:
         settings = dict(round_.settings, skip_tokenizer_init=False)
+        settings.update(ENGINE_SETTINGS.get(round_.model, {}))
         if "custom_logits_processor" in round_.features:
             settings["logits_processors"] = [NoRepeat if round_.runner == "v1" else NoRepeatOnV2]
         if "reasoning_config" in settings:
             settings["reasoning_config"] = ReasoningConfig(**settings["reasoning_config"])
         model = Path(round_.model)
-        if round_.model in TINY:
+        if round_.model in CONFIGS:
             settings["load_format"] = WANDERING
             # With embeddings, vLLM adds a token to the tokenizer that it caches by path.
             folder = self._folder / ("embeddings" if "enable_prompt_embeds" in settings else "ids")
             folder.mkdir(exist_ok=True)
-            model = save_tokenizer(save_config(round_.model, folder))
+            model = save_tokenizer(save_config(round_.model, folder, CONFIGS))
         start: Any = engine
         if lookahead and round_.processes:
             start = engine_elsewhere
