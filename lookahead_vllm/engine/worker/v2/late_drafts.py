@@ -166,7 +166,8 @@ class LateDrafts:
             elif not _has_ended(step.output):
                 return
             self._steps.popleft()
-            self._learn_from(step)
+            with self._drafter.recorder.timed("draft"):
+                self._learn_from(step)
 
     def _learn_from(self, step: _Step) -> None:
         drafter, output = self._drafter, step.output
@@ -223,7 +224,8 @@ class LateDrafts:
         slots = scheduled.scheduled_spec_decode_tokens
         num_slots = {req_id: len(own) for req_id, own in slots.items()}
         self._learn(wait=True)
-        return self._grow(scheduled.num_scheduled_tokens, num_slots, chains_only)
+        with self._drafter.recorder.timed("draft"):
+            return self._grow(scheduled.num_scheduled_tokens, num_slots, chains_only)
 
     def could_draft(self, scheduled: Iterable[str]) -> bool:
         """Whether a request of this step could have a draft, as far as its tokens are known."""

@@ -215,8 +215,7 @@ class LookaheadRunner(_Base):
         """The drafts of this step, the same on every rank."""
         drafter, drafts = self.drafter, late_drafts.NO_DRAFTS
         if drafter.is_drafting_rank:
-            with drafter.recorder.timed("draft"):
-                drafts = self._late.grow(scheduled, self._chains_only(scheduled))
+            drafts = self._late.grow(scheduled, self._chains_only(scheduled))
             drafter.recorder.report.budgets.append(drafts.forest.num_nodes)
         group = get_tp_group()
         if group.world_size > 1:
