@@ -75,11 +75,16 @@ def _with_trees(build: Callable[..., MLACommonMetadata]) -> Callable[..., MLACom
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> MLACommonMetadata:
+        common = common_attn_metadata
+        if common.seq_lens.device.type == "cpu":
+            # To vLLM, a row of one token behind longer rows is a prompt, whose length it reads on
+            # the host. The second runner counts the drafts of the step before there.
+            common = replace(common, seq_lens_cpu_upper_bound=common.seq_lens)
         trees: TreeBatch | None = getattr(self, "trees", None)
         if trees is None:
-            return build(self, common_prefix_len, common_attn_metadata, fast_build)
+            return build(self, common_prefix_len, common, fast_build)
         batch = PagedBatch.build(trees, self.device)
-        common = without_contexts(common_attn_metadata, batch.rows, batch.sizes)
+        common = without_contexts(common, batch.rows, batch.sizes)
         if (bound := common.seq_lens_cpu_upper_bound) is not None:
             bound = bound.clone()
             bound[trees.rows.long()] = trees.sizes.to(bound.dtype)
