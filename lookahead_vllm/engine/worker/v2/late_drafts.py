@@ -252,11 +252,14 @@ class LateDrafts:
         """Trees of at most `slots` nodes for the requests that are `scheduled`."""
         drafter = self._drafter
         limits: list[DraftLimits] = []
+        lengths: dict[str, int] = {}
         decodes = context = prefill = 0
         for req_id, num_tokens in scheduled.items():
             request, num_slots = self._requests.get(req_id), slots.get(req_id, 0)
             if request is None:
                 continue
+            if request.is_decoding:
+                lengths[req_id] = request.num_tokens
             limit = None
             if num_slots:
                 limit = self._limits_of(req_id, num_slots, req_id not in chains_only)
@@ -266,8 +269,9 @@ class LateDrafts:
                 prefill += num_tokens
             else:
                 decodes, context = decodes + 1, context + request.num_tokens
+        none = NO_DRAFTS._replace(num_tokens=lengths)
         if not limits:
-            return NO_DRAFTS
+            return none
         forest = drafter.grow(limits, Load(decodes, context, prefill))
         under_grammar = np.array([limit.request_id in self._grammars for limit in limits])
         if under_grammar.any():
@@ -277,15 +281,13 @@ class LateDrafts:
             ]
             forest = DraftForest.of(completed)
         if not forest.num_nodes:
-            return NO_DRAFTS
+            return none
         kept = np.flatnonzero(forest.sizes)
         drafted = [limits[tree] for tree in kept.tolist()]
         contexts = np.array([limit.context - 1 for limit in drafted], np.int64)
         req_ids = [limit.request_id for limit in drafted]
         if len(kept) < len(forest):
             forest = forest.take(kept, forest.sizes[kept])
-        requests = ((req_id, self._requests.get(req_id)) for req_id in scheduled)
-        lengths = {i: r.num_tokens for i, r in requests if r is not None and r.is_decoding}
         return Drafts(req_ids, forest, contexts, ~under_grammar[kept], lengths)
 
     def _limits_of(

@@ -203,7 +203,7 @@ class LookaheadRunner(_Base):
             for req_id, size in sizes.items():
                 counts[req_id] += size
             self._write_drafts(drafts, list(slots), rows)
-            self._write_lengths(drafts.num_tokens)
+        self._write_lengths(drafts.num_tokens)
         return replace(
             scheduled,
             num_scheduled_tokens=counts,
