@@ -6,10 +6,38 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
+
 from lookahead_vllm.engine.worker.recurrent import BACKENDS, RecurrentMover, is_recurrent
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+def decide(runner: Any, groups: Sequence[Any]) -> list[Any]:
+    """Decide whether trees may branch in this engine; the reason against it is logged.
+
+    Parameters
+    ----------
+    runner
+        A lookahead runner with its KV cache.
+    groups
+        Its attention groups.
+
+    Returns
+    -------
+    list
+        As of `kv_movers`; empty where trees may not branch.
+    """
+    obstacle = branching_obstacle(runner.vllm_config, groups, runner.attention)
+    runner.drafter.may_branch = obstacle is None
+    if obstacle:
+        logger.info_once("Lookahead verifies chains, not trees, here: %s.", obstacle)
+        return []
+    layers = runner.compilation_config.static_forward_context
+    return kv_movers(layers, runner.kv_cache_config.kv_cache_groups, runner.attention)
 
 
 def branching_obstacle(

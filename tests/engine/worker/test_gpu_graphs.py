@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu import dp_utils, model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.engine.worker import branching
 from lookahead_vllm.engine.worker.v2 import gpu_worker, late_drafts, runner
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager, sizes_with_drafts
 from lookahead_vllm.engine.worker.v2.gpu_worker import GraphRunner
@@ -316,8 +317,8 @@ class Runner(GraphRunner, FakeBase):
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def make(varlen: tuple[str, None] | None = None, branch: bool = True, **settings: Any) -> Any:
         reason = None if branch else "the test says so"
-        monkeypatch.setattr(runner, "branching_obstacle", lambda *_: reason)
-        monkeypatch.setattr(runner, "kv_movers", lambda *_: ["mover"])
+        monkeypatch.setattr(branching, "branching_obstacle", lambda *_: reason)
+        monkeypatch.setattr(branching, "kv_movers", lambda *_: ["mover"])
         check = "get_varlen_cudagraph_unsupported_backend"
         monkeypatch.setattr(gpu_worker, check, lambda *_: varlen)
         made: Any = object.__new__(Runner)

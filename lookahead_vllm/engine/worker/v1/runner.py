@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker import gpu_model_runner
@@ -22,8 +21,7 @@ from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.tree import UNKNOWN, DraftTree
 from lookahead_vllm.engine import messages, patches, step_report
-from lookahead_vllm.engine.worker import recurrent
-from lookahead_vllm.engine.worker.branching import branching_obstacle, kv_movers
+from lookahead_vllm.engine.worker import branching, recurrent
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep, root_rows
 from lookahead_vllm.engine.worker.drafter import LiveRequest, LookaheadDrafter
 from lookahead_vllm.engine.worker.step_cost import set_step_cost
@@ -52,8 +50,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as _Base
 else:
     _Base = object
-
-logger = init_logger(f"vllm.{__name__}")
 
 
 class LookaheadRunner(_Base):
@@ -103,15 +99,10 @@ class LookaheadRunner(_Base):
         if (thinking := self.input_batch.thinking_budget_state_holder) is not None:
             thinking.in_spec_mode = False  # a root is sampled as without speculation
         groups = list(self._attn_group_iterator())
-        layers = self.compilation_config.static_forward_context
         if self._recurrent is not None:
+            layers = self.compilation_config.static_forward_context
             recurrent.start(groups, layers, self.device, self.num_spec_tokens)
-        obstacle = branching_obstacle(self.vllm_config, groups, self.attention)
-        self.drafter.may_branch = obstacle is None
-        if obstacle:
-            logger.info_once("Lookahead verifies chains, not trees, here: %s.", obstacle)
-            return
-        self._movers = kv_movers(layers, self.kv_cache_config.kv_cache_groups, self.attention)
+        self._movers = branching.decide(self, groups)
 
     def calculate_reorder_batch_threshold(self) -> None:
         super().calculate_reorder_batch_threshold()

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
@@ -26,7 +25,7 @@ from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine import messages, patches, step_report
 from lookahead_vllm.engine.messages import DraftsToVerify, LateReport
-from lookahead_vllm.engine.worker.branching import branching_obstacle, kv_movers
+from lookahead_vllm.engine.worker import branching
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.step_cost import CapturedTokens, set_step_cost
@@ -49,8 +48,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as _Base
 else:
     _Base = object
-
-logger = init_logger(f"vllm.{__name__}")
 
 
 class LookaheadRunner(_Base):
@@ -120,13 +117,7 @@ class LookaheadRunner(_Base):
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         groups = list(chain.from_iterable(self.attn_groups))
         self._builders = [group.get_metadata_builder(0) for group in groups]
-        obstacle = branching_obstacle(self.vllm_config, groups, self.attention)
-        self.drafter.may_branch = obstacle is None
-        if obstacle:
-            logger.info_once("Lookahead verifies chains, not trees, here: %s.", obstacle)
-            return
-        layers = self.compilation_config.static_forward_context
-        self._movers = kv_movers(layers, self.kv_cache_config.kv_cache_groups, self.attention)
+        self._movers = branching.decide(self, groups)
 
     def compile_node_kernels(self) -> None:
         """Compile what a step with drafts launches behind the forward pass."""
