@@ -17,7 +17,9 @@ from vllm.v1.attention.backends.mamba1_attn import Mamba1AttentionBackend
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
 from lookahead_vllm.draft.options import OptionError
+from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.scheduler.scheduler import LookaheadScheduler
+from lookahead_vllm.engine.seams import recurrent as seams
 from lookahead_vllm.engine.worker import recurrent
 from lookahead_vllm.engine.worker.v1 import recurrent as recurrent_v1
 from lookahead_vllm.verify import recurrence
@@ -92,6 +94,11 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hybrid]:
         answers = generate(plain, PROMPTS)
     with engine(model, HIDDEN, load_format=WANDERING) as llm:
         yield Hybrid(model, llm, answers)
+
+
+def test_the_patches_of_recurrent_layers_are_those_of_the_table(hybrid: Hybrid) -> None:
+    wrapped = {p for seam in seams.SEAMS if seam.use == "wrapped" for p in seam.places}
+    assert wrapped <= dict(patches.applied()).keys()
 
 
 def test_without_the_commit_of_accepted_states_the_output_differs(

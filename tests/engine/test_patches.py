@@ -12,7 +12,7 @@ import pytest
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.front_end import stat_logger
 from lookahead_vllm.engine.patches import PatchError
-from lookahead_vllm.engine.seams import SEAMS
+from lookahead_vllm.engine.seams import SEAMS, recurrent
 from tests.support.driving import engine, generate
 
 
@@ -104,7 +104,10 @@ def test_the_patches_of_an_engine_are_those_of_the_table(llama: Path, tmp_path: 
     with engine(llama, lookahead, disable_log_stats=False) as llm:
         generate(llm, [[5, 6, 7]])
     stat_logger.unregister()
-    applied = dict(patches.applied())
-    expected = {p: s.why for s in SEAMS if s.use == "wrapped" for p in s.places}
+    # An engine of another test may have patched recurrent layers.
+    table = {p: s.why for s in SEAMS if s.use == "wrapped" for p in s.places}
+    expected = table.keys() - {place for seam in recurrent.SEAMS for place in seam.places}
     # Fake classes, of other tests, are not in the table.
-    assert {place: why for place, why in applied.items() if why} == expected
+    applied = {place: why for place, why in patches.applied() if why}
+    assert expected <= applied.keys()
+    assert applied.items() <= table.items()
