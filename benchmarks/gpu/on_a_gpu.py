@@ -55,18 +55,19 @@ def load_weights(loader: Any, model: Any, model_config: Any) -> None:
 
 
 @contextmanager
-def perturbed_logits(seed: int) -> Iterator[None]:
+def perturbed_logits(seed: int, size: float | None = None) -> Iterator[None]:
     """As `tests.fuzz.play.perturbed_logits`, with noise that is drawn on the CPU."""
     import torch
 
     play = importlib.import_module("tests.fuzz.play")
     rng = torch.Generator().manual_seed(seed)
+    size = play.LAST_BITS if size is None else size
 
     def with_noise(sample: Any) -> Any:
         def perturbed(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             largest = logits.nan_to_num(0, 0, 0).abs().amax(dim=-1, keepdim=True)
             noise = (2 * torch.rand(logits.shape, generator=rng) - 1).to(logits.device)
-            return sample(self, logits + noise * play.LAST_BITS * largest, *args, **kwargs)
+            return sample(self, logits + noise * size * largest, *args, **kwargs)
 
         return perturbed
 
