@@ -127,7 +127,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--models",
         metavar="A,B",
-        help="names from tests/support/models.py and hybrid_models.py (default: all)",
+        help="names from tests/support/models.py and hybrid_models.py (default: all of the first)",
     )
     add(
         "--plant",
@@ -183,9 +183,7 @@ def models_and_text(args: argparse.Namespace) -> tuple[list[str], list[int] | No
     from tests.support.hybrid_models import HYBRIDS
     from tests.support.models import TINY
 
-    models = sorted(TINY) + ([] if args.second_runner else sorted(HYBRIDS))
-    if args.models:
-        models = args.models.split(",")
+    models = args.models.split(",") if args.models else sorted(TINY)
     if unknown := set(models) - TINY.keys() - HYBRIDS.keys():
         known = ", ".join([*sorted(TINY), *sorted(HYBRIDS)])
         sys.exit(f"--models: {', '.join(sorted(unknown))} not among {known}")
