@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,8 +131,10 @@ def convolution(
         y = torch.zeros(out.shape) if bias is None else bias.float().expand(out.shape)
         for tap in range(weight.shape[1]):
             y = y + inputs[:, :, tap].float() * weight[:, tap].float()
-        for _, rows in _requests(trees):
-            for row in range(rows.start, rows.stop):  # torch's silu depends on the shape
+        for request in _requests(trees):
+            for row in range(
+                request.rows.start, request.rows.stop
+            ):  # torch's silu depends on the shape
                 out[row] = (silu(y[row]) if is_silu else y[row]).to(out.dtype)
         return
     weight, bias = _floats(weight.T.to(x.dtype)), _floats(bias)
@@ -264,25 +266,36 @@ def _need_strided_rows(out: Tensor) -> None:
         raise ValueError(f"the rows of out are contiguous; its strides are {out.stride()}")
 
 
-def _requests(trees: Trees) -> Iterator[tuple[int, slice]]:
-    """The requests that are no padding, with their rows."""
+class _Request(NamedTuple):
+    """A request that is no padding."""
+
+    rows: slice
+    parents: list[int]
+    """The place of each row's parent; the root's is not read."""
+    columns: Tensor
+    root: int
+    """The column that the root reads."""
+
+
+def _requests(trees: Trees) -> Iterator[_Request]:
     starts = trees.starts.tolist()
     for request, (first, end) in enumerate(pairwise(starts)):
-        accepted = max(int(trees.accepted[request]), 1)
-        if end > first and trees.columns[request, [0, accepted - 1]].min() > 0:
-            yield request, slice(first, end)
+        root = max(int(trees.accepted[request]), 1) - 1
+        columns, rows = trees.columns[request], slice(first, end)
+        if end > first and columns[[0, root]].min() > 0:
+            parents = list(range(-1, end - first - 1))
+            if trees.parents is not None:
+                parents = trees.parents[rows].tolist()
+            yield _Request(rows, parents, columns, root)
 
 
 def _rows(trees: Trees) -> Iterator[tuple[int, int, int]]:
     """Each row with the slot that it reads and the slot that it writes, parents first."""
-    for request, rows in _requests(trees):
-        columns = trees.columns[request].tolist()
-        parents = list(range(-1, len(columns)))
-        if trees.parents is not None:
-            parents = trees.parents[rows].tolist()
-        root = columns[max(int(trees.accepted[request]), 1) - 1]
-        for place, row in enumerate(range(rows.start, rows.stop)):
-            yield row, columns[parents[place]] if place else root, columns[place]
+    for request in _requests(trees):
+        columns = request.columns.tolist()
+        for place, parent in enumerate(request.parents):
+            source = columns[parent if place else request.root]
+            yield request.rows.start + place, source, columns[place]
 
 
 def _mamba2_torch(
@@ -343,16 +356,12 @@ def _gated_delta_torch(
 def _gather_windows_torch(x: Tensor, window: Tensor, width: int, trees: Trees) -> Tensor:
     before = width - 1
     out = torch.zeros(len(x), before, x.shape[1], dtype=window.dtype).transpose(1, 2)
-    for request, rows in _requests(trees):
-        offset = max(int(trees.accepted[request]), 1) - 1
-        own = window[trees.columns[request, 0]]
-        inputs = torch.cat((own[:, offset : offset + before], x[rows].to(own.dtype).T), dim=1)
-        parents = list(range(-1, rows.stop - rows.start))
-        if trees.parents is not None:
-            parents = trees.parents[rows].tolist()
+    for rows, parents, columns, root in _requests(trees):
+        own = window[columns[0]]
+        inputs = torch.cat((own[:, root : root + before], x[rows].to(own.dtype).T), dim=1)
         paths: list[list[int]] = []  # indices into `inputs`
-        for place in range(rows.stop - rows.start):
-            above = paths[parents[place]][1:] if place else list(range(before))
+        for place, parent in enumerate(parents):
+            above = paths[parent][1:] if place else list(range(before))
             out[rows.start + place] = inputs[:, above]
             paths.append([*above, before + place])
         own[:, : inputs.shape[1] - 1] = inputs[:, 1:]
