@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -54,13 +56,15 @@ class Drafts(NamedTuple):
 NO_DRAFTS = Drafts((), DraftForest.of([]), np.empty(0, np.int64), np.empty(0, np.bool_), {})
 
 
-class _Step(NamedTuple):
+@dataclass
+class _Step:
     """A step whose tokens the proposer has not received yet."""
 
     output: AsyncOutput
     drafts: DraftStep
     verified: Verified | None
 
+    @cached_property
     def accepted_paths(self) -> Int32s:
         """The accepted nodes of its trees, as of `paths_of_tokens`."""
         rows = self.drafts.rows
@@ -201,14 +205,14 @@ class LateDrafts:
         if step.drafts.forest.num_nodes:
             self._uncounted.append(step)
             if verified is not None:
-                step.drafts.mark_accepted(verified, step.accepted_paths())
+                step.drafts.mark_accepted(verified, step.accepted_paths)
         drafter.commit(emitted, verified)
 
     def _count_drafts(self) -> None:
         """Count verified trees. No draft depends on it, so it waits until the next launch."""
         recorder = self._drafter.recorder
         for step in self._uncounted:
-            paths = step.accepted_paths()
+            paths = step.accepted_paths
             recorder.count_drafts(step.drafts.forest, paths)
             recorder.counters.moved_tokens += len(step.drafts.kv_moves(paths)[0])
         self._uncounted.clear()
