@@ -150,18 +150,18 @@ def make(
     if wanted or (wanted is None and vllm_config.HAS_TRITON and args.async_scheduling is not False):
         with _asking_for(args, SECOND_RUNNER, options):
             config = create()
-        is_hybrid = config.model_config.is_hybrid
+        on_first_alone = _first_runner_alone(config)
         if (
             config.use_v2_model_runner
             and config.scheduler_config.async_scheduling
-            and not is_hybrid
+            and not on_first_alone
         ):
             apply(config, options, SECOND_RUNNER)
             return config
-        if wanted and is_hybrid:
+        if wanted and on_first_alone:
             raise OptionError(
-                "VLLM_USE_V2_MODEL_RUNNER=1 is set, but for models with recurrent layers lookahead "
-                "runs on vLLM's first model runner alone; unset it, the output is the same"
+                f"VLLM_USE_V2_MODEL_RUNNER=1 is set, but {on_first_alone} lookahead runs on vLLM's "
+                "first model runner alone; unset it, the output is the same"
             )
         if wanted:
             raise OptionError(
@@ -183,6 +183,15 @@ def make(
             config = create()
     apply(config, options, FIRST_RUNNER)
     return config
+
+
+def _first_runner_alone(config: VllmConfig) -> str | None:
+    """Where lookahead runs on vLLM's first model runner alone, if the engine is of that kind."""
+    if config.model_config.is_hybrid:
+        return "for models with recurrent layers"
+    if config.parallel_config.pipeline_parallel_size > 1:
+        return "under pipeline parallelism"
+    return None
 
 
 def _refuse_cached_states(asked_for: bool) -> None:
@@ -229,12 +238,6 @@ class _Refusal(NamedTuple):
 
 _REFUSALS = (
     _Refusal(
-        lambda config: config.parallel_config.pipeline_parallel_size > 1,
-        "pipeline_parallel_size={config.parallel_config.pipeline_parallel_size} was given, but "
-        "only the last stage knows which drafts were accepted, and all have to move their KV; "
-        "write tensor_parallel_size instead, or leave lookahead out of the speculative config",
-    ),
-    _Refusal(
         lambda config: (
             config.parallel_config.distributed_executor_backend == "external_launcher"
             and config.parallel_config.world_size > 1
@@ -263,6 +266,14 @@ _REFUSALS = (
         lambda config: config.model_config.hf_text_config.model_type in MAMBA_1_HYBRIDS,
         "model {config.model_config.model!r} has Mamba 1 layers, whose state vLLM does not roll "
         "back when a draft is rejected; leave lookahead out of the speculative config",
+    ),
+    _Refusal(
+        lambda config: (
+            config.model_config.is_hybrid and config.parallel_config.pipeline_parallel_size > 1
+        ),
+        "pipeline_parallel_size={config.parallel_config.pipeline_parallel_size} was given, but "
+        "vLLM tells the recurrent layers of its last stage alone how many drafts were accepted; "
+        "write tensor_parallel_size instead, or leave lookahead out of the speculative config",
     ),
     _Refusal(
         lambda config: config.model_config.is_hybrid and config.cache_config.use_replayssm,

@@ -53,6 +53,14 @@ class ProposedDrafts(NamedTuple):
         return packed(self)
 
 
+class Emitted(NamedTuple):
+    """The tokens that a request emitted in a step with a draft."""
+
+    tokens: list[int]
+    keeps_kv: bool
+    """False if the request was preempted during the step, so that its blocks are others' now."""
+
+
 class DraftsToVerify(NamedTuple):
     """Attached to `SchedulerOutput`: the drafts of the step."""
 
@@ -66,6 +74,9 @@ class DraftsToVerify(NamedTuple):
     kept_blocks: Mapping[str, list[int]]
     """By id of a request that gave KV blocks back: the number that it keeps in each KV cache
     group."""
+    emitted: Mapping[str, Emitted] = {}
+    """Under pipeline parallelism, by id of a request that has accepted nodes since the last step:
+    what it emitted in the step that verified them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return packed(self)

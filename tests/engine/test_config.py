@@ -112,7 +112,6 @@ LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external
         ({"model": "org/draft"}, {}, "org/draft", "without a model"),
         ({"method": "ngram", "model": "[lookahead]"}, {}, "ngram", '"method": "lookahead"'),
         ({"num_speculative_tokens": 4}, {"spec_tokens": 5}, "5", "once"),
-        ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2", "tensor_parallel_size"),
         ({}, LAUNCHED, "external_launcher", "'mp'"),
         ({}, {"worker_cls": ELSEWHERE}, ELSEWHERE, "worker_cls='auto'"),
         ({}, {"scheduler_cls": ELSEWHERE}, ELSEWHERE, "leave scheduler_cls out"),

@@ -75,6 +75,17 @@ def test_every_hybrid_gives_plain_vllms_output(name: str, tmp_path: Path) -> Non
         assert counters.accepted_nodes > accepted + 50
 
 
+def test_blocks_have_room_for_the_windows_of_many_nodes(tmp_path: Path) -> None:
+    """vLLM counts no nodes of short convolutions when it chooses the size of a block."""
+    model, settings = save_config("lfm2", tmp_path, HYBRIDS), settings_of("lfm2")
+    with engine(model, **settings) as plain:
+        greedy = generate(plain, PROMPTS)
+    record(PROMPTS, greedy)
+    with engine(model, {**HIDDEN, "num_speculative_tokens": 64, "budget": 16}, **settings) as llm:
+        assert generate(llm, PROMPTS) == greedy
+        assert drafter_of(llm).counters.accepted_nodes > 100
+
+
 class Hybrid(NamedTuple):
     """An engine of Falcon-H1, and plain vLLM's greedy answers to `PROMPTS`."""
 

@@ -215,8 +215,6 @@ def draw_round(
     short_end = runner == "second" or (runner == "v2" and "reasoning_parser" in settings)
     stress = _draw_stress(draws, model, settings, tiny, short_end)
     lookahead = _draw_lookahead(draws)
-    if model == "lfm2":  # vLLM's page for the attention of this model has no room for more
-        lookahead["num_speculative_tokens"] = lookahead["budget"] = min(lookahead["budget"], 16)
     if "lora" in features and "chunked prefill" in features:
         # With LoRA, vLLM reserves room for all drafts.
         per_request = 1 + lookahead["num_speculative_tokens"]

@@ -75,8 +75,9 @@ def generate_staggered(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams = GREEDY,
     abort: Sequence[int] = (),
+    every: int = 2,
 ) -> list[list[list[int]]]:
-    """As `generate`, with a new request every second step.
+    """As `generate`, with a new request in one of `every` steps.
 
     Prompts whose index is in `abort` are aborted after 10 tokens.
     """
@@ -85,7 +86,7 @@ def generate_staggered(
     answers: dict[int, list[list[int]]] = {}
     step = 0
     while waiting or core.has_unfinished_requests():
-        if waiting and step % 2 == 0:
+        if waiting and step % every == 0:
             index, prompt = waiting.pop(0)
             core.add_request(
                 f"staggered-{index}", TokensPrompt(prompt_token_ids=list(prompt)), params

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks in tests: what each of them verifies, while their clocks differ."""
+"""Ranks that share a model in tests: what each of them verifies, while their clocks differ."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plain_answers(llm: LLM) -> Answers:
 
 
 def check_lookahead(llm: LLM, plain: Answers) -> None:
-    """Two ranks with lookahead answer as plain vLLM, and both verify the trees of rank 0.
+    """Two ranks with lookahead answer as plain vLLM, and both verify the trees of one of them.
 
     The ranks' clocks differ, and with `budget` "auto" the trees depend on the clock.
     """
@@ -44,15 +44,14 @@ def check_lookahead(llm: LLM, plain: Answers) -> None:
     assert generate_staggered(llm, PROMPTS, GREEDY) == plain.greedy
     assert generate(llm, PROMPTS, GREEDY) == plain.greedy
     assert generate(llm, PROMPTS, SEEDED) == plain.seeded
-    rank_0, rank_1 = llm.collective_rpc(verified)
+    drafting, other = sorted(llm.collective_rpc(verified), key=lambda rank: not rank.drafts)
     assert llm.collective_rpc(compiled_kernels) == compiled_at_start
-    (trees, counters, drafts), (trees_1, counters_1, drafts_1) = rank_0, rank_1
-    assert (drafts, drafts_1) == (True, False)
-    assert trees == trees_1
-    # On V2, only the drafting rank learns what was accepted.
-    assert counters == counters_1 or not counters_1["trees"]
-    assert sum(branching for _, branching in trees) > 20
-    assert counters["moved_tokens"] > 20
+    assert (drafting.drafts, other.drafts) == (True, False)
+    assert drafting.trees == other.trees
+    # On V2 and in a pipeline, only the drafting rank learns what was accepted.
+    assert drafting.counters == other.counters or not other.counters["trees"]
+    assert sum(branching for _, branching in drafting.trees) > 20
+    assert drafting.counters["moved_tokens"] > 20
 
 
 def record_trees(worker: Any) -> None:
@@ -75,7 +74,7 @@ def record_trees(worker: Any) -> None:
 
 
 def set_clock(worker: Any) -> None:
-    """In a worker: replace the clock. A node costs nothing on rank 0 and 10 ms on rank 1."""
+    """In a worker: replace the clock. A node costs nothing where it drafts, and 10 ms elsewhere."""
     runner = worker.model_runner
     name = "_measure" if hasattr(runner, "_late") else "_observe_step"
     proposer, original, now = runner.drafter.proposer, getattr(runner, name), 0.0
@@ -86,7 +85,7 @@ def set_clock(worker: Any) -> None:
     def observe_step(*args: Any) -> None:
         nonlocal now
         nodes = runner._work.nodes if runner._work else 0
-        now += 0.010 * (1 + worker.rank * nodes)
+        now += 0.010 * (1 + (not runner.drafter.is_drafting_rank) * nodes)
         original(*args)
 
     original.__globals__["time"] = SimpleNamespace(perf_counter=lambda: now)
@@ -98,8 +97,18 @@ def compiled_kernels(worker: Any) -> Signatures:
     return compiled()
 
 
-def verified(worker: Any) -> tuple[list[tuple[str, bool]], dict[str, int], bool]:
-    """In a worker: the recorded trees, the counters, and whether this rank drafts."""
+class Verified(NamedTuple):
+    """What a rank has verified."""
+
+    trees: list[tuple[str, bool]]
+    """A digest of the trees of each step with drafts, and whether any branches."""
+    counters: dict[str, int]
+    drafts: bool
+    """Whether this rank drafts."""
+
+
+def verified(worker: Any) -> Verified:
+    """In a worker: what this rank has verified since `record_trees`."""
     runner = worker.model_runner
     drafts = not isinstance(runner.drafter.proposer, NoProposer)
-    return runner.recorded_trees, vars(runner.drafter.counters), drafts
+    return Verified(runner.recorded_trees, vars(runner.drafter.counters), drafts)

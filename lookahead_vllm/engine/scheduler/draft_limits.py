@@ -77,7 +77,8 @@ class DraftLimiter:
                 paying = sum(1 for _ in takewhile(lambda p: p >= min_prob_beside_prompt, probs))
                 request.spec_token_ids = request.spec_token_ids[:paying]
         free_tokens = scheduler.max_num_scheduled_tokens
-        free_tokens -= sum(map(_plain_tokens, scheduler.running)) + sum(map(_plain_tokens, waiting))
+        # A request whose draft is in flight in another pipeline stage has none, or less.
+        free_tokens -= sum(max(_plain_tokens(r), 0) for r in chain(scheduler.running, waiting))
         excess = sum(len(request.spec_token_ids) for request in drafted) - max(free_tokens, 0)
         if excess > 0:
             self._cut_tokens(drafted, excess, probs_of)
@@ -184,7 +185,10 @@ class DraftLimiter:
         if not self._may_free_blocks:
             return kept
         for request in self._scheduler.running:
-            tokens = request.num_computed_tokens + _plain_tokens(request)
+            if (plain := _plain_tokens(request)) <= 0:  # in flight in another pipeline stage
+                self._may_hold_unused = True
+                continue
+            tokens = request.num_computed_tokens + plain
             counts: list[int] = []
             for manager in self._managers:
                 blocks = manager.req_to_blocks[request.request_id]

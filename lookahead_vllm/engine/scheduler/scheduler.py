@@ -12,6 +12,7 @@ from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import RequestStatus
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine import (
@@ -27,7 +28,7 @@ from lookahead_vllm.engine.grammar import (
     GrammarTreeWalk,
     accept_tokens_one_by_one,
 )
-from lookahead_vllm.engine.messages import DraftsToVerify, ProposedDrafts
+from lookahead_vllm.engine.messages import DraftsToVerify, Emitted, ProposedDrafts
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
 
 if TYPE_CHECKING:
@@ -58,15 +59,21 @@ class LookaheadScheduler(Scheduler):
         """The last drafts from the workers."""
         self._grammar_drafts: dict[str, GrammarDraft] = {}
         """By request id, until the end of the step that verifies the draft."""
+        self._has_stages = self.parallel_config.pipeline_parallel_size > 1
+        self._emitted: dict[str, Emitted] = {}
+        """For the pipeline's earlier stages, as of `DraftsToVerify`."""
         self._report: step_report.StepReport | None = None
         """The report of the step whose output is being processed."""
 
     def _take_drafts(self, proposed: ProposedDrafts) -> None:
         """Assign drafts to their requests; those under a grammar are pruned first."""
         self._proposed = proposed
-        drafts = {i: proposed.drafts[i] for i in proposed.req_ids if i in proposed.drafts}
+        req_ids = proposed.req_ids
+        if self._has_stages:  # a request may have been preempted during its step
+            req_ids = [i for i in req_ids if self._is_running(i)]
+        drafts = {i: proposed.drafts[i] for i in req_ids if i in proposed.drafts}
         if proposed.has_grammars:
-            for req_id in proposed.req_ids:
+            for req_id in req_ids:
                 request = self.requests.get(req_id)
                 if (
                     request is not None
@@ -79,6 +86,10 @@ class LookaheadScheduler(Scheduler):
         self.update_draft_token_ids(
             DraftTokenIds(list(drafts), [draft.tokens for draft in drafts.values()])
         )
+
+    def _is_running(self, req_id: str) -> bool:
+        request = self.requests.get(req_id)
+        return request is not None and request.status == RequestStatus.RUNNING
 
     def _apply_grammar(self, request: Request, tree: DraftTree) -> None:
         """Remove what the request's grammar forbids from its draft, and add what it dictates."""
@@ -117,10 +128,11 @@ class LookaheadScheduler(Scheduler):
             has_prompt_tokens = output.num_scheduled_tokens[req_id] > 1 + len(tokens)
             if has_prompt_tokens or self.requests[req_id].use_structured_output:
                 replacements.setdefault(req_id, DraftTree.chain(tokens))
-        if drafts or kept_blocks:
+        emitted, self._emitted = self._emitted, {}
+        if drafts or kept_blocks or emitted:
             forest, from_proposer = messages.recall(drafts, self._proposed.drafts, replacements)
             messages.attach(
-                output, DraftsToVerify(list(drafts), forest, from_proposer, kept_blocks)
+                output, DraftsToVerify(list(drafts), forest, from_proposer, kept_blocks, emitted)
             )
         return output
 
@@ -164,11 +176,26 @@ class LookaheadScheduler(Scheduler):
     ) -> Any:
         for req_id in scheduler_output.num_scheduled_tokens:
             self._grammar_drafts.pop(req_id, None)
+        if self._has_stages:
+            self._remember_emitted(scheduler_output, model_runner_output)
         self._report = step_report.attached(model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if (proposed := messages.proposed(model_runner_output)) is not None:
             self._take_drafts(proposed)
         return outputs
+
+    def _remember_emitted(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Keep the tokens of accepted nodes; comes before vLLM processes the output."""
+        for req_id in step.scheduled_spec_decode_tokens:
+            request = self.requests.get(req_id)
+            if request is None or request.is_finished():
+                continue
+            was_preempted = request.num_stale_output_tokens > 0
+            if was_preempted and request.drop_stale_output:
+                continue
+            tokens = output.sampled_token_ids[output.req_id_to_index[req_id]]
+            if len(tokens) > 1:
+                self._emitted[req_id] = Emitted(tokens, keeps_kv=not was_preempted)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         report, self._report = self._report, None

@@ -24,12 +24,11 @@ COMMON: tuple[Seam, ...] = (
     *shutdown.SEAMS,
     *worker.SEAMS,
     *attention.SEAMS,
-    *recurrent.SEAMS,
 )
 """Whichever model runner is used."""
 
 BY_RUNNER: dict[str, tuple[Seam, ...]] = {
-    "v1": worker_v1.SEAMS,
+    "v1": (*worker_v1.SEAMS, *recurrent.SEAMS),
     "v2": (*worker_v2.SEAMS, *graphs_v2.SEAMS),
 }
 """What only one of vLLM's model runners needs."""

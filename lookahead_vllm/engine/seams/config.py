@@ -81,7 +81,7 @@ SEAMS = (
         "ParallelConfig",
         ("pipeline_parallel_size", "data_parallel_index", "worker_cls"),
         "set",
-        "refuses pipeline parallelism; worker_cls becomes our worker",
+        "a pipeline runs on the first model runner; worker_cls becomes our worker",
         PUBLIC,
     ),
     Seam(

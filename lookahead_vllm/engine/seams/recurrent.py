@@ -7,6 +7,7 @@ from lookahead_vllm.engine.seams.seam import Seam
 _LAYERS = "vllm.model_executor.layers.mamba"
 _BACKENDS = "vllm.v1.attention.backends"
 _NODES = "recurrent layers compute the nodes of a tree"
+_PAGES = "models with short convolutions count drafts"
 _CHAINS = "drafts of recurrent layers are right on a CPU"
 
 SEAMS = (
@@ -120,6 +121,22 @@ SEAMS = (
         "set",
         "the accepted leaf's state and inputs move to where vLLM reads them",
         _NODES,
+    ),
+    Seam(
+        "vllm.platforms.interface",
+        "Platform._align_hybrid_block_size",
+        ("vllm_config",),
+        "wrapped",
+        "counts the nodes in the windows of short convolutions, see below",
+        _PAGES,
+    ),
+    Seam(
+        f"{_LAYERS}.mamba_utils",
+        "MambaStateShapeCalculator.short_conv_state_shape",
+        ("num_spec",),
+        "swapped",
+        "while vLLM chooses the size of a block: their models leave num_spec out",
+        _PAGES,
     ),
     *(
         Seam(f"{_LAYERS}.{module}", name, needs, "read", "its window and activation", _NODES)

@@ -6,6 +6,7 @@ from lookahead_vllm.engine.seams.seam import PUBLIC, Seam
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _LATE = "vLLM asks for drafts at the start of the step that verifies them"
+_STAGES = "vLLM sends all stages of a pipeline what a step emitted"
 _GRAMMARS = "vLLM applies structured output to draft trees"
 _CUTS = "vLLM cuts drafts before it preempts or delays a request"
 _BLOCKS = "vLLM frees blocks that hold only rejected tokens"
@@ -196,6 +197,24 @@ SEAMS = (
         "called",
         "frees these blocks",
         _BLOCKS,
+    ),
+    # Pipelines (scheduler.py).
+    Seam(
+        "vllm.v1.request",
+        "Request",
+        ("status", "num_stale_output_tokens", "drop_stale_output"),
+        "read",
+        "requests that were preempted during a step of theirs, which have no draft and no KV",
+        _STAGES,
+    ),
+    Seam("vllm.v1.request", "RequestStatus", ("RUNNING",), "read", "see above", _STAGES),
+    Seam(
+        "vllm.v1.outputs",
+        "ModelRunnerOutput",
+        ("sampled_token_ids", "req_id_to_index"),
+        "read",
+        "what a request emitted, for the stages that do not sample",
+        _STAGES,
     ),
     # Grammars (grammar.py).
     Seam(

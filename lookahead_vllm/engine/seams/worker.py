@@ -43,9 +43,25 @@ SEAMS = (
         "GroupCoordinator.broadcast_object",
         ("obj", "src"),
         "called",
-        "all ranks verify the trees of rank 0, and run the same forward passes when the cost of a "
-        "step is measured",
+        "all ranks run the same forward passes when the cost of a step is measured; all stages of "
+        "a pipeline decide together whether trees may branch",
         "vLLM measures the cost of a step",
+    ),
+    Seam(
+        "vllm.distributed.parallel_state",
+        "get_pp_group",
+        (),
+        "called",
+        "a step costs what it costs in all stages of a pipeline, and the last one accepts",
+        PUBLIC,
+    ),
+    Seam(
+        "vllm.distributed.parallel_state",
+        "GroupCoordinator",
+        ("is_last_rank", "world_size"),
+        "read",
+        "the stages of a pipeline",
+        PUBLIC,
     ),
     Seam(
         "vllm.model_executor.models.interfaces_base",

@@ -238,6 +238,15 @@ SEAMS = (
         _BLOCKS,
     ),
     Seam(
+        _BATCH,
+        "InputBatch",
+        ("token_ids_cpu", "is_token_ids", "num_tokens_no_spec"),
+        "set",
+        "in a pipeline's earlier stages: the tokens of accepted nodes, of which vLLM sends them "
+        "the last one alone",
+        "vLLM sends all tokens that a step emitted",
+    ),
+    Seam(
         "vllm.v1.worker.block_table",
         "MultiGroupBlockTable",
         ("block_tables",),
@@ -265,9 +274,9 @@ SEAMS = (
     Seam(
         "vllm.v1.kv_cache_interface",
         "KVCacheGroupSpec",
-        ("layer_names",),
+        ("layer_names", "kv_cache_spec"),
         "read",
-        "the layers that share a block table",
+        "the layers that share a block table, and the tokens of its blocks",
         _TREES,
     ),
     Seam(

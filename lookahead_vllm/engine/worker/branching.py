@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 
 from lookahead_vllm.engine.worker.recurrent import BACKENDS, RecurrentMover, is_recurrent
@@ -31,13 +32,20 @@ def decide(runner: Any, groups: Sequence[Any]) -> list[Any]:
     list
         As of `kv_movers`; empty where trees may not branch.
     """
-    obstacle = branching_obstacle(runner.vllm_config, groups, runner.attention)
+    own_obstacle = branching_obstacle(runner.vllm_config, groups, runner.attention)
+    obstacle = next(filter(None, _of_all_stages(own_obstacle)), None)
     runner.drafter.may_branch = obstacle is None
     if obstacle:
         logger.info_once("Lookahead verifies chains, not trees, here: %s.", obstacle)
         return []
     layers = runner.compilation_config.static_forward_context
     return kv_movers(layers, runner.kv_cache_config.kv_cache_groups, runner.attention)
+
+
+def _of_all_stages(value: str | None) -> list[str | None]:
+    """The values of all pipeline stages, each of which has layers of its own."""
+    stages = get_pp_group()
+    return [stages.broadcast_object(value, stage) for stage in range(stages.world_size)]
 
 
 def branching_obstacle(

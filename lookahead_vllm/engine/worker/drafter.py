@@ -86,8 +86,8 @@ BACKOFF_STEPS = 3
 class LookaheadDrafter:
     """The drafter that vLLM builds for ``{"method": "custom_class"}``, as `runner.drafter`.
 
-    Of the ranks that share a model, only rank 0 drafts. Its drafts reach all ranks, see
-    `messages.py`.
+    Of the ranks that share a model, only one drafts: the first of the last pipeline stage. Its
+    drafts reach all ranks, see `messages.py`.
 
     Attributes
     ----------
@@ -95,8 +95,8 @@ class LookaheadDrafter:
         Whether this engine's attention can verify branching trees; the runner sets it.
     is_drafting_rank : bool
         Whether this rank drafts.
-    drafted_for : frozenset of str
-        The requests that the proposer was asked for in the last step.
+    drafted_for : set of str
+        The requests that the proposer was asked for since their last tokens.
     backoff_left : int
         How many of the next steps make no drafts.
     """
@@ -111,7 +111,9 @@ class LookaheadDrafter:
             current_platform.is_cpu(), len(CPUS_AT_START)
         )
         self.may_branch = False
-        self.is_drafting_rank = vllm_config.parallel_config.rank == 0
+        parallel = vllm_config.parallel_config
+        ranks_of_a_stage = parallel.world_size // parallel.pipeline_parallel_size
+        self.is_drafting_rank = parallel.rank == parallel.world_size - ranks_of_a_stage
         self.proposer: Proposer = NoProposer()
         self._cache = None
         if self.is_drafting_rank:
@@ -129,7 +131,7 @@ class LookaheadDrafter:
         """Drafts that are not verified yet."""
         self._uncommitted: dict[str, list[int]] = {}
         """Emitted tokens that the proposer has not received yet, because of a backoff."""
-        self.drafted_for: frozenset[str] = frozenset()
+        self.drafted_for: set[str] = set()
         self._steps_without_nodes = 0
         self.backoff_left = 0
         _compile_kernels()
@@ -214,7 +216,7 @@ class LookaheadDrafter:
             self.backoff_left = 0
             return False
         self.backoff_left -= 1
-        self.drafted_for = frozenset()
+        self.drafted_for.clear()
         for request_id, tokens in zip(request_ids, emitted, strict=True):
             if self._live[request_id] is not None:
                 self._uncommitted.setdefault(request_id, []).extend(tokens)
@@ -241,6 +243,7 @@ class LookaheadDrafter:
                 live.remaining = len(burst)  # it ends here
             live.remaining -= len(burst)
             tokens[live.request_id] = burst
+        self.drafted_for.difference_update(tokens)
         with self._surviving("learn"):
             self.proposer.extend(tokens)
             if verified is not None:
@@ -277,7 +280,7 @@ class LookaheadDrafter:
         with self._surviving("draft"):
             grown = DraftForest.of(self.proposer.propose(limits, load))
             forest = self._checked(grown, limits) if grown.num_nodes else grown
-        self.drafted_for = frozenset(limit.request_id for limit in limits)
+        self.drafted_for.update(limit.request_id for limit in limits)
         return DraftForest.of([EMPTY_TREE] * len(limits)) if forest is None else forest
 
     @contextmanager
@@ -332,6 +335,7 @@ class LookaheadDrafter:
         self._options.pop(request_id, None)
         self._sent.pop(request_id, None)
         self._with_grammar.discard(request_id)
+        self.drafted_for.discard(request_id)
         live = self._live.pop(request_id, None)
         if live is not None:
             if request_id in self._uncommitted:

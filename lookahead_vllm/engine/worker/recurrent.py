@@ -6,14 +6,19 @@ number of accepted tokens tells. So K nodes fit, whatever their tree is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.mamba_utils import (
+    MambaStateShapeCalculator,
+    is_conv_state_dim_first,
+)
+from vllm.platforms.interface import Platform
 from vllm.v1.attention.backends.gdn_attn import (
     GDNAttentionBackend,
     GDNAttentionMetadata,
@@ -32,6 +37,7 @@ from vllm.v1.attention.backends.short_conv_attn import (
 
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.options import OptionError
+from lookahead_vllm.engine import config, patches
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.verify.recurrence import StateMover
 
@@ -97,6 +103,27 @@ def start(
         (1 + num_nodes) * megabytes,
         megabytes,
     )
+
+
+@functools.cache
+def count_nodes_in_pages() -> None:
+    """Let vLLM choose blocks that are as large as the windows of short convolutions with nodes.
+
+    Models with such layers tell the size without nodes.
+    """
+    patches.patch(Platform, "_align_hybrid_block_size", _with_nodes)
+
+
+def _with_nodes(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def align(platform: type[Platform], vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        shape: Callable[..., Any] = MambaStateShapeCalculator.short_conv_state_shape
+        if config.is_lookahead(vllm_config):
+            shape = functools.partial(shape, num_spec=vllm_config.num_speculative_tokens)
+        with patches.swapped(MambaStateShapeCalculator, "short_conv_state_shape", shape):
+            original(platform, vllm_config, *args, **kwargs)
+
+    return align
 
 
 # ---- the step ------------------------------------------------------------------------------------

@@ -21,7 +21,11 @@ import torch
 import vllm
 from tqdm import tqdm
 from vllm import envs
-from vllm.distributed.parallel_state import get_world_group, is_global_first_rank
+from vllm.distributed.parallel_state import (
+    get_pp_group,
+    get_world_group,
+    is_global_first_rank,
+)
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -258,12 +262,15 @@ def _fit(
 
 
 def _fastest(run: Any) -> float:
+    """The time of `run`; of a pipeline, that of all stages."""
     times = []
     for _ in range(4):  # the first one warms up
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    return min(times)
+    # A step runs through all stages of a pipeline.
+    stages = get_pp_group()
+    return sum(stages.broadcast_object(min(times), i) for i in range(stages.world_size))
 
 
 def _file_of(runner: Any) -> Path:

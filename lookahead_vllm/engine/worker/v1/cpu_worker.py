@@ -24,8 +24,9 @@ class LookaheadCPUWorker(cpu_worker.CPUWorker):
         super().__init__(*args, **kwargs)
         cpu_attention.register()
         if self.vllm_config.model_config.is_hybrid:
-            from lookahead_vllm.engine.worker import recurrent_kernels
+            from lookahead_vllm.engine.worker import recurrent, recurrent_kernels
 
+            recurrent.count_nodes_in_pages()
             recurrent_kernels.register()
 
     def init_device(self) -> None:

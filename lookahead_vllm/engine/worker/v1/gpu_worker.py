@@ -70,6 +70,10 @@ class LookaheadGPUWorker(Worker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         gpu_attention.register()
+        if self.vllm_config.model_config.is_hybrid:
+            from lookahead_vllm.engine.worker import recurrent
+
+            recurrent.count_nodes_in_pages()
 
     def _make_model_runner(self) -> Any:
         with patches.swapped(gpu_model_runner, "GPUModelRunner", LookaheadGPUModelRunner):

@@ -39,6 +39,7 @@ from lookahead_vllm.engine.worker.v1.sampler import (
     without_speculation,
 )
 from lookahead_vllm.engine.worker.v1.seeded_sampler import SeededSampler
+from lookahead_vllm.engine.worker.v1.stages import earlier_stage
 from lookahead_vllm.verify.acceptance import accepted_paths
 from lookahead_vllm.verify.seeded_draws import GeneratorStates
 
@@ -65,6 +66,8 @@ class LookaheadRunner(_Base):
         replacement = keep_all_processors(original)
         with patches.swapped(gpu_model_runner, "build_logitsprocs", replacement):
             super().__init__(*args, **kwargs)
+        self._earlier_stage = earlier_stage(self)
+        """Set on pipeline stages before the last one, which do not sample."""
         self._seeded_sampler: SeededSampler | None = None
         """Set where plain vLLM would draw by position instead of from generators."""
         if without_speculation(self.vllm_config).use_v2_model_runner:
@@ -131,7 +134,10 @@ class LookaheadRunner(_Base):
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         for request in scheduler_output.scheduled_new_reqs:
             request.sampling_params = self.drafter.announce(request.req_id, request.sampling_params)
-        for request_id, counts in messages.to_verify(scheduler_output).kept_blocks.items():
+        drafts = messages.to_verify(scheduler_output)
+        if self._earlier_stage is not None:
+            self._earlier_stage.settle(self, drafts.emitted)
+        for request_id, counts in drafts.kept_blocks.items():
             self._give_back_blocks(request_id, counts)
         if self._recurrent is None:
             return super()._update_states(scheduler_output)
@@ -177,7 +183,9 @@ class LookaheadRunner(_Base):
         if not self.drafter.backoff_left:
             computed = self.input_batch.num_computed_tokens_cpu[: len(num_scheduled_tokens)]
             self._work = step.work(num_scheduled_tokens, computed)
-        if self._could_draft or step.forest.num_nodes:
+        if self._earlier_stage is not None:
+            self._earlier_stage.remember(step, self.input_batch.req_ids)
+        elif self._could_draft or step.forest.num_nodes:
             self.drafter.recorder.report.budgets.append(step.forest.num_nodes)
         if step.branches:
             self._place(step)
@@ -466,6 +474,7 @@ class LookaheadRunner(_Base):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
+        self._step = NO_DRAFTS
         # An output without requests is a constant that all such steps share.
         if (
             isinstance(output, ModelRunnerOutput)
@@ -480,6 +489,8 @@ class LookaheadRunner(_Base):
     def _on_request_state_removed(self, req_id: str, *args: Any, **kwargs: Any) -> None:
         super()._on_request_state_removed(req_id, *args, **kwargs)
         self.drafter.finish(req_id)
+        if self._earlier_stage is not None:
+            self._earlier_stage.forget(req_id)
 
     def shutdown(self) -> None:
         self.drafter.shutdown()

@@ -177,7 +177,7 @@ class LookaheadRunner(_Base):
         It is a copy. In the engine's own process, the scheduler still needs the original.
         """
         self._drafts, self._report = late_drafts.NO_DRAFTS, None
-        self.drafter.drafted_for = frozenset()  # of a step before, whose roots are out of date
+        self.drafter.drafted_for.clear()  # of a step before, whose roots are out of date
         slots = scheduled.scheduled_spec_decode_tokens
         if not slots:
             return scheduled

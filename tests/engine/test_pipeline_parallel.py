@@ -1,0 +1,180 @@
+"""Pipeline parallelism: the last stage drafts and accepts, all stages keep the accepted KV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm import LLM
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.engine import messages
+from lookahead_vllm.engine.worker.draft_step import DraftStep
+from lookahead_vllm.engine.worker.v1 import stages
+from tests.support.driving import engine, generate, generate_staggered
+from tests.support.ranks import (
+    GREEDY,
+    PROMPTS,
+    SEEDED,
+    Answers,
+    Verified,
+    check_lookahead,
+    plain_answers,
+    record_trees,
+    verified,
+)
+from tests.support.servers import cores_of
+
+FIXED = {"num_speculative_tokens": 6, "budget": 6}
+
+
+@pytest.fixture(scope="module")
+def two_stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Engine settings: two stages with a process and a core each, and an empty cache folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores_of(2))
+        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("cache")))
+        yield {"pipeline_parallel_size": 2}
+
+
+@pytest.fixture(scope="module")
+def plain(llama: Path) -> Answers:
+    """What plain vLLM answers in one stage; two give the same, as they split no sum."""
+    with engine(llama) as llm:
+        return plain_answers(llm)
+
+
+@contextmanager
+def pipeline(
+    llama: Path, two_stages: dict[str, Any], lookahead: dict[str, Any], **settings: Any
+) -> Iterator[LLM]:
+    with engine(llama, lookahead, **settings, **two_stages) as llm:
+        llm.collective_rpc(make_intermediate_tensors)
+        llm.collective_rpc(record_trees)
+        yield llm
+
+
+def make_intermediate_tensors(worker: Any) -> None:
+    """In a worker: vLLM makes them in a dummy run, which eager engines on CPUs leave out."""
+    worker.model_runner._dummy_run(1)
+
+
+def test_stages_verify_the_same_trees(
+    llama: Path, two_stages: dict[str, Any], plain: Answers
+) -> None:
+    with pipeline(llama, two_stages, {"proposer": "hybrid", "budget": "auto"}) as llm:
+        check_lookahead(llm, plain)
+
+
+def is_exact(llm: LLM, plain: Answers) -> bool:
+    """Requests also arrive while a step without them is under way, so several steps overlap."""
+    return (
+        generate_staggered(llm, PROMPTS, GREEDY, every=3) == plain.greedy
+        and generate(llm, PROMPTS, GREEDY) == plain.greedy
+        and generate(llm, PROMPTS, SEEDED) == plain.seeded
+    )
+
+
+def stages_of(llm: LLM) -> tuple[Verified, Verified]:
+    first, last = llm.collective_rpc(verified)
+    assert (first.drafts, last.drafts) == (False, True)
+    assert first.trees == last.trees
+    return first, last
+
+
+def test_preempted_requests_and_cached_prefixes(
+    llama: Path, two_stages: dict[str, Any], plain: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that starts again gives the first stage all its tokens, not only the last ones."""
+    in_flight: list[bool] = []
+    original = Scheduler._preempt_request
+
+    def count(self: Scheduler, request: Any, *args: Any, **kwargs: Any) -> None:
+        in_flight.append(request.num_in_flight_tokens > 1)
+        original(self, request, *args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", count)
+    few = {"num_gpu_blocks_override": 12, "block_size": 32, "enable_prefix_caching": True}
+    with pipeline(llama, two_stages, FIXED, **few) as llm:
+        assert is_exact(llm, plain)
+        first, last = stages_of(llm)
+        llm.collective_rpc(keep_kv_of_first_stage)
+        assert not is_exact(llm, plain)
+    assert any(in_flight), "no request was preempted while a draft of it was computed"
+    assert first.counters["moved_tokens"] > 20
+    assert first.counters["moved_tokens"] <= last.counters["moved_tokens"]
+
+
+def test_chains(llama: Path, two_stages: dict[str, Any], plain: Answers) -> None:
+    with pipeline(llama, two_stages, {"draft": "single", **FIXED}) as llm:
+        assert is_exact(llm, plain)
+        _, last = stages_of(llm)
+        assert not any(branching for _, branching in last.trees)
+        assert last.counters["accepted_nodes"] > 20
+
+
+def keep_kv_of_first_stage(worker: Any) -> None:
+    """In a worker of an earlier stage: plant a bug."""
+    stages._move = lambda *args: None
+
+
+class Moved:
+    """A mover that records slots."""
+
+    def __init__(self) -> None:
+        self.slots: list[tuple[list[int], list[int]]] = []
+
+    def move(self, origins: torch.Tensor, targets: torch.Tensor) -> None:
+        self.slots.append((origins.tolist(), targets.tolist()))
+
+
+@pytest.mark.parametrize("keeps_kv", [True, False])
+def test_an_earlier_stage_learns_the_accepted_path(keeps_kv: bool) -> None:
+    """Also of a request that is in no row now. Blocks of a preempted request are others'."""
+    tree = DraftTree.from_lists([7, 8, 9], [-1, -1, 1])  # 7, and 8 before 9
+    forest, rows = DraftForest.of([tree, tree]), np.array([0, 1])
+    step = DraftStep(forest, rows, np.array([0, 4]), np.array([30, 5]), np.ones(2, np.bool_))
+    requests = {
+        name: SimpleNamespace(output_token_ids=[1], block_ids=([3, 5],)) for name in ("a", "b")
+    }
+    row = np.zeros((1, 20), np.int32)
+    batch = SimpleNamespace(
+        req_id_to_index={"b": 0},
+        num_tokens_no_spec=np.array([6]),
+        token_ids_cpu=row,
+        is_token_ids=np.zeros((1, 20), np.bool_),
+    )
+    mover = Moved()
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32))
+    counters = SimpleNamespace(moved_tokens=0)
+    runner = SimpleNamespace(
+        requests=requests,
+        input_batch=batch,
+        device="cpu",
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
+        drafter=SimpleNamespace(recorder=SimpleNamespace(counters=counters)),
+        _movers=[mover],
+    )
+    stage = stages.EarlierStage()
+    stage.remember(step, ["a", "b"])
+    emitted = {
+        "a": messages.Emitted([8, 9, 2], keeps_kv),
+        "b": messages.Emitted([8, 3], keeps_kv),
+        "ended": messages.Emitted([8, 3], keeps_kv),
+    }
+    stage.settle(runner, emitted)
+    assert requests["a"].output_token_ids == [1, 8, 9]
+    assert requests["b"].output_token_ids == [1, 8]
+    assert row[0].tolist() == [0] * 6 + [8] + [0] * 13
+    assert batch.num_tokens_no_spec[0] == 7
+    # The root of "a" has position 30, so its nodes are in the slots of positions 31 to 33.
+    slots = ([5 * 32, 5 * 32 + 1, 3 * 32 + 7], [3 * 32 + 31, 5 * 32, 3 * 32 + 6])
+    assert mover.slots == ([slots] if keeps_kv else [])
