@@ -15,9 +15,10 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from lookahead_vllm.draft.budget.cost import Load
+from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.proposer import DraftLimits, NoProposer, Proposer, Verified
 from lookahead_vllm.draft.registry import make_proposer
-from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree, DraftTreeError
+from lookahead_vllm.draft.tree import EMPTY_TREE, UNKNOWN, DraftForest, DraftTree, DraftTreeError
 from lookahead_vllm.engine import config, request_options, shutdown
 from lookahead_vllm.engine.messages import ProposedDrafts, SentDraft
 from lookahead_vllm.engine.request_options import RequestOptions
@@ -30,6 +31,8 @@ from lookahead_vllm.verify.tree_batch import TreeBatch
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -63,6 +66,18 @@ def _compile_kernels() -> None:
     forest.cut(forest.sizes, np.ones(1, np.bool_))
     accepted_paths(forest, np.zeros(1, np.int32), np.zeros(2, np.int32))
     paths_of_tokens(forest, np.zeros((1, 2), np.int64), np.ones(1, np.int32))
+
+
+def prompt_tokens(request: CachedRequestState | NewRequestData) -> Int32s:
+    """A request's prompt, int32 [m]; UNKNOWN where embeddings or an image take a token's place."""
+    prompt = np.array(request.prompt_token_ids or (), np.int32)
+    if (are_ids := request.prompt_is_token_ids) is not None:
+        prompt[~np.array(are_ids, np.bool_)] = UNKNOWN
+    for feature in request.mm_features:
+        place = feature.mm_position
+        span = prompt[place.offset : place.offset + place.length]
+        span[... if place.is_embed is None else place.is_embed.numpy()] = UNKNOWN
+    return prompt
 
 
 @dataclass(slots=True)

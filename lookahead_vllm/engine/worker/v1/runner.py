@@ -19,11 +19,11 @@ from vllm.v1.worker import gpu_model_runner
 from lookahead_vllm.draft.budget.cost import Load, StepWork
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.proposer import Verified
-from lookahead_vllm.draft.tree import UNKNOWN, DraftTree
+from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine import messages, patches, step_report
 from lookahead_vllm.engine.worker import branching, recurrent
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep, root_rows
-from lookahead_vllm.engine.worker.drafter import LiveRequest, LookaheadDrafter
+from lookahead_vllm.engine.worker.drafter import LiveRequest, LookaheadDrafter, prompt_tokens
 from lookahead_vllm.engine.worker.step_cost import set_step_cost
 from lookahead_vllm.engine.worker.v1.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker.v1.recurrent import RecurrentRows
@@ -454,9 +454,7 @@ class LookaheadRunner(_Base):
     def _follow(self, request_id: str) -> LiveRequest | None:
         request = self.requests[request_id]
         # Not the batch's row: a prompt of embeddings leaves an earlier request's tokens there.
-        prompt = np.array(request.prompt_token_ids or (), np.int32)
-        if (are_ids := request.prompt_is_token_ids) is not None:
-            prompt[~np.array(are_ids, np.bool_)] = UNKNOWN
+        prompt = prompt_tokens(request)
         return self.drafter.follow(request_id, prompt, request.sampling_params)  # type: ignore[arg-type]
 
     def _observe_step(self, scheduler_output: SchedulerOutput) -> None:

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.proposer import DraftLimits, Verified
-from lookahead_vllm.draft.tree import UNKNOWN, DraftForest
+from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine.messages import packed
 from lookahead_vllm.engine.worker.draft_step import DraftStep
-from lookahead_vllm.engine.worker.drafter import LiveRequest, LookaheadDrafter
+from lookahead_vllm.engine.worker.drafter import LiveRequest, LookaheadDrafter, prompt_tokens
 from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
 from lookahead_vllm.verify.acceptance import paths_of_tokens
 
@@ -77,7 +77,7 @@ class _Request:
     """A request of the drafting rank."""
 
     def __init__(self, new: NewRequestData) -> None:
-        self.prompt: Int32s | None = _prompt_of(new)
+        self.prompt: Int32s | None = prompt_tokens(new)
         """None once the proposer has it."""
         self.params = new.sampling_params
         assert new.prefill_token_ids is not None
@@ -87,13 +87,6 @@ class _Request:
         """Tokens that will be emitted a second time, because a preemption dropped their step."""
         self.is_decoding = False
         """Whether it has emitted a token since it started, or since its last preemption."""
-
-
-def _prompt_of(new: NewRequestData) -> Int32s:
-    prompt = np.array(new.prompt_token_ids or (), np.int32)
-    if (are_ids := new.prompt_is_token_ids) is not None:
-        prompt[~np.array(are_ids, np.bool_)] = UNKNOWN
-    return prompt
 
 
 class LateDrafts:
