@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead_vllm.verify.gpu.paged_attention import Impl
@@ -84,6 +86,65 @@ def latent_attention(
         attend(call)
     else:
         _attend_torch(call)
+
+
+class DecodeRows(NamedTuple):
+    """Rows of trees as requests of their own, for a kernel of decode rows.
+
+    Each row has a new token and a context that ends with its path. The requests share the full
+    blocks of the context that they have in common.
+    """
+
+    slots: Tensor
+    """int64 [blocks * block_size]: which slot of the paged cache stands in each of their slots."""
+    block_table: Tensor
+    """int32 [n, b]: their blocks."""
+    lengths: Tensor
+    """int32 [n]: their tokens, the new one included."""
+
+
+def decode_rows(batch: PagedBatch, block_table: Tensor, block_size: int) -> DecodeRows:
+    """The rows of `batch` as `DecodeRows`; both are on the CPU.
+
+    Parameters
+    ----------
+    batch, block_table
+        As of `latent_attention`.
+    block_size : int
+        Slots of a block.
+    """
+    slots: list[NDArray[np.int64]] = []
+    tables: list[list[int]] = []
+    lengths: list[int] = []
+    num_blocks = 0
+    masks = batch.masks.numpy()
+    for row, size, context, first in torch.stack(
+        (batch.rows, batch.sizes, batch.contexts, batch.firsts), dim=1
+    ).tolist():
+        positions = np.arange(context + size)
+        own = block_table[row].numpy()[positions // block_size].astype(np.int64) * block_size
+        own += positions % block_size
+        full = context // block_size
+        shared = list(range(num_blocks, num_blocks + full))
+        slots.append(own[: full * block_size])
+        num_blocks += full
+        nodes = np.arange(size)
+        attended = masks[first : first + size][:, nodes // 32] >> (nodes % 32) & 1
+        for path in attended.astype(np.bool_):
+            behind = np.concatenate((own[full * block_size : context], own[context:][path]))
+            count = -(-len(behind) // block_size)
+            slots.append(np.resize(behind, count * block_size))
+            tables.append([*shared, *range(num_blocks, num_blocks + count)])
+            lengths.append(full * block_size + len(behind))
+            num_blocks += count
+    padded = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
+    for i, table in enumerate(tables):
+        padded[i, : len(table)] = table
+    return DecodeRows(
+        torch.from_numpy(np.concatenate(slots)),
+        torch.from_numpy(padded),
+        torch.tensor(lengths, dtype=torch.int32),
+    )
 
 
 def _check(call: LatentCall) -> None:

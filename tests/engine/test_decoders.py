@@ -22,6 +22,7 @@ from tests.support.driving import (
     generate,
     generate_staggered,
     obstacle_of,
+    runner_of,
 )
 from tests.support.models import PATCHES, WANDERING, ImagePrompts, save_config
 from tests.support.proposers import record
@@ -66,6 +67,26 @@ def test_trees_give_plain_vllms_output(name: str, tmp_path: Path) -> None:
             assert generate_staggered(llm, prompts, params) == vanilla[i]
             assert drafter_of(llm).counters.moved_tokens > before + 30
         assert drafter_of(llm).counters.branching_trees > 100
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_rows_of_latent_attention_are_rounded_as_decode_rows(name: str, tmp_path: Path) -> None:
+    """In bfloat16 no tie falls differently, in trees and in chains."""
+    model, prompts = save_config(name, tmp_path), image_prompts(12)
+    settings = {**SETTINGS, "dtype": "bfloat16"}
+    with engine(model, **settings) as plain:
+        vanilla = generate(plain, prompts)
+    record(prompts, vanilla)
+    with engine(model, HIDDEN, **settings) as llm:
+        assert generate(llm, prompts) == vanilla
+        counters = drafter_of(llm).counters
+        trees, accepted = counters.branching_trees, counters.accepted_nodes
+        assert trees > 50 and accepted > 50
+        drafter_of(llm).may_branch = False
+        assert generate(llm, prompts) == vanilla
+        assert counters.branching_trees == trees and counters.accepted_nodes > accepted + 50
+        runner_of(llm).trees_of_chains = False  # vLLM computes chains as prompts
+        assert generate(llm, prompts) != vanilla
 
 
 # vLLM turns prefix caching and chunked prefill off for latent attention on CPUs.

@@ -141,7 +141,8 @@ def test_an_earlier_stage_learns_the_accepted_path(keeps_kv: bool) -> None:
     """Also of a request that is in no row now. Blocks of a preempted request are others'."""
     tree = DraftTree.from_lists([7, 8, 9], [-1, -1, 1])  # 7, and 8 before 9
     forest, rows = DraftForest.of([tree, tree]), np.array([0, 1])
-    step = DraftStep(forest, rows, np.array([0, 4]), np.array([30, 5]), np.ones(2, np.bool_))
+    starts, contexts, none = np.array([0, 4]), np.array([30, 5]), np.zeros(2, np.int64)
+    step = DraftStep(forest, rows, starts, contexts, np.ones(2, np.bool_), none)
     requests = {
         name: SimpleNamespace(output_token_ids=[1], block_ids=([3, 5],)) for name in ("a", "b")
     }

@@ -23,7 +23,16 @@ TEXT = dict(
     max_position_embeddings=512,
 )
 TOWER = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
-TEXTS = ("what is in", "the name is", "true", "an image:", "where is it", "name:", "10 10", "is it?")
+TEXTS = (
+    "what is in",
+    "the name is",
+    "true",
+    "an image:",
+    "where is it",
+    "name:",
+    "10 10",
+    "is it?",
+)
 
 
 def _save_llava(path: Path, tokenizer: PreTrainedTokenizerBase) -> str:

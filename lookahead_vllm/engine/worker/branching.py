@@ -20,6 +20,8 @@ logger = init_logger(f"vllm.{__name__}")
 def decide(runner: Any, groups: Sequence[Any]) -> list[Any]:
     """Decide whether trees may branch in this engine; the reason against it is logged.
 
+    Sets `drafter.may_branch`, and `trees_of_chains`: whether tree attention also verifies chains.
+
     Parameters
     ----------
     runner
@@ -35,6 +37,9 @@ def decide(runner: Any, groups: Sequence[Any]) -> list[Any]:
     own_obstacle = branching_obstacle(runner.vllm_config, groups, runner.attention)
     obstacle = next(filter(None, _of_all_stages(own_obstacle)), None)
     runner.drafter.may_branch = obstacle is None
+    # vLLM's latent attention computes a chain as a prompt, in another way than a decode row.
+    is_latent_on_cpu = runner.model_config.use_mla and runner.device.type == "cpu"
+    runner.trees_of_chains = obstacle is None and is_latent_on_cpu
     if obstacle:
         logger.info_once("Lookahead verifies chains, not trees, here: %s.", obstacle)
         return []

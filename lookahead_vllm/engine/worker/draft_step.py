@@ -43,6 +43,8 @@ class DraftStep:
         Committed tokens before each root, which is the root's position.
     from_proposer : bool [t]
         Whether the tree is the proposer's. Trees that a grammar or the scheduler changed are not.
+    before_roots : int64 [t]
+        Tokens of the prompt that the step computes before each root.
     """
 
     forest: DraftForest
@@ -50,6 +52,7 @@ class DraftStep:
     starts: Int64s
     contexts: Int64s
     from_proposer: NDArray[np.bool_]
+    before_roots: Int64s
 
     @classmethod
     def of_scheduled(
@@ -73,11 +76,12 @@ class DraftStep:
         if (np.diff(order) < 0).any():
             rows, from_proposer = rows[order], from_proposer[order]
             forest = forest.take(order, forest.sizes[order])
-        # Tokens of the prompt may be scheduled before the root.
-        before_root = num_scheduled_tokens[rows] - forest.sizes - 1
-        starts = np.cumsum(num_scheduled_tokens)[rows] - num_scheduled_tokens[rows] + before_root
-        contexts = num_computed_tokens[rows] + before_root
-        return cls(forest, rows, starts.astype(np.int64), contexts.astype(np.int64), from_proposer)
+        before = (num_scheduled_tokens[rows] - forest.sizes - 1).astype(np.int64)
+        starts = np.cumsum(num_scheduled_tokens)[rows] - num_scheduled_tokens[rows] + before
+        contexts = num_computed_tokens[rows] + before
+        return cls(
+            forest, rows, starts.astype(np.int64), contexts.astype(np.int64), from_proposer, before
+        )
 
     @classmethod
     def of_dummies(cls, trees: Sequence[DraftTree], context: int) -> DraftStep:
@@ -90,6 +94,7 @@ class DraftStep:
             forest.firsts[:-1] + tree,
             np.full(len(forest), context),
             np.zeros(len(forest), np.bool_),
+            np.zeros(len(forest), np.int64),
         )
 
     @property
@@ -103,14 +108,25 @@ class DraftStep:
         nodes = self.starts[forest.owners] + 1 + forest.places
         return nodes, self.contexts[forest.owners] + forest.depths
 
-    def branching_trees(self) -> TreeBatch:
-        """The trees that are no chains, as tree attention reads them."""
-        branching = np.flatnonzero(self.forest.branching)
+    def trees(self, with_chains: bool = False) -> TreeBatch | None:
+        """The trees that tree attention verifies; None if there are none.
+
+        Parameters
+        ----------
+        with_chains
+            Whether it also verifies chains, except those behind tokens of the prompt.
+        """
+        is_chosen = self.forest.branching
+        if with_chains:
+            is_chosen = is_chosen | ((self.forest.sizes > 0) & (self.before_roots == 0))
+        chosen = np.flatnonzero(is_chosen)
+        if not len(chosen):
+            return None
         return TreeBatch.build(
-            self.forest.take(branching, self.forest.sizes[branching]),
-            self.rows[branching],
-            self.starts[branching],
-            self.contexts[branching],
+            self.forest.take(chosen, self.forest.sizes[chosen]),
+            self.rows[chosen],
+            self.starts[chosen],
+            self.contexts[chosen],
         )
 
     def work(
@@ -211,4 +227,4 @@ class DraftStep:
 
 
 _NONE: Int64s = np.empty(0, np.int64)
-NO_DRAFTS = DraftStep(DraftForest.of([]), _NONE, _NONE, _NONE, np.empty(0, np.bool_))
+NO_DRAFTS = DraftStep(DraftForest.of([]), _NONE, _NONE, _NONE, np.empty(0, np.bool_), _NONE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,16 +27,18 @@ from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker.step_recorder import timed_attention
 from lookahead_vllm.engine.worker.tree_rows import without_contexts
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
-from lookahead_vllm.verify.latent_attention import latent_attention
+from lookahead_vllm.verify.latent_attention import DecodeRows, decode_rows, latent_attention
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
 
 class StepTrees(NamedTuple):
-    """What the metadata of a step with branching trees has beside vLLM's."""
+    """What the metadata of a step with trees has beside vLLM's."""
 
     batch: PagedBatch
     block_table: torch.Tensor
     """Of all requests of the step."""
+    decode_rows: DecodeRows | None
+    """On a CPU: the same rows for vLLM's kernel of decode rows."""
 
 
 def register() -> None:
@@ -60,6 +63,8 @@ def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
         return "latent attention does not see the whole context"
     if is_quantized_kv_cache(cache_dtype) and cache_dtype not in ("fp8", "fp8_e4m3"):
         return f"there is no tree attention over a latent cache of {cache_dtype}"
+    if current_platform.is_cpu() and is_quantized_kv_cache(cache_dtype):
+        return f"vLLM has no latent cache of {cache_dtype} on a CPU"
     passes = group.get_metadata_builder().vllm_config.compilation_config.pass_config
     if passes.fuse_attn_quant:
         return "latent attention quantizes its output"
@@ -90,7 +95,10 @@ def _with_trees(build: Callable[..., MLACommonMetadata]) -> Callable[..., MLACom
             bound[trees.rows.long()] = trees.sizes.to(bound.dtype)
             common = replace(common, seq_lens_cpu_upper_bound=bound)
         built: Any = build(self, common_prefix_len, common, fast_build)
-        built.trees = StepTrees(batch, common_attn_metadata.block_table_tensor)
+        table, rows = common_attn_metadata.block_table_tensor, None
+        if self.device.type == "cpu":
+            rows = decode_rows(batch, table, self.kv_cache_spec.block_size)
+        built.trees = StepTrees(batch, table, rows)
         return built
 
     return build_with_trees
@@ -129,23 +137,41 @@ def attend_trees(
     nope, rotary = q[rows].split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], dim=-1)
     absorbed = torch.bmm(nope.transpose(0, 1), layer.W_UK_T).transpose(0, 1)
     query = torch.cat((absorbed, rotary), dim=-1)
-    cache_scale = None
-    if is_quantized_kv_cache(layer.kv_cache_dtype):
-        kv_cache = kv_cache.view(current_platform.fp8_dtype())
-        cache_scale = layer._k_scale.reshape(1)
-    latents = query.new_empty(*query.shape[:2], layer.kv_lora_rank)
-    latent_attention(
-        query,
-        kv_cache,
-        latents,
-        trees.block_table,
-        trees.batch,
-        scale=layer.scale,
-        cache_scale=cache_scale,
-    )
+    if trees.decode_rows is not None:
+        latents = _attend_as_decode(layer, query, kv_cache, trees.decode_rows)
+    else:
+        latents = query.new_empty(*query.shape[:2], layer.kv_lora_rank)
+        cache_scale = None
+        if is_quantized_kv_cache(layer.kv_cache_dtype):
+            kv_cache = kv_cache.view(current_platform.fp8_dtype())
+            cache_scale = layer._k_scale.reshape(1)
+        latent_attention(
+            query,
+            kv_cache,
+            latents,
+            trees.block_table,
+            trees.batch,
+            scale=layer.scale,
+            cache_scale=cache_scale,
+        )
     values = output.new_empty(len(rows), output[0].numel())
     layer._v_up_proj(latents, values)
     output[rows] = values.view(-1, *output.shape[1:])
+
+
+def _attend_as_decode(
+    layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, rows: DecodeRows
+) -> torch.Tensor:
+    """Let vLLM's kernel for decode rows attend, so that a row is rounded as in plain decode.
+
+    It reads no masks, so each row gets a request of its own, over a copy of what it attends to.
+    """
+    width = kv_cache.shape[-1]
+    copied = kv_cache.view(-1, width)[rows.slots].view(-1, kv_cache.shape[1], width)
+    decode = SimpleNamespace(block_table=rows.block_table, seq_lens=rows.lengths)
+    latents: torch.Tensor
+    latents, _ = layer.impl.forward_mqa(query, copied, SimpleNamespace(decode=decode), layer)
+    return latents
 
 
 def warm_up(layer: Any, dtype: torch.dtype) -> None:
@@ -157,4 +183,4 @@ def warm_up(layer: Any, dtype: torch.dtype) -> None:
     output = torch.zeros(1, layer.num_heads * layer.v_head_dim, dtype=dtype, device=device)
     block_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
     for batch in warm_up_batches(device):
-        attend_trees(layer, q, layer.kv_cache, output, StepTrees(batch, block_table))
+        attend_trees(layer, q, layer.kv_cache, output, StepTrees(batch, block_table, None))

@@ -33,7 +33,7 @@ def test_drafts_are_placed_in_the_order_of_the_batch(order: list[int]) -> None:
     nodes, positions = step.node_positions()
     assert nodes.tolist() == [3, 4, 7, 8, 9]
     assert positions.tolist() == [13, 14, 31, 32, 31]
-    assert step.branches and step.branching_trees().rows.tolist() == [2]
+    assert step.branches and step.trees().rows.tolist() == [2]
 
 
 def test_a_step_that_reads_a_prompt_has_no_known_work() -> None:

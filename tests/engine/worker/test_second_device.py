@@ -31,7 +31,9 @@ TREES = DraftForest.of([random_tree(np.random.default_rng(i), 5 + 3 * i) for i i
 NUM_NODES = np.zeros(REQUESTS, np.int64)
 NUM_NODES[ROWS] = TREES.sizes
 STARTS = (np.cumsum(NUM_NODES + 1) - NUM_NODES - 1)[ROWS]
-STEP = DraftStep(TREES, ROWS, STARTS, np.array([10, 20, 30]), np.ones(len(ROWS), np.bool_))
+STEP = DraftStep(
+    TREES, ROWS, STARTS, np.array([10, 20, 30]), np.ones(len(ROWS), np.bool_), np.zeros(3, np.int64)
+)
 
 
 def test_devices_cannot_be_mixed() -> None:

@@ -60,6 +60,8 @@ class LookaheadRunner(_Base):
     """Tree attention on this device: `cpu_attention.py` or `gpu_attention.py`."""
     drafter: LookaheadDrafter
     speculative_config: SpeculativeConfig | None
+    trees_of_chains = False
+    """Whether tree attention also verifies chains."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         original = gpu_model_runner.build_logitsprocs
@@ -217,8 +219,7 @@ class LookaheadRunner(_Base):
 
     def _build_attention_metadata(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
         builders = []
-        if self._step.branches:
-            trees = self._step.branching_trees()
+        if (trees := self._step.trees(self.trees_of_chains)) is not None:
             builders = [g.get_metadata_builder() for g in self._attn_group_iterator()]
         for builder in builders:
             builder.trees = trees

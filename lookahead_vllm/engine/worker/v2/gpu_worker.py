@@ -152,7 +152,7 @@ class GraphRunner(LookaheadRunner):
         self._graph = self._buffers.get(batch.num_tokens_after_padding) if is_captured else None
 
     def _set_trees(self, step: DraftStep) -> None:
-        trees = step.branching_trees() if step.branches else None
+        trees = step.trees()
         if self._graph is not None:
             self._graph.trees.fill(trees)
         for builder in self._builders:

@@ -60,6 +60,8 @@ class LookaheadRunner(_Base):
 
     attention: ModuleType
     """Tree attention on this device: `cpu_attention.py` or `gpu_attention.py`."""
+    trees_of_chains = False
+    """Whether tree attention also verifies chains."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # An n-gram method's runner would keep all texts on the device.
@@ -273,8 +275,8 @@ class LookaheadRunner(_Base):
         return super().prepare_dummy_attn(*args, **kwargs)
 
     def _set_trees(self, step: DraftStep) -> None:
-        """Give the builders of attention metadata the branching trees of this step."""
-        trees = step.branching_trees() if step.branches else None
+        """Give the builders of attention metadata the trees of this step."""
+        trees = step.trees(self.trees_of_chains)
         for builder in self._builders:
             builder.trees = trees
 
