@@ -94,6 +94,14 @@ SEAMS = (
         _MASK,
     ),
     Seam(
+        f"{_BACKENDS}.mla.cpu_mla",
+        "CPUMLAImpl.forward_mqa",
+        ("q", "kv_c_and_k_pe_cache", "attn_metadata", "layer"),
+        "called",
+        "on a CPU, computes each row of a draft as a decode row of its own",
+        _MASK,
+    ),
+    Seam(
         "vllm.config.compilation",
         "PassConfig",
         ("fuse_attn_quant",),

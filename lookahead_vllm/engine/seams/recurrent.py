@@ -10,8 +10,40 @@ _NODES = "recurrent layers compute the nodes of a tree"
 _PAGES = "models with short convolutions count drafts"
 _CHAINS = "drafts of recurrent layers are right on a CPU"
 
+ON_GPU = (
+    Seam(
+        f"{_LAYERS}.short_conv",
+        "",
+        ("causal_conv1d_update",),
+        "wrapped",
+        "in a step with branching trees, each row starts from its parent's window",
+        _NODES,
+    ),
+    Seam(
+        f"{_LAYERS}.gdn.qwen_gdn_linear_attn",
+        "",
+        ("causal_conv1d_update", "fused_sigmoid_gating_delta_rule_update"),
+        "wrapped",
+        "in a step with branching trees, each row starts from its parent's window and state",
+        _NODES,
+    ),
+    Seam(
+        f"{_LAYERS}.ops.causal_conv1d",
+        "causal_conv1d_update",
+        (
+            *("x", "conv_state", "weight", "bias", "activation", "conv_state_indices"),
+            *("num_accepted_tokens", "query_start_loc"),
+        ),
+        "called",
+        "its arguments are those of lookahead's kernel",
+        _NODES,
+    ),
+)
+"""Those of worker/recurrent_kernels_gpu.py."""
+
 SEAMS = (
-    # The kernels (worker/recurrent_kernels.py).
+    *ON_GPU,
+    # The kernels (worker/recurrent_kernels.py, worker/recurrent_kernels_cpu.py).
     Seam(
         f"{_LAYERS}.mamba_mixer2",
         "",

@@ -16,9 +16,28 @@ SEAMS = (
     Seam(
         "vllm.v1.core.sched.output",
         "NewRequestData",
-        ("req_id", "sampling_params", "prompt_token_ids", "prefill_token_ids", "prompt_embeds"),
+        (
+            *("req_id", "sampling_params", "prompt_token_ids", "prefill_token_ids"),
+            *("prompt_embeds", "prompt_is_token_ids", "mm_features"),
+        ),
         "set",
         "a new request; sampling_params becomes a copy without lookahead's options",
+        "custom proposers are notified of new requests",
+    ),
+    Seam(
+        "vllm.multimodal.inputs",
+        "MultiModalFeatureSpec",
+        ("mm_position",),
+        "read",
+        "which tokens of a prompt stand for an image, and are no text",
+        "custom proposers are notified of new requests",
+    ),
+    Seam(
+        "vllm.multimodal.inputs",
+        "PlaceholderRange",
+        ("offset", "length", "is_embed"),
+        "read",
+        "see above",
         "custom proposers are notified of new requests",
     ),
     Seam(

@@ -222,7 +222,7 @@ SEAMS = (
         "CachedRequestState",
         (
             *("prompt_token_ids", "prompt_is_token_ids", "sampling_params", "output_token_ids"),
-            "block_ids",
+            *("block_ids", "mm_features"),
         ),
         "read",
         "the prompt and output of a request; the batch's rows hold leftovers of earlier requests "

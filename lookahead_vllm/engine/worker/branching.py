@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 
-from lookahead_vllm.engine.worker.recurrent import BACKENDS, RecurrentMover, is_recurrent
+from lookahead_vllm.engine.worker.recurrent import (
+    LAYERS,
+    RecurrentMover,
+    is_recurrent,
+    kinds_of,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -83,8 +88,8 @@ def branching_obstacle(
     for group in groups:
         own = [layers[name] for name in group.layer_names]
         if is_recurrent(own[0]):
-            if not attention.has_recurrent_trees() or group.backend not in BACKENDS:
-                return f"a node has no recurrent state with the backend {group.backend.__name__}"
+            if others := kinds_of(own) - LAYERS:
+                return f"a node has no recurrent state in layers of {', '.join(sorted(others))}"
         elif reason := attention.obstacle(group, own, config.cache_config.cache_dtype):
             return str(reason)
     return None

@@ -130,8 +130,8 @@ def register() -> None:
     native.load()
 
 
-def has_recurrent_trees() -> bool:
-    """Whether recurrent layers compute the nodes of trees on this device."""
+def replaces_recurrent_chains() -> bool:
+    """Whether lookahead's kernels compute recurrent layers in steps with chains alone, too."""
     return True
 
 

@@ -195,8 +195,8 @@ def register() -> None:
     selector._cached_get_attn_backend.cache_clear()
 
 
-def has_recurrent_trees() -> bool:
-    """Whether recurrent layers compute the nodes of trees on this device."""
+def replaces_recurrent_chains() -> bool:
+    """Whether lookahead's kernels compute recurrent layers in steps with chains alone, too."""
     return False
 
 

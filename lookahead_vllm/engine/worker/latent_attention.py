@@ -37,7 +37,7 @@ class StepTrees(NamedTuple):
     batch: PagedBatch
     block_table: torch.Tensor
     """Of all requests of the step."""
-    decode_rows: DecodeRows | None
+    decode_rows: DecodeRows | None = None
     """On a CPU: the same rows for vLLM's kernel of decode rows."""
 
 
@@ -63,8 +63,6 @@ def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
         return "latent attention does not see the whole context"
     if is_quantized_kv_cache(cache_dtype) and cache_dtype not in ("fp8", "fp8_e4m3"):
         return f"there is no tree attention over a latent cache of {cache_dtype}"
-    if current_platform.is_cpu() and is_quantized_kv_cache(cache_dtype):
-        return f"vLLM has no latent cache of {cache_dtype} on a CPU"
     passes = group.get_metadata_builder().vllm_config.compilation_config.pass_config
     if passes.fuse_attn_quant:
         return "latent attention quantizes its output"
@@ -183,4 +181,4 @@ def warm_up(layer: Any, dtype: torch.dtype) -> None:
     output = torch.zeros(1, layer.num_heads * layer.v_head_dim, dtype=dtype, device=device)
     block_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
     for batch in warm_up_batches(device):
-        attend_trees(layer, q, layer.kv_cache, output, StepTrees(batch, block_table, None))
+        attend_trees(layer, q, layer.kv_cache, output, StepTrees(batch, block_table))

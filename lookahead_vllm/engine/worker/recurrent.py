@@ -20,20 +20,13 @@ from vllm.model_executor.layers.mamba.mamba_utils import (
 )
 from vllm.platforms.interface import Platform
 from vllm.v1.attention.backends.gdn_attn import (
-    GDNAttentionBackend,
     GDNAttentionMetadata,
     GDNAttentionMetadataBuilder,
 )
 from vllm.v1.attention.backends.linear_attn import BailingLinearAttentionMetadataBuilder
-from vllm.v1.attention.backends.mamba2_attn import (
-    Mamba2AttentionBackend,
-    Mamba2AttentionMetadataBuilder,
-)
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
 from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata
-from vllm.v1.attention.backends.short_conv_attn import (
-    ShortConvAttentionBackend,
-    ShortConvAttentionMetadataBuilder,
-)
+from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
 
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.options import OptionError
@@ -45,8 +38,8 @@ PARENTS = "lookahead_parents"
 """Attribute of the metadata of recurrent layers: int32 [tokens of the step], see `Trees.parents`.
 Absent in steps that vLLM's own kernels compute."""
 
-BACKENDS = (Mamba2AttentionBackend, GDNAttentionBackend, ShortConvAttentionBackend)
-"""Of the layers whose kernels `recurrent_kernels.py` replaces."""
+LAYERS = {"MambaMixer2", "ShortConv", "QwenGatedDeltaNetAttention"}
+"""The layers whose kernels are replaced, see `recurrent_kernels.py`."""
 
 COUNTING_BUILDERS = (
     Mamba2AttentionMetadataBuilder,
@@ -62,6 +55,11 @@ logger = init_logger(f"vllm.{__name__}")
 def is_recurrent(layer: Any) -> bool:
     """Whether a layer of vLLM's forward context keeps recurrent state instead of KV."""
     return isinstance(layer, MambaBase)
+
+
+def kinds_of(layers: Sequence[Any]) -> set[str]:
+    """The names of their classes."""
+    return {type(layer).__name__ for layer in layers}
 
 
 def start(
@@ -85,14 +83,16 @@ def start(
     """
     own = [group for group in groups if is_recurrent(layers[group.layer_names[0]])]
     for group in own:
+        kinds = kinds_of([layers[name] for name in group.layer_names])
         if device.type == "cpu":
-            rolls_back = group.backend in BACKENDS
+            rolls_back = kinds <= LAYERS
         else:
             rolls_back = isinstance(group.get_metadata_builder(), COUNTING_BUILDERS)
         if not rolls_back:
             raise OptionError(
-                f"the model has recurrent layers of {group.backend.__name__}, which vLLM does not "
-                "tell how many drafts were accepted; leave lookahead out of the speculative config"
+                f"the model has recurrent layers of {', '.join(sorted(kinds))}, which vLLM does "
+                "not tell how many drafts were accepted; leave lookahead out of the speculative "
+                "config"
             )
     caches = [c for group in own for name in group.layer_names for c in layers[name].kv_cache]
     megabytes = sum(cache[0].numel() * cache.element_size() for cache in caches) / 2**20

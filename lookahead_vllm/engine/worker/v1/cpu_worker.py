@@ -24,10 +24,10 @@ class LookaheadCPUWorker(cpu_worker.CPUWorker):
         super().__init__(*args, **kwargs)
         cpu_attention.register()
         if self.vllm_config.model_config.is_hybrid:
-            from lookahead_vllm.engine.worker import recurrent, recurrent_kernels
+            from lookahead_vllm.engine.worker import recurrent, recurrent_kernels_cpu
 
             recurrent.count_nodes_in_pages()
-            recurrent_kernels.register()
+            recurrent_kernels_cpu.register()
 
     def init_device(self) -> None:
         with patches.swapped(cpu_worker, "CPUModelRunner", LookaheadCPUModelRunner):

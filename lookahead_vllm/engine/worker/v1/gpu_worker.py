@@ -71,9 +71,10 @@ class LookaheadGPUWorker(Worker):
         super().__init__(*args, **kwargs)
         gpu_attention.register()
         if self.vllm_config.model_config.is_hybrid:
-            from lookahead_vllm.engine.worker import recurrent
+            from lookahead_vllm.engine.worker import recurrent, recurrent_kernels_gpu
 
             recurrent.count_nodes_in_pages()
+            recurrent_kernels_gpu.register()
 
     def _make_model_runner(self) -> Any:
         with patches.swapped(gpu_model_runner, "GPUModelRunner", LookaheadGPUModelRunner):

@@ -231,7 +231,7 @@ class LookaheadRunner(_Base):
                 builder.trees = None
         if self._recurrent is not None:
             self._recurrent.end_step()
-            if self.attention.has_recurrent_trees():
+            if self._step.branches or self.attention.replaces_recurrent_chains():
                 parents = recurrent.row_parents(self._step, self.query_pos.np[:num_tokens])
                 recurrent.set_parents(built[0], torch.from_numpy(parents).to(self.device))
         return built

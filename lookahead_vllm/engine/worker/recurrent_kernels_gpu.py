@@ -1,0 +1,91 @@
+"""vLLM's kernels of recurrent layers on a GPU, replaced as in `recurrent_kernels.py`.
+
+Only in steps with branching trees: vLLM's kernels compute chains there, and they are in its graphs.
+Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba import short_conv
+from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+from lookahead_vllm.engine import patches
+from lookahead_vllm.engine.worker import recurrent_kernels
+from lookahead_vllm.engine.worker.recurrent import PARENTS
+from lookahead_vllm.engine.worker.recurrent_kernels import delta_trees, with_trees
+from lookahead_vllm.verify import recurrence
+from lookahead_vllm.verify.recurrence import Trees
+
+
+@functools.cache
+def register() -> None:
+    """Patch the places, in a process that serves a model with recurrent layers."""
+    recurrent_kernels.register()
+    patches.patch(short_conv, "causal_conv1d_update", with_trees)
+    patches.patch(qwen_gdn_linear_attn, "causal_conv1d_update", _convolution)
+    patches.patch(qwen_gdn_linear_attn, "fused_sigmoid_gating_delta_rule_update", _gated_delta)
+
+
+def _trees(kwargs: dict[str, Any]) -> Trees | None:
+    """The drafted rows of the step; None: the call's rows have no drafts, or not ours.
+
+    Parameters
+    ----------
+    kwargs
+        Of the call. vLLM passes accepted tokens with drafted rows alone.
+    """
+    if kwargs.get("num_accepted_tokens") is None:
+        return None
+    for metadata in get_forward_context().attn_metadata.values():
+        # All recurrent layers have the same rows.
+        if isinstance(metadata, GDNAttentionMetadata) and hasattr(metadata, PARENTS):
+            return delta_trees(metadata)
+    return None
+
+
+def _convolution(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap the update of a gated delta net's window, of which vLLM passes the slots alone."""
+
+    @functools.wraps(original)
+    def update(
+        x: torch.Tensor,
+        conv_state: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if (trees := _trees(kwargs)) is None:
+            return original(x, conv_state, weight, bias, activation, **kwargs)
+        return recurrence.convolution(x, conv_state, weight, bias, activation, trees)
+
+    return update
+
+
+def _gated_delta(
+    original: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Wrap the gated delta rule of decode rows."""
+
+    @functools.wraps(original)
+    def update(**kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if (trees := _trees(kwargs)) is None:
+            return original(**kwargs)
+        state = kwargs["initial_state"]
+        q, k, v = (kwargs[name].squeeze(0) for name in ("q", "k", "v"))
+        out = torch.empty_like(v)
+        recurrence.gated_delta(
+            *(state, q, k, v, kwargs["a"], kwargs["b"], kwargs["A_log"], kwargs["dt_bias"]),
+            trees,
+            out,
+        )
+        return out.unsqueeze(0), state
+
+    return update
