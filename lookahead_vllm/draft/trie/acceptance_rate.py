@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from lookahead_vllm.draft.jit import Int32s, kernel
 from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
+from lookahead_vllm.draft.trie import priors
 from lookahead_vllm.draft.trie.candidates import (
     CHOICES,
     CHOSEN,
@@ -34,6 +35,7 @@ from lookahead_vllm.draft.trie.candidates import (
     SPARSE_OWN,
     TOKEN,
 )
+from lookahead_vllm.draft.trie.priors import Priors
 from lookahead_vllm.draft.trie.recycling import NUM_CHOICE_KINDS, NUM_LENGTHS, initial_rates
 from lookahead_vllm.draft.trie.suffix import ORDERS
 from lookahead_vllm.draft.trie.table import NO_SPACE
@@ -85,6 +87,9 @@ _SETS = len(ORDERS) + 1
 _CHOICE_SETS = NUM_LENGTHS + 1
 
 
+NUM_RATES = int(_STARTS[-1])
+
+
 class RateArrays(NamedTuple):
     """The arrays of an `AcceptanceRate`, as the kernels take them."""
 
@@ -114,15 +119,25 @@ class AcceptanceRate:
     weights : float32 [num_sets, NUM_INPUTS]
         The mixer's, a set for each combination of the longest matches in the request's own text,
         in other answers, and among the model's choices.
+
+    Parameters
+    ----------
+    learned : Priors, optional
+        Rates to start from; without them, all kinds of a source have the same.
     """
 
-    def __init__(self) -> None:
-        self.rates: Float32s = np.full(int(_STARTS[-1]), np.nan, np.float32)
+    def __init__(self, learned: Priors | None = None) -> None:
+        self.rates: Float32s = np.full(NUM_RATES, np.nan, np.float32)
         self.trials: Float32s = np.zeros((len(self.rates), 2), np.float32)
         for source, rate in ((OWN, PRIOR_RATE), (ANSWERS, PRIOR_RATE), (REFERENCE, REFERENCE_RATE)):
             kinds = slice(_STARTS[source], _STARTS[source + 1])
             self.rates[kinds] = math.log(rate / (1 - rate))
             self.trials[kinds] = rate * PRIOR_TRIALS, PRIOR_TRIALS
+        if learned is not None:
+            shares = learned.shares.clip(_MIN_SHARE, _MAX_SHARE)
+            self.rates[learned.indices] = np.log(shares / (1 - shares))
+            self.trials[learned.indices, HITS] = shares * priors.TRIALS
+            self.trials[learned.indices, TRIALS] = priors.TRIALS
         kinds = slice(_STARTS[_CHOICE], _STARTS[_CHOICE_LEVEL])
         rates = initial_rates()
         self.rates[kinds] = np.log(rates / (1 - rates))

@@ -20,7 +20,9 @@ from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverride
 from lookahead_vllm.draft.request_rows import RequestRows
 from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
 from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.draft.trie import priors
 from lookahead_vllm.draft.trie.acceptance_rate import (
+    NUM_RATES,
     AcceptanceRate,
     RateArrays,
     learn_token,
@@ -150,7 +152,7 @@ class NGramTrieProposer:
         if options.max_bytes is not None:
             max_nodes = min(max_nodes, options.max_bytes // BYTES_PER_NODE)
         self.trie = Trie(max_nodes)
-        self.rate = AcceptanceRate()
+        self.rate = AcceptanceRate(priors.load(NUM_RATES))
         self._lines = make_lines(self.num_lines)
         self._branching = _BRANCHING[options.draft]
         self._max_nodes = options.max_nodes_per_tree

@@ -151,7 +151,8 @@ def test_branches_that_share_a_prefix_share_its_nodes(proposer):
     proposer.start("r", [10, 11, 12, 10, 11, 13, 10, 11, 12, 1])
     proposer.extend({"r": [10]})
     tree = draft(proposer, "r")
-    assert tree.tokens.tolist().count(11) == 1
+    first = np.flatnonzero(tree.parents == -1)
+    assert tree.tokens[first].tolist().count(11) == 1
     eleven = tree.tokens.tolist().index(11)
     assert {12, 13} <= set(tree.tokens[tree.parents == eleven].tolist())
     tree.check(vocab_size=100, max_nodes=16)
@@ -322,9 +323,9 @@ def test_a_long_prompt_is_inserted_over_several_steps():
     prompt = np.random.default_rng(0).permutation(30_000)
     proposer.start("r", prompt)
     seen = []
-    for _ in range(13):
-        proposer.extend({"r": prompt[29_900:29_902].tolist()})
-        seen.append(prompt[29_902] in draft(proposer, "r").tokens)
+    for at in range(29_900, 29_939, 3):
+        proposer.extend({"r": prompt[at : at + 2].tolist()})
+        seen.append(prompt[at + 2] in draft(proposer, "r").tokens)
     assert not seen[0] and seen[-1] and sorted(seen) == seen
     proposer.start("r", prompt)
     proposer.finish("r")

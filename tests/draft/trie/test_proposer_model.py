@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftLimits
+from lookahead_vllm.draft.trie.acceptance_rate import AcceptanceRate
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from tests.support.reference_trie import ProposerModel
 
@@ -37,6 +38,7 @@ def test_it_proposes_what_the_plain_model_of_it_proposes(steps):
         NGramTrieProposer(LookaheadOptions(num_speculative_tokens=24)),
         ProposerModel(),
     )
+    proposer.rate = AcceptanceRate()  # the model has no learned priors
     live, serial = {}, 0
     for request_id, action, tokens, namespace in steps:
         if action in ("start", "reference"):

@@ -1,0 +1,187 @@
+"""Learn the acceptance rates that a new trie starts from, and measure what they bring."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from lookahead_vllm.draft.trie import priors
+from lookahead_vllm.draft.trie.acceptance_rate import HITS, TRIALS, AcceptanceRate
+from lookahead_vllm.simulation.drafters import Lookahead
+from lookahead_vllm.simulation.replay import Played, play
+from lookahead_vllm.simulation.traces import Trace, TraceError, TraceFile, load_traces
+
+PART_TOKENS = 8000
+"""Output tokens that are replayed before the trie is emptied, as if the engine started anew."""
+
+EARLY_TOKENS = 1000
+"""Output tokens after a start for which the gain is measured."""
+
+EARLY_STARTS = 12
+"""Starts over which it is averaged, with other texts each."""
+
+LONG_TRACES = 100
+
+TRAINING_NODES = 16
+
+DESCRIPTION = """\
+Learn priors.npz from recorded generations.
+
+The traces are replayed through the trie, in parts that begin with an empty trie, and the rates of
+all kinds of evidence are counted. No token and no text is kept.
+
+With --evaluate, nothing is written: for each file, priors are learned from the files of the other
+groups, and the tokens a step (EDL) are measured without and with them, in the first 1000 tokens
+after a start and in a long run.
+"""
+EPILOG = """\
+examples:
+  python scripts/learn_priors.py --traces spec.jsonl humaneval.jsonl rag.jsonl
+  python scripts/learn_priors.py --traces spec.jsonl humaneval_a.jsonl humaneval_b.jsonl \\
+      --groups 0,1,1 --evaluate --budget 2,8,32
+"""
+
+
+class Edl(NamedTuple):
+    """Tokens a step."""
+
+    early: float
+    long: float
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command."""
+    options = _parser().parse_args(arguments)
+    try:
+        files = [load_traces(path, shuffle=options.seed, no_loops=True) for path in options.traces]
+    except TraceError as error:
+        print(f"learn_priors: {error}")
+        return 2
+    groups = options.groups or list(range(len(files)))
+    if len(groups) != len(files):
+        print(f"learn_priors: --groups has {len(groups)} numbers for {len(files)} files")
+        return 2
+    if not options.evaluate:
+        rate = learn(files, options.seed)
+        learned = priors.save(rate.trials[:, HITS], rate.trials[:, TRIALS], options.out)
+        size = options.out.stat().st_size
+        print(f"{options.out}: {len(learned.indices)} of {len(rate.rates)} rates, {size} bytes")
+        return 0
+    if len(set(groups)) < 2:
+        print("learn_priors: --evaluate needs files of at least two groups")
+        return 2
+    rates = {
+        group: learn([f for f, g in zip(files, groups, strict=True) if g != group], options.seed)
+        for group in sorted(set(groups))
+    }
+    print("| nodes | file | first 1000 tokens | with priors | long run | with priors |")
+    print("| --: | :-- | --: | --: | --: | --: |")
+    for budget in options.budget:
+        rows: list[tuple[Edl, Edl]] = []
+        for file, group in zip(files, groups, strict=True):
+            before = measure(file, budget, lambda: AcceptanceRate())
+            after = measure(file, budget, lambda: AcceptanceRate(_of(rates[group])))  # noqa: B023
+            rows.append((before, after))
+            _print_row(budget, file.path.stem, before, after)
+        means = np.mean(rows, axis=0)
+        _print_row(budget, "mean", Edl(*means[0]), Edl(*means[1]))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--traces", nargs="+", type=Path, required=True, help="files as scripts/simulate.py reads"
+    )
+    parser.add_argument("--out", type=Path, default=priors.PATH, help="default: the package's file")
+    parser.add_argument("--evaluate", action="store_true", help="measure, and write nothing")
+    parser.add_argument(
+        "--groups",
+        type=_numbers,
+        metavar="N,M",
+        help="a number for each file: files of one group are never learned from and measured in "
+        "one go (default: each file is a group)",
+    )
+    parser.add_argument(
+        "--budget", type=_numbers, default=[2, 4, 8, 32, 64], metavar="N,M", help="nodes to measure"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of the order of the traces")
+    return parser
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _print_row(budget: int, name: str, before: Edl, after: Edl) -> None:
+    early, late = after.early / before.early - 1, after.long / before.long - 1
+    print(
+        f"| {budget} | {name} | {before.early:.2f} | {after.early:.2f} ({early:+.1%}) "
+        f"| {before.long:.2f} | {after.long:.2f} ({late:+.1%}) |",
+        flush=True,
+    )
+
+
+def learn(files: Sequence[TraceFile], seed: int) -> AcceptanceRate:
+    """The rates after all parts of the files, in random order."""
+    parts = [part for file in files for part in _parts(file.traces, PART_TOKENS)]
+    random.Random(seed).shuffle(parts)
+    rate = AcceptanceRate()
+    for part in tqdm(parts, "Learning", unit="part", leave=False):
+        drafter = _drafter(TRAINING_NODES, rate)
+        _play_all(drafter, part, TRAINING_NODES)
+        rate = drafter.proposer.rate  # type: ignore[attr-defined]
+    return rate
+
+
+def measure(file: TraceFile, budget: int, make: Callable[[], AcceptanceRate]) -> Edl:
+    """Tokens a step of at most `budget` nodes, from the rates that `make` returns."""
+    early = [
+        played
+        for part in list(_parts(file.traces, EARLY_TOKENS))[:EARLY_STARTS]
+        for played in _play_all(_drafter(budget, make()), part, budget)
+    ]
+    long = _play_all(_drafter(budget, make()), file.traces[:LONG_TRACES], budget)
+    return Edl(_edl(early), _edl(long))
+
+
+def _edl(played: Sequence[Played]) -> float:
+    return sum(one.tokens for one in played) / sum(len(one.nodes) for one in played)
+
+
+def _parts(traces: Sequence[Trace], num_tokens: int) -> Iterator[list[Trace]]:
+    """Consecutive traces with at least `num_tokens` output tokens; the rest is left out."""
+    part: list[Trace] = []
+    for trace in traces:
+        part.append(trace)
+        if sum(len(one.output) for one in part) >= num_tokens:
+            yield part
+            part = []
+
+
+def _of(rate: AcceptanceRate) -> priors.Priors:
+    """The priors that `priors.save` would write."""
+    enough = np.flatnonzero(rate.trials[:, TRIALS] >= priors.TRIALS)
+    shares = rate.trials[enough, HITS] / rate.trials[enough, TRIALS]
+    return priors.Priors(enough.astype(np.uint16), shares)
+
+
+def _drafter(budget: int, rate: AcceptanceRate) -> Lookahead:
+    """A drafter with an empty trie and these rates, which it goes on to learn."""
+    drafter = Lookahead({"proposer": "ngram_trie", "max_nodes": 400_000}, budget, None)
+    drafter.proposer.rate = rate  # type: ignore[attr-defined]
+    return drafter
+
+
+def _play_all(drafter: Lookahead, traces: Sequence[Trace], budget: int) -> list[Played]:
+    return [play(drafter, trace, str(i), budget) for i, trace in enumerate(traces)]

@@ -1,0 +1,48 @@
+"""A new trie starts from the rates that were learned from replayed texts."""
+
+import math
+
+import numpy as np
+import pytest
+
+from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.trie import priors
+from lookahead_vllm.draft.trie.acceptance_rate import HITS, NUM_RATES, TRIALS, AcceptanceRate
+from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+
+
+def test_the_packages_priors_are_a_proposers_first_rates():
+    learned = priors.load(NUM_RATES)
+    rate = NGramTrieProposer(LookaheadOptions()).rate
+    assert len(learned.indices) > 1000
+    assert priors.PATH.stat().st_size < 10_000
+    shares = rate.trials[learned.indices, HITS] / rate.trials[learned.indices, TRIALS]
+    np.testing.assert_allclose(shares, learned.shares.clip(0.0005, 0.999), rtol=1e-5)
+    assert (rate.trials[learned.indices, TRIALS] == priors.TRIALS).all()
+    np.testing.assert_allclose(
+        rate.rates[learned.indices], np.log(shares / (1 - shares)), rtol=1e-3
+    )
+    others = np.setdiff1d(np.arange(NUM_RATES), learned.indices)
+    before = AcceptanceRate()
+    np.testing.assert_array_equal(rate.rates[others], before.rates[others])
+    np.testing.assert_array_equal(rate.weights, before.weights)
+
+
+def test_rates_with_enough_trials_are_saved(tmp_path):
+    hits, trials = np.zeros((2, NUM_RATES), np.float32)
+    hits[7], trials[7] = 30, 40
+    hits[9], trials[9] = 15, priors.TRIALS - 1
+    saved = priors.save(hits, trials, tmp_path / "a.npz")
+    loaded = priors.load(NUM_RATES, tmp_path / "a.npz")
+    assert saved.indices.tolist() == loaded.indices.tolist() == [7]
+    assert loaded.shares.tolist() == [0.75]
+    rate = AcceptanceRate(loaded)
+    assert rate.rates[7] == pytest.approx(math.log(3))
+    assert math.isnan(rate.rates[-1])
+
+
+def test_priors_of_another_layout_are_refused(tmp_path):
+    priors.save(np.ones(5, np.float32), np.full(5, 50, np.float32), tmp_path / "a.npz")
+    with pytest.raises(ValueError, match=r"5 rates.*delete it and run scripts/learn_priors.py"):
+        priors.load(NUM_RATES, tmp_path / "a.npz")
+    assert priors.load(NUM_RATES, tmp_path / "none.npz") is None
