@@ -26,12 +26,15 @@ def flash_attention(case: Case) -> tuple[str, Callable[[], Any]]:
     lengths = case.batch.contexts + case.batch.sizes
     longest = int(lengths.max())
     try:
+        from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-        return "vLLM's", lambda: flash_attn_varlen_func(
+        version = get_flash_attn_version(head_size=case.head_size) or 2
+        return f"vLLM's {version}", lambda: flash_attn_varlen_func(
             case.query, case.key_cache, case.value_cache, out=case.output, cu_seqlens_q=starts,
             max_seqlen_q=max(case.sizes), seqused_k=lengths, max_seqlen_k=longest,
             softmax_scale=case.call.scale, causal=True, block_table=case.block_table,
+            fa_version=version,
         )  # fmt: skip
     except ImportError:
         pass

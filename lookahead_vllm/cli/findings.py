@@ -61,6 +61,7 @@ def rows() -> Iterator[Row]:
     if importlib.util.find_spec("vllm") is not None:
         if device_type() == "cuda":
             yield Row("Triton", find_triton)
+            yield Row("float32", find_float32)
         if device_type() == "cpu":
             yield Row("C++ compiler", find_compiler)
             yield Row("compiled kernels", find_compiled_kernels)
@@ -312,6 +313,17 @@ def find_triton() -> Finding:
     if not error < MAX_ERROR:
         return Finding("FAILS", f"{release}; tree attention differs from torch by {error:.2g}")
     return Finding("ok", f"{release}; tree attention agrees with torch ({seconds:.1f} s)")
+
+
+def find_float32() -> Finding:
+    """Whether vLLM's Triton attention, which serves float32 on GPUs, keeps its precision."""
+    if os.environ.get("TRITON_F32_DEFAULT") == "ieee":
+        return Finding("ok", "TRITON_F32_DEFAULT=ieee: attention in float32 is not rounded to TF32")
+    return Finding(
+        "note",
+        "vLLM's Triton attention rounds float32 to TF32, with and without lookahead; where float32 "
+        "answers have to be equal, set TRITON_F32_DEFAULT=ieee",
+    )
 
 
 def find_compiler() -> Finding:

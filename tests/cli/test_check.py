@@ -245,3 +245,15 @@ def test_vllms_logging_level_stays_the_users(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     check.main([])
     assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+@pytest.mark.parametrize(("value", "status"), [("ieee", "ok"), ("tf32", "note"), (None, "note")])
+def test_the_precision_of_float32_on_a_gpu_is_named(
+    value: str | None, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    if value is not None:
+        monkeypatch.setenv("TRITON_F32_DEFAULT", value)
+    finding = findings.find_float32()
+    assert finding.status == status
+    assert "TRITON_F32_DEFAULT=ieee" in finding.text

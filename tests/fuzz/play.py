@@ -398,8 +398,8 @@ def perturbed_logits(seed: int, size: float = LAST_BITS) -> Iterator[None]:
     def with_noise(sample: Any) -> Any:
         def perturbed(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             largest = logits.nan_to_num(0, 0, 0).abs().amax(dim=-1, keepdim=True)
-            noise = (2 * torch.rand(logits.shape, generator=rng) - 1) * size * largest
-            return sample(self, logits + noise, *args, **kwargs)
+            noise = (2 * torch.rand(logits.shape, generator=rng) - 1).to(logits.device)
+            return sample(self, logits + noise * size * largest, *args, **kwargs)
 
         return perturbed
 

@@ -13,6 +13,7 @@ import torch
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 from vllm.model_executor.models import registry
+from vllm.platforms import current_platform
 
 from lookahead_vllm.engine.worker.branching import branching_obstacle
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
@@ -33,7 +34,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokeniz
 def engine(model: Path, lookahead: dict[str, Any] | None = None, **kwargs: Any) -> Iterator[LLM]:
     """A float32 engine over a tiny model; plain vLLM without `lookahead`."""
     config = {"speculative_config": {"method": "lookahead", **lookahead}} if lookahead else {}
-    settings = dict(
+    settings: dict[str, Any] = dict(
         skip_tokenizer_init=True,
         dtype="float32",
         enforce_eager=True,
@@ -41,8 +42,9 @@ def engine(model: Path, lookahead: dict[str, Any] | None = None, **kwargs: Any) 
         max_model_len=256,
         max_num_seqs=16,
         enable_prefix_caching=False,
-        attention_backend="CPU_MLA",  # for latent attention; the AMX backend has no float32
     )
+    if current_platform.is_cpu():  # for latent attention; the AMX backend has no float32
+        settings["attention_backend"] = "CPU_MLA"
     llm = LLM(model=str(model), **{**settings, **config, **kwargs})
     try:
         yield llm

@@ -332,18 +332,19 @@ class WanderingModelLoader(DummyModelLoader):
     """
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-        rng = torch.Generator().manual_seed(0)
+        rng = torch.Generator().manual_seed(0)  # on the CPU, whatever the model's device
         for name, parameter in model.named_parameters():
             weights = parameter.data
             if weights.ndim > 1:
-                width = 0.1 if "embed" in name else 3
-                weights.normal_(0, width * weights.shape[-1] ** -0.5, generator=rng)
+                mean, width = 0.0, (0.1 if "embed" in name else 3) * weights.shape[-1] ** -0.5
             elif name.endswith("sinks"):  # of the size of the attention scores
-                weights.normal_(10, 5, generator=rng)
+                mean, width = 10.0, 5.0
             elif name.endswith("weight"):  # norms
-                weights.normal_(1, 0.1, generator=rng)
+                mean, width = 1.0, 0.1
             else:
-                weights.normal_(0, 0.1, generator=rng)
+                mean, width = 0.0, 0.1
+            drawn = torch.empty(weights.shape, dtype=weights.dtype)
+            weights.copy_(drawn.normal_(mean, width, generator=rng))
 
 
 def save_config(name: str, folder: Path, configs: Mapping[str, Mapping[str, Any]] = TINY) -> Path:
