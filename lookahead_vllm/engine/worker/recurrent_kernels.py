@@ -24,7 +24,7 @@ from lookahead_vllm.verify.recurrence import Trees
 
 def register() -> None:
     """Patch Mamba 2, in a process that serves a model with recurrent layers."""
-    patches.patch(mamba_mixer2, "causal_conv1d_update", with_trees)
+    patches.patch(mamba_mixer2, "causal_conv1d_update", convolution(trees_of_slots))
     patches.patch(mamba_mixer2, "selective_state_update", _mamba2)
 
 
@@ -49,26 +49,40 @@ def _trees(state_indices: torch.Tensor) -> Trees | None:
     return None
 
 
-def with_trees(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap the update of a convolution's window."""
+def convolution(find: Callable[[dict[str, Any]], Trees | None]) -> Callable[..., Any]:
+    """A wrapper of the update of a convolution's window.
 
-    @functools.wraps(original)
-    def update(
-        x: torch.Tensor,
-        conv_state: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        activation: Any = None,
-        conv_state_indices: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        trees = _trees(conv_state_indices) if conv_state_indices is not None else None
-        if trees is None:
+    Parameters
+    ----------
+    find
+        The drafted rows of a call with these keyword arguments; None: they are not ours.
+    """
+
+    def wrap(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(original)
+        def update(
+            x: torch.Tensor,
+            conv_state: torch.Tensor,
+            weight: torch.Tensor,
+            bias: torch.Tensor | None = None,
+            activation: Any = None,
+            conv_state_indices: torch.Tensor | None = None,
+            **kwargs: Any,
+        ) -> torch.Tensor:
             kwargs["conv_state_indices"] = conv_state_indices
-            return original(x, conv_state, weight, bias, activation, **kwargs)
-        return recurrence.convolution(x, conv_state, weight, bias, activation, trees)
+            if (trees := find(kwargs)) is None:
+                return original(x, conv_state, weight, bias, activation, **kwargs)
+            return recurrence.convolution(x, conv_state, weight, bias, activation, trees)
 
-    return update
+        return update
+
+    return wrap
+
+
+def trees_of_slots(kwargs: dict[str, Any]) -> Trees | None:
+    """The drafted rows of a convolution that is called with all state slots."""
+    slots = kwargs["conv_state_indices"]
+    return None if slots is None else _trees(slots)
 
 
 def _mamba2(original: Callable[..., None]) -> Callable[..., None]:

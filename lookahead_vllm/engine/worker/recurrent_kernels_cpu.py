@@ -17,7 +17,7 @@ from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attentio
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker import recurrent_kernels
 from lookahead_vllm.engine.worker.recurrent import PARENTS
-from lookahead_vllm.engine.worker.recurrent_kernels import delta_trees, with_trees
+from lookahead_vllm.engine.worker.recurrent_kernels import convolution, delta_trees, trees_of_slots
 from lookahead_vllm.verify import recurrence
 from lookahead_vllm.verify.cpu.recurrence import path_windows
 from lookahead_vllm.verify.recurrence import Trees
@@ -27,7 +27,7 @@ from lookahead_vllm.verify.recurrence import Trees
 def register() -> None:
     """Patch the places, in a process that serves a model with recurrent layers."""
     recurrent_kernels.register()
-    patches.patch(causal_conv1d, "causal_conv1d_update_cpu", with_trees)
+    patches.patch(causal_conv1d, "causal_conv1d_update_cpu", convolution(trees_of_slots))
     patches.patch(gdn_attention, "_spec_forward", _gated_delta)
     patches.patch(gdn_attention, "_cpu_gdn_attention_spec_aware", _with_plain_convolution)
 

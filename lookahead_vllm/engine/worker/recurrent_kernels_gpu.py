@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker import recurrent_kernels
 from lookahead_vllm.engine.worker.recurrent import PARENTS
-from lookahead_vllm.engine.worker.recurrent_kernels import delta_trees, with_trees
+from lookahead_vllm.engine.worker.recurrent_kernels import convolution, delta_trees, trees_of_slots
 from lookahead_vllm.verify import recurrence
 from lookahead_vllm.verify.recurrence import Trees
 
@@ -28,8 +28,9 @@ from lookahead_vllm.verify.recurrence import Trees
 def register() -> None:
     """Patch the places, in a process that serves a model with recurrent layers."""
     recurrent_kernels.register()
-    patches.patch(short_conv, "causal_conv1d_update", with_trees)
-    patches.patch(qwen_gdn_linear_attn, "causal_conv1d_update", _convolution)
+    patches.patch(short_conv, "causal_conv1d_update", convolution(trees_of_slots))
+    # vLLM passes the first slots of a gated delta net alone.
+    patches.patch(qwen_gdn_linear_attn, "causal_conv1d_update", convolution(_trees))
     patches.patch(qwen_gdn_linear_attn, "fused_sigmoid_gating_delta_rule_update", _gated_delta)
 
 
@@ -48,25 +49,6 @@ def _trees(kwargs: dict[str, Any]) -> Trees | None:
         if isinstance(metadata, GDNAttentionMetadata) and hasattr(metadata, PARENTS):
             return delta_trees(metadata)
     return None
-
-
-def _convolution(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap the update of a gated delta net's window, of which vLLM passes the slots alone."""
-
-    @functools.wraps(original)
-    def update(
-        x: torch.Tensor,
-        conv_state: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        activation: Any = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        if (trees := _trees(kwargs)) is None:
-            return original(x, conv_state, weight, bias, activation, **kwargs)
-        return recurrence.convolution(x, conv_state, weight, bias, activation, trees)
-
-    return update
 
 
 def _gated_delta(

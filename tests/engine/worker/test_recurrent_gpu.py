@@ -80,7 +80,7 @@ def test_its_convolution_reads_the_inputs_of_a_rows_path(context: SimpleNamespac
     x, window = torch.randn(5, 6), torch.randn(9, 6, 3 + 4)
     weight, bias, expected_window = torch.randn(6, 4), torch.randn(6), window.clone()
     expected = recurrence.convolution(x, expected_window, weight, bias, "silu", TREES)
-    update = recurrent_kernels_gpu._convolution(vllms)
+    update = recurrent_kernels.convolution(recurrent_kernels_gpu._trees)(vllms)
     call = dict(conv_state_indices=TREES.columns[:, 0], query_start_loc=TREES.starts)
     assert update(x, window, weight, bias, "silu", **call) == "vLLM's"  # type: ignore[comparison-overlap]
     call["num_accepted_tokens"] = TREES.accepted
