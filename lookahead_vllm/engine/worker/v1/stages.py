@@ -55,15 +55,18 @@ class EarlierStage:
         targets: list[Int64s] = []
         requests: list[Any] = []
         for req_id, (tokens, keeps_kv) in emitted.items():
+            computed = self._computed.pop(req_id, None)
             if (request := runner.requests.get(req_id)) is None:
                 continue
             request.output_token_ids.extend(tokens[:-1])
             _append_to_row(runner.input_batch, req_id, tokens[:-1])
-            forest, root = self._computed.pop(req_id)
+            if computed is None or not keeps_kv:
+                continue
+            forest, root = computed
             path = paths_of_tokens(forest, np.array([tokens]), np.array([len(tokens)], np.int32))[0]
             behind_root = np.arange(len(path))
             moved = path != behind_root
-            if keeps_kv and moved.any():
+            if moved.any():
                 requests.append(request)
                 origins.append(root + 1 + path[moved])
                 targets.append(root + 1 + behind_root[moved])
