@@ -98,7 +98,7 @@ def test_preempted_requests_and_cached_prefixes(
     original = Scheduler._preempt_request
 
     def count(self: Scheduler, request: Any, *args: Any, **kwargs: Any) -> None:
-        in_flight.append(request.num_in_flight_tokens > 1)
+        in_flight.append(request.num_in_flight_tokens > 0)
         original(self, request, *args, **kwargs)
 
     monkeypatch.setattr(Scheduler, "_preempt_request", count)
@@ -106,7 +106,7 @@ def test_preempted_requests_and_cached_prefixes(
     with pipeline(llama, two_stages, FIXED, **few) as llm:
         assert is_exact(llm, plain)
         first, last = stages_of(llm)
-    assert any(in_flight), "no request was preempted while a draft of it was computed"
+    assert any(in_flight), "no request was preempted while a step of it was under way"
     assert first.counters["moved_tokens"] > 20
     assert first.counters["moved_tokens"] <= last.counters["moved_tokens"]
 
