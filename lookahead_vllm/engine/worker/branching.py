@@ -39,8 +39,9 @@ def decide(runner: Any, groups: Sequence[Any]) -> list[Any]:
     list
         As of `kv_movers`; empty where trees may not branch.
     """
-    own_obstacle = branching_obstacle(runner.vllm_config, groups, runner.attention)
-    obstacle = next(filter(None, _of_all_stages(own_obstacle)), None)
+    obstacle = branching_obstacle(runner.vllm_config, groups, runner.attention)
+    if runner.vllm_config.parallel_config.pipeline_parallel_size > 1:
+        obstacle = next(filter(None, _of_all_stages(obstacle)), None)
     runner.drafter.may_branch = obstacle is None
     # vLLM's latent attention computes a chain as a prompt, in another way than a decode row.
     is_latent_on_cpu = runner.model_config.use_mla and runner.device.type == "cpu"

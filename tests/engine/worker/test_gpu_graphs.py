@@ -310,7 +310,8 @@ class FakeBase:
 
 class Runner(GraphRunner, FakeBase):
     attention: Any = None
-    vllm_config: Any = None
+    vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=1))
+    device = torch.device("cpu")
 
 
 @pytest.fixture
