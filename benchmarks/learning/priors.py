@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from tqdm import tqdm
 from lookahead_vllm.draft.trie import priors
 from lookahead_vllm.draft.trie.acceptance_rate import HITS, TRIALS, AcceptanceRate
 from lookahead_vllm.simulation.drafters import Lookahead
-from lookahead_vllm.simulation.replay import Played, play
+from lookahead_vllm.simulation.replay import Played, figures, play
 from lookahead_vllm.simulation.traces import Trace, TraceError, TraceFile, load_traces
 
 PART_TOKENS = 8000
@@ -68,25 +68,26 @@ def main(arguments: Sequence[str]) -> int:
         print(f"learn_priors: --groups has {len(groups)} numbers for {len(files)} files")
         return 2
     if not options.evaluate:
-        rate = learn(files, options.seed)
-        learned = priors.save(rate.trials[:, HITS], rate.trials[:, TRIALS], options.out)
+        trials = learn(files, options.seed).trials
+        learned = priors.save(trials[:, HITS], trials[:, TRIALS], options.out)
         size = options.out.stat().st_size
-        print(f"{options.out}: {len(learned.indices)} of {len(rate.rates)} rates, {size} bytes")
+        print(f"{options.out}: {len(learned.indices)} of {len(trials)} rates, {size} bytes")
         return 0
     if len(set(groups)) < 2:
         print("learn_priors: --evaluate needs files of at least two groups")
         return 2
-    rates = {
-        group: learn([f for f, g in zip(files, groups, strict=True) if g != group], options.seed)
-        for group in sorted(set(groups))
-    }
+    learned_without: dict[int, priors.Priors] = {}
+    for group in sorted(set(groups)):
+        others = [f for f, g in zip(files, groups, strict=True) if g != group]
+        trials = learn(others, options.seed).trials
+        learned_without[group] = priors.of_trials(trials[:, HITS], trials[:, TRIALS])
     print("| nodes | file | first 1000 tokens | with priors | long run | with priors |")
     print("| --: | :-- | --: | --: | --: | --: |")
     for budget in options.budget:
         rows: list[tuple[Edl, Edl]] = []
         for file, group in zip(files, groups, strict=True):
-            before = measure(file, budget, lambda: AcceptanceRate())
-            after = measure(file, budget, lambda: AcceptanceRate(_of(rates[group])))  # noqa: B023
+            before = measure(file, budget, None)
+            after = measure(file, budget, learned_without[group])
             rows.append((before, after))
             _print_row(budget, file.path.stem, before, after)
         means = np.mean(rows, axis=0)
@@ -138,25 +139,19 @@ def learn(files: Sequence[TraceFile], seed: int) -> AcceptanceRate:
     random.Random(seed).shuffle(parts)
     rate = AcceptanceRate()
     for part in tqdm(parts, "Learning", unit="part", leave=False):
-        drafter = _drafter(TRAINING_NODES, rate)
-        _play_all(drafter, part, TRAINING_NODES)
-        rate = drafter.proposer.rate  # type: ignore[attr-defined]
+        _play_all(_drafter(TRAINING_NODES, rate), part, TRAINING_NODES)
     return rate
 
 
-def measure(file: TraceFile, budget: int, make: Callable[[], AcceptanceRate]) -> Edl:
-    """Tokens a step of at most `budget` nodes, from the rates that `make` returns."""
+def measure(file: TraceFile, budget: int, learned: priors.Priors | None) -> Edl:
+    """Tokens a step of at most `budget` nodes, each start with these priors."""
     early = [
         played
         for part in list(_parts(file.traces, EARLY_TOKENS))[:EARLY_STARTS]
-        for played in _play_all(_drafter(budget, make()), part, budget)
+        for played in _play_all(_drafter(budget, AcceptanceRate(learned)), part, budget)
     ]
-    long = _play_all(_drafter(budget, make()), file.traces[:LONG_TRACES], budget)
-    return Edl(_edl(early), _edl(long))
-
-
-def _edl(played: Sequence[Played]) -> float:
-    return sum(one.tokens for one in played) / sum(len(one.nodes) for one in played)
+    long = _play_all(_drafter(budget, AcceptanceRate(learned)), file.traces[:LONG_TRACES], budget)
+    return Edl(figures(early)["edl"], figures(long)["edl"])
 
 
 def _parts(traces: Sequence[Trace], num_tokens: int) -> Iterator[list[Trace]]:
@@ -167,13 +162,6 @@ def _parts(traces: Sequence[Trace], num_tokens: int) -> Iterator[list[Trace]]:
         if sum(len(one.output) for one in part) >= num_tokens:
             yield part
             part = []
-
-
-def _of(rate: AcceptanceRate) -> priors.Priors:
-    """The priors that `priors.save` would write."""
-    enough = np.flatnonzero(rate.trials[:, TRIALS] >= priors.TRIALS)
-    shares = rate.trials[enough, HITS] / rate.trials[enough, TRIALS]
-    return priors.Priors(enough.astype(np.uint16), shares)
 
 
 def _drafter(budget: int, rate: AcceptanceRate) -> Lookahead:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 
+from lookahead_vllm.engine.worker.pipeline import of_all_stages
 from lookahead_vllm.engine.worker.recurrent import (
     LAYERS,
     RecurrentMover,
@@ -41,7 +41,8 @@ def decide(runner: Any, groups: Sequence[Any]) -> list[Any]:
     """
     obstacle = branching_obstacle(runner.vllm_config, groups, runner.attention)
     if runner.vllm_config.parallel_config.pipeline_parallel_size > 1:
-        obstacle = next(filter(None, _of_all_stages(obstacle)), None)
+        # Each stage has layers of its own.
+        obstacle = next(filter(None, of_all_stages(obstacle)), None)
     runner.drafter.may_branch = obstacle is None
     # vLLM's latent attention computes a chain as a prompt, in another way than a decode row.
     is_latent_on_cpu = runner.model_config.use_mla and runner.device.type == "cpu"
@@ -51,12 +52,6 @@ def decide(runner: Any, groups: Sequence[Any]) -> list[Any]:
         return []
     layers = runner.compilation_config.static_forward_context
     return kv_movers(layers, runner.kv_cache_config.kv_cache_groups, runner.attention)
-
-
-def _of_all_stages(value: str | None) -> list[str | None]:
-    """The values of all pipeline stages, each of which has layers of its own."""
-    stages = get_pp_group()
-    return [stages.broadcast_object(value, stage) for stage in range(stages.world_size)]
 
 
 def branching_obstacle(

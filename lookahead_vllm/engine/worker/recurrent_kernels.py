@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from vllm.forward_context import get_forward_context
@@ -20,6 +20,8 @@ from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker.recurrent import PARENTS
 from lookahead_vllm.verify import recurrence
 from lookahead_vllm.verify.recurrence import Trees
+
+Metadata = TypeVar("Metadata")
 
 
 def register() -> None:
@@ -36,16 +38,21 @@ def _trees(state_indices: torch.Tensor) -> Trees | None:
     state_indices : int32 [requests, columns], or flat
         The layer's state slots.
     """
-    metadata = get_forward_context().attn_metadata
-    if not isinstance(metadata, dict):
+    if (metadata := metadata_with_parents(BaseMambaAttentionMetadata)) is None:
         return None
-    for one in metadata.values():
+    starts = metadata.query_start_loc_d
+    assert starts is not None and metadata.num_accepted_tokens is not None
+    columns = state_indices.view(len(starts) - 1, -1)
+    return Trees(starts, getattr(metadata, PARENTS), columns, metadata.num_accepted_tokens)
+
+
+def metadata_with_parents(kind: type[Metadata]) -> Metadata | None:
+    """The step's metadata of recurrent layers of this kind; None if vLLM's kernels compute it."""
+    by_layer = get_forward_context().attn_metadata
+    for metadata in by_layer.values() if isinstance(by_layer, dict) else ():
         # All recurrent layers have the same rows.
-        if isinstance(one, BaseMambaAttentionMetadata) and hasattr(one, PARENTS):
-            starts = one.query_start_loc_d
-            assert starts is not None and one.num_accepted_tokens is not None
-            columns = state_indices.view(len(starts) - 1, -1)
-            return Trees(starts, getattr(one, PARENTS), columns, one.num_accepted_tokens)
+        if isinstance(metadata, kind) and hasattr(metadata, PARENTS):
+            return metadata
     return None
 
 

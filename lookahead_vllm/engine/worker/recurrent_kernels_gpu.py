@@ -11,14 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba import short_conv
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker import recurrent_kernels
-from lookahead_vllm.engine.worker.recurrent import PARENTS
 from lookahead_vllm.engine.worker.recurrent_kernels import convolution, delta_trees, trees_of_slots
 from lookahead_vllm.verify import recurrence
 from lookahead_vllm.verify.recurrence import Trees
@@ -44,11 +42,8 @@ def _trees(kwargs: dict[str, Any]) -> Trees | None:
     """
     if kwargs.get("num_accepted_tokens") is None:
         return None
-    for metadata in get_forward_context().attn_metadata.values():
-        # All recurrent layers have the same rows.
-        if isinstance(metadata, GDNAttentionMetadata) and hasattr(metadata, PARENTS):
-            return delta_trees(metadata)
-    return None
+    metadata = recurrent_kernels.metadata_with_parents(GDNAttentionMetadata)
+    return None if metadata is None else delta_trees(metadata)
 
 
 def _gated_delta(

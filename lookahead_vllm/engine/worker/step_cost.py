@@ -21,11 +21,7 @@ import torch
 import vllm
 from tqdm import tqdm
 from vllm import envs
-from vllm.distributed.parallel_state import (
-    get_pp_group,
-    get_world_group,
-    is_global_first_rank,
-)
+from vllm.distributed.parallel_state import get_world_group, is_global_first_rank
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -34,6 +30,7 @@ from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.cache.file import set_aside
 from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.engine.worker.pipeline import of_all_stages
 from lookahead_vllm.machine import cpu_name
 
 logger = init_logger(f"vllm.{__name__}")
@@ -268,9 +265,7 @@ def _fastest(run: Any) -> float:
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    # A step runs through all stages of a pipeline.
-    stages = get_pp_group()
-    return sum(stages.broadcast_object(min(times), i) for i in range(stages.world_size))
+    return sum(of_all_stages(min(times)))  # a step runs through all of them
 
 
 def _file_of(runner: Any) -> Path:

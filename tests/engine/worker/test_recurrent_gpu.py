@@ -39,8 +39,7 @@ def context(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     ):
         setattr(metadata, name, value)
     found = SimpleNamespace(attn_metadata={"attention": None, "delta": metadata})
-    for module in (recurrent_kernels, recurrent_kernels_gpu):
-        monkeypatch.setattr(module, "get_forward_context", lambda: found)
+    monkeypatch.setattr(recurrent_kernels, "get_forward_context", lambda: found)
     return found
 
 

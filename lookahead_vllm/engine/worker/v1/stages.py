@@ -15,7 +15,6 @@ import torch
 from vllm.distributed.parallel_state import get_pp_group
 
 from lookahead_vllm.draft.jit import Int64s
-from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine.messages import Emitted
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
@@ -26,14 +25,13 @@ class EarlierStage:
     """The drafts that a stage before the last one has computed, until their outcome arrives."""
 
     def __init__(self) -> None:
-        self._computed: dict[str, tuple[DraftForest, int]] = {}
-        """By request id: the tree of its last draft, and the root's position."""
+        self._computed: dict[str, tuple[DraftStep, int]] = {}
+        """By request id: the step of its last draft, and the draft's index there."""
 
     def remember(self, step: DraftStep, req_ids: Sequence[str]) -> None:
         """Keep the drafts of a step; `req_ids` are the requests of the batch."""
         for tree, row in enumerate(step.rows.tolist()):
-            forest = step.forest.take(np.array([tree]), step.forest.sizes[[tree]])
-            self._computed[req_ids[row]] = forest, int(step.contexts[tree])
+            self._computed[req_ids[row]] = step, tree
 
     def forget(self, request_id: str) -> None:
         """Drop the draft of a request that has ended."""
@@ -62,7 +60,9 @@ class EarlierStage:
             _append_to_row(runner.input_batch, req_id, tokens[:-1])
             if computed is None or not keeps_kv:
                 continue
-            forest, root = computed
+            step, tree = computed
+            root = int(step.contexts[tree])
+            forest = step.forest.take(np.array([tree]), step.forest.sizes[[tree]])
             path = paths_of_tokens(forest, np.array([tokens]), np.array([len(tokens)], np.int32))[0]
             behind_root = np.arange(len(path))
             moved = path != behind_root
