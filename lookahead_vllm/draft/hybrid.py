@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from lookahead_vllm.draft.budget.cost import Load, StepCost
+from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
 from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverrides
+from lookahead_vllm.draft.sources import RECYCLED, WINDOW
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie.candidates import CHOICES
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
@@ -21,6 +23,16 @@ from lookahead_vllm.draft.trie.recycling import (
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES, Hashes
 from lookahead_vllm.draft.window.branch import LookaheadBranch, shape_for
 
+MIN_WORTH = 0.02
+"""Tokens a step that the model's choices must bring a request. To find the likeliest tokens of a
+step takes some 2 % of its time."""
+PRIOR_WORTH = 0.1
+"""Tokens a step that they are expected to bring before any were tried."""
+MEMORY_STEPS = 50
+"""Steps after which a step counts 1/e of what it did."""
+RETRY_STEPS = 2000
+"""Steps without choices after which they are tried again."""
+
 
 class HybridProposer(NGramTrieProposer):
     """Grows trees in which all sources compete node by node, with a comb where it pays.
@@ -29,15 +41,25 @@ class HybridProposer(NGramTrieProposer):
     cells of the window are verified nodes, too: the path of a cell and its choice is an n-gram of
     the lookahead branch. The acceptance rate of each kind of evidence is learned from emitted
     tokens, as for the trie.
+
+    With a cost model, choices are asked for only while they are worth it: a node from them counts
+    as 1 if it was accepted, less the probability from which a node pays. Without them, a step does
+    what NGramTrieProposer does, and nothing else.
+
+    Attributes
+    ----------
+    worth : float
+        Tokens a step that the choices bring a request.
     """
 
-    num_choices = NUM_CHOICES
-    wants_roots = True
     num_lines = NUM_LINES
 
     def __init__(self, options: LookaheadOptions, cost: StepCost | None = None) -> None:
         options = options.for_model(0)
         self.branch = LookaheadBranch(options)
+        self.worth = PRIOR_WORTH
+        self.num_choices, self.wants_roots = NUM_CHOICES, True
+        self._steps_without = 0
         self._root_hashes: Hashes = np.zeros((0, NUM_HASHES), np.uint64)
         """uint64 [capacity, NUM_HASHES]: of the texts when their trees were proposed."""
         self._num_grown = np.zeros(0, np.int64)
@@ -66,6 +88,8 @@ class HybridProposer(NGramTrieProposer):
 
     def observe(self, verified: Verified) -> None:
         """See Proposer. Keeps the choices and moves the windows on."""
+        if not self.num_choices:  # they were asked for before
+            return
         forest = verified.forest
         rows = self._texts.rows_of(verified.request_ids)
         recycle(
@@ -81,9 +105,39 @@ class HybridProposer(NGramTrieProposer):
             (verified.at_roots, verified.at_nodes, verified.gaps),
         )
         self.branch.iterate(verified, np.zeros(len(rows), np.int32))
+        if self.cost is not None and self.options.budget == "auto":
+            self._judge(verified, self._num_grown[rows])
+
+    def _judge(self, verified: Verified, num_grown: Int64s) -> None:
+        """Learn what the choices of this step were worth, and stop asking for them if too little.
+
+        `num_grown` int64 [t]: each tree's nodes from this one on are only cells of a window.
+        """
+        forest = verified.forest
+        from_choices = (forest.sources == RECYCLED) | (forest.sources == WINDOW)
+        from_choices &= forest.places < num_grown[forest.owners]
+        accepted = int((from_choices & verified.accepted).sum())
+        price = 2 * self._min_prob * int(from_choices.sum())
+        self.worth += ((accepted - price) / len(forest) - self.worth) / MEMORY_STEPS
+        if self.worth < MIN_WORTH:
+            self._use_choices(False)
+
+    def _use_choices(self, with_choices: bool) -> None:
+        self.num_choices, self.wants_roots = NUM_CHOICES * with_choices, with_choices
+        self._texts.use_choices(with_choices)
+        if with_choices:
+            self.worth = PRIOR_WORTH
+            self.branch.resume()
+        else:
+            self._steps_without = 0
 
     def propose(self, limits: Sequence[DraftLimits], load: Load = NO_LOAD) -> DraftForest:
         """See Proposer."""
+        if not self.num_choices:
+            self._steps_without += 1
+            if self._steps_without < RETRY_STEPS:
+                return super().propose(limits, load)
+            self._use_choices(True)
         contexts = np.array([limit.context for limit in limits], np.int64)
         cost = self.cost if self.options.budget == "auto" else None
         windows = self.branch.choose(limits, contexts, cost, load)

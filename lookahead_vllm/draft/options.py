@@ -25,6 +25,17 @@ SHIFTS = ("one", "hits", "paper")
 
 MAX_DECODING_LENGTH = 128
 
+AUTO_DECODING_LENGTH = 64
+"""The nodes of a tree unless the user sets them. The budget sends those that pay, and a text that
+is copied pays for many."""
+
+MAX_STATES = 16
+"""The same for a model with recurrent layers, which keeps a state for each node."""
+
+MIN_TOKENS_FOR_HYBRID = 64
+"""The critical decoding length from which "auto" is "hybrid": its further sources bring a fifth
+more tokens a step with 64 nodes, and nothing with few."""
+
 MAX_DRAFT_THREADS = 64
 AUTO_DRAFT_THREADS = 4
 """The most threads that "auto" takes; more gain little, because a step's trees are few."""
@@ -42,9 +53,10 @@ class LookaheadOptions:
 
     Attributes
     ----------
-    num_speculative_tokens : int
-        The decoding length: the maximum number of nodes of one draft tree, 1 to 128. The default
-        is 16; 64 for the proposer "hybrid"; for "jacobi_window" the nodes of both its branches.
+    num_speculative_tokens : "auto" or int
+        The decoding length: the maximum number of nodes of one draft tree, 1 to 128. "auto": 64;
+        for "jacobi_window" the nodes of both its branches; for a model with recurrent layers, which
+        keeps a state for each node, 16. A `budget` that is a number is the maximum, too.
     branch_length : int
         The maximum length of a branch below the root, in tokens, 1 to 64.
     max_nodes : int
@@ -57,8 +69,9 @@ class LookaheadOptions:
         one branch. Source: Lookahead (KDD 2024), section 4.1.
     sources : "both", "prompt", "output" or "none"
         The texts that are inserted into the trie. Source: the same paper, section 5.4.
-    proposer : str
-        The proposer that grows the trees, a key of `registry.PROPOSERS`.
+    proposer : "auto" or str
+        The proposer that grows the trees, a key of `registry.PROPOSERS`. "auto": "hybrid" where
+        tokens in a step are nearly free, else "ngram_trie".
     budget : "auto" or int
         "auto": each step sends only the nodes that pay for themselves, by the measured cost of a
         step. A number: each step sends up to that many nodes for each request, whatever they cost.
@@ -97,13 +110,13 @@ class LookaheadOptions:
         cache_salt alone.
     """
 
-    num_speculative_tokens: int = None  # type: ignore[assignment]  # until __post_init__
+    num_speculative_tokens: str | int = "auto"
     branch_length: int = 64
     max_nodes: int = 4_000_000
     max_bytes: int | None = None
     draft: str = "hierarchical"
     sources: str = "both"
-    proposer: str = "ngram_trie"
+    proposer: str = "auto"
     budget: str | int = "auto"
     window_size: str | int = "auto"
     ngram_size: int = PAPER_NGRAM_SIZE
@@ -120,24 +133,25 @@ class LookaheadOptions:
     accept_namespaces: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.proposer, str) or self.proposer not in PROPOSERS:
-            raise _wrong("proposer", self.proposer, f"one of {', '.join(PROPOSERS)}", "ngram_trie")
+        if not isinstance(self.proposer, str) or self.proposer not in ("auto", *PROPOSERS):
+            raise _wrong(
+                "proposer", self.proposer, f'"auto" or one of {", ".join(PROPOSERS)}', "auto"
+            )
         self._check_window()
-        if self.num_speculative_tokens is None:
-            object.__setattr__(self, "num_speculative_tokens", self._default_length())
-        if not _is_int(self.num_speculative_tokens, 1, MAX_DECODING_LENGTH):
-            allowed = f"a whole number from 1 to {MAX_DECODING_LENGTH}"
-            raise _wrong("num_speculative_tokens", self.num_speculative_tokens, allowed, 16)
+        length = self.num_speculative_tokens
+        if length != "auto" and not _is_int(length, 1, MAX_DECODING_LENGTH):
+            allowed = f'"auto" or a whole number from 1 to {MAX_DECODING_LENGTH}'
+            raise _wrong("num_speculative_tokens", length, allowed, "auto")
         self._check_int("branch_length", 1, 64)
         self._check_int("max_nodes", 1024, 2**30 - 1)
         if self.max_bytes is not None:
             self._check_int("max_bytes", 16_384, 2**40)
         self._check_choice("draft", DRAFTS)
         self._check_choice("sources", SOURCES)
-        max_budget = self.num_speculative_tokens
+        max_budget = MAX_DECODING_LENGTH if length == "auto" else int(length)
         if self.budget != "auto" and not _is_int(self.budget, 1, max_budget):
-            allowed = f'"auto" or 1 to num_speculative_tokens={max_budget} nodes'
-            raise _wrong("budget", self.budget, allowed, "auto")
+            bound = max_budget if length == "auto" else f"num_speculative_tokens={max_budget}"
+            raise _wrong("budget", self.budget, f'"auto" or 1 to {bound} nodes', "auto")
         self._check_comb()
         if self.draft_threads != "auto" and not _is_int(self.draft_threads, 1, MAX_DRAFT_THREADS):
             raise _wrong(
@@ -147,7 +161,7 @@ class LookaheadOptions:
         path = self.cache_path
         if path is not None and (not isinstance(path, str) or not path or "\0" in path):
             raise _wrong("cache_path", path, "the path of a file", "lookahead.cache")
-        if path is not None and self.proposer not in KEEP_CACHE:
+        if path is not None and self.proposer not in ("auto", *KEEP_CACHE):
             raise OptionError(
                 f"cache_path={path!r} was given, but the proposer {self.proposer!r} keeps no "
                 "cache; leave cache_path out"
@@ -229,6 +243,27 @@ class LookaheadOptions:
             guesses = max(1, int(size))
         return replace(self, window_size=size, guess_set_size=guesses)
 
+    def for_recurrent_layers(self) -> LookaheadOptions:
+        """Replace "auto" in `num_speculative_tokens` for a model that keeps a state for each node.
+
+        A window and a fixed budget need as many nodes as they have.
+        """
+        sizes = self.num_speculative_tokens, self.budget, self.window_size
+        if self.proposer == "jacobi_window" or any(size != "auto" for size in sizes):
+            return self
+        return replace(self, num_speculative_tokens=MAX_STATES)
+
+    def for_step_cost(self, critical_decoding_length: int) -> LookaheadOptions:
+        """Replace "auto" in `proposer`, by the number of tokens that are nearly free in a step.
+
+        A `budget` that is a number replaces the critical decoding length: its nodes are sent
+        whatever they cost.
+        """
+        if self.proposer != "auto":
+            return self
+        free = critical_decoding_length if self.budget == "auto" else int(self.budget)
+        return replace(self, proposer="hybrid" if free >= MIN_TOKENS_FOR_HYBRID else "ngram_trie")
+
     def for_device(self, on_cpu: bool, num_cores: int) -> LookaheadOptions:
         """Replace "auto" in `draft_threads`: 1 if the model runs on the CPU.
 
@@ -247,7 +282,16 @@ class LookaheadOptions:
     @property
     def max_nodes_per_tree(self) -> int:
         """The maximum number of nodes of one tree: `budget` if it is a number."""
-        return self.num_speculative_tokens if self.budget == "auto" else int(self.budget)
+        if self.budget != "auto":
+            return int(self.budget)
+        length = self.num_speculative_tokens
+        return self._default_length() if length == "auto" else int(length)
+
+    @property
+    def decoding_length(self) -> int:
+        """The number of draft tokens for which the engine has room, in each request and step."""
+        length = self.num_speculative_tokens
+        return self.max_nodes_per_tree if length == "auto" else int(length)
 
     @property
     def window(self) -> WindowShape:
@@ -260,10 +304,8 @@ class LookaheadOptions:
         return self.max_nodes_per_tree // (4 if self.proposer == "hybrid" else 2)
 
     def _default_length(self) -> int:
-        if self.proposer == "hybrid":
-            return 64
         if self.proposer != "jacobi_window":
-            return 16
+            return AUTO_DECODING_LENGTH
         size = paper_window_size(0) if self.window_size == "auto" else int(self.window_size)
         guesses = size if self.guess_set_size == "auto" else int(self.guess_set_size)
         comb = WindowShape(size, self.ngram_size).nodes
@@ -285,8 +327,9 @@ class LookaheadOptions:
         for name in ("window_size", "guess_set_size"):
             if getattr(self, name) != "auto":
                 raise OptionError(
-                    f"{name}={getattr(self, name)!r} was given, but the proposer "
-                    f"{self.proposer!r} has no window; write proposer='hybrid', or leave it out"
+                    f"{name}={getattr(self, name)!r} was given, but only the proposers "
+                    "'hybrid' and 'jacobi_window' have a window; write proposer='hybrid', or "
+                    "leave it out"
                 )
 
     def _check_comb(self) -> None:

@@ -69,7 +69,9 @@ class Proposer(Protocol):
     min_prob_beside_prompt: float
     """The probability from which a node pays in a step that also prefills a prompt."""
     num_choices: int
-    """How many of the model's likeliest tokens at each node `observe` needs; 0 if it needs none."""
+    """How many of the model's likeliest tokens at each node `observe` needs; 0 if it needs none.
+
+    It may change from step to step, as `wants_roots` may."""
     wants_roots: bool
     """Whether `observe` also needs the root choices of requests without a node."""
 

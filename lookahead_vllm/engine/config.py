@@ -177,9 +177,12 @@ def make(
         )
     with _asking_for(args, FIRST_RUNNER, options):
         config = create()
-        if config.model_config.is_hybrid and config.cache_config.mamba_cache_mode != "none":
+    if config.model_config.is_hybrid:
+        options = options.for_recurrent_layers()
+        if config.cache_config.mamba_cache_mode != "none":
             _refuse_cached_states(caches_states)
             args.enable_prefix_caching = False
+        with _asking_for(args, FIRST_RUNNER, options):
             config = create()
     apply(config, options, FIRST_RUNNER)
     return config
@@ -219,7 +222,7 @@ def _asking_for(args: EngineArgs, runner: _Runner, options: LookaheadOptions) ->
         setattr(args, field, None)
     args.speculative_config = {
         **runner.speculation,
-        "num_speculative_tokens": options.num_speculative_tokens,
+        "num_speculative_tokens": options.decoding_length,
     }
     try:
         yield

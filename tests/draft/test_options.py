@@ -25,7 +25,10 @@ def test_options_round_trip_through_a_dict():
         ({"branch_lenght": 8}, ["'branch_lenght' was given", "did you mean 'branch_length'?"]),
         ({"depth": 8}, ["'depth' was given", "knows num_speculative_tokens", "leave it out"]),
         ({"window": 8}, ["'window' was given", "did you mean 'window_size'?"]),
-        ({"window_size": 8}, ["'ngram_trie' has no window", "write proposer='hybrid'"]),
+        (
+            {"window_size": 8},
+            ["'hybrid' and 'jacobi_window' have a window", "write proposer='hybrid'"],
+        ),
         ({"proposer": "hybrid", "window_size": 129}, ['"auto" or 0 to 128', "write 'auto'"]),
         ({"proposer": "hybrid", "ngram_size": 1}, ["from 2 to 16", "write 5"]),
         ({"proposer": "hybrid", "guess_set_size": 0}, ['"auto" or 1 to 128']),
@@ -39,10 +42,10 @@ def test_options_round_trip_through_a_dict():
             {"proposer": "hybrid", "window_size": 15, "budget": 16},
             ["59 nodes are more than budget=16"],
         ),
-        ({"num_speculative_tokens": 0}, ["=0 was given", "from 1 to 128", "write 16"]),
-        ({"num_speculative_tokens": 129}, ["=129 was given", "from 1 to 128", "write 16"]),
-        ({"num_speculative_tokens": True}, ["=True was given", "a whole number", "write 16"]),
-        ({"num_speculative_tokens": "16"}, ["='16' was given", "a whole number", "write 16"]),
+        ({"num_speculative_tokens": 0}, ["=0 was given", "from 1 to 128", "write 'auto'"]),
+        ({"num_speculative_tokens": 129}, ["=129 was given", "from 1 to 128", "write 'auto'"]),
+        ({"num_speculative_tokens": True}, ["=True was given", "a whole number", "write 'auto'"]),
+        ({"num_speculative_tokens": "16"}, ["='16' was given", "a whole number", "write 'auto'"]),
         ({"branch_length": 65}, ["=65 was given", "from 1 to 64", "write 64"]),
         ({"branch_length": 8.0}, ["=8.0 was given", "a whole number", "write 64"]),
         ({"max_nodes": 1023}, ["=1023 was given", "from 1024", "write 4000000"]),
@@ -52,8 +55,8 @@ def test_options_round_trip_through_a_dict():
             {"sources": "all"},
             ["='all' was given", "one of both, prompt, output, none", "write 'both'"],
         ),
-        ({"proposer": "ngram"}, ["='ngram' was given", "one of ngram_trie", "write 'ngram_trie'"]),
-        ({"proposer": 3}, ["=3 was given", "one of ngram_trie", "write 'ngram_trie'"]),
+        ({"proposer": "ngram"}, ["='ngram' was given", "one of ngram_trie", "write 'auto'"]),
+        ({"proposer": 3}, ["=3 was given", "one of ngram_trie", "write 'auto'"]),
         ({"budget": "fast"}, ["='fast' was given", '"auto" or 1 to', "write 'auto'"]),
         ({"budget": 0}, ["=0 was given", '"auto" or 1 to', "write 'auto'"]),
         ({"draft_threads": 0}, ["=0 was given", '"auto" or 1 to 64', "write 'auto'"]),
@@ -121,20 +124,53 @@ def test_cache_path_becomes_absolute(tmp_path, monkeypatch):
     ("given", "parameters", "length", "window", "guesses"),
     [
         ({"proposer": "jacobi_window"}, 7e9, 119, (15, 5), 15),
-        ({"proposer": "jacobi_window"}, 13e9, 119, (10, 5), 10),
-        ({"proposer": "jacobi_window"}, 34e9, 119, (7, 5), 7),
+        ({"proposer": "jacobi_window"}, 13e9, 79, (10, 5), 10),
+        ({"proposer": "jacobi_window"}, 34e9, 55, (7, 5), 7),
         ({"proposer": "jacobi_window", "num_speculative_tokens": 32}, 7e9, 32, (4, 5), 4),
         ({"proposer": "jacobi_window", "window_size": 5, "ngram_size": 4}, 7e9, 29, (5, 4), 5),
         ({"proposer": "hybrid"}, 7e9, 64, (4, 5), 4),
-        ({"proposer": "hybrid", "budget": 8}, 7e9, 64, (0, 5), 1),
+        ({"proposer": "hybrid", "budget": 8}, 7e9, 8, (0, 5), 1),
         ({"proposer": "hybrid", "window_size": 0}, 7e9, 64, (0, 5), 1),
     ],
 )
 def test_auto_follows_the_papers_table_4(given, parameters, length, window, guesses):
     options = LookaheadOptions.from_dict(given).for_model(parameters)
-    assert options.num_speculative_tokens == length
+    assert options.decoding_length == length
     assert options.window == window and options.guess_set_size == guesses
     assert LookaheadOptions.from_dict(options.to_dict()) == options
+
+
+@pytest.mark.parametrize(
+    ("given", "critical_length", "proposer"),
+    [
+        ({}, 63, "ngram_trie"),
+        ({}, 64, "hybrid"),
+        ({"budget": 16}, 128, "ngram_trie"),
+        ({"budget": 64}, 1, "hybrid"),
+        ({"proposer": "hybrid"}, 1, "hybrid"),
+        ({"proposer": "jacobi_window"}, 128, "jacobi_window"),
+    ],
+)
+def test_auto_drafts_from_all_sources_where_tokens_are_nearly_free(
+    given, critical_length, proposer
+):
+    options = LookaheadOptions.from_dict(given)
+    assert options.for_step_cost(critical_length).proposer == proposer
+
+
+@pytest.mark.parametrize(
+    ("given", "length"),
+    [
+        ({}, 16),
+        ({"proposer": "hybrid"}, 16),
+        ({"num_speculative_tokens": 32}, 32),
+        ({"budget": 24}, 24),
+        ({"proposer": "jacobi_window", "window_size": 7}, 55),
+        ({"proposer": "hybrid", "window_size": 7}, 64),
+    ],
+)
+def test_auto_keeps_fewer_recurrent_states(given, length):
+    assert LookaheadOptions.from_dict(given).for_recurrent_layers().decoding_length == length
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,6 @@ def test_every_spelling_means_the_same(model: Path) -> None:
     path = "lookahead_vllm.NGramTrieProposer"
     for made_config in (
         made(model, speculative_config={"method": "lookahead", **given}),
-        made(model, speculative_config={"method": "custom_class", "model": path, **given}),
         made(model, speculative_config={"model": "[lookahead]", **given}),
         from_cli(model, "--speculative-config", text),
         from_cli(
@@ -64,11 +64,14 @@ def test_every_spelling_means_the_same(model: Path) -> None:
         assert made_config.speculative_config.method == "custom_class"
         assert made_config.speculative_config.num_speculative_tokens == 12
         assert made_config.parallel_config.worker_cls.endswith(".LookaheadCPUWorker")
+    by_path = made(model, speculative_config={"method": "custom_class", "model": path, **given})
+    assert config.options_of(by_path) == replace(options, proposer="ngram_trie")
 
 
 def test_the_flag_alone_enables_the_defaults(model: Path) -> None:
     made_config = from_cli(model, "--speculative-model=[lookahead]")
     assert config.options_of(made_config) == LookaheadOptions()
+    assert made_config.speculative_config.num_speculative_tokens == 64
 
 
 def test_without_lookahead_the_config_is_unchanged(model: Path) -> None:

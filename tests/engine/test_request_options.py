@@ -69,7 +69,7 @@ def test_every_spelling_is_read(
         ({"lookahead": {"references": "x"}}, ["['references'] was", "did you mean reference?"]),
         ({"lookahead": {"depth": 3}}, ["['depth'] was", "reference, namespace, enabled", "out"]),
         ({"lookahead_window": 3}, ["lookahead_window was", "mean lookahead_window_size?"]),
-        ({"lookahead_window_size": 3}, ["proposer is 'ngram_trie'", '"proposer": "hybrid"']),
+        ({"lookahead_window_size": 3}, ["proposer is 'auto'", '"proposer": "hybrid"']),
         ({"lookahead": "off"}, ["lookahead='off' was", "a dict", '{"lookahead_enabled": false}']),
         ({"lookahead_enabled": "false"}, ["='false' was", "true or false", "write true"]),
         ({"lookahead": {"enabled": 2}}, ["['enabled']=2 was", "true or false"]),

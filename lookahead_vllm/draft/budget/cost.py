@@ -224,6 +224,11 @@ class StepCost:
         these alone."""
         self.weights: Floats = self._start.copy()
 
+    @property
+    def critical_decoding_length(self) -> int:
+        """That of a forward pass with drafts, as measured at start; see CostCurve."""
+        return self._with_drafts.critical_decoding_length
+
     def predict(self, work: StepWork) -> float:
         """The time of a step with this work, in the unit of the curve."""
         return float(self.weights @ self._features(work))

@@ -94,6 +94,9 @@ class _LiveTexts:
         self.request_rows = RequestRows()
         self.hashes: Hashes = np.zeros((self.request_rows.capacity, NUM_HASHES), np.uint64)
         self.spaces: Int32s = np.zeros((self.request_rows.capacity, NUM_SPACES), np.int32)
+        self._with_choices = True
+        self._choices: Int32s = np.zeros(self.request_rows.capacity, np.int32)
+        """int32 [capacity]: of the model's choices, whether `spaces` names them now or not."""
 
     @property
     def arrays(self) -> tuple[Hashes, Int32s]:
@@ -101,19 +104,36 @@ class _LiveTexts:
         return self.hashes, self.spaces
 
     def add(self, request_id: str) -> int:
-        """The row of a new text."""
+        """The row of a new text, which has no spaces yet."""
         row = self.request_rows.add(request_id)
         self.hashes = self.request_rows.resized(self.hashes)
         self.spaces = self.request_rows.resized(self.spaces)
+        self._choices = self.request_rows.resized(self._choices)
+        self.spaces[row], self._choices[row] = NO_SPACE, NO_SPACE
         return row
+
+    def keep_choices_in(self, row: int, space: int) -> None:
+        """Give the text a space for the model's choices."""
+        self._choices[row] = space
+        if self._with_choices:
+            self.spaces[row, CHOICES] = space
+
+    def use_choices(self, with_choices: bool) -> None:
+        """Let all texts read and write the model's choices, or none."""
+        self._with_choices = with_choices
+        self.spaces[:, CHOICES] = self._choices if with_choices else NO_SPACE
 
     def rows_of(self, request_ids: Iterable[str]) -> Int64s:
         """The row of each text, int64 [t]; KeyError for an unknown request."""
         return self.request_rows.rows_of(request_ids)
 
+    def spaces_of(self, row: int) -> set[int]:
+        """All spaces of a text."""
+        return {*self.spaces[row].tolist(), int(self._choices[row])}
+
     def shared_spaces(self) -> set[int]:
         """The shared spaces of the texts; those of some ended requests may be among them."""
-        return set(self.spaces[:, [ANSWERS, CHOICES]].ravel().tolist())
+        return {*self.spaces[:, ANSWERS].tolist(), *self._choices.tolist()}
 
 
 class _Emitted(NamedTuple):
@@ -197,17 +217,17 @@ class NGramTrieProposer:
         row = self._texts.add(request_id)
         self._texts.hashes[row] = hashes = hashes_of(tokens)
         spaces = self._texts.spaces[row]
-        spaces[:] = NO_SPACE
         with_trie = self.options.sources != "none" and overrides.proposer != "jacobi_window"
-        with_choices = self.num_choices > 0 and overrides.proposer != "ngram_trie"
+        with_choices = self.num_lines > 0 and overrides.proposer != "ngram_trie"
         if not (with_trie or with_choices):
             return
-        own = self.trie.new_private(len(tokens) + length + EXPECTED_ANSWER_TOKENS)
-        shared = NO_SPACE
+        own = shared = NO_SPACE
         if namespace is not None:
             shared = self._namespaces.space_of(namespace, self._texts.shared_spaces)
+        if with_trie or shared == NO_SPACE:
+            own = self.trie.new_private(len(tokens) + length + EXPECTED_ANSWER_TOKENS)
         if with_choices:
-            spaces[CHOICES] = shared or own
+            self._texts.keep_choices_in(row, shared or own)
         if not with_trie:
             return
         spaces[OWN], spaces[ANSWERS] = own, shared
@@ -282,7 +302,7 @@ class NGramTrieProposer:
         row = self._texts.request_rows.pop(request_id)
         if row is not None:
             self.insertion.drop(row)
-            for space in self._texts.spaces[row].tolist():
+            for space in self._texts.spaces_of(row):
                 self.trie.eliminate(space)
 
     def snapshot(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:

@@ -77,6 +77,11 @@ class LookaheadBranch:
         """The request has ended; an unknown one is ignored."""
         self.windows.finish(request_id)
 
+    def resume(self) -> None:
+        """Go on after steps in which the model's choices were not known."""
+        self._stale[:] = True
+        self._sent[:] = False
+
     def choose(
         self, limits: Sequence[DraftLimits], contexts: Int64s, cost: StepCost | None, load: Load
     ) -> Int64s:

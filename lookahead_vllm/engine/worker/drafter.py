@@ -14,7 +14,7 @@ from llvmlite.binding import ffi
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from lookahead_vllm.draft.budget.cost import Load
+from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.proposer import DraftLimits, NoProposer, Proposer, Verified
 from lookahead_vllm.draft.registry import make_proposer
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import NewRequestData
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+    from lookahead_vllm.draft.cache.keeper import CacheKeeper
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -110,6 +112,8 @@ class LookaheadDrafter:
         Whether this engine's attention can verify branching trees; the runner sets it.
     is_drafting_rank : bool
         Whether this rank drafts.
+    proposer : Proposer
+        It drafts nothing before `begin`, and on ranks that do not draft.
     drafted_for : set of str
         The requests that the proposer was asked for since their last tokens.
     backoff_left : int
@@ -130,13 +134,8 @@ class LookaheadDrafter:
         ranks_of_a_stage = parallel.world_size // parallel.pipeline_parallel_size
         self.is_drafting_rank = parallel.rank == parallel.world_size - ranks_of_a_stage
         self.proposer: Proposer = NoProposer()
-        self._cache = None
-        if self.is_drafting_rank:
-            self.proposer = make_proposer(self.options)
-            self._cache = open_cache(vllm_config, self.options, self.proposer)
-        if self._cache is not None:
-            shutdown.before_teardown(self.shutdown)
-        self.recorder = StepRecorder(self.proposer)
+        self._cache: CacheKeeper | None = None
+        self.recorder = StepRecorder()
         self._max_model_len = vllm_config.model_config.max_model_len
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._options: dict[str, RequestOptions] = {}
@@ -150,6 +149,21 @@ class LookaheadDrafter:
         self._steps_without_nodes = 0
         self.backoff_left = 0
         _compile_kernels()
+
+    def begin(self, vllm_config: VllmConfig, cost: StepCost | None) -> None:
+        """Choose the proposer by the cost of a step, and make it on the rank that drafts.
+
+        `cost` is None if the budget is fixed.
+        """
+        self.options = self.options.for_step_cost(cost.critical_decoding_length if cost else 0)
+        if not self.is_drafting_rank:
+            return
+        self.proposer = make_proposer(self.options)
+        self.proposer.cost = cost
+        self.recorder.follow(self.proposer)
+        self._cache = open_cache(vllm_config, self.options, self.proposer)
+        if self._cache is not None:
+            shutdown.before_teardown(self.shutdown)
 
     @property
     def counters(self) -> Counters:
@@ -278,7 +292,7 @@ class LookaheadDrafter:
         limits that hold for every request.
         """
         if max_nodes is None:
-            max_nodes = self.options.num_speculative_tokens
+            max_nodes = self.options.decoding_length
         max_nodes = min(max_nodes, self._max_model_len - num_tokens - 1)
         max_depth = min(max_nodes, live.remaining - 1)
         if max_depth < 1:

@@ -108,13 +108,24 @@ class ForwardPasses(Protocol):
         """Gives every request of `batch` a context; yields the pass over the batch."""
 
 
-def set_step_cost(runner: Any) -> None:
-    """Give the proposer the cost of a step, if its budget depends on it; every rank takes part."""
+def begin_to_draft(runner: Any) -> None:
+    """Let the drafter begin, with the cost of a step if its budget depends on it.
+
+    Every rank takes part.
+    """
     drafter = runner.drafter
-    if drafter.options.budget == "auto":
-        cost = step_cost(runner)
-        if drafter.is_drafting_rank:
-            drafter.proposer.cost = cost
+    cost = step_cost(runner) if drafter.options.budget == "auto" else None
+    drafter.begin(runner.vllm_config, cost)
+    options = drafter.options
+    why = f"the budget is fixed at {options.budget} nodes"
+    if cost is not None:
+        why = f"the critical decoding length is {cost.critical_decoding_length} tokens here"
+    logger.info_once(
+        "Lookahead drafts with '%s', at most %d nodes for each request: %s.",
+        options.proposer,
+        options.decoding_length,
+        why,
+    )
 
 
 def step_cost(runner: Any) -> StepCost:
@@ -135,10 +146,9 @@ def step_cost(runner: Any) -> StepCost:
     cost = _cost_of(facts)
     captured = cost.captured or CapturedSizes(GraphTimes(), GraphTimes())
     logger.info_once(
-        "Lookahead: the critical decoding length is %d tokens here; a forward pass costs, in ms, "
+        "Lookahead: a forward pass costs, in ms, "
         "%s; in graphs without drafts %s, with drafts %s; a thousand tokens of context %.3f, and "
         "%.3f for each row (%.3f in trees). Kept in %s.",
-        cost.curve.with_graphs(captured.with_drafts).critical_decoding_length,
         CostCurve(facts["sizes"], [1e3 * t for t in facts["times"]]),
         *(GraphTimes(graphs.sizes, [1e3 * t for t in graphs.times]) for graphs in captured),
         1e6 * facts["context"],

@@ -56,11 +56,6 @@ class Counters:
 class StepRecorder:
     """The counters of a worker, and the report of its current step.
 
-    Parameters
-    ----------
-    proposer
-        Its trie, if it has one, is part of the reports.
-
     Attributes
     ----------
     counters : Counters
@@ -69,10 +64,15 @@ class StepRecorder:
         Since the last `take_report`.
     """
 
-    def __init__(self, proposer: Any) -> None:
+    def __init__(self) -> None:
         self.counters = Counters()
         self.report = StepReport()
-        self._reported_refused = 0
+        self._reported_refused = self._reported_pruned = 0
+        self._proposer: Any = None
+        self._trie: Any = None
+
+    def follow(self, proposer: Any) -> None:
+        """Make the proposer's trie, if it has one, part of the reports."""
         self._proposer = proposer
         self._trie = getattr(proposer, "trie", None)
         self._reported_pruned = 0 if self._trie is None else self._trie.num_pruned

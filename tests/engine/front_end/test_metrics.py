@@ -206,7 +206,7 @@ class Runner(LookaheadRunner, Sampled):
 
 
 def test_a_report_waits_for_an_output_with_requests() -> None:
-    recorder = StepRecorder(object())
+    recorder = StepRecorder()
     recorder.report = report = full_report()
     runner = Runner(recorder)
     runner.output = EMPTY_MODEL_RUNNER_OUTPUT
@@ -223,7 +223,8 @@ def test_where_stats_are_off_nothing_is_sent() -> None:
 
 def test_evictions_are_those_since_the_last_report() -> None:
     trie = SimpleNamespace(num_pruned=5, num_filled=40)
-    recorder = StepRecorder(SimpleNamespace(trie=trie, num_bytes=640))
+    recorder = StepRecorder()
+    recorder.follow(SimpleNamespace(trie=trie, num_bytes=640))
     trie.num_pruned = 8
     reports = [recorder.take_report() for _ in range(2)]
     assert [(r.trie_nodes, r.trie_bytes, r.evictions) for r in reports] == [
@@ -241,7 +242,7 @@ def test_refused_trees_are_counted(llama: Path) -> None:
 
 
 def test_a_proposer_may_have_no_trie() -> None:
-    assert StepRecorder(object()).take_report() == StepReport()
+    assert StepRecorder().take_report() == StepReport()
 
 
 # ---- in an engine --------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def test_positions_and_moves_are_made_on_the_device() -> None:
                 positions=positions.clone().to(device),
                 uses_mrope=True,
                 mrope_positions=SimpleNamespace(gpu=mrope.clone().to(device)),
-                drafter=SimpleNamespace(recorder=StepRecorder(None)),
+                drafter=SimpleNamespace(recorder=StepRecorder()),
                 _movers=[SimpleNamespace(move=lambda *ends: moved.extend(ends))],
                 input_batch=SimpleNamespace(block_table=SimpleNamespace(block_tables=[table])),
             )

@@ -24,7 +24,7 @@ from lookahead_vllm.engine import messages, patches, step_report
 from lookahead_vllm.engine.worker import branching, recurrent
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep, root_rows
 from lookahead_vllm.engine.worker.drafter import LiveRequest, LookaheadDrafter, prompt_tokens
-from lookahead_vllm.engine.worker.step_cost import set_step_cost
+from lookahead_vllm.engine.worker.step_cost import begin_to_draft
 from lookahead_vllm.engine.worker.v1.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker.v1.recurrent import RecurrentRows
 from lookahead_vllm.engine.worker.v1.sampler import (
@@ -120,7 +120,7 @@ class LookaheadRunner(_Base):
         """Compile kernels, and measure the cost of a step on this device."""
         if self._seeded_sampler is not None:
             self._seeded_sampler.warm_up(self.model_config.get_vocab_size(), self.device)
-        set_step_cost(self)
+        begin_to_draft(self)
         set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
 
     def forward_passes(self) -> RunnerPasses:

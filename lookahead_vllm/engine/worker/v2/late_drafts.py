@@ -237,7 +237,7 @@ class LateDrafts:
         self._steps_without_slots += 1
         if self._steps_without_slots % PROBE_EVERY:
             return False
-        most = self._drafter.options.num_speculative_tokens
+        most = self._drafter.options.decoding_length
         return bool(self._grow(scheduled, dict.fromkeys(scheduled, most)).req_ids)
 
     def _grow(

@@ -28,7 +28,7 @@ from lookahead_vllm.engine.messages import DraftsToVerify, LateReport
 from lookahead_vllm.engine.worker import branching
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
-from lookahead_vllm.engine.worker.step_cost import CapturedTokens, set_step_cost
+from lookahead_vllm.engine.worker.step_cost import CapturedTokens, begin_to_draft
 from lookahead_vllm.engine.worker.v2 import late_drafts
 from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
@@ -110,8 +110,7 @@ class LookaheadRunner(_Base):
         self._rope = getattr(self.model_state, "rope_state", None)
         self._history = NodeHistory(self.sampler)
         self.rejection_sampler.history = self._history
-        if self.drafter.proposer.num_choices:
-            self.sampler.observe = self._observe
+        self.sampler.observe = self._observe
 
     # ---- what may branch -------------------------------------------------------------------------
 
@@ -129,7 +128,7 @@ class LookaheadRunner(_Base):
 
     def warm_up_drafting(self) -> None:
         """Measure the cost of a step on this device."""
-        set_step_cost(self)
+        begin_to_draft(self)
         set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
 
     def forward_passes(self) -> RunnerPasses:
@@ -315,15 +314,16 @@ class LookaheadRunner(_Base):
     def _observe(self, logits: torch.Tensor, batch: InputBatch) -> None:
         """Start to copy the model's choices to the host, for proposers that want them."""
         drafter, step = self.drafter, self._step
-        sizes = np.diff(batch.cu_num_logits_np) - 1
+        num_choices = drafter.proposer.num_choices
         with_roots_of = drafter.drafted_for if drafter.proposer.wants_roots else ()
-        if not (step.forest.num_nodes or with_roots_of):
+        if not num_choices or not (step.forest.num_nodes or with_roots_of):
             return
+        sizes = np.diff(batch.cu_num_logits_np) - 1
         self._verified = step.collect_choices(
             logits,
             sizes.astype(np.int64),
             batch.req_ids,
-            drafter.proposer.num_choices,
+            num_choices,
             with_roots_of,
             wait=False,
         )
