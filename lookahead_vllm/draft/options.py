@@ -29,7 +29,7 @@ AUTO_DECODING_LENGTH = 64
 """The nodes of a tree unless the user sets them. The budget sends those that pay, and a text that
 is copied pays for many."""
 
-MAX_STATES = 16
+AUTO_RECURRENT_LENGTH = 16
 """The same for a model with recurrent layers, which keeps a state for each node."""
 
 MIN_TOKENS_FOR_HYBRID = 64
@@ -55,8 +55,9 @@ class LookaheadOptions:
     ----------
     num_speculative_tokens : "auto" or int
         The decoding length: the maximum number of nodes of one draft tree, 1 to 128. "auto": 64;
-        for "jacobi_window" the nodes of both its branches; for a model with recurrent layers, which
-        keeps a state for each node, 16. A `budget` that is a number is the maximum, too.
+        for "jacobi_window" the nodes of both its branches. It is 16 for a model with recurrent
+        layers, which keeps a state for each node. With LoRA, it is the number for which a step has
+        room in all requests. A `budget` that is a number is the maximum, too.
     branch_length : int
         The maximum length of a branch below the root, in tokens, 1 to 64.
     max_nodes : int
@@ -243,15 +244,15 @@ class LookaheadOptions:
             guesses = max(1, int(size))
         return replace(self, window_size=size, guess_set_size=guesses)
 
-    def for_recurrent_layers(self) -> LookaheadOptions:
-        """Replace "auto" in `num_speculative_tokens` for a model that keeps a state for each node.
+    def at_most(self, nodes: int) -> LookaheadOptions:
+        """Replace "auto" in `num_speculative_tokens` where there is room for only so many nodes.
 
-        A window and a fixed budget need as many nodes as they have.
+        A window and a fixed budget keep as many as they need.
         """
         sizes = self.num_speculative_tokens, self.budget, self.window_size
         if self.proposer == "jacobi_window" or any(size != "auto" for size in sizes):
             return self
-        return replace(self, num_speculative_tokens=MAX_STATES)
+        return replace(self, num_speculative_tokens=max(1, min(nodes, AUTO_DECODING_LENGTH)))
 
     def for_step_cost(self, critical_decoding_length: int) -> LookaheadOptions:
         """Replace "auto" in `proposer`, by the number of tokens that are nearly free in a step.

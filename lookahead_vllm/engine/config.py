@@ -8,7 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lookahead_vllm.draft.options import LookaheadOptions, OptionError
+from lookahead_vllm.draft.options import (
+    AUTO_RECURRENT_LENGTH,
+    LookaheadOptions,
+    OptionError,
+)
 from lookahead_vllm.draft.registry import PROPOSERS
 
 if TYPE_CHECKING:
@@ -145,6 +149,8 @@ def make(
     from vllm.config import vllm as vllm_config
 
     wanted = envs.VLLM_USE_V2_MODEL_RUNNER
+    if args.enable_lora:
+        options = _within_lora_rows(args, options, create)
     # vLLM writes its defaults into `args`.
     caches_states = args.enable_prefix_caching or args.mamba_cache_mode not in (None, "none")
     if wanted or (wanted is None and vllm_config.HAS_TRITON and args.async_scheduling is not False):
@@ -178,7 +184,7 @@ def make(
     with _asking_for(args, FIRST_RUNNER, options):
         config = create()
     if config.model_config.is_hybrid:
-        options = options.for_recurrent_layers()
+        options = options.at_most(AUTO_RECURRENT_LENGTH)
         if config.cache_config.mamba_cache_mode != "none":
             _refuse_cached_states(caches_states)
             args.enable_prefix_caching = False
@@ -186,6 +192,16 @@ def make(
             config = create()
     apply(config, options, FIRST_RUNNER)
     return config
+
+
+def _within_lora_rows(
+    args: EngineArgs, options: LookaheadOptions, create: Callable[[], VllmConfig]
+) -> LookaheadOptions:
+    """The options with no more nodes than vLLM allows with LoRA: it has a row for each token of a
+    step, and wants rows for the longest drafts of all requests."""
+    with _asking_for(args, FIRST_RUNNER, LookaheadOptions(num_speculative_tokens=1)):
+        scheduler = create().scheduler_config
+    return options.at_most(scheduler.max_num_batched_tokens // scheduler.max_num_seqs - 1)
 
 
 def _first_runner_alone(config: VllmConfig) -> str | None:

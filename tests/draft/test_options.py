@@ -169,8 +169,8 @@ def test_auto_drafts_from_all_sources_where_tokens_are_nearly_free(
         ({"proposer": "hybrid", "window_size": 7}, 64),
     ],
 )
-def test_auto_keeps_fewer_recurrent_states(given, length):
-    assert LookaheadOptions.from_dict(given).for_recurrent_layers().decoding_length == length
+def test_auto_has_fewer_nodes_where_there_is_less_room(given, length):
+    assert LookaheadOptions.from_dict(given).at_most(16).decoding_length == length
 
 
 @pytest.mark.parametrize(

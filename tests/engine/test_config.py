@@ -74,6 +74,21 @@ def test_the_flag_alone_enables_the_defaults(model: Path) -> None:
     assert made_config.speculative_config.num_speculative_tokens == 64
 
 
+@pytest.mark.parametrize(("tokens", "nodes"), [(64, 7), (4096, 64)])
+def test_with_lora_drafts_have_the_rows_that_are_there(
+    model: Path, tokens: int, nodes: int
+) -> None:
+    made_config = made(
+        model,
+        speculative_config={"method": "lookahead"},
+        enable_lora=True,
+        max_num_seqs=8,
+        max_num_batched_tokens=tokens,
+    )
+    assert made_config.speculative_config.num_speculative_tokens == nodes
+    assert config.options_of(made_config).decoding_length == nodes
+
+
 def test_without_lookahead_the_config_is_unchanged(model: Path) -> None:
     for speculative in (
         None,
@@ -197,6 +212,7 @@ def test_recurrent_states_are_not_cached(hybrid: Path) -> None:
     for made_config in (args.create_engine_config(), args.create_engine_config()):
         assert made_config.cache_config.mamba_cache_mode == "none"
         assert not made_config.cache_config.enable_prefix_caching
+        assert made_config.speculative_config.num_speculative_tokens == 16
     for asked in (dict(enable_prefix_caching=True), dict(mamba_cache_mode="align")):
         with pytest.raises(OptionError, match="write --no-enable-prefix-caching"):
             made(hybrid, speculative_config={"method": "lookahead"}, **asked)
