@@ -192,7 +192,7 @@ class DraftForest(Sequence[DraftTree]):
     @cached_property
     def owners(self) -> Int64s:
         """int64 [n]: the index of each node's tree."""
-        return np.repeat(np.arange(len(self)), self.sizes)
+        return _owners(self.firsts)
 
     @cached_property
     def places(self) -> Int64s:
@@ -202,15 +202,15 @@ class DraftForest(Sequence[DraftTree]):
     @cached_property
     def branching(self) -> NDArray[np.bool_]:
         """bool [t]: whether each tree has more than one branch."""
-        return np.bincount(self.owners[self.parents != self.places - 1], minlength=len(self)) > 0
+        return _branching(self.parents, self.firsts)
 
     def cut(self, sizes: Int64s, chained: NDArray[np.bool_] | None = None) -> DraftForest:
         """Cut each tree to its first `sizes` nodes, int64 [t].
 
         Trees marked in `chained`, bool [t], are then cut to the branch of first children.
         """
-        if chained is None:
-            chained = np.zeros(len(self), np.bool_)
+        if (chained is None or not chained.any()) and np.array_equal(sizes, self.sizes):
+            return self
         return self.take(np.arange(len(self)), sizes, chained)
 
     def take(
@@ -218,6 +218,8 @@ class DraftForest(Sequence[DraftTree]):
     ) -> DraftForest:
         """Like `cut`, for the trees with these indices: `trees`, `sizes` and `chained` are [m]."""
         if chained is None:
+            if np.array_equal(sizes, self.sizes) and np.array_equal(trees, np.arange(len(self))):
+                return self
             chained = np.zeros(len(trees), np.bool_)
         kept, parents, firsts = _take(self.parents, self.firsts, trees, sizes, chained)
         depths = self.depths[kept]
@@ -232,6 +234,23 @@ class DraftForest(Sequence[DraftTree]):
     def faults(self, vocab_size: int, max_nodes: Int64s) -> Int64s:
         """int64 [t]: 0 for a valid tree, else a key of `_FAULTS`. `max_nodes` is int64 [t]."""
         return _find_faults(self.tokens, self.parents, self.firsts, vocab_size, max_nodes)
+
+
+@kernel
+def _owners(firsts: Int64s) -> Int64s:
+    owners = np.empty(firsts[-1], np.int64)
+    for tree in range(len(firsts) - 1):
+        owners[firsts[tree] : firsts[tree + 1]] = tree
+    return owners
+
+
+@kernel
+def _branching(parents: Int32s, firsts: Int64s) -> NDArray[np.bool_]:
+    branching = np.zeros(len(firsts) - 1, np.bool_)
+    for tree in range(len(branching)):
+        for place in range(firsts[tree + 1] - firsts[tree]):
+            branching[tree] |= parents[firsts[tree] + place] != place - 1
+    return branching
 
 
 @kernel

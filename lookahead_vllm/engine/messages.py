@@ -162,7 +162,7 @@ def recall(
 
 def compile_recall() -> None:
     """Compile the kernels that `recall` calls, so that no request waits for the compiler."""
-    recall({"": [0]}, {"": SentDraft(DraftForest.of([DraftTree.chain([0])]), 0, [0])}, {})
+    recall({"": [0]}, {"": SentDraft(DraftForest.of([DraftTree.chain([0, 0])]), 0, [0, 0])}, {})
 
 
 def attach(carrier: Any, message: ProposedDrafts | DraftsToVerify | LateReport | Trees) -> None:

@@ -8,9 +8,13 @@ drafts without probabilities, the output has the distribution of SpecInfer's mul
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+from numpy.typing import NDArray
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.draft.sources import NAMES
 from lookahead_vllm.draft.tree import DraftForest
 
 
@@ -30,15 +34,15 @@ def accepted_paths(forest: DraftForest, at_roots: Int32s, at_nodes: Int32s) -> I
         Indices of the accepted nodes within their tree, from the root down, padded with -1. The
         tokens to emit are the choice at the root and the choices at these nodes.
     """
-    paths = _walk(forest.tokens, forest.parents, forest.firsts, at_roots, at_nodes)
-    return paths[:, : (paths >= 0).any(axis=0).sum()]
+    paths: Int32s = _walk(forest.tokens, forest.parents, forest.firsts, at_roots, at_nodes)
+    return paths
 
 
 @kernel
 def _walk(
     tokens: Int32s, parents: Int32s, firsts: Int64s, at_roots: Int32s, at_nodes: Int32s
 ) -> Int32s:
-    max_nodes = 0
+    max_nodes = longest = 0
     for tree in range(len(firsts) - 1):
         max_nodes = max(max_nodes, firsts[tree + 1] - firsts[tree])
     paths = np.full((len(firsts) - 1, max_nodes), -1, np.int32)
@@ -50,7 +54,8 @@ def _walk(
             if parents[node] == parent and tokens[node] == token:
                 paths[tree, length] = place
                 parent, token, length = place, at_nodes[node], length + 1
-    return paths
+                longest = max(longest, length)
+    return paths[:, :longest].copy()
 
 
 def paths_of_tokens(forest: DraftForest, emitted: Int64s, num_emitted: Int32s) -> Int32s:
@@ -70,15 +75,15 @@ def paths_of_tokens(forest: DraftForest, emitted: Int64s, num_emitted: Int32s) -
     int32 [t, longest path]
         As of `accepted_paths`. Of equal siblings, which trees do not have, it takes the first.
     """
-    paths = _follow(forest.tokens, forest.parents, forest.firsts, emitted, num_emitted)
-    return paths[:, : (paths >= 0).any(axis=0).sum()]
+    paths: Int32s = _follow(forest.tokens, forest.parents, forest.firsts, emitted, num_emitted)
+    return paths
 
 
 @kernel
 def _follow(
     tokens: Int32s, parents: Int32s, firsts: Int64s, emitted: Int64s, num_emitted: Int32s
 ) -> Int32s:
-    num_trees = len(firsts) - 1
+    num_trees, longest = len(firsts) - 1, 0
     paths = np.full((num_trees, max(emitted.shape[1] - 1, 0)), -1, np.int32)
     for tree in range(num_trees):
         parent, length = -1, 0
@@ -89,4 +94,102 @@ def _follow(
             if parents[node] == parent and tokens[node] == emitted[tree, length]:
                 paths[tree, length] = place
                 parent, length = place, length + 1
-    return paths
+                longest = max(longest, length)
+    return paths[:, :longest].copy()
+
+
+class Tally(NamedTuple):
+    """The nodes of a step's trees, counted by source."""
+
+    verified: Int64s
+    """int64 [len(sources.NAMES)], as `accepted`."""
+    accepted: Int64s
+    lengths: Int64s
+    """int64 [t]: the accepted nodes of each tree."""
+
+
+def tally(forest: DraftForest, paths: Int32s) -> Tally:
+    """Count all nodes and the accepted ones; `paths` as of `accepted_paths`."""
+    return Tally(*_tally(forest.sources, forest.firsts, paths, len(NAMES)))
+
+
+@kernel
+def _tally(
+    sources: NDArray[np.uint8], firsts: Int64s, paths: Int32s, num_sources: int
+) -> tuple[Int64s, Int64s, Int64s]:
+    verified, accepted = np.zeros(num_sources, np.int64), np.zeros(num_sources, np.int64)
+    lengths = np.zeros(len(paths), np.int64)
+    for source in sources:
+        verified[source] += 1
+    for tree in range(len(paths)):
+        for node in paths[tree]:
+            if node >= 0:
+                accepted[sources[firsts[tree] + node]] += 1
+                lengths[tree] += 1
+    return verified, accepted, lengths
+
+
+def emitted_tokens(
+    forest: DraftForest, rows: Int64s, paths: Int32s, at_roots: Int32s, at_nodes: Int32s
+) -> Int32s:
+    """The tokens that each request emits: the choice at its root, then those at accepted nodes.
+
+    Parameters
+    ----------
+    forest, rows : int64 [t]
+        The trees, and the row of each tree's request.
+    paths : int32 [t, longest]
+        As of `accepted_paths`.
+    at_roots, at_nodes : int32 [r], int32 [n]
+        The tokens chosen at the roots of all requests, and at the nodes.
+
+    Returns
+    -------
+    int32 [r, 1 + longest]
+        Padded with -1.
+    """
+    tokens: Int32s = _emit(forest.firsts, rows, paths, at_roots, at_nodes)
+    return tokens
+
+
+@kernel
+def _emit(
+    firsts: Int64s, rows: Int64s, paths: Int32s, at_roots: Int32s, at_nodes: Int32s
+) -> Int32s:
+    tokens = np.full((len(at_roots), 1 + paths.shape[1]), -1, np.int32)
+    tokens[:, 0] = at_roots
+    for tree in range(len(rows)):
+        for i, node in enumerate(paths[tree]):
+            if node >= 0:
+                tokens[rows[tree], 1 + i] = at_nodes[firsts[tree] + node]
+    return tokens
+
+
+def moves_behind_roots(roots: Int64s, paths: Int32s) -> Int64s:
+    """Where accepted nodes are whose KV does not follow the root's, and where it belongs.
+
+    Parameters
+    ----------
+    roots : int64 [t]
+        The index of each tree's root; its nodes follow it.
+    paths : int32 [t, longest]
+        As of `accepted_paths`.
+
+    Returns
+    -------
+    int64 [2, m]
+        Origins and targets.
+    """
+    moves: Int64s = _moves(roots, paths)
+    return moves
+
+
+@kernel
+def _moves(roots: Int64s, paths: Int32s) -> Int64s:
+    moves, size = np.empty((2, paths.size), np.int64), 0
+    for tree in range(len(paths)):
+        for place, node in enumerate(paths[tree]):
+            if node >= 0 and node != place:
+                moves[0, size], moves[1, size] = roots[tree] + 1 + node, roots[tree] + 1 + place
+                size += 1
+    return moves[:, :size].copy()

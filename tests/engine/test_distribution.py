@@ -12,9 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.v1.outputs import SamplerOutput
 
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
@@ -100,7 +98,7 @@ def test_the_joint_distribution_is_exact_and_a_bias_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The biased verifier accepts the first drafted token unchecked in 2 % of cases."""
-    walk, merge, rng = runner.accepted_paths, runner.merge_outputs, np.random.default_rng(1)
+    walk, emit, rng = runner.accepted_paths, runner.emitted_tokens, np.random.default_rng(1)
 
     def biased_paths(forest: DraftForest, at_roots: Int32s, at_nodes: Int32s) -> Int32s:
         forced = (rng.random(len(forest)) < BIAS) & (forest.sizes > 0)
@@ -108,14 +106,16 @@ def test_the_joint_distribution_is_exact_and_a_bias_is_detected(
         emitted_roots.append(at_roots)
         return walk(forest, at_roots, at_nodes)
 
-    def biased_outputs(roots: SamplerOutput, nodes: Any, forest: Any, rows: Any, paths: Any) -> Any:
-        roots.sampled_token_ids[torch.from_numpy(rows), 0] = torch.from_numpy(emitted_roots.pop())
-        return merge(roots, nodes, forest, rows, paths)
+    def biased_outputs(
+        forest: DraftForest, rows: Any, paths: Any, at_roots: Int32s, at_nodes: Int32s
+    ) -> Int32s:
+        at_roots[rows] = emitted_roots.pop()
+        return emit(forest, rows, paths, at_roots, at_nodes)
 
     emitted_roots: list[Int32s] = []
     if biased:
         monkeypatch.setattr(runner, "accepted_paths", biased_paths)
-        monkeypatch.setattr(runner, "merge_outputs", biased_outputs)
+        monkeypatch.setattr(runner, "emitted_tokens", biased_outputs)
     with engine(llama, {"proposer": "planned"}, max_num_seqs=128) as llm:
         counts = sample(llm)
         counters = drafter_of(llm).counters

@@ -272,8 +272,8 @@ class NGramTrieProposer:
         ).reshape(-1, 3)
         rows = self._texts.rows_of(limit.request_id for limit in limits)
         tree_limits = (
-            np.minimum(bounds[:, 0], max_nodes).clip(0),
-            bounds[:, 1].clip(0, self.options.branch_length),
+            np.maximum(np.minimum(bounds[:, 0], max_nodes), 0),
+            np.maximum(np.minimum(bounds[:, 1], self.options.branch_length), 0),
             np.where(bounds[:, 2], self._branching, SINGLE),
             self._min_prob,
         )

@@ -122,12 +122,14 @@ class DraftLimiter:
         free = pool.get_num_free_blocks() - scheduler.kv_cache_manager.watermark_blocks
         ahead = self._steps_ahead
         # An upper bound, which spares steps with enough free blocks the exact count.
+        num_requests = len(scheduler.running) + len(waiting)
+        num_tokens = sum(
+            _plain_tokens(r) + len(r.spec_token_ids) + ahead for r in scheduler.running
+        )
+        num_tokens += sum(request.num_tokens for request in waiting)
         max_blocks = sum(
-            self._num_blocks(tokens) + len(self._managers)
-            for tokens in chain(
-                (_plain_tokens(r) + len(r.spec_token_ids) + ahead for r in scheduler.running),
-                (request.num_tokens for request in waiting),
-            )
+            num_tokens // manager.block_size + num_requests * (2 + spare)
+            for manager, spare in zip(self._managers, self._spare_blocks, strict=True)
         )
         if max_blocks <= free:
             return {}

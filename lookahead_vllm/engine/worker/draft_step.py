@@ -18,6 +18,7 @@ from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.messages import DraftsToVerify
+from lookahead_vllm.verify.acceptance import moves_behind_roots
 from lookahead_vllm.verify.choices import top_choices
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
@@ -72,16 +73,15 @@ class DraftStep:
             By row of the batch: tokens of this step, and tokens before them.
         """
         forest, from_proposer = drafts.forest, drafts.from_proposer
-        order = np.argsort(rows)
-        if (np.diff(order) < 0).any():
+        if (rows[1:] < rows[:-1]).any():
+            order = np.argsort(rows)
             rows, from_proposer = rows[order], from_proposer[order]
             forest = forest.take(order, forest.sizes[order])
         before = (num_scheduled_tokens[rows] - forest.sizes - 1).astype(np.int64)
-        starts = np.cumsum(num_scheduled_tokens)[rows] - num_scheduled_tokens[rows] + before
+        ends = np.cumsum(num_scheduled_tokens, dtype=np.int64)
+        starts = ends[rows] - forest.sizes - 1
         contexts = num_computed_tokens[rows] + before
-        return cls(
-            forest, rows, starts.astype(np.int64), contexts.astype(np.int64), from_proposer, before
-        )
+        return cls(forest, rows, starts, contexts, from_proposer, before)
 
     @classmethod
     def of_dummies(cls, trees: Sequence[DraftTree], context: int) -> DraftStep:
@@ -216,14 +216,12 @@ class DraftStep:
         firsts = verified.forest.firsts[: len(accepted), None]
         verified.accepted[(firsts + accepted)[accepted >= 0]] = True
 
-    def kv_moves(self, paths: Int32s) -> tuple[Int64s, Int64s]:
-        """Accepted nodes whose KV does not yet follow the root's: origins and targets, int64 [m].
+    def kv_moves(self, paths: Int32s) -> Int64s:
+        """Origins and targets, int64 [2, m], of accepted nodes that do not follow their root yet.
 
-        Both are indices among the step's tokens.
+        Both are indices among the step's tokens. `paths` as of `accepted_paths`.
         """
-        trees, places = np.nonzero((paths >= 0) & (paths != np.arange(paths.shape[1])))
-        after_root = self.starts[trees] + 1
-        return after_root + paths[trees, places], after_root + places
+        return moves_behind_roots(self.starts, paths)
 
 
 _NONE: Int64s = np.empty(0, np.int64)

@@ -25,7 +25,13 @@ from lookahead_vllm.engine.request_options import RequestOptions
 from lookahead_vllm.engine.worker.cache import open_cache
 from lookahead_vllm.engine.worker.step_recorder import Counters, StepRecorder
 from lookahead_vllm.machine import CPUS_AT_START
-from lookahead_vllm.verify.acceptance import accepted_paths, paths_of_tokens
+from lookahead_vllm.verify.acceptance import (
+    accepted_paths,
+    emitted_tokens,
+    moves_behind_roots,
+    paths_of_tokens,
+    tally,
+)
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
 if TYPE_CHECKING:
@@ -62,11 +68,14 @@ _hide_dunders_of_llvmlite()
 def _compile_kernels() -> None:
     """Compile the kernels that the worker calls itself, so that no request waits for it."""
     forest, zeros = DraftForest.of([DraftTree.from_lists([0, 1], [-1, -1])]), np.zeros(1, np.int64)
-    forest.take(zeros, forest.sizes)
+    forest.take(zeros, np.ones(1, np.int64))
     forest.faults(2, forest.sizes)
     TreeBatch.build(forest, zeros, zeros, zeros)
-    forest.cut(forest.sizes, np.ones(1, np.bool_))
-    accepted_paths(forest, np.zeros(1, np.int32), np.zeros(2, np.int32))
+    assert forest.branching[0] and len(forest.owners) == 2
+    paths = accepted_paths(forest, np.zeros(1, np.int32), np.zeros(2, np.int32))
+    emitted_tokens(forest, zeros, paths, np.zeros(1, np.int32), np.zeros(2, np.int32))
+    moves_behind_roots(zeros, paths)
+    tally(forest, paths)
     paths_of_tokens(forest, np.zeros((1, 2), np.int64), np.ones(1, np.int32))
 
 

@@ -10,12 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from lookahead_vllm.draft.jit import Int32s
-from lookahead_vllm.draft.sources import NAMES
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine.step_report import StepReport
+from lookahead_vllm.verify.acceptance import tally
 
 PROFILE_VARIABLE = "LOOKAHEAD_VLLM_PROFILE"
 """Environment variable; 1 also times tree attention, in every layer."""
@@ -94,19 +92,15 @@ class StepRecorder:
 
     def count_drafts(self, forest: DraftForest, paths: Int32s) -> None:
         """Count verified trees and their accepted nodes; `paths` as of `accepted_paths`."""
-        counters, report = self.counters, self.report
+        counters, report, counts = self.counters, self.report, tally(forest, paths)
+        verified, accepted = counts.verified.tolist(), counts.accepted.tolist()
         drafted = forest.sizes > 0
-        lengths = (paths >= 0).sum(axis=1)
         counters.trees += int(drafted.sum())
         counters.branching_trees += int(forest.branching.sum())
         counters.nodes += forest.num_nodes
-        counters.accepted_nodes += int(lengths.sum())
-        accepted = (forest.firsts[:-1, None] + paths)[paths >= 0]
-        report.count_nodes(
-            np.bincount(forest.sources, minlength=len(NAMES)),
-            np.bincount(forest.sources[accepted], minlength=len(NAMES)),
-        )
-        report.count_lengths((1 + lengths[drafted]).tolist())
+        counters.accepted_nodes += sum(accepted)
+        report.count_nodes(verified, accepted)
+        report.count_lengths((1 + counts.lengths[drafted]).tolist())
 
     def take_report(self) -> StepReport:
         """The report, with the trie's size and what was pruned and refused; begins a new one."""

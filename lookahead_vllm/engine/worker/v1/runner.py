@@ -33,14 +33,14 @@ from lookahead_vllm.engine.worker.v1.sampler import (
     NodeThinking,
     generator_states_for,
     keep_all_processors,
-    merge_outputs,
+    merged_logprobs,
     node_metadata,
     spread_metadata,
     without_speculation,
 )
 from lookahead_vllm.engine.worker.v1.seeded_sampler import SeededSampler
 from lookahead_vllm.engine.worker.v1.stages import earlier_stage
-from lookahead_vllm.verify.acceptance import accepted_paths
+from lookahead_vllm.verify.acceptance import accepted_paths, emitted_tokens
 from lookahead_vllm.verify.seeded_draws import GeneratorStates
 
 if TYPE_CHECKING:
@@ -295,13 +295,15 @@ class LookaheadRunner(_Base):
         forest, rows = step.forest, step.rows
         device = logits.device
         roots = root_rows(num_nodes)
-        node_rows = np.delete(np.arange(len(logits)), roots)
-        nodes = NodeRows([self.requests[i] for i in self.input_batch.req_ids], forest, rows)
+        is_node = np.ones(len(logits), np.bool_)
+        is_node[roots] = False
+        node_rows = np.flatnonzero(is_node)
+        requests = [self.requests[i] for i in self.input_batch.req_ids]
         metadata = replace(self.input_batch.sampling_metadata, spec_token_ids=None)
         states: dict[int, GeneratorStates] = {}
         thinking = None
         no_generators = self._seeded_sampler is not None or not metadata.generators
-        if no_generators and self._node_processors.rows_are_alike(metadata, nodes):
+        if no_generators and self._node_processors.rows_are_alike(metadata, requests):
             owners = np.repeat(np.arange(len(num_nodes)), num_nodes + 1)
             sampled = self.sampler(logits, spread_metadata(metadata, owners)).sampled_token_ids
             at_roots, at_nodes = (
@@ -309,6 +311,7 @@ class LookaheadRunner(_Base):
                 for some in (roots, node_rows)
             )
         else:
+            nodes = NodeRows(requests, forest, rows)
             at_roots = self._sample_some(logits, roots, metadata)
             if not no_generators:
                 states = generator_states_for(
@@ -334,11 +337,8 @@ class LookaheadRunner(_Base):
                 ),
             )
 
-        paths = accepted_paths(
-            forest,
-            at_roots.sampled_token_ids[:, 0].cpu().numpy()[rows],
-            at_nodes.sampled_token_ids[:, 0].cpu().numpy(),
-        )
+        chosen = [part.sampled_token_ids[:, 0].int().cpu().numpy() for part in (at_roots, at_nodes)]
+        paths = accepted_paths(forest, chosen[0][rows], chosen[1])
         if states or thinking is not None:
             for row, path in zip(rows.tolist(), paths, strict=True):
                 length = int((path >= 0).sum())
@@ -346,7 +346,9 @@ class LookaheadRunner(_Base):
                     states[row].advance(length)
                 if thinking is not None and length:
                     thinking.accept(row, nodes.of(row)[path[length - 1]])
-        return merge_outputs(at_roots, at_nodes, forest, rows, paths), paths
+        tokens = torch.from_numpy(emitted_tokens(forest, rows, paths, *chosen)).to(device)
+        logprobs = merged_logprobs(at_roots, at_nodes, forest, rows, paths)
+        return SamplerOutput(tokens, logprobs), paths
 
     def _sample_some(
         self, logits: torch.Tensor, rows: Int64s, metadata: SamplingMetadata
@@ -362,7 +364,7 @@ class LookaheadRunner(_Base):
 
     def _move_accepted(self, step: DraftStep, paths: Int32s) -> None:
         """Move the accepted nodes' KV to the slots right after the root's, and their states."""
-        moves = np.stack(step.kv_moves(paths))
+        moves = step.kv_moves(paths)
         if not moves.size:
             return
         self.drafter.recorder.counters.moved_tokens += moves.shape[1]

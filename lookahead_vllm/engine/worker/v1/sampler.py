@@ -140,7 +140,9 @@ class NodeProcessors:
     def _concerns(self, params: SamplingParams) -> bool:
         return bool(self._has_custom or params.min_tokens or params.logit_bias or params.min_p)
 
-    def rows_are_alike(self, metadata: SamplingMetadata, nodes: NodeRows) -> bool:
+    def rows_are_alike(
+        self, metadata: SamplingMetadata, requests: Iterable[CachedRequestState]
+    ) -> bool:
         """Whether nodes are sampled like their roots, so that one call samples all rows: nothing
         depends on the history, and no logprobs are wanted."""
         thinking = metadata.thinking_budget_state_holder
@@ -151,7 +153,7 @@ class NodeProcessors:
             and metadata.max_num_logprobs is None
             and not metadata.logprob_token_ids
             and (thinking is None or not thinking.has_tracked_requests())
-            and not any(self._concerns(request.sampling_params) for request in nodes.requests)
+            and not any(self._concerns(request.sampling_params) for request in requests)
         )
 
     def place(self, nodes: NodeRows) -> LogitsProcessors:
@@ -331,10 +333,12 @@ def generator_states_for(
     }
 
 
-def merge_outputs(
+def merged_logprobs(
     roots: SamplerOutput, nodes: SamplerOutput, forest: DraftForest, rows: Int64s, paths: Int32s
-) -> SamplerOutput:
-    """One output row a request, as wide as the most tokens emitted.
+) -> LogprobsTensors | None:
+    """The logprobs of the emitted tokens, as many rows a request as the most tokens emitted.
+
+    None if no request wants logprobs.
 
     Parameters
     ----------
@@ -345,20 +349,16 @@ def merge_outputs(
     paths : int32 [t, longest]
         The accepted nodes of each tree, as of `accepted_paths`.
     """
-    device = roots.sampled_token_ids.device
+    if roots.logprobs_tensors is None:
+        return None
     num_reqs = len(roots.sampled_token_ids)
     # The sampled row of each emitted token: roots first, then nodes.
-    places: Int64s = np.full((num_reqs, 1 + paths.shape[1]), -1, np.int64)
+    places: Int64s = np.zeros((num_reqs, 1 + paths.shape[1]), np.int64)
     places[:, 0] = np.arange(num_reqs)
-    places[rows, 1:] = np.where(paths < 0, -1, num_reqs + forest.firsts[:-1, None] + paths)
-    flat = torch.from_numpy(places.reshape(-1)).to(device)
-    sampled = torch.cat((roots.sampled_token_ids[:, 0], nodes.sampled_token_ids[:, 0]))
-    tokens = torch.where(flat < 0, -1, sampled[flat]).view(places.shape)
-    logprobs = None
-    if roots.logprobs_tensors is not None:
-        joined = _joined(roots.logprobs_tensors, nodes.logprobs_tensors, len(sampled))
-        logprobs = LogprobsTensors(*(tensor[flat.clamp(min=0)] for tensor in joined))
-    return SamplerOutput(tokens.int(), logprobs)
+    places[rows, 1:] = np.where(paths < 0, 0, num_reqs + forest.firsts[:-1, None] + paths)
+    flat = torch.from_numpy(places.reshape(-1)).to(roots.sampled_token_ids.device)
+    joined = _joined(roots.logprobs_tensors, nodes.logprobs_tensors, num_reqs + forest.num_nodes)
+    return LogprobsTensors(*(tensor[flat] for tensor in joined))
 
 
 def _joined(

@@ -207,7 +207,7 @@ class LateDrafts:
         for step in self._uncounted:
             paths = step.accepted_paths
             recorder.count_drafts(step.drafts.forest, paths)
-            recorder.counters.moved_tokens += len(step.drafts.kv_moves(paths)[0])
+            recorder.counters.moved_tokens += step.drafts.kv_moves(paths).shape[1]
         self._uncounted.clear()
 
     # ---- drafts ----------------------------------------------------------------------------------
