@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING
 
+import numpy as np
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 
 if TYPE_CHECKING:
@@ -101,15 +102,18 @@ class DraftLimiter:
         self, drafted: Sequence[Request], excess: int, probs_of: Callable[[str], Sequence[float]]
     ) -> None:
         """Remove the `excess` least likely nodes of all drafts."""
-        nodes = [
-            (prob, -node, i)
-            for i, request in enumerate(drafted)
-            for node, prob in enumerate(probs_of(request.request_id))
-            if node < len(request.spec_token_ids)
+        sizes = np.array([len(request.spec_token_ids) for request in drafted])
+        probs = [
+            probs_of(request.request_id)[:size]
+            for request, size in zip(drafted, sizes.tolist(), strict=True)
         ]
-        for _, minus_node, i in sorted(nodes)[:excess]:
-            # Later nodes of the draft go too, even if they are more likely.
-            drafted[i].spec_token_ids = drafted[i].spec_token_ids[:-minus_node]
+        owners = np.repeat(np.arange(len(drafted)), sizes)
+        nodes = np.arange(len(owners)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        removed = np.lexsort((owners, -nodes, np.concatenate(probs)))[:excess]
+        # Later nodes of the draft go too, even if they are more likely.
+        np.minimum.at(sizes, owners[removed], nodes[removed])
+        for request, size in zip(drafted, sizes.tolist(), strict=True):
+            request.spec_token_ids = request.spec_token_ids[:size]
 
     def _cut_to_blocks(
         self,

@@ -78,8 +78,10 @@ class LateDraftScheduler(AsyncScheduler):
             # A grammar may dictate tokens in every step.
             and not any(request.use_structured_output for request in self.running)
         )
+        # More than this cannot fit for all; the limiter then needs to cut little.
+        share = max(1, self.max_num_scheduled_tokens // max(1, len(self.running)))
         for request in self.running:
-            request.spec_token_ids = [] if is_paused else self._slots_of(request)
+            request.spec_token_ids = [] if is_paused else self._slots_of(request)[:share]
         kept_blocks = self._draft_limiter.cut(self._probs_of, 0.0)
         output = super().schedule(*args, **kwargs)
         for new in output.scheduled_new_reqs:

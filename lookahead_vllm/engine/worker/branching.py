@@ -25,7 +25,8 @@ logger = init_logger(f"vllm.{__name__}")
 def decide(runner: Any, groups: Sequence[Any]) -> list[Any]:
     """Decide whether trees may branch in this engine; the reason against it is logged.
 
-    Sets `drafter.may_branch`, and `trees_of_chains`: whether tree attention also verifies chains.
+    Sets `drafter.may_branch`, and whether tree attention also computes chains, `trees_of_chains`,
+    and requests that decode one token, `trees_of_singles`.
 
     Parameters
     ----------
@@ -44,9 +45,9 @@ def decide(runner: Any, groups: Sequence[Any]) -> list[Any]:
         # Each stage has layers of its own.
         obstacle = next(filter(None, of_all_stages(obstacle)), None)
     runner.drafter.may_branch = obstacle is None
-    # vLLM's latent attention computes a chain as a prompt, in another way than a decode row.
-    is_latent_on_cpu = runner.model_config.use_mla and runner.device.type == "cpu"
-    runner.trees_of_chains = obstacle is None and is_latent_on_cpu
+    is_latent = runner.model_config.use_mla
+    runner.trees_of_chains = obstacle is None and runner.attention.replaces_chains(is_latent)
+    runner.trees_of_singles = runner.trees_of_chains and not is_latent
     if obstacle:
         logger.info_once("Lookahead verifies chains, not trees, here: %s.", obstacle)
         return []

@@ -7,7 +7,7 @@ needed, so both of its model runners can share it.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -46,6 +46,9 @@ class DraftStep:
         Whether the tree is the proposer's. Trees that a grammar or the scheduler changed are not.
     before_roots : int64 [t]
         Tokens of the prompt that the step computes before each root.
+    singles : int64 [3, s]
+        Requests for which the step computes one token, if tree attention computes them: row of the
+        batch, index of the token among the step's, and its position.
     """
 
     forest: DraftForest
@@ -54,6 +57,7 @@ class DraftStep:
     contexts: Int64s
     from_proposer: NDArray[np.bool_]
     before_roots: Int64s
+    singles: Int64s = field(default_factory=lambda: np.empty((3, 0), np.int64))
 
     @classmethod
     def of_scheduled(
@@ -88,14 +92,26 @@ class DraftStep:
         """One request for each tree, `context` committed tokens each, for dummy runs."""
         forest = DraftForest.of(trees)
         tree = np.arange(len(forest))
+        starts, contexts = forest.firsts[:-1] + tree, np.full(len(forest), context)
         return cls(
             forest,
             tree,
-            forest.firsts[:-1] + tree,
-            np.full(len(forest), context),
+            starts,
+            contexts,
             np.zeros(len(forest), np.bool_),
             np.zeros(len(forest), np.int64),
+            np.stack((tree, starts, contexts))[:, forest.sizes == 0],
         )
+
+    def add_singles(
+        self,
+        num_scheduled_tokens: NDArray[np.int32],
+        num_computed_tokens: NDArray[np.int32],
+    ) -> None:
+        """Fill in `singles`; the arguments are those of `of_scheduled`."""
+        rows = np.flatnonzero(num_scheduled_tokens == 1)
+        tokens = np.cumsum(num_scheduled_tokens)[rows] - 1
+        self.singles = np.stack((rows, tokens, num_computed_tokens[rows])).astype(np.int64)
 
     @property
     def branches(self) -> bool:
@@ -108,26 +124,26 @@ class DraftStep:
         nodes = self.starts[forest.owners] + 1 + forest.places
         return nodes, self.contexts[forest.owners] + forest.depths
 
-    def trees(self, with_chains: bool = False) -> TreeBatch | None:
-        """The trees that tree attention verifies; None if there are none.
+    def trees(self, with_chains: bool = False, with_singles: bool = False) -> TreeBatch | None:
+        """What tree attention computes in this step; None for nothing.
 
         Parameters
         ----------
         with_chains
-            Whether it also verifies chains, except those behind tokens of the prompt.
+            Whether it computes chains, too, except those behind tokens of the prompt.
+        with_singles
+            Whether it computes `singles`.
         """
         is_chosen = self.forest.branching
         if with_chains:
             is_chosen = is_chosen | ((self.forest.sizes > 0) & (self.before_roots == 0))
         chosen = np.flatnonzero(is_chosen)
-        if not len(chosen):
-            return None
-        return TreeBatch.build(
-            self.forest.take(chosen, self.forest.sizes[chosen]),
-            self.rows[chosen],
-            self.starts[chosen],
-            self.contexts[chosen],
-        )
+        forest = self.forest.take(chosen, self.forest.sizes[chosen])
+        places = np.stack((self.rows[chosen], self.starts[chosen], self.contexts[chosen]))
+        if with_singles:
+            forest = forest.with_empty(self.singles.shape[1])
+            places = np.concatenate((places, self.singles), axis=1)
+        return TreeBatch.build(forest, *places) if len(forest) else None
 
     def work(
         self,

@@ -200,6 +200,11 @@ def replaces_recurrent_chains() -> bool:
     return False
 
 
+def replaces_chains(is_latent: bool) -> bool:
+    """Whether tree attention computes chains, too; vLLM's kernels are made for them."""
+    return False
+
+
 def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
     """Why the layers of an attention group cannot verify branching trees, or None if they can."""
     if latent_attention.is_latent(layers):

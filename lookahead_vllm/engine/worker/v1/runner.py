@@ -60,8 +60,7 @@ class LookaheadRunner(_Base):
     """Tree attention on this device: `cpu_attention.py` or `gpu_attention.py`."""
     drafter: LookaheadDrafter
     speculative_config: SpeculativeConfig | None
-    trees_of_chains = False
-    """Whether tree attention also verifies chains."""
+    trees_of_chains = trees_of_singles = False  # see `branching.decide`
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         original = gpu_model_runner.build_logitsprocs
@@ -209,17 +208,20 @@ class LookaheadRunner(_Base):
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int32]
     ) -> DraftStep:
         """The drafts of this step."""
-        drafts = messages.to_verify(scheduler_output)
-        if not drafts.req_ids:
+        drafts, batch = messages.to_verify(scheduler_output), self.input_batch
+        with_singles = self.trees_of_singles
+        if not drafts.req_ids and not (with_singles and (num_scheduled_tokens == 1).all()):
             return NO_DRAFTS
-        batch = self.input_batch
-        rows = np.array([batch.req_id_to_index[req_id] for req_id in drafts.req_ids])
+        rows = np.array([batch.req_id_to_index[req_id] for req_id in drafts.req_ids], np.int64)
         computed = batch.num_computed_tokens_cpu
-        return DraftStep.of_scheduled(drafts, rows, num_scheduled_tokens, computed)
+        step = DraftStep.of_scheduled(drafts, rows, num_scheduled_tokens, computed)
+        if with_singles:
+            step.add_singles(num_scheduled_tokens, computed)
+        return step
 
     def _build_attention_metadata(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
         builders = []
-        if (trees := self._step.trees(self.trees_of_chains)) is not None:
+        if (trees := self._step.trees(self.trees_of_chains, self.trees_of_singles)) is not None:
             builders = [g.get_metadata_builder() for g in self._attn_group_iterator()]
         for builder in builders:
             builder.trees = trees
