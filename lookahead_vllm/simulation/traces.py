@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,15 @@ class TraceError(ValueError):
     """The traces cannot be used; the message names the file, the line and what is expected."""
 
 
+class Choices(NamedTuple):
+    """A model's likeliest tokens at the positions of an answer of m tokens."""
+
+    tokens: Int32s
+    """int32 [m, k]: row j has the k likeliest tokens in place of output token j, best first."""
+    gaps: NDArray[np.float16]
+    """float16 [m, k]: the best token's logit minus each one's."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
     """A recorded generation: `prompt` and `output` are int32; `category` is `suite/category`."""
@@ -32,6 +41,8 @@ class Trace:
     prompt: Int32s
     output: Int32s
     category: str
+    id: str = ""
+    choices: Choices | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +68,7 @@ def load_traces(
 ) -> TraceFile:
     """Read a JSON-lines file of objects with `prompt_token_ids` and `output_token_ids`.
 
-    The keys `suite`, `category` and `loops` are optional.
+    The keys `id`, `suite`, `category` and `loops` are optional.
 
     Parameters
     ----------
@@ -107,6 +118,7 @@ def _parse(place: str, text: str) -> tuple[Trace, bool]:
         _token_ids(place, line, "prompt_token_ids"),
         _token_ids(place, line, "output_token_ids"),
         "/".join(names) or "all",
+        str(line.get("id", "")),
     )
     return trace, bool(line.get("loops"))
 
