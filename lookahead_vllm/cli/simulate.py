@@ -16,6 +16,8 @@ from tqdm import tqdm
 from lookahead_vllm.cli.arguments import check_outputs, positive
 from lookahead_vllm.draft.budget.cost import CostCurve
 from lookahead_vllm.draft.options import OptionError
+from lookahead_vllm.draft.trie.recycling import NUM_CHOICES
+from lookahead_vllm.simulation.choices import with_choices
 from lookahead_vllm.simulation.drafters import Make, choose_drafters, describe
 from lookahead_vllm.simulation.replay import MODES, Mode, passes, simulate
 from lookahead_vllm.simulation.tables import (
@@ -42,6 +44,9 @@ proposers, as --list prints them:
 %s
   Settings make another proposer: ngram_trie:branch_length=8:max_nodes=50000,
   suffix:max_tree_depth=64, prompt_lookup:prompt_lookup_min=3.
+  hybrid learns from the model's choices at the roots and at the accepted nodes. The choices at
+  rejected nodes were not recorded, so it recycles fewer than in an engine, and the cells of its
+  window cannot be replayed. Its EDL here is a lower bound of what it recycles.
 
 modes:
   cold    all traces of a file, in order, starting with an empty cache
@@ -54,7 +59,7 @@ columns:
   EDL         tokens per decode step, the bonus token included; steps without a draft count
   nodes       draft tokens per decode step
   propose µs  one call of `propose`: median and 99th percentile
-  update µs   one call of `extend`, divided by the number of its tokens: median
+  update µs   one call of `extend` (and of `observe`), divided by the number of its tokens: median
   MB          bytes held after the file was played; the maximum over the files. For proposers of
               this package, the size that they report for their caches. For suffix, the bytes that
               malloc gets back when the cache is freed (measured in a fork, headers included), or,
@@ -115,6 +120,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="N,M",
         help="maximum of nodes in a tree, 1 to 128 (default: 8,16,32,64)",
     )
+    add(
+        "--choices",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE.npz",
+        help="NAME.choices.npz for each NAME.jsonl: what scripts/record_choices.py has recorded",
+    )
     add("--mode", type=modes, default=["cold"], metavar="A,B", help="default: cold; see below")
     add("--limit", type=positive, metavar="N", help="the first N traces of each file")
     add("--shuffle", type=int, metavar="SEED", help="shuffle the traces of each file first")
@@ -167,11 +180,13 @@ class Simulation:
     def __init__(self, options: argparse.Namespace) -> None:
         check_outputs(options, OptionError)
         self.options = options
-        self.makers: dict[str, Make] = choose_drafters(options.proposers)
+        self.makers: dict[str, Make] = choose_drafters(options.proposers, bool(options.choices))
         self.files: list[TraceFile] = [
             load_traces(path, options.limit, options.shuffle, options.no_loops)
             for path in dict.fromkeys(options.traces)
         ]
+        if options.choices:
+            self.files = [with_choices(file, options.choices, NUM_CHOICES) for file in self.files]
         self.results: Results = {}
         self.complete = False
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
-from lookahead_vllm.draft.proposer import DraftLimits
+from lookahead_vllm.draft.proposer import DraftLimits, Verified
 from lookahead_vllm.draft.registry import HAVE_WINDOW, PROPOSERS, make_proposer
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.simulation.rivals import (
@@ -25,13 +25,19 @@ from lookahead_vllm.simulation.traces import Int32s
 
 
 class Drafter(Protocol):
-    """The simulator's interface to a proposer. It times `start`, `extend` and `propose`."""
+    """The simulator's interface to a proposer. It times all but `tree`."""
+
+    num_choices: int
+    """The model's choices at each node that `observe` takes; 0 if it takes none."""
 
     def start(self, request_id: str, prompt: Int32s) -> None:
         """Start a request."""
 
     def extend(self, request_id: str, tokens: list[int]) -> None:
         """Append output tokens to the request."""
+
+    def observe(self, verified: Verified) -> None:
+        """Learn from the model's choices. Not called if `num_choices` is 0."""
 
     def propose(self, limit: DraftLimits, context: Int32s) -> Any:
         """Draft in the drafter's own format; `context` is the text so far, int32 [n]."""
@@ -63,6 +69,8 @@ class Lookahead:
         self.proposer.cost = None if curve is None else StepCost(curve)
         # Without a time limit, each prompt is inserted at once and results do not depend on speed.
         cast(Any, self.proposer).insertion.seconds = math.inf
+        self.num_choices = self.proposer.num_choices
+        self.observe: Callable[[Verified], None] = self.proposer.observe
         self.start: Callable[[str, Any], None] = self.proposer.start
         self.finish: Callable[[str], None] = self.proposer.finish
 
@@ -128,25 +136,28 @@ GROUPS = {
 }
 """Names that stand for several drafters."""
 
-OURS = [name for name in PROPOSERS if name not in HAVE_WINDOW]
+OURS = [name for name in PROPOSERS if name != "jacobi_window"]
 
 
 def describe() -> str:
     """List the names, one on each line, with a description."""
     ours = dict.fromkeys(OURS, "of this package")
+    ours["hybrid"] += ", without its window: needs --choices"
     rivals = {name: rival.about for name, rival in RIVALS.items()}
     lines = {**ours, **rivals, "suffix_sweep": "all of arctic-inference's above"}
     width = max(map(len, lines))
     return "\n".join(f"{name.ljust(width)}  {about}" for name, about in lines.items())
 
 
-def choose_drafters(names: str) -> dict[str, Make]:
+def choose_drafters(names: str, has_choices: bool = False) -> dict[str, Make]:
     """Parse the names of the drafters to simulate, in order.
 
     Parameters
     ----------
     names : str
         Names separated by commas, each possibly with settings, as in `ngram_trie:branch_length=8`.
+    has_choices : bool
+        Whether the traces have choices, which some proposers need.
 
     Raises
     ------
@@ -161,13 +172,13 @@ def choose_drafters(names: str) -> dict[str, Make]:
         if spec in chosen:
             raise OptionError(f"--proposers: {spec} is given twice, or is part of another name")
         try:
-            chosen[spec] = _maker(spec)
+            chosen[spec] = _maker(spec, has_choices)
         except OptionError as error:
             raise OptionError(f"--proposers: {spec}: {error}") from None
     return chosen
 
 
-def _maker(spec: str) -> Make:
+def _maker(spec: str, has_choices: bool) -> Make:
     name, *settings = spec.split(":")
     given = dict(_setting(text) for text in settings)
     if name in RIVALS:
@@ -175,17 +186,27 @@ def _maker(spec: str) -> Make:
         options = _options(rival.options, given)
         rival.drafter(options)  # raises if the rival is not installed
         return lambda budget, curve: rival.drafter(options)
-    if name in HAVE_WINDOW:
+    if name == "jacobi_window":
         raise OptionError(
-            "it learns from the model's choices at its nodes, which a recording does not have; "
-            "measure it with scripts/bench_window.py"
+            "it learns from the model's choices at the cells of its window, which a recording does "
+            "not have; measure it with scripts/bench_window.py"
+        )
+    if name in HAVE_WINDOW and not has_choices:
+        raise OptionError(
+            "it learns from the model's choices; record them with scripts/record_choices.py and "
+            "pass the files to --choices"
         )
     if name in OURS:
-        for key in ("num_speculative_tokens", "budget", "proposer"):
+        fixed = ["num_speculative_tokens", "budget", "proposer"]
+        settings_of = {"proposer": name, **given}
+        if name in HAVE_WINDOW:
+            fixed.append("window_size")
+            settings_of["window_size"] = 0
+        for key in fixed:
             if key in given:
                 raise OptionError(f"{key} is the simulator's to set; leave it out")
-        LookaheadOptions.from_dict(given)
-        return partial(Lookahead, {"proposer": name, **given})
+        LookaheadOptions.from_dict(settings_of)
+        return partial(Lookahead, settings_of)
     choices = list(dict.fromkeys([*OURS, *RIVALS, *GROUPS]))
     raise OptionError(f"there is no such proposer; {_hint(name, choices)}")
 

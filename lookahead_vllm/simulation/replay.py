@@ -16,10 +16,11 @@ from typing import Literal, TypedDict
 import numpy as np
 
 from lookahead_vllm.draft.budget.cost import CostCurve
-from lookahead_vllm.draft.proposer import DraftLimits
-from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest
+from lookahead_vllm.draft.jit import Int32s
+from lookahead_vllm.draft.proposer import DraftLimits, Verified
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
 from lookahead_vllm.simulation.drafters import Drafter
-from lookahead_vllm.simulation.traces import Trace, TraceFile
+from lookahead_vllm.simulation.traces import Choices, Trace, TraceFile
 from lookahead_vllm.verify.acceptance import accepted_paths
 
 Mode = Literal["cold", "warm", "replay"]
@@ -44,7 +45,7 @@ class Played:
     propose_ns: list[int] = field(default_factory=list)
     """The time of each call of `propose`."""
     update_ns: list[float] = field(default_factory=list)
-    """The time of each call of `extend`, divided by its number of tokens."""
+    """The time of each call of `extend`, and of `observe`, divided by its number of tokens."""
     start_ns: int = 0
 
 
@@ -58,7 +59,7 @@ class Figures(TypedDict):
     propose_us_p50, propose_us_p99
         Microseconds per call of `propose`.
     update_us_p50, update_us_p99
-        Microseconds per token of a call of `extend`.
+        Microseconds per token of a call of `extend`, and of `observe`.
     start_us_p50
         Microseconds per call of `start`, which gets the prompt.
     tokens, steps
@@ -109,6 +110,9 @@ def play(drafter: Drafter, trace: Trace, request_id: str, budget: int) -> Played
     nodes, accepts its longest path that agrees with the recorded output, and commits that path and
     the bonus token. A path ends at least one token before the output, which leaves the bonus
     token: deeper nodes are not sent, and the last token has no draft.
+
+    If the trace has choices, a drafter that learns from them gets those at the root and at the
+    accepted nodes. What the model would have chosen at other nodes is unknown: they are left out.
     """
     played = Played(trace.category)
     text = np.concatenate((trace.prompt, trace.output))
@@ -118,15 +122,18 @@ def play(drafter: Drafter, trace: Trace, request_id: str, budget: int) -> Played
     drafter.start(request_id, trace.prompt)
     played.start_ns = perf_counter_ns() - before
     done, new_tokens = 0, answer[:1]
+    verified: Verified | None = None
     while True:
         before = perf_counter_ns()
         drafter.extend(request_id, new_tokens)
+        if verified is not None:
+            drafter.observe(verified)
         played.update_ns.append((perf_counter_ns() - before) / len(new_tokens))
         done += len(new_tokens)
         if done == len(answer):
             break
         max_depth = min(budget, len(answer) - done - 1)
-        tree = EMPTY_TREE
+        tree, verified = EMPTY_TREE, None
         if max_depth > 0:
             limit = DraftLimits(request_id, budget, max_depth)
             context = text[: len(trace.prompt) + done]
@@ -136,12 +143,28 @@ def play(drafter: Drafter, trace: Trace, request_id: str, budget: int) -> Played
             tree = drafter.tree(draft)
             assert len(tree) <= budget
         choices = expected[np.minimum(done + np.append(0, tree.depths), len(answer))]
-        accepted = accepted_paths(DraftForest.of([tree]), choices[:1], choices[1:]).shape[1]
-        new_tokens = answer[done : done + accepted + 1]  # a slice, so never past the end
+        path = accepted_paths(DraftForest.of([tree]), choices[:1], choices[1:])[0]
+        new_tokens = answer[done : done + len(path) + 1]  # a slice, so never past the end
+        if trace.choices is not None and drafter.num_choices and max_depth > 0:
+            verified = _verified(request_id, tree.tokens[path], trace.choices, done)
         played.tokens += len(new_tokens)
         played.nodes.append(int((tree.depths <= max_depth).sum()))
     drafter.finish(request_id)
     return played
+
+
+def _verified(request_id: str, path: Int32s, choices: Choices, done: int) -> Verified:
+    """The choices at a root, the output token before number `done`, and at its accepted path."""
+    end = done + 1 + len(path)
+    return Verified(
+        [request_id],
+        DraftForest.of([DraftTree.chain(path.tolist())]),
+        choices.tokens[done : done + 1],
+        choices.tokens[done + 1 : end],
+        choices.gaps[done:end].astype(np.float32),
+        np.ones(len(path), np.bool_),
+        np.array([len(path)], np.int64),
+    )
 
 
 def simulate(

@@ -8,10 +8,19 @@ from typing import Any
 import numpy as np
 
 from lookahead_vllm.draft.options import OptionError
-from lookahead_vllm.draft.proposer import DraftLimits
+from lookahead_vllm.draft.proposer import DraftLimits, Verified
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.simulation.heap import bytes_released_by
 from lookahead_vllm.simulation.traces import Int32s
+
+
+class _TextOnly:
+    """A drafter that learns from texts alone."""
+
+    num_choices = 0
+
+    def observe(self, verified: Verified) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ def look_up(context: Int32s, longest: int, shortest: int, max_tokens: int) -> In
     return context[found : found + max_tokens] if found >= 0 else context[:0]
 
 
-class PromptLookup:
+class PromptLookup(_TextOnly):
     """vLLM's `ngram`: drafts a chain from the request's own text, and keeps no cache."""
 
     num_bytes = 0
@@ -109,7 +118,7 @@ class SuffixOptions:
             raise OptionError("max_tree_depth and max_cached_requests must be at least 1")
 
 
-class Suffix:
+class Suffix(_TextOnly):
     """arctic-inference's suffix decoding, called as vLLM's `suffix_decoding.py` calls it.
 
     Raises

@@ -34,6 +34,8 @@ def file_of(*traces: Trace, name: str = "f.jsonl") -> TraceFile:
 class Scripted:
     """A drafter that proposes the given trees, one a step, and logs its calls."""
 
+    num_choices = 0
+
     def __init__(self, *trees: DraftTree) -> None:
         self.trees = list(trees)
         self.log: list[Any] = []
@@ -45,6 +47,9 @@ class Scripted:
     def extend(self, request_id: str, tokens: list[int]) -> None:
         self.log.append(tokens)
         self.num_bytes += 4 * len(tokens)
+
+    def observe(self, verified: Any) -> None:
+        self.log.append(verified)
 
     def propose(self, limit: Any, context: Any) -> DraftTree:
         self.log.append((limit.max_nodes, limit.max_depth, context.tolist()))
@@ -285,6 +290,8 @@ def test_a_plot_is_written(tmp_path: Path) -> None:
         (["--cost-curve", "1:2,1:3"], "is not TOKENS:MS"),
         (["--cost-curve", "fast"], "is not TOKENS:MS"),
         (["--json", "/nowhere/out.json"], "there is no folder /nowhere"),
+        (["--choices", "/nowhere/t.choices.npz"], "there is no file /nowhere/t.choices.npz"),
+        (["--proposers", "hybrid"], "record them with scripts/record_choices.py"),
     ],
 )
 def test_wrong_options_get_one_sentence(

@@ -14,7 +14,7 @@ from lookahead_vllm.cli import simulate as command
 from lookahead_vllm.draft.budget.cost import CostCurve
 from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.draft.proposer import DraftLimits
-from lookahead_vllm.draft.registry import HAVE_WINDOW, PROPOSERS
+from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.simulation import heap
 from lookahead_vllm.simulation.drafters import GROUPS, RIVALS, Lookahead, choose_drafters
 from lookahead_vllm.simulation.replay import play, simulate
@@ -131,9 +131,9 @@ def test_listed_proposers_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> N
         command.main(["--list"])
     assert not stopped.value.code
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert set(names) == {*PROPOSERS, *RIVALS, *GROUPS} - HAVE_WINDOW
+    assert set(names) == {*PROPOSERS, *RIVALS, *GROUPS} - {"jacobi_window"}
     for name in names:
-        assert list(choose_drafters(name)) == GROUPS.get(name, [name])
+        assert list(choose_drafters(name, has_choices=True)) == GROUPS.get(name, [name])
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,8 @@ def test_listed_proposers_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> N
     [
         ("", "name at least one"),
         ("ngram_tri", "no such proposer; did you mean 'ngram_trie'?"),
-        ("hybrid", "measure it with scripts/bench_window.py"),
+        ("jacobi_window", "measure it with scripts/bench_window.py"),
+        ("hybrid", "pass the files to --choices"),
         ("medusa", "no such proposer; there are ngram_trie, "),
         ("ngram_trie,ngram_trie", "given twice"),
         ("ngram_trie:branch_length", "'branch_length' is not KEY=VALUE"),
