@@ -38,7 +38,8 @@ class Verified(NamedTuple):
     at_roots: Int32s
     """int32 [t, k]: the likeliest tokens after each root, best first; k is `num_choices`."""
     at_nodes: Int32s
-    """int32 [n, k]: the likeliest tokens after each node, best first."""
+    """int32 [n, k]: the likeliest tokens after each node, best first. In a replay, UNKNOWN after
+    nodes that were not accepted."""
     gaps: NDArray[np.float32]
     """float32 [t + n, k]: the difference between the best logit and each of these, roots first."""
     accepted: NDArray[np.bool_]

@@ -27,8 +27,9 @@ from lookahead_vllm.simulation.traces import Int32s
 class Drafter(Protocol):
     """The simulator's interface to a proposer. It times all but `tree`."""
 
-    num_choices: int
-    """The model's choices at each node that `observe` takes; 0 if it takes none."""
+    @property
+    def num_choices(self) -> int:
+        """The model's choices at each node that `observe` takes now; 0 if it takes none."""
 
     def start(self, request_id: str, prompt: Int32s) -> None:
         """Start a request."""
@@ -69,10 +70,14 @@ class Lookahead:
         self.proposer.cost = None if curve is None else StepCost(curve)
         # Without a time limit, each prompt is inserted at once and results do not depend on speed.
         cast(Any, self.proposer).insertion.seconds = math.inf
-        self.num_choices = self.proposer.num_choices
         self.observe: Callable[[Verified], None] = self.proposer.observe
         self.start: Callable[[str, Any], None] = self.proposer.start
         self.finish: Callable[[str], None] = self.proposer.finish
+
+    @property
+    def num_choices(self) -> int:
+        """The proposer's, which may change."""
+        return self.proposer.num_choices
 
     def extend(self, request_id: str, tokens: list[int]) -> None:
         """Append output tokens to the request."""

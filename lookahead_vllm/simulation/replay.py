@@ -18,7 +18,7 @@ import numpy as np
 from lookahead_vllm.draft.budget.cost import CostCurve
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.proposer import DraftLimits, Verified
-from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
+from lookahead_vllm.draft.tree import EMPTY_TREE, UNKNOWN, DraftForest, DraftTree
 from lookahead_vllm.simulation.drafters import Drafter
 from lookahead_vllm.simulation.traces import Choices, Trace, TraceFile
 from lookahead_vllm.verify.acceptance import accepted_paths
@@ -112,7 +112,7 @@ def play(drafter: Drafter, trace: Trace, request_id: str, budget: int) -> Played
     token: deeper nodes are not sent, and the last token has no draft.
 
     If the trace has choices, a drafter that learns from them gets those at the root and at the
-    accepted nodes. What the model would have chosen at other nodes is unknown: they are left out.
+    accepted nodes. What the model would have chosen at other nodes is UNKNOWN.
     """
     played = Played(trace.category)
     text = np.concatenate((trace.prompt, trace.output))
@@ -146,23 +146,32 @@ def play(drafter: Drafter, trace: Trace, request_id: str, budget: int) -> Played
         path = accepted_paths(DraftForest.of([tree]), choices[:1], choices[1:])[0]
         new_tokens = answer[done : done + len(path) + 1]  # a slice, so never past the end
         if trace.choices is not None and drafter.num_choices and max_depth > 0:
-            verified = _verified(request_id, tree.tokens[path], trace.choices, done)
+            verified = _verified(request_id, tree, path, trace.choices, done)
         played.tokens += len(new_tokens)
         played.nodes.append(int((tree.depths <= max_depth).sum()))
     drafter.finish(request_id)
     return played
 
 
-def _verified(request_id: str, path: Int32s, choices: Choices, done: int) -> Verified:
-    """The choices at a root, the output token before number `done`, and at its accepted path."""
-    end = done + 1 + len(path)
+def _verified(
+    request_id: str, tree: DraftTree, path: Int32s, choices: Choices, done: int
+) -> Verified:
+    """The choices at a tree's root, output token `done` - 1, and at the nodes of its path."""
+    n, end = len(tree), done + 1 + len(path)
+    num_choices = choices.tokens.shape[1]
+    at_nodes = np.full((n, num_choices), UNKNOWN, np.int32)
+    at_nodes[path] = choices.tokens[done + 1 : end]
+    gaps = np.zeros((1 + n, num_choices), np.float32)
+    gaps[0], gaps[1 + path] = choices.gaps[done], choices.gaps[done + 1 : end]
+    accepted = np.zeros(n, np.bool_)
+    accepted[path] = True
     return Verified(
         [request_id],
-        DraftForest.of([DraftTree.chain(path.tolist())]),
+        DraftForest.of([tree]),
         choices.tokens[done : done + 1],
-        choices.tokens[done + 1 : end],
-        choices.gaps[done:end].astype(np.float32),
-        np.ones(len(path), np.bool_),
+        at_nodes,
+        gaps,
+        accepted,
         np.array([len(path)], np.int64),
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lookahead_vllm.draft.proposer import Verified
-from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.draft.tree import UNKNOWN, DraftTree
 from lookahead_vllm.simulation.choices import load_choices, save_choices, with_choices
 from lookahead_vllm.simulation.drafters import choose_drafters
 from lookahead_vllm.simulation.replay import figures, play
@@ -116,12 +116,14 @@ def test_a_drafter_hears_the_choices_at_the_root_and_at_the_accepted_nodes() -> 
     prefill, first, heard, last = drafter.log
     assert (prefill, first, last) == ([10], [20, 30, 40], [50])
     assert heard.request_ids == ["r"]
-    assert heard.forest.tokens.tolist() == [20, 30]
-    assert heard.forest.parents.tolist() == [-1, 0]
+    assert heard.forest.tokens.tolist() == [99, 20, 98, 30]
+    assert heard.forest.parents.tolist() == [-1, -1, 0, 1]
     assert heard.at_roots.tolist() == recorded.tokens[1:2].tolist()
-    assert heard.at_nodes.tolist() == recorded.tokens[2:4].tolist()
-    assert heard.gaps.tolist() == recorded.gaps[1:4].tolist()
-    assert heard.accepted.all() and heard.lengths.tolist() == [2]
+    assert heard.at_nodes[[1, 3]].tolist() == recorded.tokens[2:4].tolist()
+    assert (heard.at_nodes[[0, 2]] == UNKNOWN).all()
+    assert heard.gaps[[0, 2, 4]].tolist() == recorded.gaps[1:4].tolist()
+    assert heard.accepted.tolist() == [False, True, False, True]
+    assert heard.lengths.tolist() == [2]
 
 
 def test_a_step_without_a_draft_is_heard_too_and_a_deaf_drafter_hears_nothing() -> None:

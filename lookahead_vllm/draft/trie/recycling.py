@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.draft.trie.candidates import CHOSEN, add_candidate
 from lookahead_vllm.draft.trie.suffix import Hashes, advance, hash_in_space
 from lookahead_vllm.draft.trie.table import NO_SPACE
@@ -150,7 +151,7 @@ def find_choices(
 def recycle(lines: Int32s, trees: ChoiceTrees, choices: ModelChoices) -> None:
     """Keep the model's choices at every root and node of a step's trees in `lines`.
 
-    Trees whose space is NO_SPACE are skipped.
+    Trees whose space is NO_SPACE are skipped, and so are nodes whose first choice is UNKNOWN.
     """
     trees, choices = ChoiceTrees(*trees), ModelChoices(*choices)
     spaces, tokens, parents, firsts = trees.spaces, trees.tokens, trees.parents, trees.firsts
@@ -167,6 +168,8 @@ def recycle(lines: Int32s, trees: ChoiceTrees, choices: ModelChoices) -> None:
         for node in range(firsts[tree], firsts[tree + 1]):
             place = node - firsts[tree]
             advance(hashes[parents[node] + 1], tokens[node], hashes[place + 1])
+            if choices.at_nodes[node, 0] == UNKNOWN:
+                continue
             at_cell = 1 if place >= trees.num_grown[tree] else 0
             _keep(
                 lines,

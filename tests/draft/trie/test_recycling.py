@@ -7,7 +7,7 @@ from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftLimits, Verified
 from lookahead_vllm.draft.request_overrides import RequestOverrides
 from lookahead_vllm.draft.sources import NAMES, RECYCLED, WINDOW
-from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.draft.tree import UNKNOWN, DraftForest, DraftTree
 from lookahead_vllm.draft.trie.candidates import CHOSEN, TOKEN, new_candidates
 from lookahead_vllm.draft.trie.recycling import (
     NUM_CHOICES,
@@ -75,6 +75,16 @@ def test_the_latest_choices_count_and_the_longer_suffix_comes_first():
     longest, tokens, _ = find(lines, [1, 2, 3], max_size=12)
     assert longest == 3 and tokens[0] == 7 and 8 in tokens
     assert find(lines, [3])[1][0] == 8
+
+
+def test_an_unknown_choice_replaces_none():
+    lines = make_lines(1024)
+    keep(lines, [1, 2, 3], DraftTree.chain([7]), choices_from(7), [choices_from(60)])
+    tree = DraftTree.from_lists([7, 8], [-1, -1])
+    unknown = [UNKNOWN] * NUM_CHOICES
+    keep(lines, [1, 2, 3], tree, choices_from(8), [unknown, choices_from(61)])
+    assert find(lines, [2, 3, 7])[:2] == (3, choices_from(60))
+    assert find(lines, [2, 3, 8])[:2] == (3, choices_from(61))
 
 
 def test_no_choice_crosses_a_space():
