@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.engines.profile import shares
+from benchmarks.engines.profile import decode_step, shares
 from benchmarks.engines.rows import Figures, Row, median_figures
 from lookahead_vllm.simulation.markdown import MISSING, markdown, number
 
@@ -71,6 +71,21 @@ def category_tables(rows: Sequence[Row]) -> str:
     if alone:
         tables.append(table("ratio", alone, lambda figures: figures["ratio"]))
     return "\n\n".join(tables)
+
+
+def step_table(rows: Sequence[Row]) -> str:
+    """The mean decode step of each method and the model's part of it; "" if none was measured."""
+    steps = [(row, step) for row in rows if (step := decode_step(row["profile"]))]
+    body = [
+        [
+            f"{row['method']}, batch {row['batch_size']}",
+            number(step.seconds * 1e3, 1),
+            number(step.model * 1e3, 1),
+            f"{step.outside:.1%}",
+        ]
+        for row, step in steps
+    ]
+    return markdown(["decode step", "ms", "model, ms", "not the model"], body) if body else ""
 
 
 def profile_table(rows: Sequence[Row]) -> str:

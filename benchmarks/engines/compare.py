@@ -43,7 +43,7 @@ from benchmarks.prompts import (
     load_prompts,
     model_tokenizer,
 )
-from benchmarks.tables import category_tables, main_table, profile_table
+from benchmarks.tables import category_tables, main_table, profile_table, step_table
 from lookahead_vllm.cli.arguments import check_outputs, positive, positives
 from lookahead_vllm.draft.registry import HAVE_WINDOW
 from lookahead_vllm.machine import cpu_name, versions
@@ -103,6 +103,9 @@ how it measures:
   --target-guided makes the recorded token (`output_token_ids`) the likeliest at every position: any
   model then gives the recorded answers, and accepts what the model that was recorded would have
   accepted. It works with random weights, too (--engine-arg load_format=dummy). LLMA, section 3.2.
+  --profile times the decode steps that follow each other, from one launch to the next: `model` is
+  the forward pass with the logits, tree attention included; all else is scheduling, sampling,
+  drafting and the front end. On a GPU only lookahead's own parts are timed.
   --runner v2 on a CPU replaces V2's kernels, which are written for GPUs, by the ones of the tests.
   On CPU, Intel's OpenMP and tcmalloc are preloaded where they are found. Threads are bound as
   vLLM does by default, which leaves a core to its front end: on a machine with few cores,
@@ -421,6 +424,8 @@ def report(benchmark: Benchmark, argv: Sequence[str]) -> list[Row]:
     if by_category := category_tables(rows):
         print(f"\n{by_category}")
     if options.profile:
+        if steps := step_table(rows):
+            print(f"\n{steps}")
         print(f"\n{profile_table(rows)}")
     if options.json:
         options.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.engines.engine_process import Emit, answer_questions
-from benchmarks.engines.profile import Seconds, profiled_seconds
+from benchmarks.engines.profile import Seconds, measure, profiled_seconds
 
 WARM_UP_TOKENS = 16
 """The answer of each request of the warm-up."""
@@ -162,6 +162,7 @@ def run(job: Job, turns: Iterable[Sequence[int]], emit: Emit) -> None:
     if args.get("speculative_config"):
         args.setdefault("per_request_spec_decode_metrics", "summary")
     llm = LLM(**args)
+    measure(llm)
     emit("warm-up")
     batch_size = args["max_num_seqs"]
     warm_up(llm.llm_engine, job.prompts, batch_size)

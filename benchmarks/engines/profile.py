@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 Seconds = dict[str, float]
-"""Wall time by part of a step; `step` is the whole step."""
+"""Wall time by part of a step.
+
+`step` is lookahead's own whole step. `decode` is the time of the decode steps that follow each
+other, from one launch to the next, `decode_steps` is their number, and `model` is the time that
+the model took in them; all methods have these three on a CPU.
+"""
 
 PARTS = {
     "draft": "drafting",
@@ -21,6 +28,75 @@ SENDING_FUNCTIONS = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 ENVIRONMENT = {"LOOKAHEAD_VLLM_PROFILE": "1", **SENDING_FUNCTIONS}
 
 
+_decode_seconds: Seconds = {}
+"""What `DecodeClock` has measured in this process, a worker."""
+
+
+class DecodeClock:
+    """Times decode steps and the model in them, in `seconds`.
+
+    A step with prompts, and the step before it, do not count: prompts are long, and between two
+    requests the engine waits for its front end.
+    """
+
+    def __init__(self, seconds: Seconds) -> None:
+        self._seconds = seconds
+        self._model = 0.0
+        self._last: float | None = None
+
+    def timing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with its time added to the model's."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._model += time.perf_counter() - start
+
+        return timed
+
+    def begin_step(self, scheduler_output: Any) -> None:
+        """Take the launch of a step, vLLM's `SchedulerOutput`."""
+        if not scheduler_output.num_scheduled_tokens:
+            return
+        now = time.perf_counter()
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        decodes = not scheduler_output.scheduled_new_reqs and all(
+            count == 1 + len(drafts.get(request, ()))
+            for request, count in scheduler_output.num_scheduled_tokens.items()
+        )
+        if decodes and self._last is not None:
+            figures = {"decode": now - self._last, "model": self._model, "decode_steps": 1.0}
+            for part, value in figures.items():
+                self._seconds[part] = self._seconds.get(part, 0.0) + value
+        self._last = now if decodes else None
+        self._model = 0.0
+
+
+def measure(llm: Any) -> None:
+    """Time the decode steps of an engine on a CPU from now on; nothing if profiling is off."""
+    if os.environ.get("LOOKAHEAD_VLLM_PROFILE") == "1":
+        llm.collective_rpc(_measure)
+
+
+def _measure(worker: Any) -> None:
+    """Runs in a worker. A GPU works behind the host, so there these times would mean nothing."""
+    runner = worker.model_runner
+    if runner.device.type != "cpu":
+        return
+    clock = DecodeClock(_decode_seconds)
+    execute = runner.execute_model
+
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        clock.begin_step(scheduler_output)
+        return execute(scheduler_output, *args, **kwargs)
+
+    runner.execute_model = execute_model
+    runner.model.forward = clock.timing(runner.model.forward)
+    runner.model.compute_logits = clock.timing(runner.model.compute_logits)
+
+
 def profiled_seconds(llm: Any) -> Seconds:
     """The first worker's times so far; empty if profiling is off."""
     if os.environ.get("LOOKAHEAD_VLLM_PROFILE") != "1":
@@ -32,8 +108,28 @@ def _read(worker: Any) -> Seconds:
     try:
         from lookahead_vllm.engine.worker import step_recorder
     except ImportError:
-        return {}
-    return dict(step_recorder.seconds)
+        return dict(_decode_seconds)
+    return {**step_recorder.seconds, **_decode_seconds}
+
+
+class DecodeStep(NamedTuple):
+    """The mean decode step: wall time and the model's part of it, in seconds."""
+
+    seconds: float
+    model: float
+
+    @property
+    def outside(self) -> float:
+        """The share of the step that is not the model's, in [0, 1]."""
+        return 1 - self.model / self.seconds
+
+
+def decode_step(seconds: Seconds) -> DecodeStep | None:
+    """The mean decode step; None where none was measured."""
+    count = seconds.get("decode_steps", 0.0)
+    if not count:
+        return None
+    return DecodeStep(seconds["decode"] / count, seconds["model"] / count)
 
 
 def shares(seconds: Seconds) -> dict[str, float]:

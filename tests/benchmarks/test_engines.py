@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 import pytest
 
 from benchmarks.engines import compare as bench
-from benchmarks.engines import fresh_engine
+from benchmarks.engines import fresh_engine, profile
 from benchmarks.engines.generate import Generation, Turn, answer, warm_up_prompts
-from benchmarks.engines.profile import shares
+from benchmarks.engines.profile import DecodeClock, decode_step, shares
 from benchmarks.engines.rows import Outcome, Row, Run, make_row
 from benchmarks.methods import KNOWN, MethodError, choose_methods
 from benchmarks.prompts import PromptError, load_prompts
-from benchmarks.tables import category_tables, main_table, profile_table
+from benchmarks.tables import category_tables, main_table, profile_table, step_table
 from tests.support import v2_on_cpu
 from tests.support.files import jsonl
 
@@ -289,6 +289,43 @@ def test_the_profile_splits_a_step() -> None:
     profiled = row("lookahead", run(*DRAFTED.generations, profile=seconds))
     assert "20.0%" in profile_table([row(), profiled])
     assert "no method here says where its time goes" in profile_table([row()])
+
+
+def test_decode_steps_are_timed_where_they_follow_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = iter(range(100))
+    monkeypatch.setattr(profile.time, "perf_counter", lambda: float(next(now)))
+    seconds: dict[str, float] = {}
+    clock = DecodeClock(seconds)
+    model = clock.timing(lambda: None)  # takes 1 s by this clock
+
+    def step(tokens: dict[str, int], drafts: dict[str, list[int]], new: list[str]) -> None:
+        clock.begin_step(
+            SimpleNamespace(
+                num_scheduled_tokens=tokens,
+                scheduled_spec_decode_tokens=drafts,
+                scheduled_new_reqs=new,
+            )
+        )
+        if tokens:
+            model()
+
+    step({"a": 5}, {}, ["a"])  # at 0 s: a prompt
+    step({"a": 1}, {}, [])  # at 3 s; the step from here to 6 s counts
+    step({}, {}, [])  # nothing is launched
+    step({"a": 3}, {"a": [7, 8]}, [])  # at 6 s, to 9 s
+    step({"a": 1}, {}, [])  # at 9 s: the next step has a prompt
+    step({"a": 1, "b": 4}, {}, ["b"])
+    step({"a": 1, "b": 4}, {}, [])  # the rest of the prompt
+    assert seconds == {"decode": 6.0, "model": 2.0, "decode_steps": 2.0}
+    assert decode_step(seconds) == (3.0, 1.0)
+    assert decode_step({"step": 1.0}) is None
+    profiled = row("ngram", run(*DRAFTED.generations, profile=seconds))
+    last = step_table([row(), profiled]).splitlines()[-1]
+    cells = [cell.strip() for cell in last.strip("|").split("|")]
+    assert cells == ["ngram, batch 1", "3000.0", "1000.0", "66.7%"]
+    assert step_table([row()]) == ""
 
 
 def test_a_picture_is_drawn_for_few_and_for_many_batch_sizes(tmp_path: Path) -> None:
