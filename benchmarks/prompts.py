@@ -25,13 +25,16 @@ class Prompt:
     line: int
     answer: list[int] | None = None
     """The token ids that were recorded as its answer."""
+    reference: list[int] | None = None
+    """The token ids of a text that the answer may copy from."""
 
 
 def load_prompts(path: Path, tokenize: Tokenize, limit: int | None = None) -> list[Prompt]:
     """Read a JSON-lines file.
 
     Each line is an object with `prompt_token_ids` (a list), `prompt` (text) or `messages` (a
-    chat). `category`, or else `suite`, and the recorded answer, `output_token_ids`, are optional.
+    chat). `category`, or else `suite`, the recorded answer, `output_token_ids`, and a text that the
+    answer may copy from, `reference_token_ids`, are optional.
 
     Parameters
     ----------
@@ -59,7 +62,8 @@ def load_prompts(path: Path, tokenize: Tokenize, limit: int | None = None) -> li
             _token_ids(path, lines[i], tokenize),
             categories[i],
             lines[i][0],
-            _answer(path, lines[i]),
+            _optional_ids(path, lines[i], "output_token_ids"),
+            _optional_ids(path, lines[i], "reference_token_ids"),
         )
         for i in spread(categories, limit)
     ]
@@ -114,10 +118,10 @@ def _token_ids(path: Path, line: tuple[int, dict[str, Any]], tokenize: Tokenize)
     return _checked(path, number, "prompt_token_ids", ids)
 
 
-def _answer(path: Path, line: tuple[int, dict[str, Any]]) -> list[int] | None:
+def _optional_ids(path: Path, line: tuple[int, dict[str, Any]], name: str) -> list[int] | None:
     number, content = line
-    ids = content.get("output_token_ids")
-    return None if ids is None else _checked(path, number, "output_token_ids", ids)
+    ids = content.get(name)
+    return None if ids is None else _checked(path, number, name, ids)
 
 
 def _checked(path: Path, number: int, name: str, ids: Any) -> list[int]:

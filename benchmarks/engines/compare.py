@@ -17,21 +17,14 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks.command_line import (
-    PROMPT_LINES,
-    add_engine_arg,
-    engine_environment,
-    engine_parser,
-    interrupted,
-    kv_cache_bytes,
-)
+from benchmarks.command_line import engine_environment, interrupted, kv_cache_bytes
 from benchmarks.engines import generate, profile
+from benchmarks.engines.arguments import parser
 from benchmarks.engines.fresh_engine import FreshEngine, RunFailed, is_cpu_build
 from benchmarks.engines.generate import Job, Turn
 from benchmarks.engines.rows import Outcome, Row, Run, make_row
 from benchmarks.methods import (
     BASELINE,
-    KNOWN,
     MethodError,
     SpeculativeConfig,
     choose_methods,
@@ -44,130 +37,9 @@ from benchmarks.prompts import (
     model_tokenizer,
 )
 from benchmarks.tables import category_tables, main_table, profile_table, step_table
-from lookahead_vllm.cli.arguments import check_outputs, positive, positives
+from lookahead_vllm.cli.arguments import check_outputs
 from lookahead_vllm.draft.registry import HAVE_WINDOW
 from lookahead_vllm.machine import cpu_name, versions
-
-EPILOG = f"""\
-examples:
-  python scripts/bench.py --model .cache/models/SmolLM2-135M-Instruct \\
-      --prompts prompts.jsonl --limit 48 --max-tokens 128 --batch-sizes 1,8 \\
-      --methods none,ngram,suffix,lookahead --check-exact --json out.json --plot out.png
-
-  over batch sizes, with ratios accurate to a few percent: the engines of a size take turns
-      --batch-sizes 1,2,4,8,16,32,64 --limit 24,24,36,48,96,192,240 --turns 3,3,3,3,3,3,2
-
-  a model of another size, without its weights, on recorded answers
-      --model FOLDER_WITH_A_CONFIG --engine-arg load_format=dummy --target-guided \\
-      --engine-arg skip_tokenizer_init=true
-
-  both of vLLM's model runners, each beside plain vLLM on the same one
-      --runner v1,v2 --methods none,lookahead --batch-sizes 1,8,32 --turns 3
-
-  the cost of drafts that are never right
-      --methods none,lookahead --batch-sizes 1,8,32 --limit 24,96,192 --adversarial --turns 6
-
-{PROMPT_LINES}
-
-columns:
-  full         the share of the time in which the batch was full: at the end only a few requests
-               still run, so large batches need many prompts (--limit), at least twice the batch
-               size in each turn
-  tokens/s     emitted tokens over wall time, prefills included, start-up not
-  ratio        tokens/s over plain vLLM's (`none`) in the same round, with the same --runner
-  steps        decode steps of a request, summed over the requests
-  tokens/step  tokens that decode steps emitted over `steps`, drafted or not (the papers' EDL
-               and S); plain vLLM has 1.00
-  acceptance   vLLM's mean acceptance length: 1 + accepted draft tokens over the steps that
-               had a draft
-  drafted      draft tokens that were verified, over `steps`
-  differing    prompts whose token ids differ from plain vLLM's at the same batch size
-               (--check-exact; bfloat16 rounds a step of several tokens differently, so
-               expect zero only with --dtype float32)
-
-how it measures:
-  Each method at each batch size has an engine of its own, in a process of its own, with cold
-  drafters and no prefix caching; a method that fails is reported, and the others go on. The
-  engine runs as vLLM starts it (its core in a separate process). All prompts are queued in
-  file order, and `batch size` of them run at any time. Decoding is greedy and stops at the
-  end of sequence. A warm-up with other content comes first. With --repeat, rounds are
-  interleaved; the table shows medians and, in brackets, the smallest and largest.
-  --turns N removes drift from the ratios, and needs no more starts: the engines of one batch
-  size live at the same time, and take turns with one N-th of the prompts (every N-th line),
-  in alternating order. The brackets then span the turns, whose prompts differ. All engines
-  need memory at once, and each waiting engine takes 1 to 2 % of a core: the same for all
-  methods, so that the ratios do not change.
-  --adversarial gives the model random weights close to zero, which takes the same time, and
-  samples --max-tokens tokens for each prompt: all tokens are equally likely, so that a draft
-  token is right with probability 1 over the size of the vocabulary.
-  --target-guided makes the recorded token (`output_token_ids`) the likeliest at every position: any
-  model then gives the recorded answers, and accepts what the model that was recorded would have
-  accepted. It works with random weights, too (--engine-arg load_format=dummy). LLMA, section 3.2.
-  --profile times the decode steps that follow each other, from one launch to the next: `model` is
-  the forward pass with the logits, tree attention included; all else is scheduling, sampling,
-  drafting and the front end. On a GPU only lookahead's own parts are timed.
-  --runner v2 on a CPU replaces V2's kernels, which are written for GPUs, by the ones of the tests.
-  On CPU, Intel's OpenMP and tcmalloc are preloaded where they are found. Threads are bound as
-  vLLM does by default, which leaves a core to its front end: on a machine with few cores,
-  compare with --threads nobind.
-
-The exit status is 0 if any run finished, 1 if none did, 2 for wrong options, 130 after Ctrl-C.
-"""
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    result = engine_parser(__doc__, EPILOG, ",".join(KNOWN))
-    add = result.add_argument
-    add("--batch-sizes", type=positives, default=[1], metavar="N,M", help="default: 1")
-    add(
-        "--limit",
-        type=limits,
-        default=[None],
-        metavar="N[,M]",
-        help="take N prompts, spread evenly over the categories; or one N for each batch size",
-    )
-    add("--repeat", type=positive, default=1, metavar="N", help="rounds (default: 1)")
-    add(
-        "--turns",
-        type=limits,
-        default=[1],
-        metavar="N[,M]",
-        help="turns of each engine (default: 1); or one N for each batch size",
-    )
-    add(
-        "--runner",
-        type=runners,
-        default=[None],
-        metavar="v1,v2",
-        help="vLLM's model runner, or both of them (default: vLLM's choice)",
-    )
-    add("--adversarial", action="store_true", help="requests whose drafts are never right")
-    add("--target-guided", action="store_true", help="the model gives the recorded answers")
-    add("--check-exact", action="store_true", help="compare every answer with plain vLLM's")
-    add("--profile", action="store_true", help="print the shares of a step; costs a little time")
-    add(
-        "--max-model-len",
-        type=positive,
-        metavar="N",
-        help="default: what the longest prompt needs",
-    )
-    add("--prefix-caching", action="store_true", help="let methods share the KV of equal prefixes")
-    add_engine_arg(result)
-    return result
-
-
-def limits(text: str) -> list[int]:
-    """Numbers of at least 1, separated by commas: one for each batch size, or one for all."""
-    return [positive(part) for part in text.split(",")]
-
-
-def runners(text: str) -> list[str]:
-    """Model runners, separated by commas."""
-    given = text.split(",")
-    if len(set(given)) < len(given) or not set(given) <= {"v1", "v2"}:
-        raise argparse.ArgumentTypeError(f"{text!r}: write v1, v2 or v1,v2")
-    return given
 
 
 def runner_environment(runner: str | None) -> dict[str, str]:
@@ -316,12 +188,14 @@ class Benchmark:
             args["speculative_config"] = self.methods[variant.method]
         prompts = [prompt.token_ids for prompt in self.prompts[size]]
         answers = [prompt.answer or [] for prompt in self.prompts[size]]
+        references = [prompt.reference or [] for prompt in self.prompts[size]]
         job = Job(
             args,
             prompts,
             self.options.max_tokens,
             self.options.adversarial,
             answers if self.options.target_guided else None,
+            references if variant.method in self.options.references else None,
         )
         progress.show({"event": "starting"})
         log = self._log(variant, size, number)
@@ -386,6 +260,7 @@ class Benchmark:
             },
             "adversarial": self.options.adversarial,
             "target_guided": self.options.target_guided,
+            "references": self.options.references,
             "max_tokens": self.options.max_tokens,
             "rounds": self.options.repeat,
             "turns": self.turns,
@@ -453,6 +328,7 @@ def prepare(options: argparse.Namespace) -> Benchmark:
             raise PromptError(f"--turns {turns[size]}: batch size {size} has {len(chosen)} prompts")
     if options.target_guided:
         check_target_guided(options, methods, prompts)
+    check_references(options, methods, prompts)
     return Benchmark(options, methods, prompts, turns)
 
 
@@ -476,6 +352,23 @@ def check_target_guided(
                 f"{options.prompts}, line {prompt.line}: --target-guided follows recorded answers, "
                 "and there are no `output_token_ids`"
             )
+
+
+def check_references(
+    options: argparse.Namespace,
+    methods: dict[str, SpeculativeConfig | None],
+    prompts: dict[int, list[Prompt]],
+) -> None:
+    """Check that the methods of --references take references, and that there are some."""
+    for name in options.references:
+        config = methods.get(name)
+        if config is None or config.get("method") != "lookahead":
+            raise MethodError(
+                f"--references: {name!r} is not a method here that is lookahead; write for example "
+                """--config 'guided={"method":"lookahead"}' --references guided"""
+            )
+    if options.references and not any(p.reference for p in max(prompts.values(), key=len)):
+        raise PromptError(f"--references: no line of {options.prompts} has `reference_token_ids`")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -27,7 +27,8 @@ class Job:
 
     `engine_args` are those of `vllm.LLM`, with `max_num_seqs` the batch size; `prompts` are token
     ids. Decoding is greedy; if `sampled`, tokens are drawn without a seed, always `max_tokens`.
-    With `answers`, each prompt gets its answer, cut to `max_tokens`.
+    With `answers`, each prompt gets its answer, cut to `max_tokens`. With `references`, requests
+    bring texts to copy from, token ids; an empty one is none.
     """
 
     engine_args: dict[str, Any]
@@ -35,6 +36,7 @@ class Job:
     max_tokens: int
     sampled: bool = False
     answers: list[list[int]] | None = None
+    references: list[list[int]] | None = None
 
 
 @dataclass
@@ -175,13 +177,17 @@ def run(job: Job, turns: Iterable[Sequence[int]], emit: Emit) -> None:
     emit("ready")
 
     def params_of(index: int) -> Any:
+        reference = job.references[index] if job.references else []
+        more: dict[str, Any] = {"max_tokens": job.max_tokens}
+        if reference:
+            more["extra_args"] = {"lookahead_reference": reference}
         if job.answers is not None:
-            length = min(job.max_tokens, len(job.answers[index]))
-            return SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+            more["max_tokens"] = min(job.max_tokens, len(job.answers[index]))
+            return SamplingParams(temperature=0, ignore_eos=True, **more)
         if job.sampled:
             # No seeds: on CPU, vLLM 0.32 crashes on a seeded request with a chunked prompt.
-            return SamplingParams(max_tokens=job.max_tokens, ignore_eos=True)
-        return SamplingParams(temperature=0, max_tokens=job.max_tokens)
+            return SamplingParams(ignore_eos=True, **more)
+        return SamplingParams(temperature=0, **more)
 
     for chosen in turns:
         emit("generating")

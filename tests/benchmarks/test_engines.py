@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from benchmarks.engines import arguments, fresh_engine, profile
 from benchmarks.engines import compare as bench
-from benchmarks.engines import fresh_engine, profile
 from benchmarks.engines.generate import Generation, Turn, answer, warm_up_prompts
 from benchmarks.engines.profile import DecodeClock, decode_step, shares
 from benchmarks.engines.rows import Outcome, Row, Run, make_row
@@ -80,8 +80,8 @@ def test_an_invalid_method_is_refused(names: str, configs: list[str], message: s
         choose_methods(names, configs)
 
 
-def options(*arguments: str) -> Any:
-    return bench.parser().parse_args(["--model", "m", "--prompts", "p.jsonl", *arguments])
+def options(*given: str) -> Any:
+    return arguments.parser().parse_args(["--model", "m", "--prompts", "p.jsonl", *given])
 
 
 def test_the_command_line_is_read() -> None:

@@ -94,3 +94,22 @@ def test_target_guided_needs_recorded_answers(
         bench.main(["--model", "m", "--prompts", str(path), "--target-guided", *more])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("ngram", "'ngram' is not a method here that is lookahead"),
+        ("with", "'with' is not a method here that is lookahead"),
+        ("lookahead", "no line of"),
+    ],
+)
+def test_references_need_lookahead_and_lines_that_have_them(
+    given: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = jsonl(tmp_path / "p.jsonl", {"prompt_token_ids": [1]})
+    with pytest.raises(SystemExit):
+        bench.main(["--model", "m", "--prompts", str(path), "--references", given])
+    assert message in capsys.readouterr().err
+    path = jsonl(path, {"prompt_token_ids": [1], "reference_token_ids": [4, 5]})
+    assert load_prompts(path, no_tokenizer)[0].reference == [4, 5]
