@@ -1,4 +1,5 @@
-"""A stand-in for the command `vllm`: `serve` answers /health, and `bench` writes fixed figures.
+"""A stand-in for the command `vllm`: `serve` logs the phases of its start and answers everything
+with status 200, and `bench` writes fixed figures.
 
 Both append their arguments to the file `calls` in the folder of this script. Tests run a copy, see
 tests/benchmarks/test_serving.py.
@@ -16,6 +17,8 @@ class HealthHandler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
 
+    do_POST = do_GET
+
 
 def record_call(call: str) -> None:
     with Path(__file__).with_name("calls").open("a") as calls:
@@ -26,7 +29,12 @@ def serve(arguments: list[str]) -> None:
     if "--broken" in arguments:
         sys.exit("no such option")
     port = int(arguments[arguments.index("--port") + 1])
-    record_call(f"serve {port} {'lookahead' if '--speculative-config' in arguments else 'none'}")
+    has_lookahead = "--speculative-config" in arguments
+    record_call(f"serve {port} {'lookahead' if has_lookahead else 'none'}")
+    print("INFO non-default args: {}", flush=True)
+    if has_lookahead:
+        print("INFO Lookahead: the critical decoding length is 4 tokens here", flush=True)
+    print("INFO:     Application startup complete.", flush=True)
     HTTPServer(("127.0.0.1", port), HealthHandler).serve_forever()
 
 

@@ -1,0 +1,1 @@
+"""The time from a command to the first answer."""
