@@ -45,14 +45,15 @@ copying:
   turn 1 to {TURNS}             conversations over a file: a turn's prompt is the last turn's with
                           its answer and a further instruction, its answer the whole file after
                           an edit, its reference the file before; every second turn the file
-                          grows. All first turns come before all second ones, so that a turn
-                          starts after the one before it
+                          grows. All first turns come before all second ones: with batches of
+                          at most --count over bench.py's --turns requests, a turn starts after
+                          the one before it has its answer
   second answer           recorded requests; the reference is an earlier answer, which is the
                           recorded one with some tokens replaced or left out, and which the
                           prompt does not have
   --count prompts are made of each kind of edit and of second answers, and as many conversations.
-  Choose for --limit and --turns of bench.py numbers that divide it, so that every conversation
-  stays whole.
+  Choose for bench.py a number of --turns that divides it, and a --limit that takes equally many of
+  each category, so that every conversation stays whole.
 
 long:
   recorded requests behind a context of other recorded requests and answers, up to --tokens tokens.
