@@ -36,6 +36,8 @@ MIN_TOKENS_FOR_HYBRID = 64
 """The critical decoding length from which "auto" is "hybrid": its further sources bring a fifth
 more tokens a step with 64 nodes, and nothing with few."""
 
+MAX_PARALLEL = 8
+
 MAX_DRAFT_THREADS = 64
 AUTO_DRAFT_THREADS = 4
 """The most threads that "auto" takes; more gain little, because a step's trees are few."""
@@ -92,6 +94,9 @@ class LookaheadOptions:
     draft_threads : "auto" or int
         The threads that grow the trees of a step, 1 to 64. Drafts do not depend on it. "auto": 1
         if the model runs on the CPU, else a quarter of the cores, at most 4.
+    parallel : int
+        Replicas of the model that verify one step together, 1 to 8, each a part of the nodes.
+        Source: Lookahead Decoding (ICML 2024), section 3.4.
     share : "none", "namespace" or "all"
         Which requests learn from each other's answers: none, those of one namespace, or all.
     cache_path : str or None
@@ -125,6 +130,7 @@ class LookaheadOptions:
     pool_from_prompt: bool = False
     window_shift: str = "one"
     draft_threads: str | int = "auto"
+    parallel: int = 1
     share: str = "namespace"
     cache_path: str | None = None
     cache_interval: float = 300
@@ -158,6 +164,7 @@ class LookaheadOptions:
             raise _wrong(
                 "draft_threads", self.draft_threads, f'"auto" or 1 to {MAX_DRAFT_THREADS}', "auto"
             )
+        self._check_int("parallel", 1, MAX_PARALLEL)
         self._check_choice("share", SHARES)
         path = self.cache_path
         if path is not None and (not isinstance(path, str) or not path or "\0" in path):

@@ -227,6 +227,22 @@ class DraftForest(Sequence[DraftTree]):
             self.tokens[kept], parents, self.probs[kept], depths, self.sources[kept], firsts
         )
 
+    def keep(self, kept: NDArray[np.bool_]) -> DraftForest:
+        """Keep these nodes of each tree, bool [n]; the parent of a kept node is kept too."""
+        nodes = np.flatnonzero(kept)
+        firsts = np.append(0, np.cumsum(kept))[self.firsts]
+        places = np.cumsum(kept) - 1 - firsts[self.owners]
+        parents = self.parents[nodes].astype(np.int64)
+        places_of_parents = places[self.firsts[self.owners[nodes]] + parents]
+        return DraftForest(
+            self.tokens[nodes],
+            np.where(parents < 0, -1, places_of_parents).astype(np.int32),
+            self.probs[nodes],
+            self.depths[nodes],
+            self.sources[nodes],
+            firsts,
+        )
+
     def with_empty(self, count: int) -> DraftForest:
         """Append `count` empty trees."""
         return replace(self, firsts=np.append(self.firsts, np.full(count, self.num_nodes)))

@@ -156,7 +156,7 @@ def make(
     if wanted or (wanted is None and vllm_config.HAS_TRITON and args.async_scheduling is not False):
         with _asking_for(args, SECOND_RUNNER, options):
             config = create()
-        on_first_alone = _first_runner_alone(config)
+        on_first_alone = _first_runner_alone(config, options)
         if (
             config.use_v2_model_runner
             and config.scheduler_config.async_scheduling
@@ -204,12 +204,14 @@ def _within_lora_rows(
     return options.at_most(scheduler.max_num_batched_tokens // scheduler.max_num_seqs - 1)
 
 
-def _first_runner_alone(config: VllmConfig) -> str | None:
+def _first_runner_alone(config: VllmConfig, options: LookaheadOptions) -> str | None:
     """Where lookahead runs on vLLM's first model runner alone, if the engine is of that kind."""
     if config.model_config.is_hybrid:
         return "for models with recurrent layers"
     if config.parallel_config.pipeline_parallel_size > 1:
         return "under pipeline parallelism"
+    if options.parallel > 1:
+        return "under lookahead parallelism"
     return None
 
 
@@ -342,6 +344,60 @@ _SECOND_RUNNER_REFUSALS = (
 )
 
 
+_PARALLEL_REFUSALS = (
+    _Refusal(
+        lambda config: config.parallel_config.distributed_executor_backend not in ("uni", "mp"),
+        "parallel was given with distributed_executor_backend="
+        "{config.parallel_config.distributed_executor_backend!r}, but replicas are started with "
+        "vLLM's executor 'mp' alone; write that, or leave parallel out",
+    ),
+    _Refusal(
+        lambda config: config.parallel_config.pipeline_parallel_size > 1,
+        "parallel was given with "
+        "pipeline_parallel_size={config.parallel_config.pipeline_parallel_size}, but a replica has "
+        "one stage; write tensor_parallel_size instead, or leave parallel out",
+    ),
+    _Refusal(
+        lambda config: config.parallel_config.data_parallel_size > 1,
+        "parallel was given with data_parallel_size={config.parallel_config.data_parallel_size}, "
+        "but replicas of several engines cannot be told apart; start separate servers, or leave "
+        "parallel out",
+    ),
+    _Refusal(
+        lambda config: (
+            max(
+                config.parallel_config.decode_context_parallel_size,
+                config.parallel_config.prefill_context_parallel_size,
+            )
+            > 1
+        ),
+        "parallel was given with context parallelism, under which drafts are chains, which cannot "
+        "be shared; leave one of them out",
+    ),
+    _Refusal(
+        lambda config: config.model_config.is_hybrid,
+        "parallel was given, but model {config.model_config.model!r} has recurrent layers, whose "
+        "states replicas do not exchange; leave parallel out",
+    ),
+    _Refusal(
+        lambda config: config.kv_transfer_config is not None,
+        "parallel was given with kv_transfer_config, but each replica has all KV, and vLLM would "
+        "transfer parts of it; leave one of them out",
+    ),
+)
+
+
+def _start_replicas(config: VllmConfig, replicas: int) -> None:
+    """Let vLLM start that many times the workers, as for tensor parallelism.
+
+    Each worker takes the change back in its own copy of the config, before it makes the model.
+    """
+    parallel = config.parallel_config
+    parallel.tensor_parallel_size *= replicas
+    parallel.world_size *= replicas
+    parallel.distributed_executor_backend = "mp"
+
+
 def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> None:
     """Write `options`, our worker and our scheduler into `config`.
 
@@ -362,6 +418,8 @@ def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> Non
 
     compatibility.check(runners=(runner.name,))
     refusals = _REFUSALS + (_SECOND_RUNNER_REFUSALS if runner is SECOND_RUNNER else ())
+    if options.parallel > 1:
+        refusals += _PARALLEL_REFUSALS
     for refusal in refusals:
         if refusal.applies(config):
             raise OptionError(refusal.message.format_map({"config": config}))
@@ -371,6 +429,8 @@ def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> Non
     config.parallel_config.worker_cls = f"{runner.workers}.{own}"
     config.speculative_config.model = DRAFTER_PATH  # marks the engine as lookahead's
     config.additional_config = {**config.additional_config, KEY: options.to_dict()}
+    if options.parallel > 1:
+        _start_replicas(config, options.parallel)
 
 
 def _num_parameters(model_config: ModelConfig) -> float:

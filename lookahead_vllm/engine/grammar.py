@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import vllm
 from numpy.typing import NDArray
+from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 
 from lookahead_vllm.draft.sources import GRAMMAR
@@ -18,6 +20,36 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
     from vllm.v1.structured_output import StructuredOutputManager
     from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+
+EQUALLY_MANY_MASKS = vllm.__version_tuple__ >= (0, 33)
+"""From vLLM 0.33 on, all requests of a step must have the same number of masks."""
+
+
+def joined_masks(
+    req_ids: Sequence[str], masks: Sequence[NDArray[np.int32]], num_nodes: Sequence[int]
+) -> GrammarOutput:
+    """vLLM's message of the masks of a step.
+
+    Parameters
+    ----------
+    masks
+        For each of `req_ids`, int32 [1 + nodes, ceil(vocabulary / 32)]; further rows are not read.
+    num_nodes
+        The scheduled nodes of each request.
+    """
+    if EQUALLY_MANY_MASKS:
+        num_rows = max(map(len, masks))  # vLLM reads only the rows of scheduled tokens
+        masks = [np.pad(mask, ((0, num_rows - len(mask)), (0, 0))) for mask in masks]
+    return GrammarOutput(list(req_ids), np.concatenate(masks), list(num_nodes))
+
+
+def split_masks(output: GrammarOutput, num_nodes: Sequence[int]) -> list[NDArray[np.int32]]:
+    """The masks of each request in `joined_masks`."""
+    masks = output.grammar_bitmask
+    if EQUALLY_MANY_MASKS:
+        return np.split(masks, len(num_nodes))
+    return np.split(masks, np.cumsum(np.array(num_nodes) + 1)[:-1])
 
 
 class GrammarDraft(NamedTuple):

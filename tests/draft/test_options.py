@@ -63,6 +63,7 @@ def test_options_round_trip_through_a_dict():
         ({"draft_threads": 65}, ["=65 was given", '"auto" or 1 to 64']),
         ({"draft_threads": True}, ["=True was given", '"auto" or 1 to 64']),
         ({"draft_threads": "all"}, ["='all' was given", "write 'auto'"]),
+        ({"parallel": 0}, ["=0 was given", "from 1 to 8", "write 1"]),
         ({"draft_thread": 2}, ["did you mean 'draft_threads'?"]),
         ({"share": "tenant"}, ["='tenant' was given", "one of none, namespace, all"]),
         ({"share": False}, ["=False was given", "write 'namespace'"]),

@@ -13,6 +13,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.engine import config, plugin
+from lookahead_vllm.engine.worker.v1.replicas import become_replica
 from tests.support import v2_on_cpu
 from tests.support.hybrid_models import HYBRIDS
 from tests.support.models import save_config, save_tiny_model
@@ -120,6 +121,9 @@ ELSEWHERE = "vllm.v1.worker.worker_base.WorkerBase"
 LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
 
 
+PARALLEL = {"parallel": 2}
+
+
 @pytest.mark.parametrize(
     ("speculative", "others", "given", "allowed"),
     [
@@ -134,6 +138,10 @@ LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external
         ({}, {"worker_cls": ELSEWHERE}, ELSEWHERE, "worker_cls='auto'"),
         ({}, {"scheduler_cls": ELSEWHERE}, ELSEWHERE, "leave scheduler_cls out"),
         ({}, {"runner": "pooling"}, "pooling", "leave lookahead out"),
+        (PARALLEL, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2", "leave parallel out"),
+        (PARALLEL, {"data_parallel_size": 2}, "data_parallel_size=2", "leave parallel out"),
+        (PARALLEL, {"distributed_executor_backend": "ray"}, "'ray'", "leave parallel out"),
+        ({"parallel": 9}, {}, "parallel=9", "1 to 8"),
     ],
 )
 def test_a_wrong_option_stops_start_up(
@@ -145,6 +153,29 @@ def test_a_wrong_option_stops_start_up(
     assert given in message
     assert allowed in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_replicas_get_ranks_as_tensor_parallelism_does(
+    tensor_parallel_size: int, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine starts them all; each worker splits the weights over its replica alone."""
+    asked = dict(
+        speculative_config={"method": "lookahead", "parallel": 3},
+        tensor_parallel_size=tensor_parallel_size,
+    )
+    with v2_on_cpu.enabled():
+        engine = made(model, **asked)
+        assert ".worker.v1." in engine.parallel_config.worker_cls
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+        with pytest.raises(OptionError, match=r"under lookahead parallelism .* first model runner"):
+            made(model, **asked)
+    parallel = engine.parallel_config
+    assert parallel.distributed_executor_backend == "mp"
+    assert parallel.world_size == parallel.tensor_parallel_size == 3 * tensor_parallel_size
+    become_replica(engine)
+    assert parallel.tensor_parallel_size == tensor_parallel_size
+    assert parallel.world_size == 3 * tensor_parallel_size
 
 
 LATE = "lookahead_vllm.engine.scheduler.late.LateDraftScheduler"

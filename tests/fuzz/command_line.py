@@ -70,6 +70,7 @@ examples:
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 5 --plant namespace
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 10 --http --ranks 2
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60 --second-runner
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60 --parallel 2
 """
 
 
@@ -119,6 +120,13 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         help="with --http: tensor-parallel processes of each server",
     )
     add(
+        "--parallel",
+        type=int,
+        default=1,
+        metavar="D",
+        help="lookahead parallelism: D replicas, in processes of their own, on the runner v1",
+    )
+    add(
         "--second-runner",
         action="store_true",
         help="plain vLLM uses its second model runner, its default on GPUs, under Triton's "
@@ -143,6 +151,10 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     if args.runner and (args.http or args.second_runner):
         parser.error("--runner is for neither --http nor --second-runner")
     possible = PLANTS[args.plant][0] if args.plant else ("v1", "v2")
+    if args.parallel != 1 and (args.http or args.second_runner or args.runner or args.plant):
+        parser.error("--parallel is for the runner v1 in other processes; leave out what is not")
+    if args.parallel > 1:
+        possible = ("v1",)
     if args.second_runner:
         args.runners = ["second"]
     else:
@@ -171,6 +183,7 @@ def repeat_command(seed: int, number: int, args: argparse.Namespace) -> str:
     command += f" --ranks {args.ranks}" if args.ranks != 1 else ""
     command += f" --runner {','.join(args.runner)}" if args.runner else ""
     command += " --mp" if args.mp else ""
+    command += f" --parallel {args.parallel}" if args.parallel != 1 else ""
     command += " --second-runner" if args.second_runner else ""
     command += f" --plant {args.plant}" if args.plant else ""
     return f"\nrepeat it with:\n  {command}\n"
@@ -209,7 +222,9 @@ def play_rounds(
     while args.round is not None or time.monotonic() < deadline:
         runner = args.runners[number % len(args.runners)]
         processes = False if args.plant else args.mp or None
-        round_ = draw_round(f"{seed}-{number}", models, text, args.http, runner, processes)
+        round_ = draw_round(
+            f"{seed}-{number}", models, text, args.http, runner, processes, args.parallel
+        )
         try:
             played = player.compare(round_)
         except Exception:

@@ -85,8 +85,8 @@ class Round:
         The model runner of vLLM: "v1"; "v2", whose steps are asynchronous; or "second": plain vLLM
         uses V2 under Triton's interpreter, with synchronous steps, and lookahead uses V1.
     processes
-        What has a process of its own in the lookahead engine: nothing if "", else "engine" or
-        "engine and worker".
+        What has a process of its own in the lookahead engine: nothing if "", else "engine", "engine
+        and worker", or replicas.
     """
 
     model: str
@@ -186,6 +186,7 @@ def draw_round(
     http: bool = False,
     runner: str = "v1",
     processes: bool | None = None,
+    parallel: int = 1,
 ) -> Round:
     """Draw the round of this seed; equal arguments give equal rounds.
 
@@ -199,6 +200,8 @@ def draw_round(
         See `Round`. Models with recurrent layers run on "v1" alone.
     processes
         Whether lookahead's engine runs in other processes; by default, in every eighth round on V2.
+    parallel
+        Lookahead's replicas; more than one have processes of their own.
     """
     rng = random.Random(seed)
     model = rng.choice(models)
@@ -209,12 +212,15 @@ def draw_round(
     elsewhere = ""
     if runner == "v2" and (rng.random() < 0.125 if processes is None else processes):
         elsewhere = rng.choice(["engine", "engine and worker"])
+    elif parallel > 1:
+        elsewhere = f"{parallel} replicas"
+    if elsewhere:
         features.add(f"other processes: {elsewhere}")
     settings = _draw_settings(draws, model, tiny, http, runner)
     # After reasoning, a grammar and the rest of a longer end may leave no permitted token.
     short_end = runner == "second" or (runner == "v2" and "reasoning_parser" in settings)
     stress = _draw_stress(draws, model, settings, tiny, short_end)
-    lookahead = _draw_lookahead(draws)
+    lookahead = _draw_lookahead(draws) | ({"parallel": parallel} if parallel > 1 else {})
     if "lora" in features and "chunked prefill" in features:
         # With LoRA, vLLM reserves room for all drafts.
         per_request = 1 + lookahead["num_speculative_tokens"]

@@ -41,12 +41,14 @@ class WorkerExtension:
 def engine_elsewhere(model: Path, lookahead: dict[str, Any], **settings: Any) -> Iterator[LLM]:
     """As `driving.engine`, with the engine's core in another process.
 
-    With `distributed_executor_backend="mp"` the worker has one of its own.
+    With `distributed_executor_backend="mp"` the worker has one of its own. Of replicas, the workers
+    alone are in other processes.
     """
+    replicas = lookahead.get("parallel", 1)
     environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if replicas == 1 else "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_CPU_OMP_THREADS_BIND": cores_of(1),
+        "VLLM_CPU_OMP_THREADS_BIND": cores_of(replicas),
     }
     extension = f"{__name__}.{WorkerExtension.__name__}"
     with (
@@ -64,8 +66,8 @@ def engine_elsewhere(model: Path, lookahead: dict[str, Any], **settings: Any) ->
 
 
 def counters_of(llm: LLM) -> Counters:
-    """The counters of an engine of `engine_elsewhere`."""
-    [counters] = llm.collective_rpc("draft_counters")
+    """The counters of an engine of `engine_elsewhere`; those of its first worker."""
+    counters, *_ = llm.collective_rpc("draft_counters")
     return Counters(**counters)
 
 

@@ -182,6 +182,10 @@ class StepCost:
         The captured graphs of the whole model. `curve` is then a pass outside these graphs, with or
         without drafts.
 
+    parts : int
+        The devices that compute equal parts of a step's nodes at once. A device's own nodes are
+        the `nodes` of StepWork.
+
     Raises
     ------
     ValueError
@@ -196,12 +200,14 @@ class StepCost:
         trees: float = 0.0,
         drafts: float = 0.0,
         captured: CapturedSizes | None = None,
+        parts: int = 1,
     ) -> None:
         costs = (context, causal, trees, drafts)
         if not 0 <= min(costs) <= max(costs) < math.inf:
             raise ValueError(f"a cost is a number of at least 0: {costs}")
         self.curve = curve
         self.captured = captured
+        self.parts = parts
         self._without_drafts = self._with_drafts = curve
         if captured is not None:
             self._without_drafts = curve.with_graphs(captured.without_drafts)
@@ -284,7 +290,8 @@ class StepCost:
         """
         scale, fixed, drafts, request, node, read, causal, trees = self.weights.tolist()
         decodes = len(contexts) + load.decodes
-        first, last = decodes + load.prefill, decodes + load.prefill + num_nodes
+        first = decodes + load.prefill
+        last = first - -num_nodes // self.parts
         curve = self.curve if load.prefill else self._with_drafts
         captured = bool(first < curve.graphs.largest)
         if captured:
@@ -300,7 +307,11 @@ class StepCost:
         forward += drafts - (forward[0] if load.prefill else plain)
         forward[0] = 0.0
         chain, tree = node + causal * contexts, node + trees * contexts
-        return StepPrices(base, forward, chain, tree, np.maximum(tree - chain, 0.0), captured)
+        root = np.maximum(tree - chain, 0.0)
+        if self.parts > 1:  # the largest part takes the longest
+            forward = forward[-(-np.arange(num_nodes + 1) // self.parts)]
+            chain, tree = chain / self.parts, tree / self.parts
+        return StepPrices(base, forward, chain, tree, root, captured)
 
     def marginal(self, context: float) -> float:
         """The time that one more node adds to a step that is past the curve's last point.
@@ -308,7 +319,7 @@ class StepCost:
         `context` is the number of committed tokens of the node's request.
         """
         scale, _, _, _, node, _, causal, _ = self.weights.tolist()
-        return float(scale * self.curve.last_slope + node + causal * context)
+        return float(scale * self.curve.last_slope + node + causal * context) / self.parts
 
 
 @kernel

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import vllm
-from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import DraftTokenIds
@@ -27,18 +25,16 @@ from lookahead_vllm.engine.grammar import (
     GrammarDraft,
     GrammarTreeWalk,
     accept_tokens_one_by_one,
+    joined_masks,
 )
 from lookahead_vllm.engine.messages import DraftsToVerify, Emitted, ProposedDrafts
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
-
-EQUALLY_MANY_MASKS = vllm.__version_tuple__ >= (0, 33)
-"""From vLLM 0.33 on, all requests of a step must have the same number of masks."""
 
 
 class LookaheadScheduler(Scheduler):
@@ -166,10 +162,7 @@ class LookaheadScheduler(Scheduler):
             num_nodes.append(len(tokens))
         if not req_ids:
             return None
-        if EQUALLY_MANY_MASKS:
-            num_rows = max(map(len, masks))  # vLLM reads only the rows of scheduled tokens
-            masks = [np.pad(mask, ((0, num_rows - len(mask)), (0, 0))) for mask in masks]
-        return GrammarOutput(req_ids, np.concatenate(masks), num_nodes)
+        return joined_masks(req_ids, masks, num_nodes)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

@@ -27,7 +27,7 @@ SEAMS = (
         "EngineArgs",
         (
             *("speculative_config", "spec_method", "spec_model", "spec_tokens"),
-            *("async_scheduling", "enable_prefix_caching", "mamba_cache_mode"),
+            *("async_scheduling", "enable_prefix_caching", "mamba_cache_mode", "enable_lora"),
         ),
         "set",
         "the options in which a user can ask for lookahead; changed while vLLM makes its config. "
@@ -88,7 +88,7 @@ SEAMS = (
         "vllm.config.parallel",
         "ParallelConfig",
         (
-            *("rank", "world_size", "distributed_executor_backend"),
+            *("rank", "world_size", "distributed_executor_backend", "data_parallel_size"),
             *("decode_context_parallel_size", "prefill_context_parallel_size", "use_ubatching"),
             "enable_batch_sharded_sampling",
         ),

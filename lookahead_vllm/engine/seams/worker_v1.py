@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lookahead_vllm.engine.seams.seam import Seam
+from lookahead_vllm.engine.seams.seam import PUBLIC, Seam
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _BATCH = "vllm.v1.worker.gpu_input_batch"
@@ -11,6 +11,7 @@ _TREES = "custom proposers may return trees"
 _IDS = "custom proposers are called with request ids"
 _SAMPLED = "vLLM samples at the nodes of a tree"
 _BLOCKS = "vLLM frees blocks that hold only rejected tokens"
+_REPLICAS = "replicas of a model may share one engine"
 _MEASURED = "vLLM measures the cost of a step"
 
 SEAMS = (
@@ -48,6 +49,74 @@ SEAMS = (
         _CLASS,
     ),
     # The runner: from a scheduled draft to the next one.
+    Seam(
+        _RUNNER,
+        "GPUModelRunner.execute_model",
+        ("scheduler_output",),
+        "overridden",
+        "under lookahead parallelism: a rank runs its part of the step's drafts",
+        _REPLICAS,
+    ),
+    Seam(
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        (
+            *("num_scheduled_tokens", "total_num_scheduled_tokens"),
+            "scheduled_spec_decode_tokens",
+        ),
+        "called",
+        "a copy for that rank",
+        _REPLICAS,
+    ),
+    Seam(
+        "vllm.v1.core.sched.output",
+        "GrammarOutput",
+        ("structured_output_request_ids", "grammar_bitmask"),
+        "read",
+        "the masks of that part",
+        _REPLICAS,
+    ),
+    Seam(
+        "vllm.distributed.parallel_state",
+        "init_model_parallel_group",
+        ("group_ranks", "local_rank", "backend", "group_name", "use_device_communicator"),
+        "called",
+        "the ranks of all replicas that have the same shard of the model",
+        _REPLICAS,
+    ),
+    Seam(
+        "vllm.distributed.parallel_state",
+        "GroupCoordinator",
+        ("ranks", "rank_in_group", "local_rank", "cpu_group", "device_group", "world_size"),
+        "read",
+        "where replicas exchange tokens and KV",
+        PUBLIC,
+    ),
+    Seam(
+        "vllm.config.parallel",
+        "ParallelConfig",
+        ("tensor_parallel_size", "world_size", "distributed_executor_backend"),
+        "set",
+        "vLLM starts the ranks of all replicas as those of tensor parallelism; in a worker's copy, "
+        "the ranks of its own replica alone share weights",
+        _REPLICAS,
+    ),
+    Seam(
+        "vllm.sampling_params",
+        "SamplingParams",
+        ("logprobs", "logprob_token_ids", "thinking_token_budget"),
+        "read",
+        "requests whose drafts all replicas verify",
+        _REPLICAS,
+    ),
+    Seam(
+        "vllm.v1.outputs",
+        "LogprobsTensors",
+        ("logprob_token_ids", "logprobs", "selected_token_ranks"),
+        "called",
+        "the logprobs of all nodes, from those of a rank's own",
+        _REPLICAS,
+    ),
     Seam(
         _RUNNER,
         "GPUModelRunner._update_states",

@@ -6,7 +6,7 @@ needed, so both of its model runners can share it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,13 +19,21 @@ from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.messages import DraftsToVerify
 from lookahead_vllm.verify.acceptance import moves_behind_roots
-from lookahead_vllm.verify.choices import top_choices
+from lookahead_vllm.verify.choices import Choices, top_choices
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
 
 def root_rows(num_nodes: Int64s) -> Int64s:
     """The logits row of each request's root, int64 [r]; its `num_nodes` int64 [r] rows follow."""
     return np.cumsum(num_nodes + 1) - num_nodes - 1
+
+
+def split_rows(num_nodes: Int64s) -> tuple[Int64s, Int64s]:
+    """The logits rows of all roots, as of `root_rows`, and of all nodes; both int64."""
+    roots = root_rows(num_nodes)
+    is_node = np.ones(len(num_nodes) + int(num_nodes.sum()), np.bool_)
+    is_node[roots] = False
+    return roots, np.flatnonzero(is_node)
 
 
 @dataclass
@@ -196,6 +204,20 @@ class DraftStep:
         wait
             Whether to wait for the tokens, as of `top_choices`.
         """
+
+        def choose(rows: Int64s) -> Choices:
+            return top_choices(logits, rows, num_choices, wait=wait)
+
+        return self.verified(choose, num_nodes, req_ids, with_roots_of)
+
+    def verified(
+        self,
+        choose: Callable[[Int64s], Choices],
+        num_nodes: Int64s,
+        req_ids: Sequence[str],
+        with_roots_of: Collection[str] = (),
+    ) -> Verified | None:
+        """As `collect_choices`; `choose` gives the choices at rows int64 [m] of the logits."""
         trees = np.flatnonzero(self.from_proposer)
         forest = self.forest
         if len(trees) < len(forest):
@@ -213,7 +235,7 @@ class DraftStep:
             return None
         roots = root_rows(num_nodes)[rows]
         nodes = roots[forest.owners] + 1 + forest.places
-        choices = top_choices(logits, np.concatenate([roots, nodes]), num_choices, wait=wait)
+        choices = choose(np.concatenate([roots, nodes]))
         t, n = len(forest), forest.num_nodes
         return Verified(
             [req_ids[row] for row in rows.tolist()],

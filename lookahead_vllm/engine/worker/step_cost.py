@@ -115,6 +115,8 @@ def begin_to_draft(runner: Any) -> None:
     """
     drafter = runner.drafter
     cost = step_cost(runner) if drafter.options.budget == "auto" else None
+    if cost is not None:
+        cost.parts = drafter.options.parallel
     drafter.begin(runner.vllm_config, cost)
     options = drafter.options
     why = f"the budget is fixed at {options.budget} nodes"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -69,6 +69,25 @@ class SlotMover:
         """
         self.move(src.flatten(), dst.flatten())
 
+    def read(self, slots: Tensor) -> Tensor:
+        """The contents of these slots, int64 [m], in all layers: uint8 [m, bytes of a slot]."""
+        parts = [view[place] for view, place in self._places(slots)]
+        return torch.cat([part.reshape(len(slots), -1).view(torch.uint8) for part in parts], dim=1)
+
+    def write(self, slots: Tensor, values: Tensor) -> None:
+        """Overwrite these slots, int64 [m], with the result of `read` of a cache like this one."""
+        start = 0
+        for view, place in self._places(slots):
+            part = view[place]
+            end = start + part[:1].numel() * part.element_size()
+            own = values[:, start:end].contiguous().view(part.dtype)
+            view[place] = own.view(part.shape)
+            start = end
+
+    def _places(self, slots: Tensor) -> Iterator[tuple[Tensor, tuple[Any, ...]]]:
+        """Views of all caches, and the index of the slots in each of them."""
+        raise NotImplementedError
+
     def _copy(self, src: Tensor, dst: Tensor) -> None:
         """The moves of `move`, checked and without those of a slot to itself."""
         raise NotImplementedError
@@ -89,9 +108,12 @@ class LatentMover(SlotMover):
         self._caches = list(caches)
 
     def _copy(self, src: Tensor, dst: Tensor) -> None:
+        for (cache, source), (_, to) in zip(self._places(src), self._places(dst), strict=True):
+            cache[to] = cache[source]
+
+    def _places(self, slots: Tensor) -> Iterator[tuple[Tensor, tuple[Any, ...]]]:
         for cache in self._caches:
-            size = cache.shape[1]
-            cache[dst // size, dst % size] = cache[src // size, src % size]
+            yield cache, (slots // cache.shape[1], slots % cache.shape[1])
 
 
 class KVMover(SlotMover):
@@ -177,11 +199,12 @@ class KVMover(SlotMover):
         )
 
     def _move_torch(self, src: Tensor, dst: Tensor) -> None:
+        for (part, source), (_, to) in zip(self._places(src), self._places(dst), strict=True):
+            part[to] = part[source]
+
+    def _places(self, slots: Tensor) -> Iterator[tuple[Tensor, tuple[Any, ...]]]:
+        blocks, keys = slots // self._block_size, slots % self._block_size
         for cache in self._kv_caches:
             flat = cache.flatten(2)  # a view: the last two dimensions are contiguous
             for part in keys_and_values(flat, cache.shape[3] // 2, self._block_size, self._packed):
-                pack = part.shape[3]
-                to, source = dst % self._block_size, src % self._block_size
-                part[dst // self._block_size, :, to // pack, to % pack] = part[
-                    src // self._block_size, :, source // pack, source % pack
-                ]
+                yield part, (blocks, slice(None), keys // part.shape[3], keys % part.shape[3])

@@ -90,6 +90,24 @@ class PagedKVMover:
                 PADDED=triton.next_power_of_2(width), WRITE=is_write, num_warps=1,
             )  # fmt: skip
 
+    def read(self, slots: Tensor) -> Tensor:
+        """The contents of these slots, int64 [m], in all layers: uint8 [m, bytes of a slot]."""
+        blocks, keys = self._blocks_and_keys(slots)
+        parts = [cache[blocks, :, keys] for cache in self._kv_caches]
+        return torch.stack(parts, dim=1).flatten(1).view(torch.uint8)
+
+    def write(self, slots: Tensor, values: Tensor) -> None:
+        """Overwrite these slots, int64 [m], with the result of `read` of a cache like this one."""
+        blocks, keys = self._blocks_and_keys(slots)
+        first = self._kv_caches[0]
+        layers = values.view(first.dtype).unflatten(1, (-1, first.shape[1], first.shape[3]))
+        for cache, own in zip(self._kv_caches, layers.unbind(1), strict=True):
+            cache[blocks, :, keys] = own
+
+    def _blocks_and_keys(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        slots, size = slots.to(self.device), self._kv_caches[0].shape[2]
+        return slots // size, slots % size
+
     def move_paths(self, src: Tensor, dst: Tensor) -> None:
         """Move the K/V of the accepted paths of r requests, see `walk.Walk`, in one launch.
 

@@ -93,6 +93,15 @@ def test_a_tree_not_worth_its_attention_is_cut_to_its_best_chain():
     assert chain.is_chain and chain.tokens.tolist() == [1, 3, 4]
 
 
+def test_devices_that_share_a_tree_send_more_nodes():
+    """Their passes grow with the largest part; attention is shared too."""
+    forest, context = chains([0.5, 0.3, 0.2, 0.05]), np.array([1000])
+    for parts, expected in ((1, 1), (2, 2), (4, 3)):
+        cost = StepCost(CostCurve([1, 64], [1.0, 1 + 63 * 0.3]), causal=2e-4, parts=parts)
+        assert allot(forest, context, cost, Load()).sizes.tolist() == [expected]
+        assert cost.marginal(1000) == pytest.approx(0.5 / parts)
+
+
 def test_no_requests_get_no_nodes():
     assert sizes([], CPU) == []
 

@@ -101,6 +101,7 @@ def sample(kind: str, logits: torch.Tensor, device: Any) -> tuple[list[Any], np.
         _node_processors=processors,
         _seeded_sampler=None,
         _sample_some=lambda *args: LookaheadRunner._sample_some(runner, *args),
+        _draw=lambda *args: LookaheadRunner._draw(runner, *args),
         sampler=Sampler(),
     )
     draw = runner.sampler.topk_topp_sampler

@@ -106,6 +106,37 @@ def test_layers_may_differ_in_heads_and_head_size(impl):
         assert slots_of(cache) == contents | {3: contents[40]}
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_slots_are_sent_to_another_cache(packed):
+    """Bytes read from one cache and written to another are the K and V of these slots."""
+    dtype = torch.bfloat16 if packed else torch.float32
+    here, there = (
+        [make_cache(3, h, 16, 32 * h, dtype, strided=h == 2) for h in (1, 2)] for _ in range(2)
+    )
+    expected = [slots_of(cache) for cache in there]
+    for contents, cache in zip(expected, here, strict=True):
+        sent = slots_of(cache)
+        contents.update({3: sent[40], 17: sent[5]})
+    for cache in (*here, *there) if packed else ():
+        pack(cache)
+    values = KVMover(here, 16, packed=packed).read(torch.tensor([40, 5]))
+    assert values.shape == (2, 2 * (32 + 2 * 64) * dtype.itemsize) and values.dtype == torch.uint8
+    KVMover(there, 16, packed=packed).write(torch.tensor([3, 17]), values)
+    for cache in there if packed else ():
+        unpack(cache)
+    assert [slots_of(cache) for cache in there] == expected
+
+
+def test_latents_are_sent_to_another_cache():
+    here, there = ([torch.randn(3, 16, w).bfloat16() for w in (24, 40)] for _ in range(2))
+    expected = [cache.clone() for cache in there]
+    for cache, sent in zip(expected, here, strict=True):
+        cache[0, 3], cache[1, 1] = sent[2, 8], sent[0, 5]
+    LatentMover(there).write(torch.tensor([3, 17]), LatentMover(here).read(torch.tensor([40, 5])))
+    for cache, same in zip(there, expected, strict=True):
+        assert torch.equal(cache, same)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_wrong_arguments_are_refused(impl):
     cache = make_cache(2, 1, 16, 32, torch.float32, strided=False)

@@ -34,6 +34,23 @@ def test_only_the_given_slots_are_written_in_every_layer(dtype, heads_first, wid
         assert torch.equal(cache.float(), after.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_slots_are_sent_to_another_cache(dtype):
+    from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
+
+    here, there = (
+        [torch.randn(5, 16, 3, 128).to(dtype).transpose(1, 2) for _ in range(2)] for _ in range(2)
+    )
+    expected = [cache.clone() for cache in there]
+    for cache, sent in zip(expected, here, strict=True):
+        cache[0, :, 3], cache[1, :, 1] = sent[2, :, 8], sent[0, :, 5]
+    values = PagedKVMover(here).read(torch.tensor([40, 5]))
+    assert values.shape == (2, 2 * 3 * 128 * dtype.itemsize)
+    PagedKVMover(there).write(torch.tensor([3, 17]), values)
+    for cache, same in zip(there, expected, strict=True):
+        assert torch.equal(cache.float(), same.float())
+
+
 def path_moves(seed: int) -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, int]]]:
     """Moves of three requests over 80 slots, of a fixed shape, and those that move anything."""
     generator = torch.Generator().manual_seed(seed)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from lookahead_vllm.engine import patches
+from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.worker import cpu_attention
+from lookahead_vllm.engine.worker.v1.replicas import ReplicaRunner, become_replica
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class LookaheadCPUModelRunner(LookaheadRunner, CPUModelRunner):
@@ -19,9 +24,14 @@ class LookaheadCPUModelRunner(LookaheadRunner, CPUModelRunner):
     attention = cpu_attention
 
 
+class ReplicaCPUModelRunner(ReplicaRunner, LookaheadCPUModelRunner):
+    """vLLM's CPU runner with lookahead, under lookahead parallelism."""
+
+
 class LookaheadCPUWorker(cpu_worker.CPUWorker):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        become_replica(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
         cpu_attention.register()
         if self.vllm_config.model_config.is_hybrid:
             from lookahead_vllm.engine.worker import recurrent, recurrent_kernels_cpu
@@ -30,7 +40,9 @@ class LookaheadCPUWorker(cpu_worker.CPUWorker):
             recurrent_kernels_cpu.register()
 
     def init_device(self) -> None:
-        with patches.swapped(cpu_worker, "CPUModelRunner", LookaheadCPUModelRunner):
+        is_replica = options_of(self.vllm_config).parallel > 1
+        runner = ReplicaCPUModelRunner if is_replica else LookaheadCPUModelRunner
+        with patches.swapped(cpu_worker, "CPUModelRunner", runner):
             super().init_device()
 
     def compile_or_warm_up_model(self) -> CompilationTimes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker import gpu_model_runner
@@ -12,8 +12,13 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from lookahead_vllm.engine import patches
+from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.worker import gpu_attention
+from lookahead_vllm.engine.worker.v1.replicas import ReplicaRunner, become_replica
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class LookaheadGPUModelRunner(LookaheadRunner, gpu_model_runner.GPUModelRunner):
@@ -66,9 +71,14 @@ def determine_in_pieces(runner: Any, run: Callable[[], Any]) -> Any:
         return run()
 
 
+class ReplicaGPUModelRunner(ReplicaRunner, LookaheadGPUModelRunner):
+    """vLLM's CUDA runner with lookahead, under lookahead parallelism."""
+
+
 class LookaheadGPUWorker(Worker):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        become_replica(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
         gpu_attention.register()
         if self.vllm_config.model_config.is_hybrid:
             from lookahead_vllm.engine.worker import recurrent, recurrent_kernels_gpu
@@ -77,7 +87,9 @@ class LookaheadGPUWorker(Worker):
             recurrent_kernels_gpu.register()
 
     def _make_model_runner(self) -> Any:
-        with patches.swapped(gpu_model_runner, "GPUModelRunner", LookaheadGPUModelRunner):
+        is_replica = options_of(self.vllm_config).parallel > 1
+        runner = ReplicaGPUModelRunner if is_replica else LookaheadGPUModelRunner
+        with patches.swapped(gpu_model_runner, "GPUModelRunner", runner):
             return super()._make_model_runner()
 
     def compile_or_warm_up_model(self) -> CompilationTimes:

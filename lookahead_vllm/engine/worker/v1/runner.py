@@ -19,15 +19,17 @@ from vllm.v1.worker import gpu_model_runner
 from lookahead_vllm.draft.budget.cost import Load, StepWork
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.proposer import Verified
-from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine import messages, patches, step_report
 from lookahead_vllm.engine.worker import branching, recurrent
-from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep, root_rows
+from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep, split_rows
 from lookahead_vllm.engine.worker.drafter import LiveRequest, LookaheadDrafter, prompt_tokens
 from lookahead_vllm.engine.worker.step_cost import begin_to_draft
+from lookahead_vllm.engine.worker.v1 import blocks
 from lookahead_vllm.engine.worker.v1.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker.v1.recurrent import RecurrentRows
 from lookahead_vllm.engine.worker.v1.sampler import (
+    Draws,
     NodeProcessors,
     NodeRows,
     NodeThinking,
@@ -36,6 +38,7 @@ from lookahead_vllm.engine.worker.v1.sampler import (
     merged_logprobs,
     node_metadata,
     spread_metadata,
+    tokens_of,
     without_speculation,
 )
 from lookahead_vllm.engine.worker.v1.seeded_sampler import SeededSampler
@@ -139,7 +142,7 @@ class LookaheadRunner(_Base):
         if self._earlier_stage is not None:
             self._earlier_stage.settle(self, drafts.emitted)
         for request_id, counts in drafts.kept_blocks.items():
-            self._give_back_blocks(request_id, counts)
+            blocks.keep_first(self, request_id, counts)
         if self._recurrent is None:
             return super()._update_states(scheduler_output)
         self._recurrent.remember(self.input_batch, scheduler_output)
@@ -157,16 +160,6 @@ class LookaheadRunner(_Base):
         if self._recurrent is None:
             return nullcontext()
         return self._recurrent.chunks_as_prompts(self.input_batch, scheduler_output)
-
-    def _give_back_blocks(self, request_id: str, counts: Sequence[int]) -> None:
-        """Keep the first `counts` blocks of each KV cache group: the scheduler freed the others."""
-        for block_ids, count in zip(self.requests[request_id].block_ids, counts, strict=True):
-            del block_ids[count:]
-        row = self.input_batch.req_id_to_index.get(request_id)
-        if row is not None:
-            tables = self.input_batch.block_table.block_tables
-            for table, count in zip(tables, counts, strict=True):
-                table.num_blocks_per_row[row] = count
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: Any) -> Any:
         config = self.speculative_config
@@ -186,8 +179,6 @@ class LookaheadRunner(_Base):
             self._work = step.work(num_scheduled_tokens, computed)
         if self._earlier_stage is not None:
             self._earlier_stage.remember(step, self.input_batch.req_ids)
-        elif self._could_draft or step.forest.num_nodes:
-            self.drafter.recorder.report.budgets.append(step.forest.num_nodes)
         if step.branches:
             self._place(step)
         return prepared
@@ -245,32 +236,44 @@ class LookaheadRunner(_Base):
     ) -> SamplerOutput:
         step, self._step = self._step, NO_DRAFTS
         if self._seeded_sampler is not None:
-            seeded = bool(self.input_batch.generators)
             self._seeded_sampler.positions = (
-                self.positions[self._logits_indices] if seeded else None
+                self.positions[self._logits_indices] if self.input_batch.generators else None
             )
+        num_nodes = np.zeros(self.input_batch.num_reqs, np.int64)
+        if spec_decode_metadata is not None and step.forest.num_nodes:
+            num_nodes[:] = spec_decode_metadata.num_draft_tokens
         discarded = self._generators_of_unfinished_prefills()
         before = {row: generator.get_state() for row, generator in discarded.items()}
-        recorder = self.drafter.recorder
         try:
-            if spec_decode_metadata is None or not step.forest.num_nodes:
-                if self.drafter.proposer.wants_roots:
-                    no_nodes = np.zeros(self.input_batch.num_reqs, np.int64)
-                    self._verified = self._collect_choices(logits, no_nodes, NO_DRAFTS)
-                return super()._sample(logits, None)
-            with recorder.timed("verify"):
-                num_nodes = np.asarray(spec_decode_metadata.num_draft_tokens)
-                self._verified = verified = self._collect_choices(logits, num_nodes, step)
-                output, paths = self._sample_trees(logits, num_nodes, step)
+            return self._verify(logits, num_nodes, step)
         finally:
             for row, state in before.items():
                 discarded[row].set_state(state)
+
+    def _verify(self, logits: torch.Tensor, num_nodes: Int64s, step: DraftStep) -> SamplerOutput:
+        """Sample at all roots and nodes, accept what matches, and move its KV.
+
+        `logits` has a row for the root and for each of the `num_nodes`, int64 [r], of each request.
+        """
+        recorder = self.drafter.recorder
+        self._count_budget(step.forest)
+        if not num_nodes.any():
+            if self.drafter.proposer.wants_roots:
+                self._verified = self._collect_choices(logits, num_nodes, NO_DRAFTS)
+            return super()._sample(logits, None)
+        with recorder.timed("verify"):
+            self._verified = verified = self._collect_choices(logits, num_nodes, step)
+            output, paths = self._sample_trees(logits, num_nodes, step)
         with recorder.timed("compaction"):
             self._move_accepted(step, paths)
         recorder.count_drafts(step.forest, paths)
         if verified is not None:
             step.mark_accepted(verified, paths)
         return output
+
+    def _count_budget(self, forest: DraftForest) -> None:
+        if self._could_draft or forest.num_nodes:
+            self.drafter.recorder.report.budgets.append(forest.num_nodes)
 
     def _collect_choices(
         self, logits: torch.Tensor, num_nodes: Int64s, step: DraftStep
@@ -284,73 +287,70 @@ class LookaheadRunner(_Base):
         return step.collect_choices(logits, num_nodes, req_ids, num_choices, with_roots_of)
 
     def _sample_trees(
+        self, logits: torch.Tensor, num_nodes: Int64s, step: DraftStep
+    ) -> tuple[SamplerOutput, Int32s]:
+        """Sample, then match; also returns the accepted nodes, int32 [t, longest path]."""
+        forest, rows = step.forest, step.rows
+        draws = self._draw(logits, num_nodes, step)
+        at_roots, at_nodes = tokens_of(draws.at_roots), tokens_of(draws.at_nodes)
+        paths = accepted_paths(forest, at_roots[rows], at_nodes)
+        draws.advance(rows, paths)
+        tokens = torch.from_numpy(emitted_tokens(forest, rows, paths, at_roots, at_nodes))
+        logprobs = merged_logprobs(draws.at_roots, draws.at_nodes, forest, rows, paths)
+        return SamplerOutput(tokens.to(logits.device), logprobs), paths
+
+    def _draw(
         self,
         logits: torch.Tensor,
         num_nodes: Int64s,
         step: DraftStep,
-    ) -> tuple[SamplerOutput, Int32s]:
-        """Sample at every root and node, then match.
+        trees: DraftStep | None = None,
+    ) -> Draws:
+        """Sample at every root and node; `logits` and `num_nodes` as of `_verify`.
 
-        `logits` holds a row for the root and for each node of every request, in order. Also
-        returns the accepted nodes, int32 [t, longest path].
+        Other ranks may sample at further nodes of the `trees`, of which `step` is a part.
         """
-        forest, rows = step.forest, step.rows
-        device = logits.device
-        roots = root_rows(num_nodes)
-        is_node = np.ones(len(logits), np.bool_)
-        is_node[roots] = False
-        node_rows = np.flatnonzero(is_node)
+        roots, node_rows = split_rows(num_nodes)
         requests = [self.requests[i] for i in self.input_batch.req_ids]
         metadata = replace(self.input_batch.sampling_metadata, spec_token_ids=None)
-        states: dict[int, GeneratorStates] = {}
-        thinking = None
         no_generators = self._seeded_sampler is not None or not metadata.generators
-        if no_generators and self._node_processors.rows_are_alike(metadata, requests):
+        has_nodes = step.forest.num_nodes > 0
+        if has_nodes and no_generators and self._node_processors.rows_are_alike(metadata, requests):
             owners = np.repeat(np.arange(len(num_nodes)), num_nodes + 1)
             sampled = self.sampler(logits, spread_metadata(metadata, owners)).sampled_token_ids
             at_roots, at_nodes = (
-                SamplerOutput(sampled[torch.from_numpy(some).to(device)], None)
+                SamplerOutput(sampled[torch.from_numpy(some).to(logits.device)], None)
                 for some in (roots, node_rows)
             )
-        else:
-            nodes = NodeRows(requests, forest, rows)
+            return Draws(at_roots, at_nodes)
+        nodes = NodeRows(requests, step.forest, step.rows)
+        if has_nodes:
             at_roots = self._sample_some(logits, roots, metadata)
-            if not no_generators:
-                states = generator_states_for(
-                    self.sampler, metadata.generators, nodes, logits.shape[-1]
-                )
-            if (holder := metadata.thinking_budget_state_holder) is not None:
-                thinking = NodeThinking(holder, nodes)
-            at_nodes = self._sample_some(
-                logits,
-                node_rows,
-                node_metadata(
-                    metadata,
-                    nodes,
-                    {
-                        node: own.generator_after(depth - 1)
-                        for row, own in states.items()
-                        for node, depth in zip(
-                            nodes.of(row), nodes.tree(row).depths.tolist(), strict=True
-                        )
-                    },
-                    self._node_processors.place(nodes),
-                    thinking,
-                ),
+        else:
+            at_roots = super()._sample(logits, None)
+        states: dict[int, GeneratorStates] = {}
+        if not no_generators:
+            with_states = nodes if trees is None else NodeRows(requests, trees.forest, trees.rows)
+            states = generator_states_for(
+                self.sampler, metadata.generators, with_states, logits.shape[-1]
             )
-
-        chosen = [part.sampled_token_ids[:, 0].int().cpu().numpy() for part in (at_roots, at_nodes)]
-        paths = accepted_paths(forest, chosen[0][rows], chosen[1])
-        if states or thinking is not None:
-            for row, path in zip(rows.tolist(), paths, strict=True):
-                length = int((path >= 0).sum())
-                if row in states:
-                    states[row].advance(length)
-                if thinking is not None and length:
-                    thinking.accept(row, nodes.of(row)[path[length - 1]])
-        tokens = torch.from_numpy(emitted_tokens(forest, rows, paths, *chosen)).to(device)
-        logprobs = merged_logprobs(at_roots, at_nodes, forest, rows, paths)
-        return SamplerOutput(tokens, logprobs), paths
+        holder = metadata.thinking_budget_state_holder
+        thinking = None if holder is None else NodeThinking(holder, nodes)
+        if not has_nodes:
+            none = SamplerOutput(at_roots.sampled_token_ids[:0], None)
+            return Draws(at_roots, none, states, thinking)
+        at_nodes = self._sample_some(
+            logits,
+            node_rows,
+            node_metadata(
+                metadata,
+                nodes,
+                nodes.generators(states),
+                self._node_processors.place(nodes),
+                thinking,
+            ),
+        )
+        return Draws(at_roots, at_nodes, states, thinking)
 
     def _sample_some(
         self, logits: torch.Tensor, rows: Int64s, metadata: SamplingMetadata

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -109,6 +109,14 @@ class NodeRows:
         params = self.requests[row].sampling_params
         assert params is not None  # pooling requests have no nodes
         return params
+
+    def generators(self, states: Mapping[int, GeneratorStates]) -> dict[int, torch.Generator]:
+        """The generators of the nodes of seeded requests, from the states by row of the batch."""
+        return {
+            node: states[row].generator_after(depth - 1)
+            for row in self._trees.keys() & states.keys()
+            for node, depth in zip(self.of(row), self.tree(row).depths.tolist(), strict=True)
+        }
 
     def rows_where(self, applies: Callable[[SamplingParams], object]) -> list[int]:
         """The rows of requests that have nodes and these sampling parameters."""
@@ -220,10 +228,10 @@ class NodeThinking:
     def apply_to_logits(self, logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return self._holder.apply_to_logits(logits, False, None)
 
-    def accept(self, row: int, node: int) -> None:
-        """Make the state at this node the request's state."""
-        if row in self._roots._state:
-            self._roots._state[row] = self._holder._state[node]
+    def accept(self, row: int, place: int) -> None:
+        """Make the state at this node of the request's tree the request's state."""
+        if row in self._rows:
+            self._roots._state[row] = self._holder._state[self._nodes.of(row)[place]]
 
 
 def _of_rows(owners: Int64s, tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -331,6 +339,43 @@ def generator_states_for(
         row: GeneratorStates(generators[row], draw, int(nodes.tree(row).depths.max()))
         for row in generators.keys() & nodes.rows
     }
+
+
+class Draws(NamedTuple):
+    """What was sampled in a step."""
+
+    at_roots: SamplerOutput
+    """A row for each request."""
+    at_nodes: SamplerOutput
+    """A row for each node."""
+    states: Mapping[int, GeneratorStates] = {}
+    """By row of the batch, of requests with a generator and a tree."""
+    thinking: NodeThinking | None = None
+
+    def advance(self, rows: Int64s, paths: Int32s) -> None:
+        """Bring generators and thinking budgets behind the accepted nodes.
+
+        Parameters
+        ----------
+        rows : int64 [t]
+            The row of each tree's request.
+        paths : int32 [t, longest]
+            The accepted nodes of each tree, as of `accepted_paths`.
+        """
+        if not self.states and self.thinking is None:
+            return
+        for row, path in zip(rows.tolist(), paths, strict=True):
+            length = int((path >= 0).sum())
+            if row in self.states:
+                self.states[row].advance(length)
+            if self.thinking is not None and length:
+                self.thinking.accept(row, int(path[length - 1]))
+
+
+def tokens_of(output: SamplerOutput) -> Int32s:
+    """The sampled tokens, int32 [rows], on the host."""
+    tokens: Int32s = output.sampled_token_ids[:, 0].int().cpu().numpy()
+    return tokens
 
 
 def merged_logprobs(

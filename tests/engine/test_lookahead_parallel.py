@@ -1,0 +1,177 @@
+"""Lookahead parallelism: ranks with whole models verify parts of the trees; the output is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from tests.fuzz.processes import WorkerExtension
+from tests.support.driving import engine, generate, generate_staggered, random_prompts
+from tests.support.proposers import RECORDED, record
+from tests.support.ranks import (
+    GREEDY,
+    PROMPTS,
+    SEEDED,
+    Answers,
+    Verified,
+    plain_answers,
+    record_trees,
+    verified,
+)
+from tests.support.servers import cores_of
+
+HYBRID = {"proposer": "hybrid", "num_speculative_tokens": 24}
+HIDDEN = {"proposer": "hidden_path", "num_speculative_tokens": 16, "budget": 16}
+
+
+@pytest.fixture(scope="module")
+def plain(llama: Path) -> Answers:
+    """What plain vLLM answers on one rank."""
+    with engine(llama) as llm:
+        return plain_answers(llm)
+
+
+@contextmanager
+def replicas(
+    model: Path, count: int, lookahead: dict[str, Any], tmp_path: Path, **settings: Any
+) -> Iterator[LLM]:
+    extension = f"{WorkerExtension.__module__}.{WorkerExtension.__name__}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores_of(count))
+        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+        settings["worker_extension_cls"] = extension
+        with engine(model, {"parallel": count, **lookahead}, **settings) as llm:
+            llm.collective_rpc("record_answers", args=(list(RECORDED), list(RECORDED.values())))
+            llm.collective_rpc(record_trees)
+            yield llm
+
+
+def check_ranks(llm: LLM) -> None:
+    """The ranks verified parts of the same trees, and all of them received KV."""
+    first, *others = llm.collective_rpc(verified)
+    assert first.drafts and first.counters["branching_trees"] > 20
+    assert not first.counters["failures"]
+    for other in others:
+        check_rank(first, other)
+
+
+def check_rank(first: Verified, other: Verified) -> None:
+    assert not other.drafts
+    for name in ("trees", "branching_trees", "nodes", "accepted_nodes"):
+        assert first.counters[name] == other.counters[name], name
+    assert other.trees != first.trees
+    assert first.counters["moved_tokens"] and other.counters["moved_tokens"]
+
+
+def test_two_replicas(llama: Path, plain: Answers, tmp_path: Path) -> None:
+    with replicas(llama, 2, HYBRID, tmp_path) as llm:
+        assert generate_staggered(llm, PROMPTS, GREEDY) == plain.greedy
+        assert generate(llm, PROMPTS, GREEDY) == plain.greedy
+        assert generate(llm, PROMPTS, SEEDED) == plain.seeded
+        aborted = generate_staggered(llm, PROMPTS, GREEDY, abort=[1, 4])
+        for i, (answer, whole) in enumerate(zip(aborted, plain.greedy, strict=True)):
+            assert answer == whole or (i in (1, 4) and answer[0] == whole[0][: len(answer[0])])
+        check_ranks(llm)
+
+
+def test_four_replicas(llama: Path, plain: Answers, tmp_path: Path) -> None:
+    with replicas(llama, 4, {**HYBRID, "budget": 24}, tmp_path) as llm:
+        assert generate(llm, PROMPTS, GREEDY) == plain.greedy
+        assert generate(llm, PROMPTS, SEEDED) == plain.seeded
+        check_ranks(llm)
+
+
+def test_preempted_requests_and_cached_prefixes(
+    llama: Path, plain: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preempted: list[str] = []
+    original = Scheduler._preempt_request
+
+    def count(self: Scheduler, request: Any, *args: Any, **kwargs: Any) -> None:
+        preempted.append(request.request_id)
+        original(self, request, *args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", count)
+    few = {"num_gpu_blocks_override": 12, "block_size": 32, "enable_prefix_caching": True}
+    with replicas(llama, 2, {**HYBRID, "budget": 24}, tmp_path, **few) as llm:
+        for _ in range(2):
+            assert generate_staggered(llm, PROMPTS, GREEDY) == plain.greedy
+            assert generate(llm, PROMPTS, SEEDED) == plain.seeded
+        check_ranks(llm)
+    assert preempted
+
+
+THINK, END_OF_THINKING = 3, 4
+PARAMETERS: list[dict[str, Any]] = [
+    {},
+    dict(repetition_penalty=1.3, frequency_penalty=0.4),
+    dict(min_tokens=30, stop_token_ids=list(range(3, 40))),
+    dict(min_p=0.05, logit_bias={11: 2.5}, presence_penalty=0.4),
+    dict(bad_words=["q", "the", "xa", "yb"]),
+    dict(logprobs=3),
+    dict(logprobs=2, repetition_penalty=1.2),
+    dict(structured_outputs=StructuredOutputsParams(regex="[a-f]+ (x|y) the age is [0-9]{20}")),
+    dict(structured_outputs=StructuredOutputsParams(regex="([a-z]{2} )*"), logprobs=1),
+]
+THINKING = [
+    dict(thinking_token_budget=budget, logit_bias={THINK: 3.0, END_OF_THINKING: 1.0})
+    for budget in (0, 3, 7)
+]
+
+
+def test_parameters_grammars_and_logprobs(llama: Path, tmp_path: Path) -> None:
+    """In one batch, greedy and seeded: nodes of some requests are shared, of others not.
+
+    Requests with thinking budgets have a batch of their own: when one ends, vLLM 0.32 and 0.33 may
+    apply its state to another request of its batch (`ThinkingBudgetStateHolder.sync_batch`).
+    """
+    sampling: list[dict[str, Any]] = [dict(temperature=0), dict(temperature=0.9, seed=3, top_k=40)]
+    batches = [
+        [
+            SamplingParams(**{**how, "max_tokens": 40, **extra})
+            for extra in extras
+            for how in sampling
+        ]
+        for extras in (PARAMETERS, THINKING)
+    ]
+    prompts = random_prompts(len(batches[0]), 30, seed=13)
+    settings = dict(
+        skip_tokenizer_init=False,
+        structured_outputs_config={"backend": "xgrammar"},
+        reasoning_config={"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"},
+    )
+
+    def answers(llm: LLM) -> list[tuple[list[int], Any]]:
+        outputs = [
+            output.outputs[0]
+            for params in batches
+            for output in llm.generate(
+                [TokensPrompt(prompt_token_ids=p) for p in prompts[: len(params)]],
+                params,
+                use_tqdm=False,
+            )
+        ]
+        return [(list(output.token_ids), output.logprobs) for output in outputs]
+
+    with engine(llama, **settings) as llm:
+        expected = answers(llm)
+    record([*prompts, *prompts[: len(batches[1])]], [[tokens] for tokens, _ in expected])
+    with replicas(llama, 2, HIDDEN, tmp_path, **settings) as llm:
+        for (tokens, logprobs), (same_tokens, same_logprobs) in zip(
+            answers(llm), expected, strict=True
+        ):
+            assert tokens == same_tokens
+            assert (logprobs is None) == (same_logprobs is None)
+            for at_token, same in zip(logprobs or (), same_logprobs or (), strict=True):
+                assert at_token.keys() == same.keys()
+                for token, logprob in same.items():
+                    assert at_token[token].logprob == pytest.approx(logprob.logprob, abs=1e-4)
+        check_ranks(llm)
