@@ -27,7 +27,7 @@ from tests.support.ranks import (
 )
 from tests.support.servers import cores_of
 
-HYBRID = {"proposer": "hybrid", "num_speculative_tokens": 24}
+HYBRID = {"proposer": "hybrid", "num_speculative_tokens": 24, "budget": 24}
 HIDDEN = {"proposer": "hidden_path", "num_speculative_tokens": 16, "budget": 16}
 
 
@@ -42,10 +42,11 @@ def plain(llama: Path) -> Answers:
 def replicas(
     model: Path, count: int, lookahead: dict[str, Any], tmp_path: Path, **settings: Any
 ) -> Iterator[LLM]:
+    num_ranks = count * settings.get("tensor_parallel_size", 1)
     extension = f"{WorkerExtension.__module__}.{WorkerExtension.__name__}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores_of(count))
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores_of(num_ranks))
         patch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
         settings["worker_extension_cls"] = extension
         with engine(model, {"parallel": count, **lookahead}, **settings) as llm:
@@ -83,10 +84,20 @@ def test_two_replicas(llama: Path, plain: Answers, tmp_path: Path) -> None:
 
 
 def test_four_replicas(llama: Path, plain: Answers, tmp_path: Path) -> None:
-    with replicas(llama, 4, {**HYBRID, "budget": 24}, tmp_path) as llm:
+    with replicas(llama, 4, HYBRID, tmp_path) as llm:
         assert generate(llm, PROMPTS, GREEDY) == plain.greedy
         assert generate(llm, PROMPTS, SEEDED) == plain.seeded
         check_ranks(llm)
+
+
+def test_replicas_of_two_ranks_each(llama: Path, plain: Answers, tmp_path: Path) -> None:
+    with replicas(llama, 2, HYBRID, tmp_path, tensor_parallel_size=2) as llm:
+        assert generate(llm, PROMPTS, GREEDY) == plain.greedy
+        assert generate(llm, PROMPTS, SEEDED) == plain.seeded
+        first, same, *others = llm.collective_rpc(verified)
+        assert first.trees == same.trees
+        for other in others:
+            check_rank(first, other)
 
 
 def test_preempted_requests_and_cached_prefixes(
@@ -101,7 +112,7 @@ def test_preempted_requests_and_cached_prefixes(
 
     monkeypatch.setattr(Scheduler, "_preempt_request", count)
     few = {"num_gpu_blocks_override": 12, "block_size": 32, "enable_prefix_caching": True}
-    with replicas(llama, 2, {**HYBRID, "budget": 24}, tmp_path, **few) as llm:
+    with replicas(llama, 2, HYBRID, tmp_path, **few) as llm:
         for _ in range(2):
             assert generate_staggered(llm, PROMPTS, GREEDY) == plain.greedy
             assert generate(llm, PROMPTS, SEEDED) == plain.seeded
