@@ -1,18 +1,22 @@
 """Whether a release of vLLM has everything that lookahead uses of it.
 
 vLLM's sources are parsed, not imported: this takes one or two seconds, runs before any worker
-starts, and works on an unpacked wheel too (`check(root=...)`).
+starts, and works on an unpacked wheel too (`check(root=...)`). An installed vLLM that lacks nothing
+is not parsed again.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import importlib.util
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from lookahead_vllm.engine.seams import BY_RUNNER, COMMON, Seam
+from lookahead_vllm.kernel_folder import cache_dir
 
 SUPPORTED = ("0.32", "0.33")
 
@@ -36,12 +40,37 @@ def check(root: Path | None = None, runners: Collection[str] = tuple(BY_RUNNER))
     SeamError
         One sentence: the first difference, and what to install.
     """
+    verdict = _verdict(runners) if root is None else None
+    if verdict is not None and verdict.exists():
+        return
     for problem in problems(root, runners):
         raise SeamError(
             f"this lookahead-vllm works with vLLM {' and '.join(SUPPORTED)}, but in the installed "
             f"vLLM {problem}; install vllm=={SUPPORTED[-1]}.* or a lookahead-vllm release made for "
             "yours"
         )
+    if verdict is not None:
+        with suppress(OSError):
+            verdict.touch(0o600)
+
+
+def _verdict(runners: Collection[str]) -> Path | None:
+    """The file that exists if these sources have been compared before and nothing differed."""
+    package = _package(None)
+    seams = [*COMMON, *(seam for runner in runners for seam in BY_RUNNER[runner])]
+    files = {_file(package, seam.module) for seam in seams} - {None}
+    files |= {package / "_version.py", *ENGINE.rglob("*.py")}
+    try:
+        facts = [(str(file), *_size_and_time(file)) for file in sorted(filter(None, files))]
+        key = hashlib.sha256(repr((seams, facts)).encode()).hexdigest()
+        return cache_dir() / f"vllm-{key[:16]}.checked"
+    except OSError:
+        return None
+
+
+def _size_and_time(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def problems(

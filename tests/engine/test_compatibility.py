@@ -33,7 +33,25 @@ SITE = Path(vllm.__file__).parent.parent
 
 
 def test_the_installed_vllm_fits() -> None:
-    compatibility.check()
+    assert not list(compatibility.problems())
+
+
+def test_what_fits_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+    monkeypatch.setattr(compatibility, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(compatibility, "problems", lambda *_: iter(parsed.append("") or ()))
+    for _ in range(2):
+        compatibility.check(runners=("v1",))
+        assert len(parsed) == 1
+    compatibility.check(runners=("v2",))
+    assert len(parsed) == 2
+    monkeypatch.setattr(compatibility, "COMMON", compatibility.COMMON[1:])
+    compatibility.check(runners=("v1",))
+    assert len(parsed) == 3
+    monkeypatch.setattr(compatibility, "problems", lambda *_: iter(["it is old"]))
+    for _ in range(2):
+        with pytest.raises(compatibility.SeamError, match="it is old"):
+            compatibility.check(runners=())
 
 
 @pytest.fixture
