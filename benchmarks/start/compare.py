@@ -28,10 +28,11 @@ example:
 phases, each up to a line of vLLM's log (seconds, medians):
   command                 the command's imports and arguments, up to `non-default args`
   config, engine process  checks of the configuration, a new process with its imports
-  worker process          the same of the worker; lookahead compiles its kernels here
+  worker process          the same of the worker
   load model              the weights
   compile, warm up        torch.compile, the first pass
   cost of a step          only lookahead has it: passes that measure it, or a file that has it
+  proposer                only lookahead has it: its kernels, its memory and its cache file
   rest of engine          the KV cache and what is left of the engine's start
   HTTP                    up to `Application startup complete`
   first answer            one token, from the request to the answer

@@ -16,7 +16,8 @@ ENDS = {
     "worker process": r"Starting to load model",
     "load model": r"Loading weights took",
     "compile, warm up": r"Warming up done",
-    "cost of a step": r"Lookahead: the critical decoding length",
+    "cost of a step": r"Lookahead: a forward pass costs",
+    "proposer": r"Lookahead drafts with",
     "rest of engine": r"init engine \(profile",
     "HTTP": r"Application startup complete",
 }

@@ -33,7 +33,7 @@ def serve(arguments: list[str]) -> None:
     record_call(f"serve {port} {'lookahead' if has_lookahead else 'none'}")
     print("INFO non-default args: {}", flush=True)
     if has_lookahead:
-        print("INFO Lookahead: the critical decoding length is 4 tokens here", flush=True)
+        print("INFO Lookahead: a forward pass costs, in ms, 1 tokens 2", flush=True)
     print("INFO:     Application startup complete.", flush=True)
     HTTPServer(("127.0.0.1", port), HealthHandler).serve_forever()
 
