@@ -108,6 +108,9 @@ def register() -> None:
     selector._cached_get_attn_backend.cache_clear()
 
 
+replaces_chains = gpu_attention.replaces_chains
+
+
 def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> None:
     """None: every layer verifies trees."""
 

@@ -309,7 +309,7 @@ class FakeBase:
 
 
 class Runner(GraphRunner, FakeBase):
-    attention: Any = None
+    attention: Any = SimpleNamespace(replaces_chains=lambda is_latent: False)
     vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=1))
     device = torch.device("cpu")
 
