@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from benchmarks.engines.stopwatch import Stopwatch
 
 Seconds = dict[str, float]
 """Wall time by part of a step.
@@ -41,20 +42,8 @@ class DecodeClock:
 
     def __init__(self, seconds: Seconds) -> None:
         self._seconds = seconds
-        self._model = 0.0
+        self.model = Stopwatch()
         self._last: float | None = None
-
-    def timing(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, with its time added to the model's."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._model += time.perf_counter() - start
-
-        return timed
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Take the launch of a step, vLLM's `SchedulerOutput`."""
@@ -67,11 +56,11 @@ class DecodeClock:
             for request, count in scheduler_output.num_scheduled_tokens.items()
         )
         if decodes and self._last is not None:
-            figures = {"decode": now - self._last, "model": self._model, "decode_steps": 1.0}
+            figures = {"decode": now - self._last, "model": self.model.seconds, "decode_steps": 1.0}
             for part, value in figures.items():
                 self._seconds[part] = self._seconds.get(part, 0.0) + value
         self._last = now if decodes else None
-        self._model = 0.0
+        self.model.seconds = 0.0
 
 
 def measure(llm: Any) -> None:
@@ -93,8 +82,8 @@ def _measure(worker: Any) -> None:
         return execute(scheduler_output, *args, **kwargs)
 
     runner.execute_model = execute_model
-    runner.model.forward = clock.timing(runner.model.forward)
-    runner.model.compute_logits = clock.timing(runner.model.compute_logits)
+    runner.model.forward = clock.model.timing(runner.model.forward)
+    runner.model.compute_logits = clock.model.timing(runner.model.compute_logits)
 
 
 def profiled_seconds(llm: Any) -> Seconds:

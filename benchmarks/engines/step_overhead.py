@@ -10,11 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.engines.stopwatch import Stopwatch
 from lookahead_vllm.cli.arguments import positive, positives
 from lookahead_vllm.simulation.markdown import markdown
 
@@ -72,25 +73,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--json", type=Path, metavar="OUT.json", help="write everything there")
     result.add_argument("--one", nargs=2, metavar=("SIZE", "METHOD"), help=argparse.SUPPRESS)
     return result
-
-
-class Stopwatch:
-    """Sums the time that functions take."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def timing(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, with its time added to `seconds`."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds += time.perf_counter() - start
-
-        return timed
 
 
 def make_llm(size: int, nodes: int, lookahead: bool) -> Any:

@@ -184,12 +184,14 @@ def make(
     with _asking_for(args, FIRST_RUNNER, options):
         config = create()
     if config.model_config.is_hybrid:
-        options = options.at_most(AUTO_RECURRENT_LENGTH)
-        if config.cache_config.mamba_cache_mode != "none":
+        asked, options = options, options.at_most(AUTO_RECURRENT_LENGTH)
+        caches_by_default = config.cache_config.mamba_cache_mode != "none"
+        if caches_by_default:
             _refuse_cached_states(caches_states)
             args.enable_prefix_caching = False
-        with _asking_for(args, FIRST_RUNNER, options):
-            config = create()
+        if caches_by_default or options != asked:
+            with _asking_for(args, FIRST_RUNNER, options):
+                config = create()
     apply(config, options, FIRST_RUNNER)
     return config
 

@@ -298,7 +298,7 @@ def test_decode_steps_are_timed_where_they_follow_each_other(
     monkeypatch.setattr(profile.time, "perf_counter", lambda: float(next(now)))
     seconds: dict[str, float] = {}
     clock = DecodeClock(seconds)
-    model = clock.timing(lambda: None)  # takes 1 s by this clock
+    model = clock.model.timing(lambda: None)  # takes 1 s by this clock
 
     def step(tokens: dict[str, int], drafts: dict[str, list[int]], new: list[str]) -> None:
         clock.begin_step(

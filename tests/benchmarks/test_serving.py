@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,6 @@ from benchmarks.serving import compare as script
 from benchmarks.serving.arrivals import Latencies, Load, LoadFailed, bench_serve, write_requests
 from benchmarks.serving.latencies import Measured, conclusion, plot, table, verdict
 from benchmarks.serving.server import ServerError, free_port, is_free, serving
-
-
-@pytest.fixture
-def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Install the fake; returns the file to which it writes its calls."""
-    path = tmp_path / "vllm"
-    fake = (Path(__file__).parents[1] / "support" / "fake_vllm.py").read_text()
-    path.write_text(f"#!{sys.executable}\n{fake}")
-    path.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    return tmp_path / "calls"
 
 
 def clients(calls: Path) -> list[dict[str, str]]:

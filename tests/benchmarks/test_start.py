@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from pathlib import Path
 
@@ -12,17 +11,6 @@ import pytest
 
 from benchmarks.start import compare as script
 from benchmarks.start.phases import ENDS, LogFollower, durations
-
-
-@pytest.fixture
-def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Install the fake; returns the file to which it writes its calls."""
-    path = tmp_path / "vllm"
-    fake = (Path(__file__).parents[1] / "support" / "fake_vllm.py").read_text()
-    path.write_text(f"#!{sys.executable}\n{fake}")
-    path.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    return tmp_path / "calls"
 
 
 def test_a_phase_ends_with_its_first_line_and_one_without_a_line_is_part_of_the_next() -> None:

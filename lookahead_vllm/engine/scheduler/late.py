@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import vllm
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine import config, messages, request_options, shutdown, step_report
-from lookahead_vllm.engine.grammar import GrammarTreeWalk, accept_tokens_one_by_one
+from lookahead_vllm.engine.grammar import (
+    EQUALLY_MANY_MASKS,
+    GrammarTreeWalk,
+    accept_tokens_one_by_one,
+)
 from lookahead_vllm.engine.messages import DraftsToVerify
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
 
@@ -22,9 +25,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
-
-EQUALLY_MANY_MASKS = vllm.__version_tuple__ >= (0, 33)
-"""From vLLM 0.33 on, every request has as many masks as the longest draft needs."""
 
 PAUSE_AFTER_STEPS = 16
 """After this many steps in a row whose slots were all left empty, none are reserved until the

@@ -26,7 +26,7 @@ from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.engine import config, messages
 from lookahead_vllm.engine.grammar import joined_masks, split_masks
 from lookahead_vllm.engine.messages import DraftsToVerify
-from lookahead_vllm.engine.worker.draft_step import DraftStep, root_rows
+from lookahead_vllm.engine.worker.draft_step import DraftStep, root_rows, split_rows
 from lookahead_vllm.engine.worker.v1.blocks import slots_of
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from lookahead_vllm.engine.worker.v1.sampler import Draws, merged_logprobs, tokens_of
@@ -292,9 +292,9 @@ class ReplicaRunner(LookaheadRunner):
         here = np.sort(np.concatenate([roots, nodes[contains[self._replicas.rank]]]))
         k = self._num_choices
         mine = np.empty((len(here), 1 + 2 * k), np.int32)
-        own_roots = root_rows(num_nodes)
+        own_roots, own_rows = split_rows(num_nodes)
         mine[own_roots, 0] = tokens_of(draws.at_roots)
-        mine[np.delete(np.arange(len(mine)), own_roots), 0] = tokens_of(draws.at_nodes)
+        mine[own_rows, 0] = tokens_of(draws.at_nodes)
         mine[:, 1 : 1 + k] = choices.tokens
         mine[:, 1 + k :] = choices.gaps.view(np.int32)
         every = np.empty((len(roots) + len(nodes), mine.shape[1]), np.int32)
