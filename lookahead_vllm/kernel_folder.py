@@ -47,6 +47,13 @@ def cache_dir() -> Path:
         return directory
 
 
+def sources_of_kernels(package: Path) -> list[Path]:
+    """All modules of `draft/` and `verify/`, subfolders included: those that may hold kernels."""
+    return sorted(
+        source for folder in ("draft", "verify") for source in (package / folder).rglob("*.py")
+    )
+
+
 def share_cache_dir() -> None:
     """Choose the folder in the parent process, so that its child processes use the same one."""
     try:

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "lookahead_vllm"
 
 DRAFT, VERIFY, ENGINE = (f"lookahead_vllm.{folder}" for folder in ("draft", "verify", "engine"))
 ALLOWED: dict[str, set[str]] = {
-    "": {DRAFT},
+    "": {"numpy", DRAFT, VERIFY},
     "draft": {"numpy", "numba", DRAFT},
     "draft/budget": {"numpy", f"{DRAFT}.*", f"{DRAFT}.budget"},
     "draft/trie": {"numpy", f"{DRAFT}.*", f"{DRAFT}.budget", f"{DRAFT}.trie"},

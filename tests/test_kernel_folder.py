@@ -12,9 +12,17 @@ from pathlib import Path
 import pytest
 
 from lookahead_vllm import kernel_folder
+from tests.support.compilers import quick_compiler
 
 ROOT = Path(__file__).parents[1]
 NOBODY = 65534
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_compiler() -> Iterator[None]:
+    with quick_compiler() as path, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", path)
+        yield
 
 
 @pytest.fixture(autouse=True)

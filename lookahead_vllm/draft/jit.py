@@ -14,7 +14,7 @@ import numpy as np
 from numba.core.caching import FunctionCache
 from numpy.typing import NDArray
 
-from lookahead_vllm.kernel_folder import cache_dir
+from lookahead_vllm.kernel_folder import cache_dir, sources_of_kernels
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -53,13 +53,6 @@ class _Cache(FunctionCache):
     def save_overload(self, sig: Any, data: Any) -> None:
         with suppress(OSError):
             super().save_overload(sig, data)
-
-
-def sources_of_kernels(package: Path) -> list[Path]:
-    """All modules of `draft/` and `verify/`, subfolders included: those that may hold kernels."""
-    return sorted(
-        source for folder in ("draft", "verify") for source in (package / folder).rglob("*.py")
-    )
 
 
 @functools.cache

@@ -173,15 +173,18 @@ def _with_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
         from lookahead_vllm.engine import compatibility
 
         compatibility.check(runners=())  # the runner is not known yet
-        from lookahead_vllm import kernel_folder
+        from vllm.platforms import current_platform
+
+        from lookahead_vllm import compilation, kernel_folder
         from lookahead_vllm.engine import shutdown
         from lookahead_vllm.engine.front_end import requests
 
         options = config.requested_options(self)
+        kernel_folder.share_cache_dir()
+        compilation.begin(options, current_platform.is_cpu())
         create = functools.partial(original, self, *args, **kwargs)
         vllm_config = config.make(self, options, create)
         requests.install()
-        kernel_folder.share_cache_dir()
         if options.cache_path is not None:
             shutdown.allow_time_to_end()
         return vllm_config

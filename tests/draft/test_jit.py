@@ -9,7 +9,7 @@ import pytest
 
 import lookahead_vllm
 from lookahead_vllm.draft import jit
-from lookahead_vllm.draft.jit import sources_of_kernels
+from lookahead_vllm.kernel_folder import sources_of_kernels
 
 PACKAGE = Path(lookahead_vllm.__file__).parent
 

@@ -12,6 +12,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
 
+from lookahead_vllm import compilation
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine import (
     config,
@@ -43,6 +44,7 @@ class LookaheadScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         accept_tokens_one_by_one()
+        compilation.wait()
         messages.compile_recall()
         _skip_draft_request()
         if config.options_of(self.vllm_config).cache_path is not None:

@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from lookahead_vllm import compilation
 from lookahead_vllm.engine.worker import latent_attention
 from lookahead_vllm.engine.worker.step_recorder import timed_attention
 from lookahead_vllm.engine.worker.tree_rows import without_contexts
@@ -127,6 +128,7 @@ def register() -> None:
     latent_attention.register()
     # A plain engine in this process may have selected the backend already.
     selector._cached_get_attn_backend.cache_clear()
+    compilation.wait()
     native.load()
 
 

@@ -14,6 +14,7 @@ from llvmlite.binding import ffi
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from lookahead_vllm import compilation
 from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.proposer import DraftLimits, NoProposer, Proposer, Verified
@@ -25,14 +26,6 @@ from lookahead_vllm.engine.request_options import RequestOptions
 from lookahead_vllm.engine.worker.cache import open_cache
 from lookahead_vllm.engine.worker.step_recorder import Counters, StepRecorder
 from lookahead_vllm.machine import CPUS_AT_START
-from lookahead_vllm.verify.acceptance import (
-    accepted_paths,
-    emitted_tokens,
-    moves_behind_roots,
-    paths_of_tokens,
-    tally,
-)
-from lookahead_vllm.verify.tree_batch import TreeBatch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,20 +56,6 @@ def _hide_dunders_of_llvmlite() -> None:
 
 
 _hide_dunders_of_llvmlite()
-
-
-def _compile_kernels() -> None:
-    """Compile the kernels that the worker calls itself, so that no request waits for it."""
-    forest, zeros = DraftForest.of([DraftTree.from_lists([0, 1], [-1, -1])]), np.zeros(1, np.int64)
-    forest.take(zeros, np.ones(1, np.int64))
-    forest.faults(2, forest.sizes)
-    TreeBatch.build(forest, zeros, zeros, zeros)
-    assert forest.branching[0] and len(forest.owners) == 2
-    paths = accepted_paths(forest, np.zeros(1, np.int32), np.zeros(2, np.int32))
-    emitted_tokens(forest, zeros, paths, np.zeros(1, np.int32), np.zeros(2, np.int32))
-    moves_behind_roots(zeros, paths)
-    tally(forest, paths)
-    paths_of_tokens(forest, np.zeros((1, 2), np.int64), np.ones(1, np.int32))
 
 
 def prompt_tokens(request: CachedRequestState | NewRequestData) -> Int32s:
@@ -157,7 +136,8 @@ class LookaheadDrafter:
         self.drafted_for: set[str] = set()
         self._steps_without_nodes = 0
         self.backoff_left = 0
-        _compile_kernels()
+        compilation.wait()
+        compilation.compile_verification()
 
     def begin(self, vllm_config: VllmConfig, cost: StepCost | None) -> None:
         """Choose the proposer by the cost of a step, and make it on the rank that drafts.

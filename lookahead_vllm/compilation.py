@@ -1,0 +1,150 @@
+"""Compiles the kernels in a process of their own, while vLLM starts.
+
+The first start on a machine compiles for some 40 seconds. vLLM needs about as long until its
+worker wants the kernels, and leaves the other cores idle. No module of vLLM is imported here, so
+the compiling process begins at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.registry import PROPOSERS, make_proposer
+from lookahead_vllm.kernel_folder import cache_dir, sources_of_kernels
+from lookahead_vllm.machine import cpu_name
+
+MAX_WAIT_SECONDS = 120.0
+"""After this time, a process that needs kernels compiles them itself."""
+
+_POLL_SECONDS = 0.05
+_PACKAGE = Path(__file__).parent
+
+
+def begin(options: LookaheadOptions, on_cpu: bool) -> None:
+    """Compile what an engine with these options needs, unless the cache has it; does not wait.
+
+    `on_cpu` is whether the model runs on the CPU. The process ends with this one.
+    """
+    if options.proposer == "auto":
+        options = replace(options, proposer="ngram_trie" if on_cpu else "hybrid")
+    with suppress(OSError):  # no folder, or no process: the engine compiles
+        if not _marker(options, on_cpu).exists():
+            arguments = json.dumps([options.to_dict(), on_cpu])
+            process = subprocess.Popen(
+                [sys.executable, "-m", __name__, arguments],
+                stdin=subprocess.PIPE,  # its end tells the process that this one has ended
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+            threading.Thread(target=process.wait, daemon=True).start()
+
+
+def wait() -> None:
+    """Wait for a process that compiles; returns at once if there is none."""
+    end = time.monotonic() + MAX_WAIT_SECONDS
+    with suppress(OSError):
+        while time.monotonic() < end:
+            with _lock(fcntl.LOCK_SH) as is_free:
+                if is_free:
+                    return
+            time.sleep(_POLL_SECONDS)
+
+
+def compile_verification() -> None:
+    """Compile the kernels that the worker calls itself, so that no request waits for it."""
+    from lookahead_vllm.draft.tree import DraftForest, DraftTree
+    from lookahead_vllm.verify import acceptance
+    from lookahead_vllm.verify.tree_batch import TreeBatch
+
+    forest, zeros = DraftForest.of([DraftTree.from_lists([0, 1], [-1, -1])]), np.zeros(1, np.int64)
+    forest.take(zeros, np.ones(1, np.int64))
+    forest.faults(2, forest.sizes)
+    TreeBatch.build(forest, zeros, zeros, zeros)
+    assert forest.branching[0] and len(forest.owners) == 2
+    tokens = np.zeros(1, np.int32), np.zeros(2, np.int32)
+    paths = acceptance.accepted_paths(forest, *tokens)
+    acceptance.emitted_tokens(forest, zeros, paths, *tokens)
+    acceptance.moves_behind_roots(zeros, paths)
+    acceptance.tally(forest, paths)
+    acceptance.paths_of_tokens(forest, np.zeros((1, 2), np.int64), np.ones(1, np.int32))
+
+
+def main(arguments: str) -> None:
+    """Compile as `begin` says, unless another process does."""
+    given, on_cpu = json.loads(arguments)
+    options = LookaheadOptions.from_dict(given)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with _lock(fcntl.LOCK_EX) as is_free:
+        if not is_free:
+            return
+        others = threading.Thread(target=_compile_native) if on_cpu else None
+        if others is not None:
+            others.start()
+        compile_verification()
+        if options.proposer in PROPOSERS:
+            small = replace(options, max_nodes=1024, max_bytes=None, cache_path=None)
+            make_proposer(small.for_device(on_cpu, os.cpu_count() or 1).for_model(0))
+        if others is not None:
+            others.join()
+        _marker(options, on_cpu).touch()
+
+
+def _compile_native() -> None:
+    from lookahead_vllm.verify.cpu import native
+
+    native.load()
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+@contextmanager
+def _lock(kind: int) -> Iterator[bool]:
+    """Take the lock of the process that compiles; yields whether it was free."""
+    with (cache_dir() / "compiling.lock").open("a") as file:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def _marker(options: LookaheadOptions, on_cpu: bool) -> Path:
+    """A file that exists once everything is compiled; the name tells what the code depends on."""
+    sources = [*sources_of_kernels(_PACKAGE), *sorted(_PACKAGE.rglob("csrc/*.cpp"))]
+    digest = hashlib.sha256(b"\0".join(source.read_bytes() for source in sources))
+    facts = [
+        str(_PACKAGE),
+        platform.python_version(),
+        version("numba"),
+        cpu_name(),
+        on_cpu,
+        options.proposer,
+        options.draft_threads,
+    ]
+    digest.update(json.dumps(facts).encode())
+    return cache_dir() / f"compiled-{digest.hexdigest()[:16]}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,87 @@
+"""Kernels are compiled by a process of their own, while the engine starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lookahead_vllm import compilation, kernel_folder
+from lookahead_vllm.draft.options import LookaheadOptions
+from tests.support.compilers import quick_compiler
+
+ROOT = Path(__file__).parents[2]
+
+GENERATES = """
+import sys
+from pathlib import Path
+from vllm import SamplingParams
+from tests.support.driving import engine, generate, random_prompts
+prompts = [prompt + prompt for prompt in random_prompts(4, 12)]
+with engine(Path(sys.argv[1]), {"proposer": "ngram_trie"}) as llm:
+    generate(llm, prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+print("DONE")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for compiled code."""
+    monkeypatch.setenv("LOOKAHEAD_VLLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(kernel_folder, "cache_dir", kernel_folder._persistent_folder)
+    monkeypatch.setattr(compilation, "cache_dir", kernel_folder._persistent_folder)
+    return kernel_folder._persistent_folder()
+
+
+def test_an_engine_compiles_nothing_itself(llama: Path, folder: Path) -> None:
+    with quick_compiler() as compiler:
+        result = subprocess.run(
+            [sys.executable, "-c", GENERATES, str(llama)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "CXX": compiler},
+        )
+    assert "DONE" in result.stdout, result.stderr
+    (marker,) = folder.glob("compiled-*")  # the last file that the compiling process wrote
+    code = [path for path in folder.rglob("*") if path.suffix in (".nbc", ".so")]
+    assert len(code) > 40
+    assert not [
+        path.name for path in code if path.stat().st_mtime_ns > marker.stat().st_mtime_ns
+    ], result.stderr
+
+
+def test_a_second_start_compiles_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(compilation.subprocess, "Popen", lambda *a, **k: started.append(a))
+    monkeypatch.setattr(compilation.threading, "Thread", lambda *a, **k: pytest.fail("no process"))
+    options = LookaheadOptions()
+    for named in (options, LookaheadOptions(proposer="ngram_trie")):
+        compilation._marker(LookaheadOptions(proposer="ngram_trie"), True).touch()
+        compilation.begin(named, True)
+    assert not started
+
+
+BEGINS = """
+import time
+from lookahead_vllm import compilation
+from lookahead_vllm.draft.options import LookaheadOptions
+compilation.begin(LookaheadOptions(), False)
+is_free = True
+while is_free:
+    with compilation._lock(compilation.fcntl.LOCK_SH) as is_free:
+        pass
+    time.sleep(0.01)
+"""
+
+
+def test_the_process_ends_with_its_parent(folder: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", BEGINS], check=True, env=env)
+    ended = time.monotonic()
+    compilation.wait()
+    assert time.monotonic() - ended < 5
+    assert not list(folder.glob("compiled-*"))
