@@ -247,6 +247,24 @@ class DraftForest(Sequence[DraftTree]):
         """Append `count` empty trees."""
         return replace(self, firsts=np.append(self.firsts, np.full(count, self.num_nodes)))
 
+    def behind_chains(self, lengths: Int64s) -> DraftForest:
+        """Put a chain of `lengths` nodes, int64 [t], between each root and the rest of its tree.
+
+        Their tokens are 0.
+        """
+        sizes = self.sizes + lengths
+        firsts = np.append(0, np.cumsum(sizes))
+        places = np.arange(firsts[-1]) - np.repeat(firsts[:-1], sizes)
+        parents, depths = (places - 1).astype(np.int32), (places + 1).astype(np.int32)
+        tokens, probs, sources = (
+            np.zeros(len(places), old.dtype) for old in (self.tokens, self.probs, self.sources)
+        )
+        shifts = lengths[self.owners]
+        nodes = firsts[self.owners] + shifts + self.places
+        parents[nodes], depths[nodes] = self.parents + shifts, self.depths + shifts
+        tokens[nodes], probs[nodes], sources[nodes] = self.tokens, self.probs, self.sources
+        return DraftForest(tokens, parents, probs, depths, sources, firsts)
+
     def faults(self, vocab_size: int, max_nodes: Int64s) -> Int64s:
         """int64 [t]: 0 for a valid tree, else a key of `_FAULTS`. `max_nodes` is int64 [t]."""
         return _find_faults(self.tokens, self.parents, self.firsts, vocab_size, max_nodes)

@@ -27,7 +27,9 @@ from tests.support.ranks import (
 )
 from tests.support.servers import cores_of
 
-HYBRID = {"proposer": "hybrid", "num_speculative_tokens": 24, "budget": 24}
+HYBRID = {"proposer": "hybrid", "num_speculative_tokens": 48, "budget": 24}
+"""A tree and the accepted nodes of another one fit into a step."""
+
 HIDDEN = {"proposer": "hidden_path", "num_speculative_tokens": 16, "budget": 16}
 
 
@@ -72,11 +74,37 @@ def check_rank(first: Verified, other: Verified) -> None:
     assert first.counters["moved_tokens"] and other.counters["moved_tokens"]
 
 
+def recompute(worker: Any) -> None:
+    """In a worker: compute the KV of accepted nodes again, and count in which ways it comes."""
+    runner = worker.model_runner
+    runner.recomputes, runner.num_sent, original = True, 0, runner._send
+
+    def send(lacking: Any) -> None:
+        runner.num_sent += len(lacking)
+        original(lacking)
+
+    runner._send = send
+
+
+def recomputed_and_sent(worker: Any) -> tuple[int, int]:
+    """In a worker: tokens computed again, and requests whose KV could not be."""
+    runner = worker.model_runner
+    return runner.num_recomputed, getattr(runner, "num_sent", 0)
+
+
 def test_two_replicas(llama: Path, plain: Answers, tmp_path: Path) -> None:
     with replicas(llama, 2, HYBRID, tmp_path) as llm:
-        assert generate_staggered(llm, PROMPTS, GREEDY) == plain.greedy
-        assert generate(llm, PROMPTS, GREEDY) == plain.greedy
-        assert generate(llm, PROMPTS, SEEDED) == plain.seeded
+        for recomputes in (False, True):
+            if recomputes:
+                assert llm.collective_rpc(recomputed_and_sent) == [(0, 0)] * 2
+                llm.collective_rpc(recompute)
+            assert generate_staggered(llm, PROMPTS, GREEDY) == plain.greedy
+            assert generate(llm, PROMPTS, GREEDY) == plain.greedy
+            assert generate(llm, PROMPTS, SEEDED) == plain.seeded
+        assert all(
+            recomputed > 20 and not sent
+            for recomputed, sent in llm.collective_rpc(recomputed_and_sent)
+        )
         aborted = generate_staggered(llm, PROMPTS, GREEDY, abort=[1, 4])
         for i, (answer, whole) in enumerate(zip(aborted, plain.greedy, strict=True)):
             assert answer == whole or (i in (1, 4) and answer[0] == whole[0][: len(answer[0])])
@@ -112,11 +140,17 @@ def test_preempted_requests_and_cached_prefixes(
 
     monkeypatch.setattr(Scheduler, "_preempt_request", count)
     few = {"num_gpu_blocks_override": 12, "block_size": 32, "enable_prefix_caching": True}
-    with replicas(llama, 2, HYBRID, tmp_path, **few) as llm:
-        for _ in range(2):
+    tight = {"max_num_seqs": 4, "max_num_batched_tokens": 100}  # no room to recompute in each step
+    with replicas(llama, 2, HYBRID, tmp_path, **few, **tight) as llm:
+        for recomputes in (False, True):
+            if recomputes:
+                llm.collective_rpc(recompute)
             assert generate_staggered(llm, PROMPTS, GREEDY) == plain.greedy
             assert generate(llm, PROMPTS, SEEDED) == plain.seeded
         check_ranks(llm)
+        assert all(
+            recomputed > 20 and sent for recomputed, sent in llm.collective_rpc(recomputed_and_sent)
+        )
     assert preempted
 
 

@@ -53,7 +53,8 @@ class DraftStep:
     from_proposer : bool [t]
         Whether the tree is the proposer's. Trees that a grammar or the scheduler changed are not.
     before_roots : int64 [t]
-        Tokens of the prompt that the step computes before each root.
+        Tokens that the step computes before each root: of the prompt, or accepted in the last step
+        by another rank.
     singles : int64 [3, s]
         Requests for which the step computes one token, if tree attention computes them: row of the
         batch, index of the token among the step's, and its position.
@@ -135,6 +136,8 @@ class DraftStep:
     def trees(self, with_chains: bool = False, with_singles: bool = False) -> TreeBatch | None:
         """What tree attention computes in this step; None for nothing.
 
+        A branching tree has the tokens before its root as a chain.
+
         Parameters
         ----------
         with_chains
@@ -146,8 +149,14 @@ class DraftStep:
         if with_chains:
             is_chosen = is_chosen | ((self.forest.sizes > 0) & (self.before_roots == 0))
         chosen = np.flatnonzero(is_chosen)
-        forest = self.forest.take(chosen, self.forest.sizes[chosen])
-        places = np.stack((self.rows[chosen], self.starts[chosen], self.contexts[chosen]))
+        forest, before = (
+            self.forest.take(chosen, self.forest.sizes[chosen]),
+            self.before_roots[chosen],
+        )
+        if before.any():
+            forest = forest.behind_chains(before)
+        starts, contexts = self.starts[chosen] - before, self.contexts[chosen] - before
+        places = np.stack((self.rows[chosen], starts, contexts))
         if with_singles:
             forest = forest.with_empty(self.singles.shape[1])
             places = np.concatenate((places, self.singles), axis=1)

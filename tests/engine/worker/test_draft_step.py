@@ -50,6 +50,20 @@ def test_tree_attention_may_compute_chains_and_requests_with_one_token() -> None
     assert NO_DRAFTS.trees(with_chains=True, with_singles=True) is None
 
 
+def test_a_tree_has_the_tokens_before_its_root_as_a_chain() -> None:
+    trees = DraftForest.of([TREE, TREE])
+    drafts = DraftsToVerify(["a", "b"], trees, np.array([True, True]), {})
+    scheduled, computed = np.array([6, 4], np.int32), np.array([30, 50], np.int32)
+    step = DraftStep.of_scheduled(drafts, np.array([0, 1]), scheduled, computed)
+    assert step.contexts.tolist() == [32, 50]
+    batch = step.trees()
+    assert batch.starts.tolist() == [0, 6] and batch.contexts.tolist() == [30, 50]
+    assert batch.sizes.tolist() == [6, 4]
+    assert batch.depths.tolist() == [0, 1, 2, 3, 4, 3, 0, 1, 2, 1]
+    masks = [0b1, 0b11, 0b111, 0b1111, 0b11111, 0b100111, 0b1, 0b11, 0b111, 0b1001]
+    assert batch.masks[:, 0].tolist() == masks
+
+
 def test_a_step_that_reads_a_prompt_has_no_known_work() -> None:
     step = of_scheduled([0, 1])
     assert step.work(np.array([5, 1, 4]), np.array([10, 20, 30])) is None

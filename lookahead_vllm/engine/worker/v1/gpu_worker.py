@@ -14,7 +14,8 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.worker import gpu_attention
-from lookahead_vllm.engine.worker.v1.replicas import ReplicaRunner, become_replica
+from lookahead_vllm.engine.worker.v1.replica_group import become_replica
+from lookahead_vllm.engine.worker.v1.replicas import ReplicaRunner
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 
 if TYPE_CHECKING:

@@ -3,94 +3,46 @@
 vLLM starts the ranks as for tensor parallelism, and all get the same `SchedulerOutput`. Each rank
 computes the prompts, the roots and its part of the trees. Then it learns from the others what they
 sampled at their nodes, and all ranks accept the same paths. The KV of accepted nodes that a rank
-did not compute is sent to it.
+did not compute is sent to it, or it computes them in the next step, whichever takes less time.
 
 Source: Lookahead Decoding (ICML 2024), section 3.4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from vllm.distributed.parallel_state import get_world_group, init_model_parallel_group
+from numpy.typing import NDArray
+from vllm.distributed.parallel_state import get_world_group
 from vllm.logger import init_logger
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.parts import ForestParts, cut_into_parts
 from lookahead_vllm.draft.proposer import Verified
-from lookahead_vllm.engine import config, messages
+from lookahead_vllm.engine import messages
 from lookahead_vllm.engine.grammar import joined_masks, split_masks
 from lookahead_vllm.engine.messages import DraftsToVerify
 from lookahead_vllm.engine.worker.draft_step import DraftStep, root_rows, split_rows
 from lookahead_vllm.engine.worker.v1.blocks import slots_of
+from lookahead_vllm.engine.worker.v1.replica_group import Replicas
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from lookahead_vllm.engine.worker.v1.sampler import Draws, merged_logprobs, tokens_of
 from lookahead_vllm.verify.acceptance import accepted_paths, emitted_tokens
 from lookahead_vllm.verify.choices import Choices, top_choices
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 logger = init_logger(f"vllm.{__name__}")
 
-
-def become_replica(vllm_config: VllmConfig) -> None:
-    """Change a worker's own copy of the config: the ranks of a replica alone share its weights."""
-    parallel = vllm_config.parallel_config
-    parallel.tensor_parallel_size //= config.options_of(vllm_config).parallel
-
-
-class Replicas:
-    """The ranks, one of each replica, that exchange what they sampled.
-
-    Attributes
-    ----------
-    size, rank : int
-        The number of replicas, and the one of this rank.
-    """
-
-    def __init__(self, size: int) -> None:
-        world = get_world_group()
-        group, step = world, world.world_size // size
-        if step > 1:  # tensor parallelism within each replica
-            group = init_model_parallel_group(
-                [list(range(first, world.world_size, step)) for first in range(step)],
-                world.local_rank,
-                torch.distributed.get_backend(world.device_group),
-                use_device_communicator=False,
-                group_name="replicas",
-            )
-        self.size, self.rank = size, group.rank_in_group
-        self._group = group
-
-    def gather(self, own: Int32s, sizes: Sequence[int]) -> list[Int32s]:
-        """The arrays of all ranks, in order.
-
-        Parameters
-        ----------
-        own : int32 [sizes[rank], w]
-            This rank's array.
-        sizes
-            The number of rows of each rank's array.
-        """
-        longest, width = max(sizes), own.shape[1]
-        sent = torch.zeros(longest, width, dtype=torch.int32)
-        sent[: len(own)] = torch.from_numpy(own)
-        received = torch.empty(self.size, longest, width, dtype=torch.int32)
-        torch.distributed.all_gather(list(received), sent, group=self._group.cpu_group)
-        return [array[:size] for array, size in zip(received.numpy(), sizes, strict=True)]
-
-    def broadcast(self, values: torch.Tensor, sender: int) -> None:
-        """Overwrite `values` with those of the rank `sender`."""
-        group = self._group
-        torch.distributed.broadcast(values, group.ranks[sender], group=group.device_group)
+_TIMED_SENDS = 20
 
 
 class _SharedDrafts(NamedTuple):
@@ -99,7 +51,18 @@ class _SharedDrafts(NamedTuple):
     drafts: DraftsToVerify
     parts: ForestParts
     before_roots: Int64s
-    """int64 [t]: tokens of the prompt that the step computes before each root."""
+    """int64 [t]: tokens that the step computes before each root, as of `DraftStep`."""
+
+
+class _Lacking(NamedTuple):
+    """The last tokens before a request's next root, whose KV some ranks lack."""
+
+    counts: Int64s
+    """int64 [d]: how many of them each rank lacks."""
+    end: int
+    """The position of the next root."""
+    sender: int
+    """A rank that lacks none."""
 
 
 class _Everything(NamedTuple):
@@ -130,6 +93,12 @@ class ReplicaRunner(LookaheadRunner):
         """The drafts of the current step."""
         self._num_choices = 0
         """The choices at each node that the drafting rank's proposer wants."""
+        self.recomputes = False
+        """Whether a rank computes the accepted nodes that it lacks in the next step."""
+        self.num_recomputed = 0
+        """Tokens that this rank has computed so."""
+        self._lacking: dict[str, _Lacking] = {}
+        """By request, since the last step."""
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
@@ -139,6 +108,37 @@ class ReplicaRunner(LookaheadRunner):
     def warm_up_drafting(self) -> None:
         super().warm_up_drafting()
         self._num_choices = get_world_group().broadcast_object(self.drafter.proposer.num_choices)
+        if self.drafter.may_branch:
+            self._choose_how_to_share()
+
+    def _choose_how_to_share(self) -> None:
+        """Set `recomputes`: compare the times of sending a token's KV and of computing a row.
+
+        The row is one of the second to the eighth of a forward pass.
+        """
+        times = []
+        slot = torch.zeros(1, dtype=torch.int64)  # vLLM's null block
+        for _ in range(_TIMED_SENDS):
+            begin = time.perf_counter()
+            for mover in self._movers:
+                values = mover.read(slot)
+                self._replicas.broadcast(values, 0)
+                mover.write(slot, values)
+            self._sync_device()
+            times.append(time.perf_counter() - begin)
+        sending = float(np.median(times))
+        cost = self.drafter.proposer.cost
+        if cost is not None:
+            row = float(cost.curve(8) - cost.curve(1)) / 7
+            self.recomputes = row < sending
+            logger.info(
+                "Lookahead: a replica %s the KV of accepted tokens that another one computed: "
+                "sending one takes %.2f ms, one more token in a forward pass %.2f ms.",
+                "recomputes" if self.recomputes else "receives",
+                1e3 * sending,
+                1e3 * row,
+            )
+        self.recomputes = get_world_group().broadcast_object(self.recomputes)
 
     # ---- this rank's part ------------------------------------------------------------------------
 
@@ -146,27 +146,41 @@ class ReplicaRunner(LookaheadRunner):
         return super().execute_model(self._part_of(scheduler_output), *args, **kwargs)
 
     def _part_of(self, step: SchedulerOutput) -> SchedulerOutput:
-        """A copy of the scheduler's output without the nodes of other ranks."""
+        """A copy of the scheduler's output without the nodes of other ranks.
+
+        Tokens whose KV this rank lacks are computed again, as if they were not computed yet.
+        """
         self._shared = self._nothing_shared
         drafts = messages.to_verify(step)
-        if not drafts.forest.num_nodes:
+        if not drafts.forest.num_nodes and not self._lacking:
             return step
         forest, req_ids = drafts.forest, drafts.req_ids
         is_whole = [self._is_verified_whole(req_id) for req_id in req_ids]
-        parts = cut_into_parts(forest, self._replicas.size, np.array(is_whole))
-        num_scheduled = np.array([step.num_scheduled_tokens[req_id] for req_id in req_ids])
-        self._shared = _SharedDrafts(drafts, parts, num_scheduled - forest.sizes - 1)
+        parts = cut_into_parts(forest, self._replicas.size, np.array(is_whole, np.bool_))
         part = forest.keep(parts.contains[self._replicas.rank])
+        again = self._settle_lacking(step, drafts, parts)
+        num_scheduled = {
+            req_id: count + again.get(req_id, 0)
+            for req_id, count in step.num_scheduled_tokens.items()
+        }
+        before = np.array([num_scheduled[i] for i in req_ids], np.int64) - forest.sizes - 1
+        self._shared = _SharedDrafts(drafts, parts, before)
+        num_scheduled.update(zip(req_ids, (before + 1 + part.sizes).tolist(), strict=True))
         kept = np.flatnonzero(part.sizes)
         own_ids = [req_ids[tree] for tree in kept.tolist()]
-        fewer = dict(
-            zip(req_ids, (num_scheduled - forest.sizes + part.sizes).tolist(), strict=True)
-        )
+        cached = step.scheduled_cached_reqs
         copy = replace(
             step,
-            num_scheduled_tokens={**step.num_scheduled_tokens, **fewer},
-            total_num_scheduled_tokens=(
-                step.total_num_scheduled_tokens - forest.num_nodes + part.num_nodes
+            num_scheduled_tokens=num_scheduled,
+            total_num_scheduled_tokens=sum(num_scheduled.values()),
+            scheduled_cached_reqs=replace(
+                cached,
+                num_computed_tokens=[
+                    count - again.get(req_id, 0)
+                    for req_id, count in zip(
+                        cached.req_ids, cached.num_computed_tokens, strict=True
+                    )
+                ],
             ),
             scheduled_spec_decode_tokens={
                 req_id: part[tree].tokens.tolist()
@@ -180,6 +194,38 @@ class ReplicaRunner(LookaheadRunner):
         )
         messages.attach(copy, own)
         return copy
+
+    def _settle_lacking(
+        self, step: SchedulerOutput, drafts: DraftsToVerify, parts: ForestParts
+    ) -> dict[str, int]:
+        """How many tokens of each request this rank computes again in the step.
+
+        Where they find no room, or the request is not in the step, their KV is sent instead (a
+        request has at most the tokens of the longest draft in a step): the
+        scheduler may have cached the last block of a request before it preempted it. That of a
+        request that ended is neither cached nor used again.
+        """
+        lacking, self._lacking = self._lacking, {}
+        for req_id in step.finished_req_ids:
+            lacking.pop(req_id, None)
+        forest = drafts.forest
+        nodes = [np.bincount(forest.owners[c], minlength=len(forest)) for c in parts.contains]
+        longest = dict(zip(drafts.req_ids, np.max(nodes, axis=0).tolist(), strict=True))
+        due = {
+            req_id: entry
+            for req_id, entry in lacking.items()
+            if req_id in step.num_scheduled_tokens
+            and longest.get(req_id, 0) + entry.counts.max() <= self.num_spec_tokens
+        }
+        totals = step.total_num_scheduled_tokens - forest.num_nodes + parts.contains.sum(axis=1)
+        totals += sum(entry.counts for entry in due.values())
+        if totals.max() > self.max_num_tokens:
+            due = {}
+        self._send({i: entry for i, entry in lacking.items() if i not in due})
+        rank = self._replicas.rank
+        again = {i: int(entry.counts[rank]) for i, entry in due.items()}
+        self.num_recomputed += sum(again.values())
+        return again
 
     def _is_verified_whole(self, req_id: str) -> bool:
         """Whether every rank verifies all nodes of the request's draft.
@@ -345,17 +391,62 @@ class ReplicaRunner(LookaheadRunner):
         last = np.cumsum((paths >= 0).sum(axis=1))[of_tree] - 1
         senders = owners[nodes[last]]
         is_sent = ~contains[:, nodes].all(axis=0)
-        if not is_sent.any() and (origins == targets).all():
-            return
-        sent = [np.flatnonzero(is_sent & (senders == i)) for i in range(self._replicas.size)]
+        if self.recomputes:
+            for tree in np.unique(of_tree[is_sent]).tolist():
+                path = of_tree == tree
+                req_id = shared.drafts.req_ids[tree]
+                counts = (~contains[:, nodes[path]]).sum(axis=1)
+                end = int(after_roots[path][0] + path.sum())
+                self._lacking[req_id] = _Lacking(counts, end, int(senders[path][0]))
+            is_sent = np.zeros_like(is_sent)
         self.drafter.recorder.counters.moved_tokens += int((origins != targets).sum())
         rows = trees.rows[of_tree]
+        self._bring(rows, origins, targets, has, np.where(is_sent, senders, -1))
+
+    def _send(self, lacking: Mapping[str, _Lacking]) -> None:
+        """Send all ranks the KV that they lack."""
+        if not lacking:
+            return
+        counts, ends = (np.array([entry[i] for entry in lacking.values()]) for i in (0, 1))
+        longest = counts.max(axis=1)
+        index = self.input_batch.req_id_to_index
+        rows = np.repeat([index[req_id] for req_id in lacking], longest)
+        senders = np.repeat([entry.sender for entry in lacking.values()], longest)
+        back = np.concatenate([np.arange(n, 0, -1) for n in longest])
+        positions = np.repeat(ends, longest) - back
+        has = back > np.repeat(counts[:, self._replicas.rank], longest)
+        self._bring(rows, positions, positions, has, senders)
+
+    def _bring(
+        self,
+        rows: Int64s,
+        origins: Int64s,
+        targets: Int64s,
+        has: NDArray[np.bool_],
+        senders: Int64s,
+    ) -> None:
+        """Move the KV of m tokens to their targets, on ranks that have it, and send it to others.
+
+        Parameters
+        ----------
+        rows : int64 [m]
+            The row of the batch of each token's request.
+        origins, targets : int64 [m]
+            Positions; a token that this rank lacks comes to its target.
+        has : bool [m]
+            Whether this rank has the token's KV.
+        senders : int64 [m]
+            The rank that sends it, or -1.
+        """
+        if (senders < 0).all() and (origins == targets)[has].all():
+            return
         for mover, table in zip(
             self._movers, self.input_batch.block_table.block_tables, strict=True
         ):
             here, there = (slots_of(table, rows, places) for places in (origins, targets))
             received = []
-            for sender, entries in enumerate(sent):
+            for sender in range(self._replicas.size):
+                entries = np.flatnonzero(senders == sender)
                 if len(entries):
                     values = mover.read(here[entries])  # a receiver reads what it overwrites
                     self._replicas.broadcast(values, sender)
