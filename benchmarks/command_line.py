@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines.fresh_engine import cpu_runtime, is_cpu_build
-from benchmarks.methods import KNOWN
+from benchmarks.methods import KNOWN, SpeculativeConfig
 from lookahead_vllm.cli.arguments import positive
+from lookahead_vllm.machine import CPUS_AT_START
 from lookahead_vllm.simulation.drafters import key_value
 
 PROMPT_LINES = """\
@@ -94,10 +95,22 @@ def kv_cache_bytes(options: argparse.Namespace) -> int | None:
     return int(gib * 2**30) if gib else None
 
 
-def engine_environment(options: argparse.Namespace) -> dict[str, str]:
-    """Environment variables to add for every engine."""
-    binding = {"VLLM_CPU_OMP_THREADS_BIND": options.threads} if options.threads else {}
-    return {**cpu_runtime(os.environ), **binding}
+def engine_environment(
+    options: argparse.Namespace, config: SpeculativeConfig | None = None
+) -> dict[str, str]:
+    """Environment variables to add for an engine with this `speculative_config`.
+
+    Unless --threads says otherwise, replicas on a CPU share out the cores.
+    """
+    binding, replicas = options.threads, (config or {}).get("parallel", 1)
+    if not binding and replicas > 1:
+        cores = sorted(CPUS_AT_START)
+        shares = (cores[i::replicas] or [cores[i % len(cores)]] for i in range(replicas))
+        binding = "|".join(",".join(map(str, share)) for share in shares)
+    return {
+        **cpu_runtime(os.environ),
+        **({"VLLM_CPU_OMP_THREADS_BIND": binding} if binding else {}),
+    }
 
 
 def interrupted(run: Callable[[], None]) -> bool:

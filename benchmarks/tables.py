@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import mean, stdev
 
 from benchmarks.engines.profile import decode_step, shares
 from benchmarks.engines.rows import Figures, Row, median_figures
@@ -71,6 +72,28 @@ def category_tables(rows: Sequence[Row]) -> str:
     if alone:
         tables.append(table("ratio", alone, lambda figures: figures["ratio"]))
     return "\n\n".join(tables)
+
+
+def turn_table(rows: Sequence[Row]) -> str:
+    """The mean over the turns and its standard error; "" without two turns."""
+    body = [
+        [
+            f"{row['method']}, batch {row['batch_size']}",
+            _mean(row["ratio_runs"], 2),
+            _mean(row["tokens_per_step_runs"], 2),
+            _mean(row["step_ms_runs"], 1),
+        ]
+        for row in rows
+        if len(row["tokens_per_s_runs"]) > 1
+    ]
+    return markdown(["mean of the turns", "ratio", "tokens/step", "ms"], body) if body else ""
+
+
+def _mean(values: Sequence[float], digits: int) -> str:
+    if len(values) < 2:
+        return MISSING
+    error = stdev(values) / len(values) ** 0.5
+    return f"{number(mean(values), digits)} ± {number(error, digits)}"
 
 
 def step_table(rows: Sequence[Row]) -> str:

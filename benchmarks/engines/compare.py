@@ -37,7 +37,7 @@ from benchmarks.prompts import (
     load_prompts,
     model_tokenizer,
 )
-from benchmarks.tables import category_tables, main_table, profile_table, step_table
+from benchmarks.tables import category_tables, main_table, profile_table, step_table, turn_table
 from lookahead_vllm.cli.arguments import check_outputs
 from lookahead_vllm.draft.registry import HAVE_WINDOW
 from lookahead_vllm.machine import cpu_name, versions
@@ -202,7 +202,11 @@ class Benchmark:
         )
         progress.show({"event": "starting"})
         log = self._log(variant, size, number)
-        environment = {**self.environment, **runner_environment(variant.runner)}
+        environment = {
+            **engine_environment(self.options, self.methods[variant.method]),
+            **self.environment,
+            **runner_environment(variant.runner),
+        }
         return FreshEngine(generate.__name__, asdict(job), environment, log, progress.show)
 
     def _log(self, variant: Variant, size: int, number: int) -> Path:
@@ -300,6 +304,8 @@ def report(benchmark: Benchmark, argv: Sequence[str]) -> list[Row]:
         f"({meta['cores']} cores; the worker {threads})\n"
     )
     print(main_table(rows, options.check_exact))
+    if by_turn := turn_table(rows):
+        print(f"\n{by_turn}")
     if by_category := category_tables(rows):
         print(f"\n{by_category}")
     if options.profile:

@@ -44,6 +44,7 @@ def jacobi(
     """Lookahead Decoding with these (N, W, G), with room for all of its nodes."""
     prompt = ", with prompt" if more.get("pool_from_prompt") else ""
     shift = f", shift {more['window_shift']}" if "window_shift" in more else ""
+    shift += _devices(more)
     config = {
         "method": "lookahead",
         "proposer": "jacobi_window",
@@ -66,7 +67,11 @@ def tree(name: str, proposer: str, nodes: int = 64, **more: Any) -> Setting:
         "budget": nodes,
         **more,
     }
-    return Setting(f"{name}, {nodes} nodes", config)
+    return Setting(f"{name}, {nodes} nodes{_devices(more)}", config)
+
+
+def _devices(config: SpeculativeConfig) -> str:
+    return f", {config['parallel']} devices" if config.get("parallel", 1) > 1 else ""
 
 
 SETS = {
@@ -86,6 +91,16 @@ SETS = {
     ],
     "shifts": [jacobi(5, 15, 15, window_shift=shift) for shift in ("one", "hits", "paper")],
     "scaling": [jacobi(5, w, w) for w in (1, 2, 4, 8, 16)],
+    "devices": [
+        setting
+        for devices in (1, 2, 4)
+        for setting in (
+            jacobi(5, 2 * devices, 2 * devices, parallel=devices),
+            jacobi(5, 2 * devices, 2 * devices),
+            tree("hybrid", "hybrid", 16 * devices, parallel=devices),
+            tree("hybrid", "hybrid", 16 * devices),
+        )
+    ],
 }
 
 EPILOG = f"""\
@@ -101,6 +116,8 @@ sets:
   sources   trees of 64 nodes from the trie, from the model's recycled choices, from a window
   shifts    the ways to shift the window when several tokens are accepted at once
   scaling   W = G from 1 to 16, the paper's Figure 4
+  devices   W = G = 2, and 16 nodes of hybrid, for each of 1, 2 and 4 devices: on as many replicas,
+            and the same trees on one
 
 columns:
   S       tokens a step, without the prefill's step and token; the bonus token included
@@ -197,7 +214,7 @@ class Measurement:
                         bar.update(first + event["done"] - bar.n)
 
                 log = Path(folder, f"{number}.log")
-                environment = engine_environment(options)
+                environment = engine_environment(options, setting.config)
                 try:
                     with FreshEngine(
                         generate.__name__, asdict(job), environment, log, show

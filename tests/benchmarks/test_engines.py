@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
+from benchmarks import command_line
 from benchmarks.engines import arguments, fresh_engine, profile
 from benchmarks.engines import compare as bench
 from benchmarks.engines.generate import Generation, Turn, answer, warm_up_prompts
@@ -18,7 +19,7 @@ from benchmarks.engines.profile import DecodeClock, decode_step, shares
 from benchmarks.engines.rows import Outcome, Row, Run, make_row
 from benchmarks.methods import KNOWN, MethodError, choose_methods
 from benchmarks.prompts import PromptError, load_prompts
-from benchmarks.tables import category_tables, main_table, profile_table, step_table
+from benchmarks.tables import category_tables, main_table, profile_table, step_table, turn_table
 from tests.support import v2_on_cpu
 from tests.support.files import jsonl
 
@@ -91,6 +92,18 @@ def test_the_command_line_is_read() -> None:
     assert read.batch_sizes == [8, 1]
     assert dict(read.engine_arg) == {"enforce_eager": True, "x": "fp8"}
     assert (read.max_tokens, read.repeat, read.check_exact) == (128, 1, False)
+
+
+def test_replicas_share_out_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_line, "CPUS_AT_START", {2, 0, 1})
+
+    def binding(replicas: int, *given: str) -> str | None:
+        environment = command_line.engine_environment(options(*given), {"parallel": replicas})
+        return environment.get("VLLM_CPU_OMP_THREADS_BIND")
+
+    assert binding(1) is None
+    assert binding(2) == "0,2|1" and binding(4) == "0|1|2|0"
+    assert binding(2, "--threads", "0|1") == "0|1"
 
 
 @pytest.mark.parametrize(
@@ -223,6 +236,22 @@ def test_turns_are_merged_and_have_their_own_ratios() -> None:
     figures = make_row("ngram", 8, [Outcome(drafted)], [plain], ["qa"] * 3, True)
     assert figures["ratio"] == 1.5 and figures["ratio_runs"] == [2, 1]
     assert figures["tokens_per_s_runs"] == [42 / 5, 21 / 5]
+    assert figures["tokens_per_step_runs"] == [1, 1] and figures["step_ms_runs"] == []
+
+
+def test_turns_have_a_mean_and_its_standard_error() -> None:
+    totals = [{"decode": 2.0, "decode_steps": 4.0}, {"decode": 5.0, "decode_steps": 10.0}]
+    turns = [
+        replace(turn(generation(21, steps), seconds=2.0), profile=total)
+        for steps, total in zip((10, 5), totals, strict=True)
+    ]
+    plain = Run([turn(generation(21, 20), seconds=s) for s in (4.0, 2.0)])
+    figures = make_row("ngram", 1, [Outcome(Run(turns))], [plain], ["qa"] * 2, False)
+    assert figures["tokens_per_step_runs"] == [2, 4] and figures["step_ms_runs"] == [500, 500]
+    assert "| ngram, batch 1    | 1.50 ± 0.50 | 3.00 ± 1.00 | 500.0 ± 0.0 |" in turn_table(
+        [figures]
+    )
+    assert turn_table([row()]) == ""
 
 
 def test_without_plain_vllm_there_is_no_ratio() -> None:

@@ -55,7 +55,7 @@ def test_invalid_options_are_refused(
     prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for more, message in (
-        (["--sets", "tables"], "'tables' is not one of table, sources, shifts, scaling"),
+        (["--sets", "tables"], "'tables' is not one of table, sources, shifts, scaling, devices"),
         (["--sets", "table", "--plot", str(tmp_path / "x.png")], "name it in --sets"),
     ):
         with pytest.raises(SystemExit) as ended:

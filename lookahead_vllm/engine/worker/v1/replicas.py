@@ -200,9 +200,9 @@ class ReplicaRunner(LookaheadRunner):
     ) -> dict[str, int]:
         """How many tokens of each request this rank computes again in the step.
 
-        Where they find no room, or the request is not in the step, their KV is sent instead (a
-        request has at most the tokens of the longest draft in a step): the
-        scheduler may have cached the last block of a request before it preempted it. That of a
+        KV is sent instead where the request is not in the step, where it would have more tokens in
+        the step than the longest draft, and where the step has no room. That of a preempted
+        request is sent because the scheduler may have cached its last block just before; that of a
         request that ended is neither cached nor used again.
         """
         lacking, self._lacking = self._lacking, {}
