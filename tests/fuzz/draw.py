@@ -213,7 +213,7 @@ def draw_round(
     if runner == "v2" and (rng.random() < 0.125 if processes is None else processes):
         elsewhere = rng.choice(["engine", "engine and worker"])
     elif parallel > 1:
-        elsewhere = f"{parallel} replicas"
+        elsewhere = f"{parallel} replicas that {rng.choice(['send', 'recompute'])} KV"
     if elsewhere:
         features.add(f"other processes: {elsewhere}")
     settings = _draw_settings(draws, model, tiny, http, runner)

@@ -294,6 +294,8 @@ class Rounds:
         elif lookahead and round_.runner == "second":
             stress["async_scheduling"] = False  # then it runs on the first runner
         with start(model, lookahead, **{**settings, **stress}) as llm:
+            if lookahead and "recompute" in round_.processes:
+                llm.collective_rpc("recompute")
             yield llm
 
 

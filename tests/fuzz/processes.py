@@ -32,6 +32,10 @@ class WorkerExtension:
         proposers.RECORDED.clear()
         proposers.record(prompts, answers)
 
+    def recompute(self) -> None:
+        """Let a replica compute the KV of accepted nodes again, whatever it costs."""
+        self.model_runner.recomputes = True
+
     def draft_counters(self) -> dict[str, int]:
         """The fields of `Counters`."""
         return vars(self.model_runner.drafter.counters)
