@@ -35,6 +35,8 @@ WORKERS = {
 """Our worker's module and class in `worker/v1/` and in `worker/v2/`, by vLLM's."""
 
 
+REPLICA_EXECUTOR = "lookahead_vllm.engine.scheduler.replica_executor.ReplicaExecutor"
+
 MAMBA_1_HYBRIDS = ("jamba",)
 """Types of models with attention and Mamba 1 layers."""
 
@@ -389,17 +391,6 @@ _PARALLEL_REFUSALS = (
 )
 
 
-def _start_replicas(config: VllmConfig, replicas: int) -> None:
-    """Let vLLM start that many times the workers, as for tensor parallelism.
-
-    Each worker takes the change back in its own copy of the config, before it makes the model.
-    """
-    parallel = config.parallel_config
-    parallel.tensor_parallel_size *= replicas
-    parallel.world_size *= replicas
-    parallel.distributed_executor_backend = "mp"
-
-
 def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> None:
     """Write `options`, our worker and our scheduler into `config`.
 
@@ -432,7 +423,7 @@ def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> Non
     config.speculative_config.model = DRAFTER_PATH  # marks the engine as lookahead's
     config.additional_config = {**config.additional_config, KEY: options.to_dict()}
     if options.parallel > 1:
-        _start_replicas(config, options.parallel)
+        config.parallel_config.distributed_executor_backend = REPLICA_EXECUTOR
 
 
 def _num_parameters(model_config: ModelConfig) -> float:

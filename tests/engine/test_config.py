@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.engine import config, plugin
@@ -171,8 +173,17 @@ def test_replicas_get_ranks_as_tensor_parallelism_does(
         with pytest.raises(OptionError, match=r"under lookahead parallelism .* first model runner"):
             made(model, **asked)
     parallel = engine.parallel_config
-    assert parallel.distributed_executor_backend == "mp"
-    assert parallel.world_size == parallel.tensor_parallel_size == 3 * tensor_parallel_size
+    assert parallel.world_size == parallel.tensor_parallel_size == tensor_parallel_size
+    sizes = []
+
+    def start(self: MultiprocExecutor) -> None:
+        sizes.append((parallel.tensor_parallel_size, parallel.world_size))
+
+    monkeypatch.setattr(MultiprocExecutor, "_init_executor", start)
+    Executor.get_class(engine)(engine)
+    assert sizes == [(3 * tensor_parallel_size, 3 * tensor_parallel_size)]
+    assert parallel.world_size == parallel.tensor_parallel_size == tensor_parallel_size
+    parallel.tensor_parallel_size, parallel.world_size = sizes[0]  # as in a worker
     become_replica(engine)
     assert parallel.tensor_parallel_size == tensor_parallel_size
     assert parallel.world_size == 3 * tensor_parallel_size

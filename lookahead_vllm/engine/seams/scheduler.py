@@ -311,6 +311,16 @@ SEAMS = (
         "vocabulary",
         PUBLIC,
     ),
+    # Lookahead parallelism (scheduler/replica_executor.py).
+    Seam(
+        "vllm.v1.executor.multiproc_executor",
+        "MultiprocExecutor._init_executor",
+        (),
+        "overridden",
+        "while it starts the workers, the config has as many ranks of tensor parallelism as all "
+        "replicas have together",
+        "replicas of a model may share one engine",
+    ),
     # The report of a step (step_report.py).
     Seam(
         _SCHEDULER,
