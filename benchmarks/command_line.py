@@ -6,7 +6,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -95,22 +95,30 @@ def kv_cache_bytes(options: argparse.Namespace) -> int | None:
     return int(gib * 2**30) if gib else None
 
 
-def engine_environment(
-    options: argparse.Namespace, config: SpeculativeConfig | None = None
-) -> dict[str, str]:
-    """Environment variables to add for an engine with this `speculative_config`.
+def engine_environment(options: argparse.Namespace) -> dict[str, str]:
+    """Environment variables to add for every engine."""
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": options.threads} if options.threads else {}
+    return {**cpu_runtime(os.environ), **binding}
 
-    Unless --threads says otherwise, replicas on a CPU share out the cores.
+
+def replica_environment(
+    options: argparse.Namespace, config: SpeculativeConfig | None
+) -> dict[str, str]:
+    """Environment variables to add for an engine of several replicas: on a CPU, its cores.
+
+    Empty for other engines, and if --threads says how to bind.
     """
-    binding, replicas = options.threads, (config or {}).get("parallel", 1)
-    if not binding and replicas > 1:
-        cores = sorted(CPUS_AT_START)
-        shares = (cores[i::replicas] or [cores[i % len(cores)]] for i in range(replicas))
-        binding = "|".join(",".join(map(str, share)) for share in shares)
-    return {
-        **cpu_runtime(os.environ),
-        **({"VLLM_CPU_OMP_THREADS_BIND": binding} if binding else {}),
-    }
+    replicas = (config or {}).get("parallel", 1)
+    if options.threads or replicas == 1:
+        return {}
+    return {"VLLM_CPU_OMP_THREADS_BIND": share_out(CPUS_AT_START, replicas)}
+
+
+def share_out(cores: Collection[int], ranks: int) -> str:
+    """VLLM_CPU_OMP_THREADS_BIND for `ranks` processes that share these cores."""
+    ordered = sorted(cores)
+    shares = (ordered[i::ranks] or [ordered[i % len(ordered)]] for i in range(ranks))
+    return "|".join(",".join(map(str, share)) for share in shares)
 
 
 def interrupted(run: Callable[[], None]) -> bool:

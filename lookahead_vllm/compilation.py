@@ -24,10 +24,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.options import AUTO_DECODING_LENGTH, LookaheadOptions
 from lookahead_vllm.draft.registry import PROPOSERS, make_proposer
 from lookahead_vllm.kernel_folder import cache_dir, sources_of_kernels
-from lookahead_vllm.machine import cpu_name
+from lookahead_vllm.machine import CPUS_AT_START, cpu_name
 
 MAX_WAIT_SECONDS = 120.0
 """After this time, a process that needs kernels compiles them itself."""
@@ -41,8 +41,8 @@ def begin(options: LookaheadOptions, on_cpu: bool) -> None:
 
     `on_cpu` is whether the model runs on the CPU. The process ends with this one.
     """
-    if options.proposer == "auto":
-        options = replace(options, proposer="ngram_trie" if on_cpu else "hybrid")
+    # The cost of a step is not known yet: many tokens are nearly free on a GPU, few on a CPU.
+    options = options.for_step_cost(0 if on_cpu else AUTO_DECODING_LENGTH)
     with suppress(OSError):  # no folder, or no process: the engine compiles
         if not _marker(options, on_cpu).exists():
             arguments = json.dumps([options.to_dict(), on_cpu])
@@ -100,7 +100,7 @@ def main(arguments: str) -> None:
         compile_verification()
         if options.proposer in PROPOSERS:
             small = replace(options, max_nodes=1024, max_bytes=None, cache_path=None)
-            make_proposer(small.for_device(on_cpu, os.cpu_count() or 1).for_model(0))
+            make_proposer(small.for_device(on_cpu, len(CPUS_AT_START)).for_model(0))
         if others is not None:
             others.join()
         _marker(options, on_cpu).touch()

@@ -17,7 +17,12 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks.command_line import engine_environment, interrupted, kv_cache_bytes
+from benchmarks.command_line import (
+    engine_environment,
+    interrupted,
+    kv_cache_bytes,
+    replica_environment,
+)
 from benchmarks.engines import generate, profile, recorded_choices
 from benchmarks.engines.arguments import parser
 from benchmarks.engines.fresh_engine import FreshEngine, RunFailed, is_cpu_build
@@ -203,8 +208,8 @@ class Benchmark:
         progress.show({"event": "starting"})
         log = self._log(variant, size, number)
         environment = {
-            **engine_environment(self.options, self.methods[variant.method]),
             **self.environment,
+            **replica_environment(self.options, self.methods[variant.method]),
             **runner_environment(variant.runner),
         }
         return FreshEngine(generate.__name__, asdict(job), environment, log, progress.show)

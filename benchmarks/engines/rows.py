@@ -156,7 +156,10 @@ def make_row(
             for turn, plain in zip(run.turns, baseline.turns, strict=True)
         ],
         "tokens_per_step_runs": [
-            length for run, _ in rounds for turn in run.turns if (length := _tokens_per_step(turn))
+            length
+            for run, _ in rounds
+            for turn in run.turns
+            if (length := tokens_per_step(turn.generations)) is not None
         ],
         "step_ms_runs": [ms for run, _ in rounds for ms in _step_ms(run)],
         "profile": rounds[-1][0].turns[-1].profile if rounds else {},
@@ -173,18 +176,16 @@ def figures(
 ) -> Figures:
     """The figures of the chosen prompts in one run."""
     picked = [run.generations[i] for i in chosen]
-    tokens = sum(len(g.token_ids) for g in picked)
-    steps = sum(max(g.steps, 0) for g in picked)
-    prefilled = sum(bool(g.token_ids) for g in picked)  # the first tokens are the prefills'
+    steps = decode_steps(picked)
     drafts = sum(g.drafts for g in picked)
     speed = tokens_per_s(run, chosen, batch_size)
     plain = tokens_per_s(baseline, chosen, batch_size) if baseline else None
     return {
-        "tokens": tokens,
+        "tokens": sum(len(g.token_ids) for g in picked),
         "tokens_per_s": speed,
         "ratio": speed / plain if speed and plain else None,
         "steps": steps,
-        "tokens_per_step": (tokens - prefilled) / steps if steps else None,
+        "tokens_per_step": tokens_per_step(picked),
         "acceptance_length": 1 + sum(g.accepted for g in picked) / drafts if drafts else None,
         "draft_tokens_per_step": sum(g.draft_tokens for g in picked) / steps if steps else None,
         "mismatches": (
@@ -193,6 +194,18 @@ def figures(
             else None
         ),
     }
+
+
+def decode_steps(generations: Sequence[Generation]) -> int:
+    """Decode steps of a request, summed over the requests."""
+    return sum(max(generation.steps, 0) for generation in generations)
+
+
+def tokens_per_step(generations: Sequence[Generation]) -> float | None:
+    """Tokens a decode step; the first token of an answer is the prefill's."""
+    steps = decode_steps(generations)
+    tokens = sum(max(len(generation.token_ids) - 1, 0) for generation in generations)
+    return tokens / steps if steps else None
 
 
 def tokens_per_s(run: Run, chosen: Sequence[int], batch_size: int) -> float | None:
@@ -207,12 +220,6 @@ def tokens_per_s(run: Run, chosen: Sequence[int], batch_size: int) -> float | No
 
 def _speed(turn: Turn) -> float:
     return sum(len(generation.token_ids) for generation in turn.generations) / turn.seconds
-
-
-def _tokens_per_step(turn: Turn) -> float | None:
-    steps = sum(max(generation.steps, 0) for generation in turn.generations)
-    tokens = sum(max(len(generation.token_ids) - 1, 0) for generation in turn.generations)
-    return tokens / steps if steps else None
 
 
 def _step_ms(run: Run) -> list[float]:

@@ -19,10 +19,12 @@ from benchmarks.command_line import (
     engine_environment,
     interrupted,
     kv_cache_bytes,
+    replica_environment,
 )
 from benchmarks.engines import generate
 from benchmarks.engines.fresh_engine import FreshEngine, RunFailed
 from benchmarks.engines.generate import Generation, Job, Turn
+from benchmarks.engines.rows import decode_steps, tokens_per_step
 from benchmarks.methods import SpeculativeConfig
 from benchmarks.prompts import PromptError, context_length, load_prompts, model_tokenizer
 from lookahead_vllm.cli.arguments import check_outputs, positive
@@ -165,12 +167,6 @@ def sets(text: str) -> list[str]:
     return names
 
 
-def compression(generations: Sequence[Generation]) -> float:
-    """Tokens a decode step."""
-    steps = sum(each.steps for each in generations)
-    return sum(len(each.token_ids) - 1 for each in generations) / max(steps, 1)
-
-
 class Measurement:
     """All settings of one call, and their results so far."""
 
@@ -214,7 +210,10 @@ class Measurement:
                         bar.update(first + event["done"] - bar.n)
 
                 log = Path(folder, f"{number}.log")
-                environment = engine_environment(options, setting.config)
+                environment = {
+                    **engine_environment(options),
+                    **replica_environment(options, setting.config),
+                }
                 try:
                     with FreshEngine(
                         generate.__name__, asdict(job), environment, log, show
@@ -233,14 +232,16 @@ class Measurement:
             by_category: dict[str, list[Generation]] = {}
             for category, generation in zip(categories, turn.generations, strict=True):
                 by_category.setdefault(category, []).append(generation)
-            steps = sum(each.steps for each in turn.generations)
+            steps = decode_steps(turn.generations)
             rows.append(
                 {
                     "setting": name,
-                    "S": compression(turn.generations),
+                    "S": tokens_per_step(turn.generations) or 0.0,
                     "paper": self.settings[name].paper,
                     "nodes": sum(each.draft_tokens for each in turn.generations) / max(steps, 1),
-                    "by_category": {k: compression(each) for k, each in by_category.items()},
+                    "by_category": {
+                        name: tokens_per_step(each) or 0.0 for name, each in by_category.items()
+                    },
                     "config": self.settings[name].config,
                 }
             )

@@ -98,7 +98,11 @@ def test_replicas_share_out_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_line, "CPUS_AT_START", {2, 0, 1})
 
     def binding(replicas: int, *given: str) -> str | None:
-        environment = command_line.engine_environment(options(*given), {"parallel": replicas})
+        read, config = options(*given), {"parallel": replicas}
+        environment = {
+            **command_line.engine_environment(read),
+            **command_line.replica_environment(read, config),
+        }
         return environment.get("VLLM_CPU_OMP_THREADS_BIND")
 
     assert binding(1) is None

@@ -208,6 +208,8 @@ class ReplicaRunner(LookaheadRunner):
         lacking, self._lacking = self._lacking, {}
         for req_id in step.finished_req_ids:
             lacking.pop(req_id, None)
+        if not lacking:
+            return {}
         forest = drafts.forest
         nodes = [np.bincount(forest.owners[c], minlength=len(forest)) for c in parts.contains]
         longest = dict(zip(drafts.req_ids, np.max(nodes, axis=0).tolist(), strict=True))
