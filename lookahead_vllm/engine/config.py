@@ -356,6 +356,11 @@ _PARALLEL_REFUSALS = (
         "vLLM's executor 'mp' alone; write that, or leave parallel out",
     ),
     _Refusal(
+        lambda config: config.parallel_config.nnodes > 1,
+        "parallel was given with nnodes={config.parallel_config.nnodes}, but replicas are started "
+        "on one machine; leave one of them out",
+    ),
+    _Refusal(
         lambda config: config.parallel_config.pipeline_parallel_size > 1,
         "parallel was given with "
         "pipeline_parallel_size={config.parallel_config.pipeline_parallel_size}, but a replica has "

@@ -142,6 +142,7 @@ PARALLEL = {"parallel": 2}
         ({}, {"runner": "pooling"}, "pooling", "leave lookahead out"),
         (PARALLEL, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2", "leave parallel out"),
         (PARALLEL, {"data_parallel_size": 2}, "data_parallel_size=2", "leave parallel out"),
+        (PARALLEL, {"nnodes": 2, "tensor_parallel_size": 2}, "nnodes=2", "leave one of them out"),
         (PARALLEL, {"distributed_executor_backend": "ray"}, "'ray'", "leave parallel out"),
         ({"parallel": 9}, {}, "parallel=9", "1 to 8"),
     ],

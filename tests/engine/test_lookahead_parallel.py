@@ -14,6 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.fuzz.processes import WorkerExtension
 from tests.support.driving import engine, generate, generate_staggered, random_prompts
+from tests.support.models import save_tiny_model
 from tests.support.proposers import RECORDED, record
 from tests.support.ranks import (
     GREEDY,
@@ -77,7 +78,7 @@ def check_rank(first: Verified, other: Verified) -> None:
 def recompute(worker: Any) -> None:
     """In a worker: compute the KV of accepted nodes again, and count in which ways it comes."""
     runner = worker.model_runner
-    runner.recomputes, runner.num_sent, original = True, 0, runner._send
+    runner.recomputes, runner.num_sent, original = runner.can_recompute, 0, runner._send
 
     def send(lacking: Any) -> None:
         runner.num_sent += len(lacking)
@@ -105,6 +106,7 @@ def test_two_replicas(llama: Path, plain: Answers, tmp_path: Path) -> None:
             recomputed > 20 and not sent
             for recomputed, sent in llm.collective_rpc(recomputed_and_sent)
         )
+        assert generate_staggered(llm, PROMPTS, GREEDY, reset_every=3) == plain.greedy
         aborted = generate_staggered(llm, PROMPTS, GREEDY, abort=[1, 4])
         for i, (answer, whole) in enumerate(zip(aborted, plain.greedy, strict=True)):
             assert answer == whole or (i in (1, 4) and answer[0] == whole[0][: len(answer[0])])
@@ -152,6 +154,19 @@ def test_preempted_requests_and_cached_prefixes(
             recomputed > 20 and sent for recomputed, sent in llm.collective_rpc(recomputed_and_sent)
         )
     assert preempted
+
+
+def test_a_sliding_window_recomputes_nothing(tmp_path: Path) -> None:
+    """The scheduler gives back blocks behind the window that a recomputed row would attend to."""
+    model = save_tiny_model("mistral_window", tmp_path)
+    with engine(model, block_size=32) as llm:
+        expected = generate(llm, PROMPTS, GREEDY)
+    with replicas(model, 2, HYBRID, tmp_path, block_size=32) as llm:
+        llm.collective_rpc(recompute)
+        assert generate_staggered(llm, PROMPTS, GREEDY) == expected
+        assert generate(llm, PROMPTS, GREEDY) == expected
+        check_ranks(llm)
+        assert llm.collective_rpc(recomputed_and_sent) == [(0, 0)] * 2
 
 
 THINK, END_OF_THINKING = 3, 4

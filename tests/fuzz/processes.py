@@ -33,8 +33,8 @@ class WorkerExtension:
         proposers.record(prompts, answers)
 
     def recompute(self) -> None:
-        """Let a replica compute the KV of accepted nodes again, whatever it costs."""
-        self.model_runner.recomputes = True
+        """Let a replica compute the KV of accepted nodes again where it can, whatever it costs."""
+        self.model_runner.recomputes = self.model_runner.can_recompute
 
     def draft_counters(self) -> dict[str, int]:
         """The fields of `Counters`."""

@@ -78,10 +78,12 @@ def generate_staggered(
     params: SamplingParams = GREEDY,
     abort: Sequence[int] = (),
     every: int = 2,
+    reset_every: int = 0,
 ) -> list[list[list[int]]]:
     """As `generate`, with a new request in one of `every` steps.
 
-    Prompts whose index is in `abort` are aborted after 10 tokens.
+    Prompts whose index is in `abort` are aborted after 10 tokens. After every `reset_every` steps,
+    all requests are preempted, and start again in the next step.
     """
     core = llm.llm_engine
     waiting = list(enumerate(prompts))
@@ -99,6 +101,8 @@ def generate_staggered(
             if index in abort and len(answers[index][0]) >= 10:
                 core.abort_request([output.request_id])
         step += 1
+        if reset_every and step % reset_every == 0:
+            assert core.reset_prefix_cache(reset_running_requests=True)
     return [answers[i] for i in range(len(prompts))]
 
 

@@ -88,7 +88,7 @@ SEAMS = (
         "vllm.config.parallel",
         "ParallelConfig",
         (
-            *("rank", "world_size", "distributed_executor_backend", "data_parallel_size"),
+            *("rank", "world_size", "distributed_executor_backend", "data_parallel_size", "nnodes"),
             *("decode_context_parallel_size", "prefill_context_parallel_size", "use_ubatching"),
             "enable_batch_sharded_sampling",
         ),

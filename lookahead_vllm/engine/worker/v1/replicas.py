@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.distributed.parallel_state import get_world_group
 from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from lookahead_vllm.draft.jit import Int32s, Int64s
@@ -93,6 +94,8 @@ class ReplicaRunner(LookaheadRunner):
         """The drafts of the current step."""
         self._num_choices = 0
         """The choices at each node that the drafting rank's proposer wants."""
+        self.can_recompute = False
+        """Whether the context of a request's last tokens is kept in all KV cache groups."""
         self.recomputes = False
         """Whether a rank computes the accepted nodes that it lacks in the next step."""
         self.num_recomputed = 0
@@ -102,13 +105,18 @@ class ReplicaRunner(LookaheadRunner):
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
+        # Behind a window, the scheduler gives blocks to other requests.
+        self.can_recompute = all(
+            type(group.kv_cache_spec) in (FullAttentionSpec, MLAAttentionSpec)
+            for group in self.kv_cache_config.kv_cache_groups
+        )
         if not self.drafter.may_branch:
             logger.info_once("Lookahead verifies every draft on all %d ranks.", self._replicas.size)
 
     def warm_up_drafting(self) -> None:
         super().warm_up_drafting()
         self._num_choices = get_world_group().broadcast_object(self.drafter.proposer.num_choices)
-        if self.drafter.may_branch:
+        if self.drafter.may_branch and self.can_recompute:
             self._choose_how_to_share()
 
     def _choose_how_to_share(self) -> None:
@@ -200,10 +208,10 @@ class ReplicaRunner(LookaheadRunner):
     ) -> dict[str, int]:
         """How many tokens of each request this rank computes again in the step.
 
-        KV is sent instead where the request is not in the step, where it would have more tokens in
-        the step than the longest draft, and where the step has no room. That of a preempted
-        request is sent because the scheduler may have cached its last block just before; that of a
-        request that ended is neither cached nor used again.
+        KV is sent instead where the request is not in the step or starts again in it, where it
+        would have more tokens in the step than the longest draft, and where the step has no room.
+        That of a preempted request is sent because the scheduler may have cached its last block
+        just before; that of a request that ended is neither cached nor used again.
         """
         lacking, self._lacking = self._lacking, {}
         for req_id in step.finished_req_ids:
@@ -213,10 +221,12 @@ class ReplicaRunner(LookaheadRunner):
         forest = drafts.forest
         nodes = [np.bincount(forest.owners[c], minlength=len(forest)) for c in parts.contains]
         longest = dict(zip(drafts.req_ids, np.max(nodes, axis=0).tolist(), strict=True))
+        cached = step.scheduled_cached_reqs
+        continued = set(cached.req_ids) - cached.resumed_req_ids
         due = {
             req_id: entry
             for req_id, entry in lacking.items()
-            if req_id in step.num_scheduled_tokens
+            if req_id in continued
             and longest.get(req_id, 0) + entry.counts.max() <= self.num_spec_tokens
         }
         totals = step.total_num_scheduled_tokens - forest.num_nodes + parts.contains.sum(axis=1)
