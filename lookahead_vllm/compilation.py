@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import threading
@@ -43,7 +44,7 @@ def begin(options: LookaheadOptions, on_cpu: bool) -> None:
     """
     # The cost of a step is not known yet: many tokens are nearly free on a GPU, few on a CPU.
     options = options.for_step_cost(0 if on_cpu else AUTO_DECODING_LENGTH)
-    with suppress(OSError):  # no folder, or no process: the engine compiles
+    with suppress(Exception):  # such as no folder, or no process: the engine compiles
         if not _marker(options, on_cpu).exists():
             arguments = json.dumps([options.to_dict(), on_cpu])
             process = subprocess.Popen(
@@ -51,7 +52,10 @@ def begin(options: LookaheadOptions, on_cpu: bool) -> None:
                 stdin=subprocess.PIPE,  # its end tells the process that this one has ended
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                },
             )
             threading.Thread(target=process.wait, daemon=True).start()
 
@@ -90,6 +94,7 @@ def main(arguments: str) -> None:
     """Compile as `begin` says, unless another process does."""
     given, on_cpu = json.loads(arguments)
     options = LookaheadOptions.from_dict(given)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a C++ compiler that runs may finish
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with _lock(fcntl.LOCK_EX) as is_free:
         if not is_free:
@@ -113,14 +118,17 @@ def _compile_native() -> None:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
-    os._exit(1)
+    while os.read(0, 1024):  # without a lock, which would be held when Python ends
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager
 def _lock(kind: int) -> Iterator[bool]:
     """Take the lock of the process that compiles; yields whether it was free."""
-    with (cache_dir() / "compiling.lock").open("a") as file:
+    with (cache_dir() / "compiling.lock").open(
+        "a+"
+    ) as file:  # NFS shares a lock of a file that can be read
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -76,6 +77,19 @@ while is_free:
         pass
     time.sleep(0.01)
 """
+
+
+def test_the_process_ends_without_an_error(folder: Path) -> None:
+    """Its parent lives on, so its standard input stays open."""
+    arguments = json.dumps([LookaheadOptions(proposer="jacobi_window").to_dict(), False])
+    process = subprocess.Popen(
+        [sys.executable, "-m", compilation.__name__, arguments],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.wait() == 0, process.stderr.read()
+    assert list(folder.glob("compiled-*"))
 
 
 def test_the_process_ends_with_its_parent(folder: Path) -> None:
