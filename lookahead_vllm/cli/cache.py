@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     )
     build.set_defaults(run=build_cache, error=build.error)
     add = build.add_argument
-    add("--model", type=Path, required=True, metavar="DIR", help="the model's folder (tokenizer)")
+    add("--model", required=True, help="as for vllm serve; its tokenizer is loaded")
     add("--texts", nargs="+", type=Path, required=True, metavar="FILE", help="see below")
     add("--out", type=Path, required=True, metavar="FILE", help="the cache file to write")
     add("--add", action="store_true", help="extend the file of --out, which must exist")
@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     info.set_defaults(run=print_info, error=info.error)
     info.add_argument("out", type=Path, metavar="FILE", help="the cache file")
     info.add_argument(
-        "--model", type=Path, metavar="DIR", help="also print its most frequent n-grams as text"
+        "--model", help="as for vllm serve; also print the most frequent n-grams as text"
     )
     return result
 
@@ -93,17 +93,16 @@ class UsageError(ValueError):
     """One sentence: what is wrong with the command line."""
 
 
-def load_tokenizer(model: Path) -> Any:
-    """The tokenizer in the model's folder; UsageError if there is none."""
-    if not model.is_dir():
-        raise UsageError(f"--model: there is no folder {model}")
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of a model, a folder or a name on the hub; UsageError if there is none."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError):
         raise UsageError(
-            f"--model: no tokenizer could be loaded from {model}; does it hold a tokenizer.json?"
+            f"--model: no tokenizer could be loaded from {model}; write a folder that holds a "
+            "tokenizer.json, or the name of a model that vllm serve finds"
         ) from None
 
 

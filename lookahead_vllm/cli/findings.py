@@ -219,11 +219,23 @@ def driver() -> str:
 
 
 def find_runner() -> Finding:
+    """The runner that lookahead uses in an engine of default options."""
     from vllm import envs
+    from vllm.config import vllm as vllm_config
 
-    for variable in ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_RUST_FRONTEND"):
-        if getattr(envs, variable, None):
-            return Finding("FAILS", f"{variable}=1 is set, which lookahead refuses; unset it")
+    if envs.VLLM_USE_RUST_FRONTEND:
+        return Finding(
+            "FAILS", "VLLM_USE_RUST_FRONTEND=1 is set, which lookahead refuses; unset it"
+        )
+    wanted = envs.VLLM_USE_V2_MODEL_RUNNER
+    if wanted and device_type() == "cpu":
+        return Finding(
+            "FAILS",
+            "VLLM_USE_V2_MODEL_RUNNER=1 is set, but vLLM's second model runner (V2) needs a GPU; "
+            "unset it",
+        )
+    if wanted or (wanted is None and vllm_config.HAS_TRITON):
+        return Finding("ok", "vLLM's second model runner (V2), or the first where vLLM takes it")
     return Finding("ok", "vLLM's first model runner (V1)")
 
 

@@ -254,9 +254,10 @@ def test_frequent_ngrams_are_as_long_as_they_are_frequent() -> None:
             "there is no file {there}/no",
         ),
         ("build --model {there} --texts {text} --out {there}/c", "no tokenizer could be loaded"),
+        ("build --model org/name --texts {text} --out {there}/c", "the name of a model"),
         (
             "build --model {there}/no --texts {text} --out {there}/c",
-            "there is no folder {there}/no",
+            "no tokenizer could be loaded from {there}/no",
         ),
         (
             "build --model {model} --texts {text} --out {there}/no/c",

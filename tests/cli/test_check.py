@@ -91,6 +91,22 @@ def test_variables_that_stop_lookahead_fail(
     assert row().status == "ok"
 
 
+@pytest.mark.parametrize(
+    ("variable", "has_triton", "runner"),
+    [(None, True, "second"), (None, False, "first"), ("1", True, "second"), ("0", True, "first")],
+)
+def test_the_runner_is_the_one_that_plain_vllm_takes(
+    variable: str | None, has_triton: bool, runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if variable:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
+    monkeypatch.setattr(findings, "device_type", lambda: "cuda")
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", has_triton)
+    found = findings.find_runner()
+    assert found.status == "ok" and found.text.startswith(f"vLLM's {runner} model runner")
+
+
 def test_the_plugin_may_be_one_of_several_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "other,lookahead")
     assert findings.find_plugin().status == "ok"
