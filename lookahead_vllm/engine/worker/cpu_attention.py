@@ -140,7 +140,7 @@ def replaces_recurrent_chains() -> bool:
 def replaces_chains(is_latent: bool) -> bool:
     """Whether tree attention computes all rows that decode, in place of vLLM's kernel.
 
-    The compiled kernel takes half of the time of vLLM's (docs/benchmarks.md). vLLM's latent
+    The compiled kernel takes half of the time of vLLM's (docs/experiments.md). vLLM's latent
     attention computes a chain as a prompt, in another way than a decode row.
     """
     return is_latent or native.available()
