@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from statistics import mean, stdev
 
 from benchmarks.engines.profile import decode_step, shares
-from benchmarks.engines.rows import Figures, Row, median_figures
+from benchmarks.engines.rows import Figures, Row, mean_and_error, median_figures
 from lookahead_vllm.simulation.markdown import MISSING, markdown, number
 
 NO_FIGURES = median_figures([])
@@ -92,8 +91,8 @@ def turn_table(rows: Sequence[Row]) -> str:
 def _mean(values: Sequence[float], digits: int) -> str:
     if len(values) < 2:
         return MISSING
-    error = stdev(values) / len(values) ** 0.5
-    return f"{number(mean(values), digits)} ± {number(error, digits)}"
+    middle, error = mean_and_error(values)
+    return f"{number(middle, digits)} ± {number(error, digits)}"
 
 
 def step_table(rows: Sequence[Row]) -> str:

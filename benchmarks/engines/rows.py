@@ -196,6 +196,13 @@ def figures(
     }
 
 
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and its standard error, which is 0 for a single value."""
+    return statistics.mean(values), statistics.stdev(values) / len(values) ** 0.5 if len(
+        values
+    ) > 1 else 0.0
+
+
 def decode_steps(generations: Sequence[Generation]) -> int:
     """Decode steps of a request, summed over the requests."""
     return sum(max(generation.steps, 0) for generation in generations)

@@ -365,7 +365,7 @@ def test_a_picture_is_drawn_for_few_and_for_many_batch_sizes(tmp_path: Path) -> 
     pytest.importorskip("matplotlib")
     from benchmarks.engines.plot import plot
 
-    for sizes in ([1, 8], [1, 2, 4]):
+    for sizes in ([1, 8], [1, 2, 4, 8, 16]):
         rows = [row(name, r, s) for s in sizes for name, r in [("none", PLAIN), ("ngram", DRAFTED)]]
         plot([*rows, row("suffix", None)], tmp_path / "out.png", "a model")
         assert (tmp_path / "out.png").stat().st_size > 1000
