@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.registry import HAVE_WINDOW
-from lookahead_vllm.draft.tree import UNKNOWN
+from tests.fuzz.round import Request, Round
 
 VOCAB = 128
 SPECIAL = 5
@@ -24,41 +24,6 @@ Draw = Callable[[random.Random], dict[str, Any]]
 
 
 @dataclass
-class Request:
-    """One request; `params` are keyword arguments of `SamplingParams`."""
-
-    prompt: list[int]
-    params: dict[str, Any]
-    structured: dict[str, Any] | None = None
-    adapter: int | None = None
-    priority: int = 0
-    arrival: int = 0
-    """It is sent before this step of the engine."""
-    abort_after: int | None = None
-    streamed: bool = False
-    chat: bool = False
-    """Over HTTP: sent as a chat message."""
-    features: set[str] = field(default_factory=set)
-    namespace: str | None = None
-    salt: str | None = None
-    references: list[list[int] | int] = field(default_factory=list)
-    """Each is token ids, or the index of a request whose answer it is."""
-    embedded: list[bool] | None = None
-    """By prompt token: whether it is sent as an embedding."""
-    noise: int | None = None
-    """The seed of random embeddings; without it, they are those of the prompt's tokens."""
-
-    @property
-    def known_prompt(self) -> list[int]:
-        """The prompt with UNKNOWN for embeddings; empty if it has no token ids."""
-        if self.embedded is None:
-            return self.prompt
-        if all(self.embedded):
-            return []
-        return [UNKNOWN if e else t for t, e in zip(self.prompt, self.embedded, strict=True)]
-
-
-@dataclass
 class Tenant:
     """Requests with the same adapter that share answers."""
 
@@ -67,36 +32,6 @@ class Tenant:
     vocabulary: range
     """Token ids that their prompts are drawn from."""
     prefix: list[int]
-
-
-@dataclass
-class Round:
-    """A model, the settings of two engines that run it, and the requests to both.
-
-    Attributes
-    ----------
-    settings
-        Engine arguments of both engines.
-    stress
-        Further arguments of the lookahead engine; they must not change its output.
-    lookahead
-        The speculative config.
-    runner
-        The model runner of vLLM: "v1"; "v2", whose steps are asynchronous; or "second": plain vLLM
-        uses V2 under Triton's interpreter, with synchronous steps, and lookahead uses V1.
-    processes
-        What has a process of its own in the lookahead engine: nothing if "", else "engine", "engine
-        and worker", or replicas.
-    """
-
-    model: str
-    settings: dict[str, Any]
-    stress: dict[str, Any]
-    lookahead: dict[str, Any]
-    requests: list[Request]
-    features: set[str]
-    runner: str = "v1"
-    processes: str = ""
 
 
 SCHEMAS: list[dict[str, Any]] = [
@@ -236,7 +171,14 @@ def draw_round(
         for request in rng.sample(requests, len(requests) // 2):
             request.features.add("request overrides")
             request.params.setdefault("extra_args", {}).update(_overrides(rng, server))
-    return Round(model, settings, stress, lookahead, requests, features, runner, elsewhere)
+    # After a preemption, plain vLLM restarts its count of thinking tokens; and a prompt in chunks
+    # would start again and again.
+    may_reset = runner == "v1" and not http and model not in HYBRIDS
+    may_reset = may_reset and features.isdisjoint({"thinking", "chunked prefill"})
+    reset_every = rng.choice([2, 5]) if draws.has("resets", 0.15 * may_reset) else 0
+    return Round(
+        model, settings, stress, lookahead, requests, features, runner, elsewhere, reset_every
+    )
 
 
 def _draw_settings(

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from lookahead_vllm.draft.sources import GRAMMAR, NAMES, WINDOW
 from lookahead_vllm.draft.tree import UNKNOWN, DraftTree
-from tests.fuzz.draw import Request
+from tests.fuzz.round import Request
 
 BEGIN = -2
 """Pads the beginning of a text."""

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 from benchmarks.options.answers import Answer, assembled, compared, draft_counters
 from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.engine.worker.step_recorder import Counters
-from tests.fuzz.draw import Request, Round
 from tests.fuzz.play import Difference, Played
+from tests.fuzz.round import Request, Round
 from tests.support.models import save_tiny_model
 from tests.support.servers import cores_of, serve
 from tests.support.tokenizer import save_tokenizer

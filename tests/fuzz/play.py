@@ -25,9 +25,10 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler as SecondSampler
 
 from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.engine.worker.step_recorder import Counters
-from tests.fuzz.draw import LATENT, Request, Round
+from tests.fuzz.draw import LATENT
 from tests.fuzz.isolation import Leak, LeakDetector
 from tests.fuzz.processes import counters_of, engine_elsewhere
+from tests.fuzz.round import Request, Round
 from tests.fuzz.spies import branching_requests, recorded_drafts
 from tests.support import proposers, v2_on_cpu
 from tests.support.driving import drafter_of, engine, runner_of
@@ -117,8 +118,12 @@ def play(
     requests: Sequence[Request],
     adapters: Sequence[LoRARequest],
     references: Sequence[Sequence[list[int]]] = (),
+    reset_every: int = 0,
 ) -> list[Reply]:
-    """Send each request before its arrival step, and run the engine until all have finished."""
+    """Send each request before its arrival step, and run the engine until all have finished.
+
+    After every `reset_every` steps, all requests are preempted and start again.
+    """
     core = llm.llm_engine
     replies = [Reply() for _ in requests]
     waiting = sorted(range(len(requests)), key=lambda i: requests[i].arrival)
@@ -140,6 +145,8 @@ def play(
             if abort and not output.finished:
                 core.abort_request([output.request_id])
         step += 1
+        if reset_every and step % reset_every == 0:
+            core.reset_prefix_cache(reset_running_requests=True)
         if step > MAX_STEPS:
             raise RuntimeError(f"requests still run after {step} steps of the engine")
     return replies
@@ -229,7 +236,7 @@ class Rounds:
         if round_.processes:
             with self._engine(round_, round_.lookahead, **round_.stress) as llm:
                 for _ in range(passes):
-                    replies = play(llm, requests, self._adapters, references)
+                    replies = play(llm, requests, self._adapters, references, round_.reset_every)
                 refused = sum(reply.refused is not None for reply in replies)
                 return Played(replies, counters_of(llm), refused=refused)
         detector = LeakDetector(requests, references, round_.lookahead)
@@ -240,7 +247,7 @@ class Rounds:
             self._engine(round_, round_.lookahead, **round_.stress) as llm,
         ):
             for _ in range(passes):
-                replies = play(llm, requests, self._adapters, references)
+                replies = play(llm, requests, self._adapters, references, round_.reset_every)
             refused = sum(reply.refused is not None for reply in replies)
             counters = drafter_of(llm).counters
             played = Played(replies, counters, branching, len(preempted), refused)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.fuzz.draw import Round
 from tests.fuzz.play import Played
+from tests.fuzz.round import Round
 
 
 class Report:

@@ -1,0 +1,75 @@
+"""One round of the fuzzer: two engines, and the requests to both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lookahead_vllm.draft.tree import UNKNOWN
+
+
+@dataclass
+class Request:
+    """One request; `params` are keyword arguments of `SamplingParams`."""
+
+    prompt: list[int]
+    params: dict[str, Any]
+    structured: dict[str, Any] | None = None
+    adapter: int | None = None
+    priority: int = 0
+    arrival: int = 0
+    """It is sent before this step of the engine."""
+    abort_after: int | None = None
+    streamed: bool = False
+    chat: bool = False
+    """Over HTTP: sent as a chat message."""
+    features: set[str] = field(default_factory=set)
+    namespace: str | None = None
+    salt: str | None = None
+    references: list[list[int] | int] = field(default_factory=list)
+    """Each is token ids, or the index of a request whose answer it is."""
+    embedded: list[bool] | None = None
+    """By prompt token: whether it is sent as an embedding."""
+    noise: int | None = None
+    """The seed of random embeddings; without it, they are those of the prompt's tokens."""
+
+    @property
+    def known_prompt(self) -> list[int]:
+        """The prompt with UNKNOWN for embeddings; empty if it has no token ids."""
+        if self.embedded is None:
+            return self.prompt
+        if all(self.embedded):
+            return []
+        return [UNKNOWN if e else t for t, e in zip(self.prompt, self.embedded, strict=True)]
+
+
+@dataclass
+class Round:
+    """A model, the settings of two engines that run it, and the requests to both.
+
+    Attributes
+    ----------
+    settings
+        Engine arguments of both engines.
+    stress
+        Further arguments of the lookahead engine; they must not change its output.
+    lookahead
+        The speculative config.
+    runner
+        The model runner of vLLM: "v1"; "v2", whose steps are asynchronous; or "second": plain vLLM
+        uses V2 under Triton's interpreter, with synchronous steps, and lookahead uses V1.
+    processes
+        What has a process of its own in the lookahead engine: nothing if "", else "engine", "engine
+        and worker", or replicas.
+    """
+
+    model: str
+    settings: dict[str, Any]
+    stress: dict[str, Any]
+    lookahead: dict[str, Any]
+    requests: list[Request]
+    features: set[str]
+    runner: str = "v1"
+    processes: str = ""
+    reset_every: int = 0
+    """After so many steps, the lookahead engine preempts all requests; 0 is never."""
