@@ -27,7 +27,7 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
 
     sizes = sorted({row["batch_size"] for row in rows})
     panels: list[tuple[Panel, str]] = [("tokens_per_s_runs", "tokens/s")]
-    if any(row["ratio_runs"] for row in rows):
+    if _series(rows, "ratio_runs"):
         panels.append(("ratio_runs", "tokens/s, ratio to plain vLLM"))
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(5.5 * len(panels), 4), squeeze=False, layout="constrained"

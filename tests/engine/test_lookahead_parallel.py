@@ -78,7 +78,8 @@ def check_rank(first: Verified, other: Verified) -> None:
 def recompute(worker: Any) -> None:
     """In a worker: compute the KV of accepted nodes again, and count in which ways it comes."""
     runner = worker.model_runner
-    runner.recomputes, runner.num_sent, original = runner.can_recompute, 0, runner._send
+    worker.recompute()
+    runner.num_sent, original = 0, runner._send
 
     def send(lacking: Any) -> None:
         runner.num_sent += len(lacking)
