@@ -30,6 +30,13 @@ def engine_arg(text: str) -> tuple[str, Any]:
     return pair
 
 
+def method_arg(text: str) -> tuple[str, Any]:
+    """Parse `[METHOD:]KEY=VALUE`; the result's key keeps the method."""
+    method, separator, _ = text.partition("=")[0].rpartition(":")
+    key, value = engine_arg(text.removeprefix(method + separator))
+    return method + separator + key, value
+
+
 def engine_parser(description: str | None, epilog: str, methods: str) -> argparse.ArgumentParser:
     """A parser with the options of all benchmarks that start engines.
 
@@ -57,7 +64,8 @@ def engine_parser(description: str | None, epilog: str, methods: str) -> argpars
         action="append",
         default=[],
         metavar="NAME=JSON",
-        help="also run this `speculative_config`, as a method of that name; repeatable",
+        help="also run this `speculative_config`, as a method of that name (null: plain vLLM); "
+        "repeatable",
     )
     add("--max-tokens", type=positive, default=128, metavar="N", help="default: 128")
     add("--json", type=Path, metavar="OUT.json", help="write everything there")
@@ -77,15 +85,19 @@ def engine_parser(description: str | None, epilog: str, methods: str) -> argpars
     return result
 
 
-def add_engine_arg(result: argparse.ArgumentParser) -> None:
-    """Add --engine-arg, for benchmarks that use `vllm.LLM`."""
+def add_engine_arg(result: argparse.ArgumentParser, by_method: bool = False) -> None:
+    """Add --engine-arg, for benchmarks that use `vllm.LLM`.
+
+    With `by_method`, the key may have a method's name and a colon before it.
+    """
+    whose = "every method, or for METHOD alone" if by_method else "every method"
     result.add_argument(
         "--engine-arg",
         action="append",
-        type=engine_arg,
+        type=method_arg if by_method else engine_arg,
         default=[],
-        metavar="KEY=VALUE",
-        help="a further argument of `vllm.LLM`, for every method; repeatable",
+        metavar="[METHOD:]KEY=VALUE" if by_method else "KEY=VALUE",
+        help=f"a further argument of `vllm.LLM`, for {whose}; repeatable",
     )
 
 
@@ -101,17 +113,17 @@ def engine_environment(options: argparse.Namespace) -> dict[str, str]:
     return {**cpu_runtime(os.environ), **binding}
 
 
-def replica_environment(
-    options: argparse.Namespace, config: SpeculativeConfig | None
+def rank_environment(
+    options: argparse.Namespace, config: SpeculativeConfig | None, tensor_parallel: int = 1
 ) -> dict[str, str]:
-    """Environment variables to add for an engine of several replicas: on a CPU, its cores.
+    """Environment variables to add for an engine of several ranks: on a CPU, their cores.
 
     Empty for other engines, and if --threads says how to bind.
     """
-    replicas = (config or {}).get("parallel", 1)
-    if options.threads or replicas == 1:
+    ranks = (config or {}).get("parallel", 1) * tensor_parallel
+    if options.threads or ranks == 1:
         return {}
-    return {"VLLM_CPU_OMP_THREADS_BIND": share_out(CPUS_AT_START, replicas)}
+    return {"VLLM_CPU_OMP_THREADS_BIND": share_out(CPUS_AT_START, ranks)}
 
 
 def share_out(cores: Collection[int], ranks: int) -> str:

@@ -40,7 +40,8 @@ def choose_methods(names: str, configs: Sequence[str] = ()) -> dict[str, Specula
     Raises
     ------
     MethodError
-        A name is unknown, already taken or given twice, or a configuration is not a JSON object.
+        A name is unknown, already taken or given twice, or a configuration is neither a JSON
+        object nor null (plain vLLM).
     """
     known = dict(KNOWN)
     for text in configs:
@@ -63,7 +64,7 @@ def choose_methods(names: str, configs: Sequence[str] = ()) -> dict[str, Specula
     return {name: known[name] for name in chosen}
 
 
-def _parse_config(text: str) -> tuple[str, SpeculativeConfig]:
+def _parse_config(text: str) -> tuple[str, SpeculativeConfig | None]:
     name, separator, value = text.partition("=")
     example = (
         """write for example --config 'ngram4={"method":"ngram","num_speculative_tokens":4}'"""
@@ -74,6 +75,6 @@ def _parse_config(text: str) -> tuple[str, SpeculativeConfig]:
         config = json.loads(value)
     except json.JSONDecodeError as error:
         raise MethodError(f"--config {name}: not JSON ({error}); {example}") from None
-    if not isinstance(config, dict):
+    if config is not None and not isinstance(config, dict):
         raise MethodError(f"--config {name}: a JSON object is expected; {example}")
     return name.strip(), config

@@ -126,9 +126,8 @@ def _end_with_parent() -> None:
 @contextmanager
 def _lock(kind: int) -> Iterator[bool]:
     """Take the lock of the process that compiles; yields whether it was free."""
-    with (cache_dir() / "compiling.lock").open(
-        "a+"
-    ) as file:  # NFS shares a lock of a file that can be read
+    path = cache_dir() / "compiling.lock"
+    with path.open("a+") as file:  # NFS shares a lock of a file that can be read
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
         except BlockingIOError:

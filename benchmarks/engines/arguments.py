@@ -25,6 +25,10 @@ examples:
   both of vLLM's model runners, each beside plain vLLM on the same one
       --runner v1,v2 --methods none,lookahead --batch-sizes 1,8,32 --turns 3
 
+  plain vLLM with tensor parallelism beside lookahead with two replicas
+      --methods none --config tp=null --engine-arg tp:tensor_parallel_size=2 \\
+      --config 'replicas={{"method":"lookahead","parallel":2}}'
+
   the cost of drafts that are never right
       --methods none,lookahead --batch-sizes 1,8,32 --limit 24,96,192 --adversarial --turns 6
 
@@ -136,7 +140,7 @@ def parser() -> argparse.ArgumentParser:
         help="default: what the longest prompt needs",
     )
     add("--prefix-caching", action="store_true", help="let methods share the KV of equal prefixes")
-    add_engine_arg(result)
+    add_engine_arg(result, by_method=True)
     return result
 
 

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +21,7 @@ from benchmarks.command_line import (
     engine_environment,
     interrupted,
     kv_cache_bytes,
-    replica_environment,
+    rank_environment,
 )
 from benchmarks.engines import generate, profile, recorded_choices
 from benchmarks.engines.arguments import parser
@@ -99,7 +99,19 @@ def engine_args(options: argparse.Namespace, prompts: Sequence[Prompt]) -> dict[
         args["kv_cache_memory_bytes"] = size
     if options.adversarial:
         args["load_format"] = "dummy"
-    return {**args, **dict(options.engine_arg)}
+    return {**args, **{key: value for key, value in options.engine_arg if ":" not in key}}
+
+
+def method_args(options: argparse.Namespace, methods: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The arguments of `vllm.LLM` that one method alone has, by method."""
+    result: dict[str, dict[str, Any]] = {name: {} for name in methods}
+    for key, value in options.engine_arg:
+        name, separator, key = key.rpartition(":")
+        if separator and name not in result:
+            raise MethodError(f"--engine-arg: there is no method {name!r} here")
+        if separator:
+            result[name][key] = value
+    return result
 
 
 class Progress:
@@ -126,7 +138,8 @@ class Progress:
 class Benchmark:
     """All runs of one call, and their results so far.
 
-    `prompts` and `turns` are by batch size: the prompts, and the number of turns to answer them in.
+    `prompts` and `turns` are by batch size: the prompts, and the number of turns to answer them in;
+    `method_args` are the arguments that one method alone has.
     """
 
     def __init__(
@@ -135,6 +148,7 @@ class Benchmark:
         methods: dict[str, SpeculativeConfig | None],
         prompts: dict[int, list[Prompt]],
         turns: dict[int, int],
+        method_args: dict[str, dict[str, Any]],
     ) -> None:
         self.options = options
         self.methods = methods
@@ -142,6 +156,7 @@ class Benchmark:
         self.prompts = prompts
         self.turns = turns
         self.args = engine_args(options, max(prompts.values(), key=len))
+        self.method_args = method_args
         self.environment = engine_environment(options)
         if options.profile:
             self.environment.update(profile.ENVIRONMENT)
@@ -189,7 +204,7 @@ class Benchmark:
             self.outcomes[variant, size].setdefault(number, Outcome(run))
 
     def _engine(self, variant: Variant, size: int, number: int, progress: Progress) -> FreshEngine:
-        args = {**self.args, "max_num_seqs": size}
+        args = {**self.args, **self.method_args[variant.method], "max_num_seqs": size}
         if self.methods[variant.method] is not None:
             args["speculative_config"] = self.methods[variant.method]
         prompts = [prompt.token_ids for prompt in self.prompts[size]]
@@ -209,7 +224,11 @@ class Benchmark:
         log = self._log(variant, size, number)
         environment = {
             **self.environment,
-            **replica_environment(self.options, self.methods[variant.method]),
+            **rank_environment(
+                self.options,
+                self.methods[variant.method],
+                args.get("tensor_parallel_size", 1),
+            ),
             **runner_environment(variant.runner),
         }
         return FreshEngine(generate.__name__, asdict(job), environment, log, progress.show)
@@ -280,6 +299,7 @@ class Benchmark:
             "methods": self.methods,
             "runners": self.options.runner,
             "engine_args": self.args,
+            "method_args": self.method_args,
             "argv": list(argv),
             "complete": len(outcomes) == len(self.outcomes) * self.options.repeat,
         }
@@ -329,6 +349,7 @@ def report(benchmark: Benchmark, argv: Sequence[str]) -> list[Row]:
 def prepare(options: argparse.Namespace) -> Benchmark:
     """Check everything that can be checked before the first engine starts."""
     methods = choose_methods(options.methods, options.config)
+    args_by_method = method_args(options, methods)
     if options.check_exact and BASELINE not in methods:
         raise MethodError(f"--check-exact compares with `{BASELINE}`: add it to --methods")
     check_outputs(options, MethodError)
@@ -346,7 +367,7 @@ def prepare(options: argparse.Namespace) -> Benchmark:
     if options.target_guided:
         check_target_guided(options, methods, prompts)
     check_references(options, methods, prompts)
-    return Benchmark(options, methods, prompts, turns)
+    return Benchmark(options, methods, prompts, turns, args_by_method)
 
 
 def check_target_guided(

@@ -19,7 +19,7 @@ from benchmarks.command_line import (
     engine_environment,
     interrupted,
     kv_cache_bytes,
-    replica_environment,
+    rank_environment,
 )
 from benchmarks.engines import generate
 from benchmarks.engines.fresh_engine import FreshEngine, RunFailed
@@ -212,7 +212,7 @@ class Measurement:
                 log = Path(folder, f"{number}.log")
                 environment = {
                     **engine_environment(options),
-                    **replica_environment(options, setting.config),
+                    **rank_environment(options, setting.config),
                 }
                 try:
                     with FreshEngine(

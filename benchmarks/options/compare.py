@@ -45,7 +45,7 @@ from benchmarks.serving.server import ServerError, free_port, get, serving
 EPILOG = """\
 examples:
   python scripts/compare_options.py                         every option
-  python scripts/compare_options.py --out options.md        the same, with the table in that file
+  python scripts/compare_options.py --out parity.md         the same, with the table in that file
   python scripts/compare_options.py --only stop --only n    some options, printed only
   python scripts/compare_options.py --plain-url http://127.0.0.1:8000 \\
       --lookahead-url http://127.0.0.1:8001                 servers that run already

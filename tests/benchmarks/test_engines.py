@@ -94,19 +94,21 @@ def test_the_command_line_is_read() -> None:
     assert (read.max_tokens, read.repeat, read.check_exact) == (128, 1, False)
 
 
-def test_replicas_share_out_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_out_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_line, "CPUS_AT_START", {2, 0, 1})
 
-    def binding(replicas: int, *given: str) -> str | None:
+    def binding(replicas: int, *given: str, tensor_parallel: int = 1) -> str | None:
         read, config = options(*given), {"parallel": replicas}
         environment = {
             **command_line.engine_environment(read),
-            **command_line.replica_environment(read, config),
+            **command_line.rank_environment(read, config, tensor_parallel),
         }
         return environment.get("VLLM_CPU_OMP_THREADS_BIND")
 
     assert binding(1) is None
     assert binding(2) == "0,2|1" and binding(4) == "0|1|2|0"
+    assert binding(1, tensor_parallel=2) == "0,2|1"
+    assert binding(2, tensor_parallel=2) == "0|1|2|0"
     assert binding(2, "--threads", "0|1") == "0|1"
 
 
@@ -116,6 +118,7 @@ def test_replicas_share_out_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--batch-sizes", "1,0"], "'0' is not a number of at least 1"),
         (["--max-tokens", "-3"], "'-3' is not a number of at least 1"),
         (["--engine-arg", "eager"], "is not KEY=VALUE"),
+        (["--engine-arg", "tp:enforce_eager=true"], "there is no method 'tp' here"),
         (["--prompts", "/nowhere.jsonl"], "there is no file /nowhere.jsonl"),
         (["--methods", "medusa"], "there is no method 'medusa'"),
         (["--methods", "ngram", "--check-exact"], "add it to --methods"),
@@ -438,6 +441,26 @@ def test_engines_run_one_at_a_time_and_rounds_alternate_their_order(
     ]  # fmt: skip
     assert [row["prompts"] for row in written["rows"]] == [1, 1, 2, 2]
     assert written["meta"]["complete"] is True
+
+
+def test_a_method_may_have_arguments_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    class Engine(FakeEngine):
+        def __init__(self, module: str, job: Any, environment: Any, *args: Any) -> None:
+            super().__init__(module, job, environment, *args)
+            args = job["engine_args"]
+            started.append((args.get("tensor_parallel_size"), args.get("x")))
+            assert ("VLLM_CPU_OMP_THREADS_BIND" in environment) == ("x" not in args)
+
+    monkeypatch.setattr(bench, "FreshEngine", Engine)
+    prompts = jsonl(tmp_path / "p.jsonl", {"prompt_token_ids": [1]})
+    given = ["--model", "m", "--prompts", str(prompts), "--methods", "none", "--config", "tp=null"]
+    given += ["--engine-arg", "tp:tensor_parallel_size=2", "--engine-arg", "none:x=1"]
+    assert bench.main(given) == 0
+    assert started == [(None, 1), (2, None)]
 
 
 def test_engines_that_take_turns_live_together_and_a_failing_one_is_left_out(

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,17 +31,31 @@ print("DONE")
 """
 
 
+@contextmanager
+def compiled_in(path: Path) -> Iterator[Path]:
+    """Code is kept in a folder of this path, which is returned."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOOKAHEAD_VLLM_CACHE", str(path))
+        patch.setattr(kernel_folder, "cache_dir", kernel_folder._persistent_folder)
+        patch.setattr(compilation, "cache_dir", kernel_folder._persistent_folder)
+        yield kernel_folder._persistent_folder()
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path) -> Iterator[Path]:
     """An empty folder for compiled code."""
-    monkeypatch.setenv("LOOKAHEAD_VLLM_CACHE", str(tmp_path))
-    monkeypatch.setattr(kernel_folder, "cache_dir", kernel_folder._persistent_folder)
-    monkeypatch.setattr(compilation, "cache_dir", kernel_folder._persistent_folder)
-    return kernel_folder._persistent_folder()
+    with compiled_in(tmp_path) as path:
+        yield path
 
 
-def test_an_engine_compiles_nothing_itself(llama: Path, folder: Path) -> None:
-    with quick_compiler() as compiler:
+@pytest.fixture(scope="module")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For code that two tests compile, to save time; empty at first."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+def test_an_engine_compiles_nothing_itself(llama: Path, shared_folder: Path) -> None:
+    with compiled_in(shared_folder) as folder, quick_compiler() as compiler:
         result = subprocess.run(
             [sys.executable, "-c", GENERATES, str(llama)],
             capture_output=True,
@@ -79,17 +95,20 @@ while is_free:
 """
 
 
-def test_the_process_ends_without_an_error(folder: Path) -> None:
+def test_the_process_ends_without_an_error(shared_folder: Path) -> None:
     """Its parent lives on, so its standard input stays open."""
-    arguments = json.dumps([LookaheadOptions(proposer="jacobi_window").to_dict(), False])
-    process = subprocess.Popen(
-        [sys.executable, "-m", compilation.__name__, arguments],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert process.wait() == 0, process.stderr.read()
-    assert list(folder.glob("compiled-*"))
+    options = LookaheadOptions(proposer="jacobi_window")
+    with compiled_in(shared_folder):
+        marker = compilation._marker(options, False)
+        assert not marker.exists()
+        process = subprocess.Popen(
+            [sys.executable, "-m", compilation.__name__, json.dumps([options.to_dict(), False])],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert process.wait() == 0, process.stderr.read()
+    assert marker.exists()
 
 
 def test_the_process_ends_with_its_parent(folder: Path) -> None:

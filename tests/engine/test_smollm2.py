@@ -32,9 +32,9 @@ PROMPTS = [
 REAL = dict(max_model_len=1024, kv_cache_memory_bytes=1 << 30)
 
 
-def test_the_output_equals_plain_vllm(runner: str) -> None:
-    """Of ten prompts, and of four on the second runner, to save time."""
-    prompts = PROMPTS[:: 2 if runner == "v1" else 5]
+@pytest.mark.usefixtures("runner")
+def test_the_output_equals_plain_vllm() -> None:
+    prompts = PROMPTS[::4]
     params = [
         SamplingParams(temperature=0, max_tokens=64, detokenize=False),
         SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=64, detokenize=False),
