@@ -9,12 +9,18 @@ from typing import Any
 
 import pytest
 
-from tests.support import proposers, v2_on_cpu
+from tests.support import forked_processes, proposers, v2_on_cpu
 from tests.support.driving import engine
 from tests.support.models import save_tiny_model
 from tests.support.ranks import Answers, plain_answers
 from tests.support.servers import cores_of
 from tests.support.tokenizer import save_tokenizer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_processes() -> Iterator[None]:
+    with forked_processes.enabled():
+        yield
 
 
 @pytest.fixture(scope="session")
