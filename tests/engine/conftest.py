@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import forked_processes, proposers, v2_on_cpu
+from tests.support import forked_ranks, proposers, v2_on_cpu
 from tests.support.driving import engine
 from tests.support.models import save_tiny_model
 from tests.support.ranks import Answers, plain_answers
@@ -18,8 +18,8 @@ from tests.support.tokenizer import save_tokenizer
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _fork_processes() -> Iterator[None]:
-    with forked_processes.enabled():
+def _fork_ranks() -> Iterator[None]:
+    with forked_ranks.enabled():
         yield
 
 

@@ -1,12 +1,11 @@
-"""Processes of engines that start fast: forks of one that has imported vLLM and done nothing else.
+"""Ranks that start fast: forks of a process that has imported vLLM and done nothing else.
 
-On CPUs vLLM spawns the processes of engine cores and ranks, and each of them imports vLLM for some
-ten seconds. With
+On CPUs vLLM spawns its ranks, and each of them imports vLLM for some ten seconds. With
 
-    with forked_processes.enabled(): ...
+    with forked_ranks.enabled(): ...
 
-those that this process starts in the block are forks instead. Their environment and their cores are
-those of the engine.
+the ranks that this process starts in the block are forks instead. Their environment and their cores
+are those of the engine.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from multiprocessing import context
 from typing import Any
 from unittest import mock
 
-from vllm.v1.engine import utils
 from vllm.v1.executor import multiproc_executor
 
 PRELOADED = ["vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker"]
 
 
-class Forked(context.ForkServerProcess):
+class Rank(context.ForkServerProcess):
     """A process with the environment, and on the cores, of the one that makes it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -40,19 +38,16 @@ class Forked(context.ForkServerProcess):
         super().run()
 
 
-class ForkedContext(context.ForkServerContext):
-    """Makes such processes."""
+class RankContext(context.ForkServerContext):
+    """Makes ranks."""
 
-    Process = Forked
+    Process = Rank
 
 
 @contextmanager
 def enabled() -> Iterator[None]:
     """See the module."""
-    forked = ForkedContext()
-    forked.set_forkserver_preload(PRELOADED)
-    with (
-        mock.patch.object(multiproc_executor, "get_mp_context", lambda: forked),
-        mock.patch.object(utils, "get_mp_context", lambda: forked),
-    ):
+    ranks = RankContext()
+    ranks.set_forkserver_preload(PRELOADED)
+    with mock.patch.object(multiproc_executor, "get_mp_context", lambda: ranks):
         yield
