@@ -151,6 +151,7 @@ def _save_on_ray(executor: Any) -> None:
     if not config.is_lookahead(executor.vllm_config):
         return
     _saved_on_ray.add(executor)
+    signal.alarm(0)  # at a SIGTERM, Ray asks for a SIGALRM 3 seconds later, which aborts the process
     try:
         executor.collective_rpc(_save, timeout=SECONDS_TO_SAVE)
     except Exception as error:  # of vLLM, or one of Ray's own

@@ -6,6 +6,7 @@ The front-end, the engine's core and two ranks are processes of their own, as in
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,6 +41,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
             yield running
 
 
+def save_slowly(worker: Any) -> None:
+    """In a worker: the last save takes longer than Ray lets a process live after a SIGTERM."""
+    drafter = worker.model_runner.drafter
+    original = drafter.shutdown
+
+    def shutdown() -> None:
+        time.sleep(4)
+        original()
+
+    drafter.shutdown = shutdown
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("runner", "executor"),
@@ -66,6 +79,7 @@ def test_ranks_verify_the_same_trees(
         assert len(cluster.ranks()) == 2
         check_lookahead(llm, plain_of_two_ranks)
         assert not cache.exists()
+        llm.collective_rpc(save_slowly)
     cluster.wait_until_idle()
     assert len(list(tmp_path.glob("lookahead_step_cost/*"))) == 1
     assert cache_file.count_ngrams(cache_file.load(cache)[0]) > 100
