@@ -6,10 +6,11 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cores import share_out
 from benchmarks.engines.fresh_engine import cpu_runtime, is_cpu_build
 from benchmarks.methods import KNOWN, SpeculativeConfig
 from lookahead_vllm.cli.arguments import positive
@@ -124,13 +125,6 @@ def rank_environment(
     if options.threads or ranks == 1:
         return {}
     return {"VLLM_CPU_OMP_THREADS_BIND": share_out(CPUS_AT_START, ranks)}
-
-
-def share_out(cores: Collection[int], ranks: int) -> str:
-    """VLLM_CPU_OMP_THREADS_BIND for `ranks` processes that share these cores."""
-    ordered = sorted(cores)
-    shares = (ordered[i::ranks] or [ordered[i % len(ordered)]] for i in range(ranks))
-    return "|".join(",".join(map(str, share)) for share in shares)
 
 
 def interrupted(run: Callable[[], None]) -> bool:

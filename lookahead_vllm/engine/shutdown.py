@@ -5,7 +5,8 @@ once; the engine process gives a worker 5 seconds. A signal to the whole process
 Ctrl-C, ends all of them together: the front-end's SIGTERM then kills an engine process whose
 teardown has already removed its signal handlers. So both wait longer, and an engine process saves,
 or waits for the worker that does, before its teardown. Ray's executors kill their workers without a
-signal, so an engine process first calls the workers to save.
+signal, so an engine process first calls the workers to save, and cancels the alarm with which Ray
+would abort it 3 seconds after a SIGTERM.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def _save_on_ray(executor: Any) -> None:
     if not config.is_lookahead(executor.vllm_config):
         return
     _saved_on_ray.add(executor)
-    signal.alarm(0)  # at a SIGTERM, Ray asks for a SIGALRM 3 seconds later, which aborts the process
+    signal.alarm(0)  # Ray's, which aborts this process 3 seconds after a SIGTERM
     try:
         executor.collective_rpc(_save, timeout=SECONDS_TO_SAVE)
     except Exception as error:  # of vLLM, or one of Ray's own

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import requests
 
+from benchmarks.cores import share_out
+
 START_SECONDS = 600
 """For a server to answer; on a busy machine, each process imports vLLM for a minute."""
 
@@ -34,9 +36,7 @@ def free_port() -> int:
 
 def cores_of(ranks: int) -> str:
     """VLLM_CPU_OMP_THREADS_BIND for `ranks` processes: the cores of this process, shared out."""
-    cores = sorted(os.sched_getaffinity(0))
-    shares = (cores[rank::ranks] or cores[:1] for rank in range(ranks))
-    return "|".join(",".join(map(str, share)) for share in shares)
+    return share_out(os.sched_getaffinity(0), ranks)
 
 
 @contextmanager
