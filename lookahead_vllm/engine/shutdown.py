@@ -5,8 +5,8 @@ once; the engine process gives a worker 5 seconds. A signal to the whole process
 Ctrl-C, ends all of them together: the front-end's SIGTERM then kills an engine process whose
 teardown has already removed its signal handlers. So both wait longer, and an engine process saves,
 or waits for the worker that does, before its teardown. Ray's executors kill their workers without a
-signal, so an engine process first calls the workers to save, and cancels the alarm with which Ray
-would abort it 3 seconds after a SIGTERM.
+signal, so an engine process first calls the workers to save. It also replaces Ray's handler of
+SIGTERM, which would abort it 3 seconds later.
 """
 
 from __future__ import annotations
@@ -112,6 +112,8 @@ def _saving(original: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(original)
     def handle_shutdown(self: Any) -> bool:
         _end_with_parent()
+        if self.model_executor.uses_ray:
+            _replace_handler_of_ray()
         was_requested = self.shutdown_state == EngineShutdownState.REQUESTED
         if original(self):
             if was_requested:
@@ -152,7 +154,6 @@ def _save_on_ray(executor: Any) -> None:
     if not config.is_lookahead(executor.vllm_config):
         return
     _saved_on_ray.add(executor)
-    signal.alarm(0)  # Ray's, which aborts this process 3 seconds after a SIGTERM
     try:
         executor.collective_rpc(_save, timeout=SECONDS_TO_SAVE)
     except Exception as error:  # of vLLM, or one of Ray's own
@@ -170,6 +171,16 @@ def _begin_to_save(worker: Any) -> None:
 def _save(worker: Any) -> None:
     """In a worker."""
     worker.model_runner.drafter.shutdown()
+
+
+@functools.cache
+def _replace_handler_of_ray() -> None:
+    """Install the Python handler of SIGTERM again.
+
+    Ray installs a handler in C++ over it, which sets an alarm that aborts the process after 3
+    seconds, and then calls the Python handler.
+    """
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 @functools.cache

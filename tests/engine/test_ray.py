@@ -5,7 +5,9 @@ The front-end, the engine's core and two ranks are processes of their own, as in
 
 from __future__ import annotations
 
+import ctypes
 import pickle
+import signal
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -18,6 +20,7 @@ from vllm import envs
 
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.engine import shutdown
 from lookahead_vllm.engine.messages import DraftsToVerify, ProposedDrafts, SentDraft
 from tests.support import ray_cluster
 from tests.support.driving import engine
@@ -46,11 +49,11 @@ def save_slowly(worker: Any) -> None:
     drafter = worker.model_runner.drafter
     original = drafter.shutdown
 
-    def shutdown() -> None:
+    def shut_down() -> None:
         time.sleep(4)
         original()
 
-    drafter.shutdown = shutdown
+    drafter.shutdown = shut_down
 
 
 @pytest.mark.slow
@@ -83,6 +86,23 @@ def test_ranks_verify_the_same_trees(
     cluster.wait_until_idle()
     assert len(list(tmp_path.glob("lookahead_step_cost/*"))) == 1
     assert cache_file.count_ngrams(cache_file.load(cache)[0]) > 100
+
+
+def test_handler_of_python_replaces_one_in_c() -> None:
+    """Ray's handler of SIGTERM is one in C, which `signal.getsignal` does not show."""
+    received: list[int] = []
+    original = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        ignore, libc = 1, ctypes.CDLL(None)
+        libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+        libc.signal(signal.SIGTERM, ignore)
+        signal.raise_signal(signal.SIGTERM)
+        assert not received
+        shutdown._replace_handler_of_ray.__wrapped__()
+        signal.raise_signal(signal.SIGTERM)
+        assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, original)
 
 
 TREE = DraftTree.from_lists([1, 2, 3], [-1, -1, 0])

@@ -94,6 +94,7 @@ def running(folder: Path, patch: pytest.MonkeyPatch, ranks: int = 2) -> Iterator
     patch.setenv("VLLM_HOST_IP", host)  # vLLM asks for a node with this name
     patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # it ends workers if others fill the memory
     patch.setenv("RAY_worker_niceness", "0")  # by default, busy machines starve the ranks
+    patch.setenv("RAY_AUTH_MODE", "disabled")  # the user may have a token, for other clusters
     sockets = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a socket's path has at most 107 bytes
     process = None
     try:
