@@ -289,7 +289,8 @@ def test_an_engine_saves_once_and_before_its_teardown(monkeypatch: pytest.Monkey
     saver = Saver()
     shutdown.before_teardown(saver.save)
     shutdown.before_teardown(Saver().save)  # gone already
-    core = core_of(None, shutdown_state=EngineShutdownState.SHUTTING_DOWN, has_work=lambda: True)
+    core = core_of(Workers(), has_work=lambda: True)
+    core.shutdown_state = EngineShutdownState.SHUTTING_DOWN
     assert EngineCoreProc._handle_shutdown(core)
     assert saver.saved == 0
     core.has_work = lambda: False
