@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -36,8 +37,9 @@ plugin.register()
 def blocks(language: str) -> Iterator[tuple[str, str]]:
     """The name of the page and the text of every fenced block of a language."""
     for page in PAGES:
-        for found in re.finditer(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S):
-            yield page.name, found[1]
+        fence = rf"^( *)```{language}\n(.*?)^\1```"  # indented in a list
+        for found in re.finditer(fence, page.read_text(), re.M | re.S):
+            yield page.name, textwrap.dedent(found[2])
 
 
 def commands() -> Iterator[list[str]]:
@@ -170,12 +172,14 @@ def check(args: object, folder: Path, asks: bool) -> None:
 
 
 def test_paths_in_the_text_exist() -> None:
-    """Paths of files are relative to the repository, the package, or the tests."""
+    """Paths are relative to the repository or the package; in features.md also to `tests/`."""
     for page in PAGES[:1] + PAGES[2:]:
         for path in re.findall(
             r"`((?:\w+/)+[\w-]+\.(?:py|sh|cpp|md|yaml|json))`", page.read_text()
         ):
-            folders = (ROOT, ROOT / "lookahead_vllm", ROOT / "tests")
+            folders = [ROOT, ROOT / "lookahead_vllm"]
+            if page.name == "features.md":
+                folders.append(ROOT / "tests")
             assert any((folder / path).is_file() for folder in folders), f"{page.name}: {path}"
 
 
