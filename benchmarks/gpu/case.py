@@ -107,8 +107,8 @@ class Case:
 
         return PagedBatch(
             ints(range(count)), ints(self.starts), ints(sizes), ints(self.contexts), ints(firsts),
-            ints(depths), ints(masks).view(-1, words), ints(range(sum(sizes))), max(sizes),
-            max(self.contexts),
+            ints(self.starts), ints(depths), ints(masks).view(-1, words), ints(range(sum(sizes))),
+            max(sizes), max(self.contexts),
         )  # fmt: skip
 
     def _make_cache(self) -> tuple[torch.Tensor, torch.Tensor]:

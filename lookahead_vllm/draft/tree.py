@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,6 +123,17 @@ _FAULTS = {
 }
 
 
+class ForestArrays(NamedTuple):
+    """The fields of a DraftForest, as kernels take them."""
+
+    tokens: Int32s
+    parents: Int32s
+    probs: NDArray[np.float32]
+    depths: Int32s
+    sources: NDArray[np.uint8]
+    firsts: Int64s
+
+
 @dataclass(eq=False)
 class DraftForest(Sequence[DraftTree]):
     """The draft trees of one step, concatenated, so that one kernel call handles all of them.
@@ -180,6 +191,13 @@ class DraftForest(Sequence[DraftTree]):
         )
 
     @property
+    def arrays(
+        self,
+    ) -> tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]:
+        """The fields of ForestArrays."""
+        return self.tokens, self.parents, self.probs, self.depths, self.sources, self.firsts
+
+    @property
     def num_nodes(self) -> int:
         """The number of nodes of all trees together."""
         return len(self.tokens)
@@ -227,6 +245,15 @@ class DraftForest(Sequence[DraftTree]):
             self.tokens[kept], parents, self.probs[kept], depths, self.sources[kept], firsts
         )
 
+    def at_most(self, num_nodes: int) -> DraftForest:
+        """Cut the largest trees to one size, so that there are at most `num_nodes` in all."""
+        if self.num_nodes <= num_nodes:
+            return self
+        levels = np.arange(self.sizes.max() + 1)
+        totals = np.minimum.outer(levels, self.sizes).sum(axis=1)
+        level = int(np.searchsorted(totals, num_nodes, side="right")) - 1
+        return self.cut(np.minimum(self.sizes, level))
+
     def keep(self, kept: NDArray[np.bool_]) -> DraftForest:
         """Keep these nodes of each tree, bool [n]; the parent of a kept node is kept too."""
         nodes = np.flatnonzero(kept)
@@ -247,7 +274,7 @@ class DraftForest(Sequence[DraftTree]):
         """Append `count` empty trees."""
         return replace(self, firsts=np.append(self.firsts, np.full(count, self.num_nodes)))
 
-    def behind_chains(self, lengths: Int64s) -> DraftForest:
+    def after_chains(self, lengths: Int64s) -> DraftForest:
         """Put a chain of `lengths` nodes, int64 [t], between each root and the rest of its tree.
 
         Their tokens are 0.
@@ -268,6 +295,21 @@ class DraftForest(Sequence[DraftTree]):
     def faults(self, vocab_size: int, max_nodes: Int64s) -> Int64s:
         """int64 [t]: 0 for a valid tree, else a key of `_FAULTS`. `max_nodes` is int64 [t]."""
         return _find_faults(self.tokens, self.parents, self.firsts, vocab_size, max_nodes)
+
+
+@kernel
+def first_nodes(
+    forest: ForestArrays, size: int
+) -> tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]:
+    """The fields of a DraftForest of `size` nodes, from arrays that may be longer."""
+    return (
+        forest.tokens[:size].copy(),
+        forest.parents[:size].copy(),
+        forest.probs[:size].copy(),
+        forest.depths[:size].copy(),
+        forest.sources[:size].copy(),
+        forest.firsts,
+    )
 
 
 @kernel

@@ -26,7 +26,7 @@ def accepted_paths(forest: DraftForest, at_roots: Int32s, at_nodes: Int32s) -> I
     forest
         t trees with n nodes in total.
     at_roots, at_nodes : int32 [t], int32 [n]
-        The tokens that the target model chose at the roots and at the nodes.
+        The tokens that were sampled at the roots and at the nodes.
 
     Returns
     -------
@@ -68,12 +68,12 @@ def paths_of_tokens(forest: DraftForest, emitted: Int64s, num_emitted: Int32s) -
     emitted : int64 [t, m]
         The tokens that each request emitted in the step that verified its tree.
     num_emitted : int32 [t]
-        How many; the last one is the choice after the last accepted node.
+        How many tokens; the last one was sampled after the last accepted node.
 
     Returns
     -------
     int32 [t, longest path]
-        As of `accepted_paths`. Of equal siblings, which trees do not have, it takes the first.
+        As in `accepted_paths`. Valid trees have no equal siblings; of equal ones, the first counts.
     """
     paths: Int32s = _follow(forest.tokens, forest.parents, forest.firsts, emitted, num_emitted)
     return paths
@@ -109,7 +109,7 @@ class Tally(NamedTuple):
 
 
 def tally(forest: DraftForest, paths: Int32s) -> Tally:
-    """Count all nodes and the accepted ones; `paths` as of `accepted_paths`."""
+    """Count all nodes and the accepted ones; `paths` as in `accepted_paths`."""
     return Tally(*_tally(forest.sources, forest.firsts, paths, len(NAMES)))
 
 
@@ -139,7 +139,7 @@ def emitted_tokens(
     forest, rows : int64 [t]
         The trees, and the row of each tree's request.
     paths : int32 [t, longest]
-        As of `accepted_paths`.
+        As in `accepted_paths`.
     at_roots, at_nodes : int32 [r], int32 [n]
         The tokens chosen at the roots of all requests, and at the nodes.
 
@@ -166,14 +166,14 @@ def _emit(
 
 
 def moves_behind_roots(roots: Int64s, paths: Int32s) -> Int64s:
-    """Where accepted nodes are whose KV does not follow the root's, and where it belongs.
+    """The moves that put the KV of accepted nodes right after the root's.
 
     Parameters
     ----------
     roots : int64 [t]
         The index of each tree's root; its nodes follow it.
     paths : int32 [t, longest]
-        As of `accepted_paths`.
+        As in `accepted_paths`.
 
     Returns
     -------

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.verify.cpu import native
+from lookahead_vllm.verify.transfer import to_device
 
 MAX_CHOICES = 16
 
@@ -46,7 +47,7 @@ def top_choices(
     impl : {"auto", "torch", "native"}
         "auto" uses the compiled kernel for CPU tensors if it is available.
     wait : bool
-        False: the arrays are filled in once the device has come so far, in stream order.
+        False: return at once; the device fills the arrays later, in stream order.
 
     Raises
     ------
@@ -57,7 +58,7 @@ def top_choices(
         raise ValueError(f"k is {k}; there are 1 to {min(MAX_CHOICES, logits.shape[1])} choices")
     if impl not in ("auto", "torch", "native"):
         raise ValueError(f"impl is {impl!r}; choose 'auto', 'torch' or 'native'")
-    selected = torch.from_numpy(rows).to(logits.device)
+    selected = to_device(rows, logits.device)
     is_supported = logits.device.type == "cpu" and logits.dtype in _NATIVE_DTYPES
     library = native.load() if impl != "torch" and is_supported else None
     if library is None:

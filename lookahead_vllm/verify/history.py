@@ -1,12 +1,12 @@
 """Sampling parameters that depend on a request's output, applied at the nodes of a tree.
 
 The history of a logits row is the request's text followed by the path from the first node to the
-row. vLLM's second model runner takes the rows before a row for its history, which is right for
-chains (`vllm/v1/worker/gpu/sample/{penalties,bad_words,thinking_budget}.py`). These functions do
-the same with parents. On a chain they change the same logits to the same bits.
+row. vLLM's second model runner treats the rows before a row as its history, which is right only for
+chains (`vllm/v1/worker/gpu/sample/{penalties,bad_words,thinking_budget}.py`). These functions
+follow parents instead. On a chain they give the same logits, bit by bit.
 
-All change float32 logits [n, vocabulary] in place, without a synchronisation on a GPU. Tensors of
-the state have a row for each request slot, as vLLM has them.
+All change float32 logits [n, vocabulary] in place, without a synchronisation on a GPU. As in vLLM,
+tensors of the state have a row for each request slot.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Texts(NamedTuple):
 
 
 class Penalties(NamedTuple):
-    """The penalties of each slot, and what they count."""
+    """The penalties of each slot, and the tokens that they apply to."""
 
     repetition: Tensor
     """float32 [slots]; 1 for none."""
@@ -68,17 +68,17 @@ class BadWords(NamedTuple):
 
 
 class ThinkingBudgets(NamedTuple):
-    """The thinking budget of each slot, and where its text was found to start and end thinking."""
+    """The thinking budget of each slot, and where thinking starts and ends in its text."""
 
     budgets: Tensor
     """int32 [slots]: tokens; -1 for none."""
     last_start: Tensor
     """int32 [slots]: where the last start marker begins, or -1; updated."""
     last_end: Tensor
-    """int32 [slots]: where the last end marker begins, or -1; updated. Exact only if it is behind
+    """int32 [slots]: where the last end marker begins, or -1; updated. Exact only if it is after
     `last_start`."""
     scanned: Tensor
-    """int32 [slots]: no marker that begins before this position is unknown; updated."""
+    """int32 [slots]: all markers that begin before this position have been found; updated."""
     start_marker: Tensor
     """int32 [a]: the tokens that start thinking."""
     end_marker: Tensor
@@ -106,7 +106,7 @@ def apply_penalties(logits: Tensor, rows: Histories, penalties: Penalties) -> No
 def apply_bad_words(
     logits: Tensor, rows: Histories, texts: Texts, words: BadWords, max_words: int
 ) -> None:
-    """Set the logit of a bad word's last token to -inf where the history ends with its others.
+    """Set the logit of a bad word's last token to -inf if the history ends with its other tokens.
 
     Only output counts as history here, not the prompt.
 
@@ -114,7 +114,7 @@ def apply_bad_words(
     ----------
     logits : float32 [n, vocabulary]
     max_words : int
-        The most words of any request, known on the host.
+        The most words of any request.
 
     Raises
     ------

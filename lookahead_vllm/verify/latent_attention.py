@@ -53,7 +53,7 @@ def latent_attention(
     Parameters
     ----------
     query : float32, bfloat16 or float16 [n, heads, rank + rotary]
-        The rows of the trees alone, one tree after the other; n = sum(sizes).
+        Only the rows of the trees, one tree after the other; n = sum(sizes).
     cache : [num_blocks, block_size, rank + rotary]
         The query's dtype, or fp8 with `cache_scale`. Contiguous in the last dimension.
     output : [n, heads, rank]
@@ -61,7 +61,7 @@ def latent_attention(
     block_table : int32 [num_reqs, max_blocks]
         Slot p of a request is in block `block_table[row, p // block_size]`.
     batch : PagedBatch
-        Trees alone, on the query's device. `starts` and `tokens` are not read.
+        Only trees, on the query's device. `starts` and `tokens` are not read.
     scale : float
         Factor of q . k.
     cache_scale : float32 [1], optional
@@ -96,11 +96,11 @@ class DecodeRows(NamedTuple):
     """
 
     slots: Tensor
-    """int64 [blocks * block_size]: which slot of the paged cache stands in each of their slots."""
+    """int64 [blocks * block_size]: the slot of the paged cache that is copied to each slot."""
     block_table: Tensor
-    """int32 [n, b]: their blocks."""
+    """int32 [n, b]: the blocks of each request."""
     lengths: Tensor
-    """int32 [n]: their tokens, the new one included."""
+    """int32 [n]: the tokens of each request, the new one included."""
 
 
 def decode_rows(batch: PagedBatch, block_table: Tensor, block_size: int) -> DecodeRows:
@@ -109,7 +109,7 @@ def decode_rows(batch: PagedBatch, block_table: Tensor, block_size: int) -> Deco
     Parameters
     ----------
     batch, block_table
-        As of `latent_attention`.
+        As in `latent_attention`.
     block_size : int
         Slots of a block.
     """
@@ -131,11 +131,11 @@ def decode_rows(batch: PagedBatch, block_table: Tensor, block_size: int) -> Deco
         nodes = np.arange(size)
         attended = masks[first : first + size][:, nodes // 32] >> (nodes % 32) & 1
         for path in attended.astype(np.bool_):
-            behind = np.concatenate((own[full * block_size : context], own[context:][path]))
-            count = -(-len(behind) // block_size)
-            slots.append(np.resize(behind, count * block_size))
+            rest = np.concatenate((own[full * block_size : context], own[context:][path]))
+            count = -(-len(rest) // block_size)
+            slots.append(np.resize(rest, count * block_size))
             tables.append([*shared, *range(num_blocks, num_blocks + count)])
-            lengths.append(full * block_size + len(behind))
+            lengths.append(full * block_size + len(rest))
             num_blocks += count
     padded = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
     for i, table in enumerate(tables):

@@ -1,4 +1,4 @@
-"""Where the nodes of a step's trees stand among the rows of its logits, on the device."""
+"""Where the nodes of a step's trees are among the rows of its logits, on the device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.verify.transfer import to_device
 
 
 class NodeLayout(NamedTuple):
@@ -47,7 +48,7 @@ class NodeLayout(NamedTuple):
             The first logits row of each request, then the number of rows.
         """
         packed = _lay_out(forest.parents, forest.depths, forest.firsts, rows, cu_num_logits)
-        parents, roots, all_depths = torch.from_numpy(packed).to(device, non_blocking=True)
+        parents, roots, all_depths = to_device(packed, device)
         return cls(parents, roots, all_depths, 1 + int(forest.sizes.max(initial=0)))
 
 

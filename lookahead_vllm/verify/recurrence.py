@@ -1,17 +1,17 @@
 """Recurrent layers at the nodes of draft trees: Mamba 2, gated delta nets, causal convolutions.
 
-A recurrent layer has a state where attention has keys and values. A node starts from its parent's
-state, so each node of a step has a state of its own. vLLM gives a request 1 + K state slots under
-speculation, its columns, and reads column `accepted - 1` in the next step. These functions keep to
-that: the root reads the column that vLLM reads, row j writes column j, and `StateMover.commit`
-brings the accepted leaf's state to where the next step reads it. The convolution has one slot
-instead, column 0, with a window of inputs that is longer than its kernel.
+A recurrent layer has a state instead of keys and values. A node starts from its parent's state, so
+each node of a step has a state of its own. Under speculation, vLLM gives a request 1 + K state
+slots, its columns, and reads column `accepted - 1` in the next step. These functions do the same:
+the root reads the column that vLLM reads, row j writes column j, and `StateMover.commit` moves the
+accepted leaf's state to where the next step reads it. The convolution uses only one slot, column 0,
+with a window of inputs that is longer than its kernel.
 
 States are rounded to the cache's dtype at every node, and read back, as in plain decode. A chain
 gives the states that plain decode gives, and a tree those of its paths. The formulas and the order
 of sums are those of vLLM's kernels for one token; the tests compare bits. Arguments have the shapes
-that vLLM's layers pass to their own kernels. On a GPU nothing waits for the device, all launches
-follow from shapes, and a CUDA graph may contain them.
+that vLLM's layers pass to their own kernels. On a GPU nothing waits for the device, and all
+launches depend only on shapes, so a CUDA graph may contain them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-NULL_SLOT = 0
-"""vLLM's null block. A request whose slot is this or negative is padding."""
 
-
-class Trees(NamedTuple):
+class StateRows(NamedTuple):
     """The rows of r requests, on the device of the layer's states.
 
     The rows of a request are its root and its nodes in list order: parents come before children.
@@ -41,7 +38,8 @@ class Trees(NamedTuple):
     place. The root has place 0; its entry is not read. None: all requests are chains."""
     columns: Tensor
     """int32 [at least r, k]: the state slots of each request, k at least the rows of any request.
-    vLLM's state indices, strided as they are."""
+    vLLM's state indices, with any strides. A request whose slot is 0, vLLM's null block, or
+    negative is padding."""
     accepted: Tensor
     """int32 [at least r]: the tokens that each request's last step emitted, vLLM's
     `num_accepted_tokens`: the root reads column `accepted - 1`. 0 counts as 1."""
@@ -53,14 +51,14 @@ def convolution(
     weight: Tensor,
     bias: Tensor | None,
     activation: str | None,
-    trees: Trees,
+    trees: StateRows,
 ) -> Tensor:
     """A causal depthwise convolution along the path to each row.
 
-    Row n gives `activation(bias + sum_j weight[:, j] * (the inputs of the last rows of its path)`,
-    continued into the window behind the root. The window gets the inputs of all rows in list order,
-    as vLLM's `causal_conv1d_update` leaves a chain: its first `width - 2` entries are the inputs
-    before the root, entry `width - 2 + j` is that of row j.
+    Row n gives `activation(bias + sum_j weight[:, j] * input_j)` over the last `width` inputs of
+    its path; those before the root come from the window. Then the inputs of all rows are written to
+    the window in list order, where vLLM's `causal_conv1d_update` writes those of a chain: the first
+    `width - 2` entries are the inputs before the root, entry `width - 2 + j` is that of row j.
 
     Parameters
     ----------
@@ -74,12 +72,12 @@ def convolution(
         Not packed for a kernel of vLLM's. `width` is 2 to 8.
     bias : [dim] or None
     activation : {"silu", "swish", None}
-    trees : Trees
+    trees : StateRows
 
     Returns
     -------
     [n, dim], like `x`
-        0 in rows of no request.
+        0 in rows that belong to no request.
 
     Raises
     ------
@@ -111,7 +109,7 @@ def mamba2(
     C: Tensor,
     D: Tensor | None,
     dt_bias: Tensor | None,
-    trees: Trees,
+    trees: StateRows,
     out: Tensor,
     z: Tensor | None = None,
     dt_softplus: bool = True,
@@ -131,9 +129,9 @@ def mamba2(
     A : [heads, dim, dstate], expanded from [heads, 1, 1]
     B, C : [n, groups, dstate]
     D, dt_bias : [heads, dim], expanded from [heads, 1], or None
-    trees : Trees
+    trees : StateRows
     out : [n, heads, dim]
-        Written; rows of no request are left as they are.
+        Written; rows that belong to no request are unchanged.
     z : [n, heads, dim] or None
         A gate: the output is multiplied by silu(z).
     dt_softplus : bool
@@ -186,7 +184,7 @@ def gated_delta(
     b: Tensor,
     A_log: Tensor,
     dt_bias: Tensor,
-    trees: Trees,
+    trees: StateRows,
     out: Tensor,
     scale: float | None = None,
 ) -> None:
@@ -209,9 +207,9 @@ def gated_delta(
         These three are contiguous in the last dimension, so slices of one tensor need no copy.
     a, b : [n, heads]
     A_log, dt_bias : [heads]
-    trees : Trees
+    trees : StateRows
     out : [n, heads, value size]
-        Written; rows of no request are left as they are.
+        Written; rows that belong to no request are unchanged.
     scale : float
         Of q; by default key size ** -0.5.
 
@@ -250,9 +248,9 @@ class StateMover:
     ----------
     states : sequence of [slots, ...]
         The recurrent states of the layers, each contiguous but for the first dimension; none for
-        layers of convolutions alone.
+        layers that are only convolutions.
     windows : sequence of [slots, dim, length]
-        The windows of the layers' convolutions, as of `convolution`. The caches must not be
+        The windows of the layers' convolutions, as in `convolution`. The caches must not be
         reallocated.
     width : int
         The width of the convolutions' kernel.
@@ -278,7 +276,7 @@ class StateMover:
         self._move = _kernels(devices.pop()).Mover(list(states), list(windows), width)
 
     def commit(self, columns: Tensor, paths: Tensor, lengths: Tensor) -> None:
-        """Bring each accepted path to where the next step reads it, with `accepted = lengths`.
+        """Move each accepted path to where the next step reads it, with `accepted = lengths`.
 
         The state of the path's last row goes to column `lengths - 1`. The input of the row at depth
         d goes to entry `width - 2 + d` of the window. Nothing waits for a GPU.
@@ -286,10 +284,10 @@ class StateMover:
         Parameters
         ----------
         columns : int32 [at least r, k]
-            As of `Trees`.
+            As in `StateRows`.
         paths : int32 or int64 [r, w]
             In column d, the place of the accepted row at depth d among its request's rows; the
-            root's is 0. Entries behind the path are not read.
+            root's is 0. Entries after the path are not read.
         lengths : int32 or int64 [r]
             1 + accepted nodes, at most w; 0 and 1 move nothing.
 
@@ -318,11 +316,11 @@ def _kernels(device: torch.device) -> ModuleType:
     return triton_recurrence
 
 
-def _check_trees(trees: Trees, num_rows: int) -> None:
+def _check_trees(trees: StateRows, num_rows: int) -> None:
     requests = len(trees.starts) - 1
     dtypes = {part.dtype for part in trees if part is not None}
     if dtypes != {torch.int32}:
-        raise ValueError(f"Trees are int32; got {dtypes}")
+        raise ValueError(f"StateRows are int32; got {dtypes}")
     if trees.columns.ndim != 2 or min(len(trees.columns), len(trees.accepted)) < requests:
         raise ValueError(
             f"columns are [r, k], accepted [r], for {requests} requests; got "

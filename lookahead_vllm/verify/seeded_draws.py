@@ -1,8 +1,8 @@
 """Random draws of seeded requests, for draft nodes.
 
-Without speculation, a request's generator is drawn from once per emitted token. A node at depth d
-stands for the output d positions after the root's, so it needs the draw of that output. After the
-step, the generator must have advanced by as many draws as tokens were emitted.
+Without speculation, vLLM draws from a request's generator once per emitted token. A node at depth d
+is the output d positions after the root's, so it needs the draw of that output. After the step, the
+generator must have advanced by as many draws as tokens were emitted.
 """
 
 from __future__ import annotations

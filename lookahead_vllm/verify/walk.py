@@ -1,7 +1,7 @@
 """Acceptance on the device: the walk through each request's tree, after all nodes were sampled.
 
-It gives what `acceptance.accepted_paths` gives, without a synchronisation: all shapes follow from
-the arguments' shapes and from `width`, so a CUDA graph may contain it.
+It finds the same paths as `acceptance.accepted_paths`, without a synchronisation: all shapes follow
+from the arguments' shapes and from `width`, so a CUDA graph may contain it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ def walk(
     cu_num_logits: Tensor,
     logits_indices: Tensor,
     width: int,
-    out: Walk | None = None,
 ) -> Walk:
     """Follow the sampled tokens from each root as far as the tree goes.
 
@@ -61,19 +60,12 @@ def walk(
         The row of each row's parent, before the row itself and of the same request. A root, the
         first row of its request, is its own parent.
     cu_num_logits : int32 [r + 1]
-        The first row of each request, then the number of rows; it may be below n, where the rows
-        behind it are padding.
+        The first row of each request, then the number of rows; if that is below n, the rows after
+        it are padding.
     logits_indices : int32 or int64 [n]
         The index of each row among the step's tokens; it grows by one from row to row of a request.
     width : int
         1 + the most nodes of any request, known on the host.
-    out
-        Buffers to write into instead of new ones; contiguous, of the shapes and dtypes of Walk.
-
-    Returns
-    -------
-    Walk
-        `out`, if it is given.
 
     Raises
     ------
@@ -81,11 +73,7 @@ def walk(
         Wrong dtypes or shapes; on a CPU also if a request has more than `width` rows.
     """
     _check(ids, sampled, parents, cu_num_logits, logits_indices, width)
-    num_rows, num_requests = len(ids), len(cu_num_logits) - 1
-    if out is None:
-        out = empty_walk(num_rows, num_requests, width, ids.device)
-    else:
-        _check_buffers(out, num_rows, num_requests, width)
+    out = empty_walk(len(ids), len(cu_num_logits) - 1, width, ids.device)
     if ids.device.type == "cpu":
         from lookahead_vllm.verify.cpu.walk import walk_rows
     else:
@@ -148,15 +136,3 @@ def _check(
             f"cu_num_logits is [r + 1] and width at least 1; got {list(cu_num_logits.shape)} and "
             f"{width}"
         )
-
-
-def _check_buffers(out: Walk, num_rows: int, num_requests: int, width: int) -> None:
-    by_request = (num_requests, width)
-    shapes = (by_request, (num_requests,), (num_rows,), by_request, by_request)
-    for name, buffer, shape in zip(Walk._fields, out, shapes, strict=True):
-        dtype = torch.int32 if name == "num_sampled" else torch.int64
-        if buffer.shape != shape or buffer.dtype != dtype or not buffer.is_contiguous():
-            raise ValueError(
-                f"out.{name} is {dtype} {list(shape)} and contiguous; got {buffer.dtype} "
-                f"{list(buffer.shape)}, strides {buffer.stride()}"
-            )

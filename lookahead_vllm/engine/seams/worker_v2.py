@@ -1,4 +1,4 @@
-"""The workers' processes, second model runner."""
+"""Workers, second model runner: the runner, its batch, sampling."""
 
 from __future__ import annotations
 
@@ -12,18 +12,10 @@ _SAMPLED = "vLLM samples at the nodes of a tree"
 _BLOCKS = "vLLM frees blocks that hold only rejected tokens"
 _MEASURED = "vLLM measures the cost of a step"
 _SAMPLE = "vllm.v1.worker.gpu.sample"
-_PARENTS = "vLLM's processors know the parents of the rows"
+_PARENTS = "vLLM's processors get the parents of the rows"
 
 SEAMS = (
     # Workers: each makes its runner from a global name.
-    Seam(
-        "vllm.v1.worker.cpu_worker",
-        "CPUWorker",
-        ("init_device", "compile_or_warm_up_model", "model_runner"),
-        "overridden",
-        "makes our runner, measures the cost of a step",
-        _CLASS,
-    ),
     Seam(
         "vllm.v1.worker.cpu.model_runner",
         "",
@@ -36,10 +28,13 @@ SEAMS = (
     Seam(
         _RUNNER,
         "",
-        ("init_speculator", "RequestState", "Sampler", "RejectionSampler"),
+        (
+            *("init_speculator", "RequestState", "Sampler", "RejectionSampler"),
+            "StructuredOutputsWorker",
+        ),
         "swapped",
         "while the runner is made: no drafts after a step, no texts on the device, a sampler whose "
-        "logits can be observed, and one that samples at the nodes",
+        "logits can be observed, one that samples at the nodes, and grammar masks that grow",
         _LATE,
     ),
     Seam(
@@ -55,7 +50,7 @@ SEAMS = (
         ),
         "overridden",
         "announces requests to the drafter and learns from what has ended; gives a grammar's "
-        "scheduler the drafts of the step under way",
+        "scheduler the drafts of the step in flight",
         _LATE,
     ),
     Seam(
@@ -133,6 +128,54 @@ SEAMS = (
     ),
     Seam(
         _RUNNER,
+        "GPUModelRunner._dummy_sampler_run",
+        ("hidden_states",),
+        "overridden",
+        "allocates the logits of a step with the most nodes, so that vLLM counts them",
+        _SAMPLED,
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.structured_outputs",
+        "StructuredOutputsWorker",
+        ("logits_indices", "grammar_bitmask", "copy_stream"),
+        "overridden",
+        "masks for one row a request at first; more when a step needs them",
+        _SAMPLED,
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.structured_outputs",
+        "StructuredOutputsWorker.__init__",
+        ("max_num_logits", "mask_stride"),
+        "overridden",
+        "the number of masks",
+        _SAMPLED,
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.structured_outputs",
+        "StructuredOutputsWorker.apply_grammar_bitmask",
+        ("logits", "input_batch", "grammar_req_ids", "grammar_bitmask"),
+        "overridden",
+        "the masks of a step",
+        _SAMPLED,
+    ),
+    Seam(
+        "vllm.v1.outputs",
+        "LogprobsTensors",
+        ("cat",),
+        "called",
+        "logprobs of a step that was sampled in chunks",
+        _SAMPLED,
+    ),
+    Seam(
+        "vllm.v1.outputs",
+        "LogprobsTensors.cat",
+        ("cu_num_generated_tokens",),
+        "called",
+        "logprobs of a step that was sampled in chunks",
+        _SAMPLED,
+    ),
+    Seam(
+        _RUNNER,
         "GPUModelRunner._dummy_run",
         ("num_tokens", "context_len", "skip_eplb"),
         "called",
@@ -181,7 +224,7 @@ SEAMS = (
         "RequestState.__init__",
         ("use_dense_all_token_ids",),
         "called",
-        "false: the method under which vLLM knows us would keep all texts on the device",
+        "false: our method's name in vLLM, ngram_gpu, would keep all texts on the device",
         "SpeculativeConfig.method is open to plugins",
     ),
     Seam(
@@ -207,7 +250,7 @@ SEAMS = (
         ("grammar_init", "accept_tokens", "clear_backend"),
         "called",
         "a second copy of each grammar on the drafting rank, one step ahead of the scheduler's",
-        "the scheduler tells a worker what the grammar dictates",
+        "the scheduler sends a worker what the grammar dictates",
     ),
     Seam(
         "vllm.v1.request",
@@ -215,7 +258,7 @@ SEAMS = (
         ("append_output_token_ids", "use_structured_output", "structured_output_request"),
         "called",
         "the text that a grammar's copy has read",
-        "the scheduler tells a worker what the grammar dictates",
+        "the scheduler sends a worker what the grammar dictates",
     ),
     # Sampling at nodes.
     Seam(
@@ -231,7 +274,7 @@ SEAMS = (
         "Sampler.get_logprobs_dims",
         ("idx_mapping_np",),
         "called",
-        "how many logprobs the requests of a step want",
+        "how many logprobs the requests of a step need",
         _SAMPLED,
     ),
     Seam(
@@ -327,7 +370,7 @@ SEAMS = (
         "LogitBiasState",
         (),
         "read",
-        "the only processor that needs no parents: min_tokens goes by position",
+        "the only processor that needs no parents: min_tokens depends only on position",
         _PARENTS,
     ),
     Seam(
@@ -348,7 +391,7 @@ SEAMS = (
         "RequestState",
         ("all_token_ids", "prompt_len", "total_len"),
         "read",
-        "as of LogitsProcRequestState, for thinking budgets",
+        "as in LogitsProcRequestState, for thinking budgets",
         PUBLIC,
     ),
     Seam(

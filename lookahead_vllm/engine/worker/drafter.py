@@ -1,4 +1,4 @@
-"""Connects vLLM's runner to a proposer: passes on committed tokens, keeps drafts until verified."""
+"""Connects vLLM's runner to a proposer: passes on emitted tokens, keeps drafts until verified."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _hide_dunders_of_llvmlite()
 
 
 def prompt_tokens(request: CachedRequestState | NewRequestData) -> Int32s:
-    """A request's prompt, int32 [m]; UNKNOWN where embeddings or an image take a token's place."""
+    """A request's prompt, int32 [m]; UNKNOWN in place of embeddings and images."""
     prompt = np.array(request.prompt_token_ids or (), np.int32)
     if (are_ids := request.prompt_is_token_ids) is not None:
         prompt[~np.array(are_ids, np.bool_)] = UNKNOWN
@@ -84,6 +84,9 @@ class LiveRequest:
 BACKOFF_AFTER_STEPS = 16
 """Back off after this many steps in a row in which no node was worth sending."""
 
+MAX_LOGITS_BYTES = 512 << 20
+"""The most bytes of logits at the nodes of a step."""
+
 BACKOFF_STEPS = 3
 """Steps without drafting in each backoff, until drafting is tried again."""
 
@@ -92,7 +95,7 @@ class LookaheadDrafter:
     """The drafter that vLLM builds for ``{"method": "custom_class"}``, as `runner.drafter`.
 
     Of the ranks that share a model, only one drafts: the first of the last pipeline stage. Its
-    drafts reach all ranks, see `messages.py`.
+    drafts are sent to all ranks; see `messages.py`.
 
     Attributes
     ----------
@@ -101,11 +104,13 @@ class LookaheadDrafter:
     is_drafting_rank : bool
         Whether this rank drafts.
     proposer : Proposer
-        It drafts nothing before `begin`, and on ranks that do not draft.
+        Drafts nothing before `begin`, and on ranks that do not draft.
     drafted_for : set of str
-        The requests that the proposer was asked for since their last tokens.
+        The requests for which the proposer was called since their last tokens.
     backoff_left : int
         How many of the next steps make no drafts.
+    max_step_nodes : int
+        The most nodes of a step; its logits have a row for each.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -126,6 +131,8 @@ class LookaheadDrafter:
         self.recorder = StepRecorder()
         self._max_model_len = vllm_config.model_config.max_model_len
         self._vocab_size = vllm_config.model_config.get_vocab_size()
+        row_bytes = self._vocab_size * vllm_config.model_config.dtype.itemsize
+        self.max_step_nodes = max(MAX_LOGITS_BYTES // row_bytes, self.options.decoding_length)
         self._options: dict[str, RequestOptions] = {}
         self._live: dict[str, LiveRequest | None] = {}
         self._with_grammar: set[str] = set()
@@ -160,10 +167,10 @@ class LookaheadDrafter:
         return self.recorder.counters
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """There is no draft model to load."""
+        """Do nothing: there is no draft model."""
 
     def propose(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not used: vLLM's call names no requests. Our runner calls `commit` and `draft`."""
+        """Not used, because vLLM passes no request ids. Our runner calls `commit` and `draft`."""
         raise RuntimeError(
             "lookahead's drafter runs in a worker that is not lookahead's; write worker_cls='auto'"
         )
@@ -173,13 +180,17 @@ class LookaheadDrafter:
         if params is None:
             return None
         params = copy(params)  # several answers to one request share their parameters
-        options, params.extra_args = request_options.received(params.extra_args)
+        options, params.extra_args = request_options.options_in_worker(params.extra_args)
         if not self.is_drafting_rank:
             options = replace(options, references=())
         self._options[request_id] = options
         if params.structured_outputs is not None:
             self._with_grammar.add(request_id)
         return params
+
+    def is_enabled(self, request_id: str) -> bool:
+        """Whether an announced request may get drafts."""
+        return self._options[request_id].enabled
 
     def forget_options(self, request_id: str) -> None:
         """Drop what `announce` kept of a request that is followed already."""
@@ -205,8 +216,8 @@ class LookaheadDrafter:
     ) -> LiveRequest | None:
         """Make the record of a request, at its first token.
 
-        Requests that turned lookahead off do not reach the proposer. Nor do those for one token:
-        they cannot have a draft, and may belong to a beam search, whose namespace is unknown.
+        The proposer gets no requests that turned lookahead off, and none that are for one token:
+        these cannot have a draft, and may belong to a beam search, whose namespace is unknown.
         """
         live = None
         if params is not None and params.max_tokens != 1:  # None: a pooling request
@@ -225,8 +236,8 @@ class LookaheadDrafter:
     def back_off(self, request_ids: Sequence[str], emitted: Sequence[list[int]]) -> bool:
         """Skip drafting in this step if backing off; returns whether it is skipped.
 
-        The emitted tokens are kept for the next step that drafts. Drafts under way and new requests
-        end a backoff.
+        The emitted tokens are kept for the next step that drafts. Unverified drafts and new
+        requests end a backoff.
         """
         if not self.backoff_left:
             return False
@@ -245,8 +256,8 @@ class LookaheadDrafter:
     ) -> None:
         """Pass emitted tokens to the proposer, up to the first token that ends the request.
 
-        `verified` holds the model's choices at the nodes, for proposers that want them. Drafts of
-        these requests are verified or out of date now, and dropped.
+        `verified` holds the model's choices at the nodes, for proposers that need them. Drops the
+        drafts of these requests, which are verified or out of date.
         """
         tokens: dict[str, list[int]] = {}
         for live, burst in emitted:
@@ -277,8 +288,8 @@ class LookaheadDrafter:
         """Limits of the request's next tree; None if it can have no draft.
 
         Nodes take the KV slots after the `num_tokens` committed tokens. A tree of depth d emits up
-        to d + 1 tokens. Both stay below max_model_len. `max_nodes` and `may_branch` lower the
-        limits that hold for every request.
+        to d + 1 tokens. Both stay within max_model_len. `max_nodes` and `may_branch` narrow the
+        limits that apply to every request.
         """
         if max_nodes is None:
             max_nodes = self.options.decoding_length
@@ -290,14 +301,15 @@ class LookaheadDrafter:
         return DraftLimits(live.request_id, max_nodes, max_depth, may_branch, num_tokens)
 
     def grow(self, limits: Sequence[DraftLimits], load: Load) -> DraftForest:
-        """Grow a tree for each request; one without a node is not worth its cost.
+        """Grow a tree for each request; it is empty if no node is worth its cost.
 
-        `load` is the step's work besides drafts.
+        `load` is the step's other work.
         """
         forest = None
         with self._surviving("draft"):
             grown = DraftForest.of(self.proposer.propose(limits, load))
             forest = self._checked(grown, limits) if grown.num_nodes else grown
+            forest = forest.at_most(self.max_step_nodes)
         self.drafted_for.update(limit.request_id for limit in limits)
         return DraftForest.of([EMPTY_TREE] * len(limits)) if forest is None else forest
 
@@ -319,7 +331,7 @@ class LookaheadDrafter:
     def draft(self, limits: Sequence[DraftLimits], load: Load) -> dict[str, list[int]]:
         """Grow trees and keep them until they are verified; returns their tokens by request.
 
-        Requests without a node are left out. `load` is the next step's work besides drafts.
+        Requests without a node are left out. `load` is the next step's other work.
         """
         forest = self.grow(limits, load)
         if not forest.num_nodes:
@@ -349,7 +361,7 @@ class LookaheadDrafter:
         )
 
     def finish(self, request_id: str) -> None:
-        """Forget a request that has ended. Preemption does not end a request."""
+        """Forget a request that has ended. A preempted request has not."""
         self._options.pop(request_id, None)
         self._sent.pop(request_id, None)
         self._with_grammar.discard(request_id)
@@ -362,17 +374,17 @@ class LookaheadDrafter:
                 self.proposer.finish(request_id)
 
     def begin_to_save(self) -> None:
-        """Start to save the cache while the last requests run, because the engine will end."""
+        """Start to save the cache while the last requests run, because the engine ends soon."""
         if self._cache is not None:
             self._cache.begin_to_save()
 
     def shutdown(self) -> None:
-        """Save the cache, if there is one: the engine ends."""
+        """Save the cache, if there is one, because the engine ends."""
         if self._cache is not None:
             self._cache.close()
 
     def _checked(self, forest: DraftForest, limits: Sequence[DraftLimits]) -> DraftForest:
-        """The forest without malformed trees, and without branches where only chains work."""
+        """The forest without malformed trees, and without branches if only a chain is allowed."""
         max_nodes = np.array([limit.max_nodes for limit in limits], np.int64)
         if forest.faults(self._vocab_size, max_nodes).any():
             forest = DraftForest.of(

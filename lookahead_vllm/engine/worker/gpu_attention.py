@@ -33,7 +33,7 @@ from lookahead_vllm.engine.worker.step_recorder import timed_attention
 from lookahead_vllm.engine.worker.tree_rows import GraphBuffers, without_contexts
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
-from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
+from lookahead_vllm.verify.gpu.triton_moves import PagedKVMovers
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
 MAX_HEAD_SIZE = 256
@@ -50,8 +50,8 @@ class _TreeBuilder(_Builder):
 
     trees: TreeBatch | None = None
     graph: GraphBuffers | None = None
-    """Set by the runner where a captured graph runs the step, or is being captured. It holds the
-    step's trees."""
+    """Set by the runner if a captured graph runs the step or is being captured. It holds the step's
+    trees."""
 
     def build(
         self,
@@ -148,11 +148,11 @@ class _TreeImpl(_Impl):
 
 
 class TreeFlashAttentionMetadataBuilder(_TreeBuilder, FlashAttentionMetadataBuilder):
-    """Of the FlashAttention backend."""
+    """FlashAttention's metadata builder, with trees."""
 
 
 class TreeFlashAttentionImpl(_TreeImpl, FlashAttentionImpl):
-    """Of the FlashAttention backend."""
+    """FlashAttention's implementation, with trees."""
 
 
 class TreeFlashAttentionBackend(FlashAttentionBackend):
@@ -166,11 +166,11 @@ class TreeFlashAttentionBackend(FlashAttentionBackend):
 
 
 class TreeTritonAttentionMetadataBuilder(_TreeBuilder, TritonAttentionMetadataBuilder):
-    """Of the Triton backend."""
+    """The Triton backend's metadata builder, with trees."""
 
 
 class TreeTritonAttentionImpl(_TreeImpl, TritonAttentionImpl):
-    """Of the Triton backend."""
+    """The Triton backend's implementation, with trees."""
 
 
 class TreeTritonAttentionBackend(TritonAttentionBackend):
@@ -184,7 +184,7 @@ class TreeTritonAttentionBackend(TritonAttentionBackend):
 
 
 def register() -> None:
-    """Put the backends in place of vLLM's, in a process that serves lookahead."""
+    """Replace vLLM's backends in a process that serves lookahead."""
     for backend, ours in (
         (AttentionBackendEnum.FLASH_ATTN, TreeFlashAttentionBackend),
         (AttentionBackendEnum.TRITON_ATTN, TreeTritonAttentionBackend),
@@ -196,12 +196,12 @@ def register() -> None:
 
 
 def replaces_recurrent_chains() -> bool:
-    """Whether lookahead's kernels compute recurrent layers in steps with chains alone, too."""
+    """Whether lookahead's kernels also compute recurrent layers in steps with only chains."""
     return False
 
 
 def replaces_chains(is_latent: bool) -> bool:
-    """Whether tree attention computes chains, too; vLLM's kernels are made for them."""
+    """Whether tree attention also computes chains: never, because vLLM's kernels do."""
     return False
 
 
@@ -227,14 +227,14 @@ def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
     return None
 
 
-def mover(kv_caches: Sequence[torch.Tensor], layer: Any) -> PagedKVMover:
+def mover(kv_caches: Sequence[torch.Tensor], layer: Any) -> PagedKVMovers:
     """The KV mover of a KV cache group; `layer` is one of its layers."""
     if latent_attention.is_latent([layer]):
         kv_caches = [cache.unsqueeze(1) for cache in kv_caches]  # the latents are one head
-    return PagedKVMover(kv_caches)
+    return PagedKVMovers(kv_caches)
 
 
-def warm_up(layers: Sequence[Any], movers: Sequence[PagedKVMover], dtype: torch.dtype) -> None:
+def warm_up(layers: Sequence[Any], movers: Sequence[PagedKVMovers], dtype: torch.dtype) -> None:
     """Compile the kernels of a step with trees, so that no request waits for it."""
     from lookahead_vllm.verify.gpu.triton_attention import warm_up_batches
 

@@ -30,7 +30,7 @@ from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.cache.file import set_aside
 from lookahead_vllm.draft.tree import DraftTree
-from lookahead_vllm.engine.worker.pipeline import of_all_stages
+from lookahead_vllm.engine.worker.pipeline import gather_from_stages
 from lookahead_vllm.machine import cpu_name
 
 logger = init_logger(f"vllm.{__name__}")
@@ -39,13 +39,13 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Tokens of the forward passes that are timed without attention to a context."""
 
 MAX_SECONDS = 10.0
-"""After this time, sizes and batches that were not measured yet are left out."""
+"""After this time, sizes and batches that have not been measured are left out."""
 
 CONTEXT_TOKENS = 1024
 """Context of each row when attention is timed; shorter where it does not fit."""
 
 MAX_FILES = 64
-"""Cached measurements that are kept; the oldest are deleted."""
+"""The number of cached measurements that are kept; the oldest are deleted."""
 
 
 class Batch(NamedTuple):
@@ -85,7 +85,10 @@ class CapturedTokens(NamedTuple):
 
 
 class ForwardPasses(Protocol):
-    """Dummy passes of a model runner, logits included, which return when the device is done."""
+    """Dummy passes of a model runner, logits included. Each returns when the device is done."""
+
+    attends_in_graphs: bool
+    """Whether `with_context` runs in the graph that a step like it would run in."""
 
     def captured_tokens(self) -> CapturedTokens:
         """For which numbers of tokens `decode_in_graph` and `drafts_in_graph` have a graph."""
@@ -105,13 +108,13 @@ class ForwardPasses(Protocol):
     def with_context(
         self, batch: Batch, context: int
     ) -> AbstractContextManager[Callable[[], None]]:
-        """Gives every request of `batch` a context; yields the pass over the batch."""
+        """Give every request of `batch` a context; yield a function that runs the pass."""
 
 
 def begin_to_draft(runner: Any) -> None:
-    """Let the drafter begin, with the cost of a step if its budget depends on it.
+    """Start the drafter, with the cost of a step if the budget depends on it.
 
-    Every rank takes part.
+    Every rank must call this.
     """
     drafter = runner.drafter
     cost = step_cost(runner) if drafter.options.budget == "auto" else None
@@ -162,7 +165,7 @@ def step_cost(runner: Any) -> StepCost:
 
 
 def _broadcast(value: Any) -> Any:
-    """The first rank's value, so that all ranks of a model run the same passes."""
+    """The first rank's value, so that all ranks run the same passes."""
     return get_world_group().broadcast_object(value)
 
 
@@ -202,7 +205,7 @@ def measure(runner: Any) -> dict[str, Any]:
     has_graphs = any(tokens for tokens, _ in graphs)
     timed: dict[int, float] = {}
     in_graphs: tuple[dict[int, float], ...] = ({}, {})
-    attention: list[tuple[Batch, float]] = []
+    attention: list[tuple[Batch, float, float]] = []
     with tqdm(
         total=len(sizes) + sum(len(tokens) for tokens, _ in graphs) + len(batches),
         desc="Measuring the cost of a step",
@@ -217,17 +220,25 @@ def measure(runner: Any) -> dict[str, Any]:
                 if _broadcast(time.perf_counter() < deadline):
                     times[size] = _fastest(partial(run, size))
                 bar.update()
+        without_drafts = _of_all_sizes(captured.without_drafts, in_graphs[0])
+        with_drafts = _of_all_sizes(captured.with_drafts, in_graphs[1])
+        curve = CostCurve(list(timed), list(timed.values()))
         for batch in batches:
             if _broadcast(time.perf_counter() < deadline):
+                num_tokens = batch.requests * batch.rows
+                without_context = curve(num_tokens)
+                if passes.attends_in_graphs:
+                    of_kind = GraphTimes(*(with_drafts if batch.rows > 1 else without_drafts))
+                    without_context = of_kind.overlay(num_tokens, without_context)
                 with passes.with_context(batch, context) as attend:
-                    attention.append((batch, _fastest(attend)))
+                    attention.append((batch, _fastest(attend), float(without_context)))
             bar.update()
-    read, causal, trees = _fit(CostCurve(list(timed), list(timed.values())), attention, context)
+    read, causal, trees = _fit(attention, context)
     return dict(
         sizes=list(timed),
         times=list(timed.values()),
-        graphs_without_drafts=_of_all_sizes(captured.without_drafts, in_graphs[0]),
-        graphs_with_drafts=_of_all_sizes(captured.with_drafts, in_graphs[1]),
+        graphs_without_drafts=without_drafts,
+        graphs_with_drafts=with_drafts,
         context=read,
         causal=causal,
         trees=trees,
@@ -251,19 +262,20 @@ def _of_all_sizes(sizes: Sequence[int], timed: dict[int, float]) -> list[list[An
     return [known, np.interp(known, list(timed), list(timed.values())).tolist()]
 
 
-def _fit(
-    curve: CostCurve, attention: list[tuple[Batch, float]], context: int
-) -> tuple[float, float, float]:
+def _fit(attention: list[tuple[Batch, float, float]], context: int) -> tuple[float, float, float]:
     """Seconds for reading a token of context, and for each row that attends to it in chains and
-    in trees; by least squares."""
+    in trees; by least squares.
+
+    `attention` has batches with the seconds of their passes, with the context and without it.
+    """
     features, beyond = [], []
-    for batch, seconds in attention:
+    for batch, seconds, without_context in attention:
         work = float(batch.requests * batch.rows * context)
         read = float(batch.requests * context)
         row = [read, 0.0 if batch.trees else work, work if batch.trees else 0.0]
         # Relative errors, so that long passes do not dominate.
         features.append(np.array(row) / seconds)
-        beyond.append(1 - float(curve(batch.requests * batch.rows)) / seconds)
+        beyond.append(1 - without_context / seconds)
     if not features:
         return 0.0, 0.0, 0.0
     read, causal, trees = np.linalg.lstsq(np.array(features), np.array(beyond))[0].clip(0)
@@ -271,13 +283,13 @@ def _fit(
 
 
 def _fastest(run: Any) -> float:
-    """The time of `run`; of a pipeline, that of all stages."""
+    """The least time of several runs, in seconds; in a pipeline, the sum over all stages."""
     times = []
     for _ in range(4):  # the first one warms up
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    return sum(of_all_stages(min(times)))  # a step runs through all of them
+    return sum(gather_from_stages(min(times)))  # a step runs through all stages
 
 
 def _file_of(runner: Any) -> Path:

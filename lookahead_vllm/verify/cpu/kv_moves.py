@@ -30,8 +30,8 @@ class SlotMover:
 
         A slot is `block * block_size + offset`. The moves of a request must be in ascending order
         of `src`, each to a `dst` below its `src`, because implementations differ: they copy one
-        slot after the other, or read all slots first. Moves of a slot to itself are dropped,
-        wherever they stand.
+        slot after the other, or read all slots first. Moves of a slot to itself may be anywhere;
+        they are dropped.
 
         Parameters
         ----------
@@ -65,7 +65,7 @@ class SlotMover:
         Raises
         ------
         ValueError
-            As of `move`.
+            As in `move`.
         """
         self.move(src.flatten(), dst.flatten())
 

@@ -86,7 +86,7 @@ class LayerCache(ctypes.Structure):
 
 
 class Forest(ctypes.Structure):
-    """`Forest` of `csrc/recurrence.cpp`: recurrence.Trees; strides in elements."""
+    """`Forest` of `csrc/recurrence.cpp`: recurrence.StateRows; strides in elements."""
 
     _fields_ = [
         ("requests", _i64),

@@ -18,7 +18,7 @@ from torch.nn.functional import silu, softplus
 from lookahead_vllm.verify.cpu import native
 
 if TYPE_CHECKING:
-    from lookahead_vllm.verify.recurrence import Trees
+    from lookahead_vllm.verify.recurrence import StateRows
 
 KEYS_FIRST = True
 """The layout of gated_delta's states."""
@@ -40,7 +40,7 @@ def mamba2(
     C: Tensor,
     D: Tensor | None,
     dt_bias: Tensor | None,
-    trees: Trees,
+    trees: StateRows,
     out: Tensor,
     z: Tensor | None,
     dt_softplus: bool,
@@ -50,7 +50,7 @@ def mamba2(
     Raises
     ------
     ValueError
-        `trees` breaks a rule of `Trees`.
+        `trees` breaks a rule of `StateRows`.
     """
     library = _library(state, x, B, C, out, *([] if z is None else [z]))
     if library is None or len({x.dtype, B.dtype, C.dtype, out.dtype}) > 1:
@@ -80,7 +80,7 @@ def gated_delta(
     b: Tensor,
     A_log: Tensor,
     dt_bias: Tensor,
-    trees: Trees,
+    trees: StateRows,
     out: Tensor,
     scale: float,
 ) -> None:
@@ -89,7 +89,7 @@ def gated_delta(
     Raises
     ------
     ValueError
-        `trees` breaks a rule of `Trees`.
+        `trees` breaks a rule of `StateRows`.
     """
     library = _library(state, q, k, v, out)
     if library is None or len({q.dtype, k.dtype, v.dtype, out.dtype}) > 1:
@@ -114,7 +114,7 @@ def convolution(
     weight: Tensor,
     bias: Tensor | None,
     is_silu: bool,
-    trees: Trees,
+    trees: StateRows,
     out: Tensor,
 ) -> None:
     """See `recurrence.convolution`; `out` is contiguous and zero.
@@ -122,7 +122,7 @@ def convolution(
     Raises
     ------
     ValueError
-        `trees` breaks a rule of `Trees`.
+        `trees` breaks a rule of `StateRows`.
     """
     library = _library(window, x)
     if library is None:
@@ -132,38 +132,37 @@ def convolution(
         for tap in range(weight.shape[1]):
             y = y + inputs[:, :, tap].float() * weight[:, tap].float()
         for request in _requests(trees):
-            for row in range(
-                request.rows.start, request.rows.stop
-            ):  # torch's silu depends on the shape
+            # Row by row, because the rounding of torch's silu depends on the shape.
+            for row in range(request.rows.start, request.rows.stop):
                 out[row] = (silu(y[row]) if is_silu else y[row]).to(out.dtype)
         return
     weight, bias = _floats(weight.T.to(x.dtype)), _floats(bias)
     _convolve(library, x, window, weight, len(weight), bias, is_silu, trees, out)
 
 
-def path_windows(x: Tensor, window: Tensor, width: int, trees: Trees) -> Tensor:
-    """The inputs that a causal convolution reads before each row, and an updated window.
+def path_windows(x: Tensor, window: Tensor, width: int, trees: StateRows) -> Tensor:
+    """The inputs that a causal convolution reads before each row; also updates the window.
 
-    With these for conv states, a kernel for one token computes all rows at once, each as a request
-    of its own. So the rows are rounded as that kernel rounds, whatever it is.
+    Passed as conv states, they let a kernel for one token compute all rows at once, each as a
+    request of its own, so the rows are rounded as that kernel rounds.
 
     Parameters
     ----------
     x, window, trees
-        As of `recurrence.convolution`, on the CPU. The window is updated as there.
+        As in `recurrence.convolution`, on the CPU; the window is updated in the same way.
     width : int
         Of the convolution's kernel, 2 to 8.
 
     Returns
     -------
     [n, dim, width - 1], like `window`
-        The last inputs of each row's path, without its own; 0 in rows of no request. It is
-        contiguous as [n, width - 1, dim].
+        The last inputs of each row's path, without its own; 0 in rows that belong to no request.
+        It is contiguous as [n, width - 1, dim].
 
     Raises
     ------
     ValueError
-        `trees` breaks a rule of `Trees`, or `width` is out of range.
+        `trees` breaks a rule of `StateRows`, or `width` is out of range.
     """
     if not 2 <= width <= 8:
         raise ValueError(f"width is {width}; it may be 2 to 8")
@@ -201,7 +200,7 @@ class Mover:
 
 
 def _library(*tensors: Tensor) -> ctypes.CDLL | None:
-    """The compiled kernels, if they take these tensors."""
+    """The compiled kernels, if they support the dtypes of these tensors."""
     return native.load() if all(t.dtype in _NATIVE_DTYPES for t in tensors) else None
 
 
@@ -213,7 +212,7 @@ def _convolve(
     width: int,
     bias: Tensor | None,
     is_silu: bool,
-    trees: Trees,
+    trees: StateRows,
     out: Tensor,
 ) -> None:
     call = native.ConvolutionCall(
@@ -226,7 +225,7 @@ def _convolve(
 def _run(
     function: Callable[..., int],
     call: ctypes.Structure,
-    trees: Trees,
+    trees: StateRows,
     state: Tensor,
     rows: Tensor,
     most_rows: int | None = None,
@@ -267,7 +266,7 @@ def _need_strided_rows(out: Tensor) -> None:
 
 
 class _Request(NamedTuple):
-    """A request that is no padding."""
+    """A request that is not padding."""
 
     rows: slice
     parents: list[int]
@@ -277,7 +276,7 @@ class _Request(NamedTuple):
     """The column that the root reads."""
 
 
-def _requests(trees: Trees) -> Iterator[_Request]:
+def _requests(trees: StateRows) -> Iterator[_Request]:
     starts = trees.starts.tolist()
     for request, (first, end) in enumerate(pairwise(starts)):
         root = max(int(trees.accepted[request]), 1) - 1
@@ -289,7 +288,7 @@ def _requests(trees: Trees) -> Iterator[_Request]:
             yield _Request(rows, parents, columns, root)
 
 
-def _rows(trees: Trees) -> Iterator[tuple[int, int, int]]:
+def _rows(trees: StateRows) -> Iterator[tuple[int, int, int]]:
     """Each row with the slot that it reads and the slot that it writes, parents first."""
     for request in _requests(trees):
         columns = request.columns.tolist()
@@ -307,7 +306,7 @@ def _mamba2_torch(
     C: Tensor,
     D: Tensor | None,
     dt_bias: Tensor | None,
-    trees: Trees,
+    trees: StateRows,
     out: Tensor,
     z: Tensor | None,
     dt_softplus: bool,
@@ -334,7 +333,7 @@ def _gated_delta_torch(
     b: Tensor,
     A_log: Tensor,
     dt_bias: Tensor,
-    trees: Trees,
+    trees: StateRows,
     out: Tensor,
     scale: float,
 ) -> None:
@@ -353,7 +352,7 @@ def _gated_delta_torch(
         out[row] = ((value * query[:, :, None]).sum(1) * scale).to(out.dtype)
 
 
-def _gather_windows_torch(x: Tensor, window: Tensor, width: int, trees: Trees) -> Tensor:
+def _gather_windows_torch(x: Tensor, window: Tensor, width: int, trees: StateRows) -> Tensor:
     before = width - 1
     out = torch.zeros(len(x), before, x.shape[1], dtype=window.dtype).transpose(1, 2)
     for rows, parents, columns, root in _requests(trees):

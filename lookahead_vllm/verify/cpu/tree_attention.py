@@ -18,7 +18,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def supported(head_size: int, dtype: torch.dtype, block_size: int, packed: bool = False) -> bool:
-    """Whether `tree_attention` takes layers of this shape; the engine asks at start-up."""
+    """Whether `tree_attention` supports layers of this shape; called at start-up."""
     return (
         head_size % 16 == 0
         and 32 <= head_size <= 512

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch, query_tokens
+from lookahead_vllm.verify.transfer import staged
 
 if TYPE_CHECKING:
     from lookahead_vllm.verify.tree_batch import TreeBatch
 
 ROWS_OF_A_TREE = 8
-"""A step is expected to have one tree for so many tokens; the context is split accordingly."""
+"""The expected tokens of a step for each of its trees; determines how a context is split."""
 
 _MIN_ROWS = 3  # of a branching tree: the root and two children
 
@@ -40,9 +41,9 @@ class FixedBatch:
     Attributes
     ----------
     batch : PagedBatch
-        Over the buffers: room for every step of `num_tokens` tokens.
+        The buffers, with room for every step of `num_tokens` tokens.
     num_trees : int
-        The trees of the step under way; they are the first entries.
+        The trees of the current step; they are the first entries.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class FixedBatch:
         max_size = min(max_size, num_tokens)
         self._words = (max_size + 31) // 32
         self._lengths = [*[entries] * 5, num_tokens, num_tokens * self._words, num_tokens]
-        # None of its values is read before `fill`.
+        # `fill` writes every value before one is read.
         self._packed = torch.empty(sum(self._lengths), dtype=torch.int32, device=device)
         parts = self._packed.split(self._lengths)
         rows, starts, sizes, contexts, firsts, depths, masks, tokens = parts
@@ -67,6 +68,7 @@ class FixedBatch:
             sizes,
             contexts,
             firsts,
+            firsts,  # all requests have trees
             depths,
             masks.view(num_tokens, self._words),
             tokens,
@@ -117,7 +119,4 @@ class FixedBatch:
             masks = parts[6].reshape(-1, self._words)
             masks[:rows, :words] = trees.masks.numpy()
             tokens[:rows] = query_tokens(starts, sizes)
-        filled = torch.from_numpy(packed)
-        if self._packed.device.type == "cuda":
-            filled = filled.pin_memory()
-        self._packed.copy_(filled, non_blocking=True)
+        self._packed.copy_(staged(packed, self._packed.device), non_blocking=True)

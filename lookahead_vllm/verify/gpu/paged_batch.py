@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
+
+from lookahead_vllm.verify.transfer import to_device
 
 if TYPE_CHECKING:  # imports numba, and `scripts/gpu_check.py` runs without it
     from lookahead_vllm.verify.tree_batch import TreeBatch
@@ -38,6 +40,8 @@ class PagedBatch:
         Tokens before its first row; they are in the cache.
     firsts : int32 [r]
         Its first row of `depths` and `masks`, or CAUSAL.
+    places : int32 [r]
+        Its first entry of `tokens`.
     depths : int32 [n]
         Depth of each row of a tree, the root 0. The row's position is context + depth.
     masks : int32 [n, w], w = ceil(max(sizes of trees) / 32)
@@ -49,8 +53,8 @@ class PagedBatch:
     max_size, max_context : int
         Upper bounds of `sizes` and `contexts`, known without a synchronisation.
     expected_requests : int, optional
-        How many requests of a fixed buffer usually have rows. The more the context is split, the
-        fewer they are. All by default.
+        How many requests of a fixed buffer usually have rows; all by default. The fewer they are,
+        the more parts a context is split into.
     """
 
     rows: Tensor
@@ -58,6 +62,7 @@ class PagedBatch:
     sizes: Tensor
     contexts: Tensor
     firsts: Tensor
+    places: Tensor
     depths: Tensor
     masks: Tensor
     tokens: Tensor
@@ -83,26 +88,25 @@ class PagedBatch:
             trees.starts.numpy(),
             tree_sizes,
             trees.contexts.numpy(),
-            np.cumsum(tree_sizes, dtype=np.int32) - tree_sizes,
+            _places(tree_sizes),
         )
         if causal is not None:
             added = [np.asarray(column, np.int32) for column in causal]
             added.append(np.full_like(added[0], CAUSAL))
             columns = [np.concatenate(pair) for pair in zip(columns, added, strict=True)]
+        columns = [*columns, _places(columns[2])]
         max_size, max_context = (int(columns[i].max(initial=0)) for i in (2, 3))
         tokens = torch.from_numpy(query_tokens(columns[1], columns[2]))
         parts = [*map(torch.from_numpy, columns), trees.depths, trees.masks.flatten(), tokens]
-        packed = torch.cat(parts)
-        if torch.device(device).type == "cuda":
-            packed = packed.pin_memory()
-        tensors = packed.to(device, non_blocking=True).split([len(part) for part in parts])
-        rows, starts, sizes, contexts, firsts, depths, masks, tokens = tensors
+        copied = to_device(torch.cat(parts), device).split([len(part) for part in parts])
+        rows, starts, sizes, contexts, firsts, places, depths, masks, tokens = copied
         return cls(
             rows,
             starts,
             sizes,
             contexts,
             firsts,
+            places,
             depths,
             masks.view(trees.masks.shape),
             tokens,
@@ -112,33 +116,6 @@ class PagedBatch:
 
     def __len__(self) -> int:
         return len(self.sizes)
-
-    def copy_from(self, batch: PagedBatch) -> None:
-        """Copy `batch` into these buffers, over which a CUDA graph was captured.
-
-        Raises
-        ------
-        ValueError
-            It does not fit.
-        """
-        words = self.masks.shape[1]
-        if (
-            len(batch) > len(self)
-            or len(batch.depths) > len(self.depths)
-            or batch.masks.shape[1] > words
-            or len(batch.tokens) > len(self.tokens)
-            or batch.max_size > self.max_size
-            or batch.max_context > self.max_context
-        ):
-            raise ValueError(f"{batch.shape} does not fit into buffers of {self.shape}")
-        self.sizes.zero_()
-        self.tokens.fill_(-1)
-        for field in fields(self):
-            buffer, new = getattr(self, field.name), getattr(batch, field.name)
-            if field.name == "masks":
-                buffer[: len(new), : new.shape[1]] = new
-            elif isinstance(new, Tensor):
-                buffer[: len(new)] = new
 
     @property
     def shape(self) -> dict[str, int]:
@@ -153,8 +130,12 @@ class PagedBatch:
         }
 
 
+def _places(sizes: NDArray[np.int32]) -> NDArray[np.int32]:
+    return np.cumsum(sizes, dtype=np.int32) - sizes
+
+
 def query_tokens(starts: NDArray[np.int32], sizes: NDArray[np.int32]) -> NDArray[np.int32]:
-    """`PagedBatch.tokens` of requests with these `starts` and `sizes`."""
+    """`PagedBatch.tokens` for requests with these `starts` and `sizes`."""
     ends = np.cumsum(sizes, dtype=np.int32)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total, dtype=np.int32) + np.repeat(starts + sizes - ends, sizes)

@@ -48,8 +48,9 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
     alibi_slopes, sinks, k_scale, v_scale = (
         call.alibi_slopes, call.sinks, call.k_scale, call.v_scale
     )  # fmt: skip
-    tokens, heads, head_size = query.shape
+    _, heads, head_size = query.shape
     _, block_size, kv_heads, _ = key_cache.shape
+    num_rows = len(batch.tokens)
     group = heads // kv_heads
     rows = batch.max_size * group
     block_m, block_n, num_warps = tile_of(rows, query.dtype, head_size)
@@ -57,19 +58,17 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
     if num_splits is None:
         programs = batch.expected_requests or len(batch) * tiles
         num_splits = splits_for(programs * kv_heads, batch.max_context, query.device)
-        num_splits = max(1, min(num_splits, MAX_PARTIAL_BYTES // (query.numel() * 4)))
-    partial = (
-        torch.empty(
-            (num_splits, tokens, heads, head_size + 2), dtype=torch.float32, device=query.device
-        )
-        if num_splits > 1
-        else query
-    )
+        bytes_of_a_split = 4 * num_rows * heads * (head_size + 2)
+        num_splits = max(1, min(num_splits, MAX_PARTIAL_BYTES // bytes_of_a_split))
+    partial = query
+    if num_splits > 1:
+        shape = num_splits, num_rows, heads, head_size + 2
+        partial = torch.empty(shape, dtype=torch.float32, device=query.device)
     output = output.view(output.shape[0], heads, head_size)
     has_scales = k_scale is not None
     _attend_tile[(len(batch) * tiles, kv_heads, num_splits)](
         query, key_cache, value_cache, output, partial, block_table,
-        batch.rows, batch.starts, batch.sizes, batch.contexts, batch.firsts,
+        batch.rows, batch.starts, batch.sizes, batch.contexts, batch.firsts, batch.places,
         batch.depths, batch.masks,
         query if alibi_slopes is None else alibi_slopes,
         query if sinks is None else sinks,
@@ -80,7 +79,7 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
         *output.stride()[:2],
-        block_table.stride(0), batch.masks.stride(0), tokens, tiles, num_splits,
+        block_table.stride(0), batch.masks.stride(0), num_rows, tiles, num_splits,
         HEADS=heads,
         GROUP=group,
         HEAD_SIZE=head_size,
@@ -102,7 +101,7 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
             partial, output, batch.tokens,
             query if sinks is None else sinks,
             query if v_scale is None else v_scale,
-            *output.stride()[:2], tokens, num_splits,
+            *output.stride()[:2], num_rows, num_splits,
             HEADS=heads,
             HEAD_SIZE=head_size,
             BLOCK_D=triton.next_power_of_2(head_size),
@@ -126,8 +125,9 @@ def warm_up_batches(
         size = max(rows // group, 1)
         for max_context in (0, 1 << 20):  # not split, and split
             yield PagedBatch(
-                zeros, zeros, zeros, zeros, zeros, zeros, zeros[None], zeros - 1, size, max_context
-            )
+                zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros[None], zeros - 1,
+                size, max_context,
+            )  # fmt: skip
         rows *= 2
 
 
@@ -158,23 +158,23 @@ def splits_for(programs: int, max_context: int, device: torch.device) -> int:
 
 
 # Integers and alignments that change from step to step must not trigger a compilation.
-_LAYOUT = ["rows", "starts", "sizes", "contexts", "firsts", "depths", "masks"]
+_LAYOUT = ["rows", "starts", "sizes", "contexts", "firsts", "places", "depths", "masks"]
 
 
 @triton.jit(
-    do_not_specialize=["table_row", "mask_row", "num_tokens", "tiles", "num_splits"],
+    do_not_specialize=["table_row", "mask_row", "num_rows", "tiles", "num_splits"],
     do_not_specialize_on_alignment=_LAYOUT,
 )
 def _attend_tile(
     query, key_cache, value_cache, output, partial, block_table,
-    rows, starts, sizes, contexts, firsts, depths, masks,
+    rows, starts, sizes, contexts, firsts, places, depths, masks,
     alibi_slopes, sinks, k_scale, v_scale,
     scale, soft_cap, window,
     query_token, query_head,
     key_block, key_slot, key_head,
     value_block, value_slot, value_head,
     output_token, output_head,
-    table_row, mask_row, num_tokens, tiles, num_splits,
+    table_row, mask_row, num_rows, tiles, num_splits,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, IS_SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_CAP: tl.constexpr,
@@ -183,7 +183,7 @@ def _attend_tile(
     """Attention of BLOCK_M rows of one request and KV head over one split of its context."""
     entry = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1).to(tl.int64)  # a large cache has more than 2**31 elements
     split = tl.program_id(2)
     size = tl.load(sizes + entry)
     if tile * BLOCK_M >= size * GROUP:
@@ -302,7 +302,8 @@ def _attend_tile(
             )
 
     if IS_SPLIT:
-        row = (split * num_tokens + token) * HEADS + head
+        place = (tl.load(places + entry) + node).to(tl.int64)
+        row = (split * num_rows + place) * HEADS + head
         start_of_row = partial + row * (HEAD_SIZE + 2)
         tl.store(start_of_row[:, None] + d[None, :], acc, mask=is_row[:, None] & is_dim[None, :])
         tl.store(start_of_row + HEAD_SIZE, row_max, mask=is_row)
@@ -380,17 +381,18 @@ def accumulate(scores, score_factor, v, row_max, row_sum, acc):
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_splits"],
+    do_not_specialize=["num_rows", "num_splits"],
     do_not_specialize_on_alignment=["tokens"],
 )
 def merge_splits(
     partial, output, tokens, sinks, v_scale,
-    output_token, output_head, num_tokens, num_splits,
+    output_token, output_head, num_rows, num_splits,
     HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one row and head by their maxima and sums."""
-    token = tl.load(tokens + tl.program_id(0)).to(tl.int64)
+    place = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens + place).to(tl.int64)
     head = tl.program_id(1)
     if token < 0:
         return
@@ -398,7 +400,7 @@ def merge_splits(
     is_split = split < num_splits
     d = tl.arange(0, BLOCK_D)
     is_dim = d < HEAD_SIZE
-    start_of_row = partial + ((split * num_tokens + token) * HEADS + head) * (HEAD_SIZE + 2)
+    start_of_row = partial + ((split * num_rows + place) * HEADS + head) * (HEAD_SIZE + 2)
     row_max = tl.load(start_of_row + HEAD_SIZE, mask=is_split, other=float("-inf"))
     row_sum = tl.load(start_of_row + HEAD_SIZE + 1, mask=is_split, other=0.0)
     acc = tl.load(

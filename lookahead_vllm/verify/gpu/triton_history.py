@@ -1,7 +1,5 @@
 """Penalties, bad words and thinking budgets at the nodes of trees, in one or two launches each."""
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

@@ -86,8 +86,9 @@ def warm_up_batches(device: torch.device) -> Iterator[PagedBatch]:
     zeros = torch.zeros(1, dtype=torch.int32, device=device)
     for max_context in (0, 1 << 20):  # not split, and split
         yield PagedBatch(
-            zeros, zeros, zeros, zeros, zeros, zeros, zeros[None], zeros - 1, 1, max_context
-        )
+            zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros[None], zeros - 1,
+            1, max_context,
+        )  # fmt: skip
 
 
 @triton.jit(

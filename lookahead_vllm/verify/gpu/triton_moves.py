@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -36,7 +37,7 @@ class PagedKVMover:
             if layout != (first.shape, first.stride(), first.dtype, first.device):
                 raise ValueError(
                     "the KV caches of one block table are alike; got "
-                    f"{list(cache.shape)}, strides {cache.stride()}, beside {list(first.shape)}, "
+                    f"{list(cache.shape)}, strides {cache.stride()}, and {list(first.shape)}, "
                     f"strides {first.stride()}"
                 )
         if first.stride(3) != 1 or first.element_size() not in _DTYPE_OF_SIZE:
@@ -52,6 +53,12 @@ class PagedKVMover:
     def device(self) -> torch.device:
         """The device of the caches."""
         return self._kv_caches[0].device
+
+    @property
+    def bytes_of_a_slot(self) -> int:
+        """The bytes of one slot in all layers."""
+        first = self._kv_caches[0]
+        return len(self._kv_caches) * first.shape[1] * first.shape[3] * first.element_size()
 
     def move(self, src: Tensor, dst: Tensor) -> None:
         """Copy the K/V of slot `src[i]` to slot `dst[i]` in every layer; reads all, then writes.
@@ -145,6 +152,47 @@ class PagedKVMover:
         )  # fmt: skip
 
 
+class PagedKVMovers:
+    """Copies slots in the caches of layers that share one block table and differ in their layout.
+
+    Parameters
+    ----------
+    kv_caches : sequence of [num_blocks, num_kv_heads, block_size, width]
+        As in `PagedKVMover`; heads, width and strides may differ from layer to layer.
+    """
+
+    def __init__(self, kv_caches: Sequence[Tensor]) -> None:
+        alike: dict[Any, list[Tensor]] = {}
+        for cache in kv_caches:
+            alike.setdefault((cache.shape, cache.stride(), cache.dtype), []).append(cache)
+        self._movers = [PagedKVMover(caches) for caches in alike.values()]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the caches."""
+        return self._movers[0].device
+
+    def move(self, src: Tensor, dst: Tensor) -> None:
+        """See `PagedKVMover.move`."""
+        for mover in self._movers:
+            mover.move(src, dst)
+
+    def move_paths(self, src: Tensor, dst: Tensor) -> None:
+        """See `PagedKVMover.move_paths`; one launch for each layout."""
+        for mover in self._movers:
+            mover.move_paths(src, dst)
+
+    def read(self, slots: Tensor) -> Tensor:
+        """See `PagedKVMover.read`; layers are in the order of their layouts."""
+        return torch.cat([mover.read(slots) for mover in self._movers], dim=1)
+
+    def write(self, slots: Tensor, values: Tensor) -> None:
+        """See `PagedKVMover.write`."""
+        sizes = [mover.bytes_of_a_slot for mover in self._movers]
+        for mover, own in zip(self._movers, values.split(sizes, dim=1), strict=True):
+            mover.write(slots, own.contiguous())
+
+
 @triton.jit
 def _copy(
     pointers, copies, src, dst, block_stride, head_stride, slot_stride,
@@ -158,7 +206,8 @@ def _copy(
         return
     slot = target if WRITE else source
     cache = tl.load(pointers + layer).to(tl.pointer_type(copies.dtype.element_ty))
-    base = slot // BLOCK_SIZE * block_stride + head * head_stride + slot % BLOCK_SIZE * slot_stride
+    base = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride
+    base += head.to(tl.int64) * head_stride  # a large cache has more than 2**31 elements
     offset = tl.arange(0, PADDED)
     in_width = offset < WIDTH
     copy = copies + ((move * LAYERS + layer).to(tl.int64) * HEADS + head) * WIDTH + offset
@@ -178,7 +227,7 @@ def _move_paths(
     cache = tl.load(pointers + layer).to(tl.pointer_type(typed_cache.dtype.element_ty))
     offset = tl.arange(0, PADDED)
     in_width = offset < WIDTH
-    cache += head * head_stride + offset
+    cache += head.to(tl.int64) * head_stride + offset
     for move in range(1, moves):  # a root stays where it is
         source = tl.load(src + request * moves + move)
         target = tl.load(dst + request * moves + move)

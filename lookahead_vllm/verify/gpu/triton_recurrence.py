@@ -5,8 +5,6 @@ the slots that it wrote. The arithmetic is that of vLLM's kernels for one token,
 and warps where they decide the order of a sum.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -17,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lookahead_vllm.verify.recurrence import Trees
+    from lookahead_vllm.verify.recurrence import StateRows
 
 KEYS_FIRST = False
 """The layout of gated_delta's states."""
@@ -38,7 +36,7 @@ def convolution(
     weight: Tensor,
     bias: Tensor | None,
     is_silu: bool,
-    trees: Trees,
+    trees: StateRows,
     out: Tensor,
 ) -> None:
     """See `recurrence.convolution`; `out` is contiguous and zero."""
@@ -60,7 +58,7 @@ def mamba2(
     C: Tensor,
     D: Tensor | None,
     dt_bias: Tensor | None,
-    trees: Trees,
+    trees: StateRows,
     out: Tensor,
     z: Tensor | None,
     dt_softplus: bool,
@@ -89,7 +87,7 @@ def gated_delta(
     b: Tensor,
     A_log: Tensor,
     dt_bias: Tensor,
-    trees: Trees,
+    trees: StateRows,
     out: Tensor,
     scale: float,
 ) -> None:
@@ -139,8 +137,8 @@ class Mover:
             )  # fmt: skip
 
 
-def _arguments(trees: Trees) -> tuple[Any, ...]:
-    """What the kernels take of the trees; without parents, they take any tensor."""
+def _arguments(trees: StateRows) -> tuple[Any, ...]:
+    """The kernels' arguments for `trees`; without parents, any tensor takes their place."""
     starts, parents, columns, accepted = trees
     return starts, starts if parents is None else parents, *_strided(columns), accepted
 
@@ -154,7 +152,7 @@ def _vector(values: Tensor | None, other: Tensor) -> tuple[Tensor, int]:
 
 
 def _mamba2_launch(dstate: int, device: torch.device) -> tuple[int, int]:
-    """Dimensions and warps of a program, as vLLM has them without a tuned configuration."""
+    """Dimensions and warps of a program: vLLM's, for devices without a tuned configuration."""
     for most, launch in ((16, (32, 4)), (32, (16, 4)), (64, (8, 4))):
         if dstate <= most:
             return launch

@@ -1,7 +1,5 @@
 """The walk through each request's tree, in one asynchronous launch."""
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton
@@ -27,8 +25,8 @@ def walk_rows(
 ) -> None:
     """`walk.walk` for checked arguments; writes into the last five.
 
-    Rows of a request behind its first `width` ones are never accepted, and have no `order`. There
-    is one kernel for each power of two that `width` rounds up to, from 16 on.
+    Rows of a request after the first `width` ones are never accepted, and their `order` is not
+    written. There is one kernel for each power of two that `width` rounds up to, from 16 on.
     """
     _walk[(len(num_sampled) + 1,)](
         ids.contiguous(), sampled.contiguous(), parents.contiguous(),
@@ -46,7 +44,7 @@ def _walk(
     ids, sampled, parents, cu_num_logits, logits_indices,
     tokens, num_sampled, order, origins, targets, num_rows, width, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for each request, and one for the rows behind those of all requests."""
+    """One program for each request, and one for the rows after those of all requests."""
     request = tl.program_id(0)
     first = tl.load(cu_num_logits + request)
     offset = tl.arange(0, BLOCK)

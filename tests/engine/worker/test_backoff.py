@@ -14,7 +14,7 @@ import pytest
 from vllm import LLM, SamplingParams, TokensPrompt
 
 from lookahead_vllm.draft.tree import DraftTree
-from lookahead_vllm.engine.scheduler.late import PAUSE_AFTER_STEPS
+from lookahead_vllm.engine.scheduler.late_scheduler import PAUSE_AFTER_STEPS
 from lookahead_vllm.engine.worker.drafter import BACKOFF_AFTER_STEPS, BACKOFF_STEPS
 from lookahead_vllm.engine.worker.v2.late_drafts import PROBE_EVERY
 from tests.support.driving import drafter_of, engine, generate

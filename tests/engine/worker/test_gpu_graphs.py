@@ -423,7 +423,7 @@ def test_only_steps_in_graphs_for_drafts_have_their_bound_and_buffers(
 
 @pytest.mark.parametrize("may_branch", [True, False])
 def test_warming_up_fills_every_slot(may_branch: bool) -> None:
-    drafts = WarmUpDrafts(may_branch)
+    drafts = WarmUpDrafts(may_branch, 100)
     cached = SimpleNamespace(req_ids=["a", "b", "c"], num_computed_tokens=[6, 9, 4])
     scheduled: Any = SimpleNamespace(
         scheduled_spec_decode_tokens={"b": [0] * 4, "c": [0], "new": [0]},
@@ -435,5 +435,7 @@ def test_warming_up_fills_every_slot(may_branch: bool) -> None:
     assert found.forest.branching.tolist() == [may_branch, False]
     found.forest[0].check(10, 4)
     assert not drafts.grow(scheduled, {"b"}).forest.branching.any()
+    assert WarmUpDrafts(may_branch, 3).grow(scheduled).forest.sizes.tolist() == [2, 1]
+    assert not WarmUpDrafts(may_branch, 1).grow(scheduled).req_ids  # fewer nodes than requests
     scheduled.scheduled_spec_decode_tokens = {}
     assert not drafts.grow(scheduled).req_ids

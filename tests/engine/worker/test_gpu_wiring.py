@@ -28,7 +28,7 @@ from lookahead_vllm.verify import latent_attention
 from lookahead_vllm.verify.cpu.tree_attention import keys_and_values
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
-from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
+from lookahead_vllm.verify.gpu.triton_moves import PagedKVMovers
 from lookahead_vllm.verify.tree_batch import TreeBatch
 from tests.support.attention_cases import PagedAttentionCase, random_tree
 from tests.support.driving import drafter_of, engine, generate, random_prompts
@@ -279,6 +279,7 @@ def test_layers_without_tree_attention_get_chains() -> None:
         ({"pruning": True}, "prunes video tokens"),
         ({"text": {"index_topk": 2048}}, "sparse indexer"),
         ({"transfer": object()}, "KV leaves the engine"),
+        ({"experts": True}, "returns the experts"),
     ],
 )
 def test_engines_that_verify_no_trees(setting: dict[str, Any], says: str | None) -> None:
@@ -292,6 +293,7 @@ def test_engines_that_verify_no_trees(setting: dict[str, Any], says: str | None)
             is_encoder_decoder=False,
         ),
         kv_transfer_config=setting.get("transfer"),
+        aux_output_config=SimpleNamespace(enabled="experts" in setting),
         parallel_config=setting.get("parallel") or ParallelConfig(),
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
@@ -357,8 +359,8 @@ def test_latent_layers_without_tree_attention_get_chains() -> None:
 def test_latents_of_a_gpu_move_as_one_head() -> None:
     layer = latent_layer()
     mover = gpu_attention.mover([layer.kv_cache], layer)
-    assert isinstance(mover, PagedKVMover)
-    assert mover._kv_caches[0].shape == (4, 1, 16, 12)
+    assert isinstance(mover, PagedKVMovers)
+    assert mover._movers[0]._kv_caches[0].shape == (4, 1, 16, 12)
 
 
 def test_warming_up_latent_attention_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,34 +19,47 @@ DRAFT_SIZES = [2, 4, 8, 16, 32, 48]
 
 
 class Passes:
-    """A pass in pieces takes 10 ms, in a graph 6, in one for drafts 7; and 0.1 for each token."""
+    """A pass in pieces takes 10 ms, in a graph 6, in one for drafts 7; and 0.1 for each token.
+
+    With a context, a row of a chain takes 1 µs more for each token of it, and a row of a tree 2.
+    """
+
+    attends_in_graphs = True
 
     def __init__(self, captured: step_cost.CapturedTokens) -> None:
         self.captured = captured
-        self.ran: list[tuple[str, int]] = []
+        self.ran: list[tuple[str, int, float]] = []
 
     def captured_tokens(self) -> step_cost.CapturedTokens:
         return self.captured
 
     def decode(self, num_tokens: int, attends: bool) -> None:
-        self.ran.append(("pieces", num_tokens))
+        self.ran.append(("pieces", num_tokens, 0.0))
         assert attends is bool(self.captured.without_drafts or self.captured.with_drafts)
 
     def decode_in_graph(self, num_tokens: int) -> None:
-        self.ran.append(("plain", num_tokens))
+        self.ran.append(("plain", num_tokens, 0.0))
 
     def drafts_in_graph(self, num_tokens: int) -> None:
-        self.ran.append(("drafts", num_tokens))
+        self.ran.append(("drafts", num_tokens, 0.0))
 
     def with_context(self, batch: Any, context: int) -> Any:
-        return nullcontext(lambda: self.ran.append(("pieces", batch.requests * batch.rows)))
+        tokens = batch.requests * batch.rows
+        kind, sizes = "plain", self.captured.without_drafts
+        if batch.rows > 1:
+            kind, sizes = "drafts", self.captured.with_drafts
+        larger = [size for size in sizes if size >= tokens]
+        kind, padded = (kind, min(larger)) if larger else ("pieces", tokens)
+        attention = tokens * context * (2e-6 if batch.trees else 1e-6)
+        return nullcontext(lambda: self.ran.append((kind, padded, attention)))
 
 
 def facts_of(monkeypatch: pytest.MonkeyPatch, passes: Passes) -> dict[str, Any]:
     def fastest(run: Any) -> float:
         run()
-        kind, tokens = passes.ran[-1]
-        return {"pieces": 0.010, "plain": 0.006, "drafts": 0.007}[kind] + 1e-4 * tokens
+        kind, tokens, attention = passes.ran[-1]
+        start = {"pieces": 0.010, "plain": 0.006, "drafts": 0.007}[kind]
+        return start + 1e-4 * tokens + attention
 
     monkeypatch.setattr(step_cost, "_fastest", fastest)
     monkeypatch.setattr(step_cost, "_broadcast", lambda value: value)
@@ -65,8 +78,9 @@ def test_graphs_are_timed_at_captured_sizes(monkeypatch: pytest.MonkeyPatch) -> 
     plain = [1, 2, 4, *range(8, 65, 8)]
     passes = Passes(step_cost.CapturedTokens(plain, DRAFT_SIZES))
     cost = step_cost._cost_of(facts_of(monkeypatch, passes))
-    assert [n for kind, n in passes.ran if kind == "plain"] == [1, 2, 4, 8, 16, 32, 64]
-    assert [n for kind, n in passes.ran if kind == "drafts"] == DRAFT_SIZES
+    ran = [(kind, n) for kind, n, attention in passes.ran if not attention]
+    assert [n for kind, n in ran if kind == "plain"] == [1, 2, 4, 8, 16, 32, 64]
+    assert [n for kind, n in ran if kind == "drafts"] == DRAFT_SIZES
     assert cost.captured is not None
     without, with_drafts = cost.captured
     assert without.sizes == plain and with_drafts.sizes == DRAFT_SIZES
@@ -76,6 +90,15 @@ def test_graphs_are_timed_at_captured_sizes(monkeypatch: pytest.MonkeyPatch) -> 
     for tokens, nodes, expected in ((5, 0, 0.0068), (9, 4, 0.0086), (60, 50, 0.016)):
         work = StepWork(tokens, tokens - nodes, nodes, context=0.0, causal=0.0, trees=0.0)
         assert cost.predict(work) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("sizes", [([1, 8, 32, 64], DRAFT_SIZES), ([], [])])
+def test_attention_is_what_a_context_adds_to_the_same_graph(
+    sizes: tuple[list[int], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = facts_of(monkeypatch, Passes(step_cost.CapturedTokens(*sizes)))
+    assert facts["context"] == pytest.approx(0, abs=1e-9)
+    assert facts["causal"] == pytest.approx(1e-6) and facts["trees"] == pytest.approx(2e-6)
 
 
 def test_without_graphs_there_is_one_curve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,4 +138,6 @@ def test_an_engine_times_the_graphs_that_it_has_captured(
         replays = runner_of(llm).replays
         for for_drafts, sizes in ((False, [1, 2, 4, 8, 16]), (True, graph_engine.SIZES[1:])):
             ran = [tokens for tokens, drafts, _ in replays if drafts is for_drafts]
-            assert sorted(set(ran)) == sizes and len(ran) == 4 * len(sizes)
+            assert sorted(set(ran)) == sizes and len(ran) >= 4 * len(sizes)
+        batches = [batch for batch in step_cost.BATCHES if batch.requests <= 16]
+        assert len(replays) == 4 * (5 + len(graph_engine.SIZES[1:]) + len(batches))

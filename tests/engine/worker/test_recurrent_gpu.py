@@ -12,11 +12,11 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from lookahead_vllm.engine.worker import recurrent_kernels, recurrent_kernels_gpu
 from lookahead_vllm.engine.worker.recurrent import PARENTS
 from lookahead_vllm.verify import recurrence
-from lookahead_vllm.verify.recurrence import Trees
+from lookahead_vllm.verify.recurrence import StateRows
 
 ROWS = [0, 1, 2, 4, 5]
 """Of the step's six tokens; the fourth is a prompt's."""
-TREES = Trees(
+TREES = StateRows(
     torch.tensor([0, 3, 5], dtype=torch.int32),
     torch.tensor([-1, 0, 0, -1, 0], dtype=torch.int32),
     torch.arange(1, 9, dtype=torch.int32).view(2, 4),

@@ -196,15 +196,16 @@ def test_a_fixed_budget_measures_nothing(
 def test_attention_is_separated_from_the_forward_pass() -> None:
     curve = CostCurve([1, 64], [0.010, 0.073])
 
-    def seconds(batch: Batch) -> float:
+    def timed(batch: Batch) -> tuple[Batch, float, float]:
         rows = batch.requests * batch.rows
-        row = 2e-6 if batch.trees else 1e-6
-        return float(curve(rows)) + 1000 * (5e-6 * batch.requests + rows * row)
+        without_context, row = float(curve(rows)), 2e-6 if batch.trees else 1e-6
+        attention = 1000 * (5e-6 * batch.requests + rows * row)
+        return batch, without_context + attention, without_context
 
-    read, causal, trees = step_cost._fit(curve, [(b, seconds(b)) for b in BATCHES], 1000)
+    read, causal, trees = step_cost._fit([timed(b) for b in BATCHES], 1000)
     assert read == pytest.approx(5e-6, rel=1e-3)
     assert causal == pytest.approx(1e-6, rel=1e-3)
     assert trees == pytest.approx(2e-6, rel=1e-3)
-    chains = [(b, seconds(b)) for b in BATCHES if not b.trees]
-    assert step_cost._fit(curve, chains, 1000)[2] == pytest.approx(1e-6, rel=1e-3)
-    assert step_cost._fit(curve, [], 1000) == (0, 0, 0)
+    chains = [timed(b) for b in BATCHES if not b.trees]
+    assert step_cost._fit(chains, 1000)[2] == pytest.approx(1e-6, rel=1e-3)
+    assert step_cost._fit([], 1000) == (0, 0, 0)

@@ -139,23 +139,6 @@ def test_one_wrong_mask_bit_changes_its_row_only(impl, row, bit):
     assert not torch.allclose(right[row], wrong[row], atol=1e-3)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_fixed_buffers_hold_the_last_batch(impl):
-    """CUDA graphs need the same tensors, which have capacity for more, in every step."""
-    large = PagedAttentionCase(
-        [random_tree(np.random.default_rng(i), 40) for i in range(3)], [90, 80, 70], head_size=64
-    )
-    buffers = large.paged_batch
-    for seed in range(2):
-        tree = random_tree(np.random.default_rng(seed), 7)
-        case = PagedAttentionCase([tree, DraftTree.chain([1])], [20, 9], head_size=64, causal=(1,))
-        buffers.copy_from(case.paged_batch)
-        case.paged_batch = buffers
-        case.check(impl)
-    with pytest.raises(ValueError, match=r"'requests': 5.* does not fit into buffers"):
-        buffers.copy_from(PagedAttentionCase([tree] * 5, [3] * 5).paged_batch)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -103,6 +103,29 @@ def test_entries_without_a_slot_are_skipped():
     assert torch.equal(caches[0], before)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_layers_of_one_table_may_differ(seed):
+    """As in models whose layers have different numbers of KV heads."""
+    from lookahead_vllm.verify.gpu.triton_moves import PagedKVMovers
+
+    shapes = [(5, 3, 16, 24), (5, 1, 16, 24), (5, 3, 16, 24), (5, 2, 16, 64)]
+    caches = [torch.randn(shape).bfloat16() for shape in shapes]
+    src, dst, moves = path_moves(seed)
+    expected = [cache.clone() for cache in caches]
+    for old, new in zip(caches, expected, strict=True):
+        before = old.clone()
+        for a, b in moves:
+            new[b // 16, :, b % 16] = before[a // 16, :, a % 16]
+    movers = PagedKVMovers(caches)
+    values = movers.read(src.flatten())
+    movers.move_paths(src, dst)
+    for cache, new in zip(caches, expected, strict=True):
+        assert torch.equal(cache, new)
+    other = PagedKVMovers([torch.zeros(shape).bfloat16() for shape in shapes])
+    other.write(dst.flatten(), values)
+    assert torch.equal(other.read(dst.flatten()), values)
+
+
 def test_wrong_arguments_are_refused():
     from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
 

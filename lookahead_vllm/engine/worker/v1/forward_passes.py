@@ -15,6 +15,8 @@ from lookahead_vllm.engine.worker.step_cost import Batch, CapturedTokens
 class RunnerPasses:
     """See `ForwardPasses`."""
 
+    attends_in_graphs = False
+
     def __init__(self, runner: Any) -> None:
         self._runner = runner
 
@@ -73,6 +75,6 @@ class RunnerPasses:
         if not get_pp_group().is_last_rank:
             runner._sync_device()
             return
-        # Adapters are laid out for one row of logits a request.
+        # vLLM has set the adapters for one row of logits a request.
         runner.model.compute_logits(last if runner.lora_config else hidden[:num_tokens])
         runner._sync_device()

@@ -1,4 +1,4 @@
-"""vLLM's CUDA worker with a lookahead runner inside. Not run on a GPU yet."""
+"""vLLM's CUDA worker that runs lookahead on the first model runner. Not run on a GPU yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.worker import gpu_attention
 from lookahead_vllm.engine.worker.v1.replica_group import become_replica
-from lookahead_vllm.engine.worker.v1.replicas import ReplicaRunner
+from lookahead_vllm.engine.worker.v1.replica_runner import ReplicaRunner
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 
 if TYPE_CHECKING:
@@ -32,34 +32,33 @@ class LookaheadGPUModelRunner(LookaheadRunner, gpu_model_runner.GPUModelRunner):
         if not self.model_config.is_hybrid:  # recurrent layers need graphs of the longest draft
             capture_steps_without_drafts(self)
 
-    def compile_tree_kernels(self) -> None:
-        """Where trees may branch."""
+    def compile_kernels(self) -> None:
+        """Compile what a step launches, so that no request waits for it."""
+        super().compile_kernels()
         if self.drafter.may_branch:
             context = self.compilation_config.static_forward_context
             names = [n for group in self._attn_group_iterator() for n in group.layer_names]
             gpu_attention.warm_up([context[n] for n in names], self._movers, self.dtype)
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
-        """Trees have masks of their own in each step, which a graph of all layers knows nothing of.
-
-        They run between the pieces of a piecewise graph; chains keep what vLLM has for them.
-        """
+        """Steps with branching trees run in piecewise graphs: a full graph cannot hold the step's
+        masks. Chains use vLLM's choice."""
         run = functools.partial(super()._determine_batch_execution_and_padding, *args, **kwargs)
         return determine_in_pieces(self, run)
 
 
 def capture_steps_without_drafts(runner: Any) -> None:
-    """Let graphs of the whole model be those that plain vLLM has: of one token a request.
+    """Capture full graphs for one token a request, as plain vLLM does.
 
-    vLLM would make them for requests that all have the longest draft, which is never so here, and
-    round the sizes of all graphs, those of steps without a draft included, up to multiples of that.
+    By default vLLM would capture them for the longest draft and round all graph sizes up to
+    multiples of it.
     """
     runner.uniform_decode_query_len = 1
     runner.cudagraph_dispatcher.uniform_decode_query_len = 1
 
 
 def determine_in_pieces(runner: Any, run: Callable[[], Any]) -> Any:
-    """`run()`, which asks the dispatcher for a graph; for trees it gets none of the whole model."""
+    """Call run() with full graphs disabled if the step has branching trees."""
     if not runner._step.branches:
         return run()
     dispatcher = runner.cudagraph_dispatcher
@@ -94,7 +93,7 @@ class LookaheadGPUWorker(Worker):
             return super()._make_model_runner()
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
+        self.model_runner.compile_kernels()  # before vLLM begins to report late compilations
         times = super().compile_or_warm_up_model()
-        self.model_runner.compile_tree_kernels()
         self.model_runner.warm_up_drafting()
         return times

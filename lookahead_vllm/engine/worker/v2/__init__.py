@@ -1,1 +1,1 @@
-"""Depends on vLLM's second model runner (Model Runner V2), with asynchronous scheduling."""
+"""Adapters to vLLM's second model runner (Model Runner V2), with asynchronous scheduling."""

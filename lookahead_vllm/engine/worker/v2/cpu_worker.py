@@ -1,4 +1,4 @@
-"""vLLM's CPU worker with a lookahead runner of the second kind inside."""
+"""vLLM's CPU worker that runs lookahead on Model Runner V2."""
 
 from __future__ import annotations
 

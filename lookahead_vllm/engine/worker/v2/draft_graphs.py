@@ -1,4 +1,4 @@
-"""CUDA graphs of whole steps with drafts, beside those that plain vLLM has.
+"""CUDA graphs of whole steps with drafts, in addition to those that plain vLLM has.
 
 vLLM's manager captures a graph for each number of requests that decode one token. A step with
 drafts has other numbers of tokens in each request. Graphs for such steps are captured for a few
@@ -24,7 +24,7 @@ from lookahead_vllm.engine.worker.step_cost import CapturedTokens
 
 
 def sizes_with_drafts(captured: Sequence[int], most: int) -> list[int]:
-    """Those of vLLM's capture sizes that get a graph for drafts: each about twice the last one.
+    """The capture sizes that get a graph for drafts, each about twice the one before.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def sizes_with_drafts(captured: Sequence[int], most: int) -> list[int]:
 
 
 class _AnnouncedCapture(CudaGraphManager):
-    """Announces each graph before its inputs are prepared. Comes after ModelCudaGraphManager."""
+    """Announces each graph before its inputs are prepared. List it after ModelCudaGraphManager."""
 
     before_capture: Callable[[BatchExecutionDescriptor], None]
 
@@ -61,14 +61,15 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
     Attributes
     ----------
     branches : bool
-        Whether a tree of the step under way has more than one branch; set by the runner.
+        Whether a tree of the current step has more than one branch; set by the runner.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.branches = False
         self._draft_graphs: dict[tuple[int, int], BatchExecutionDescriptor] = {}
-        """By the number of tokens, up to the next smaller graph, and of active adapters."""
+        """By the number of tokens of a step, which may be less than the graph's, and the number of
+        active adapters."""
         self._longest = 0
         self._use_buffers: Callable[[int | None], None] | None = None
 
@@ -77,10 +78,10 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
     def add_draft_graphs(
         self, longest: int, use_buffers: Callable[[int | None], None] | None = None
     ) -> list[int]:
-        """Capture graphs for steps with drafts, too; returns their numbers of tokens.
+        """Also capture graphs for steps with drafts; returns their numbers of tokens.
 
-        There are none where vLLM captures no graphs of the whole model. Where it captures them for
-        any batch, chains have vLLM's, and only branching trees need others.
+        None are captured if vLLM captures no graphs of the whole model. If vLLM captures graphs for
+        any batch, chains run in them, and only branching trees need others.
 
         Parameters
         ----------
@@ -142,8 +143,9 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
     ) -> BatchExecutionDescriptor:
         """Find the graph for a step.
 
-        Where ranks have agreed on the arguments, all of them find the same one: which trees branch
-        counts only where vLLM's graphs take any batch, and there branching trees are on one rank.
+        Data parallel ranks agree on the arguments, and must find the same graph. `branches` may
+        differ between ranks, but it counts only if vLLM's graphs take any batch, and then several
+        ranks have no branching trees.
         """
         any_batch = self.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL
         has_drafts = (
@@ -177,7 +179,7 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
 
     @contextmanager
     def in_pieces(self) -> Iterator[None]:
-        """Within it, no step runs in a graph of the whole model."""
+        """In the block, no step runs in a graph of the whole model."""
         pieces = {
             key: [desc for desc in descs if desc.cg_mode != CUDAGraphMode.FULL]
             for key, descs in self._candidates.items()

@@ -15,6 +15,8 @@ from lookahead_vllm.engine.worker.step_cost import Batch, CapturedTokens
 class RunnerPasses:
     """See `ForwardPasses`."""
 
+    attends_in_graphs = True
+
     def __init__(self, runner: Any) -> None:
         self._runner = runner
 
@@ -45,10 +47,7 @@ class RunnerPasses:
         if batch.trees:
             runner.schedule_dummy_trees([batch.tree] * batch.requests, context)
         try:
-            with (
-                patches.swapped(runner, "max_num_reqs", batch.requests),
-                runner.without_full_graphs(),
-            ):
+            with patches.swapped(runner, "max_num_reqs", batch.requests):
                 yield lambda: self._run(batch.requests * batch.rows, context_len=context)
         finally:
             runner.schedule_dummy_trees([])
@@ -56,6 +55,6 @@ class RunnerPasses:
     def _run(self, num_tokens: int, **kwargs: Any) -> None:
         runner = self._runner
         hidden, last = runner._dummy_run(num_tokens, skip_eplb=True, **kwargs)
-        # Adapters are laid out for one row of logits a request.
+        # vLLM has set the adapters for one row of logits a request.
         runner.model.compute_logits(last if runner.lora_config else hidden[:num_tokens])
         torch.accelerator.synchronize()

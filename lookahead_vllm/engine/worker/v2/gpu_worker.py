@@ -1,4 +1,4 @@
-"""vLLM's CUDA worker with a lookahead runner of the second kind inside. Not run on a GPU yet."""
+"""vLLM's CUDA worker that runs lookahead on Model Runner V2. Not run on a GPU yet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from lookahead_vllm.engine.worker.step_cost import CapturedTokens
 from lookahead_vllm.engine.worker.tree_rows import GraphBuffers
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
-from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
 from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
 
 if TYPE_CHECKING:
@@ -33,18 +32,18 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class GraphRunner(LookaheadRunner):
-    """Mixin: steps with drafts run in captured graphs where the attention backends can.
+    """Mixin: steps with drafts run in captured graphs if the attention backends support it.
 
-    Steps without drafts keep the graphs that they have in plain vLLM.
+    Steps without drafts keep plain vLLM's graphs.
     """
 
     cudagraph_manager: DraftGraphManager | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._buffers: dict[int, GraphBuffers] = {}
-        """Those of each captured number of tokens, where trees may branch."""
+        """The buffers of each graph, by its number of tokens, if trees may branch."""
         self._graph: GraphBuffers | None = None
-        """Those of the graph that runs the step under way."""
+        """The buffers of the graph that runs the current step."""
         super().__init__(*args, **kwargs)
 
     # ---- what is captured ------------------------------------------------------------------------
@@ -61,7 +60,8 @@ class GraphRunner(LookaheadRunner):
         manager = self.cudagraph_manager
         assert manager is not None
         if self.dp_size > 1 and manager.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL:
-            # All ranks have to run one kind of graph, and vLLM's for any batch has no trees.
+            # All ranks must run the same kind of graph, and vLLM's graphs for any batch have no
+            # tree attention.
             self._forbid_branches("cudagraph_mode is FULL, and there are several engines")
         self._buffers = {}
         if reason := self._varlen_obstacle():
@@ -103,7 +103,7 @@ class GraphRunner(LookaheadRunner):
             self._buffers[size] = GraphBuffers(trees, seq_lens)
 
     def _use_buffers(self, num_tokens: int | None) -> None:
-        """Before a capture: let the builders use the buffers of this graph."""
+        """Called before a capture: the metadata builders use the buffers of this graph."""
         self._graph = None if num_tokens is None else self._buffers[num_tokens]
         self._set_trees(DraftStep.of_dummies([], 0))
 
@@ -135,7 +135,7 @@ class GraphRunner(LookaheadRunner):
         batch: InputBatch = super().prepare_inputs(
             scheduler_output, batch_req_state, batch_desc, *args, **kwargs
         )
-        # Metadata are built for the captured bound. Only graphs for drafts have one.
+        # vLLM builds metadata for this bound. Only graphs for drafts have one.
         batch.max_query_len = batch_desc.max_query_len
         return batch
 
@@ -159,7 +159,7 @@ class GraphRunner(LookaheadRunner):
             builder.trees, builder.graph = trees, self._graph
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
-        # An idle rank takes part in the steps of the others with one token, as in plain vLLM.
+        # An idle rank runs one token in the steps of the others, as in plain vLLM.
         with patches.swapped(self, "decode_query_len", 1):
             return super()._dummy_run(*args, **kwargs)
 
@@ -170,7 +170,7 @@ class LookaheadGPUModelRunner(GraphRunner, model_runner.GPUModelRunner):
     attention = gpu_attention
 
     def compile_kernels(self) -> None:
-        """Compile all that a step with drafts launches."""
+        """Compile every kernel that a step with drafts launches."""
         if self.drafter.may_branch:
             layers = self.compilation_config.static_forward_context
             groups = chain.from_iterable(self.attn_groups)
@@ -181,9 +181,9 @@ class LookaheadGPUModelRunner(GraphRunner, model_runner.GPUModelRunner):
                 mover.move_paths(first, first)
         self.compile_node_kernels()
 
-    def warming_up(self) -> AbstractContextManager[None]:
-        """Within it, the requests are vLLM's own: they get drafts, and nothing is learned."""
-        return patches.swapped(self, "_late", WarmUpDrafts(self.drafter.may_branch))
+    def shutdown(self) -> None:
+        self._buffers = {}
+        super().shutdown()
 
 
 class LookaheadGPUWorker(Worker):

@@ -1,13 +1,14 @@
-"""Copies of the requests' grammars on the drafting rank, for what a grammar dictates.
+"""Copies of the requests' grammars on the drafting rank, to draft the text that they dictate.
 
-vLLM keeps grammars in the scheduler's process. Under late drafting, that process learns a step's
-tokens while the next drafts are grown already. So the drafting rank compiles each grammar a second
-time and advances the copy by itself. A copy that is missing, late or wrong costs drafts only: the
-scheduler's grammar makes the masks.
+vLLM keeps grammars in the scheduler's process. Under late drafting, that process receives a step's
+tokens too late: the next drafts are being grown. So the drafting rank compiles each grammar a
+second time and advances the copy by itself. A copy that is missing, late or wrong costs only
+drafts: the scheduler's grammar makes the masks.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -26,11 +27,13 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class GrammarCopies:
-    """The grammars of live requests; compiled in vLLM's threads."""
+    """The grammars of live requests; compiled in threads, so that no step waits."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._config = vllm_config
         self._manager: StructuredOutputManager | None = None
+        # The manager loads a tokenizer, and the first grammar makes a table of the vocabulary.
+        self._compiling = ThreadPoolExecutor(1, "lookahead-grammars")
         self._requests: dict[str, Request] = {}
         self._unread: dict[str, list[int]] = {}
         """Emitted tokens that a grammar has not read, because it is not compiled yet."""
@@ -49,15 +52,20 @@ class GrammarCopies:
         )
         if not request.use_structured_output:
             return
-        if self._manager is None:
-            accept_tokens_one_by_one()
-            self._manager = StructuredOutputManager(self._config)
-        try:
-            self._manager.grammar_init(request)
-        except Exception as error:  # the scheduler has refused the request already, or will
-            logger.debug("Lookahead: no copy of the grammar of %s: %s", new.req_id, error)
-            return
         self._requests[new.req_id] = request
+        self._compiling.submit(self._compile, request)
+
+    def _compile(self, request: Request) -> None:
+        structured = request.structured_output_request
+        assert structured is not None
+        try:
+            if self._manager is None:
+                accept_tokens_one_by_one()
+                self._manager = StructuredOutputManager(self._config)
+            self._manager.grammar_init(request)
+        except Exception as error:  # the scheduler refuses the request, now or soon
+            logger.debug("Lookahead: no copy of the grammar of %s: %s", request.request_id, error)
+            structured.grammar = error
 
     def advance(self, request_id: str, tokens: list[int]) -> None:
         """Advance a grammar by emitted tokens; a copy that refuses them is dropped."""
@@ -65,10 +73,10 @@ class GrammarCopies:
         if request is None:
             return
         structured = request.structured_output_request
-        assert structured is not None and self._manager is not None
+        assert structured is not None
         request.append_output_token_ids(tokens)
         tokens = self._unread.pop(request_id, []) + tokens
-        if structured.grammar is None:
+        if self._manager is None or structured.grammar is None:
             self._unread[request_id] = tokens
         elif isinstance(structured.grammar, Exception) or not self._manager.accept_tokens(
             request, tokens
@@ -94,5 +102,6 @@ class GrammarCopies:
 
     def shutdown(self) -> None:
         """End the compiler's threads."""
+        self._compiling.shutdown(cancel_futures=True)
         if self._manager is not None:
             self._manager.clear_backend()

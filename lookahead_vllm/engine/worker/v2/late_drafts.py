@@ -1,9 +1,8 @@
-"""Late drafting: a step's drafts are grown when the step before it has ended, not when it is
-scheduled.
+"""Late drafting: grow a step's drafts when the step before it has ended, not when it is scheduled.
 
 Under asynchronous scheduling, vLLM schedules step N + 1 before the tokens of step N are known. So
-the scheduler reserves slots for drafts (`scheduler/late.py`), and the drafting rank fills them here
-once it has the tokens: it learns, grows, and sends what pays.
+the scheduler reserves slots for drafts (`scheduler/late_scheduler.py`). The drafting rank fills
+them here once it has the tokens: it learns, grows, and sends what pays.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Drafts(NamedTuple):
     from_proposer: NDArray[np.bool_]
     """bool [t]: which trees are the proposer's; the others were changed by a grammar."""
     num_tokens: Mapping[str, int]
-    """Prompt and answer of each request of the step that decodes, by request id."""
+    """The tokens of prompt and answer, by id of each request of the step that decodes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return packed(self)
@@ -61,12 +60,14 @@ class _Step:
     """A step whose tokens the proposer has not received yet."""
 
     output: AsyncOutput
+    requests: list[_Request | None]
+    """Those of the output, in its order; their ids may be used again before their tokens come."""
     drafts: DraftStep
     verified: Verified | None
 
     @cached_property
     def accepted_paths(self) -> Int32s:
-        """The accepted nodes of its trees, as of `paths_of_tokens`."""
+        """The accepted nodes of its trees, as in `paths_of_tokens`."""
         rows = self.drafts.rows
         tokens = np.ascontiguousarray(self.output.sampled_token_ids[rows])
         counts = self.output.num_sampled_tokens_np[rows]
@@ -74,17 +75,17 @@ class _Step:
 
 
 class _Request:
-    """A request of the drafting rank."""
+    """A request, on the drafting rank."""
 
     def __init__(self, new: NewRequestData) -> None:
         self.prompt: Int32s | None = prompt_tokens(new)
-        """None once the proposer has it."""
+        """None once it was passed to the proposer."""
         self.params = new.sampling_params
         assert new.prefill_token_ids is not None
         self.num_tokens = len(new.prefill_token_ids)
-        """Prompt and answer, as far as their tokens are known."""
+        """The known tokens of prompt and answer."""
         self.num_repeated = 0
-        """Tokens that will be emitted a second time, because a preemption dropped their step."""
+        """Tokens that will be emitted again, because a preemption dropped their step."""
         self.is_decoding = False
         """Whether it has emitted a token since it started, or since its last preemption."""
 
@@ -97,7 +98,7 @@ class LateDrafts:
     drafter
         Holds the proposer.
     grammars
-        Advanced with the requests.
+        Advanced by the emitted tokens.
     """
 
     def __init__(self, drafter: LookaheadDrafter, grammars: GrammarCopies) -> None:
@@ -105,7 +106,7 @@ class LateDrafts:
         self._grammars = grammars
         self._requests: dict[str, _Request] = {}
         self._steps: deque[_Step] = deque()
-        """In order; the newest may still run."""
+        """In order; the last ones may still run."""
         self._uncounted: list[_Step] = []
         """Steps with drafts whose tokens the proposer has received since the last launch."""
         self._steps_without_slots = 0
@@ -118,21 +119,31 @@ class LateDrafts:
         Takes lookahead's options out of its sampling parameters.
         """
         drafter = self._drafter
+        known = self._requests.get(new.req_id)
+        if known is not None:
+            self.learn()
+            if known.prompt is None and self._is_next_turn(new.req_id):
+                self.finish(new.req_id)
+                known = None
         new.sampling_params = drafter.announce(new.req_id, new.sampling_params)
         if not drafter.is_drafting_rank:
             return
-        known = self._requests.get(new.req_id)
         if known is None:
             self._requests[new.req_id] = _Request(new)
-            self._grammars.start(new)
+            if drafter.is_enabled(new.req_id):
+                self._grammars.start(new)
             return
-        self.learn()
         if known.prompt is None:  # else it was preempted before its first token
             drafter.forget_options(new.req_id)
         assert new.prefill_token_ids is not None
         known.num_repeated = max(known.num_tokens - len(new.prefill_token_ids), 0)
         known.num_tokens = len(new.prefill_token_ids)
         known.is_decoding = False
+
+    def _is_next_turn(self, request_id: str) -> bool:
+        """Whether the request's answer has ended, so that it starts again as a session."""
+        live = self._drafter.live(request_id)
+        return live is not None and not live.remaining
 
     def finish(self, request_id: str) -> None:
         """Forget a request that has ended."""
@@ -144,7 +155,8 @@ class LateDrafts:
 
     def add_step(self, output: AsyncOutput, drafts: DraftStep, verified: Verified | None) -> None:
         """Note a step that was launched. `verified` is filled in once its tokens are known."""
-        self._steps.append(_Step(output, drafts, verified))
+        requests = [self._requests.get(i) for i in output.model_runner_output.req_ids]
+        self._steps.append(_Step(output, requests, drafts, verified))
         self._count_drafts()
 
     def learn(self, wait: bool = True) -> None:
@@ -171,11 +183,12 @@ class LateDrafts:
         counts: Sequence[int] = output.num_sampled_tokens_np.tolist()
         rows: Sequence[list[int]] = output.sampled_token_ids.tolist()
         emitted: list[tuple[LiveRequest, list[int]]] = []
-        for req_id, row, count in zip(
-            output.model_runner_output.req_ids, rows, counts, strict=True
+        for req_id, request, row, count in zip(
+            output.model_runner_output.req_ids, step.requests, rows, counts, strict=True
         ):
-            request = self._requests.get(req_id)
-            if request is None or not count:  # ended, or still reading its prompt
+            if request is None or request is not self._requests.get(req_id):  # it has ended
+                continue
+            if not count:  # it still reads its prompt
                 continue
             tokens, request.is_decoding = row[:count], True
             if request.num_repeated:
@@ -202,7 +215,7 @@ class LateDrafts:
         drafter.commit(emitted, verified)
 
     def _count_drafts(self) -> None:
-        """Count verified trees. No draft depends on it, so it waits until the next launch."""
+        """Count verified trees, after the next launch, because no draft depends on it."""
         recorder = self._drafter.recorder
         for step in self._uncounted:
             paths = step.accepted_paths
@@ -225,13 +238,14 @@ class LateDrafts:
             return self._grow(scheduled.num_scheduled_tokens, num_slots, chains_only)
 
     def could_draft(self, scheduled: Iterable[str]) -> bool:
-        """Whether a request of this step could have a draft, as far as its tokens are known."""
+        """Whether a request of this step could have a draft, judged by the known tokens."""
         return any(self._limits_of(req_id) is not None for req_id in scheduled)
 
     def would_pay(self, scheduled: Mapping[str, int]) -> bool:
         """Whether drafts would pay in a step like this one, which has no slots for them.
 
-        It learns from the steps that have ended, and looks only now and then.
+        Learns from the steps that have ended. Only every PROBE_EVERY-th call grows trees; the
+        others return False.
         """
         self.learn(wait=False)
         self._steps_without_slots += 1
@@ -276,7 +290,7 @@ class LateDrafts:
                 self._grammars.complete(limit, tree) if is_under else tree
                 for limit, tree, is_under in zip(limits, forest, under_grammar, strict=True)
             ]
-            forest = DraftForest.of(completed)
+            forest = DraftForest.of(completed).at_most(drafter.max_step_nodes)
         if not forest.num_nodes:
             return none
         kept = np.flatnonzero(forest.sizes)
@@ -290,7 +304,7 @@ class LateDrafts:
     def _limits_of(
         self, req_id: str, max_nodes: int | None = None, may_branch: bool = True
     ) -> DraftLimits | None:
-        """As `LookaheadDrafter.limits_of`; None also for a request without a draft."""
+        """As `LookaheadDrafter.limits_of`; None also if this request can have no draft now."""
         request = self._requests.get(req_id)
         # The proposer is ahead of a request that repeats tokens.
         if request is None or request.prompt is not None or request.num_repeated:
@@ -306,7 +320,7 @@ class LateDrafts:
 
 
 def _has_ended(output: AsyncOutput) -> bool:
-    """Whether the tokens of a step have reached the host. On a CPU, vLLM's events cannot tell: its
-    steps end before they return."""
+    """Whether the tokens of a step have reached the host. On a CPU, vLLM's events have no `query`,
+    and a step ends before it returns."""
     query = getattr(output.copy_event, "query", None)
     return query is None or bool(query())

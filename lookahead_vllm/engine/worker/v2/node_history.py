@@ -1,9 +1,9 @@
 """Penalties, bad words and thinking budgets at the nodes of branching trees.
 
-vLLM's second runner takes the rows before a row for its history, which is right for chains. The
-processors here take the places of vLLM's in its sampler and share vLLM's state, so requests are
-added and staged writes applied by vLLM. They change the logits of a step with branching trees with
-kernels that follow each row's parents (`verify/history.py`), and let vLLM's do all other steps.
+vLLM's second runner treats the rows before a row as its history, which is right only for chains.
+The processors here replace vLLM's in its sampler and share vLLM's state: vLLM adds requests and
+applies staged writes. In a step with branching trees, they change the logits with kernels that
+follow each row's parents (`verify/history.py`). vLLM's processors compute all other steps.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class NodeHistory:
             return _NodePenalties(processor, self)
         if isinstance(processor, BadWordsState):
             return _NodeBadWords(processor, self)
-        if isinstance(processor, LogitBiasState):  # goes by position
+        if isinstance(processor, LogitBiasState):  # depends only on the position
             return processor
         self._custom.append(_Custom(processor, self._num_slots))
         return self._custom[-1]
@@ -94,7 +94,7 @@ class NodeHistory:
 
 
 class _Replaced(LogitsProcessor):
-    """Takes the place of one of vLLM's processors, which keeps the state."""
+    """Replaces one of vLLM's processors, which keeps the state."""
 
     def __init__(self, state: Any, nodes: NodeHistory) -> None:
         self._state = state
@@ -153,7 +153,7 @@ class _NodeThinking(_Replaced):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether the engine knows markers."""
+        """Whether the engine has markers of thinking."""
         return self._state.enabled
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> None:

@@ -16,8 +16,8 @@ class NodeRopeState(RopeState):
     """
 
     shifts: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Of the step that is being prepared, if its trees branch: indices among its tokens and what is
-    added to their positions, both int64 [n]."""
+    """For the step that is being prepared, if its trees branch: indices of nodes among its tokens,
+    and the shifts of their positions; both int64 [n]."""
 
     def prepare_positions(self, *args: Any, **kwargs: Any) -> None:
         super().prepare_positions(*args, **kwargs)

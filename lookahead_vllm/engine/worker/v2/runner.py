@@ -32,13 +32,21 @@ from lookahead_vllm.engine.worker.step_cost import CapturedTokens, begin_to_draf
 from lookahead_vllm.engine.worker.v2 import late_drafts
 from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
+from lookahead_vllm.engine.worker.v2.grammar_masks import GrowingMasks
 from lookahead_vllm.engine.worker.v2.late_drafts import Drafts, LateDrafts
 from lookahead_vllm.engine.worker.v2.node_history import NodeHistory
 from lookahead_vllm.engine.worker.v2.node_rope import NodeRopeState
-from lookahead_vllm.engine.worker.v2.sampler import NodeSampler, RootSampler, TreeRows
+from lookahead_vllm.engine.worker.v2.sampler import (
+    NodeSampler,
+    RootSampler,
+    TreeRows,
+    max_chunk_rows,
+)
 from lookahead_vllm.engine.worker.v2.speculator import LateSpeculator
+from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
 from lookahead_vllm.verify import walk
 from lookahead_vllm.verify.node_layout import NodeLayout, compile_layout
+from lookahead_vllm.verify.transfer import to_device
 from lookahead_vllm.verify.walk import Walk
 
 if TYPE_CHECKING:
@@ -51,7 +59,7 @@ else:
 
 
 class LookaheadRunner(_Base):
-    """Mixin for vLLM's V2 model runners; comes first among the base classes.
+    """Mixin for vLLM's V2 model runners; list it first among the base classes.
 
     A step begins with vLLM's bookkeeping, which needs no tokens. Then the drafting rank waits for
     the tokens of the step before, fills the slots that the scheduler reserved, and the step goes on
@@ -64,7 +72,7 @@ class LookaheadRunner(_Base):
     """Whether tree attention also verifies chains."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # An n-gram method's runner would keep all texts on the device.
+        # For an n-gram method, vLLM would keep all texts on the device.
         sparse_states = partial(_without_dense_texts, model_runner.RequestState)
         with (
             patches.swapped(model_runner, "init_speculator", LateSpeculator),
@@ -82,7 +90,7 @@ class LookaheadRunner(_Base):
         self._dummy_step = NO_DRAFTS
         """The drafts of dummy runs."""
         self._verified: Verified | None = None
-        """The model's choices in this step, for proposers that want them."""
+        """The model's choices in this step, for proposers that need them."""
         self._num_logits: Int32s | None = None
         """The rows of logits of each request, until the step's adapters are set."""
         self._report: LateReport | None = None
@@ -105,6 +113,7 @@ class LookaheadRunner(_Base):
             patches.swapped(model_runner, "Sampler", RootSampler),
             patches.swapped(model_runner, "RejectionSampler", NodeSampler),
             patches.swapped(rope, "RopeState", NodeRopeState),
+            patches.swapped(model_runner, "StructuredOutputsWorker", GrowingMasks),
         ):
             super().load_model(*args, **kwargs)
         self._rope = getattr(self.model_state, "rope_state", None)
@@ -121,7 +130,7 @@ class LookaheadRunner(_Base):
         self._movers = branching.decide(self, groups)
 
     def compile_node_kernels(self) -> None:
-        """Compile what a step with drafts launches behind the forward pass."""
+        """Compile the kernels that a step with drafts launches after the forward pass."""
         compile_layout()
         walk.warm_up(self.decode_query_len, self.device)
         self._history.warm_up(self.vocab_size, self.device)
@@ -131,12 +140,27 @@ class LookaheadRunner(_Base):
         begin_to_draft(self)
         set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
 
+    def warming_up(self) -> AbstractContextManager[None]:
+        """In the block, vLLM's made-up requests get drafts, and nothing is learned from them."""
+        drafter = self.drafter
+        drafts = WarmUpDrafts(drafter.may_branch, drafter.max_step_nodes)
+        return patches.swapped(self, "_late", drafts)
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+        """Sample one row of each request, as vLLM does when it measures the memory that a step
+        needs, and allocate the logits of a step with the most nodes."""
+        super()._dummy_sampler_run(hidden_states)
+        rows = len(hidden_states) + self.drafter.max_step_nodes
+        logits = torch.empty(rows, self.vocab_size, dtype=self.dtype, device=self.device)
+        chunk = logits[: max_chunk_rows(self.vocab_size)].float()
+        del logits, chunk
+
     def forward_passes(self) -> RunnerPasses:
         """Passes to measure the cost of a step with."""
         return RunnerPasses(self)
 
     def without_full_graphs(self) -> AbstractContextManager[Any]:
-        """Within it, steps run without CUDA graphs of the whole model."""
+        """In the block, steps run without CUDA graphs of the whole model."""
         return nullcontext()
 
     def captured_tokens(self) -> CapturedTokens:
@@ -151,7 +175,7 @@ class LookaheadRunner(_Base):
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         if scheduler_output.finished_req_ids:
-            self._late.learn(wait=False)  # the scheduler knows their last tokens: they are here
+            self._late.learn(wait=False)  # their last tokens have arrived, as they are finished
         super().finish_requests(scheduler_output)
         for req_id in scheduler_output.finished_req_ids:
             self._late.finish(req_id)
@@ -173,18 +197,17 @@ class LookaheadRunner(_Base):
         return super().gather_batch_req_state(scheduler_output, dummy_run)
 
     def _fill_slots(self, scheduled: SchedulerOutput) -> SchedulerOutput:
-        """The scheduler's output with drafts in place of slots; unused slots are gone.
+        """The scheduler's output with drafts in place of slots, and without unused slots.
 
-        It is a copy. In the engine's own process, the scheduler still needs the original.
+        It is a copy: in the engine's own process, the scheduler still needs the original.
         """
         self._drafts, self._report = late_drafts.NO_DRAFTS, None
-        self.drafter.drafted_for.clear()  # of a step before, whose roots are out of date
+        self.drafter.drafted_for.clear()  # belongs to an earlier step
         slots = scheduled.scheduled_spec_decode_tokens
         if not slots:
             return scheduled
         index = self.req_states.req_id_to_index
-        rows = torch.tensor([index[req_id] for req_id in slots])
-        rows = rows.to(self.device, non_blocking=True)
+        rows = to_device(torch.tensor([index[req_id] for req_id in slots]), self.device)
         counts = dict(scheduled.num_scheduled_tokens)
         for req_id, own in slots.items():
             counts[req_id] -= len(own)
@@ -215,7 +238,7 @@ class LookaheadRunner(_Base):
         return drafts
 
     def _chains_only(self, scheduled: SchedulerOutput) -> set[str]:
-        """Requests with a custom logits processor, whose history is the rows before a row."""
+        """Requests with a custom logits processor, which takes the rows before a row as history."""
         index = self.req_states.req_id_to_index
         req_ids = list(scheduled.scheduled_spec_decode_tokens)
         needed = self._history.needs_chain(np.array([index[req_id] for req_id in req_ids]))
@@ -232,13 +255,12 @@ class LookaheadRunner(_Base):
         tokens = np.zeros((len(with_slots), int(forest.sizes.max())), np.int64)
         tokens[own[forest.owners], forest.places] = forest.tokens
         table = self.req_states.draft_tokens
-        on_device = torch.from_numpy(tokens).to(table.device, table.dtype, non_blocking=True)
-        table[rows, : tokens.shape[1]] = on_device
+        table[rows, : tokens.shape[1]] = to_device(tokens, table.device).to(table.dtype)
 
     def _write_lengths(self, num_tokens: Mapping[str, int]) -> None:
         """Correct vLLM's lengths on the host, which count the slots of the step before as tokens.
 
-        Attention that takes the rows of a draft for a prompt reads the context's length there.
+        Attention that computes the rows of a draft as a prompt reads the context's length there.
         """
         index = self.req_states.req_id_to_index
         rows = [index[req_id] for req_id in num_tokens]
@@ -312,7 +334,7 @@ class LookaheadRunner(_Base):
     # ---- after the launch ------------------------------------------------------------------------
 
     def _observe(self, logits: torch.Tensor, batch: InputBatch) -> None:
-        """Start to copy the model's choices to the host, for proposers that want them."""
+        """Start to copy the model's choices to the host, for proposers that need them."""
         drafter, step = self.drafter, self._step
         num_choices = drafter.proposer.num_choices
         with_roots_of = drafter.drafted_for if drafter.proposer.wants_roots else ()
@@ -365,10 +387,13 @@ class LookaheadRunner(_Base):
             self._work = self._step.work(batch.num_scheduled_tokens, computed)
 
     def shutdown(self) -> None:
-        self._late.learn()
-        self.drafter.shutdown()
-        self._grammars.shutdown()
-        super().shutdown()
+        try:
+            self._late.learn()
+        finally:  # the device may have failed
+            self.drafter.shutdown()
+            self._grammars.shutdown()
+            self._movers, self._builders = [], []  # they hold the KV caches
+            super().shutdown()
 
 
 def _without_dense_texts(request_state: type, *args: Any, **kwargs: Any) -> Any:

@@ -12,22 +12,27 @@ from typing import Any, NamedTuple
 
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.engine.worker.v2.node_history import NodeHistory
 from lookahead_vllm.verify.node_layout import NodeLayout
 from lookahead_vllm.verify.walk import Walk, walk
+
+MAX_CHUNK_BYTES = 256 << 20
+"""The most bytes of the float32 copy of logits that vLLM's sampler makes of the rows it gets."""
 
 Observe = Callable[[torch.Tensor, InputBatch], None]
 """Called with a step's logits and batch before anything writes to the logits."""
 
 
 class RootSampler(Sampler):
-    """vLLM's sampler, which lets the logits of a step without drafts be observed."""
+    """vLLM's sampler, which first passes the logits of a step without drafts to `observe`."""
 
     observe: Observe | None = None
 
@@ -45,8 +50,49 @@ class TreeRows(NamedTuple):
     """Moves the KV of accepted nodes; None if all trees are chains."""
 
 
+class Chunk(NamedTuple):
+    """Requests of a step that are sampled at once."""
+
+    requests: slice
+    rows: slice
+    """Their rows of the step's logits."""
+
+
+class _Emitted(NamedTuple):
+    """What the r requests of a chunk emit."""
+
+    tokens: torch.Tensor
+    """int64 [r, width]"""
+    counts: torch.Tensor
+    """int32 [r]: the number of tokens."""
+    logprobs: LogprobsTensors | None
+
+
+def max_chunk_rows(vocab_size: int) -> int:
+    """How many rows of logits the sampler gets at once."""
+    return MAX_CHUNK_BYTES // (4 * vocab_size)
+
+
+def chunks_of(cu_num_logits: Int32s, most: int) -> list[Chunk]:
+    """Divide the requests of a step, in order, into chunks of at most `most` rows if possible.
+
+    A request is not divided.
+
+    Parameters
+    ----------
+    cu_num_logits : int32 [r + 1]
+        The first logits row of each request, then the number of rows.
+    """
+    ends, chunks, first = cu_num_logits.tolist(), [], 0
+    for request in range(1, len(ends) - 1):
+        if ends[request + 1] - ends[first] > most:
+            chunks.append(Chunk(slice(first, request), slice(ends[first], ends[request])))
+            first = request
+    return [*chunks, Chunk(slice(first, len(ends) - 1), slice(ends[first], ends[-1]))]
+
+
 class NodeSampler:
-    """Takes the place of vLLM's rejection sampler.
+    """Replaces vLLM's rejection sampler.
 
     Parameters
     ----------
@@ -61,7 +107,7 @@ class NodeSampler:
         self.history: NodeHistory
         """Set by the runner."""
         self.rows: TreeRows | None = None
-        """Of the step under way; set by the runner."""
+        """The current step's rows; set by the runner."""
 
     def __call__(
         self,
@@ -74,57 +120,89 @@ class NodeSampler:
         assert rows is not None
         if sampler.observe is not None:
             sampler.observe(logits, input_batch)
-        layout, batch = rows.layout, input_batch
+        batch = input_batch
         num_nans = None
         if sampler.compute_nans:
             num_nans = get_num_nans(logits)[batch.cu_num_logits[:-1].long()]
-        indices = batch.logits_indices
-        ids = batch.input_ids[indices]
         logprobs = sampler.get_logprobs_dims(batch.idx_mapping_np)
-        self.history.parents = layout.parents if rows.move is not None else None
-        try:
-            sampled, processed = sampler.sample(
-                logits,
-                batch.expanded_idx_mapping,
-                batch.idx_mapping,
-                batch.idx_mapping_np,
-                batch.positions[indices],
-                ids,
-                batch.expanded_local_pos,
-                batch.seq_lens_cpu_upper_bound.numpy(),
-                return_logprobs=logprobs is not None,
-            )
-        finally:
-            self.history.parents = None
-        path = walk(ids, sampled, layout.parents, batch.cu_num_logits, indices, layout.width)
-        if rows.move is not None:
-            rows.move(path)
+        parts = [
+            self._verify(logits, batch, rows, chunk, logprobs)
+            for chunk in chunks_of(batch.cu_num_logits_np, max_chunk_rows(logits.shape[1]))
+        ]
+        tokens, counts, tensors = parts[0]
+        if len(parts) > 1:
+            tokens, counts = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+            if logprobs is not None:
+                tensors = LogprobsTensors.cat(
+                    [part.logprobs for part in parts],
+                    cu_num_generated_tokens=batch.cu_num_logits_np.tolist(),
+                )
         num_sampled, num_rejected = get_num_sampled_and_rejected(
-            path.num_sampled,
+            counts,
             batch.seq_lens,
             batch.cu_num_logits,
             batch.idx_mapping,
             sampler.req_states.prefill_len.gpu,
         )
-        tensors = None
-        if logprobs is not None:
-            if sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES:
-                logits = processed
-            num_logprobs, max_token_ids = logprobs
-            tensors = compute_topk_scores(
-                logits[path.order],
-                num_logprobs,
-                sampled[path.order],
-                batch.cu_num_logits_np.tolist(),
-                logprob_token_ids_state=sampler.logprob_token_ids_state,
-                expanded_idx_mapping=batch.expanded_idx_mapping,
-                max_per_req_token_ids=max_token_ids,
-                logits_mode=sampler.logprobs_mode in ("raw_logits", "processed_logits"),
-            )
         return SamplerOutput(
-            sampled_token_ids=path.tokens,
+            sampled_token_ids=tokens,
             logprobs_tensors=tensors,
             num_nans=num_nans,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
+
+    def _verify(
+        self,
+        logits: torch.Tensor,
+        batch: InputBatch,
+        step: TreeRows,
+        chunk: Chunk,
+        logprobs: tuple[int, int] | None,
+    ) -> _Emitted:
+        """Sample at the rows of a chunk, walk its trees, and move the KV of accepted nodes.
+
+        `logprobs` is what vLLM's `get_logprobs_dims` returns for the whole batch.
+        """
+        sampler, layout, (requests, rows) = self.sampler, step.layout, chunk
+        logits, parents = logits[rows], layout.parents[rows]
+        ends = batch.cu_num_logits[requests.start : requests.stop + 1]
+        if rows.start:
+            parents, ends = parents - rows.start, ends - rows.start
+        indices, slots = batch.logits_indices[rows], batch.expanded_idx_mapping[rows]
+        ids = batch.input_ids[indices]
+        self.history.parents = parents if step.move is not None else None
+        try:
+            sampled, processed = sampler.sample(
+                logits,
+                slots,
+                batch.idx_mapping[requests],
+                batch.idx_mapping_np[requests],
+                batch.positions[indices],
+                ids,
+                batch.expanded_local_pos[rows],
+                batch.seq_lens_cpu_upper_bound.numpy()[requests],
+                return_logprobs=logprobs is not None,
+            )
+        finally:
+            self.history.parents = None
+        path = walk(ids, sampled, parents, ends, indices, layout.width)
+        if step.move is not None:
+            step.move(path)
+        if logprobs is None:
+            return _Emitted(path.tokens, path.num_sampled, None)
+        num_logprobs, max_token_ids = logprobs
+        if sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES:
+            logits = processed
+        del processed
+        tensors = compute_topk_scores(
+            logits[path.order],
+            num_logprobs,
+            sampled[path.order],
+            (batch.cu_num_logits_np[requests.start : requests.stop + 1] - rows.start).tolist(),
+            logprob_token_ids_state=sampler.logprob_token_ids_state,
+            expanded_idx_mapping=slots,
+            max_per_req_token_ids=max_token_ids,
+            logits_mode=sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )
+        return _Emitted(path.tokens, path.num_sampled, tensors)

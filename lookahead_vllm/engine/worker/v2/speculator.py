@@ -1,4 +1,4 @@
-"""The speculator that vLLM's second runner asks for drafts after each step: it makes none."""
+"""The speculator that vLLM's second runner calls for drafts after each step: it makes none."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 class LateSpeculator:
-    """Drafts are grown at the start of the next step, see `late_drafts.py`.
+    """Makes no drafts: they are grown at the start of the next step (`late_drafts.py`).
 
-    Takes the place of what `init_speculator` returns.
+    Replaces the result of `init_speculator`.
     """
 
     supports_mm_inputs = False
@@ -23,10 +23,10 @@ class LateSpeculator:
         self._no_tokens = torch.zeros_like(req_states.draft_tokens)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """There is no graph."""
+        """Do nothing: there is no graph."""
 
     def capture(self) -> None:
-        """There is no graph."""
+        """Do nothing: there is no graph."""
 
     def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Placeholders, int64 [requests, num_speculative_tokens]."""

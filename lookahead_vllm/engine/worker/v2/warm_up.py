@@ -1,4 +1,4 @@
-"""Drafts of vLLM's warm-up: its made-up requests compile what serving needs."""
+"""Drafts for the made-up requests of vLLM's warm-up, so that it compiles what serving needs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ if TYPE_CHECKING:
 
 
 class WarmUpDrafts:
-    """Takes the place of `LateDrafts` while vLLM warms up: fills every slot, and learns nothing.
+    """Replaces `LateDrafts` while vLLM warms up: fills every slot, and learns nothing.
 
     Parameters
     ----------
     may_branch
         Whether the trees branch.
+    max_nodes
+        The most nodes of a step.
     """
 
-    def __init__(self, may_branch: bool) -> None:
+    def __init__(self, may_branch: bool, max_nodes: int) -> None:
         self._may_branch = may_branch
+        self._max_nodes = max_nodes
 
     def start(self, new: Any) -> None:
         """See `LateDrafts`."""
@@ -40,6 +43,10 @@ class WarmUpDrafts:
         """See `LateDrafts`."""
 
     def would_pay(self, scheduled: Any) -> bool:
+        """See `LateDrafts`."""
+        return False
+
+    def could_draft(self, scheduled: Any) -> bool:
         """See `LateDrafts`."""
         return False
 
@@ -62,10 +69,13 @@ class WarmUpDrafts:
             if self._may_branch and req_id not in chains_only:
                 parents = [-1, -1, *range(size - 2)][:size]
             trees.append(DraftTree.from_lists([node % 2 for node in range(size)], parents))
+        forest = DraftForest.of(trees).at_most(self._max_nodes)
+        if not forest.num_nodes:  # more requests than nodes
+            return NO_DRAFTS
         contexts = np.array([computed[req_id] for req_id in req_ids], np.int64)
         return NO_DRAFTS._replace(
             req_ids=req_ids,
-            forest=DraftForest.of(trees),
+            forest=forest,
             contexts=contexts,
-            from_proposer=np.ones(len(trees), np.bool_),
+            from_proposer=np.ones(len(forest), np.bool_),
         )

@@ -18,7 +18,7 @@
 
 extern "C" {
 
-// `Trees` of recurrence.py, and the limits of the caller's tensors.
+// `StateRows` of recurrence.py, and the limits of the caller's tensors.
 struct Forest {
   int64_t requests, rows, slots;
   const int32_t *starts, *parents, *columns;  // no parents: chains
@@ -168,7 +168,7 @@ struct Rows {
   int64_t source(int64_t place) const { return slot(place ? parent(place) : accepted - 1); }
 };
 
-// Which rule of `Trees` is broken, from 1 on in the order of recurrence.py; 0 for none.
+// Which rule of `StateRows` is broken, from 1 on in the order of recurrence.py; 0 for none.
 int32_t broken_rule(const Forest& forest) {
   for (int64_t request = 0; request < forest.requests; ++request) {
     const int32_t first = forest.starts[request], end = forest.starts[request + 1];
