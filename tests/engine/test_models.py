@@ -106,11 +106,11 @@ def start(folder: Path, architecture: str, **config: Any) -> None:
 @pytest.mark.parametrize(
     ("architecture", "config", "reason"),
     [
-        ("MambaForCausalLM", dict(model_type="mamba"), "recurrent layers alone"),
+        ("MambaForCausalLM", dict(model_type="mamba"), "has only recurrent layers"),
         (
             "Mamba2ForCausalLM",
             dict(model_type="mamba2", num_heads=4, head_dim=32),
-            "recurrent layers alone",
+            "has only recurrent layers",
         ),
         ("JambaForCausalLM", dict(model_type="jamba"), "Mamba 1 layers"),
     ],
@@ -123,9 +123,18 @@ def test_recurrent_layers_that_cannot_be_rolled_back_stop_start_up(
     check_message(str(error.value), tmp_path)
 
 
-def test_prefix_language_models_stop_start_up(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="both directions") as error:
-        start(tmp_path, "HrmTextForCausalLM", model_type="hrm_text")
+@pytest.mark.parametrize(
+    ("architecture", "config", "reason"),
+    [
+        ("HrmTextForCausalLM", dict(model_type="hrm_text"), "both directions"),
+        ("LlamaForCausalLM", dict(model_type="llama", ngram_vocab_size_ratio=2), "embeds n-grams"),
+    ],
+)
+def test_models_that_read_other_rows_than_the_path_stop_start_up(
+    architecture: str, config: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(OptionError, match=reason) as error:
+        start(tmp_path, architecture, **config)
     check_message(str(error.value), tmp_path)
 
 

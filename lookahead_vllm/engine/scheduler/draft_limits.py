@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
+from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -25,7 +27,7 @@ class DraftLimiter:
     ----------
     steps_ahead : int
         How many further steps are scheduled before the outcome of a draft is known. Their plain
-        tokens come behind the draft and need blocks too.
+        tokens come after the draft and need blocks too.
     """
 
     def __init__(self, scheduler: Scheduler, steps_ahead: int = 0) -> None:
@@ -36,13 +38,14 @@ class DraftLimiter:
         self._managers = scheduler.kv_cache_manager.coordinator.single_type_managers
         """One for each KV cache group."""
         self._spare_blocks = [getattr(m, "num_speculative_blocks", 0) for m in self._managers]
-        """Blocks beside those of the tokens, for each manager: state slots, which vLLM allocates
-        with a request's first block. A draft needs no more of them."""
+        """Blocks of a request that hold no tokens, for each manager: state slots, which vLLM
+        allocates with the request's first block. A draft needs no more of them."""
         self._may_free_blocks = scheduler.connector is None and all(
             isinstance(manager, FullAttentionManager | SlidingWindowManager)
             for manager in self._managers
         )
-        """Blocks hold KV of single tokens only, and no connector transfers them."""
+        """Whether surplus blocks may be freed: each block holds only the KV of its own tokens, and
+        no connector transfers blocks."""
 
     def cut(
         self, probs_of: Callable[[str], Sequence[float]], min_prob_beside_prompt: float
@@ -59,13 +62,13 @@ class DraftLimiter:
         Returns
         -------
         dict
-            By id of a request that gave blocks back, because they held only rejected tokens: the
-            number that it keeps in each KV cache group.
+            For requests that gave back blocks, which held only rejected tokens, by id: the number
+            of blocks that they keep in each KV cache group.
         """
         scheduler = self._scheduler
         drafted = [request for request in scheduler.running if request.spec_token_ids]
         if any(self._spare_blocks):
-            drafted = [request for request in drafted if _keeps_states(request)]
+            drafted = [request for request in drafted if _can_roll_back(request)]
         if not (drafted or self._may_hold_unused):
             return {}
         waiting = list(self._admissible())
@@ -93,6 +96,8 @@ class DraftLimiter:
         for request in islice(
             chain(scheduler.kv_holding_waiting, scheduler.waiting), max(slots, 0)
         ):
+            if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:  # a session without input
+                continue
             yield request
             tokens -= _plain_tokens(request)
             if tokens <= 0:
@@ -140,29 +145,32 @@ class DraftLimiter:
         kept = self._free_unused_blocks()
         free = pool.get_num_free_blocks() - scheduler.kv_cache_manager.watermark_blocks
         free -= sum(self._missing(request, ahead) for request in scheduler.running)
-        free -= sum(self._num_blocks(request.num_tokens) for request in waiting)
+        free -= sum(self._missing(request, 0) for request in waiting)
         # Drafts with the most expected tokens get their blocks first.
         for request in sorted(drafted, key=lambda request: -sum(probs_of(request.request_id))):
-            nodes = len(request.spec_token_ids)
-            plain = self._missing(request, ahead)
-            if free >= 0:
-                while nodes and self._missing(request, nodes + ahead) - plain > free:
-                    nodes -= 1
-            else:
-                # Only in blocks that the request has and plain vLLM would hold: others are to
-                # become free.
-                in_flight = request.num_output_placeholders > 0
-                held = self._num_blocks(request.num_tokens + in_flight + ahead)
-                behind = request.num_computed_tokens + _plain_tokens(request) + ahead
-                has = self._missing(request, 0)
-                while nodes and (
-                    self._num_blocks(behind + nodes) > held
-                    or self._missing(request, nodes + ahead) > has
-                ):
-                    nodes -= 1
-            free -= self._missing(request, nodes + ahead) - plain
+            nodes = self._nodes_within(free, request)
+            free -= self._missing(request, nodes + ahead) - self._missing(request, ahead)
             request.spec_token_ids = request.spec_token_ids[:nodes]
         return kept
+
+    def _nodes_within(self, free: int, request: Request) -> int:
+        """How many nodes of the request's draft need no more than `free` further blocks."""
+        ahead, most = self._steps_ahead, len(request.spec_token_ids)
+        if free >= 0:
+            limit = self._missing(request, ahead) + free
+            return _largest(most, lambda n: self._missing(request, n + ahead) <= limit)
+        # Only in blocks that the request has and plain vLLM would hold: the others have to become
+        # free.
+        in_flight = request.num_output_placeholders > 0
+        held = self._num_blocks(request.num_tokens + in_flight + ahead)
+        before = request.num_computed_tokens + _plain_tokens(request) + ahead
+        has = self._missing(request, 0)
+        return _largest(
+            most,
+            lambda n: (
+                self._num_blocks(before + n) <= held and self._missing(request, n + ahead) <= has
+            ),
+        )
 
     def _num_blocks(self, num_tokens: int) -> int:
         """Blocks that a request of this length needs, in all KV cache groups together."""
@@ -172,7 +180,7 @@ class DraftLimiter:
         )
 
     def _missing(self, request: Request, num_more: int) -> int:
-        """Blocks that the request lacks for its plain tokens and `num_more` after them."""
+        """Blocks that the request still needs for its plain tokens and `num_more` after them."""
         tokens = request.num_computed_tokens + _plain_tokens(request) + num_more
         return sum(
             max(
@@ -208,17 +216,24 @@ class DraftLimiter:
         return kept
 
 
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `most` that fits, if all smaller ones do; 0 if none fits."""
+    if fits(most):
+        return most
+    return max(bisect_left(range(most), True, key=lambda n: not fits(n)) - 1, 0)
+
+
 def _plain_tokens(request: Request) -> int:
     """The number of tokens that plain vLLM would schedule for the request."""
     tokens: int = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
     return tokens
 
 
-def _keeps_states(request: Request) -> bool:
-    """Whether recurrent layers can verify the request's draft; if not, the draft is dropped.
+def _can_roll_back(request: Request) -> bool:
+    """Whether recurrent states survive if this draft is rejected; if not, the draft is dropped.
 
-    vLLM computes several own tokens before a draft as a prompt, which keeps only the state behind
-    the draft. And it forgets the accepted tokens of a request whose client may send more input.
+    If several known tokens precede a draft, vLLM computes them as prompt and keeps only the state
+    after the draft. It also loses the accepted count of resumable requests.
     """
     if _plain_tokens(request) == 1 and not request.resumable:
         return True

@@ -8,11 +8,11 @@ from lookahead_vllm.engine import config
 
 
 class ReplicaExecutor(MultiprocExecutor):
-    """Starts `parallel` times the workers of tensor parallelism, as vLLM starts these.
+    """Starts parallel × T workers as tensor-parallel ranks of vLLM.
 
-    The workers' copies of the config say that all of them split the weights; each takes this back
-    before it makes the model (`replica_group.become_replica`). Other processes never see it: vLLM
-    checks that a model's heads can be split among as many ranks as its config names.
+    While they start, the config claims tensor_parallel_size × parallel; become_replica undoes this
+    in each worker. Other processes never see it, because vLLM would reject models whose heads
+    cannot be divided that far.
     """
 
     def _init_executor(self) -> None:

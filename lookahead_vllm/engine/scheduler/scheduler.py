@@ -1,4 +1,4 @@
-"""vLLM's scheduler with draft trees. Drafts get only the capacity that other work leaves."""
+"""vLLM's scheduler with draft trees. Drafts get only the capacity that other work leaves unused."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class LookaheadScheduler(Scheduler):
         """By request id, until the end of the step that verifies the draft."""
         self._has_stages = self.parallel_config.pipeline_parallel_size > 1
         self._emitted: dict[str, Emitted] = {}
-        """For the pipeline's earlier stages, as of `DraftsToVerify`."""
+        """For the pipeline's earlier stages; see `DraftsToVerify.emitted`."""
         self._report: step_report.StepReport | None = None
         """The report of the step whose output is being processed."""
 
@@ -98,7 +98,7 @@ class LookaheadScheduler(Scheduler):
 
     def _max_nodes_and_depth(self, request: Request) -> tuple[int, int]:
         """Limits of the draft for the request's next step."""
-        options, _ = request_options.received(request.sampling_params.extra_args)
+        options, _ = request_options.options_in_worker(request.sampling_params.extra_args)
         if not options.enabled:
             return 0, 0
         nodes = min(self.num_spec_tokens, self.max_model_len - request.num_tokens - 1)
@@ -122,7 +122,7 @@ class LookaheadScheduler(Scheduler):
             else:  # cut or dropped, for instance after preemption
                 del self._grammar_drafts[req_id]
         for req_id, tokens in drafts.items():
-            # A draft after tokens of the prompt, or one that its grammar has not pruned.
+            # A draft after prompt tokens, or one that its grammar has not pruned, becomes a chain.
             has_prompt_tokens = output.num_scheduled_tokens[req_id] > 1 + len(tokens)
             if has_prompt_tokens or self.requests[req_id].use_structured_output:
                 replacements.setdefault(req_id, DraftTree.chain(tokens))
@@ -179,8 +179,15 @@ class LookaheadScheduler(Scheduler):
             self._take_drafts(proposed)
         return outputs
 
+    def _handle_stopped_request(self, request: Request) -> bool:
+        if request.resumable:
+            # Nodes that were accepted after the stop were computed, and their tokens dropped.
+            last = request.num_tokens - 1
+            request.num_computed_tokens = min(request.num_computed_tokens, last)
+        return super()._handle_stopped_request(request)
+
     def _remember_emitted(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Keep the tokens of accepted nodes; comes before vLLM processes the output."""
+        """Keep the tokens of accepted nodes; called before vLLM processes the output."""
         for req_id in step.scheduled_spec_decode_tokens:
             request = self.requests.get(req_id)
             if request is None or request.is_finished():
@@ -205,7 +212,7 @@ class LookaheadScheduler(Scheduler):
 
 @functools.cache
 def _skip_draft_request() -> None:
-    """Save a call to the worker after every step: our drafts come with the step's output."""
+    """Omit vLLM's call to the worker after every step: our drafts come with the step's output."""
     patches.patch(EngineCore, "post_step", _without_draft_request)
 
 

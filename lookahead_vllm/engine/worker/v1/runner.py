@@ -57,7 +57,7 @@ else:
 
 
 class LookaheadRunner(_Base):
-    """Mixin for vLLM's V1 model runners; comes first among the base classes."""
+    """Mixin for vLLM's V1 model runners; list it first among the base classes."""
 
     attention: ModuleType
     """Tree attention on this device: `cpu_attention.py` or `gpu_attention.py`."""
@@ -73,12 +73,12 @@ class LookaheadRunner(_Base):
         self._earlier_stage = earlier_stage(self)
         """Set on pipeline stages before the last one, which do not sample."""
         self._seeded_sampler: SeededSampler | None = None
-        """Set where plain vLLM would draw by position instead of from generators."""
+        """Set if plain vLLM would draw by position instead of from generators."""
         if without_speculation(self.vllm_config).use_v2_model_runner:
             self._seeded_sampler = SeededSampler(self.sampler.topk_topp_sampler)
             self.sampler.topk_topp_sampler = self._seeded_sampler
         self._logits_indices: torch.Tensor | None = None
-        """int64 [rows of logits]: index of the step's token that each row follows."""
+        """int64 [rows of logits]: the index among the step's tokens of the token of each row."""
         self._node_processors = NodeProcessors(
             self.vllm_config,
             self.device,
@@ -90,12 +90,14 @@ class LookaheadRunner(_Base):
         self._work: StepWork | None = None
         """The work of the current step; None if it reads a prompt."""
         self._verified: Verified | None = None
-        """The model's choices in the current step, until the proposer gets them."""
+        """The model's choices in the current step, until they are passed to the proposer."""
         self._movers: list[Any] = []
         """One for each KV cache group, where trees may branch."""
         self._recurrent = RecurrentRows() if self.model_config.is_hybrid else None
-        """Set if the model has recurrent layers beside attention."""
+        """Set if the model has recurrent layers."""
         self._last_step_end: float | None = None
+        self._started: set[str] = set()
+        """The requests that start in the current step."""
         self._could_draft = False
         """Whether a request of the current step could have a draft."""
 
@@ -114,14 +116,17 @@ class LookaheadRunner(_Base):
     def calculate_reorder_batch_threshold(self) -> None:
         super().calculate_reorder_batch_threshold()
         if self._recurrent is not None:
-            # Recurrent layers expect rows with drafts before all prompts; vLLM takes the smallest
-            # threshold of all layers.
+            # Recurrent layers expect rows with drafts before all prompts, but vLLM uses the
+            # smallest threshold of all layers.
             self.reorder_batch_threshold = 1 + self.num_spec_tokens
 
-    def warm_up_drafting(self) -> None:
-        """Compile kernels, and measure the cost of a step on this device."""
+    def compile_kernels(self) -> None:
+        """Compile what a step launches, so that no request waits for it."""
         if self._seeded_sampler is not None:
             self._seeded_sampler.warm_up(self.model_config.get_vocab_size(), self.device)
+
+    def warm_up_drafting(self) -> None:
+        """Measure the cost of a step on this device, and begin to draft."""
         begin_to_draft(self)
         set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
 
@@ -136,7 +141,11 @@ class LookaheadRunner(_Base):
     # ---- recall and place ------------------------------------------------------------------------
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        self._started = {request.req_id for request in scheduler_output.scheduled_new_reqs}
         for request in scheduler_output.scheduled_new_reqs:
+            if request.req_id in self.requests:
+                # The next turn of a session, or the id of a request that ended in the last step.
+                self.drafter.finish(request.req_id)
             request.sampling_params = self.drafter.announce(request.req_id, request.sampling_params)
         drafts = messages.to_verify(scheduler_output)
         if self._earlier_stage is not None:
@@ -151,24 +160,23 @@ class LookaheadRunner(_Base):
         return updated
 
     def _may_reorder_batch(self, scheduler_output: SchedulerOutput) -> None:
-        with self._chunks_as_prompts(scheduler_output):
+        with self._resumed_as_prompts(scheduler_output):
             super()._may_reorder_batch(scheduler_output)
 
-    def _chunks_as_prompts(
+    def _resumed_as_prompts(
         self, scheduler_output: SchedulerOutput | None = None
     ) -> AbstractContextManager[None]:
         if self._recurrent is None:
             return nullcontext()
-        return self._recurrent.chunks_as_prompts(self.input_batch, scheduler_output)
+        return self._recurrent.resumed_as_prompts(self.input_batch, scheduler_output)
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: Any) -> Any:
         config = self.speculative_config
         if not scheduler_output.scheduled_spec_decode_tokens and not self.model_config.is_hybrid:
-            self.speculative_config = (
-                None  # vLLM's shorter path, which recurrent states cannot take
-            )
+            # vLLM's shorter path; it does not support recurrent states.
+            self.speculative_config = None
         try:
-            with self._chunks_as_prompts(scheduler_output):
+            with self._resumed_as_prompts(scheduler_output):
                 prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         finally:
             self.speculative_config = config
@@ -184,7 +192,7 @@ class LookaheadRunner(_Base):
         return prepared
 
     def _place(self, step: DraftStep) -> None:
-        """Set the nodes' positions. KV slots come from linear positions and do not change."""
+        """Set the nodes' positions. KV slots follow list order and do not change."""
         ends = torch.from_numpy(np.stack(step.node_positions()))
         nodes, positions = ends.to(self.positions.device)
         if self.uses_mrope:
@@ -217,7 +225,7 @@ class LookaheadRunner(_Base):
         for builder in builders:
             builder.trees = trees
         try:
-            with self._chunks_as_prompts():
+            with self._resumed_as_prompts():
                 built = super()._build_attention_metadata(num_tokens, *args, **kwargs)
         finally:
             for builder in builders:
@@ -278,7 +286,7 @@ class LookaheadRunner(_Base):
     def _collect_choices(
         self, logits: torch.Tensor, num_nodes: Int64s, step: DraftStep
     ) -> Verified | None:
-        """The model's choices that the proposer wants; None if it wants none."""
+        """The model's choices that the proposer needs; None if it needs none."""
         drafter = self.drafter
         if not (num_choices := drafter.proposer.num_choices):
             return None
@@ -306,7 +314,7 @@ class LookaheadRunner(_Base):
         step: DraftStep,
         trees: DraftStep | None = None,
     ) -> Draws:
-        """Sample at every root and node; `logits` and `num_nodes` as of `_verify`.
+        """Sample at every root and node; `logits` and `num_nodes` as in `_verify`.
 
         Other ranks may sample at further nodes of the `trees`, of which `step` is a part.
         """
@@ -381,7 +389,7 @@ class LookaheadRunner(_Base):
                 mover.move(slots[origins], slots[targets])
 
     def _generators_of_unfinished_prefills(self) -> dict[int, torch.Generator]:
-        """Generators, by row, whose draw in this step is discarded."""
+        """By row: generators whose draw in this step vLLM discards."""
         generators = self.input_batch.generators
         if not generators:
             return {}
@@ -458,12 +466,12 @@ class LookaheadRunner(_Base):
 
     def _follow(self, request_id: str) -> LiveRequest | None:
         request = self.requests[request_id]
-        # Not the batch's row: a prompt of embeddings leaves an earlier request's tokens there.
+        # Not from the batch: there, a prompt of embeddings leaves an earlier request's tokens.
         prompt = prompt_tokens(request)
         return self.drafter.follow(request_id, prompt, request.sampling_params)  # type: ignore[arg-type]
 
     def _observe_step(self, scheduler_output: SchedulerOutput) -> None:
-        """Measure the step: from the end of the last one, unless the engine may have waited."""
+        """Measure the time since the end of the last step, unless the engine may have been idle."""
         now, last = time.perf_counter(), self._last_step_end
         self._last_step_end = now
         work, self._work = self._work, None
@@ -478,7 +486,7 @@ class LookaheadRunner(_Base):
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
         self._step = NO_DRAFTS
-        # An output without requests is a constant that all such steps share.
+        # vLLM uses one constant for all outputs without requests, so nothing is attached to it.
         if (
             isinstance(output, ModelRunnerOutput)
             and output.req_ids
@@ -491,10 +499,12 @@ class LookaheadRunner(_Base):
 
     def _on_request_state_removed(self, req_id: str, *args: Any, **kwargs: Any) -> None:
         super()._on_request_state_removed(req_id, *args, **kwargs)
-        self.drafter.finish(req_id)
+        if req_id not in self._started:
+            self.drafter.finish(req_id)
         if self._earlier_stage is not None:
             self._earlier_stage.forget(req_id)
 
     def shutdown(self) -> None:
         self.drafter.shutdown()
+        self._movers = []  # they hold the KV caches
         super().shutdown()

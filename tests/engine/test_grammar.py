@@ -6,6 +6,7 @@ import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output import StructuredOutputManager
 
+from lookahead_vllm.engine import grammar
+from lookahead_vllm.engine.grammar import GrammarTreeWalk
 from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 from tests.support.proposers import record
@@ -174,3 +177,71 @@ def test_grammars_survive_preemption_and_chunked_prompts(llama: Path) -> None:
     for extra in (tight, chunked):
         with engine(llama, HIDDEN, **settings, **extra) as llm:
             assert generate(llm, prompts, params) == vanilla
+
+
+class _Request:
+    """A request whose tokens are characters."""
+
+    def __init__(self) -> None:
+        self.all_token_ids: list[int] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+class _Dictating:
+    """An xgrammar matcher that allows one text; counts how often it is asked."""
+
+    def __init__(self, text: str, request: _Request) -> None:
+        self.text, self.request, self.asked = text, request, 0
+        self.path: list[int] = []
+
+    def find_jump_forward_string(self) -> str:
+        self.asked += 1
+        return self.text[self.request.num_tokens + len(self.path) :]
+
+
+def test_a_long_dictated_text_is_asked_for_once() -> None:
+    """To find a text of 100,000 characters takes 30 ms, which every step would pay."""
+    request, text = _Request(), "".join(chr(97 + i * i % 26) for i in range(3000))
+    matcher = _Dictating(text, request)
+    walk: Any = object.__new__(GrammarTreeWalk)
+    walk._request = request
+    tokenizer = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
+    walk._manager = SimpleNamespace(tokenizer=tokenizer)
+    while request.num_tokens < len(text) - 40:
+        for length in (0, 3):  # drafted nodes before the dictated ones
+            matcher.path = [ord(c) for c in text[request.num_tokens :][:length]]
+            expected = text[request.num_tokens + length :]
+            assert walk._dictated_text(matcher, matcher.path) == expected
+        request.all_token_ids += [ord(c) for c in text[request.num_tokens :][:37]]
+    assert matcher.asked == 1
+    request.all_token_ids[-1] = 0  # not what was dictated
+    walk._dictated_text(matcher, [])
+    assert matcher.asked == 2
+
+
+def test_only_what_may_be_drafted_is_encoded(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[str] = []
+    original = grammar._encoded
+
+    def encode(tokenizer: Any, text: str) -> tuple[int, ...]:
+        encoded.append(text)
+        return original(tokenizer, text)
+
+    monkeypatch.setattr(grammar, "_encoded", encode)
+    schema = {"const": "".join(chr(97 + i * i % 26) for i in range(2000))}
+    params = [
+        under({"json": schema}, None, extra_args=extra)
+        for extra in (None, {"lookahead": {"enabled": False}})
+    ]
+    prompts = random_prompts(2, 30, seed=5)
+    with engine(llama, skip_tokenizer_init=False) as plain:
+        vanilla = generate(plain, prompts, params[:1] * 2)
+    lookahead = {"proposer": "recorder", "num_speculative_tokens": 8}  # drafts nothing itself
+    with engine(llama, lookahead, skip_tokenizer_init=False) as llm:
+        assert generate(llm, prompts[1:], params[1:]) == vanilla[1:]
+        assert not encoded  # without drafts, nothing is dictated
+        assert generate(llm, prompts[:1], params[:1]) == vanilla[:1]
+    assert encoded and max(map(len, encoded)) <= 8 * grammar.MAX_TOKEN_LENGTH

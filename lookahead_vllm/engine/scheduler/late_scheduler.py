@@ -1,4 +1,4 @@
-"""vLLM's asynchronous scheduler with slots for drafts that the workers grow late."""
+"""vLLM's asynchronous scheduler, which reserves slots for drafts that the workers grow late."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class LateDraftScheduler(AsyncScheduler):
     """Reserves slots for drafts in a step whose tokens are not known yet.
 
     A slot is a placeholder token. The workers grow a request's tree when the step before has ended,
-    and leave out the slots that they do not use (`worker/v2/late_drafts.py`); here these count as
-    rejected.
+    and leave out the slots that they do not use (`worker/v2/late_drafts.py`). The scheduler counts
+    unused slots as rejected.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,18 +45,18 @@ class LateDraftScheduler(AsyncScheduler):
         options = config.options_of(self.vllm_config)
         if options.cache_path is not None:
             shutdown.save_before_teardown()
-        # So vLLM itself reserves no slots, and pads no request that has one token to compute.
+        # Zero, so that vLLM reserves no slots itself and does not pad single-token requests.
         self.dynamic_sd_lookup = [0] * (self.max_num_running_reqs + 1)
         self._may_pause = options.budget == "auto"
         self._empty_steps = 0
         self._draft_limiter = DraftLimiter(self, steps_ahead=2)
         self._slots = [-1] * self.num_spec_tokens
-        # All slots of a rank are alike; the last ones go first.
+        # A slot's value depends only on its index; the limiter removes the last ones first.
         self._probs = [1 / (1 + slot) for slot in range(self.num_spec_tokens)]
         self._without_drafts: set[str] = set()
         """Requests that turned lookahead off."""
         self._masks: dict[str, np.ndarray] = {}
-        """By request id: masks of the draft under way, int32 [1 + nodes, ceil(vocabulary / 32)]."""
+        """By request id: masks of the draft in flight, int32 [1 + nodes, ceil(vocabulary / 32)]."""
         self._report: step_report.StepReport | None = None
         """The report of the step whose output is being processed."""
 
@@ -65,7 +65,7 @@ class LateDraftScheduler(AsyncScheduler):
     def add_request(self, request: Request) -> None:
         params = request.sampling_params
         if params is not None:
-            options, _ = request_options.received(params.extra_args)
+            options, _ = request_options.options_in_worker(params.extra_args)
             if not options.enabled:
                 self._without_drafts &= self.requests.keys()
                 self._without_drafts.add(request.request_id)
@@ -78,7 +78,7 @@ class LateDraftScheduler(AsyncScheduler):
             # A grammar may dictate tokens in every step.
             and not any(request.use_structured_output for request in self.running)
         )
-        # More than this cannot fit for all; the limiter then needs to cut little.
+        # More slots than this cannot fit for all requests, so the limiter has less to cut.
         share = max(1, self.max_num_scheduled_tokens // max(1, len(self.running)))
         for request in self.running:
             request.spec_token_ids = [] if is_paused else self._slots_of(request)[:share]
@@ -87,6 +87,8 @@ class LateDraftScheduler(AsyncScheduler):
         for new in output.scheduled_new_reqs:
             request = self.requests[new.req_id]
             request.sampling_params = request_options.without_references(request.sampling_params)
+        for req_id in output.preempted_req_ids or ():
+            kept_blocks.pop(req_id, None)
         if kept_blocks:
             none = messages.NO_DRAFTS_TO_VERIFY
             messages.attach(
@@ -99,7 +101,7 @@ class LateDraftScheduler(AsyncScheduler):
         if request.is_prefill_chunk or request.request_id in self._without_drafts:
             return []
         in_flight = request.num_output_placeholders > 0
-        # vLLM asks for the drafts of a request under a grammar only if a step is in flight.
+        # vLLM fetches the drafts of a request under a grammar only if a step is in flight.
         if request.use_structured_output and not in_flight:
             return []
         if request.num_output_tokens + in_flight + 1 >= request.max_tokens:
@@ -109,7 +111,7 @@ class LateDraftScheduler(AsyncScheduler):
     def _probs_of(self, req_id: str) -> Sequence[float]:
         return self._probs
 
-    # ---- what became of them ---------------------------------------------------------------------
+    # ---- results of the step ---------------------------------------------------------------------
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -136,7 +138,7 @@ class LateDraftScheduler(AsyncScheduler):
         num_invalid_spec_tokens: dict[str, int] | None,
         request_id: str,
     ) -> SpecDecodingStats | None:
-        """As vLLM's, but slots that were all left empty are no draft."""
+        """As in vLLM, except that slots that were all left empty do not count as a draft."""
         if num_draft_tokens == (num_invalid_spec_tokens or {}).get(request_id):
             return spec_decoding_stats
         return super().make_spec_decoding_stats(
@@ -156,7 +158,7 @@ class LateDraftScheduler(AsyncScheduler):
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
-        """Fill the masks of the drafts under way; the tokens before them are known by now."""
+        """Fill the masks of the drafts in flight; the tokens before them are known by now."""
         forest = messages.forest_of(draft_token_ids)
         for req_id, tree in zip(draft_token_ids.req_ids, forest, strict=True):
             request = self.requests.get(req_id)
