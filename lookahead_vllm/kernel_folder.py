@@ -24,7 +24,7 @@ _PROBE_BYTES = 65536
 def cache_dir() -> Path:
     """The folder `lookahead_vllm` in `$LOOKAHEAD_VLLM_CACHE`, `$XDG_CACHE_HOME` or `~/.cache`.
 
-    It holds code that is loaded and run, so it is created for this user alone. A folder that is
+    It holds code that is loaded and run, so it is created for this user only. A folder that is
     not writable, or that another user may write to, is not used. A temporary folder replaces it,
     with one warning; child processes share that folder, and it is removed when this process ends.
 

@@ -127,7 +127,7 @@ def test_every_folder_is_listed_and_none_may_import_upwards() -> None:
         ("engine/front_end", "lookahead_vllm.engine.scheduler.scheduler"),
         ("engine/worker", "lookahead_vllm.engine.worker.v1.runner"),
         ("engine/worker/v1", "lookahead_vllm.engine.worker.v2.runner"),
-        ("engine/worker/v2", "lookahead_vllm.engine.scheduler.late"),
+        ("engine/worker/v2", "lookahead_vllm.engine.scheduler.late_scheduler"),
     ],
 )
 def test_a_folder_may_not_import_from_its_neighbours(folder: str, name: str) -> None:

@@ -16,7 +16,13 @@ from benchmarks.command_line import kv_cache_bytes
 from lookahead_vllm.cli.arguments import positive
 from lookahead_vllm.draft.trie.recycling import NUM_CHOICES
 from lookahead_vllm.simulation.choices import SUFFIX, save_choices
-from lookahead_vllm.simulation.traces import Choices, Trace, TraceError, TraceFile, load_traces
+from lookahead_vllm.simulation.traces import (
+    AnswerChoices,
+    Trace,
+    TraceError,
+    TraceFile,
+    load_traces,
+)
 
 EPILOG = """\
 example:
@@ -150,7 +156,7 @@ class _Recorder:
         self._num_choices = num_choices
         self.dtype = str(self._llm.llm_engine.model_config.dtype).removeprefix("torch.")
 
-    def __call__(self, trace: Trace) -> Choices:
+    def __call__(self, trace: Trace) -> AnswerChoices:
         tokens = np.concatenate((trace.prompt, trace.output)).tolist()
         prompt: Any = {"prompt_token_ids": tokens}
         (output,) = self._llm.generate(prompt, self._params, use_tqdm=False)
@@ -161,7 +167,7 @@ class _Recorder:
         shape = (len(trace.output), width)
         listed = np.array(logprobs.token_ids[first:], np.int32).reshape(shape)[:, 1:]
         values = np.array(logprobs.logprobs[first:], np.float32).reshape(shape)[:, 1:]
-        return Choices(listed, (values[:, :1] - values).astype(np.float16))
+        return AnswerChoices(listed, (values[:, :1] - values).astype(np.float16))
 
     def close(self) -> None:
         """End vLLM's processes."""
@@ -190,8 +196,8 @@ def _recorder(options: argparse.Namespace, length: int) -> _Recorder:
 
 
 def _record_all(
-    traces: Sequence[Trace], record: Callable[[Trace], Choices], advance: Callable[[int], Any]
-) -> Iterator[Choices]:
+    traces: Sequence[Trace], record: Callable[[Trace], AnswerChoices], advance: Callable[[int], Any]
+) -> Iterator[AnswerChoices]:
     for trace in traces:
         yield record(trace)
         advance(_length(trace))

@@ -7,6 +7,7 @@ import os
 import shutil
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 EPILOG = """\
 The rows are `ok`, `note` (works, but slower than it could be, or untested) or `FAILS` (lookahead
@@ -26,6 +27,13 @@ TITLE_WIDTH = 18
 STATUS_WIDTH = 7
 
 
+def _release(text: str) -> Path:
+    """Argument type: see `check_seams.release`, which is imported only if it is needed."""
+    from lookahead_vllm.cli import check_seams
+
+    return check_seams.release(text)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(
@@ -41,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--wheel",
         nargs="+",
+        type=_release,
         metavar="WHEEL",
         help="instead compare what lookahead uses of vLLM with releases that are not installed: "
         "wheels, or folders that hold the package `vllm`",
@@ -105,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
     if options.wheel:
         from lookahead_vllm.cli import check_seams
 
-        return check_seams.main(options.wheel)
+        return check_seams.report(options.wheel)
     if options.patches:
         print_patches()
         return 0

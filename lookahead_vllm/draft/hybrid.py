@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lookahead_vllm.draft.budget.cost import Load, StepCost
+from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
@@ -24,12 +24,12 @@ from lookahead_vllm.draft.trie.suffix import NUM_HASHES, Hashes
 from lookahead_vllm.draft.window.branch import LookaheadBranch, shape_for
 
 MIN_WORTH = 0.02
-"""Tokens a step that the model's choices must bring a request. To find, keep and look them up takes
-about 1 % of a step on a CPU."""
+"""The model's choices are not used if they gain less, in tokens a step and request. To find, keep
+and look them up takes about 1 % of a step on a CPU."""
 PRIOR_WORTH = 0.1
-"""Tokens a step that they are expected to bring before any were tried."""
+"""The expected gain before any choices were tried, in the same unit."""
 MEMORY_STEPS = 50
-"""Steps after which a step counts 1/e of what it did."""
+"""Time constant of the moving average of worth, in steps."""
 RETRY_STEPS = 2000
 """Steps without choices after which they are tried again."""
 
@@ -42,29 +42,30 @@ class HybridProposer(NGramTrieProposer):
     the lookahead branch. The acceptance rate of each kind of evidence is learned from emitted
     tokens, as for the trie.
 
-    With a cost model, choices are asked for only while they are worth it: a node from them counts
-    as 1 if it was accepted, less the probability from which a node pays. Without them, a step does
-    what NGramTrieProposer does, and nothing else.
+    With a cost model, choices are used only while they are worth it: a node from them counts as 1
+    if it was accepted, minus the probability from which a node pays. Without them, a step does
+    exactly what NGramTrieProposer does.
 
     Attributes
     ----------
     worth : float
-        Tokens a step that the choices bring a request.
+        The gain from the choices, in tokens a step and request.
     """
 
     num_lines = NUM_LINES
 
-    def __init__(self, options: LookaheadOptions, cost: StepCost | None = None) -> None:
+    def __init__(self, options: LookaheadOptions) -> None:
         options = options.for_model(0)
         self.branch = LookaheadBranch(options)
         self.worth = PRIOR_WORTH
         self.num_choices, self.wants_roots = NUM_CHOICES, True
         self._steps_without = 0
         self._root_hashes: Hashes = np.zeros((0, NUM_HASHES), np.uint64)
-        """uint64 [capacity, NUM_HASHES]: of the texts when their trees were proposed."""
+        """uint64 [capacity, NUM_HASHES]: the hashes of the texts when their trees were proposed."""
         self._num_grown = np.zeros(0, np.int64)
-        """int64 [capacity]: the nodes of each tree without those that only its comb added."""
-        super().__init__(options, cost)
+        """int64 [capacity]: the number of nodes of each tree, without those that only its comb
+        added."""
+        super().__init__(options)
 
     @property
     def num_bytes(self) -> int:
@@ -88,7 +89,7 @@ class HybridProposer(NGramTrieProposer):
 
     def observe(self, verified: Verified) -> None:
         """See Proposer. Keeps the choices and moves the windows on."""
-        if not self.num_choices:  # they were asked for before
+        if not self.num_choices:  # results of a step that still asked for choices
             return
         forest = verified.forest
         rows = self._texts.rows_of(verified.request_ids)
@@ -109,9 +110,9 @@ class HybridProposer(NGramTrieProposer):
             self._judge(verified, self._num_grown[rows])
 
     def _judge(self, verified: Verified, num_grown: Int64s) -> None:
-        """Learn what the choices of this step were worth, and stop asking for them if too little.
+        """Learn the gain from the choices of this step, and stop using them if it is too small.
 
-        `num_grown` int64 [t]: each tree's nodes from this one on are only cells of a window.
+        `num_grown` int64 [t]: in each tree, nodes from this index on are only cells of a window.
         """
         forest = verified.forest
         from_choices = (forest.sources == RECYCLED) | (forest.sources == WINDOW)

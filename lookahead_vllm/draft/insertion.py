@@ -14,7 +14,7 @@ SHARE = 1 / 32
 """The share of a step's time that all insertions of the step may take."""
 
 MAX_SECONDS = 0.002
-"""The most time that all insertions of a step may take."""
+"""The most time that all insertions of a step may take, in seconds."""
 
 CHUNK_TOKENS = 64
 """Tokens of one request that are inserted in one turn, in about 50 µs."""
@@ -87,6 +87,6 @@ class InsertionQueue:
         if not len(text.tokens):
             texts.popleft()
         if texts:
-            self._waiting[request] = texts  # behind all others
+            self._waiting[request] = texts  # after all others
         self._left -= self.clock() - start
         self._has_inserted = True

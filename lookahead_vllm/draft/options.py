@@ -26,15 +26,15 @@ SHIFTS = ("one", "hits", "paper")
 MAX_DECODING_LENGTH = 128
 
 AUTO_DECODING_LENGTH = 64
-"""The nodes of a tree unless the user sets them. The budget sends those that pay, and a text that
-is copied pays for many."""
+"""The most nodes of a tree unless the user sets another number. The budget sends only those that
+pay; if a text is copied, many do."""
 
 AUTO_RECURRENT_LENGTH = 16
 """The same for a model with recurrent layers, which keeps a state for each node."""
 
 MIN_TOKENS_FOR_HYBRID = 64
-"""The critical decoding length from which "auto" is "hybrid": its further sources bring a fifth
-more tokens a step with 64 nodes, and nothing with few."""
+"""The critical decoding length from which "auto" is "hybrid": its additional sources give a fifth
+more tokens a step with 64 nodes, and no gain with few."""
 
 MAX_PARALLEL = 8
 
@@ -58,8 +58,8 @@ class LookaheadOptions:
     num_speculative_tokens : "auto" or int
         The decoding length: the maximum number of nodes of one draft tree, 1 to 128. "auto": 64;
         for "jacobi_window" the nodes of both its branches. It is 16 for a model with recurrent
-        layers, which keeps a state for each node. With LoRA, it is the number for which a step has
-        room in all requests. A `budget` that is a number is the maximum, too.
+        layers, which keeps a state for each node. With LoRA, it is the number that fits into a step
+        for all requests. A `budget` that is a number also limits it.
     branch_length : int
         The maximum length of a branch below the root, in tokens, 1 to 64.
     max_nodes : int
@@ -113,7 +113,7 @@ class LookaheadOptions:
         Whether requests may bring references. False ignores these.
     accept_namespaces : bool
         Whether requests may name their namespace. False derives it from the LoRA adapter and
-        cache_salt alone.
+        cache_salt only.
     """
 
     num_speculative_tokens: str | int = "auto"
@@ -195,7 +195,7 @@ class LookaheadOptions:
             if key not in names:
                 close = get_close_matches(str(key), names, n=1)
                 raise OptionError(
-                    f"option {key!r} was given, but lookahead knows {', '.join(names)}; "
+                    f"option {key!r} was given, but lookahead's options are {', '.join(names)}; "
                     + (f"did you mean {close[0]!r}?" if close else "leave it out")
                 )
         values = {key: value for key, value in given.items() if value is not None}

@@ -19,7 +19,7 @@ class ForestParts(NamedTuple):
     """A forest of n nodes, cut into d parts; each part has all ancestors of its nodes."""
 
     owners: Int64s
-    """int64 [n]: the part that answers for each node; other parts may contain it as an ancestor."""
+    """int64 [n]: the part that owns each node; other parts may contain it as an ancestor."""
     contains: NDArray[np.bool_]
     """bool [d, n]: the nodes of each part."""
 

@@ -66,7 +66,8 @@ class Proposer(Protocol):
     """Grows draft trees. A request stays live until `finish`, even if calls leave it out."""
 
     cost: StepCost | None
-    """The cost model of a step. While it is None, no tree is cut to what pays."""
+    """The cost model of a step, set by the engine. While it is None, trees are not cut to the nodes
+    that pay."""
     min_prob_beside_prompt: float
     """The probability from which a node pays in a step that also prefills a prompt."""
     num_choices: int

@@ -1,8 +1,8 @@
 """Whether a release of vLLM has everything that lookahead uses of it.
 
 vLLM's sources are parsed, not imported: this takes one or two seconds, runs before any worker
-starts, and works on an unpacked wheel too (`check(root=...)`). An installed vLLM that lacks nothing
-is not parsed again.
+starts, and works on an unpacked wheel too (`check(root=...)`). An installed vLLM that has passed is
+not parsed again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check(root: Path | None = None, runners: Collection[str] = tuple(BY_RUNNER))
     root
         Folder that holds the `vllm` package; the installed one by default.
     runners
-        Those of vLLM's model runners, "v1" and "v2", whose own seams are compared too.
+        The model runners, "v1" and "v2", whose own seams are compared too.
 
     Raises
     ------
@@ -55,7 +55,7 @@ def check(root: Path | None = None, runners: Collection[str] = tuple(BY_RUNNER))
 
 
 def _verdict(runners: Collection[str]) -> Path | None:
-    """The file that exists if these sources have been compared before and nothing differed."""
+    """The file that records that these sources were compared and nothing differed."""
     package = _package(None)
     seams = [*COMMON, *(seam for runner in runners for seam in BY_RUNNER[runner])]
     files = {_file(package, seam.module) for seam in seams} - {None}
@@ -76,7 +76,7 @@ def _size_and_time(file: Path) -> tuple[int, int]:
 def problems(
     root: Path | None = None, runners: Collection[str] = tuple(BY_RUNNER)
 ) -> Iterator[str]:
-    """All differences, see `check`; each as in "vllm.config.vllm has no VllmConfig"."""
+    """All differences, for instance "vllm.config.vllm has no VllmConfig"; see `check`."""
     package = _package(root)
     version = _version(package)
     for seam in (*COMMON, *(seam for runner in runners for seam in BY_RUNNER[runner])):
@@ -103,7 +103,7 @@ def _package(root: Path | None) -> Path:
 
 
 def _version(package: Path) -> str | None:
-    """As in "0.33"; None for a checkout that was not built."""
+    """The release, for instance "0.33"; None for a checkout that was not built."""
     path = package / "_version.py"
     if path.is_file():
         for node in _parse(path).body:
@@ -114,7 +114,7 @@ def _version(package: Path) -> str | None:
 
 
 def _problem(package: Path, seam: Seam) -> str | None:
-    """What this vLLM lacks of `seam`, or None."""
+    """What `seam` needs and this vLLM does not have; None if nothing is missing."""
     path = _file(package, seam.module)
     if path is None:
         return f"there is no module {seam.module}"

@@ -1,4 +1,4 @@
-"""Reads lookahead's options from vLLM's engine arguments, and writes them into its config."""
+"""Reads lookahead's options from vLLM's engine arguments, and writes them into vLLM's config."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "cpu_worker.LookaheadCPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": "gpu_worker.LookaheadGPUWorker",
 }
-"""Our worker's module and class in `worker/v1/` and in `worker/v2/`, by vLLM's."""
-
+"""Our worker's module and class, the same in `worker/v1/` and `worker/v2/`, by vLLM's worker."""
 
 REPLICA_EXECUTOR = "lookahead_vllm.engine.scheduler.replica_executor.ReplicaExecutor"
 
@@ -61,7 +60,7 @@ FIRST_RUNNER = _Runner(
 SECOND_RUNNER = _Runner(
     "v2",
     "lookahead_vllm.engine.worker.v2",
-    "lookahead_vllm.engine.scheduler.late.LateDraftScheduler",
+    "lookahead_vllm.engine.scheduler.late_scheduler.LateDraftScheduler",
     # The only method without a draft model that vLLM combines with asynchronous scheduling.
     {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 1},
 )
@@ -74,8 +73,8 @@ _FLAGS = {
 """Keys of `speculative_config` that are also fields of `EngineArgs`, with their flags."""
 
 
-def asks(args: Any) -> bool:
-    """Whether these engine arguments, of any release of vLLM, ask for lookahead."""
+def requests_lookahead(args: Any) -> bool:
+    """Whether these engine arguments, of any release of vLLM, request lookahead."""
     given = getattr(args, "speculative_config", None)
     if isinstance(given, str):  # as in old releases
         with suppress(ValueError, RecursionError):
@@ -91,7 +90,7 @@ def asks(args: Any) -> bool:
 
 
 def requested_options(args: EngineArgs) -> LookaheadOptions:
-    """The options in engine arguments that ask for lookahead.
+    """The options in engine arguments that request lookahead.
 
     Raises
     ------
@@ -117,7 +116,7 @@ def requested_options(args: EngineArgs) -> LookaheadOptions:
     if method is not None and method not in (*NAMES, "custom_class"):
         raise OptionError(
             f"method {method!r} was given together with model {model!r}; "
-            'write --speculative-config \'{"method": "lookahead"}\' alone'
+            'write only --speculative-config \'{"method": "lookahead"}\''
         )
     if model is not None and model not in (*NAMES, *PROPOSER_PATHS):
         raise OptionError(
@@ -129,13 +128,13 @@ def requested_options(args: EngineArgs) -> LookaheadOptions:
     return LookaheadOptions.from_dict(settings)
 
 
-def make(
+def make_config(
     args: EngineArgs, options: LookaheadOptions, create: Callable[[], VllmConfig]
 ) -> VllmConfig:
     """The engine's config with `options`, for the model runner that plain vLLM would choose.
 
-    On the second runner, drafts need asynchronous scheduling. Without it, the first runner serves,
-    with the second one's output.
+    On the second runner, drafts need asynchronous scheduling. Without it, the engine runs on the
+    first runner, with the second one's output.
 
     Parameters
     ----------
@@ -145,7 +144,7 @@ def make(
     Raises
     ------
     OptionError
-        The config asks for something that lookahead cannot serve exactly.
+        The config contains something that lookahead cannot serve exactly.
     """
     from vllm import envs
     from vllm.config import vllm as vllm_config
@@ -156,20 +155,20 @@ def make(
     # vLLM writes its defaults into `args`.
     caches_states = args.enable_prefix_caching or args.mamba_cache_mode not in (None, "none")
     if wanted or (wanted is None and vllm_config.HAS_TRITON and args.async_scheduling is not False):
-        with _asking_for(args, SECOND_RUNNER, options):
+        with _with_method(args, SECOND_RUNNER, options):
             config = create()
-        on_first_alone = _first_runner_alone(config, options)
+        first_runner_reason = _needs_first_runner(config, options)
         if (
             config.use_v2_model_runner
             and config.scheduler_config.async_scheduling
-            and not on_first_alone
+            and not first_runner_reason
         ):
             apply(config, options, SECOND_RUNNER)
             return config
-        if wanted and on_first_alone:
+        if wanted and first_runner_reason:
             raise OptionError(
-                f"VLLM_USE_V2_MODEL_RUNNER=1 is set, but {on_first_alone} lookahead runs on vLLM's "
-                "first model runner alone; unset it, the output is the same"
+                f"VLLM_USE_V2_MODEL_RUNNER=1 is set, but {first_runner_reason} lookahead runs only "
+                "on vLLM's first model runner; unset it, the output is the same"
             )
         if wanted:
             raise OptionError(
@@ -183,16 +182,16 @@ def make(
             "--async-scheduling was given, but this engine runs vLLM's first model runner, on "
             "which lookahead's steps are synchronous; leave it out"
         )
-    with _asking_for(args, FIRST_RUNNER, options):
+    with _with_method(args, FIRST_RUNNER, options):
         config = create()
     if config.model_config.is_hybrid:
-        asked, options = options, options.at_most(AUTO_RECURRENT_LENGTH)
+        requested, options = options, options.at_most(AUTO_RECURRENT_LENGTH)
         caches_by_default = config.cache_config.mamba_cache_mode != "none"
         if caches_by_default:
             _refuse_cached_states(caches_states)
             args.enable_prefix_caching = False
-        if caches_by_default or options != asked:
-            with _asking_for(args, FIRST_RUNNER, options):
+        if caches_by_default or options != requested:
+            with _with_method(args, FIRST_RUNNER, options):
                 config = create()
     apply(config, options, FIRST_RUNNER)
     return config
@@ -201,15 +200,15 @@ def make(
 def _within_lora_rows(
     args: EngineArgs, options: LookaheadOptions, create: Callable[[], VllmConfig]
 ) -> LookaheadOptions:
-    """The options with no more nodes than vLLM allows with LoRA: it has a row for each token of a
-    step, and wants rows for the longest drafts of all requests."""
-    with _asking_for(args, FIRST_RUNNER, LookaheadOptions(num_speculative_tokens=1)):
+    """Limit the nodes so that the drafts of max_num_seqs requests fit into max_num_batched_tokens;
+    vLLM requires this with LoRA."""
+    with _with_method(args, FIRST_RUNNER, LookaheadOptions(num_speculative_tokens=1)):
         scheduler = create().scheduler_config
     return options.at_most(scheduler.max_num_batched_tokens // scheduler.max_num_seqs - 1)
 
 
-def _first_runner_alone(config: VllmConfig, options: LookaheadOptions) -> str | None:
-    """Where lookahead runs on vLLM's first model runner alone, if the engine is of that kind."""
+def _needs_first_runner(config: VllmConfig, options: LookaheadOptions) -> str | None:
+    """Why this engine must run on vLLM's first model runner, or None."""
     if config.model_config.is_hybrid:
         return "for models with recurrent layers"
     if config.parallel_config.pipeline_parallel_size > 1:
@@ -219,13 +218,13 @@ def _first_runner_alone(config: VllmConfig, options: LookaheadOptions) -> str | 
     return None
 
 
-def _refuse_cached_states(asked_for: bool) -> None:
-    """Recurrent states that outlive a request: vLLM keeps them by default, with other slots."""
-    if asked_for:
+def _refuse_cached_states(was_requested: bool) -> None:
+    """Refuse prefix caching of recurrent states, or log that it is turned off."""
+    if was_requested:
         raise OptionError(
-            "prefix caching was asked for, but for a model with recurrent layers lookahead needs "
-            "mamba_cache_mode='none', which has none; write --no-enable-prefix-caching, or leave "
-            "lookahead out of the speculative config"
+            "prefix caching was requested, but for a model with recurrent layers lookahead needs "
+            "mamba_cache_mode='none', which has no caching; write --no-enable-prefix-caching, or "
+            "leave lookahead out of the speculative config"
         )
     from vllm.logger import init_logger
 
@@ -236,8 +235,8 @@ def _refuse_cached_states(asked_for: bool) -> None:
 
 
 @contextmanager
-def _asking_for(args: EngineArgs, runner: _Runner, options: LookaheadOptions) -> Iterator[None]:
-    """Make `args` ask for a method that vLLM knows, in the block."""
+def _with_method(args: EngineArgs, runner: _Runner, options: LookaheadOptions) -> Iterator[None]:
+    """In the block, `args` name the runner's speculative method, which vLLM accepts."""
     fields = ("speculative_config", *(attr for attr, _ in _FLAGS.values()))
     saved = {field: getattr(args, field) for field in fields}
     for field in fields:
@@ -268,7 +267,7 @@ _REFUSALS = (
             and config.parallel_config.world_size > 1
         ),
         "distributed_executor_backend='external_launcher' was given, under which every rank "
-        "schedules for itself, but lookahead's ranks share what one of them drafts; write 'mp' "
+        "schedules by itself, but lookahead's ranks share the drafts of one rank; write 'mp' "
         "or 'ray', or leave lookahead out of the speculative config",
     ),
     _Refusal(
@@ -283,9 +282,9 @@ _REFUSALS = (
     ),
     _Refusal(
         lambda config: config.model_config.is_attention_free,
-        "model {config.model_config.model!r} has recurrent layers alone, and vLLM tells them how "
-        "many drafts were accepted only beside attention; leave lookahead out of the speculative "
-        "config",
+        "model {config.model_config.model!r} has only recurrent layers, and vLLM passes the number "
+        "of accepted drafts only to models that also have attention; leave lookahead out of the "
+        "speculative config",
     ),
     _Refusal(
         lambda config: config.model_config.hf_text_config.model_type in MAMBA_1_HYBRIDS,
@@ -297,13 +296,20 @@ _REFUSALS = (
             config.model_config.is_hybrid and config.parallel_config.pipeline_parallel_size > 1
         ),
         "pipeline_parallel_size={config.parallel_config.pipeline_parallel_size} was given, but "
-        "vLLM tells the recurrent layers of its last stage alone how many drafts were accepted; "
+        "vLLM passes the number of accepted drafts only to the recurrent layers of the last stage; "
         "write tensor_parallel_size instead, or leave lookahead out of the speculative config",
     ),
     _Refusal(
         lambda config: config.model_config.is_hybrid and config.cache_config.use_replayssm,
         "use_replayssm was given, with which recurrent layers keep no state for a node; leave it "
         "out, or leave lookahead out of the speculative config",
+    ),
+    _Refusal(
+        lambda config: (
+            getattr(config.model_config.hf_text_config, "ngram_vocab_size_ratio", None) is not None
+        ),
+        "model {config.model_config.model!r} embeds n-grams of the rows before a row, which are "
+        "not the path to a node; leave lookahead out of the speculative config",
     ),
     _Refusal(
         lambda config: config.model_config.hf_text_config.model_type == "hrm_text",
@@ -332,12 +338,12 @@ _SECOND_RUNNER_REFUSALS = (
     ),
     _Refusal(
         lambda config: config.watermark_config is not None,
-        "a watermark was asked for, which lookahead does not verify at the nodes of a tree; leave "
+        "a watermark was requested, which lookahead does not verify at the nodes of a tree; leave "
         "lookahead out of the speculative config",
     ),
     _Refusal(
         lambda config: config.model_config.return_sampling_mask,
-        "return_sampling_mask was given, which lookahead has only for one token a step; leave "
+        "return_sampling_mask was given, which lookahead supports only for one token a step; leave "
         "lookahead out of the speculative config",
     ),
     _Refusal(
@@ -352,8 +358,8 @@ _PARALLEL_REFUSALS = (
     _Refusal(
         lambda config: config.parallel_config.distributed_executor_backend not in ("uni", "mp"),
         "parallel was given with distributed_executor_backend="
-        "{config.parallel_config.distributed_executor_backend!r}, but replicas are started with "
-        "vLLM's executor 'mp' alone; write that, or leave parallel out",
+        "{config.parallel_config.distributed_executor_backend!r}, but replicas are started only "
+        "with vLLM's executor 'mp'; write that, or leave parallel out",
     ),
     _Refusal(
         lambda config: config.parallel_config.nnodes > 1,
@@ -402,7 +408,7 @@ def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> Non
     Raises
     ------
     OptionError
-        The config asks for something that lookahead cannot serve exactly.
+        The config contains something that lookahead cannot serve exactly.
     """
     from vllm import envs
 
@@ -432,7 +438,7 @@ def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> Non
 
 
 def _num_parameters(model_config: ModelConfig) -> float:
-    """The approximate number of a dense model's: 12 matrices of [hidden, hidden] in each layer."""
+    """Approximate parameter count of a dense model: 12 hidden² per layer, plus the embedding."""
     hidden = model_config.get_hidden_size()
     layers = model_config.get_total_num_hidden_layers()
     return 12.0 * layers * hidden**2 + float(model_config.get_vocab_size() * hidden)

@@ -47,7 +47,8 @@ class ProposedDrafts(NamedTuple):
     has_grammars: bool = False
     """Whether any live request has a grammar."""
     min_prob_beside_prompt: float = 0.0
-    """The smallest probability at which a node pays in a step that also computes a prompt."""
+    """The smallest probability at which a node is worth its cost in a step that also computes a
+    prompt."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return packed(self)
@@ -58,7 +59,7 @@ class Emitted(NamedTuple):
 
     tokens: list[int]
     keeps_kv: bool
-    """False if the request was preempted during the step, so that its blocks are others' now."""
+    """False if the request was preempted in the step, so its blocks belong to other requests."""
 
 
 class DraftsToVerify(NamedTuple):
@@ -69,21 +70,21 @@ class DraftsToVerify(NamedTuple):
     forest: DraftForest
     """Their drafts, in the order of `req_ids`, each cut to the nodes that were scheduled."""
     from_proposer: NDArray[np.bool_]
-    """bool [t]: which trees are the proposer's; others are a grammar's, or chains of tokens whose
-    tree is unknown."""
+    """bool [t]: which trees are the proposer's. The others were changed by a grammar, or are chains
+    of tokens whose tree is unknown."""
     kept_blocks: Mapping[str, list[int]]
-    """By id of a request that gave KV blocks back: the number that it keeps in each KV cache
-    group."""
+    """For requests that gave KV blocks back, by id: the number of blocks that they keep in each KV
+    cache group."""
     emitted: Mapping[str, Emitted] = {}
-    """Under pipeline parallelism, by id of a request that has accepted nodes since the last step:
-    what it emitted in the step that verified them."""
+    """Under pipeline parallelism, for requests with nodes accepted since the last step, by id: what
+    they emitted in the step that verified the nodes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return packed(self)
 
 
-class Trees(NamedTuple):
-    """Attached to `DraftTokenIds` under late drafting: the trees of the drafts under way."""
+class TreesInFlight(NamedTuple):
+    """Attached to `DraftTokenIds` under late drafting: the trees of the step in flight."""
 
     forest: DraftForest
 
@@ -92,18 +93,19 @@ class Trees(NamedTuple):
 
 
 class LateReport(NamedTuple):
-    """Attached to `ModelRunnerOutput` under late drafting: what became of the step's slots."""
+    """Attached to `ModelRunnerOutput` under late drafting: how many slots were filled, and whether
+    drafts pay."""
 
     sizes: Mapping[str, int]
-    """Nodes that were sent, by request id."""
+    """The number of nodes that were sent, by request id."""
     pays: bool
-    """Whether drafts pay now, so that slots are worth reserving."""
+    """Whether drafts are worth their cost now, so that the scheduler should reserve slots."""
 
 
 def packed(message: tuple[Any, ...]) -> tuple[Any, ...]:
     """How `message`, a NamedTuple, is pickled: as one byte string.
 
-    Arrays in buffers beside it would arrive read-only, for which kernels would be compiled anew.
+    Arrays in separate buffers would arrive read-only, and numba would compile kernels for them.
     """
     return _unpacked, (type(message), pickle.dumps(tuple(message), pickle.HIGHEST_PROTOCOL))
 
@@ -165,7 +167,9 @@ def compile_recall() -> None:
     recall({"": [0]}, {"": SentDraft(DraftForest.of([DraftTree.chain([0, 0])]), 0, [0, 0])}, {})
 
 
-def attach(carrier: Any, message: ProposedDrafts | DraftsToVerify | LateReport | Trees) -> None:
+def attach(
+    carrier: Any, message: ProposedDrafts | DraftsToVerify | LateReport | TreesInFlight
+) -> None:
     """Attach `message` to a `ModelRunnerOutput`, a `SchedulerOutput` or a `DraftTokenIds`."""
     setattr(carrier, _ATTRIBUTE, message)
 
@@ -181,15 +185,15 @@ def late_report(model_runner_output: Any) -> LateReport | None:
 
 
 def drafts_of(req_ids: Sequence[str], forest: DraftForest) -> DraftTokenIds:
-    """The drafts of a step under way, with their trees."""
+    """The drafts of the step in flight, with their trees."""
     drafts = DraftTokenIds(list(req_ids), [tree.tokens.tolist() for tree in forest])
-    attach(drafts, Trees(forest))
+    attach(drafts, TreesInFlight(forest))
     return drafts
 
 
 def forest_of(drafts: DraftTokenIds) -> DraftForest:
     """The trees of `drafts_of`."""
-    trees: Trees = getattr(drafts, _ATTRIBUTE)
+    trees: TreesInFlight = getattr(drafts, _ATTRIBUTE)
     return trees.forest
 
 

@@ -1,7 +1,7 @@
 """How lookahead replaces parts of vLLM: every replacement is recorded, and none is made twice.
 
-`patch` lasts as long as the process, `swapped` as long as a `with` block. Both kinds stand in the
-table of `seams/`. Importing this module costs next to nothing: every vLLM process does.
+`patch` lasts as long as the process, `swapped` as long as a `with` block. Both kinds are listed in
+`seams/`. Importing this module costs next to nothing: every vLLM process does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Patch(NamedTuple):
     """One replaced attribute."""
 
     place: str
-    """As in "vllm.v1.engine.async_llm.AsyncLLM.generate"."""
+    """A dotted path, for instance "vllm.v1.engine.async_llm.AsyncLLM.generate"."""
     why: str
     """From the table of seams; empty if the place is not in it."""
 

@@ -2,7 +2,7 @@
 
 Two functions of `EngineArgs` are patched (`seams/config.py`). Without lookahead in the engine's
 arguments they add two flags to `--help` and nothing else: all other modules are imported when
-lookahead is asked for, most of them after `compatibility.check`.
+lookahead is requested, most of them after `compatibility.check`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _is_function(attribute: Any) -> bool:
 
 
 def _with_flags(engine_args: type, original: Callable[..., Any]) -> Callable[..., Any]:
-    """`EngineArgs.add_cli_args`, whose parser also knows our flags."""
+    """`EngineArgs.add_cli_args`, whose parser also has our flags."""
 
     @functools.wraps(original)
     def add_cli_args(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ def _with_flags(engine_args: type, original: Callable[..., Any]) -> Callable[...
 
 
 def _offer_flags(parser: Any, engine_args: type) -> None:
-    """Add our flags to `parser` once one of them, or help, is asked for.
+    """Add our flags to `parser` once one of them, or help, is requested.
 
     Not earlier: another plugin, or the user's script, may add flags of the same names after us, and
     every flag of a parser makes abbreviations of others ambiguous.
@@ -168,7 +168,7 @@ def _with_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         from lookahead_vllm.engine import config
 
-        if not config.asks(self):
+        if not config.requests_lookahead(self):
             return original(self, *args, **kwargs)
         from lookahead_vllm.engine import compatibility
 
@@ -183,7 +183,7 @@ def _with_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
         kernel_folder.share_cache_dir()
         compilation.begin(options, current_platform.is_cpu())
         create = functools.partial(original, self, *args, **kwargs)
-        vllm_config = config.make(self, options, create)
+        vllm_config = config.make_config(self, options, create)
         requests.install()
         if options.cache_path is not None:
             shutdown.allow_time_to_end()
@@ -200,7 +200,7 @@ def _refusing_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, *args, **kwargs)
         from lookahead_vllm.engine import config
 
-        if config.asks(self):
+        if config.requests_lookahead(self):
             from lookahead_vllm.engine import compatibility
 
             compatibility.check()

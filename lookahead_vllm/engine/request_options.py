@@ -42,7 +42,7 @@ BYTES_PER_TOKEN = 4
 too long is refused before it is tokenized."""
 MAX_NAMESPACE_CHARACTERS = 1024
 MAX_SHOWN_CHARACTERS = 60
-"""Of a wrong name: longer ones are shown cut, and no similar name is suggested for them."""
+"""Wrong names longer than this are cut in the message, and no similar name is suggested."""
 
 Reference: TypeAlias = str | bytes
 """A text, or token ids as little-endian int32, which are copied and sent as one piece."""
@@ -61,8 +61,8 @@ class RequestOptions:
     references : sequence of Reference
         Texts that the answer may copy from; in the worker arrays of token ids, int32 [n].
     namespace : str or None
-        As given by the user. In the worker: requests share n-grams with those of the same
-        namespace, and with none if it is None.
+        The user's name for it; in the worker, the result of `shared_namespace`. Requests share
+        n-grams with those of the same namespace, and with none if it is None.
     enabled : bool
         False: no drafts, and nothing is learned from the request.
     overrides : RequestOverrides
@@ -76,14 +76,14 @@ class RequestOptions:
 
     @property
     def reference_tokens(self) -> int:
-        """Tokens of the references, by the count of `LookaheadOptions.max_reference_tokens`."""
+        """The number of reference tokens that count for `LookaheadOptions.max_reference_tokens`."""
         return sum(map(_tokens_of, self.references))
 
 
 _DEFAULT = LookaheadOptions()
 
 
-def given(
+def parse_options(
     extra_args: Mapping[str, Any] | None, vocab_size: int, server: LookaheadOptions = _DEFAULT
 ) -> RequestOptions:
     """The options in `extra_args`, checked against the server's options.
@@ -132,12 +132,14 @@ def given(
     return RequestOptions(**options)
 
 
-def checked(extra_args: Mapping[str, Any] | None, options: RequestOptions) -> dict[str, Any]:
-    """A copy of `extra_args` with `options`, which `given` returns unchanged."""
+def with_options(extra_args: Mapping[str, Any] | None, options: RequestOptions) -> dict[str, Any]:
+    """A copy of extra_args that holds options; parse_options returns them as they are."""
     return {**_others(extra_args), KEY: options}
 
 
-def sent(extra_args: Mapping[str, Any] | None, options: RequestOptions) -> dict[str, Any]:
+def fields_for_worker(
+    extra_args: Mapping[str, Any] | None, options: RequestOptions
+) -> dict[str, Any]:
     """A copy of `extra_args` with `options` as a dict for the worker, in types of msgpack.
 
     All references must be token ids.
@@ -170,12 +172,12 @@ def without_references(params: SamplingParams) -> SamplingParams:
 
 
 def is_marked(extra_args: Any) -> bool:
-    """Whether the front-end has checked these."""
+    """Whether the front-end has checked these `extra_args`."""
     fields = extra_args.get(KEY) if isinstance(extra_args, Mapping) else None
     return isinstance(fields, dict) and isinstance(fields.get(MARK), bytes)
 
 
-def received(
+def options_in_worker(
     extra_args: Mapping[str, Any] | None,
 ) -> tuple[RequestOptions, dict[str, Any] | None]:
     """In the worker: the options, and the rest of `extra_args`, for custom logits processors.
@@ -189,15 +191,15 @@ def received(
     options = _from_fields(extra_args[KEY]) if is_marked(extra_args) else None
     if options is None:
         logger.warning_once(
-            "A request reached the engine by a way on which lookahead does not see it: its "
-            "namespace and options have no effect, and it shares with nobody."
+            "A request reached the engine without passing lookahead's front-end: its namespace and "
+            "options have no effect, and it shares with no other request."
         )
         return RequestOptions(), others
     return options, others
 
 
 def _from_fields(fields: dict[str, Any]) -> RequestOptions | None:
-    """The options that `sent` wrote; None if `fields` have another form."""
+    """The options that `fields_for_worker` wrote; None if `fields` have another form."""
     if not {"reference", "namespace", "enabled"} <= fields.keys():
         return None
     references, namespace, enabled = (fields[k] for k in ("reference", "namespace", "enabled"))
@@ -214,7 +216,7 @@ def _from_fields(fields: dict[str, Any]) -> RequestOptions | None:
 
 
 _OVERRIDE_TYPES = (str, int, int, int, bool)
-"""Of the fields of `RequestOverrides`."""
+"""The type of each field of `RequestOverrides`."""
 
 
 def _is_token_ids(reference: Any) -> bool:
@@ -226,8 +228,8 @@ def shared_namespace(
 ) -> str | None:
     """The namespace of a request, as `Proposer.start` takes it.
 
-    With `share="namespace"`, different triples of LoRA adapter, cache salt and given namespace have
-    different ones; None and "" are the same.
+    With `share="namespace"`, it is unique for each triple of LoRA adapter, cache salt and given
+    namespace; None and "" count as the same.
     """
     if share == "none":
         return None
@@ -258,7 +260,7 @@ def with_prediction(extra_args: Mapping[str, Any] | None, prediction: Any) -> di
 
 
 def _written(extra_args: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Name, spelling and value of each of lookahead's options."""
+    """Name, spelling and value of each of lookahead's options in `extra_args`."""
     for key, value in extra_args.items():
         if key == KEY:
             if value is not None and not isinstance(value, Mapping):
@@ -285,7 +287,7 @@ def _unknown(spelling: str, name: str, known: Sequence[str]) -> RequestError:
     )
     shown = "".join(c if c.isprintable() else "?" for c in shown)  # it goes into logs, too
     return RequestError(
-        f"{shown} was given, but lookahead knows {', '.join(known)} of a request; "
+        f"{shown} was given, but the options of a request are {', '.join(known)}; "
         + (f"did you mean {close[0]}?" if close else "leave it out")
     )
 
@@ -300,7 +302,7 @@ def _references(
         isinstance(item, str | list | tuple) for item in items
     ):
         raise _wrong_reference(spelling, value)
-    tokens = sum(map(len, items)) // BYTES_PER_TOKEN  # at least: a character has a byte or more
+    tokens = sum(map(len, items)) // BYTES_PER_TOKEN  # a lower bound: a character has >= 1 byte
     if tokens <= max_tokens:
         tokens = sum(_tokens_of(item, spelling) for item in items)
     if len(items) > MAX_REFERENCES or tokens > max_tokens:
@@ -337,8 +339,8 @@ def _token_ids(spelling: str, value: Any, ids: Sequence[Any], vocab_size: int) -
             raise _wrong_reference(spelling, value)
         if not 0 <= token < vocab_size:
             raise RequestError(
-                f"{spelling} holds the token id {reprlib.repr(token)}, but the model knows 0 to "
-                f"{vocab_size - 1}; write ids of this model's tokenizer, or the text"
+                f"{spelling} holds the token id {reprlib.repr(token)}, but the model's ids are 0 "
+                f"to {vocab_size - 1}; write ids of this model's tokenizer, or the text"
             )
     return np.array(ids, "<i4").tobytes()
 

@@ -1,4 +1,4 @@
-"""The end of an engine: its processes get the time to save the cache file.
+"""The end of an engine: its processes get enough time to save the cache file.
 
 vLLM's front-end asks an engine process to end and, unless requests may be drained, kills it at
 once; the engine process gives a worker 5 seconds. A signal to the whole process group, as by
@@ -78,7 +78,7 @@ def _with_time_to_end(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def shutdown(self: Any, timeout: float | None = None) -> None:
-        # Otherwise requests may be drained until the timeout, which is then a deadline.
+        # A nonzero value allows vLLM to drain requests; then the timeout is a deadline.
         if self._request_shutdown_timeout == 0:
             timeout = max(timeout or 0.0, SECONDS_TO_END)
         original(self, timeout)
@@ -164,12 +164,12 @@ def _save_on_ray(executor: Any) -> None:
 
 
 def _begin_to_save(worker: Any) -> None:
-    """In a worker."""
+    """Runs in a worker: start to save."""
     worker.model_runner.drafter.begin_to_save()
 
 
 def _save(worker: Any) -> None:
-    """In a worker."""
+    """Runs in a worker: save, and wait until it is done."""
     worker.model_runner.drafter.shutdown()
 
 

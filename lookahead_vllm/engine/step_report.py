@@ -1,4 +1,4 @@
-"""The numbers of a step for the metrics, and their way from the worker to the front-end.
+"""The numbers of a step for the metrics, and how they get from the worker to the front-end.
 
 The worker fills a `StepReport` and attaches it to the step's output. The scheduler moves it into
 the stats that vLLM sends with every output. `front_end/stat_logger.py` adds it to the metrics that
@@ -25,9 +25,9 @@ _REPORT = "lookahead_report"
 
 @dataclass
 class StepReport:
-    """Numbers of one step, or of several if the first ones had no output to travel with.
+    """Numbers of one step, or of several if earlier ones had no output to attach them to.
 
-    msgpack carries it between processes, so it holds Python's numbers and not NumPy's.
+    It is sent as msgpack, so it holds Python's numbers and not NumPy's.
     """
 
     verified: list[int] = field(default_factory=lambda: [0] * len(NAMES))
@@ -35,13 +35,13 @@ class StepReport:
     accepted: list[int] = field(default_factory=lambda: [0] * len(NAMES))
     """Accepted nodes, by source."""
     lengths: dict[int, int] = field(default_factory=dict)
-    """Number of requests with a draft by emitted tokens (accepted nodes and one more)."""
+    """Requests with a draft, counted by the tokens that they emitted (accepted nodes + 1)."""
     budgets: list[int] = field(default_factory=list)
     """Nodes of all trees, for each step in which a request could have had a draft; 0 if no node
     was worth its cost."""
     costs: list[tuple[float, float]] = field(default_factory=list)
-    """(predicted, measured) seconds of each step that was predicted and could be measured, because
-    the engine did not wait for requests in between."""
+    """(predicted, measured) seconds of each step that was predicted and measured. A step is not
+    measured if the engine may have waited for requests."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     """Wall time by part."""
     refused_trees: int = 0

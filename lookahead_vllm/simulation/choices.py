@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lookahead_vllm.simulation.traces import Choices, TraceError, TraceFile
+from lookahead_vllm.simulation.traces import AnswerChoices, TraceError, TraceFile
 
 SUFFIX = ".choices.npz"
 
@@ -18,7 +18,7 @@ _DTYPES = {"firsts": np.int64, "tokens": np.int32, "gaps": np.float16}
 
 
 def save_choices(
-    path: Path, ids: Sequence[str], choices: Sequence[Choices], model: str, dtype: str
+    path: Path, ids: Sequence[str], choices: Sequence[AnswerChoices], model: str, dtype: str
 ) -> None:
     """Write the choices of the traces `ids`, made by `model` computing in `dtype`."""
     firsts = np.cumsum([0, *(len(one.tokens) for one in choices)])
@@ -33,7 +33,7 @@ def save_choices(
     )
 
 
-def load_choices(path: Path) -> dict[str, Choices]:
+def load_choices(path: Path) -> dict[str, AnswerChoices]:
     """Read a file that `save_choices` has written: the choices by the id of their trace.
 
     Raises
@@ -56,7 +56,7 @@ def load_choices(path: Path) -> dict[str, Choices]:
             f"--choices: {path}: the shapes of firsts {firsts.shape}, tokens {tokens.shape} and "
             f"gaps {gaps.shape} do not fit together; record it again"
         )
-    rows = [Choices(tokens[first:end], gaps[first:end]) for first, end in pairwise(firsts)]
+    rows = [AnswerChoices(tokens[first:end], gaps[first:end]) for first, end in pairwise(firsts)]
     return dict(zip(ids, rows, strict=True))
 
 
@@ -87,6 +87,6 @@ def with_choices(file: TraceFile, paths: Sequence[Path], num_choices: int) -> Tr
                 f"--choices: {path} has {tokens.shape[1]} choices at {len(tokens)} positions of "
                 f"trace {trace.id!r}, where {num_choices} at {len(trace.output)} are needed"
             )
-        choices = Choices(tokens[:, :num_choices], gaps[:, :num_choices])
+        choices = AnswerChoices(tokens[:, :num_choices], gaps[:, :num_choices])
         traces.append(replace(trace, choices=choices))
     return replace(file, traces=traces)

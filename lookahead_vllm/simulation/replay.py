@@ -20,7 +20,7 @@ from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.proposer import DraftLimits, Verified
 from lookahead_vllm.draft.tree import EMPTY_TREE, UNKNOWN, DraftForest, DraftTree
 from lookahead_vllm.simulation.drafters import Drafter
-from lookahead_vllm.simulation.traces import Choices, Trace, TraceFile
+from lookahead_vllm.simulation.traces import AnswerChoices, Trace, TraceFile
 from lookahead_vllm.verify.acceptance import accepted_paths
 
 Mode = Literal["cold", "warm", "replay"]
@@ -154,7 +154,7 @@ def play(drafter: Drafter, trace: Trace, request_id: str, budget: int) -> Played
 
 
 def _verified(
-    request_id: str, tree: DraftTree, path: Int32s, choices: Choices, done: int
+    request_id: str, tree: DraftTree, path: Int32s, choices: AnswerChoices, done: int
 ) -> Verified:
     """The choices at a tree's root, output token `done` - 1, and at the nodes of its path."""
     n, end = len(tree), done + 1 + len(path)

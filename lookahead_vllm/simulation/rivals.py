@@ -15,7 +15,7 @@ from lookahead_vllm.simulation.traces import Int32s
 
 
 class _TextOnly:
-    """A drafter that learns from texts alone."""
+    """A drafter that learns only from texts."""
 
     num_choices = 0
 

@@ -25,7 +25,7 @@ class TraceError(ValueError):
     """The traces cannot be used; the message names the file, the line and what is expected."""
 
 
-class Choices(NamedTuple):
+class AnswerChoices(NamedTuple):
     """A model's likeliest tokens at the positions of an answer of m tokens."""
 
     tokens: Int32s
@@ -42,7 +42,7 @@ class Trace:
     output: Int32s
     category: str
     id: str = ""
-    choices: Choices | None = None
+    choices: AnswerChoices | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,7 +217,7 @@ def test_info_prints_the_contents_of_a_file(
     plain = capsys.readouterr().out
     held = cache_file.count_ngrams(cache_file.load(cache)[0])
     for part in (
-        "whole",
+        "intact",
         cache_file.fingerprint(tokenizer.get_vocab()),
         f"n-grams     {held} of at most 8192",
         "1: 100.0%",

@@ -256,6 +256,15 @@ def test_wheel_compares_other_releases(tmp_path: Path, capsys: pytest.CaptureFix
     assert stopped.value.code == 2
 
 
+def test_a_wrong_wheel_is_refused_by_this_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        check.main(["--wheel", "/nonexistent"])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("usage: lookahead-vllm check [-h]")
+    assert "check: error: argument --wheel: /nonexistent is no wheel" in message
+
+
 def test_vllms_logging_level_stays_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(findings, "rows", statuses("ok"))
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")

@@ -23,7 +23,7 @@ def test_options_round_trip_through_a_dict():
     ("given", "says"),
     [
         ({"branch_lenght": 8}, ["'branch_lenght' was given", "did you mean 'branch_length'?"]),
-        ({"depth": 8}, ["'depth' was given", "knows num_speculative_tokens", "leave it out"]),
+        ({"depth": 8}, ["'depth' was given", "options are num_speculative_tokens", "leave it out"]),
         ({"window": 8}, ["'window' was given", "did you mean 'window_size'?"]),
         (
             {"window_size": 8},

@@ -154,7 +154,8 @@ def test_a_seam_of_one_release_is_not_required_of_others(other_release: Path) ->
 
 NOT_OURS: tuple[Any, ...] = (
     *(object, type, slice, staticmethod, str, bytes, int, float, tuple, dict, list, set, frozenset),
-    *(np.ndarray, torch.Tensor, torch.Generator, hashlib.sha256(), functools.cache(len)),
+    *(np.ndarray, torch.Tensor, torch.Generator, torch.cuda.Stream),
+    *(hashlib.sha256(), functools.cache(len)),
     *(Path, os.stat_result, logging.Logger, ModuleSpec("", None), argparse.ArgumentParser(), len),
     *(IOBase, weakref.finalize),
     *(prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram, Seam),

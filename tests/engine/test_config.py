@@ -190,7 +190,7 @@ def test_replicas_get_ranks_as_tensor_parallelism_does(
     assert parallel.world_size == 3 * tensor_parallel_size
 
 
-LATE = "lookahead_vllm.engine.scheduler.late.LateDraftScheduler"
+LATE = "lookahead_vllm.engine.scheduler.late_scheduler.LateDraftScheduler"
 
 
 @pytest.mark.parametrize(
@@ -267,5 +267,5 @@ def test_recurrent_layers_run_on_the_first_runner(
     asked = dict(speculative_config={"method": "lookahead"}, enable_prefix_caching=False)
     with v2_on_cpu.enabled():
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-        with pytest.raises(OptionError, match="first model runner alone"):
+        with pytest.raises(OptionError, match="only on vLLM's first model runner"):
             made(hybrid, **asked)

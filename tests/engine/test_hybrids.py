@@ -263,5 +263,5 @@ def test_prompts_in_chunks_and_preempted_requests_keep_their_output(
         assert len(preempted) > 10
         assert drafter_of(llm).counters.branching_trees > 50
         # A short chunk behind the prompt must not count as a decode with drafts.
-        monkeypatch.setattr(recurrent_v1, "_chunks_behind_prompts", lambda *_: np.empty(0, int))
+        monkeypatch.setattr(recurrent_v1, "_resumed_rows", lambda *_: np.empty(0, int))
         assert not other.is_exact(generate)

@@ -107,7 +107,9 @@ def test_without_lookahead_nothing_changes(
 
 @pytest.mark.parametrize("engine_args", [None, lambda: None, 7, object()])
 def test_without_its_class_nothing_happens(engine_args: Any, registered: Any) -> None:
+    before = patches.applied()
     registered(engine_args)
+    assert patches.applied() == before
 
 
 def test_without_its_module_the_public_name_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given as given_any
+from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 
@@ -16,11 +16,11 @@ from lookahead_vllm.draft.request_overrides import RequestOverrides
 from lookahead_vllm.engine.request_options import (
     RequestError,
     RequestOptions,
-    checked,
-    given,
-    received,
-    sent,
+    fields_for_worker,
+    options_in_worker,
+    parse_options,
     shared_namespace,
+    with_options,
     with_prediction,
     without_references,
 )
@@ -58,7 +58,7 @@ def ids(*tokens: int) -> bytes:
 def test_every_spelling_is_read(
     extra_args: dict[str, Any] | None, expected: RequestOptions
 ) -> None:
-    assert given(extra_args, VOCAB) == expected
+    assert parse_options(extra_args, VOCAB) == expected
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_every_spelling_is_read(
         ({"lookahead_reference": [7, "a"]}, ["=[7, 'a'] was", "lists of token ids"]),
         ({"lookahead_reference": [[7, True]]}, ["=[[7, True]] was", "lists of token ids"]),
         ({"lookahead_reference": {"a": 1}}, ["={'a': 1} was", "a list of texts"]),
-        ({"lookahead_reference": [[7, 128]]}, ["token id 128", "knows 0 to 127", "the text"]),
-        ({"lookahead_reference": [-1]}, ["token id -1", "knows 0 to 127"]),
+        ({"lookahead_reference": [[7, 128]]}, ["token id 128", "ids are 0 to 127", "the text"]),
+        ({"lookahead_reference": [-1]}, ["token id -1", "ids are 0 to 127"]),
         ({"lookahead_reference": ["a"] * 65}, ["65 texts of 65 tokens", "allows 64 texts"]),
         ({"lookahead_reference": "a" * 65_537}, ["16385 tokens", "64 texts of 16384 tokens"]),
         ({"lookahead_reference": "漢" * 21_846}, ["16385 tokens", "64 texts of 16384 tokens"]),
@@ -101,7 +101,7 @@ def test_every_spelling_is_read(
 )
 def test_a_wrong_request_says_what_to_write(extra_args: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(RequestError) as error:
-        given(extra_args, VOCAB)
+        parse_options(extra_args, VOCAB)
     for part in parts:
         assert part in str(error.value)
     assert "\n" not in str(error.value)
@@ -130,9 +130,9 @@ HYBRID = LookaheadOptions(proposer="hybrid").for_model(7e9)
 def test_overrides_of_the_window_are_read(
     extra_args: dict[str, Any], expected: RequestOverrides
 ) -> None:
-    options = given(extra_args, VOCAB, HYBRID)
+    options = parse_options(extra_args, VOCAB, HYBRID)
     assert options == RequestOptions(overrides=expected)
-    assert received(sent(extra_args, options))[0].overrides == expected
+    assert options_in_worker(fields_for_worker(extra_args, options))[0].overrides == expected
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_overrides_of_the_window_are_read(
 )
 def test_a_wrong_override_says_what_to_write(extra_args: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(RequestError) as error:
-        given(extra_args, VOCAB, HYBRID)
+        parse_options(extra_args, VOCAB, HYBRID)
     for part in parts:
         assert part in str(error.value)
     assert "\n" not in str(error.value)
@@ -160,7 +160,7 @@ def test_a_wrong_override_says_what_to_write(extra_args: dict[str, Any], parts: 
     [["a" * 1024] * 64, ["漢" * 21_845], ["🙂" * 16_384], [[7] * 16_384], [[7] * 16_383, "abcd"]],
 )
 def test_the_largest_reference_is_allowed(largest: list[Any]) -> None:
-    options = given({"lookahead_reference": largest}, VOCAB)
+    options = parse_options({"lookahead_reference": largest}, VOCAB)
     assert len(options.references) == len(largest)
     assert options.reference_tokens <= LookaheadOptions().max_reference_tokens
     assert options.reference_tokens > LookaheadOptions().max_reference_tokens - 2
@@ -168,50 +168,54 @@ def test_the_largest_reference_is_allowed(largest: list[Any]) -> None:
 
 def test_a_server_sets_the_limit() -> None:
     server = LookaheadOptions(max_reference_tokens=2)
-    assert given({"lookahead_reference": "8 bytes."}, VOCAB, server).references == ("8 bytes.",)
+    assert parse_options({"lookahead_reference": "8 bytes."}, VOCAB, server).references == (
+        "8 bytes.",
+    )
     with pytest.raises(RequestError, match="64 texts of 2 tokens in all"):
-        given({"lookahead_reference": "9 bytes.."}, VOCAB, server)
+        parse_options({"lookahead_reference": "9 bytes.."}, VOCAB, server)
 
 
 def test_options_that_a_server_does_not_accept_are_ignored() -> None:
     extra_args = {"lookahead_reference": 7, "lookahead": {"namespace": ["x"], "enabled": False}}
     server = LookaheadOptions(accept_references=False, accept_namespaces=False)
-    assert given(extra_args, VOCAB, server) == RequestOptions(enabled=False)
+    assert parse_options(extra_args, VOCAB, server) == RequestOptions(enabled=False)
 
 
 def test_the_worker_receives_the_sent_options() -> None:
     extra_args = {"another_plugin": 3, "lookahead_namespace": "n", "lookahead": {"enabled": False}}
     before = dict(extra_args)
-    sent_args = sent(extra_args, RequestOptions((ids(5, 6),), "n", False))
+    sent_args = fields_for_worker(extra_args, RequestOptions((ids(5, 6),), "n", False))
     assert extra_args == before
     assert sent_args["another_plugin"] == 3 and len(sent_args) == 2
-    options, others = received(sent_args)
+    options, others = options_in_worker(sent_args)
     assert [reference.tolist() for reference in options.references] == [[5, 6]]
     assert (options.namespace, options.enabled, others) == ("n", False, {"another_plugin": 3})
 
 
 def test_checked_options_are_not_checked_again() -> None:
     options = RequestOptions((ids(500, 600),), "n")
-    extra_args = checked({"another_plugin": 3, "lookahead_enabled": 7}, options)
-    assert given(extra_args, VOCAB) is options
+    extra_args = with_options({"another_plugin": 3, "lookahead_enabled": 7}, options)
+    assert parse_options(extra_args, VOCAB) is options
     assert extra_args == {"another_plugin": 3, "lookahead": options}
 
 
 def test_only_the_worker_keeps_references() -> None:
-    sender = SamplingParams(extra_args=sent({"other": 1}, RequestOptions((ids(5, 6),), "n")))
+    sender = SamplingParams(
+        extra_args=fields_for_worker({"other": 1}, RequestOptions((ids(5, 6),), "n"))
+    )
     kept = without_references(sender)
-    assert received(kept.extra_args) == (RequestOptions([], "n"), {"other": 1})
-    assert len(received(sender.extra_args)[0].references) == 1
+    assert options_in_worker(kept.extra_args) == (RequestOptions([], "n"), {"other": 1})
+    assert len(options_in_worker(sender.extra_args)[0].references) == 1
     plain = SamplingParams(extra_args={"other": 1})
     assert without_references(plain) is plain
 
 
 def test_a_request_that_bypasses_the_front_end_shares_with_none() -> None:
-    options, others = received(None)
+    options, others = options_in_worker(None)
     assert options.namespace is None and others is None
-    forged = sent({"other": 1}, RequestOptions((), '[null, "salt", null]'))
+    forged = fields_for_worker({"other": 1}, RequestOptions((), '[null, "salt", null]'))
     del forged["lookahead"]["passed"]
-    assert received(forged) == (RequestOptions(), {"other": 1})
+    assert options_in_worker(forged) == (RequestOptions(), {"other": 1})
 
 
 ANYTHING: st.SearchStrategy[Any] = st.recursive(
@@ -219,22 +223,23 @@ ANYTHING: st.SearchStrategy[Any] = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner),
     max_leaves=8,
 )
-SENT = sent(
+SENT = fields_for_worker(
     None, RequestOptions((ids(5, 6),), "n", True, RequestOverrides("hybrid", 2, 3, 4, True))
 )
 
 
-@given_any(extra_args=ANYTHING | st.fixed_dictionaries({"lookahead": ANYTHING}))
+@given(extra_args=ANYTHING | st.fixed_dictionaries({"lookahead": ANYTHING}))
 def test_no_unchecked_value_is_a_namespace(extra_args: Any) -> None:
-    options, others = received(extra_args)
+    options, others = options_in_worker(extra_args)
     assert options == RequestOptions()
     assert others is None or "lookahead" not in others
 
 
-@given_any(name=st.sampled_from(sorted(SENT["lookahead"])), value=ANYTHING, gone=st.booleans())
+@given(name=st.sampled_from(sorted(SENT["lookahead"])), value=ANYTHING, gone=st.booleans())
 def test_options_with_a_wrong_field_are_not_used(name: str, value: Any, gone: bool) -> None:
+    assert options_in_worker(SENT)[0].namespace == "n"
     written = {k: v for k, v in SENT["lookahead"].items() if k != name}
-    options, _ = received({"lookahead": written if gone else {**written, name: value}})
+    options, _ = options_in_worker({"lookahead": written if gone else {**written, name: value}})
     if options.namespace is not None or options.references:
         assert name in RequestOverrides._fields or not gone
         assert isinstance(options.namespace, str | None)
@@ -244,6 +249,8 @@ def test_options_with_a_wrong_field_are_not_used(name: str, value: Any, gone: bo
         for override, given_value in options.overrides._asdict().items():
             kind = next((kind for kind, names in kinds.items() if override in names), int)
             assert given_value is None or type(given_value) is kind
+    else:
+        assert options == RequestOptions()
 
 
 def test_different_triples_have_different_namespaces() -> None:

@@ -185,7 +185,7 @@ def test_request_options_are_applied_or_refused(urls: tuple[str, str]) -> None:
         ({"vllm_xargs": {"lookahead_refrence": "x"}}, "did you mean lookahead_reference?"),
         ({"vllm_xargs": {"lookahead_enabled": "no"}}, "must be true or false"),
         ({"vllm_xargs": {"lookahead_reference": "x" * 600_000}}, "64 texts of 16384 tokens in all"),
-        ({"vllm_xargs": {"lookahead_reference": [999_999]}}, "the model knows 0 to"),
+        ({"vllm_xargs": {"lookahead_reference": [999_999]}}, "the model's ids are 0 to"),
     ]
     bad_prediction = {"prediction": {"type": "content"}}
     cases = [(e, b, message, s) for e in bodies for b, message in bad for s in (False, True)]

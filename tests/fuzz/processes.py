@@ -34,7 +34,7 @@ class WorkerExtension:
 
     def recompute(self) -> None:
         """Let a replica compute the KV of accepted nodes again where it can, whatever it costs."""
-        self.model_runner.recomputes = self.model_runner.can_recompute
+        self.model_runner.recompute_kv = self.model_runner.can_recompute_kv
 
     def draft_counters(self) -> dict[str, int]:
         """The fields of `Counters`."""

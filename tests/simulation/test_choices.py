@@ -14,16 +14,18 @@ from lookahead_vllm.draft.tree import UNKNOWN, DraftTree
 from lookahead_vllm.simulation.choices import load_choices, save_choices, with_choices
 from lookahead_vllm.simulation.drafters import choose_drafters
 from lookahead_vllm.simulation.replay import figures, play
-from lookahead_vllm.simulation.traces import Choices, Trace, TraceError, TraceFile
+from lookahead_vllm.simulation.traces import AnswerChoices, Trace, TraceError, TraceFile
 
 
-def choices(answer: list[int], num_choices: int = 8) -> Choices:
+def choices(answer: list[int], num_choices: int = 8) -> AnswerChoices:
     """The answer's tokens, likeliest, and behind each the next numbers of the vocabulary."""
     tokens = np.array(answer, np.int32)[:, None] + np.arange(num_choices, dtype=np.int32)
-    return Choices(tokens, np.tile(np.arange(num_choices, dtype=np.float16), (len(answer), 1)))
+    return AnswerChoices(
+        tokens, np.tile(np.arange(num_choices, dtype=np.float16), (len(answer), 1))
+    )
 
 
-def trace(output: list[int], id: str = "a", recorded: Choices | None = None) -> Trace:
+def trace(output: list[int], id: str = "a", recorded: AnswerChoices | None = None) -> Trace:
     return Trace(np.array([1, 2], np.int32), np.array(output, np.int32), "s/c", id, recorded)
 
 
@@ -157,7 +159,7 @@ def test_hybrid_drafts_runners_up_that_were_recorded() -> None:
             tokens[j] = [*followers, *range(5)]
         gaps = np.tile(np.array([0, 0.1, 0.2, 8, 8, 8, 8, 8], np.float16), (len(answer), 1))
         plain.append(trace(answer, str(number)))
-        heard.append(trace(answer, str(number), Choices(tokens, gaps)))
+        heard.append(trace(answer, str(number), AnswerChoices(tokens, gaps)))
     edl = {}
     for name, traces in (("without", plain), ("with", heard)):
         drafter = choose_drafters("hybrid", has_choices=True)["hybrid"](8, None)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from lookahead_vllm.verify import recurrence
-from lookahead_vllm.verify.recurrence import Trees
+from lookahead_vllm.verify.recurrence import StateRows
 
 Inputs = tuple[Tensor, ...]
 """What a layer gets for each of n rows."""
@@ -28,10 +28,10 @@ class Step:
     paddings: int = 0
     """Requests without a slot, which follow the others, with two rows each."""
 
-    def trees(self, as_chains: bool = False) -> Trees:
+    def trees(self, as_chains: bool = False) -> StateRows:
         sizes = [len(tree) for tree in self.parents] + [2] * self.paddings
         parents = [p for tree in self.parents for p in tree] + [0, 0] * self.paddings
-        return Trees(
+        return StateRows(
             torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32),
             None if as_chains else torch.tensor([*parents, 0], dtype=torch.int32),
             self.columns,
@@ -103,7 +103,7 @@ class Layer(Protocol):
     cache: Tensor
 
     def draw(self, rows: int) -> Inputs: ...
-    def run(self, cache: Tensor, inputs: Inputs, trees: Trees) -> Tensor: ...
+    def run(self, cache: Tensor, inputs: Inputs, trees: StateRows) -> Tensor: ...
     def before_root(self, cache: Tensor, columns: list[int], accepted: int) -> Tensor: ...
     def token(self, memory: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]: ...
     def after(self, cache: Tensor, columns: list[int], place: int) -> Tensor: ...
@@ -169,7 +169,7 @@ class Mamba2(_States):
             self.D[:, None].expand(expanded), self.dt_bias[:, None].expand(expanded),
         )  # fmt: skip
 
-    def run(self, cache: Tensor, inputs: Inputs, trees: Trees) -> Tensor:
+    def run(self, cache: Tensor, inputs: Inputs, trees: StateRows) -> Tensor:
         out = torch.full_like(inputs[0], 7.0).contiguous()
         z = None if self.is_plain else inputs[4]
         recurrence.mamba2(cache, *self.arguments(inputs), trees, out, z=z)
@@ -212,7 +212,7 @@ class GatedDelta(_States):
         a, b = torch.randn(2, rows, self.heads).to(self.dtype)
         return q, k, v.view(rows, self.heads, self.value_size), 2 * a, b
 
-    def run(self, cache: Tensor, inputs: Inputs, trees: Trees) -> Tensor:
+    def run(self, cache: Tensor, inputs: Inputs, trees: StateRows) -> Tensor:
         out = torch.full_like(inputs[2], 7.0).contiguous()
         recurrence.gated_delta(cache, *inputs, self.A_log, self.dt_bias, trees, out)
         return out
@@ -258,7 +258,7 @@ class Convolution:
         dim = len(self.weight)
         return (torch.randn(rows, dim + 5).to(self.dtype)[:, :dim],)
 
-    def run(self, cache: Tensor, inputs: Inputs, trees: Trees) -> Tensor:
+    def run(self, cache: Tensor, inputs: Inputs, trees: StateRows) -> Tensor:
         return recurrence.convolution(
             inputs[0], cache, self.weight, self.bias, self.activation, trees
         )

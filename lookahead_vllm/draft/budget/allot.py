@@ -97,7 +97,7 @@ def _allot(
     order = np.arange(num_nodes)
     for _ in range(8):
         for node in range(num_nodes):
-            # Without the root's cost, which would change the order within a tree.
+            # The root's cost is left out: it would change the order of nodes within a tree.
             extra = tree[owners[node]] if branching[owners[node]] else chain[owners[node]]
             gains[node] = probs[node] - rate * extra
         order = np.argsort(-gains, kind="mergesort")
@@ -139,7 +139,7 @@ def _allot(
         cheapest = min(chain.min(), tree.min())
         min_prob = rate * (cheapest + _price_of_next(forward, best, num_nodes, captured))
         if captured and best > 0:
-            # The least likely node that was sent filled a plateau, and the next one like it may.
+            # The last node sent completed a plateau, so a node as likely as it can pay again.
             min_prob = min(min_prob, probs[order[best - 1]])
     return sizes, chained, rate, min_prob
 
@@ -148,11 +148,11 @@ def _allot(
 def _price_of_next(
     forward: NDArray[np.float64], sent: int, num_nodes: int, captured: bool
 ) -> float:
-    """What each node after the `sent` ones adds to the forward pass, if several are sent."""
+    """Average cost that each further node adds to the forward pass after `sent` nodes."""
     if not captured:
         ahead = min(num_nodes, sent + 8)
         return float((forward[ahead] - forward[sent]) / (ahead - sent))
-    # The plateau that is cheapest to fill, even if more nodes than these would be needed.
+    # The cheapest plateau ahead, even if there are too few nodes to fill it.
     price = np.inf
     for ahead in range(sent + 1, len(forward)):
         price = min(price, (forward[ahead] - forward[sent]) / (ahead - sent))

@@ -148,7 +148,7 @@ class StepPrices(NamedTuple):
     base: float
     """The step without nodes, its prompts left out: their time is not due to drafts."""
     forward: Floats
-    """float64 [m]: what the forward pass takes longer with 0, 1, ..., m - 1 nodes in all. m is
+    """float64 [m]: the additional time of the forward pass with 0, 1, ..., m - 1 nodes in all. m is
     num_nodes + 1, or larger if `captured`: up to the end of the plateau that begins next."""
     chain: Floats
     """float64 [requests]: what each node of a chain adds beyond `forward`."""
@@ -226,8 +226,8 @@ class StepCost:
         self._drift = 0.0
         """The mean relative error of about the last DRIFT_STEPS predictions."""
         self.steps_since_plain = 0
-        """Steps with drafts since the last one without. The cost of drafts cannot be learned from
-        these alone."""
+        """Steps with drafts since the last one without. The cost of drafts cannot be learned only
+        from steps with drafts."""
         self.weights: Floats = self._start.copy()
 
     @property
@@ -239,16 +239,16 @@ class StepCost:
         """The time of a step with this work, in the unit of the curve."""
         return float(self.weights @ self._features(work))
 
-    def observe(self, work: StepWork, time: float, seconds: float | None = None) -> float:
+    def observe(self, work: StepWork, time: float) -> float:
         """Learn from a real step, and return the time that was predicted for it.
 
-        `time` is in the unit of the curve; `seconds` is required if that unit is not seconds.
+        `time` is in seconds, and so must be the curve.
         """
         self.steps_since_plain = self.steps_since_plain + 1 if work.nodes else 0
         features = self._features(work)
         predicted = float(self.weights @ features)
         time = min(time, MAX_SLOWDOWN * predicted)
-        fade = math.exp(-(time if seconds is None else seconds) / MEMORY_SECONDS)
+        fade = math.exp(-time / MEMORY_SECONDS)
         error = min(max(time / predicted - 1, -0.5), 0.5)  # one outlier is no drift
         self._drift += (error - self._drift) / DRIFT_STEPS
         if abs(self._drift) > DRIFT_SHARE:  # the load on the machine has changed

@@ -334,7 +334,7 @@ def load(
 
 
 def read_header(path: Path) -> Header:
-    """Read the header alone.
+    """Read only the header.
 
     Raises
     ------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import threading
@@ -187,9 +186,12 @@ class CacheKeeper:
         return True
 
     def _state_hash(self) -> bytes:
-        """A hash that changes when the proposer learns: each new edge changes a rate or counter."""
-        arrays, facts = self._proposer.snapshot()
-        digest = hashlib.blake2b(json.dumps(facts).encode())
+        """A hash that changes when the proposer learns.
+
+        Each new edge changes a rate or counter, and each new namespace a counter.
+        """
+        arrays, _ = self._proposer.snapshot()
+        digest = hashlib.blake2b()
         for name, array in arrays.items():
             if name != "edges":
                 digest.update(array)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ MAX_NAMESPACES = 20
 """The number of namespaces that are listed."""
 
 MAX_NGRAMS = 20
-"""The number of n-grams that are shown of a namespace."""
+"""The number of n-grams that are shown for a namespace."""
 
 MAX_NGRAM_TOKENS = 32
 """The length of the longest n-gram that is shown."""
@@ -71,7 +71,7 @@ def describe(
     total = int(held.sum())
     created = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(header.created))
     lines = [
-        f"{path}: {path.stat().st_size / 1e6:.1f} MB, whole",
+        f"{path}: {path.stat().st_size / 1e6:.1f} MB, intact",
         f"made        {created}, by lookahead-vllm {header.release}",
         f"tokenizer   {header.tokenizer}",
         f"n-grams     {total} of at most {len(edges)} ({total / len(edges):.1%}); "
@@ -112,7 +112,7 @@ def _rates(trials: NDArray[np.float32], priors: NDArray[np.float32]) -> str:
     """The number of acceptance rates with trials, and their mean, as text."""
     tried = (trials != priors).any(axis=1)
     hits, total = trials[tried].sum(axis=0)[[HITS, TRIALS]] if tried.any() else (0, 0)
-    share = f"; what they judged came true in {hits / total:.1%}" if total else ""
+    share = f"; {hits / total:.1%} of their trials were hits" if total else ""
     return f"{int(tried.sum())} of {len(trials)} were tried{share}"
 
 

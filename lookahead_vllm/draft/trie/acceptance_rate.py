@@ -47,20 +47,20 @@ HITS, TRIALS = range(2)
 
 _float = np.float32  # all arithmetic is in single precision
 
-PRIOR_RATE, PRIOR_TRIALS = 0.15, _float(4)
-REFERENCE_RATE = 0.7  # the prior: a reference is given because the answer is likely to copy it
-BASE_LOG_ODDS = _float(math.log(0.12 / 0.88))  # of any candidate; subtracted from two sources' sum
-NARROW_TRIALS = _float(2)  # prior trials of a rate that begins with the value of a wider one
-MEMORY_TRIALS = _float(400)  # trials of a rate beyond which all its trials count half
-LEARNING_RATE = _float(0.01)  # of the weights
-MIN_ESTIMATE, MAX_ESTIMATE = _float(0.002), _float(0.995)  # of a candidate's probability
-MIN_LEARNED_PROBABILITY = 0.005  # candidates below are not learned from, to save time
+PRIOR_RATE, PRIOR_TRIALS = 0.15, _float(4)  # a rate's initial value, and the trials it counts for
+REFERENCE_RATE = 0.7  # a reference's initial rate: the answer is likely to copy it
+BASE_LOG_ODDS = _float(math.log(0.12 / 0.88))  # any candidate's log odds; subtracted in `_sum`
+NARROW_TRIALS = _float(2)  # prior trials of a rate that starts from the value of a wider one
+MEMORY_TRIALS = _float(400)  # beyond this many trials of a rate, all its trials are halved
+LEARNING_RATE = _float(0.01)  # the step size of the mixer's weights
+MIN_ESTIMATE, MAX_ESTIMATE = _float(0.002), _float(0.995)  # bounds of a candidate's probability
+MIN_LEARNED_PROBABILITY = 0.005  # less likely candidates are not learned from, to save time
 
-_LEVELS = 16  # classes of log odds, each with a rate of its own
+_LEVELS = 16  # the number of classes of log odds, each with a rate of its own
 
 _ONE = _float(1)
-_MIN_SHARE, _MAX_SHARE = _float(0.0005), _float(0.999)  # of a rate's hits
-_MIN_SUM, _MAX_SUM = _float(-5.8), _float(3.5)  # of two sources' log odds
+_MIN_SHARE, _MAX_SHARE = _float(0.0005), _float(0.999)  # bounds of the share of hits in trials
+_MIN_SUM, _MAX_SUM = _float(-5.8), _float(3.5)  # bounds of the sum of two sources' log odds
 
 # Inputs of the mixer: the log odds of a rate each, and a constant.
 _PAIR, _LEVEL, _SPARSE, _CHOICE, _CHOICE_LEVEL, _BIAS = range(NUM_SOURCES, NUM_SOURCES + 6)
@@ -102,7 +102,7 @@ class MixerInputs(NamedTuple):
     """The inputs of the mixer for one candidate, as arrays that are reused for every candidate."""
 
     indices: Int32s
-    """int32 [NUM_INPUTS]: of the rates; not used for the constant."""
+    """int32 [NUM_INPUTS]: the index of each input's rate; not used for the constant."""
     log_odds: Float32s
     """float32 [NUM_INPUTS]"""
 
@@ -113,7 +113,7 @@ class AcceptanceRate:
     Attributes
     ----------
     rates : float32 [num_rates]
-        Log odds; NaN before the first trial, where another rate stands in.
+        Log odds; NaN before the first trial: then another rate is used instead.
     trials : float32 [num_rates, 2]
         HITS and TRIALS, priors included.
     weights : float32 [num_sets, NUM_INPUTS]

@@ -40,7 +40,7 @@ KEYS, SLOTS, MATCHES = range(3)  # of `Candidates.lookups`
 
 MAX_CANDIDATES = 12  # of one text
 
-_STAGES = 2  # suffixes, longest first, that are read beside the two shortest
+_STAGES = 2  # suffixes, longest first, that are read in addition to the two shortest
 _SHARES, _GAPS, _RANKS = 9, 3, 2
 _SPARSE_SHARES = 6
 
@@ -192,7 +192,7 @@ def find_candidates(
     max_size : int
         The most candidates, at most MAX_CANDIDATES.
     num_suffixes : int
-        The number of suffixes that were looked up: NUM_SUFFIXES, or the contiguous ones alone.
+        The number of suffixes that were looked up: NUM_SUFFIXES, or only the contiguous ones.
 
     Returns
     -------

@@ -38,12 +38,12 @@ from lookahead_vllm.draft.trie.table import TrieArrays
 MIN_PROBABILITY = 0.001  # nodes less likely than this are never drafted
 
 MIN_CANDIDATES = 6
-"""Candidates that are found for the least likely node; MAX_CANDIDATES for a certain one."""
+"""The candidates found for the least likely node; MAX_CANDIDATES for a node of probability 1."""
 MIN_SPARSE_PROBABILITY = 0.2
 """Sparse suffixes are looked up for nodes at least this likely."""
 
 SINGLE, PARALLEL, HIERARCHICAL = range(3)
-"""Where a tree may branch: nowhere, at the root alone, everywhere."""
+"""Where a tree may branch: nowhere, only at the root, everywhere."""
 
 
 class Texts(NamedTuple):
@@ -166,7 +166,7 @@ def grow(
     max_nodes, max_depth, branching = limits
     evidence, longest = candidates.evidence, candidates.longest
     fields, probs, sources = nodes.fields, nodes.probs, nodes.sources
-    # A bud is a node that may be taken next. The buds are behind the nodes, likeliest first.
+    # A bud is a node that may be taken next. The buds come after the nodes, likeliest first.
     size, num_buds = 0, 0
     here, depth, prob = -1, 0, np.float32(1.0)
     while size < max_nodes:

@@ -37,7 +37,7 @@ from lookahead_vllm.draft.trie.suffix import NUM_HASHES, Hashes
 from lookahead_vllm.draft.trie.table import TrieArrays
 
 MIN_SHARED_TREES = 16
-"""Fewer trees are grown by the calling thread alone: to wake another takes as long as it saves."""
+"""The calling thread grows fewer trees by itself: to wake another takes as long as it saves."""
 
 _INITIAL_CAPACITY = 64
 
@@ -127,7 +127,7 @@ class GrowthThreads:
 def _help(
     trie: TrieArrays, lines: Int32s, learned: RateArrays, trees: _Trees, shared: Int64s
 ) -> None:
-    """The whole life of a helper thread."""
+    """What a helper thread runs until it ends."""
     trie, learned, trees = TrieArrays(*trie), RateArrays(*learned), _Trees(*trees)
     # Nothing is allocated later: a thread that has taken a tree must not fail.
     hashes = np.empty((trees.probs.shape[1] + 1, NUM_HASHES), np.uint64)

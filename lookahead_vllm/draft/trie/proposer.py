@@ -69,11 +69,11 @@ from lookahead_vllm.draft.trie.table import (
 )
 
 MAX_TOKENS_LEARNED = 64
-"""Tokens of a step from which acceptance rates are learned, about 0.1 ms. Of more tokens, every
-second one counts, or every third one and so on."""
+"""The most tokens of a step from which acceptance rates are learned, in about 0.1 ms. If there are
+more, only every second token counts, or every third, and so on."""
 
 EXPECTED_ANSWER_TOKENS = 2048
-"""A private space has slots for twice as many tokens; beyond that, the oldest edges go."""
+"""A private space has slots for twice as many tokens; after that, its oldest edges are replaced."""
 
 SUFFIXES = [*ORDERS, -NUM_SPARSE]
 """Identifies the n-grams of a snapshot: the lengths of the suffixes."""
@@ -96,7 +96,7 @@ class _LiveTexts:
         self.spaces: Int32s = np.zeros((self.request_rows.capacity, NUM_SPACES), np.int32)
         self._with_choices = True
         self._choices: Int32s = np.zeros(self.request_rows.capacity, np.int32)
-        """int32 [capacity]: of the model's choices, whether `spaces` names them now or not."""
+        """int32 [capacity]: each text's space for the model's choices, also while it is unused."""
 
     @property
     def arrays(self) -> tuple[Hashes, Int32s]:
@@ -119,7 +119,7 @@ class _LiveTexts:
             self.spaces[row, CHOICES] = space
 
     def use_choices(self, with_choices: bool) -> None:
-        """Let all texts read and write the model's choices, or none."""
+        """Whether all texts read and write the model's choices from now on."""
         self._with_choices = with_choices
         self.spaces[:, CHOICES] = self._choices if with_choices else NO_SPACE
 
@@ -132,7 +132,7 @@ class _LiveTexts:
         return {*self.spaces[row].tolist(), int(self._choices[row])}
 
     def shared_spaces(self) -> set[int]:
-        """The shared spaces of the texts; those of some ended requests may be among them."""
+        """The shared spaces of the texts, and possibly of some ended requests."""
         return {*self.spaces[:, ANSWERS].tolist(), *self._choices.tolist()}
 
 
@@ -142,7 +142,7 @@ class _Emitted(NamedTuple):
     rows: Int64s
     """int64 [t]: the row of each text."""
     tokens: Int32s
-    """int32 [n]: of all texts, one after another."""
+    """int32 [n]: the tokens of all texts, one text after another."""
     sizes: Int64s
     """int64 [t]: the number of tokens of each text."""
 
@@ -164,9 +164,9 @@ class NGramTrieProposer:
     num_lines = 0
     """Size of the table of the model's choices, see `recycling.py`."""
 
-    def __init__(self, options: LookaheadOptions, cost: StepCost | None = None) -> None:
+    def __init__(self, options: LookaheadOptions) -> None:
         self.options = options
-        self.cost = cost
+        self.cost: StepCost | None = None
         self.min_prob_beside_prompt = 0.0
         max_nodes = options.max_nodes
         if options.max_bytes is not None:
@@ -257,7 +257,7 @@ class NGramTrieProposer:
         )
 
     def observe(self, verified: Verified) -> None:
-        """See Proposer. Does nothing: the trie learns from emitted tokens alone."""
+        """See Proposer. Does nothing: the trie learns only from emitted tokens."""
 
     def propose(self, limits: Sequence[DraftLimits], load: Load = NO_LOAD) -> DraftForest:
         """See Proposer."""
@@ -285,7 +285,7 @@ class NGramTrieProposer:
         )
 
     def _cut(self, forest: DraftForest, contexts: Int64s, load: Load) -> DraftForest:
-        """The nodes of these trees that are worth their cost."""
+        """These trees, cut to the nodes that are worth their cost."""
         if self.cost is None or self.options.budget != "auto":
             return forest
         if not forest.num_nodes:

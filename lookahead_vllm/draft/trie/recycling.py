@@ -55,7 +55,7 @@ class ChoiceTrees(NamedTuple):
     firsts: Int64s
     """int64 [t + 1]: the first node of each tree, and n."""
     num_grown: Int64s
-    """int64 [t]: each tree's nodes from this one on are only cells of a window."""
+    """int64 [t]: in each tree, nodes from this index on are only cells of a window."""
 
 
 class ModelChoices(NamedTuple):

@@ -256,7 +256,7 @@ def matches(edges: Int64s, key: int, slot: int) -> np.int64:
 
 @kernel
 def _value(edges: Int64s, live: Int32s, slot: int, now: int) -> int:
-    """How much an edge is worth keeping.
+    """The priority with which an edge is kept.
 
     From the lowest: empty slots, eliminated edges, then by frequency, then by time.
     """

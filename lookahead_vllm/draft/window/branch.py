@@ -1,4 +1,4 @@
-"""The lookahead branch of a step: whose combs are sent, and whether they earn what they cost."""
+"""The lookahead branch of a step: whose combs are sent, and whether they are worth their cost."""
 
 from __future__ import annotations
 
@@ -26,30 +26,31 @@ from lookahead_vllm.draft.window.shape import WindowShape
 _SHIFTS = dict(zip(SHIFTS, (SHIFT_ONE, SHIFT_HITS, SHIFT_LEVELS), strict=True))
 
 COMB_PROB = 0.0005
-"""The probability of a node that only the comb adds. It is sent for the model's choice there."""
+"""The probability of a node that only the comb adds. Such a node is sent for the model's choice at
+it."""
 
 PRIOR_TOKENS = 0.3
-"""Tokens a step that a comb is expected to bring its request before any comb was verified."""
+"""Tokens a step that a comb is expected to gain for its request, before any comb was verified."""
 MEMORY_COMBS = 100
-"""Verified combs after which a comb counts 1/e of what it did."""
+"""Time constant of the moving average of worth, in verified combs."""
 RETRY_STEPS = 2000
-"""Steps without combs after which the expectation has returned to PRIOR_TOKENS, up to 1/e."""
+"""Time constant, in steps without combs, with which worth returns to PRIOR_TOKENS."""
 NO_WINDOW = -1
-"""In place of the row of a request that sends no comb."""
+"""Replaces the row of a request that sends no comb."""
 
 
 class LookaheadBranch:
-    """The windows of all requests, and what their combs have been worth.
+    """The windows of all requests, and how much their combs are worth.
 
     A window's n-grams become output in later steps. So a comb's worth is the number of accepted
     nodes that came from the windows' n-grams, for each comb sent. If the cost of a step has been
     measured, a step sends the combs of all its requests when they are worth more than they cost,
-    and none otherwise.
+    else none.
 
     Attributes
     ----------
     worth : float
-        Tokens that a comb brings, on average.
+        Tokens that a comb gains, on average.
     """
 
     def __init__(self, options: LookaheadOptions) -> None:
@@ -78,7 +79,7 @@ class LookaheadBranch:
         self.windows.finish(request_id)
 
     def resume(self) -> None:
-        """Go on after steps in which the model's choices were not known."""
+        """Continue after steps in which the model's choices were not known."""
         self._stale[:] = True
         self._sent[:] = False
 
@@ -96,7 +97,7 @@ class LookaheadBranch:
         present = rows[rows >= 0]
         if not len(present):
             return rows
-        # If a comb was sent and never verified, its window stood still while the text grew.
+        # If a comb was sent and never verified, its window did not move while the text grew.
         self._stale[present] |= self._sent[present]
         self._sent[present] = False
         if cost is not None and not self._pays(rows, contexts, cost, load):
@@ -130,7 +131,7 @@ class LookaheadBranch:
         max_nodes: int,
         cost: StepCost | None = None,
     ) -> DraftForest:
-        """The trees with the combs of the windows `rows` behind their nodes.
+        """The trees, with the combs appended.
 
         If the trees are empty and a plain step is due, no comb is sent either.
         """
@@ -149,7 +150,7 @@ class LookaheadBranch:
         return self.windows.append_combs(forest, rows, nodes, depths, COMB_PROB)
 
     def iterate(self, verified: Verified, roots: Int32s) -> tuple[Int32s, Int64s]:
-        """Move the windows on whose combs were verified; `roots` int32 [t] are the trees' roots.
+        """Advance the windows whose combs were verified; `roots` int32 [t] are the trees' roots.
 
         Returns the n-grams int32 [m, N] and the index of each n-gram's tree, int64 [m].
         """

@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.request_rows import RequestRows
 from lookahead_vllm.draft.sources import WINDOW
-from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.draft.tree import DraftForest, ForestArrays, first_nodes
 from lookahead_vllm.draft.window.shape import WindowShape, columns_of
 
 SHIFT_ONE, SHIFT_HITS, SHIFT_LEVELS = range(3)
 """How the window moves when several tokens are accepted at once: as after one (the authors' code),
 by as many positions, or by as many levels (Algorithm 2)."""
 
-ROOT, ABSENT = -1, -2  # in `cells`, beside node indices
+ROOT, ABSENT = -1, -2  # in `cells`, in addition to node indices
 
 _SIZE, _NGRAM, _FILLED = range(3)  # columns of `shapes`
 _NUM_SEEDS = 64  # tokens of a prompt from which guesses are drawn
@@ -43,7 +43,7 @@ class _CombLimits(NamedTuple):
 
 
 class VerifiedCombs(NamedTuple):
-    """What the model chose at the trees of a step that had combs."""
+    """The model's choices in the trees of a step that had combs."""
 
     roots: Int32s
     """int32 [t]: the last token before the step."""
@@ -69,17 +69,6 @@ class _WindowArrays(NamedTuple):
     """int32 [capacity, 1 + _NUM_SEEDS]: the number of seeds, then the seeds."""
     draws: NDArray[np.uint64]
     """uint64 [capacity]: the states of the random generators."""
-
-
-class _Forest(NamedTuple):
-    """The fields of a DraftForest, as the kernels take them."""
-
-    tokens: Int32s
-    parents: Int32s
-    probs: NDArray[np.float32]
-    depths: Int32s
-    sources: NDArray[np.uint8]
-    firsts: Int64s
 
 
 class Windows:
@@ -158,16 +147,8 @@ class Windows:
         `max_depths`, int64 [t], are left out. The new nodes are last, and their probability is
         `prob` or that of the last node before them, whichever is less.
         """
-        fields = (
-            forest.tokens,
-            forest.parents,
-            forest.probs,
-            forest.depths,
-            forest.sources,
-            forest.firsts,
-        )
         limits = max_nodes, max_depths, np.float32(prob)
-        return DraftForest(*_append_combs(fields, rows, limits, self._arrays))
+        return DraftForest(*_append_combs(forest.arrays, rows, limits, self._arrays))
 
     def iterate(self, rows: Int64s, verified: VerifiedCombs, shift: int) -> tuple[Int32s, Int64s]:
         """One Jacobi iteration of the windows `rows` int64 [t], whose combs were verified.
@@ -208,9 +189,9 @@ def _restart(rows: Int64s, windows: _WindowArrays) -> None:
 
 @kernel
 def _append_combs(
-    forest: _Forest, rows: Int64s, limits: _CombLimits, windows: _WindowArrays
+    forest: ForestArrays, rows: Int64s, limits: _CombLimits, windows: _WindowArrays
 ) -> tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]:
-    forest, limits, windows = _Forest(*forest), _CombLimits(*limits), _WindowArrays(*windows)
+    forest, limits, windows = ForestArrays(*forest), _CombLimits(*limits), _WindowArrays(*windows)
     guesses, cells, shapes = windows.tokens, windows.cells, windows.shapes
     capacity = len(forest.tokens)
     for row in rows:
@@ -256,14 +237,7 @@ def _append_combs(
                         end += 1
                     cells[row, level, column] = here
         firsts[tree + 1] = end
-    return (
-        tokens[:end].copy(),
-        parents[:end].copy(),
-        probs[:end].copy(),
-        depths[:end].copy(),
-        sources[:end].copy(),
-        firsts,
-    )
+    return first_nodes(ForestArrays(tokens, parents, probs, depths, sources, firsts), end)
 
 
 @kernel

@@ -1,4 +1,4 @@
-"""The n-gram pool of one request, which gives the candidates of each step.
+"""The n-gram pool of one request, from which the candidates of each step are taken.
 
 Source: Lookahead Decoding (Fu et al., ICML 2024), section 3.2: n-grams by their first token; at
 most G of those that begin with the last token of the text are verified.

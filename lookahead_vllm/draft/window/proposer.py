@@ -22,11 +22,11 @@ from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
 from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverrides
 from lookahead_vllm.draft.sources import OWN, REFERENCE, WINDOW
-from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.draft.tree import DraftForest, ForestArrays, first_nodes
 from lookahead_vllm.draft.window.branch import LookaheadBranch, shape_for
 from lookahead_vllm.draft.window.pool import NGram, NGramPool, as_rows
 
-_RANKS = 16  # that have their own rates; all later ranks share the last one
+_RANKS = 16  # ranks with rates of their own; all later ranks share the last one
 _PRIOR_RATE, _PRIOR_TRIALS = 0.3, 4.0
 
 
@@ -85,7 +85,7 @@ class _Limits(NamedTuple):
 
 
 class JacobiWindowProposer:
-    """Drafts n-grams that the model generates itself, in the window; needs no earlier text.
+    """Drafts n-grams that the model generates in the window; needs no earlier text.
 
     Source: Lookahead Decoding (ICML 2024). Requests share nothing.
 
@@ -98,9 +98,9 @@ class JacobiWindowProposer:
     num_choices = 1
     wants_roots = False
 
-    def __init__(self, options: LookaheadOptions, cost: StepCost | None = None) -> None:
+    def __init__(self, options: LookaheadOptions) -> None:
         self.options = options = options.for_model(0)
-        self.cost = cost
+        self.cost: StepCost | None = None
         self.min_prob_beside_prompt = 0.0
         self.branch = LookaheadBranch(options)
         self._rates = _Rates(options.ngram_size)
@@ -311,12 +311,5 @@ def _merge(
             end += 1
         chain += count
     firsts[len(counts)] = end
-    return (
-        tokens[:end].copy(),
-        parents[:end].copy(),
-        probs[:end].copy(),
-        depths[:end].copy(),
-        sources[:end].copy(),
-        firsts,
-        ranks[:end].copy(),
-    )
+    forest = first_nodes(ForestArrays(tokens, parents, probs, depths, sources, firsts), end)
+    return (*forest, ranks[:end].copy())

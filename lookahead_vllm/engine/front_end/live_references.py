@@ -13,12 +13,12 @@ SECONDS_BETWEEN_COLLECTIONS = 1.0
 
 
 class LiveReferences:
-    """Counts the tokens of references: they fill the trie and take time to insert, for everybody.
+    """Limits the reference tokens of all live requests: inserting them takes time in every step.
 
     Parameters
     ----------
     max_tokens
-        The limit for all live requests together.
+        The limit for all live requests together. References also fill the trie.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -32,12 +32,12 @@ class LiveReferences:
         Returns
         -------
         callable
-            To be called when the request has ended; more calls do nothing.
+            Call it when the request has ended; further calls do nothing.
 
         Raises
         ------
         RequestError
-            There would be more tokens than the limit.
+            The limit would be exceeded.
         """
         if tokens > self._max_tokens:
             raise RequestError(
@@ -63,7 +63,7 @@ class LiveReferences:
         return release
 
     def _collect_garbage(self) -> None:
-        """Release the answers to cut connections that are part of a reference cycle."""
+        """Release abandoned answers that are part of a reference cycle."""
         if (now := time.monotonic()) >= self._next_collection:
             gc.collect()
             self._next_collection = now + SECONDS_BETWEEN_COLLECTIONS

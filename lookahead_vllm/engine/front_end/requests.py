@@ -60,7 +60,8 @@ def with_prediction(original: Callable[..., Any]) -> Callable[..., Any]:
 def with_early_check(original: Callable[..., Any]) -> Callable[..., Any]:
     """`AsyncLLM.generate`, which refuses a bad request when it is called.
 
-    vLLM's own, a generator, runs when the answer is iterated: after the HTTP status of a stream.
+    vLLM's own is a generator: it starts when the answer is iterated, after the HTTP status of a
+    stream has been sent.
     """
     from vllm.v1.engine import EngineCoreRequest
 
@@ -77,7 +78,7 @@ def with_early_check(original: Callable[..., Any]) -> Callable[..., Any]:
         tokens = options.reference_tokens * sampling_params.n
         release = _live_references[self].charge(tokens)
         outputs = tokenize_first(self, options, release, prompt, sampling_params, *args, **kwargs)
-        # The `finally` of an answer that is never iterated does not run.
+        # The `finally` of `tokenize_first` does not run if the answer is never iterated.
         weakref.finalize(outputs, release).atexit = False
         return outputs
 
@@ -96,7 +97,7 @@ def with_early_check(original: Callable[..., Any]) -> Callable[..., Any]:
                 tokenized = await self.renderer.tokenize_prompts_async(*_to_tokenize(options))
                 options = _with_token_ids(options, tokenized)
             params = copy(sampling_params)
-            params.extra_args = request_options.checked(params.extra_args, options)
+            params.extra_args = request_options.with_options(params.extra_args, options)
             async with aclosing(original(self, prompt, params, *args, **kwargs)) as outputs:
                 async for output in outputs:
                     yield output
@@ -111,7 +112,7 @@ _live_references: WeakKeyDictionary[Any, LiveReferences] = WeakKeyDictionary()
 
 
 def preparing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`InputProcessor.process_inputs`, which makes requests of all entry points."""
+    """`InputProcessor.process_inputs`, through which the requests of all entry points go."""
 
     @functools.wraps(original)
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +153,7 @@ def _prepare(processor: Any, request: Any) -> None:
         server.share, adapter, request.cache_salt, options.namespace
     )
     options = replace(options, namespace=namespace)
-    params.extra_args = request_options.sent(params.extra_args, options)
+    params.extra_args = request_options.fields_for_worker(params.extra_args, options)
     request.sampling_params = params
 
 
@@ -172,7 +173,7 @@ def _options(
 ) -> RequestOptions:
     """The checked options of a request; `engine` is a client or its input processor."""
     vocab_size = engine.model_config.get_vocab_size()
-    options = request_options.given(extra_args, vocab_size, server)
+    options = request_options.parse_options(extra_args, vocab_size, server)
     if _texts(options) and engine.renderer.tokenizer is None:
         raise RequestError(
             "a text was given as lookahead's reference, but this engine has no tokenizer "

@@ -41,7 +41,7 @@ def install() -> None:
 
 
 class ReportingOutputs(EngineCoreOutputs):
-    """Decodes an engine's outputs with its reports; vLLM's class drops fields it does not know."""
+    """Decodes an engine's outputs with its reports; vLLM's class drops unknown fields."""
 
     scheduler_stats: ReportingStats | None = None
 
@@ -127,9 +127,9 @@ class EngineMetrics:
             buckets=ERROR_BUCKETS,
         )
         self._predicted = series(
-            Counter, "step_predicted_seconds", "What the cost model said that steps would take."
+            Counter, "step_predicted_seconds", "Time that the cost model predicted for steps."
         )
-        self._measured = series(Counter, "step_measured_seconds", "What the same steps took.")
+        self._measured = series(Counter, "step_measured_seconds", "Time that the same steps took.")
         self._refused = series(
             Counter, "trees_refused", "Malformed draft trees: their requests got no draft."
         )
@@ -137,7 +137,7 @@ class EngineMetrics:
             Counter, "part_seconds", "Wall time in the parts of speculation.", part=PARTS
         )
         self._trie_nodes = series(Gauge, "trie_nodes", "N-grams that the trie holds.")
-        self._trie_bytes = series(Gauge, "trie_bytes", "Memory of the trie and what goes with it.")
+        self._trie_bytes = series(Gauge, "trie_bytes", "Memory of the trie and its tables.")
         self._evictions = series(
             Counter, "trie_evictions", "N-grams that were pruned to make room for newer ones."
         )
@@ -173,13 +173,13 @@ def _series(
     buckets: Sequence[float] | None = None,
     **label: Sequence[str],
 ) -> Any:
-    """One engine's series of a metric; where that has one more label, a dict by its values."""
+    """One engine's series of a metric; if the metric has one more label, a dict by its values."""
     if name not in _registered:
         options: dict[str, Any] = {}
         if kind is Histogram:
             options["buckets"] = buckets
         elif kind is Gauge:
-            options["multiprocess_mode"] = "mostrecent"  # of several API servers, as vLLM's
+            options["multiprocess_mode"] = "mostrecent"  # of several API servers, as vLLM does
         labels = ("model_name", "engine", *label)
         _registered[name] = kind(PREFIX + name, documentation, labels, **options)
     metric = _registered[name]

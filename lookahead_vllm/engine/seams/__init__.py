@@ -1,4 +1,4 @@
-"""Every place where lookahead touches vLLM, one file for each of vLLM's processes.
+"""Every place where lookahead touches vLLM, one file per area (config, scheduler, attention, ...).
 
 `compatibility.py` compares all of them with an installation of vLLM.
 """

@@ -1,4 +1,4 @@
-"""The workers' processes, first model runner: attention backends."""
+"""Workers, either model runner: attention backends."""
 
 from __future__ import annotations
 

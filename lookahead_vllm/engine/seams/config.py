@@ -5,7 +5,7 @@ from __future__ import annotations
 from lookahead_vllm.engine.seams.seam import PUBLIC, Seam
 
 SEAMS = (
-    # The only two functions that are wrapped in processes where nobody asks for lookahead.
+    # The only two functions that are wrapped in processes without lookahead.
     Seam(
         "vllm.engine.arg_utils",
         "EngineArgs.add_cli_args",
@@ -19,7 +19,7 @@ SEAMS = (
         "EngineArgs.create_engine_config",
         ("self",),
         "wrapped",
-        "turns method 'lookahead' into one that vLLM knows, and chooses our worker and scheduler",
+        "turns method 'lookahead' into one that vLLM has, and chooses our worker and scheduler",
         "SpeculativeConfig.method is open to plugins",
     ),
     Seam(
@@ -30,7 +30,7 @@ SEAMS = (
             *("async_scheduling", "enable_prefix_caching", "mamba_cache_mode", "enable_lora"),
         ),
         "set",
-        "the options in which a user can ask for lookahead; changed while vLLM makes its config. "
+        "the options in which a user can request lookahead; changed while vLLM makes its config. "
         "Recurrent states are not cached",
         "SpeculativeConfig.method is open to plugins",
     ),
@@ -65,8 +65,8 @@ SEAMS = (
         "MultiModalConfig",
         ("is_multimodal_pruning_enabled",),
         "called",
-        "then the first runner sets M-RoPE positions twice in a step, at last without nodes",
-        "pruning sets the positions of prompts alone",
+        "with pruning, the first runner sets M-RoPE positions twice a step, finally without nodes",
+        "pruning sets only the positions of prompts",
     ),
     Seam(
         "vllm.config.model",

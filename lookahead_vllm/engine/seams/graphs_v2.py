@@ -1,4 +1,4 @@
-"""The workers' processes on CUDA, second model runner: the worker, graphs of steps with drafts."""
+"""Workers on CUDA, second model runner: the worker, graphs of steps with drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers' processes: recurrent layers, which keep states instead of keys and values."""
+"""Workers, first model runner: recurrent layers, which keep states instead of keys and values."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ SEAMS = (
             "ssm_state",
         ),
         "wrapped",
-        "the same for gated delta nets; vLLM's kernel for drafts rounds unlike the one for a token",
+        "the same for gated delta nets; vLLM's kernels for drafts and for one token round unalike",
         _CHAINS,
     ),
     Seam(
@@ -78,7 +78,7 @@ SEAMS = (
         ("layer", "attn_metadata_i"),
         "wrapped",
         "prompts take the convolution that they take without drafts",
-        "vLLM asks for AVX-512 with bfloat16 in both cases",
+        "vLLM requires only AVX-512 with bfloat16 in both cases",
     ),
     Seam(
         f"{_LAYERS}.ops.cpu.gdn_attention",
@@ -132,7 +132,7 @@ SEAMS = (
         "BaseMambaAttentionMetadata",
         ("query_start_loc_d", "num_accepted_tokens"),
         "set",
-        "an attribute of ours tells the parents of the rows",
+        "an attribute of ours holds the parents of the rows",
         _NODES,
     ),
     Seam(
@@ -143,7 +143,7 @@ SEAMS = (
             "num_accepted_tokens",
         ),
         "set",
-        "an attribute of ours tells the parents of the rows",
+        "an attribute of ours holds the parents of the rows",
         _NODES,
     ),
     Seam(
@@ -167,7 +167,7 @@ SEAMS = (
         "MambaStateShapeCalculator.short_conv_state_shape",
         ("num_spec",),
         "swapped",
-        "while vLLM chooses the size of a block: their models leave num_spec out",
+        "while vLLM chooses the size of a block, because models leave num_spec out",
         _PAGES,
     ),
     *(
@@ -184,7 +184,7 @@ SEAMS = (
         "GPUModelRunner._may_reorder_batch",
         ("scheduler_output",),
         "overridden",
-        "known tokens behind the prompt count as a prompt",
+        "known tokens after the prompt count as a prompt",
         "vLLM does not take short chunks for drafts",
     ),
     Seam(
@@ -192,7 +192,7 @@ SEAMS = (
         "GPUModelRunner.calculate_reorder_batch_threshold",
         (),
         "overridden",
-        "drafts come before prompts whatever other layers ask for",
+        "drafts come before prompts, whatever threshold other layers need",
         "each layer splits the batch by its own threshold",
     ),
     Seam(

@@ -81,7 +81,7 @@ SEAMS = (
         "the contents of a step; our trees are attached to it",
         "custom proposers may return trees",
     ),
-    # Slots for drafts that workers grow late (scheduler/late.py).
+    # Slots for drafts that workers grow late (scheduler/late_scheduler.py).
     Seam(
         _SCHEDULER,
         "Scheduler.add_request",
@@ -95,7 +95,7 @@ SEAMS = (
         "Scheduler.update_draft_token_ids_in_output",
         ("draft_token_ids", "scheduler_output"),
         "overridden",
-        "fills the masks of the drafts under way, which are trees",
+        "fills the masks of the drafts in flight, which are trees",
         _GRAMMARS,
     ),
     Seam(
@@ -122,7 +122,7 @@ SEAMS = (
         "Request",
         ("resumable",),
         "read",
-        "recurrent layers verify no drafts of a request that goes on with new input",
+        "recurrent layers verify no drafts of a request that may continue with new input",
         "vLLM keeps the accepted tokens of a request",
     ),
     Seam(
@@ -138,7 +138,7 @@ SEAMS = (
         "DraftTokenIds",
         ("req_ids", "draft_token_ids"),
         "called",
-        "the drafts of a step under way; their trees are attached to it",
+        "the drafts of a step in flight; their trees are attached to it",
         _GRAMMARS,
     ),
     Seam(
@@ -317,8 +317,7 @@ SEAMS = (
         "MultiprocExecutor._init_executor",
         (),
         "overridden",
-        "while it starts the workers, the config has as many ranks of tensor parallelism as all "
-        "replicas have together",
+        "while it starts the workers, tensor_parallel_size counts the ranks of all replicas",
         "replicas of a model may share one engine",
     ),
     # The report of a step (step_report.py).

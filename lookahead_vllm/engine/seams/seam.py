@@ -8,13 +8,13 @@ Use: TypeAlias = Literal["wrapped", "swapped", "overridden", "called", "set", "r
 """The strongest use that is made of a place:
 
 wrapped
-    `patches.patch` replaces it, from then on.
+    `patches.patch` replaces it permanently.
 swapped
     It is replaced while one function of vLLM runs (`patches.swapped`).
 overridden
     A subclass of ours overrides or extends it.
 called, set, read
-    A function is called or an object is made; attributes are written; they are only read.
+    A function is called or an object is made; attributes are written; attributes are only read.
 """
 
 PUBLIC = "never: it is public"
@@ -25,15 +25,15 @@ class Seam(NamedTuple):
 
     module: str
     name: str
-    """A function, or a class; empty: the module itself."""
+    """A function or a class; empty for the module itself."""
     needs: tuple[str, ...]
     """Parameters of a function, attributes and methods of a class, names that a module binds."""
     use: Use
     why: str
     until: str
-    """Which change of vLLM makes the seam unnecessary."""
+    """The change in vLLM that would make the seam unnecessary."""
     releases: tuple[str, ...] = ()
-    """The supported releases that have this place, as in "0.33"; empty: all."""
+    """The supported releases that have this place, for instance "0.33"; empty: all."""
 
     @property
     def is_patch(self) -> bool:
@@ -42,6 +42,6 @@ class Seam(NamedTuple):
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Dotted paths, as in "vllm.v1.engine.async_llm.AsyncLLM.generate"."""
+        """Dotted paths, for instance "vllm.v1.engine.async_llm.AsyncLLM.generate"."""
         module = self.module.removesuffix(".__init__")
         return tuple(f"{module}.{name}" for name in ((self.name,) if self.name else self.needs))

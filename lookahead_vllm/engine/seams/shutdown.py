@@ -17,8 +17,8 @@ SEAMS = (
         "CoreEngineProcManager.shutdown",
         ("timeout",),
         "wrapped",
-        "gives an engine process 20 s to end; unless --shutdown-timeout is set, vLLM kills it in "
-        "the moment in which it asks it to end",
+        "gives an engine process 20 s to end; unless --shutdown-timeout is set, vLLM kills it as "
+        "soon as it has asked it to end",
         _WAITS,
     ),
     Seam(
@@ -34,8 +34,8 @@ SEAMS = (
         "AsyncLLM.shutdown",
         ("timeout",),
         "wrapped",
-        "ends the task that waits for outputs before the engine has ended, not afterwards; "
-        "otherwise it logs an error at every end of a server that saves",
+        "ends the task that waits for outputs before the engine has ended, not afterwards, when "
+        "it would log an error at every end of a server that saves",
         "vLLM ends the task first",
     ),
     Seam(

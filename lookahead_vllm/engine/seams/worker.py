@@ -1,10 +1,18 @@
-"""The workers' processes: what worker/ needs, whichever model runner is used."""
+"""Workers, either model runner: what worker/ needs apart from attention."""
 
 from __future__ import annotations
 
 from lookahead_vllm.engine.seams.seam import PUBLIC, Seam
 
 SEAMS = (
+    Seam(
+        "vllm.v1.worker.cpu_worker",
+        "CPUWorker",
+        ("init_device", "compile_or_warm_up_model", "model_runner"),
+        "overridden",
+        "makes our runner, measures the cost of a step",
+        "the runner class can be configured",
+    ),
     Seam(
         "vllm.v1.spec_decode.custom_class_proposer",
         "create_custom_proposer",

@@ -1,4 +1,4 @@
-"""The workers' processes, first model runner: the workers, the runner, its batch, sampling."""
+"""Workers, first model runner: the workers, the runner, its batch, sampling."""
 
 from __future__ import annotations
 
@@ -16,14 +16,6 @@ _MEASURED = "vLLM measures the cost of a step"
 
 SEAMS = (
     # Workers: each makes its runner from a global name.
-    Seam(
-        "vllm.v1.worker.cpu_worker",
-        "CPUWorker",
-        ("init_device", "compile_or_warm_up_model", "model_runner"),
-        "overridden",
-        "makes our runner, measures the cost of a step",
-        _CLASS,
-    ),
     Seam(
         "vllm.v1.worker.cpu_worker",
         "",
@@ -98,7 +90,7 @@ SEAMS = (
         ("tensor_parallel_size", "world_size", "distributed_executor_backend"),
         "set",
         "vLLM starts the ranks of all replicas as those of tensor parallelism; in a worker's copy, "
-        "the ranks of its own replica alone share weights",
+        "only the ranks of its own replica split weights",
         _REPLICAS,
     ),
     Seam(
@@ -312,7 +304,7 @@ SEAMS = (
         ("token_ids_cpu", "is_token_ids", "num_tokens_no_spec"),
         "set",
         "in a pipeline's earlier stages: the tokens of accepted nodes, of which vLLM sends them "
-        "the last one alone",
+        "only the last one",
         "vLLM sends all tokens that a step emitted",
     ),
     Seam(

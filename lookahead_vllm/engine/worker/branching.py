@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from lookahead_vllm.engine.worker.pipeline import of_all_stages
+from lookahead_vllm.engine.worker.pipeline import gather_from_stages
 from lookahead_vllm.engine.worker.recurrent import (
     LAYERS,
     RecurrentMover,
@@ -23,7 +23,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 def decide(runner: Any, groups: Sequence[Any]) -> list[Any]:
-    """Decide whether trees may branch in this engine; the reason against it is logged.
+    """Decide whether trees may branch in this engine; if not, the reason is logged.
 
     Sets `drafter.may_branch`, and whether tree attention also computes chains, `trees_of_chains`,
     and requests that decode one token, `trees_of_singles`.
@@ -38,12 +38,12 @@ def decide(runner: Any, groups: Sequence[Any]) -> list[Any]:
     Returns
     -------
     list
-        As of `kv_movers`; empty where trees may not branch.
+        The result of `kv_movers`; empty if trees may not branch.
     """
     obstacle = branching_obstacle(runner.vllm_config, groups, runner.attention)
     if runner.vllm_config.parallel_config.pipeline_parallel_size > 1:
         # Each stage has layers of its own.
-        obstacle = next(filter(None, of_all_stages(obstacle)), None)
+        obstacle = next(filter(None, gather_from_stages(obstacle)), None)
     runner.drafter.may_branch = obstacle is None
     is_latent = runner.model_config.use_mla
     runner.trees_of_chains = obstacle is None and runner.attention.replaces_chains(is_latent)
@@ -72,13 +72,15 @@ def branching_obstacle(
     if model.uses_mrope and multimodal is not None and multimodal.is_multimodal_pruning_enabled():
         return "vLLM sets positions anew where it prunes video tokens"
     if hasattr(model.hf_text_config, "index_topk"):
-        return "its sparse indexer takes the rows of a draft for one text"
+        return "its sparse indexer treats the rows of a draft as one text"
     if model.is_encoder_decoder:
         return "the model attends to an encoder as well"
     if config.kv_transfer_config is not None:
         return "KV leaves the engine before accepted tokens are compacted"
     if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
         return "the KV of a text is spread over several ranks"
+    if config.aux_output_config.enabled:
+        return "vLLM returns the experts of a request's first rows, not of the accepted ones"
     if parallel.use_ubatching:
         return "steps run as several batches"
     layers = config.compilation_config.static_forward_context
@@ -95,7 +97,7 @@ def branching_obstacle(
 def kv_movers(
     layers: Mapping[str, Any], kv_cache_groups: Sequence[Any], attention: ModuleType
 ) -> list[Any]:
-    """A mover for each KV cache group, of all layers with a cache of their own.
+    """A mover for each KV cache group; it moves the KV of all layers with a cache of their own.
 
     Groups of recurrent layers get a `RecurrentMover`.
 

@@ -123,7 +123,7 @@ class TreeAttentionBackend(CPUAttentionBackend):
 
 
 def register() -> None:
-    """Put the backend in place of vLLM's, in a process that serves lookahead; load its kernels."""
+    """Replace vLLM's backend in a process that serves lookahead, and load the kernels."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{TreeAttentionBackend.__name__}")
     latent_attention.register()
     # A plain engine in this process may have selected the backend already.
@@ -133,7 +133,7 @@ def register() -> None:
 
 
 def replaces_recurrent_chains() -> bool:
-    """Whether lookahead's kernels compute recurrent layers in steps with chains alone, too."""
+    """Whether lookahead's kernels also compute recurrent layers in steps with only chains."""
     return True
 
 
@@ -141,7 +141,7 @@ def replaces_chains(is_latent: bool) -> bool:
     """Whether tree attention computes all rows that decode, in place of vLLM's kernel.
 
     The compiled kernel takes half of the time of vLLM's (docs/experiments.md). vLLM's latent
-    attention computes a chain as a prompt, in another way than a decode row.
+    attention computes a chain as a prompt, which rounds differently from decode rows.
     """
     return is_latent or native.available()
 

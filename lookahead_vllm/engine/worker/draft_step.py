@@ -1,7 +1,7 @@
-"""The draft trees of one step: where their nodes stand in the batch, and what was accepted.
+"""The draft trees of one step: where their nodes are in the batch, and what was accepted.
 
-Everything here works on arrays: rows of the batch, counts of tokens, logits. vLLM's runner is not
-needed, so both of its model runners can share it.
+Everything here works on arrays: rows of the batch, counts of tokens, logits. Both of vLLM's model
+runners share it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lookahead_vllm.verify.tree_batch import TreeBatch
 
 
 def root_rows(num_nodes: Int64s) -> Int64s:
-    """The logits row of each request's root, int64 [r]; its `num_nodes` int64 [r] rows follow."""
+    """The logits row of each request's root, int64 [r]; `num_nodes` int64 [r] rows follow each."""
     return np.cumsum(num_nodes + 1) - num_nodes - 1
 
 
 def split_rows(num_nodes: Int64s) -> tuple[Int64s, Int64s]:
-    """The logits rows of all roots, as of `root_rows`, and of all nodes; both int64."""
+    """The logits rows of all roots (see `root_rows`) and of all nodes; both int64."""
     roots = root_rows(num_nodes)
     is_node = np.ones(len(num_nodes) + int(num_nodes.sum()), np.bool_)
     is_node[roots] = False
@@ -51,7 +51,7 @@ class DraftStep:
     contexts : int64 [t]
         Committed tokens before each root, which is the root's position.
     from_proposer : bool [t]
-        Whether the tree is the proposer's. Trees that a grammar or the scheduler changed are not.
+        Whether the tree is the proposer's; False if a grammar or the scheduler changed it.
     before_roots : int64 [t]
         Tokens that the step computes before each root: of the prompt, or accepted in the last step
         by another rank.
@@ -134,14 +134,15 @@ class DraftStep:
         return nodes, self.contexts[forest.owners] + forest.depths
 
     def trees(self, with_chains: bool = False, with_singles: bool = False) -> TreeBatch | None:
-        """What tree attention computes in this step; None for nothing.
+        """What tree attention computes in this step; None if it computes nothing.
 
-        A branching tree has the tokens before its root as a chain.
+        The tokens that the step computes before the root of a branching tree become a chain above
+        it.
 
         Parameters
         ----------
         with_chains
-            Whether it computes chains, too, except those behind tokens of the prompt.
+            Whether it also computes chains, except those after tokens of the prompt.
         with_singles
             Whether it computes `singles`.
         """
@@ -154,7 +155,7 @@ class DraftStep:
             self.before_roots[chosen],
         )
         if before.any():
-            forest = forest.behind_chains(before)
+            forest = forest.after_chains(before)
         starts, contexts = self.starts[chosen] - before, self.contexts[chosen] - before
         places = np.stack((self.rows[chosen], starts, contexts))
         if with_singles:
@@ -195,8 +196,8 @@ class DraftStep:
     ) -> Verified | None:
         """The model's likeliest tokens at roots and nodes; None if there is no row to look at.
 
-        `accepted` and `lengths` are zero until `mark_accepted`. Sampling writes to the logits, so
-        this comes before it.
+        `accepted` and `lengths` are zero until `mark_accepted`. Call this before sampling, which
+        writes to the logits.
 
         Parameters
         ----------
@@ -211,7 +212,7 @@ class DraftStep:
         with_roots_of
             Requests whose root is wanted although they have no node.
         wait
-            Whether to wait for the tokens, as of `top_choices`.
+            Whether to wait for the tokens, as in `top_choices`.
         """
 
         def choose(rows: Int64s) -> Choices:
@@ -226,7 +227,7 @@ class DraftStep:
         req_ids: Sequence[str],
         with_roots_of: Collection[str] = (),
     ) -> Verified | None:
-        """As `collect_choices`; `choose` gives the choices at rows int64 [m] of the logits."""
+        """As `collect_choices`; `choose` returns the choices at rows int64 [m] of the logits."""
         trees = np.flatnonzero(self.from_proposer)
         forest = self.forest
         if len(trees) < len(forest):
@@ -257,7 +258,7 @@ class DraftStep:
         )
 
     def mark_accepted(self, verified: Verified, paths: Int32s) -> None:
-        """Fill in which nodes of `verified` were accepted; `paths` as of `accepted_paths`."""
+        """Fill in which nodes of `verified` were accepted; `paths` as in `accepted_paths`."""
         accepted = paths[self.from_proposer]
         verified.lengths[: len(accepted)] = (accepted >= 0).sum(axis=1)
         firsts = verified.forest.firsts[: len(accepted), None]
@@ -266,7 +267,7 @@ class DraftStep:
     def kv_moves(self, paths: Int32s) -> Int64s:
         """Origins and targets, int64 [2, m], of accepted nodes that do not follow their root yet.
 
-        Both are indices among the step's tokens. `paths` as of `accepted_paths`.
+        Both are indices among the step's tokens. `paths` as in `accepted_paths`.
         """
         return moves_behind_roots(self.starts, paths)
 

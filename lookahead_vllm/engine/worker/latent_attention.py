@@ -1,9 +1,9 @@
 """Latent attention (MLA) with tree attention for the rows of branching trees, on any device.
 
 vLLM's dense backends for latent attention share a metadata builder and the layer around them, so
-two patches serve them all. vLLM runs the rows of a tree without their context, and afterwards they
-are overwritten. They attend as vLLM's decode rows do: the queries are absorbed into the space of
-the latents.
+two patches serve them all. vLLM computes the rows of a tree without their context; afterwards they
+are overwritten. They attend as vLLM's decode rows do: the queries are projected into the space of
+the latents (weight absorption).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from lookahead_vllm.verify.tree_batch import TreeBatch
 
 
 class StepTrees(NamedTuple):
-    """What the metadata of a step with trees has beside vLLM's."""
+    """What the metadata of a step with trees has in addition to vLLM's."""
 
     batch: PagedBatch
     block_table: torch.Tensor
-    """Of all requests of the step."""
+    """The block table of all requests of the step."""
     decode_rows: DecodeRows | None = None
-    """On a CPU: the same rows for vLLM's kernel of decode rows."""
+    """On a CPU: the same rows, for vLLM's decode kernel."""
 
 
 def register() -> None:
@@ -80,8 +80,8 @@ def _with_trees(build: Callable[..., MLACommonMetadata]) -> Callable[..., MLACom
     ) -> MLACommonMetadata:
         common = common_attn_metadata
         if common.seq_lens.device.type == "cpu":
-            # To vLLM, a row of one token behind longer rows is a prompt, whose length it reads on
-            # the host. The second runner counts the drafts of the step before there.
+            # vLLM treats a request of one token after longer requests as a prompt, and reads its
+            # length on the host, where the second runner counts the last step's drafts as tokens.
             common = replace(common, seq_lens_cpu_upper_bound=common.seq_lens)
         trees: TreeBatch | None = getattr(self, "trees", None)
         if trees is None:
@@ -160,9 +160,10 @@ def attend_trees(
 def _attend_as_decode(
     layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, rows: DecodeRows
 ) -> torch.Tensor:
-    """Let vLLM's kernel for decode rows attend, so that a row is rounded as in plain decode.
+    """Attend with vLLM's decode kernel, so that a row is rounded as in plain decode.
 
-    It reads no masks, so each row gets a request of its own, over a copy of what it attends to.
+    The kernel reads no masks, so each row becomes a request of its own, over a copy of the latents
+    that it attends to.
     """
     width = kv_cache.shape[-1]
     copied = kv_cache.view(-1, width)[rows.slots].view(-1, kv_cache.shape[1], width)

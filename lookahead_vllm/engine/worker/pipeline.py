@@ -1,4 +1,4 @@
-"""What the stages of a pipeline have to know of each other."""
+"""Exchange of values between pipeline stages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.distributed.parallel_state import get_pp_group
 Value = TypeVar("Value")
 
 
-def of_all_stages(value: Value) -> list[Value]:
-    """This stage's value and those of all others, in order; every stage takes part."""
+def gather_from_stages(value: Value) -> list[Value]:
+    """The values of all stages, in order. Every stage must call this."""
     stages = get_pp_group()
     return [stages.broadcast_object(value, stage) for stage in range(stages.world_size)]

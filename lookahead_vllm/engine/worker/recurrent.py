@@ -1,7 +1,7 @@
 """Recurrent layers in a step with draft trees: parents of the rows, the accepted leaf's state.
 
-vLLM gives a request 1 + K state slots, K being `num_speculative_tokens`, and reads the one that the
-number of accepted tokens tells. So K nodes fit, whatever their tree is.
+vLLM gives a request 1 + K state slots, K being `num_speculative_tokens`, and reads the slot whose
+index is the number of accepted tokens. So K nodes fit, in a tree of any shape.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.verify.recurrence import StateMover
 
 PARENTS = "lookahead_parents"
-"""Attribute of the metadata of recurrent layers: int32 [tokens of the step], see `Trees.parents`.
-Absent in steps that vLLM's own kernels compute."""
+"""Attribute of the metadata of recurrent layers: int32 [tokens of the step], as in
+`StateRows.parents`. Absent in steps that vLLM's own kernels compute."""
 
 LAYERS = {"MambaMixer2", "ShortConv", "QwenGatedDeltaNetAttention"}
 """The layers whose kernels are replaced, see `recurrent_kernels.py`."""
@@ -47,7 +47,7 @@ COUNTING_BUILDERS = (
     BailingLinearAttentionMetadataBuilder,
     ShortConvAttentionMetadataBuilder,
 )
-"""Those to which vLLM's runner passes the number of accepted tokens."""
+"""The builders to which vLLM's runner passes the number of accepted tokens."""
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -58,14 +58,14 @@ def is_recurrent(layer: Any) -> bool:
 
 
 def kinds_of(layers: Sequence[Any]) -> set[str]:
-    """The names of their classes."""
+    """The class names of these layers."""
     return {type(layer).__name__ for layer in layers}
 
 
 def start(
     groups: Sequence[Any], layers: Mapping[str, Any], device: torch.device, num_nodes: int
 ) -> None:
-    """Refuse layers whose states cannot be rolled back, and log what the states take.
+    """Refuse layers whose states cannot be rolled back, and log the memory that states take.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def start(
     Raises
     ------
     OptionError
-        One sentence.
+        One sentence: which layers, and what to write instead.
     """
     own = [group for group in groups if is_recurrent(layers[group.layer_names[0]])]
     for group in own:
@@ -90,8 +90,8 @@ def start(
             rolls_back = isinstance(group.get_metadata_builder(), COUNTING_BUILDERS)
         if not rolls_back:
             raise OptionError(
-                f"the model has recurrent layers of {', '.join(sorted(kinds))}, which vLLM does "
-                "not tell how many drafts were accepted; leave lookahead out of the speculative "
+                f"the model has recurrent layers of {', '.join(sorted(kinds))}, to which vLLM does "
+                "not pass the number of accepted drafts; leave lookahead out of the speculative "
                 "config"
             )
     caches = [c for group in own for name in group.layer_names for c in layers[name].kv_cache]
@@ -107,9 +107,9 @@ def start(
 
 @functools.cache
 def count_nodes_in_pages() -> None:
-    """Let vLLM choose blocks that are as large as the windows of short convolutions with nodes.
+    """Let vLLM choose blocks that hold a short convolution's window with the nodes of a draft.
 
-    Models with such layers tell the size without nodes.
+    Models with such layers report the size of the window without nodes.
     """
     patches.patch(Platform, "_align_hybrid_block_size", _with_nodes)
 
@@ -149,14 +149,14 @@ def row_parents(step: DraftStep, places: Int64s) -> Int32s:
 
 
 def set_parents(metadata: Mapping[str, Any], parents: torch.Tensor) -> None:
-    """Let `verify/recurrence.py` compute the drafted rows of a step.
+    """Make `verify/recurrence.py` compute the drafted rows of a step.
 
     Parameters
     ----------
     metadata
         By layer.
     parents : int32 [n]
-        As of `row_parents`, on the device.
+        The result of `row_parents`, on the device.
     """
     for layer_metadata in metadata.values():
         if isinstance(layer_metadata, BaseMambaAttentionMetadata | GDNAttentionMetadata):
@@ -164,22 +164,22 @@ def set_parents(metadata: Mapping[str, Any], parents: torch.Tensor) -> None:
 
 
 class RecurrentMover:
-    """Commits accepted paths in the recurrent layers of one KV cache group."""
+    """Commits the states of accepted paths in the recurrent layers of one KV cache group."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         windows = [_window(layer.kv_cache[0]) for layer in layers]
         states = [layer.kv_cache[1] for layer in layers if len(layer.kv_cache) > 1]
-        # Beside the entries that the kernel reads, a window has one for each node.
+        # A window has the entries that the kernel reads, and one more for each node.
         width = windows[0].shape[2] - layers[0].num_spec + 1
         self._mover = StateMover(states, windows, width)
 
     def commit(self, step: DraftStep, paths: Int32s, block_table: torch.Tensor) -> None:
-        """Bring the accepted states to where vLLM reads them in the next step.
+        """Move the accepted states to where vLLM reads them in the next step.
 
         Parameters
         ----------
         paths
-            As of `accepted_paths`.
+            As in `accepted_paths`.
         block_table : int32 [requests, columns]
             The state slots of the batch's requests.
         """

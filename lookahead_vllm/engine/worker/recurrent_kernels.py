@@ -1,8 +1,9 @@
 """vLLM's kernels of recurrent layers, replaced in steps whose metadata has the rows' parents.
 
-vLLM's own kernels know chains only. The places where the layers call them are patched; all rows
-that vLLM treats as decodes go to `verify/recurrence.py`, and prompts stay vLLM's. Here are the
-patches for both devices; `recurrent_kernels_cpu.py` and `recurrent_kernels_gpu.py` have the others.
+vLLM's own kernels compute only chains. The places where the layers call them are patched: all rows
+that vLLM treats as decodes go to `verify/recurrence.py`, and vLLM computes prompts. This module has
+the patches for both devices; `recurrent_kernels_cpu.py` and `recurrent_kernels_gpu.py` have the
+others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker.recurrent import PARENTS
 from lookahead_vllm.verify import recurrence
-from lookahead_vllm.verify.recurrence import Trees
+from lookahead_vllm.verify.recurrence import StateRows
 
 Metadata = TypeVar("Metadata")
 
@@ -30,8 +31,10 @@ def register() -> None:
     patches.patch(mamba_mixer2, "selective_state_update", _mamba2)
 
 
-def _trees(state_indices: torch.Tensor) -> Trees | None:
-    """The drafted rows of the step for Mamba 2 and short convolutions; None: not ours.
+def _trees(state_indices: torch.Tensor) -> StateRows | None:
+    """The drafted rows of the step for Mamba 2 and short convolutions.
+
+    None if vLLM's kernels should compute them.
 
     Parameters
     ----------
@@ -43,7 +46,7 @@ def _trees(state_indices: torch.Tensor) -> Trees | None:
     starts = metadata.query_start_loc_d
     assert starts is not None and metadata.num_accepted_tokens is not None
     columns = state_indices.view(len(starts) - 1, -1)
-    return Trees(starts, getattr(metadata, PARENTS), columns, metadata.num_accepted_tokens)
+    return StateRows(starts, getattr(metadata, PARENTS), columns, metadata.num_accepted_tokens)
 
 
 def metadata_with_parents(kind: type[Metadata]) -> Metadata | None:
@@ -56,13 +59,14 @@ def metadata_with_parents(kind: type[Metadata]) -> Metadata | None:
     return None
 
 
-def convolution(find: Callable[[dict[str, Any]], Trees | None]) -> Callable[..., Any]:
-    """A wrapper of the update of a convolution's window.
+def convolution(find: Callable[[dict[str, Any]], StateRows | None]) -> Callable[..., Any]:
+    """A wrapper of vLLM's update of a convolution's window.
 
     Parameters
     ----------
     find
-        The drafted rows of a call with these keyword arguments; None: they are not ours.
+        Returns the drafted rows of a call with these keyword arguments; None if vLLM's kernels
+        should compute them.
     """
 
     def wrap(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -86,7 +90,7 @@ def convolution(find: Callable[[dict[str, Any]], Trees | None]) -> Callable[...,
     return wrap
 
 
-def trees_of_slots(kwargs: dict[str, Any]) -> Trees | None:
+def trees_of_slots(kwargs: dict[str, Any]) -> StateRows | None:
     """The drafted rows of a convolution that is called with all state slots."""
     slots = kwargs["conv_state_indices"]
     return None if slots is None else _trees(slots)
@@ -121,15 +125,15 @@ def _mamba2(original: Callable[..., None]) -> Callable[..., None]:
     return update
 
 
-def delta_trees(metadata: Any) -> Trees:
+def delta_trees(metadata: Any) -> StateRows:
     """The drafted rows of the step for gated delta nets.
 
     Parameters
     ----------
     metadata
-        Of a layer, with parents.
+        A layer's, with parents.
     """
-    return Trees(
+    return StateRows(
         metadata.spec_query_start_loc,
         getattr(metadata, PARENTS)[metadata.spec_token_indx.long()],
         metadata.spec_state_indices_tensor,

@@ -1,8 +1,8 @@
 """vLLM's kernels of recurrent layers on a CPU, replaced as in `recurrent_kernels.py`.
 
-They are wrong for rows with drafts: convolutions ignore the number of accepted tokens, and the
-gated delta net's kernel for drafts rounds unlike its kernel for one token. So chains are replaced
-too.
+vLLM's kernels are wrong for rows with drafts: convolutions ignore the number of accepted tokens,
+and the gated delta net's kernel for drafts rounds differently from its kernel for one token. So
+they are replaced for chains, too.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lookahead_vllm.engine.worker.recurrent import PARENTS
 from lookahead_vllm.engine.worker.recurrent_kernels import convolution, delta_trees, trees_of_slots
 from lookahead_vllm.verify import recurrence
 from lookahead_vllm.verify.cpu.recurrence import path_windows
-from lookahead_vllm.verify.recurrence import Trees
+from lookahead_vllm.verify.recurrence import StateRows
 
 
 @functools.cache
 def register() -> None:
-    """Patch the places, in a process that serves a model with recurrent layers."""
+    """Patch vLLM, in a process that serves a model with recurrent layers."""
     recurrent_kernels.register()
     patches.patch(causal_conv1d, "causal_conv1d_update_cpu", convolution(trees_of_slots))
     patches.patch(gdn_attention, "_spec_forward", _gated_delta)
@@ -64,10 +64,10 @@ def _gated_delta(original: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
 
 def _with_plain_convolution(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a CPU's gated delta net with room for drafts: prompts are rounded as without it.
+    """Wrap a CPU's gated delta net: prompts are rounded as in an engine without drafts.
 
-    Without room for drafts, vLLM takes the same compiled convolution wherever the processor has
-    AVX-512 with bfloat16, with AMX or not.
+    There, vLLM uses the compiled convolution if the processor has AVX-512 with bfloat16; with
+    drafts, it would also require AMX.
     """
 
     @functools.wraps(original)
@@ -83,7 +83,7 @@ def _with_plain_convolution(original: Callable[..., None]) -> Callable[..., None
 
 
 def _packed_convolution(
-    layer: Any, x: torch.Tensor, window: torch.Tensor, trees: Trees
+    layer: Any, x: torch.Tensor, window: torch.Tensor, trees: StateRows
 ) -> torch.Tensor:
     """The convolution of a gated delta net's rows, rounded as in plain decode."""
     weight, bias = gdn_attention._unpacked_conv_weight(layer), layer.conv1d.bias

@@ -19,26 +19,26 @@ from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker import recurrent_kernels
 from lookahead_vllm.engine.worker.recurrent_kernels import convolution, delta_trees, trees_of_slots
 from lookahead_vllm.verify import recurrence
-from lookahead_vllm.verify.recurrence import Trees
+from lookahead_vllm.verify.recurrence import StateRows
 
 
 @functools.cache
 def register() -> None:
-    """Patch the places, in a process that serves a model with recurrent layers."""
+    """Patch vLLM, in a process that serves a model with recurrent layers."""
     recurrent_kernels.register()
     patches.patch(short_conv, "causal_conv1d_update", convolution(trees_of_slots))
-    # vLLM passes the first slots of a gated delta net alone.
+    # vLLM passes a gated delta net only the first state slots.
     patches.patch(qwen_gdn_linear_attn, "causal_conv1d_update", convolution(_trees))
     patches.patch(qwen_gdn_linear_attn, "fused_sigmoid_gating_delta_rule_update", _gated_delta)
 
 
-def _trees(kwargs: dict[str, Any]) -> Trees | None:
-    """The drafted rows of the step; None: the call's rows have no drafts, or not ours.
+def _trees(kwargs: dict[str, Any]) -> StateRows | None:
+    """The drafted rows of the step; None if vLLM's kernels should compute them.
 
     Parameters
     ----------
     kwargs
-        Of the call. vLLM passes accepted tokens with drafted rows alone.
+        The call's. vLLM passes `num_accepted_tokens` only with drafted rows.
     """
     if kwargs.get("num_accepted_tokens") is None:
         return None

@@ -1,4 +1,4 @@
-"""What a worker counts and times: since it started, and for the report of the step under way."""
+"""What a worker counts and times: since it started, and for the report of the current step."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PROFILE_VARIABLE = "LOOKAHEAD_VLLM_PROFILE"
 _times_attention = os.environ.get(PROFILE_VARIABLE) == "1"
 
 seconds: defaultdict[str, float] = defaultdict(float)
-"""Wall time of this process by part: draft, attention, verify, compaction; `step` is the whole."""
+"""Wall time by part, in this process: draft, attention, verify, compaction; `step` is the total."""
 
 
 @contextmanager
 def timed_attention() -> Iterator[None]:
-    """Add the wall time of the block to `seconds["attention"]` where that is asked for."""
+    """Add the wall time of the block to `seconds["attention"]`, if PROFILE_VARIABLE is set."""
     if not _times_attention:
         yield
         return
@@ -91,7 +91,7 @@ class StepRecorder:
         seconds["step"] += elapsed
 
     def count_drafts(self, forest: DraftForest, paths: Int32s) -> None:
-        """Count verified trees and their accepted nodes; `paths` as of `accepted_paths`."""
+        """Count verified trees and their accepted nodes; `paths` as in `accepted_paths`."""
         counters, report, counts = self.counters, self.report, tally(forest, paths)
         verified, accepted = counts.verified.tolist(), counts.accepted.tolist()
         drafted = forest.sizes > 0

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class GraphBuffers(NamedTuple):
-    """What the attention of a captured graph reads at fixed addresses, beside vLLM's buffers."""
+    """What attention in a captured graph reads at fixed addresses, apart from vLLM's buffers."""
 
     trees: FixedBatch
     """The branching trees of the step that the graph runs."""
     seq_lens: torch.Tensor
-    """int32 [requests]: context and rows of each request for vLLM's kernel; `trees` have no context
-    there."""
+    """int32 [requests]: the context plus rows of each request, for vLLM's kernel. Requests with
+    branching trees have no context there."""
 
 
 def without_contexts(

@@ -8,11 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_vllm.draft.budget.allot import allot
-from lookahead_vllm.draft.budget.cost import CostCurve, Load, StepCost, StepWork
+from lookahead_vllm.draft.budget.cost import (
+    MEMORY_SECONDS,
+    CostCurve,
+    Load,
+    StepCost,
+    StepWork,
+)
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 
 FLAT = CostCurve([8, 16], [1, 2])
 CPU = CostCurve([1, 2, 4, 8, 16, 32, 64], [25, 25, 25, 32, 49, 74, 129])
+
+
+@pytest.fixture(autouse=True)
+def _times_are_in_milliseconds(monkeypatch):
+    monkeypatch.setattr("lookahead_vllm.draft.budget.cost.MEMORY_SECONDS", 1000 * MEMORY_SECONDS)
 
 
 def chains(*rows):
@@ -170,7 +181,7 @@ def test_real_steps_correct_the_prediction_within_seconds():
     while elapsed < 5000:  # five seconds
         step = work(int(rng.integers(1, 40)), context=int(rng.integers(10, 2000)))
         time = slow(step) * rng.normal(1, 0.05)
-        cost.observe(step, time, time / 1000)
+        cost.observe(step, time)
         elapsed += time
     for tokens in (1, 4, 16, 64):
         assert cost.predict(work(tokens)) == pytest.approx(slow(work(tokens)), rel=0.1)
@@ -182,7 +193,7 @@ def test_the_cost_of_having_drafts_is_separated_from_the_cost_of_each_node():
     for _ in range(300):
         step = work(int(rng.choice([1, 1, 3, 9, 17])), context=300)
         time = float(CPU(step.tokens)) + 1e-3 * step.causal + 4 * (step.nodes > 0)
-        cost.observe(step, time * rng.normal(1, 0.02), time / 1000)
+        cost.observe(step, time * rng.normal(1, 0.02))
     for tokens in (1, 2, 5, 33):
         step = work(tokens)
         time = float(CPU(tokens)) + 1e-3 * step.causal + 4 * (tokens > 1)
@@ -203,7 +214,7 @@ def test_a_change_of_load_is_followed_within_seconds():
         while elapsed < seconds:
             step = work(int(rng.integers(1, 17)), context=300)
             time = times * float(CPU(step.tokens)) * rng.normal(1, 0.05)
-            errors.append(cost.observe(step, time, time / 1000) / time - 1)
+            errors.append(cost.observe(step, time) / time - 1)
             elapsed += time / 1000
         return np.abs(errors[-10:]).mean()
 
@@ -216,8 +227,8 @@ def test_a_change_of_load_is_followed_within_seconds():
 def test_one_outlier_changes_little():
     cost = StepCost(CPU)
     for _ in range(100):
-        cost.observe(work(4), 25.0, 0.025)
-    cost.observe(work(4), 10_000.0, 10.0)
+        cost.observe(work(4), 25.0)
+    cost.observe(work(4), 10_000.0)
     assert cost.predict(work(4)) < 30
 
 
@@ -225,7 +236,7 @@ def test_identical_steps_do_not_change_the_marginal_cost():
     cost = StepCost(CPU, causal=1e-3)
     before = cost.predict(work(32)) - cost.predict(work(16))
     for _ in range(500):
-        cost.observe(work(4), 27.0, 0.027)
+        cost.observe(work(4), 27.0)
     after = cost.predict(work(32)) - cost.predict(work(16))
     assert after == pytest.approx(before, rel=0.15)
 
@@ -235,7 +246,7 @@ def test_a_cost_at_its_lower_bound_does_not_distort_the_others():
     cost = StepCost(CPU, context=1e-3, causal=5e-4)
     rng = np.random.default_rng(0)
     steps = [work(int(rng.integers(1, 40)), context=1000) for _ in range(200)]
-    predicted = [cost.observe(step, float(CPU(step.tokens)), 0.03) for step in steps]
+    predicted = [cost.observe(step, float(CPU(step.tokens))) for step in steps]
     times = np.array([float(CPU(step.tokens)) for step in steps])
     assert np.mean(predicted[-50:] / times[-50:]) == pytest.approx(1, abs=0.03)
 
@@ -244,7 +255,7 @@ def test_a_step_without_drafts_is_probed_after_16_steps_if_drafts_gain_little():
     def sizes_after(num_steps, probs):
         cost = StepCost(CostCurve([1, 64], [20.0, 40.0]))
         for _ in range(num_steps):
-            cost.observe(work(3), 20.5, 0.02)
+            cost.observe(work(3), 20.5)
         return allot(chains(probs), np.array([100]), cost, Load()).sizes.tolist()
 
     little, much = [0.2], [0.9, 0.8]

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from lookahead_vllm.draft.budget.allot import allot
 from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
-from lookahead_vllm.draft.budget.cost import CostCurve, Load, StepCost, StepWork
+from lookahead_vllm.draft.budget.cost import (
+    MEMORY_SECONDS,
+    CostCurve,
+    Load,
+    StepCost,
+    StepWork,
+)
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 
 OUTSIDE = CostCurve([1, 256], [13.0, 20.65])  # 0.03 a token
@@ -134,13 +140,15 @@ def test_prices_reach_to_the_end_of_the_next_plateau():
     assert prices.forward[[8, 15]].tolist() == pytest.approx([1.1, 1.1])
 
 
-def test_real_steps_correct_captured_sizes_too():
+def test_real_steps_correct_captured_sizes_too(monkeypatch):
+    # Times are in milliseconds here.
+    monkeypatch.setattr("lookahead_vllm.draft.budget.cost.MEMORY_SECONDS", 1000 * MEMORY_SECONDS)
     cost = StepCost(OUTSIDE, captured=GPU)
     rng = np.random.default_rng(0)
     for _ in range(400):
         nodes = int(rng.integers(0, 60))
         step = work(4, nodes)
-        cost.observe(step, 1.5 * StepCost(OUTSIDE, captured=GPU).predict(step) + 1, 0.02)
+        cost.observe(step, 1.5 * StepCost(OUTSIDE, captured=GPU).predict(step) + 1)
     for nodes in (0, 4, 5, 30, 59):
         truth = 1.5 * StepCost(OUTSIDE, captured=GPU).predict(work(4, nodes)) + 1
         assert cost.predict(work(4, nodes)) == pytest.approx(truth, rel=0.05)
@@ -207,7 +215,7 @@ def test_without_graphs_nothing_changes(rows, curve, decodes, prefill):
     for _ in range(5):
         step = work(decodes + 1, int(rng.integers(0, 20)))
         time = float(rng.random() * 50 + 0.1)
-        assert costs[0].observe(step, time, 0.01) == costs[1].observe(step, time, 0.01)
+        assert costs[0].observe(step, time) == costs[1].observe(step, time)
     assert costs[0].weights.tobytes() == costs[1].weights.tobytes()
     forest, contexts = forest_of(*rows), np.arange(len(rows)) * 100
     load = Load(decodes, 77, prefill)

@@ -182,7 +182,8 @@ def test_a_fixed_budget_is_not_cut_by_cost():
     steep = CostCurve([1, 2], [1.0, 1000.0])
     sizes = {}
     for budget in ("auto", 3):
-        proposer = NGramTrieProposer(LookaheadOptions(budget=budget), StepCost(steep))
+        proposer = NGramTrieProposer(LookaheadOptions(budget=budget))
+        proposer.cost = StepCost(steep)
         proposer.start("r", [10, 11, 10, 12, 10, 13, 10, 14, 10])
         sizes[budget] = len(draft(proposer, "r"))
     assert sizes == {"auto": 0, 3: 3}

@@ -40,6 +40,19 @@ def test_it_proposes_what_the_plain_model_of_it_proposes(steps):
     )
     proposer.rate = AcceptanceRate()  # the model has no learned priors
     live, serial = {}, 0
+
+    def check(request_id):
+        tree = draft(proposer, request_id, max_nodes=24, max_depth=6)
+        assume(not proposer.trie.num_pruned)  # rarely, a line is full
+        paths = []
+        for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        truth = model.propose(*live[request_id], 200, 6)
+        likeliest = [prob for prob, _ in truth[:24]]
+        assert tree.probs.tolist() == pytest.approx(likeliest, rel=1e-3)
+        held = {path: prob for prob, path in truth}
+        assert [held[path] for path in paths] == pytest.approx(tree.probs.tolist(), rel=1e-3)
+
     for request_id, action, tokens, namespace in steps:
         if action in ("start", "reference"):
             serial += 1
@@ -60,16 +73,10 @@ def test_it_proposes_what_the_plain_model_of_it_proposes(steps):
             proposer.extend({request_id: tokens})
             model.extend(*live[request_id], tokens)
         elif request_id in live:
-            tree = draft(proposer, request_id, max_nodes=24, max_depth=6)
-            assume(not proposer.trie.num_pruned)  # rarely, a line is full
-            paths = []
-            for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
-                paths.append((*(paths[parent] if parent >= 0 else ()), token))
-            truth = model.propose(*live[request_id], 200, 6)
-            likeliest = [prob for prob, _ in truth[:24]]
-            assert tree.probs.tolist() == pytest.approx(likeliest, rel=1e-3)
-            held = {path: prob for prob, path in truth}
-            assert [held[path] for path in paths] == pytest.approx(tree.probs.tolist(), rel=1e-3)
+            check(request_id)
+    assume(live)
+    for request_id in live:
+        check(request_id)
 
 
 def pairs(text):
@@ -84,6 +91,16 @@ def test_no_draft_has_n_grams_that_only_another_namespace_has_seen(steps, max_no
     proposer = NGramTrieProposer(LookaheadOptions(max_nodes=max_nodes))
     flood = np.random.default_rng(0).integers(1000, 9000, 300).tolist()
     seen, live = defaultdict(set), {}
+
+    def check(request_id):
+        own, shared, text = live[request_id]
+        tree = draft(proposer, request_id)
+        paths = []
+        for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+            before = paths[parent] if parent >= 0 else text
+            assert {(last, token) for last in before[-2:]} & (seen[own] | seen[shared])
+            paths.append([*before, token])
+
     for step, (request_id, action, tokens, namespace) in enumerate(steps):
         # Every text begins with the same two tokens, so that a draft always has two before it.
         if action in ("start", "reference"):
@@ -106,10 +123,7 @@ def test_no_draft_has_n_grams_that_only_another_namespace_has_seen(steps, max_no
             proposer.start("flood", flood[step:], "flood")
             proposer.extend({"flood": flood[step:]})
         elif request_id in live:
-            own, shared, text = live[request_id]
-            tree = draft(proposer, request_id)
-            paths = []
-            for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
-                before = paths[parent] if parent >= 0 else text
-                assert {(last, token) for last in before[-2:]} & (seen[own] | seen[shared])
-                paths.append([*before, token])
+            check(request_id)
+    assume(live)
+    for request_id in live:
+        check(request_id)

@@ -85,14 +85,15 @@ def test_a_window_that_brings_nothing_is_given_up_and_tried_again_later():
 
 def test_a_plain_step_that_is_due_has_no_comb():
     options = LookaheadOptions(proposer="hybrid", window_size=4, num_speculative_tokens=32)
-    proposer = HybridProposer(options, StepCost(CostCurve([1, 256], [20.0, 22.0])))
+    proposer = HybridProposer(options)
+    proposer.cost = StepCost(CostCurve([1, 256], [20.0, 22.0]))
     proposer.start("r", PROMPT)
     proposer.extend({"r": [90]})  # which is not in the trie
     sizes = []
     for _ in range(40):
         (tree,) = proposer.propose([DraftLimits("r", 32, 32, True, 100)])
         sizes.append(len(tree))
-        proposer.cost.observe(StepWork(1 + len(tree), 1, len(tree), 100.0, 100.0, 0.0), 20.5, 0.02)
+        proposer.cost.observe(StepWork(1 + len(tree), 1, len(tree), 100.0, 100.0, 0.0), 20.5)
     assert sizes.count(0) == 2 and sizes[PROBE_AFTER_STEPS] == 0
 
 

@@ -20,7 +20,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine.front_end.requests import with_early_check
-from lookahead_vllm.engine.request_options import RequestError, given
+from lookahead_vllm.engine.request_options import RequestError, parse_options
 from tests.support import driving
 from tests.support.driving import GREEDY, drafter_of, engine, generate, random_prompts
 from tests.support.models import save_adapter, save_tiny_model
@@ -245,7 +245,7 @@ def test_a_text_is_measured_by_its_bytes_not_its_tokens() -> None:
     assert asyncio.run(first_output(client, params)) == 0
     options = client.calls[0][1]["lookahead"]
     assert options.reference_tokens == 100_000
-    assert given(client.calls[0][1], 128, LookaheadOptions()) is options
+    assert parse_options(client.calls[0][1], 128, LookaheadOptions()) is options
     with pytest.raises(RequestError, match="75000 tokens or more"):
         Client(max_reference_tokens=74_999).generate("hello", params, request_id="r")
 

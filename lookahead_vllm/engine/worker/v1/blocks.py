@@ -1,4 +1,4 @@
-"""The KV blocks of the requests in vLLM's first batch."""
+"""The KV blocks of requests, in the first model runner's batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's CPU worker with a lookahead runner inside."""
+"""vLLM's CPU worker that runs lookahead on the first model runner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.worker import cpu_attention
 from lookahead_vllm.engine.worker.v1.replica_group import become_replica
-from lookahead_vllm.engine.worker.v1.replicas import ReplicaRunner
+from lookahead_vllm.engine.worker.v1.replica_runner import ReplicaRunner
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 
 if TYPE_CHECKING:
@@ -48,5 +48,6 @@ class LookaheadCPUWorker(cpu_worker.CPUWorker):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         times = super().compile_or_warm_up_model()
+        self.model_runner.compile_kernels()
         self.model_runner.warm_up_drafting()
         return times

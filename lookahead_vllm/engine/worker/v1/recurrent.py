@@ -1,7 +1,7 @@
 """Which state the recurrent layers read, on vLLM's first model runner.
 
-vLLM keeps each request's accepted tokens by row of the batch, and tells decodes from prompts by the
-length of the prompt. Both are wrong for some steps; here they are set right.
+vLLM stores each request's accepted-token count by batch row, and treats everything after the prompt
+as decode. Both are wrong for some steps; this module corrects them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _NO_ROWS: Int64s = np.empty(0, np.int64)
 
 
 class RecurrentRows:
-    """The rows of a batch whose model has recurrent layers."""
+    """Corrects what vLLM records for the rows of a batch, for a model with recurrent layers."""
 
     def __init__(self) -> None:
         self._left_out: dict[str, int] = {}
-        """Accepted tokens of the last step of requests that are in no row now."""
-        self._chunks = _NO_ROWS
-        """Rows of the step that compute several known tokens behind the prompt."""
+        """By request that the batch has no row for now: accepted tokens of its last step."""
+        self._resumed = _NO_ROWS
+        """Rows of the step that compute several known tokens after the prompt."""
 
     def remember(self, batch: Any, scheduler_output: SchedulerOutput) -> None:
-        """Keep the counts of requests that this step leaves out.
+        """Keep the accepted-token counts of requests that this step leaves out.
 
-        vLLM removes their rows, and gives them new ones with the count 1. Their states stay.
+        vLLM removes their rows, and later gives them new ones with the count 1. Their states stay.
         """
         scheduled = scheduler_output.num_scheduled_tokens
         for req_id, row in batch.req_id_to_index.items():
@@ -47,19 +47,18 @@ class RecurrentRows:
             self._left_out.pop(req_id, None)
 
     def restore(self, batch: Any, scheduler_output: SchedulerOutput) -> None:
-        """Give the counts back to the rows of requests that are in the batch again."""
+        """Restore the counts of requests that are in the batch again."""
         for req_id in self._left_out.keys() & scheduler_output.num_scheduled_tokens.keys():
             row = batch.req_id_to_index[req_id]
             batch.num_accepted_tokens_cpu[row] = self._left_out.pop(req_id)
 
     @contextmanager
-    def chunks_as_prompts(
+    def resumed_as_prompts(
         self, batch: Any, scheduler_output: SchedulerOutput | None = None
     ) -> Iterator[None]:
-        """Let the known tokens of a request that was preempted count as its prompt.
+        """Treat the known tokens of a resumed request as prompt.
 
-        vLLM takes a chunk of such tokens behind the prompt for a decode with drafts if it is short
-        enough. Plain vLLM computes it as a prompt.
+        vLLM would take a short chunk of them for a decode with drafts.
 
         Parameters
         ----------
@@ -67,8 +66,8 @@ class RecurrentRows:
             The step; by default that of the last call.
         """
         if scheduler_output is not None:
-            self._chunks = _chunks_behind_prompts(batch, scheduler_output)
-        rows = self._chunks
+            self._resumed = _resumed_rows(batch, scheduler_output)
+        rows = self._resumed
         lengths = batch.num_prompt_tokens[rows]
         batch.num_prompt_tokens[rows] = batch.num_tokens_no_spec[rows]
         try:
@@ -78,10 +77,11 @@ class RecurrentRows:
 
     def end_step(self) -> None:
         """Forget the rows of the step."""
-        self._chunks = _NO_ROWS
+        self._resumed = _NO_ROWS
 
 
-def _chunks_behind_prompts(batch: Any, scheduler_output: SchedulerOutput) -> Int64s:
+def _resumed_rows(batch: Any, scheduler_output: SchedulerOutput) -> Int64s:
+    """The rows of the step that compute several known tokens after the prompt."""
     drafts = scheduler_output.scheduled_spec_decode_tokens
     own_tokens = np.array(
         [
@@ -89,6 +89,6 @@ def _chunks_behind_prompts(batch: Any, scheduler_output: SchedulerOutput) -> Int
             for req_id in batch.req_ids
         ]
     )
-    behind = slice(len(own_tokens))
-    is_behind = batch.num_computed_tokens_cpu[behind] >= batch.num_prompt_tokens[behind]
-    return np.flatnonzero(is_behind & (own_tokens > 1))
+    rows = slice(len(own_tokens))
+    is_after_prompt = batch.num_computed_tokens_cpu[rows] >= batch.num_prompt_tokens[rows]
+    return np.flatnonzero(is_after_prompt & (own_tokens > 1))

@@ -16,18 +16,21 @@ if TYPE_CHECKING:
 
 
 def become_replica(vllm_config: VllmConfig) -> None:
-    """Change a worker's own copy of the config: the ranks of a replica alone share its weights."""
+    """Restore tensor_parallel_size in this worker's config.
+
+    Weights are split only within a replica; see `ReplicaExecutor`.
+    """
     parallel = vllm_config.parallel_config
     parallel.tensor_parallel_size //= config.options_of(vllm_config).parallel
 
 
-class Replicas:
-    """The ranks, one of each replica, that exchange what they sampled.
+class ReplicaGroup:
+    """The ranks, one from each replica, that exchange what they sampled.
 
     Attributes
     ----------
     size, rank : int
-        The number of replicas, and the one of this rank.
+        The number of replicas, and the index of this rank's replica.
     """
 
     def __init__(self, size: int) -> None:

@@ -70,7 +70,7 @@ class NodeRows:
         self.requests = requests
         self.forest = forest
         self.owners: Int64s = rows[forest.owners]
-        """The request's row of each node."""
+        """int64 [n]: the row of each node's request."""
         self._trees = {row: i for i, row in enumerate(rows.tolist()) if forest.sizes[i]}
         self._histories: dict[int, list[list[int]]] = {}
 
@@ -119,7 +119,7 @@ class NodeRows:
         }
 
     def rows_where(self, applies: Callable[[SamplingParams], object]) -> list[int]:
-        """The rows of requests that have nodes and these sampling parameters."""
+        """The rows of requests that have nodes and whose sampling parameters satisfy `applies`."""
         return [row for row in self._trees if applies(self.params(row))]
 
 
@@ -139,7 +139,7 @@ class NodeProcessors:
     ) -> None:
         config = without_speculation(vllm_config)
         config.scheduler_config = copy(config.scheduler_config)
-        # Processors hold a slot for each request of the largest batch.
+        # Processors allocate a slot for each request of the largest batch.
         config.scheduler_config.max_num_seqs = config.scheduler_config.max_num_batched_tokens
         self._all = build(config, device, PIN_MEMORY, False, custom)
         self._has_custom = any(type(p) not in BUILTIN_LOGITS_PROCESSORS for p in self._all.all)
@@ -151,8 +151,8 @@ class NodeProcessors:
     def rows_are_alike(
         self, metadata: SamplingMetadata, requests: Iterable[CachedRequestState]
     ) -> bool:
-        """Whether nodes are sampled like their roots, so that one call samples all rows: nothing
-        depends on the history, and no logprobs are wanted."""
+        """Whether one call can sample all rows, roots and nodes alike: nothing depends on the
+        history, and no logprobs are requested."""
         thinking = metadata.thinking_budget_state_holder
         return (
             metadata.no_penalties
@@ -185,10 +185,10 @@ class NodeProcessors:
 
 
 class NodeThinking:
-    """Thinking budgets of nodes: the state of a node follows from that of its parent.
+    """Thinking budgets of nodes: the state of a node follows from its parent's.
 
     Replaces a `ThinkingBudgetStateHolder` in sampling metadata. vLLM's holder counts calls, so its
-    state cannot be computed from the output alone.
+    state cannot be computed from the output only.
     """
 
     def __init__(self, roots: ThinkingBudgetStateHolder, nodes: NodeRows) -> None:
@@ -239,7 +239,7 @@ def _of_rows(owners: Int64s, tensor: torch.Tensor | None) -> torch.Tensor | None
 
 
 def _spread(owners: Int64s, by_request: Mapping[int, T]) -> dict[int, T]:
-    """Values of requests, by the rows that belong to them."""
+    """The value of each row's request, by row."""
     if not by_request:
         return {}
     return {
@@ -250,7 +250,7 @@ def _spread(owners: Int64s, by_request: Mapping[int, T]) -> dict[int, T]:
 def spread_metadata(metadata: SamplingMetadata, owners: Int64s) -> SamplingMetadata:
     """Sampling metadata of n rows that belong to the requests `owners` int64 [n].
 
-    Of what concerns single requests only seeds are kept.
+    Of the settings of single requests, only seeds are kept.
     """
     pick = partial(_of_rows, owners)
     return replace(
@@ -323,7 +323,7 @@ def generator_states_for(
 ) -> dict[int, GeneratorStates]:
     """The generator states of each seeded request, for the draws at its nodes.
 
-    Call it after the roots were sampled, which took the first draw of the step.
+    Call it after the roots were sampled, which took the step's first draw of each generator.
     """
 
     def draw(generator: torch.Generator) -> None:
@@ -353,14 +353,14 @@ class Draws(NamedTuple):
     thinking: NodeThinking | None = None
 
     def advance(self, rows: Int64s, paths: Int32s) -> None:
-        """Bring generators and thinking budgets behind the accepted nodes.
+        """Advance generators and thinking budgets past the accepted nodes.
 
         Parameters
         ----------
         rows : int64 [t]
             The row of each tree's request.
         paths : int32 [t, longest]
-            The accepted nodes of each tree, as of `accepted_paths`.
+            The accepted nodes of each tree, as in `accepted_paths`.
         """
         if not self.states and self.thinking is None:
             return
@@ -383,7 +383,7 @@ def merged_logprobs(
 ) -> LogprobsTensors | None:
     """The logprobs of the emitted tokens, as many rows a request as the most tokens emitted.
 
-    None if no request wants logprobs.
+    None if no logprobs were requested.
 
     Parameters
     ----------
@@ -392,7 +392,7 @@ def merged_logprobs(
     forest, rows : int64 [t]
         The trees and the rows of their requests.
     paths : int32 [t, longest]
-        The accepted nodes of each tree, as of `accepted_paths`.
+        The accepted nodes of each tree, as in `accepted_paths`.
     """
     if roots.logprobs_tensors is None:
         return None
@@ -411,7 +411,7 @@ def _joined(
 ) -> Iterable[torch.Tensor]:
     """Token ids, logprobs and ranks of roots and nodes, padded to the wider of the two.
 
-    Widths differ if a request that wants logprobs of given tokens has no nodes.
+    Widths differ if a request with `logprob_token_ids` has no nodes.
     """
     for name, filler in (
         ("logprob_token_ids", 0),

@@ -1,8 +1,8 @@
 """Pipeline parallelism on vLLM's first model runner: what the stages before the last one do.
 
-The last stage samples, so it alone knows which nodes of a draft were accepted. The other stages
-learn it with the next step: the scheduler sends the tokens that each draft's request emitted. They
-move the accepted nodes' KV then, before the forward pass and before blocks change their owner.
+Only the last stage samples, so only it accepts nodes. With the next step, the scheduler sends the
+other stages the tokens that each request with a draft emitted. Before that step's forward pass, and
+before blocks are reassigned, they move the accepted nodes' KV.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class EarlierStage:
 
     def __init__(self) -> None:
         self._computed: dict[str, tuple[DraftStep, int]] = {}
-        """By request id: the step of its last draft, and the draft's index there."""
+        """By request id: the step of its last draft, and the draft's index in the step."""
 
     def remember(self, step: DraftStep, req_ids: Sequence[str]) -> None:
         """Keep the drafts of a step; `req_ids` are the requests of the batch."""
@@ -40,14 +40,14 @@ class EarlierStage:
     def settle(self, runner: Any, emitted: Mapping[str, Emitted]) -> None:
         """Append the tokens of accepted nodes to their requests, and move their KV.
 
-        vLLM sends this stage the last token of a request alone, as if it had emitted one.
+        vLLM sends this stage only the last token, as if the request had emitted one token.
 
         Parameters
         ----------
         runner
             The stage's runner, with the block tables of the step that computed the drafts.
         emitted
-            As of `messages.DraftsToVerify`.
+            As in `messages.DraftsToVerify`.
         """
         origins: list[Int64s] = []
         targets: list[Int64s] = []
@@ -64,20 +64,20 @@ class EarlierStage:
             root = int(step.contexts[tree])
             forest = step.forest.take(np.array([tree]), step.forest.sizes[[tree]])
             path = paths_of_tokens(forest, np.array([tokens]), np.array([len(tokens)], np.int32))[0]
-            behind_root = np.arange(len(path))
-            moved = path != behind_root
+            places = np.arange(len(path))
+            moved = path != places
             if moved.any():
                 requests.append(request)
                 origins.append(root + 1 + path[moved])
-                targets.append(root + 1 + behind_root[moved])
+                targets.append(root + 1 + places[moved])
         if requests:
             _move(runner, requests, origins, targets)
 
 
 def earlier_stage(runner: Any) -> EarlierStage | None:
-    """A record for a stage before the last one, where vLLM makes no drafter, so it gets one here.
+    """The record of a stage before the last one; None on the last stage.
 
-    None on the last stage.
+    Also gives the stage a drafter, because vLLM makes one only on the last stage.
     """
     if get_pp_group().is_last_rank:
         return None

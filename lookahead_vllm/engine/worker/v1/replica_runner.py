@@ -1,9 +1,9 @@
 """Lookahead parallelism on vLLM's first model runner: ranks with whole models share draft trees.
 
 vLLM starts the ranks as for tensor parallelism, and all get the same `SchedulerOutput`. Each rank
-computes the prompts, the roots and its part of the trees. Then it learns from the others what they
-sampled at their nodes, and all ranks accept the same paths. The KV of accepted nodes that a rank
-did not compute is sent to it, or it computes them in the next step, whichever takes less time.
+computes the prompts, the roots and its part of the trees. Then the ranks exchange the tokens that
+they sampled at their nodes, and all accept the same paths. The KV of accepted nodes that a rank did
+not compute is sent to it or recomputed in the next step, whichever takes less time.
 
 Source: Lookahead Decoding (ICML 2024), section 3.4.
 """
@@ -31,7 +31,7 @@ from lookahead_vllm.engine.grammar import joined_masks, split_masks
 from lookahead_vllm.engine.messages import DraftsToVerify
 from lookahead_vllm.engine.worker.draft_step import DraftStep, root_rows, split_rows
 from lookahead_vllm.engine.worker.v1.blocks import slots_of
-from lookahead_vllm.engine.worker.v1.replica_group import Replicas
+from lookahead_vllm.engine.worker.v1.replica_group import ReplicaGroup
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from lookahead_vllm.engine.worker.v1.sampler import Draws, merged_logprobs, tokens_of
 from lookahead_vllm.verify.acceptance import accepted_paths, emitted_tokens
@@ -52,33 +52,34 @@ class _SharedDrafts(NamedTuple):
     drafts: DraftsToVerify
     parts: ForestParts
     before_roots: Int64s
-    """int64 [t]: tokens that the step computes before each root, as of `DraftStep`."""
+    """int64 [t]: tokens that the step computes before each root, as in `DraftStep`."""
 
 
-class _Lacking(NamedTuple):
-    """The last tokens before a request's next root, whose KV some ranks lack."""
+class _MissingKV(NamedTuple):
+    """The last tokens before a request's next root, whose KV is missing on some ranks."""
 
     counts: Int64s
-    """int64 [d]: how many of them each rank lacks."""
+    """int64 [d]: how many of them are missing on each rank."""
     end: int
     """The position of the next root."""
     sender: int
-    """A rank that lacks none."""
+    """A rank that has all of them."""
 
 
-class _Everything(NamedTuple):
-    """What all ranks together have sampled, in rows as if one rank had the logits of all nodes."""
+class _Sampled(NamedTuple):
+    """The tokens sampled on all ranks, in rows as if one rank had the logits of all nodes."""
 
     at_roots: Int32s
     """int32 [r]: a token for each request of the batch."""
     at_nodes: Int32s
     """int32 [n]: a token for each node of all trees."""
     choices: Choices
-    """The model's choices at each of the r + n rows, where they were asked for."""
+    """The model's choices at each of the r + n rows; without columns if the proposer needs none."""
     num_nodes: Int64s
-    """int64 [r]: the nodes of each request of the batch."""
+    """int64 [r]: the number of nodes of each request of the batch."""
     own_nodes: Int64s
-    """int64 [m]: the nodes of all trees that this rank has, in the order of its own logits."""
+    """int64 [m]: the nodes that this rank has, among those of all trees, in the order of its own
+    logits."""
 
 
 class ReplicaRunner(LookaheadRunner):
@@ -86,27 +87,27 @@ class ReplicaRunner(LookaheadRunner):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._replicas = Replicas(self.drafter.options.parallel)
+        self._replicas = ReplicaGroup(self.drafter.options.parallel)
         none = messages.NO_DRAFTS_TO_VERIFY
         parts = cut_into_parts(none.forest, self._replicas.size)
         self._nothing_shared = _SharedDrafts(none, parts, np.empty(0, np.int64))
         self._shared = self._nothing_shared
         """The drafts of the current step."""
         self._num_choices = 0
-        """The choices at each node that the drafting rank's proposer wants."""
-        self.can_recompute = False
-        """Whether the context of a request's last tokens is kept in all KV cache groups."""
-        self.recomputes = False
-        """Whether a rank computes the accepted nodes that it lacks in the next step."""
+        """How many choices at each node the drafting rank's proposer needs."""
+        self.can_recompute_kv = False
+        """Whether ranks can recompute missing KV: all KV cache groups keep the whole context."""
+        self.recompute_kv = False
+        """Whether ranks recompute missing KV in the next step, instead of receiving it."""
         self.num_recomputed = 0
-        """Tokens that this rank has computed so."""
-        self._lacking: dict[str, _Lacking] = {}
-        """By request, since the last step."""
+        """Tokens whose KV this rank recomputed."""
+        self._missing_kv: dict[str, _MissingKV] = {}
+        """By request id: what the last step left missing on some ranks."""
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
-        # Behind a window, the scheduler gives blocks to other requests.
-        self.can_recompute = all(
+        # Blocks before a sliding window go to other requests.
+        self.can_recompute_kv = all(
             type(group.kv_cache_spec) in (FullAttentionSpec, MLAAttentionSpec)
             for group in self.kv_cache_config.kv_cache_groups
         )
@@ -116,13 +117,13 @@ class ReplicaRunner(LookaheadRunner):
     def warm_up_drafting(self) -> None:
         super().warm_up_drafting()
         self._num_choices = get_world_group().broadcast_object(self.drafter.proposer.num_choices)
-        if self.drafter.may_branch and self.can_recompute:
+        if self.drafter.may_branch and self.can_recompute_kv:
             self._choose_how_to_share()
 
     def _choose_how_to_share(self) -> None:
-        """Set `recomputes`: compare the times of sending a token's KV and of computing a row.
+        """Set `recompute_kv`: compare the times of sending a token's KV and of computing a row.
 
-        The row is one of the second to the eighth of a forward pass.
+        A row's time is the average of tokens 2 to 8 of a forward pass.
         """
         times = []
         slot = torch.zeros(1, dtype=torch.int64)  # vLLM's null block
@@ -138,15 +139,15 @@ class ReplicaRunner(LookaheadRunner):
         cost = self.drafter.proposer.cost
         if cost is not None:
             row = float(cost.curve(8) - cost.curve(1)) / 7
-            self.recomputes = row < sending
+            self.recompute_kv = row < sending
             logger.info(
                 "Lookahead: a replica %s the KV of accepted tokens that another one computed: "
-                "sending one takes %.2f ms, one more token in a forward pass %.2f ms.",
-                "recomputes" if self.recomputes else "receives",
+                "sending a token takes %.2f ms, one more token in a forward pass %.2f ms.",
+                "recomputes" if self.recompute_kv else "receives",
                 1e3 * sending,
                 1e3 * row,
             )
-        self.recomputes = get_world_group().broadcast_object(self.recomputes)
+        self.recompute_kv = get_world_group().broadcast_object(self.recompute_kv)
 
     # ---- this rank's part ------------------------------------------------------------------------
 
@@ -156,17 +157,17 @@ class ReplicaRunner(LookaheadRunner):
     def _part_of(self, step: SchedulerOutput) -> SchedulerOutput:
         """A copy of the scheduler's output without the nodes of other ranks.
 
-        Tokens whose KV this rank lacks are computed again, as if they were not computed yet.
+        Tokens whose KV is missing on this rank are computed again, as if they were new.
         """
         self._shared = self._nothing_shared
         drafts = messages.to_verify(step)
-        if not drafts.forest.num_nodes and not self._lacking:
+        if not drafts.forest.num_nodes and not self._missing_kv:
             return step
         forest, req_ids = drafts.forest, drafts.req_ids
         is_whole = [self._is_verified_whole(req_id) for req_id in req_ids]
         parts = cut_into_parts(forest, self._replicas.size, np.array(is_whole, np.bool_))
         part = forest.keep(parts.contains[self._replicas.rank])
-        again = self._settle_lacking(step, drafts, parts)
+        again = self._recompute_or_send(step, drafts, parts)
         num_scheduled = {
             req_id: count + again.get(req_id, 0)
             for req_id, count in step.num_scheduled_tokens.items()
@@ -203,20 +204,20 @@ class ReplicaRunner(LookaheadRunner):
         messages.attach(copy, own)
         return copy
 
-    def _settle_lacking(
+    def _recompute_or_send(
         self, step: SchedulerOutput, drafts: DraftsToVerify, parts: ForestParts
     ) -> dict[str, int]:
-        """How many tokens of each request this rank computes again in the step.
+        """Send the missing KV, or return how many tokens of each request this rank recomputes.
 
-        KV is sent instead where the request is not in the step or starts again in it, where it
-        would have more tokens in the step than the longest draft, and where the step has no room.
-        That of a preempted request is sent because the scheduler may have cached its last block
-        just before; that of a request that ended is neither cached nor used again.
+        KV is sent if the request is not in the step or restarts in it, if recomputing would exceed
+        the longest draft, or if the step has no room. Preempted requests need it because the
+        scheduler may just have cached their last block. Finished requests do not: their last block
+        is neither cached nor used again.
         """
-        lacking, self._lacking = self._lacking, {}
+        missing, self._missing_kv = self._missing_kv, {}
         for req_id in step.finished_req_ids:
-            lacking.pop(req_id, None)
-        if not lacking:
+            missing.pop(req_id, None)
+        if not missing:
             return {}
         forest = drafts.forest
         nodes = [np.bincount(forest.owners[c], minlength=len(forest)) for c in parts.contains]
@@ -225,7 +226,7 @@ class ReplicaRunner(LookaheadRunner):
         continued = set(cached.req_ids) - cached.resumed_req_ids
         due = {
             req_id: entry
-            for req_id, entry in lacking.items()
+            for req_id, entry in missing.items()
             if req_id in continued
             and longest.get(req_id, 0) + entry.counts.max() <= self.num_spec_tokens
         }
@@ -233,7 +234,7 @@ class ReplicaRunner(LookaheadRunner):
         totals += sum(entry.counts for entry in due.values())
         if totals.max() > self.max_num_tokens:
             due = {}
-        self._send({i: entry for i, entry in lacking.items() if i not in due})
+        self._send({i: entry for i, entry in missing.items() if i not in due})
         rank = self._replicas.rank
         again = {i: int(entry.counts[rank]) for i, entry in due.items()}
         self.num_recomputed += sum(again.values())
@@ -301,7 +302,7 @@ class ReplicaRunner(LookaheadRunner):
             if verified is not None:
                 trees.mark_accepted(verified, paths)
         logprobs = draws.at_nodes.logprobs_tensors
-        if logprobs is not None:  # the nodes of other ranks belong to requests that want none
+        if logprobs is not None:  # nodes on other ranks belong to requests without logprobs
             logprobs = LogprobsTensors(
                 *(_spread(t, every.own_nodes, forest.num_nodes) for t in logprobs[:3])
             )
@@ -313,7 +314,7 @@ class ReplicaRunner(LookaheadRunner):
         )
 
     def _all_trees(self, shared: _SharedDrafts) -> DraftStep:
-        """The trees of all ranks, in the order of `shared`; they have no places in the batch."""
+        """The trees of all ranks, in the order of `shared`, without places in the batch."""
         index, drafts = self.input_batch.req_id_to_index, shared.drafts
         rows = np.array([index[req_id] for req_id in drafts.req_ids], np.int64)
         contexts = self.input_batch.num_computed_tokens_cpu[rows] + shared.before_roots
@@ -323,7 +324,7 @@ class ReplicaRunner(LookaheadRunner):
         )
 
     def _own_choices(self, logits: torch.Tensor) -> Choices:
-        """The model's choices at each row of the logits, as many as the proposer wants."""
+        """The model's choices at each row of the logits, as many as the proposer needs."""
         if self._num_choices:
             return top_choices(logits, np.arange(len(logits)), self._num_choices)
         none = len(logits), 0
@@ -336,10 +337,10 @@ class ReplicaRunner(LookaheadRunner):
         draws: Draws,
         choices: Choices,
         num_nodes: Int64s,
-    ) -> _Everything:
-        """Learn what the other ranks sampled at their nodes, and the first rank at the roots.
+    ) -> _Sampled:
+        """Exchange tokens: what each rank sampled at its nodes, and the first rank at the roots.
 
-        `choices` and `num_nodes`, int64 [r], are of this rank's logits.
+        `choices` and `num_nodes`, int64 [r], belong to this rank's logits.
         """
         forest, (owners, contains) = trees.forest, shared.parts
         all_nodes = np.zeros_like(num_nodes)
@@ -357,7 +358,7 @@ class ReplicaRunner(LookaheadRunner):
         mine[:, 1 + k :] = choices.gaps.view(np.int32)
         every = np.empty((len(roots) + len(nodes), mine.shape[1]), np.int32)
         every[here] = mine
-        # Ranks may have the requests in different orders: attention sorts them by their tokens.
+        # Ranks may have the requests in different orders, because vLLM sorts them by their tokens.
         req_ids = self.input_batch.req_ids
         by_id = np.array(sorted(range(len(req_ids)), key=req_ids.__getitem__))
         sent = [nodes[owners == rank] for rank in range(self._replicas.size)]
@@ -368,7 +369,7 @@ class ReplicaRunner(LookaheadRunner):
         index = np.full(len(every), -1)
         index[nodes] = np.arange(len(nodes))
         own_nodes = index[here]
-        return _Everything(
+        return _Sampled(
             every[roots, 0],
             every[nodes, 0],
             Choices(every[:, 1 : 1 + k], every[:, 1 + k :].view(np.float32)),
@@ -376,7 +377,7 @@ class ReplicaRunner(LookaheadRunner):
             own_nodes[own_nodes >= 0],
         )
 
-    def _all_verified(self, trees: DraftStep, every: _Everything) -> Verified | None:
+    def _all_verified(self, trees: DraftStep, every: _Sampled) -> Verified | None:
         proposer = self.drafter.proposer
         if not proposer.num_choices:
             return None
@@ -389,7 +390,7 @@ class ReplicaRunner(LookaheadRunner):
         )
 
     def _share_accepted(self, shared: _SharedDrafts, trees: DraftStep, paths: Int32s) -> None:
-        """Bring the accepted nodes' KV to the slots right after the roots, on all ranks."""
+        """Move the accepted nodes' KV to the slots right after the roots, on all ranks."""
         of_tree, depths = np.nonzero(paths >= 0)
         forest, (owners, contains), rank = trees.forest, shared.parts, self._replicas.rank
         nodes = forest.firsts[of_tree] + paths[of_tree, depths]
@@ -403,33 +404,33 @@ class ReplicaRunner(LookaheadRunner):
         last = np.cumsum((paths >= 0).sum(axis=1))[of_tree] - 1
         senders = owners[nodes[last]]
         is_sent = ~contains[:, nodes].all(axis=0)
-        if self.recomputes:
+        if self.recompute_kv:
             for tree in np.unique(of_tree[is_sent]).tolist():
                 path = of_tree == tree
                 req_id = shared.drafts.req_ids[tree]
                 counts = (~contains[:, nodes[path]]).sum(axis=1)
                 end = int(after_roots[path][0] + path.sum())
-                self._lacking[req_id] = _Lacking(counts, end, int(senders[path][0]))
+                self._missing_kv[req_id] = _MissingKV(counts, end, int(senders[path][0]))
             is_sent = np.zeros_like(is_sent)
         self.drafter.recorder.counters.moved_tokens += int((origins != targets).sum())
         rows = trees.rows[of_tree]
-        self._bring(rows, origins, targets, has, np.where(is_sent, senders, -1))
+        self._move_and_send(rows, origins, targets, has, np.where(is_sent, senders, -1))
 
-    def _send(self, lacking: Mapping[str, _Lacking]) -> None:
-        """Send all ranks the KV that they lack."""
-        if not lacking:
+    def _send(self, missing: Mapping[str, _MissingKV]) -> None:
+        """Send each rank the KV that is missing on it."""
+        if not missing:
             return
-        counts, ends = (np.array([entry[i] for entry in lacking.values()]) for i in (0, 1))
+        counts, ends = (np.array([entry[i] for entry in missing.values()]) for i in (0, 1))
         longest = counts.max(axis=1)
         index = self.input_batch.req_id_to_index
-        rows = np.repeat([index[req_id] for req_id in lacking], longest)
-        senders = np.repeat([entry.sender for entry in lacking.values()], longest)
+        rows = np.repeat([index[req_id] for req_id in missing], longest)
+        senders = np.repeat([entry.sender for entry in missing.values()], longest)
         back = np.concatenate([np.arange(n, 0, -1) for n in longest])
         positions = np.repeat(ends, longest) - back
         has = back > np.repeat(counts[:, self._replicas.rank], longest)
-        self._bring(rows, positions, positions, has, senders)
+        self._move_and_send(rows, positions, positions, has, senders)
 
-    def _bring(
+    def _move_and_send(
         self,
         rows: Int64s,
         origins: Int64s,
@@ -437,14 +438,14 @@ class ReplicaRunner(LookaheadRunner):
         has: NDArray[np.bool_],
         senders: Int64s,
     ) -> None:
-        """Move the KV of m tokens to their targets, on ranks that have it, and send it to others.
+        """Move the KV of m tokens to their targets on ranks that have it; send it to the others.
 
         Parameters
         ----------
         rows : int64 [m]
             The row of the batch of each token's request.
         origins, targets : int64 [m]
-            Positions; a token that this rank lacks comes to its target.
+            Positions. KV that this rank receives is written to its target.
         has : bool [m]
             Whether this rank has the token's KV.
         senders : int64 [m]
