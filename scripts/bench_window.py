@@ -6,6 +6,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.engines.step_compression import main
+from benchmarks.engines.window import main
 
 sys.exit(main(sys.argv[1:]))

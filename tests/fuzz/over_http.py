@@ -13,7 +13,7 @@ import requests
 from openai import APIError, APIStatusError, OpenAI
 from transformers import AutoTokenizer
 
-from benchmarks.options.answers import Answer, assembled, compared, draft_counters
+from benchmarks.request_parity.answers import Answer, assembled, compared, draft_counters
 from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.engine.worker.step_recorder import Counters
 from tests.fuzz.play import Difference, Played

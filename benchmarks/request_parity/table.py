@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.options.answers import VERDICTS, Verdict
+from benchmarks.request_parity.answers import VERDICTS, Verdict
 
 
 @dataclass

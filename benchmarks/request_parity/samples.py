@@ -12,7 +12,7 @@ import json
 from functools import cache
 from typing import Any
 
-from benchmarks.options.endpoint import Endpoint, Sample, of, unseeded
+from benchmarks.request_parity.endpoint import Endpoint, Sample, of, unseeded
 
 # ---- parts of samples ---------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engines import step_compression as bench
+from benchmarks.engines import window as bench
 from benchmarks.engines.generate import Generation, Turn
 from lookahead_vllm.draft.options import LookaheadOptions
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-SAMPLES = "benchmarks/options/samples.py"
+SAMPLES = "benchmarks/request_parity/samples.py"
 
 
 class SampleError(ValueError):

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.options.answers import Answer, assembled, compared
-from benchmarks.options.endpoint import Endpoint, SampleError, of
-from benchmarks.options.samples import SAMPLED, endpoints
-from benchmarks.options.table import Row, document
+from benchmarks.request_parity.answers import Answer, assembled, compared
+from benchmarks.request_parity.endpoint import Endpoint, SampleError, of
+from benchmarks.request_parity.samples import SAMPLED, endpoints
+from benchmarks.request_parity.table import Row, document
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

@@ -26,7 +26,7 @@ import openai
 from openai import OpenAI, Stream
 from tqdm import tqdm
 
-from benchmarks.options.answers import (
+from benchmarks.request_parity.answers import (
     DROPPED,
     TOLERANCE,
     VERDICTS,
@@ -36,9 +36,9 @@ from benchmarks.options.answers import (
     compared,
     draft_counters,
 )
-from benchmarks.options.endpoint import Endpoint, Sample, SampleError
-from benchmarks.options.samples import endpoints
-from benchmarks.options.table import Row, document
+from benchmarks.request_parity.endpoint import Endpoint, Sample, SampleError
+from benchmarks.request_parity.samples import endpoints
+from benchmarks.request_parity.table import Row, document
 from benchmarks.serving.demo import MODEL, REPO
 from benchmarks.serving.server import ServerError, free_port, get, serving
 
@@ -52,14 +52,14 @@ examples:
 
 what it sends:
   The options are the fields of vLLM's own request classes, and some that only OpenAI's
-  documentation has. benchmarks/options/samples.py has values for each, good and bad ones; an
+  documentation has. benchmarks/request_parity/samples.py has values for each, good and bad ones; an
   option without a value is an error. Each request is sent in one piece and streamed, to both
   servers at once; up to four requests of an option are sent at a time.
 
 what it compares:
   The whole JSON, of a stream the joined chunks, except for the fields that
-  benchmarks/options/answers.py lists as DROPPED: ids, times and the like. Logprobs may differ by
-  0.001. What is sampled without a seed is compared in status and shape.
+  benchmarks/request_parity/answers.py lists as DROPPED: ids, times and the like. Logprobs may
+  differ by 0.001. What is sampled without a seed is compared in status and shape.
 
 the table:
   equal            both servers gave the same answer
