@@ -84,6 +84,10 @@ class LiveRequest:
 BACKOFF_AFTER_STEPS = 16
 """Back off after this many steps in a row in which no node was worth sending."""
 
+MAX_TOKENS_READ = 1 << 19
+"""The most tokens that vLLM reads to find where the reasoning of one request ends. At each node of a
+tree under a grammar it reads the whole text; a million tokens take 1.4 ms."""
+
 MAX_LOGITS_BYTES = 512 << 20
 """The most bytes of logits at the nodes of a step."""
 
@@ -136,6 +140,8 @@ class LookaheadDrafter:
         self._options: dict[str, RequestOptions] = {}
         self._live: dict[str, LiveRequest | None] = {}
         self._with_grammar: set[str] = set()
+        self._reads_reasoning = bool(vllm_config.structured_outputs_config.reasoning_parser)
+        """Whether a grammar may begin only after the reasoning, which vLLM looks for."""
         self._sent: dict[str, SentDraft] = {}
         """Drafts that are not verified yet."""
         self._uncommitted: dict[str, list[int]] = {}
@@ -293,6 +299,8 @@ class LookaheadDrafter:
         """
         if max_nodes is None:
             max_nodes = self.options.decoding_length
+        if self._reads_reasoning and live.request_id in self._with_grammar:
+            max_nodes = min(max_nodes, MAX_TOKENS_READ // num_tokens)
         max_nodes = min(max_nodes, self._max_model_len - num_tokens - 1)
         max_depth = min(max_nodes, live.remaining - 1)
         if max_depth < 1:
