@@ -85,8 +85,8 @@ BACKOFF_AFTER_STEPS = 16
 """Back off after this many steps in a row in which no node was worth sending."""
 
 MAX_TOKENS_READ = 1 << 19
-"""The most tokens that vLLM reads to find where the reasoning of one request ends. At each node of a
-tree under a grammar it reads the whole text; a million tokens take 1.4 ms."""
+"""The most tokens that vLLM reads to find the end of one request's reasoning. Under a grammar it
+reads the whole text at each node; a million tokens take 1.4 ms."""
 
 MAX_LOGITS_BYTES = 512 << 20
 """The most bytes of logits at the nodes of a step."""
