@@ -154,8 +154,7 @@ def test_a_seam_of_one_release_is_not_required_of_others(other_release: Path) ->
 
 NOT_OURS: tuple[Any, ...] = (
     *(object, type, slice, staticmethod, str, bytes, int, float, tuple, dict, list, set, frozenset),
-    *(np.ndarray, torch.Tensor, torch.Generator, torch.cuda.Stream),
-    *(hashlib.sha256(), functools.cache(len)),
+    *(np.ndarray, torch.Tensor, torch.Generator, hashlib.sha256(), functools.cache(len)),
     *(Path, os.stat_result, logging.Logger, ModuleSpec("", None), argparse.ArgumentParser(), len),
     *(IOBase, weakref.finalize),
     *(prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram, Seam),
@@ -166,6 +165,7 @@ ELSEWHERE = {
     "model_extra": "pydantic's",
     "model_type": "of a model's config, transformers'",
     "index_topk": "of a model's config, transformers'",
+    "ngram_vocab_size_ratio": "of a model's config, transformers'",
     "W_UK_T": "of MLAAttention, set by name in process_weights_after_loading",
     "find_jump_forward_string": "xgrammar's",
     "compute_ff_tokens": "llguidance's",
@@ -231,9 +231,9 @@ def uses(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
 KEYWORDS = {
     *("axis", "dim", "dtype", "initial", "min", "generator", "exist_ok", "missing_ok", "parents"),
     *("title", "description", "buckets", "part", "source", "non_blocking", "wait", "popleft"),
-    "synchronize",
+    *("synchronize", "wait_stream", "cancel_futures", "submit"),
 }
-"""Of NumPy, torch, collections, pathlib, argparse, and of functions in variables."""
+"""Of NumPy, torch, collections, concurrent, pathlib, argparse, and of functions in variables."""
 
 
 def test_all_that_is_used_of_vllm_is_in_the_table() -> None:

@@ -109,6 +109,7 @@ def register() -> None:
 
 
 replaces_chains = gpu_attention.replaces_chains
+unsupported_rows = gpu_attention.unsupported_rows
 
 
 def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> None:

@@ -183,10 +183,12 @@ class LateDraftScheduler(AsyncScheduler):
             mask = drafted.get(req_id)
             if mask is None:
                 mask = self._fill_masks(request, EMPTY_TREE)
-            if EQUALLY_MANY_MASKS:
-                mask = np.pad(mask, ((0, 1 + self.num_spec_tokens - len(mask)), (0, 0)))
             req_ids.append(req_id)
             masks.append(mask)
         if not req_ids:
             return None
+        if EQUALLY_MANY_MASKS:
+            # A power of two: the workers have a kernel for each number of masks of a request.
+            most = 1 << (max(map(len, masks)) - 1).bit_length()
+            masks = [np.pad(mask, ((0, most - len(mask)), (0, 0))) for mask in masks]
         return GrammarOutput(req_ids, np.concatenate(masks), [len(mask) - 1 for mask in masks])

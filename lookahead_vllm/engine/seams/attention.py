@@ -63,6 +63,23 @@ SEAMS = (
         "a layer's implementation, and its part of the KV cache",
         _MASK,
     ),
+    # Latent attention on CUDA.
+    Seam(
+        f"{_BACKENDS}.mla.triton_mla",
+        "TritonMLAMetadataBuilder",
+        ("query_len_support",),
+        "set",
+        "one row a request: its workspace would have rows for the longest drafts of all requests",
+        _MASK,
+    ),
+    Seam(
+        _LATENT,
+        "QueryLenSupport",
+        ("SINGLE_ONLY",),
+        "read",
+        "whether requests with drafts can share a step with others",
+        _MASK,
+    ),
     # Any device, latent attention.
     Seam(
         _LATENT,

@@ -40,10 +40,27 @@ SEAMS = (
         (
             *("model_config", "cache_config", "parallel_config", "scheduler_config"),
             *("speculative_config", "kv_transfer_config", "additional_config", "compute_hash"),
+            *("aux_output_config", "structured_outputs_config"),
             *("compilation_config", "use_v2_model_runner", "watermark_config"),
         ),
         "set",
         "describes the engine; our options are stored in additional_config",
+        PUBLIC,
+    ),
+    Seam(
+        "vllm.config.aux_output",
+        "AuxOutputConfig",
+        ("enabled",),
+        "read",
+        "whether vLLM returns experts, which it takes from the first rows of a request",
+        PUBLIC,
+    ),
+    Seam(
+        "vllm.config.structured_outputs",
+        "StructuredOutputsConfig",
+        ("reasoning_parser",),
+        "read",
+        "whether a grammar may begin only after the reasoning",
         PUBLIC,
     ),
     Seam(

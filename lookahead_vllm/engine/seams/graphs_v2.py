@@ -20,6 +20,14 @@ SEAMS = (
         _CLASS,
     ),
     Seam(
+        "vllm.v1.sample.ops.topk_topp_triton",
+        "",
+        ("_max_sampler_batch_size",),
+        "swapped",
+        "while vLLM compiles its sampler: it gets chunks of a step with drafts",
+        "vLLM samples in chunks",
+    ),
+    Seam(
         _RUNNER,
         "",
         ("GPUModelRunner", "ModelCudaGraphManager"),

@@ -28,6 +28,14 @@ ON_GPU = (
         _NODES,
     ),
     Seam(
+        f"{_LAYERS}.gdn.qwen_gdn_linear_attn",
+        "QwenGatedDeltaNetAttention._can_use_fused_gdn_mtp_decode",
+        ("attn_metadata",),
+        "wrapped",
+        "false in a step with branching trees: the fused kernel computes only chains",
+        _NODES,
+    ),
+    Seam(
         f"{_LAYERS}.ops.causal_conv1d",
         "causal_conv1d_update",
         (

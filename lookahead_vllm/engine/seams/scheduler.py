@@ -157,6 +157,14 @@ SEAMS = (
         "whether the engine's scheduler is ours",
         "drafts come with the output of their step",
     ),
+    Seam(
+        _SCHEDULER,
+        "Scheduler._handle_stopped_request",
+        ("request",),
+        "overridden",
+        "tokens after the stop of a session's turn do not count as computed",
+        "vLLM takes back what it counted for accepted tokens that it drops",
+    ),
     # Limits for drafts (scheduler/draft_limits.py).
     Seam(
         "vllm.v1.request",
@@ -208,6 +216,14 @@ SEAMS = (
         _STAGES,
     ),
     Seam("vllm.v1.request", "RequestStatus", ("RUNNING",), "read", "see above", _STAGES),
+    Seam(
+        "vllm.v1.request",
+        "RequestStatus",
+        ("WAITING_FOR_STREAMING_REQ",),
+        "read",
+        "sessions without input, which do not start in a step",
+        _CUTS,
+    ),
     Seam(
         "vllm.v1.outputs",
         "ModelRunnerOutput",

@@ -46,7 +46,7 @@ SEAMS = (
             *("req_states", "device", "vllm_config", "model_config", "parallel_config"),
             *("compilation_config", "scheduler_config", "kv_cache_config", "lora_config", "model"),
             *("max_num_reqs", "max_num_tokens", "max_model_len", "take_draft_token_ids"),
-            *("shutdown", "model_state"),
+            *("shutdown", "model_state", "structured_outputs_worker"),
         ),
         "overridden",
         "announces requests to the drafter and learns from what has ended; gives a grammar's "
@@ -137,7 +137,7 @@ SEAMS = (
     Seam(
         "vllm.v1.worker.gpu.structured_outputs",
         "StructuredOutputsWorker",
-        ("logits_indices", "grammar_bitmask", "copy_stream"),
+        ("logits_indices", "grammar_bitmask", "copy_stream", "mask_stride"),
         "overridden",
         "masks for one row a request at first; more when a step needs them",
         _SAMPLED,
@@ -177,7 +177,7 @@ SEAMS = (
     Seam(
         _RUNNER,
         "GPUModelRunner._dummy_run",
-        ("num_tokens", "context_len", "skip_eplb"),
+        ("num_tokens", "context_len", "skip_eplb", "randomize_inputs"),
         "called",
         "runs the passes that are timed",
         _MEASURED,
@@ -197,7 +197,7 @@ SEAMS = (
             *("req_ids", "num_reqs", "num_scheduled_tokens", "cu_num_logits", "cu_num_logits_np"),
             *("logits_indices", "positions", "input_ids", "has_prefill", "idx_mapping"),
             *("idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos", "seq_lens"),
-            "seq_lens_cpu_upper_bound",
+            *("seq_lens_cpu_upper_bound", "is_padding"),
         ),
         "set",
         "the rows of a step; the positions of nodes are set",

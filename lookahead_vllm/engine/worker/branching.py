@@ -40,6 +40,9 @@ def decide(runner: Any, groups: Sequence[Any]) -> list[Any]:
     list
         The result of `kv_movers`; empty if trees may not branch.
     """
+    if reason := runner.attention.unsupported_rows(groups):
+        logger.info_once("Lookahead drafts nothing here: %s.", reason)
+        runner.drafter.max_step_nodes = 0
     obstacle = branching_obstacle(runner.vllm_config, groups, runner.attention)
     if runner.vllm_config.parallel_config.pipeline_parallel_size > 1:
         # Each stage has layers of its own.

@@ -163,6 +163,10 @@ def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
     return None
 
 
+def unsupported_rows(groups: Sequence[Any]) -> None:
+    """None: requests of different lengths share a step."""
+
+
 def mover(kv_caches: Sequence[torch.Tensor], layer: Any) -> SlotMover:
     """The mover of a KV cache group; `layer` is one of its layers."""
     if latent_attention.is_latent([layer]):

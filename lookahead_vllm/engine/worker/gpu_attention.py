@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 from vllm.distributed.parallel_state import is_global_first_rank
+from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
 from vllm.platforms import current_platform
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
@@ -20,6 +21,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionImpl,
     FlashAttentionMetadataBuilder,
 )
+from vllm.v1.attention.backends.mla import triton_mla
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
@@ -191,6 +193,8 @@ def register() -> None:
     ):
         register_backend(backend, f"{__name__}.{ours.__name__}")
     latent_attention.register()
+    # Its workspace has a row for each token of the longest drafts of all requests.
+    triton_mla.TritonMLAMetadataBuilder.query_len_support = QueryLenSupport.SINGLE_ONLY
     # A plain engine in this process may have selected the backend already.
     selector._cached_get_attn_backend.cache_clear()
 
@@ -211,7 +215,10 @@ def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
         return latent_attention.obstacle(group, layers, cache_dtype)
     # Layers with another attention pattern (chunks, an encoder) use a backend derived from ours.
     if group.backend not in (TreeFlashAttentionBackend, TreeTritonAttentionBackend):
-        return f"there is no tree attention for the backend {group.backend.__name__}"
+        return (
+            f"there is no tree attention for the backend {group.backend.__name__}; FLASH_ATTN and "
+            "TRITON_ATTN have it (--attention-backend)"
+        )
     builder = group.get_metadata_builder()
     if is_quantized_kv_cache(cache_dtype) and cache_dtype not in ("fp8", "fp8_e4m3"):
         return f"there is no tree attention over a KV cache of {cache_dtype}"
@@ -220,10 +227,26 @@ def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
     config = builder.vllm_config.model_config
     if config.rswa_window is not None or config.is_mm_prefix_lm:
         return "rows attend to more than the rows before them"
+    scales = [getattr(layer, name, None) for layer in layers for name in ("_k_scale", "_v_scale")]
+    if any(scale is not None and scale.numel() > 1 for scale in scales):
+        return "its KV cache has a scale for each head"
     if any(getattr(layer.impl, "use_alibi_sqrt", False) for layer in layers):
         return "it uses the square root variant of ALiBi"
     if any(getattr(layer.impl, "chunk_lookback", -1) > -1 for layer in layers):
         return "rows attend to a chunk of the context"
+    return None
+
+
+def unsupported_rows(groups: Sequence[Any]) -> str | None:
+    """Why requests with drafts cannot share a step with others, or None if they can.
+
+    Most backends of latent attention compute decode rows only if all requests have equally many.
+    """
+    for group in groups:
+        builder = group.get_metadata_builder()
+        support = getattr(builder, "query_len_support", None)
+        if support is not None and support.name != "VARLEN":
+            return f"{group.backend.__name__} computes requests of different lengths as prompts"
     return None
 
 

@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker import recurrent_kernels
+from lookahead_vllm.engine.worker.recurrent import PARENTS
 from lookahead_vllm.engine.worker.recurrent_kernels import convolution, delta_trees, trees_of_slots
 from lookahead_vllm.verify import recurrence
 from lookahead_vllm.verify.recurrence import StateRows
@@ -30,6 +31,8 @@ def register() -> None:
     # vLLM passes a gated delta net only the first state slots.
     patches.patch(qwen_gdn_linear_attn, "causal_conv1d_update", convolution(_trees))
     patches.patch(qwen_gdn_linear_attn, "fused_sigmoid_gating_delta_rule_update", _gated_delta)
+    net = qwen_gdn_linear_attn.QwenGatedDeltaNetAttention
+    patches.patch(net, "_can_use_fused_gdn_mtp_decode", _without_trees)
 
 
 def _trees(kwargs: dict[str, Any]) -> StateRows | None:
@@ -44,6 +47,16 @@ def _trees(kwargs: dict[str, Any]) -> StateRows | None:
         return None
     metadata = recurrent_kernels.metadata_with_parents(GDNAttentionMetadata)
     return None if metadata is None else delta_trees(metadata)
+
+
+def _without_trees(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Wrap the condition of a fused kernel, which reads no parents."""
+
+    @functools.wraps(original)
+    def can_use(self: Any, attn_metadata: GDNAttentionMetadata) -> bool:
+        return not hasattr(attn_metadata, PARENTS) and original(self, attn_metadata)
+
+    return can_use
 
 
 def _gated_delta(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from lookahead_vllm.engine import messages
+from lookahead_vllm.engine.scheduler import late_scheduler
 from lookahead_vllm.engine.scheduler.late_scheduler import LateDraftScheduler
 
 
@@ -25,3 +27,23 @@ def test_a_request_that_is_preempted_in_a_step_keeps_no_blocks_in_it(
     assert messages.to_verify(scheduler.schedule()).kept_blocks == {"other": [2]}
     output.preempted_req_ids = None
     assert messages.to_verify(scheduler.schedule()).kept_blocks == kept
+
+
+@pytest.mark.parametrize(("is_033", "rows"), [(False, [3, 1]), (True, [4, 4])])
+def test_masks_are_no_more_than_the_drafts_of_a_step_need(
+    is_033: bool, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From vLLM 0.33 on, all requests have equally many: a power of two."""
+    monkeypatch.setattr(late_scheduler, "EQUALLY_MANY_MASKS", is_033)
+    scheduler: Any = object.__new__(LateDraftScheduler)
+    request = SimpleNamespace(use_structured_output=True, is_prefill_chunk=False)
+    scheduler.requests = {"drafted": request, "plain": request}
+    scheduler._masks = {"drafted": np.ones((3, 2), np.int32)}
+    scheduler._fill_masks = lambda *_: np.full((1, 2), 7, np.int32)
+    step: Any = SimpleNamespace(
+        has_structured_output_requests=True, num_scheduled_tokens={"drafted": 3, "plain": 1}
+    )
+    output = scheduler.get_grammar_bitmask(step)
+    masks = np.split(output.grammar_bitmask, np.cumsum(rows)[:-1])
+    assert [len(own) for own in masks] == rows
+    assert (masks[0][:3] == 1).all() and (masks[1][:1] == 7).all()

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, ParallelConfig
-from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention, QueryLenSupport
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine.worker import cpu_attention, gpu_attention
+from lookahead_vllm.engine.worker import branching, cpu_attention, gpu_attention
 from lookahead_vllm.engine.worker import latent_attention as worker_latent_attention
 from lookahead_vllm.engine.worker.branching import branching_obstacle
 from lookahead_vllm.engine.worker.v1 import gpu_worker
@@ -265,6 +265,12 @@ def test_layers_without_tree_attention_get_chains() -> None:
         (group(head_size=512), LAYER, "auto", "for heads of 512"),
         (group(is_mm_prefix_lm=True), LAYER, "auto", "rows attend to more"),
         (triton, SimpleNamespace(impl=SimpleNamespace(chunk_lookback=4)), "auto", "a chunk"),
+        (
+            group(),
+            SimpleNamespace(impl=SimpleNamespace(), _k_scale=torch.ones(2)),
+            "fp8",
+            "a scale for each head",
+        ),
         (triton, SimpleNamespace(impl=SimpleNamespace(use_alibi_sqrt=True)), "auto", "ALiBi"),
     ):
         assert says in str(obstacle(case, [layer], cache))
@@ -405,3 +411,28 @@ def test_only_rows_of_trees_are_overwritten_by_latent_attention() -> None:
     weights = (torch.einsum("np,nkp->nk", q[7], k) * layer.scale).softmax(-1)
     expected = torch.einsum("nk,nkv->nv", weights, v).flatten()
     torch.testing.assert_close(output[7], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("support", "says"),
+    [("VARLEN", None), ("UNIFORM", "as prompts"), ("SINGLE_ONLY", "as prompts")],
+)
+def test_latent_backends_that_need_equally_many_rows_get_no_drafts(
+    support: str, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder = SimpleNamespace(query_len_support=QueryLenSupport[support])
+    found = SimpleNamespace(backend=PlainImpl, get_metadata_builder=lambda: builder)
+    reason = gpu_attention.unsupported_rows([found])
+    assert reason is says or str(says) in str(reason)
+    assert not gpu_attention.unsupported_rows(
+        [SimpleNamespace(backend=PlainImpl, get_metadata_builder=SimpleNamespace)]
+    )
+    monkeypatch.setattr(branching, "branching_obstacle", lambda *_: "the test says so")
+    runner: Any = SimpleNamespace(
+        attention=gpu_attention,
+        drafter=SimpleNamespace(max_step_nodes=9),
+        vllm_config=SimpleNamespace(parallel_config=ParallelConfig()),
+        model_config=SimpleNamespace(use_mla=True),
+    )
+    branching.decide(runner, [found])
+    assert runner.drafter.max_step_nodes == (0 if says else 9)

@@ -10,7 +10,8 @@ import torch
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from lookahead_vllm.engine.worker import recurrent_kernels, recurrent_kernels_gpu
-from lookahead_vllm.engine.worker.recurrent import PARENTS
+from lookahead_vllm.engine.worker.recurrent import PARENTS, RecurrentMover
+from lookahead_vllm.engine.worker.v1 import gpu_worker
 from lookahead_vllm.verify import recurrence
 from lookahead_vllm.verify.recurrence import StateRows
 
@@ -73,6 +74,30 @@ def test_a_gated_delta_net_starts_each_row_from_its_parent() -> None:
     out, final = update(**call, num_accepted_tokens=TREES.accepted)
     assert torch.equal(out, expected.unsqueeze(0))
     assert final is state and torch.equal(state, expected_state)
+
+
+def test_its_fused_kernel_computes_no_trees(context: SimpleNamespace) -> None:
+    can_use = recurrent_kernels_gpu._without_trees(lambda layer, metadata: True)
+    metadata = context.attn_metadata["delta"]
+    assert not can_use(None, metadata)
+    delattr(metadata, PARENTS)
+    assert can_use(None, metadata)
+
+
+def test_kernels_of_attention_are_compiled_beside_recurrent_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(gpu_worker.gpu_attention, "warm_up", lambda *args: compiled.extend(args))
+    monkeypatch.setattr(gpu_worker, "is_recurrent", lambda layer: layer == "recurrent layer")
+    runner: Any = object.__new__(gpu_worker.LookaheadGPUModelRunner)
+    runner._seeded_sampler, runner.drafter = None, SimpleNamespace(may_branch=True)
+    layers = {"a": "recurrent layer", "b": "attention"}
+    runner.compilation_config = SimpleNamespace(static_forward_context=layers)
+    runner._attn_group_iterator = lambda: [SimpleNamespace(layer_names=list(layers))]
+    runner._movers, runner.dtype = [object.__new__(RecurrentMover), "mover"], torch.bfloat16
+    runner.compile_kernels()
+    assert compiled == [["attention"], ["mover"], torch.bfloat16]
 
 
 def test_its_convolution_reads_the_inputs_of_a_rows_path(context: SimpleNamespace) -> None:

@@ -21,9 +21,9 @@ class RunnerPasses:
         self._runner = runner
 
     def captured_tokens(self) -> CapturedTokens:
-        """See `ForwardPasses`. Steps with drafts run in pieces."""
+        """See `ForwardPasses`. Steps with drafts run in pieces, and so do hybrid models."""
         config = self._runner.compilation_config
-        if not config.cudagraph_mode.has_full_cudagraphs():
+        if not config.cudagraph_mode.has_full_cudagraphs() or self._runner.model_config.is_hybrid:
             return CapturedTokens()
         most = self._runner.scheduler_config.max_num_seqs
         return CapturedTokens([s for s in sorted(config.cudagraph_capture_sizes) if s <= most])

@@ -14,6 +14,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.worker import gpu_attention
+from lookahead_vllm.engine.worker.recurrent import RecurrentMover, is_recurrent
 from lookahead_vllm.engine.worker.v1.replica_group import become_replica
 from lookahead_vllm.engine.worker.v1.replica_runner import ReplicaRunner
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
@@ -38,7 +39,9 @@ class LookaheadGPUModelRunner(LookaheadRunner, gpu_model_runner.GPUModelRunner):
         if self.drafter.may_branch:
             context = self.compilation_config.static_forward_context
             names = [n for group in self._attn_group_iterator() for n in group.layer_names]
-            gpu_attention.warm_up([context[n] for n in names], self._movers, self.dtype)
+            layers = [context[n] for n in names if not is_recurrent(context[n])]
+            movers = [mover for mover in self._movers if not isinstance(mover, RecurrentMover)]
+            gpu_attention.warm_up(layers, movers, self.dtype)
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
         """Steps with branching trees run in piecewise graphs: a full graph cannot hold the step's

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,10 +15,9 @@ from lookahead_vllm.engine.worker.step_cost import Batch, CapturedTokens
 class RunnerPasses:
     """See `ForwardPasses`."""
 
-    attends_in_graphs = True
-
     def __init__(self, runner: Any) -> None:
         self._runner = runner
+        self.attends_in_graphs: bool = runner.attends_in_graphs()
 
     def captured_tokens(self) -> CapturedTokens:
         """See `ForwardPasses`."""
@@ -47,14 +46,21 @@ class RunnerPasses:
         if batch.trees:
             runner.schedule_dummy_trees([batch.tree] * batch.requests, context)
         try:
-            with patches.swapped(runner, "max_num_reqs", batch.requests):
+            with (
+                patches.swapped(runner, "max_num_reqs", batch.requests),
+                nullcontext() if self.attends_in_graphs else runner.without_full_graphs(),
+            ):
                 yield lambda: self._run(batch.requests * batch.rows, context_len=context)
         finally:
             runner.schedule_dummy_trees([])
 
     def _run(self, num_tokens: int, **kwargs: Any) -> None:
         runner = self._runner
-        hidden, last = runner._dummy_run(num_tokens, skip_eplb=True, **kwargs)
+        # vLLM sends padding to no expert, and equal tokens to the same ones.
+        with patches.swapped(runner, "dummies_are_tokens", True):
+            hidden, last = runner._dummy_run(
+                num_tokens, skip_eplb=True, randomize_inputs=True, **kwargs
+            )
         # vLLM has set the adapters for one row of logits a request.
         runner.model.compute_logits(last if runner.lora_config else hidden[:num_tokens])
         torch.accelerator.synchronize()

@@ -10,6 +10,8 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
+from vllm.v1.sample.ops import topk_topp_triton
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
 from vllm.v1.worker.gpu_worker import Worker
@@ -22,6 +24,7 @@ from lookahead_vllm.engine.worker.step_cost import CapturedTokens
 from lookahead_vllm.engine.worker.tree_rows import GraphBuffers
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
+from lookahead_vllm.engine.worker.v2.sampler import max_chunk_rows
 from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
 
 if TYPE_CHECKING:
@@ -111,6 +114,10 @@ class GraphRunner(LookaheadRunner):
         assert self.cudagraph_manager is not None
         return self.cudagraph_manager.in_pieces()
 
+    def attends_in_graphs(self) -> bool:
+        # vLLM's Triton backend captures, and runs dummies, with a context of one token.
+        return not any(isinstance(b, TritonAttentionMetadataBuilder) for b in self._builders)
+
     def captured_tokens(self) -> CapturedTokens:
         assert self.cudagraph_manager is not None
         return self.cudagraph_manager.captured_tokens()
@@ -196,8 +203,15 @@ class LookaheadGPUWorker(Worker):
             return super()._make_model_runner()
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        self.model_runner.compile_kernels()
-        with self.model_runner.warming_up():
+        runner = self.model_runner
+        runner.compile_kernels()
+        # vLLM compiles its sampler for the longest drafts of all requests at once.
+        most_rows = max_chunk_rows(runner.vocab_size) + runner.decode_query_len
+        most_rows = max(most_rows, runner.max_num_reqs)
+        with (
+            runner.warming_up(),
+            patches.swapped(topk_topp_triton, "_max_sampler_batch_size", lambda _: most_rows),
+        ):
             times = super().compile_or_warm_up_model()
-        self.model_runner.warm_up_drafting()
+        runner.warm_up_drafting()
         return times

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
+from lookahead_vllm.engine.grammar import EQUALLY_MANY_MASKS
+
 
 class GrowingMasks(StructuredOutputsWorker):
     """vLLM's worker for grammars, with memory for one mask a request at first.
@@ -21,6 +23,8 @@ class GrowingMasks(StructuredOutputsWorker):
 
     def __init__(self, max_num_logits: int, *args: Any, mask_stride: int, **kwargs: Any) -> None:
         super().__init__(max_num_logits // mask_stride, *args, mask_stride=mask_stride, **kwargs)
+        self._longest = mask_stride
+        """The most masks of a request."""
 
     def apply_grammar_bitmask(
         self,
@@ -29,9 +33,32 @@ class GrowingMasks(StructuredOutputsWorker):
         grammar_req_ids: list[str],
         grammar_bitmask: np.ndarray,
     ) -> None:
+        if EQUALLY_MANY_MASKS and grammar_req_ids:
+            self.mask_stride = len(grammar_bitmask) // len(grammar_req_ids)
         if len(grammar_bitmask) > len(self.grammar_bitmask):
             self._grow(len(grammar_bitmask))
         super().apply_grammar_bitmask(logits, input_batch, grammar_req_ids, grammar_bitmask)
+
+    def warm_up(
+        self,
+        logits: torch.Tensor,
+        input_batch: Any,
+        grammar_req_ids: list[str],
+        grammar_bitmask: np.ndarray,
+    ) -> None:
+        """Compile what `apply_grammar_bitmask` launches, on the masks of vLLM's warm-up.
+
+        With vLLM 0.33 there is a kernel for each number of masks of a request.
+        """
+        num_masks = 1
+        while True:
+            masks = np.repeat(grammar_bitmask[:1], num_masks, axis=0)
+            GrowingMasks.apply_grammar_bitmask(
+                self, logits, input_batch, grammar_req_ids[:1], masks
+            )
+            if not EQUALLY_MANY_MASKS or num_masks >= self._longest:
+                return
+            num_masks *= 2
 
     def _grow(self, num_masks: int) -> None:
         size = 1 << (num_masks - 1).bit_length()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -70,6 +70,8 @@ class LookaheadRunner(_Base):
     """Tree attention on this device: `cpu_attention.py` or `gpu_attention.py`."""
     trees_of_chains = False
     """Whether tree attention also verifies chains."""
+    dummies_are_tokens = False
+    """Whether the model computes the tokens of a dummy run as it computes those of a step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # For an n-gram method, vLLM would keep all texts on the device.
@@ -140,18 +142,28 @@ class LookaheadRunner(_Base):
         begin_to_draft(self)
         set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
 
-    def warming_up(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
         """In the block, vLLM's made-up requests get drafts, and nothing is learned from them."""
         drafter = self.drafter
         drafts = WarmUpDrafts(drafter.may_branch, drafter.max_step_nodes)
-        return patches.swapped(self, "_late", drafts)
+        masks = self.structured_outputs_worker
+        with (
+            patches.swapped(self, "_late", drafts),
+            patches.swapped(masks, "apply_grammar_bitmask", masks.warm_up),
+        ):
+            yield
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
         """Sample one row of each request, as vLLM does when it measures the memory that a step
         needs, and allocate the logits of a step with the most nodes."""
         super()._dummy_sampler_run(hidden_states)
-        rows = len(hidden_states) + self.drafter.max_step_nodes
-        logits = torch.empty(rows, self.vocab_size, dtype=self.dtype, device=self.device)
+        rows = min(len(hidden_states) + self.drafter.max_step_nodes, self.max_num_tokens)
+        if self.lora_config is None:
+            zeros = hidden_states.new_zeros(rows, hidden_states.shape[1])
+            logits = self.model.compute_logits(zeros)
+        else:  # adapters are laid out for one row of logits a request
+            logits = torch.empty(rows, self.vocab_size, dtype=self.dtype, device=self.device)
         chunk = logits[: max_chunk_rows(self.vocab_size)].float()
         del logits, chunk
 
@@ -162,6 +174,10 @@ class LookaheadRunner(_Base):
     def without_full_graphs(self) -> AbstractContextManager[Any]:
         """In the block, steps run without CUDA graphs of the whole model."""
         return nullcontext()
+
+    def attends_in_graphs(self) -> bool:
+        """Whether dummy runs in such graphs attend to their context."""
+        return True
 
     def captured_tokens(self) -> CapturedTokens:
         """The numbers of tokens for which there are such graphs."""
@@ -291,9 +307,11 @@ class LookaheadRunner(_Base):
         self._last_launch, self._elapsed = now, None if last is None else now - last
         return tables, slots
 
-    def prepare_dummy_attn(self, *args: Any, **kwargs: Any) -> Any:
+    def prepare_dummy_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
         self._set_trees(self._dummy_step)
-        return super().prepare_dummy_attn(*args, **kwargs)
+        if self.dummies_are_tokens:
+            input_batch.is_padding.fill_(False)
+        return super().prepare_dummy_attn(input_batch, *args, **kwargs)
 
     def _set_trees(self, step: DraftStep) -> None:
         """Give the builders of attention metadata the trees of this step."""

@@ -309,7 +309,9 @@ class FakeBase:
 
 
 class Runner(GraphRunner, FakeBase):
-    attention: Any = SimpleNamespace(replaces_chains=lambda is_latent: False)
+    attention: Any = SimpleNamespace(
+        replaces_chains=lambda is_latent: False, unsupported_rows=lambda groups: None
+    )
     vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=1))
     device = torch.device("cpu")
 

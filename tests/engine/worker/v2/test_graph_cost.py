@@ -115,7 +115,7 @@ def test_sizes_that_were_not_timed_in_time_have_no_graph() -> None:
 
 def test_passes_over_drafts_and_over_full_graphs() -> None:
     ran: list[tuple[int, int]] = []
-    device: Any = SimpleNamespace(max_num_reqs=16)
+    device: Any = SimpleNamespace(max_num_reqs=16, attends_in_graphs=lambda: True)
     passes = RunnerPasses(device)
     passes.__dict__["_run"] = lambda tokens: ran.append((tokens, device.max_num_reqs))
     for tokens in (2, 8, 48):
