@@ -33,6 +33,12 @@ EQUALLY_MANY_MASKS = vllm.__version_tuple__ >= (0, 33)
 """From vLLM 0.33 on, all requests of a step must have the same number of masks."""
 
 
+def numbers_of_masks(most: int) -> list[int]:
+    """How many masks a request may have under late drafting, where all have equally many: powers of
+    two below `most`, and `most`. The workers have a kernel for each number."""
+    return [*(1 << i for i in range((most - 1).bit_length())), most]
+
+
 def joined_masks(
     req_ids: Sequence[str], masks: Sequence[NDArray[np.int32]], num_nodes: Sequence[int]
 ) -> GrammarOutput:

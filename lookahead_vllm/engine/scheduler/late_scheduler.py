@@ -15,6 +15,7 @@ from lookahead_vllm.engine.grammar import (
     EQUALLY_MANY_MASKS,
     GrammarTreeWalk,
     accept_tokens_one_by_one,
+    numbers_of_masks,
 )
 from lookahead_vllm.engine.messages import DraftsToVerify
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
@@ -188,7 +189,7 @@ class LateDraftScheduler(AsyncScheduler):
         if not req_ids:
             return None
         if EQUALLY_MANY_MASKS:
-            # A power of two: the workers have a kernel for each number of masks of a request.
-            most = 1 << (max(map(len, masks)) - 1).bit_length()
-            masks = [np.pad(mask, ((0, most - len(mask)), (0, 0))) for mask in masks]
+            most = max(map(len, masks))
+            num_rows = next(n for n in numbers_of_masks(1 + self.num_spec_tokens) if n >= most)
+            masks = [np.pad(mask, ((0, num_rows - len(mask)), (0, 0))) for mask in masks]
         return GrammarOutput(req_ids, np.concatenate(masks), [len(mask) - 1 for mask in masks])

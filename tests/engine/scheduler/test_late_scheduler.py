@@ -29,13 +29,16 @@ def test_a_request_that_is_preempted_in_a_step_keeps_no_blocks_in_it(
     assert messages.to_verify(scheduler.schedule()).kept_blocks == kept
 
 
-@pytest.mark.parametrize(("is_033", "rows"), [(False, [3, 1]), (True, [4, 4])])
+@pytest.mark.parametrize(
+    ("is_033", "longest", "rows"), [(False, 64, [3, 1]), (True, 64, [4, 4]), (True, 2, [3, 3])]
+)
 def test_masks_are_no_more_than_the_drafts_of_a_step_need(
-    is_033: bool, rows: list[int], monkeypatch: pytest.MonkeyPatch
+    is_033: bool, longest: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From vLLM 0.33 on, all requests have equally many: a power of two."""
+    """From vLLM 0.33 on, all requests have equally many, one of a few numbers."""
     monkeypatch.setattr(late_scheduler, "EQUALLY_MANY_MASKS", is_033)
     scheduler: Any = object.__new__(LateDraftScheduler)
+    scheduler.num_spec_tokens = longest
     request = SimpleNamespace(use_structured_output=True, is_prefill_chunk=False)
     scheduler.requests = {"drafted": request, "plain": request}
     scheduler._masks = {"drafted": np.ones((3, 2), np.int32)}

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
-from lookahead_vllm.engine.grammar import EQUALLY_MANY_MASKS
+from lookahead_vllm.engine.grammar import EQUALLY_MANY_MASKS, numbers_of_masks
 
 
 class GrowingMasks(StructuredOutputsWorker):
@@ -50,15 +50,11 @@ class GrowingMasks(StructuredOutputsWorker):
 
         With vLLM 0.33 there is a kernel for each number of masks of a request.
         """
-        num_masks = 1
-        while True:
+        for num_masks in numbers_of_masks(self._longest) if EQUALLY_MANY_MASKS else [1]:
             masks = np.repeat(grammar_bitmask[:1], num_masks, axis=0)
             GrowingMasks.apply_grammar_bitmask(
                 self, logits, input_batch, grammar_req_ids[:1], masks
             )
-            if not EQUALLY_MANY_MASKS or num_masks >= self._longest:
-                return
-            num_masks *= 2
 
     def _grow(self, num_masks: int) -> None:
         size = 1 << (num_masks - 1).bit_length()
