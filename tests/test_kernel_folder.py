@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -150,17 +151,18 @@ def test_a_read_only_disk_is_not_used(full_disk: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can run a process as another user")
-def test_code_in_another_users_folder_is_not_loaded(tmp_path: Path) -> None:
+def test_code_in_another_users_folder_is_not_loaded() -> None:
     nobody = ("setpriv", f"--reuid={NOBODY}", "--clear-groups")
-    tmp_path.chmod(0o777)
-    for parent in tmp_path.parents[:-2]:
-        parent.chmod(parent.stat().st_mode | 0o011)
-    _, theirs = compile_in(tmp_path, *nobody)
-    assert theirs.parent == tmp_path and theirs.stat().st_uid == NOBODY
-    (library,) = theirs.glob("verify-*.so")
-    library.write_bytes(b"not to be loaded")
-    (warning,), used = compile_in(tmp_path)
-    assert f"belongs to user {NOBODY}, not to 0" in warning and used != theirs
+    # Not pytest's folder: each start of pytest closes that to other users.
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o777)
+        _, theirs = compile_in(folder, *nobody)
+        assert theirs.parent == folder and theirs.stat().st_uid == NOBODY
+        (library,) = theirs.glob("verify-*.so")
+        library.write_bytes(b"not to be loaded")
+        (warning,), used = compile_in(folder)
+        assert f"belongs to user {NOBODY}, not to 0" in warning and used != theirs
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can run a process as another user")
