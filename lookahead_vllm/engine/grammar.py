@@ -40,7 +40,10 @@ def numbers_of_masks(most: int) -> list[int]:
 
 
 def joined_masks(
-    req_ids: Sequence[str], masks: Sequence[NDArray[np.int32]], num_nodes: Sequence[int]
+    req_ids: Sequence[str],
+    masks: Sequence[NDArray[np.int32]],
+    num_nodes: Sequence[int],
+    numbers: Sequence[int] = (),
 ) -> GrammarOutput:
     """vLLM's message of the masks of a step.
 
@@ -50,9 +53,12 @@ def joined_masks(
         For each of `req_ids`, int32 [1 + nodes, ceil(vocabulary / 32)]; further rows are not read.
     num_nodes
         The number of scheduled nodes of each request.
+    numbers
+        How many masks a request may have where all have equally many, rising; any by default.
     """
     if EQUALLY_MANY_MASKS:
-        num_rows = max(map(len, masks))  # vLLM reads only the rows of scheduled tokens
+        most = max(map(len, masks))  # vLLM reads only the rows of scheduled tokens
+        num_rows = next((n for n in numbers if n >= most), most)
         masks = [np.pad(mask, ((0, num_rows - len(mask)), (0, 0))) for mask in masks]
     return GrammarOutput(list(req_ids), np.concatenate(masks), list(num_nodes))
 

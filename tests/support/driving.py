@@ -106,8 +106,12 @@ def generate_staggered(
     return [answers[i] for i in range(len(prompts))]
 
 
+def worker_of(llm: LLM) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
 def runner_of(llm: LLM) -> Any:
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    return worker_of(llm).model_runner
 
 
 def learn_last_step(llm: LLM) -> None:

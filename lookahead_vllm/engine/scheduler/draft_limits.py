@@ -148,17 +148,20 @@ class DraftLimiter:
         free -= sum(self._missing(request, 0) for request in waiting)
         # Drafts with the most expected tokens get their blocks first.
         for request in sorted(drafted, key=lambda request: -sum(probs_of(request.request_id))):
-            nodes = self._nodes_within(free, request)
-            free -= self._missing(request, nodes + ahead) - self._missing(request, ahead)
+            plain = self._missing(request, ahead)
+            nodes = self._nodes_within(free, request, plain)
+            free -= self._missing(request, nodes + ahead) - plain
             request.spec_token_ids = request.spec_token_ids[:nodes]
         return kept
 
-    def _nodes_within(self, free: int, request: Request) -> int:
-        """How many nodes of the request's draft need no more than `free` further blocks."""
+    def _nodes_within(self, free: int, request: Request, plain: int) -> int:
+        """How many nodes of the request's draft need no more than `free` further blocks.
+
+        `plain` is what the request lacks without a draft.
+        """
         ahead, most = self._steps_ahead, len(request.spec_token_ids)
         if free >= 0:
-            limit = self._missing(request, ahead) + free
-            return _largest(most, lambda n: self._missing(request, n + ahead) <= limit)
+            return _largest(most, lambda n: self._missing(request, n + ahead) <= plain + free)
         # Only in blocks that the request has and plain vLLM would hold: the others have to become
         # free.
         in_flight = request.num_output_placeholders > 0
@@ -220,7 +223,7 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
     """The largest number up to `most` that fits, if all smaller ones do; 0 if none fits."""
     if fits(most):
         return most
-    return max(bisect_left(range(most), True, key=lambda n: not fits(n)) - 1, 0)
+    return bisect_left(range(1, most), True, key=lambda n: not fits(n))
 
 
 def _plain_tokens(request: Request) -> int:

@@ -12,9 +12,9 @@ from vllm.v1.core.sched.output import GrammarOutput
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine import config, messages, request_options, shutdown, step_report
 from lookahead_vllm.engine.grammar import (
-    EQUALLY_MANY_MASKS,
     GrammarTreeWalk,
     accept_tokens_one_by_one,
+    joined_masks,
     numbers_of_masks,
 )
 from lookahead_vllm.engine.messages import DraftsToVerify
@@ -188,8 +188,5 @@ class LateDraftScheduler(AsyncScheduler):
             masks.append(mask)
         if not req_ids:
             return None
-        if EQUALLY_MANY_MASKS:
-            most = max(map(len, masks))
-            num_rows = next(n for n in numbers_of_masks(1 + self.num_spec_tokens) if n >= most)
-            masks = [np.pad(mask, ((0, num_rows - len(mask)), (0, 0))) for mask in masks]
-        return GrammarOutput(req_ids, np.concatenate(masks), [len(mask) - 1 for mask in masks])
+        num_nodes = [len(mask) - 1 for mask in masks]
+        return joined_masks(req_ids, masks, num_nodes, numbers_of_masks(1 + self.num_spec_tokens))

@@ -301,7 +301,7 @@ class LookaheadDrafter:
             max_nodes = self.options.decoding_length
         if self._reads_reasoning and live.request_id in self._with_grammar:
             max_nodes = min(max_nodes, MAX_TOKENS_READ // num_tokens)
-        max_nodes = min(max_nodes, self._max_model_len - num_tokens - 1)
+        max_nodes = min(max_nodes, self.max_step_nodes, self._max_model_len - num_tokens - 1)
         max_depth = min(max_nodes, live.remaining - 1)
         if max_depth < 1:
             return None

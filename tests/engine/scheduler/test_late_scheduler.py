@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from lookahead_vllm.engine import messages
-from lookahead_vllm.engine.scheduler import late_scheduler
+from lookahead_vllm.engine import grammar, messages
 from lookahead_vllm.engine.scheduler.late_scheduler import LateDraftScheduler
 
 
@@ -36,7 +35,7 @@ def test_masks_are_no_more_than_the_drafts_of_a_step_need(
     is_033: bool, longest: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From vLLM 0.33 on, all requests have equally many, one of a few numbers."""
-    monkeypatch.setattr(late_scheduler, "EQUALLY_MANY_MASKS", is_033)
+    monkeypatch.setattr(grammar, "EQUALLY_MANY_MASKS", is_033)
     scheduler: Any = object.__new__(LateDraftScheduler)
     scheduler.num_spec_tokens = longest
     request = SimpleNamespace(use_structured_output=True, is_prefill_chunk=False)

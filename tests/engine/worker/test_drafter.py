@@ -16,7 +16,7 @@ def test_where_vllm_reads_the_reasoning_at_each_node_long_texts_get_small_trees(
 ) -> None:
     drafter: Any = object.__new__(LookaheadDrafter)
     drafter.options = SimpleNamespace(decoding_length=64)
-    drafter.may_branch, drafter._max_model_len = True, 1 << 20
+    drafter.may_branch, drafter._max_model_len, drafter.max_step_nodes = True, 1 << 20, 2000
     drafter._with_grammar = {"under a grammar"}
     for request_id, reads_reasoning, expected in (
         ("under a grammar", True, nodes),

@@ -11,7 +11,14 @@ from vllm.v1.worker.gpu.warmup import warmup_kernels
 from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
 from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
 from tests.support import v2_on_cpu
-from tests.support.driving import drafter_of, engine, generate, random_prompts, runner_of
+from tests.support.driving import (
+    drafter_of,
+    engine,
+    generate,
+    random_prompts,
+    runner_of,
+    worker_of,
+)
 
 
 def test_it_has_all_that_the_runner_calls() -> None:
@@ -47,7 +54,3 @@ def test_vllms_warm_up_runs_a_step_of_the_most_nodes(
             assert max(grown) == largest_step
             assert not drafter_of(llm).counters.trees
             assert generate(llm, prompts) == vanilla
-
-
-def worker_of(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
