@@ -43,7 +43,9 @@ def check(root: Path | None = None, runners: Collection[str] = tuple(BY_RUNNER))
     verdict = _verdict(runners) if root is None else None
     if verdict is not None and verdict.exists():
         return
-    for problem in problems(root, runners):
+    problem = next(problems(root, runners), None)
+    _parse.cache_clear()  # millions of objects, which slow down the garbage collections of a server
+    if problem is not None:
         raise SeamError(
             f"this lookahead-vllm works with vLLM {' and '.join(SUPPORTED)}, but in the installed "
             f"vLLM {problem}; install vllm=={SUPPORTED[-1]}.* or a lookahead-vllm release made for "

@@ -58,10 +58,19 @@ parsed = functools.cache(ast.parse)
 """By the text of a source: most files of a copy are those of the installed release."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_sources() -> Iterator[None]:
+    """Syntax trees are millions of objects, which would slow down all later tests."""
+    yield
+    for function in (parsed, own_trees, own_names, places, compatibility._parse):
+        function.cache_clear()
+
+
 @pytest.fixture
 def other_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the installed sources, which a test may change."""
-    monkeypatch.setattr(compatibility, "_parse", lambda path: parsed(path.read_bytes()))
+    parse = functools.lru_cache(maxsize=0)(lambda path: parsed(path.read_bytes()))
+    monkeypatch.setattr(compatibility, "_parse", parse)
     no_source = shutil.ignore_patterns("*.so", "*.pyc", "*.json", "*.jinja", "*.html")
     shutil.copytree(SITE / "vllm", tmp_path / "vllm", ignore=no_source, copy_function=os.symlink)
     compatibility.check(tmp_path)
@@ -173,18 +182,20 @@ ELSEWHERE = {
 }
 
 ENGINE = Path(compatibility.__file__).parent
-TREES = {
-    path: ast.parse(path.read_text())
-    for path in ENGINE.parent.rglob("*.py")
-    if "bench" not in path.parts
-}
 NEEDS = {name for seam in SEAMS for name in (*seam.needs, *seam.name.split("."))}
 
 
+@functools.cache
+def own_trees() -> dict[Path, ast.Module]:
+    """The parsed modules of this package."""
+    return {path: ast.parse(path.read_text()) for path in ENGINE.parent.rglob("*.py")}
+
+
+@functools.cache
 def own_names() -> set[str]:
     """The functions, classes and members that this package defines."""
     names: set[str] = set()
-    for tree in TREES.values():
+    for tree in own_trees().values():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 names.update((node.name, *compatibility._members(node)))
@@ -241,7 +252,7 @@ def test_all_that_is_used_of_vllm_is_in_the_table() -> None:
     known.update(*map(dir, NOT_OURS))
     unknown = [
         f"{path.relative_to(ENGINE)}:{node.lineno} {name}"
-        for path, tree in TREES.items()
+        for path, tree in own_trees().items()
         if path.is_relative_to(ENGINE) and path.name != "compatibility.py"
         for name, node in uses(tree)
         if name not in known

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,18 +16,33 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
+from vllm.platforms.cpu import CpuPlatform
 
 from lookahead_vllm.engine.worker.branching import branching_obstacle
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 
 # Engines start and stop faster this way: vLLM's many garbage collections become one at the end of
-# an engine, without the modules imported so far, and model classes are inspected in this process.
-_collect_garbage = gc.collect
-gc.freeze()
+# an engine, model classes are inspected in this process, and the CPU platform's kernels replace
+# vLLM's once, not again for every engine.
+_collect, _freeze, _unfreeze = gc.collect, gc.freeze, gc.unfreeze
+_freeze()
 # Python does not free frozen objects at exit, and Triton's bindings would report them as leaks.
-atexit.register(gc.unfreeze)
+atexit.register(_unfreeze)
 gc.freeze = gc.unfreeze = gc.collect = lambda *args: 0
 registry._run_in_subprocess = lambda inspect: inspect()
+CpuPlatform.register_triton_kernel_overrides = classmethod(
+    functools.cache(vars(CpuPlatform)["register_triton_kernel_overrides"].__func__)
+)
+_ended = itertools.count(1)
+
+
+def _collect_garbage() -> None:
+    """Free the engine that has ended; search what is older in every 20th call only."""
+    if next(_ended) % 20 == 0:
+        _unfreeze()
+    _collect()
+    _freeze()
+
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
 
