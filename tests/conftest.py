@@ -10,6 +10,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "120")  # on a busy machine
 
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     # Each worker of `pytest -n` has its own cores, so engines do not wait for each other's threads.

@@ -27,22 +27,30 @@ from lookahead_vllm.engine import config, patches
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-SECONDS_TO_SAVE = 15
-"""For a worker process to end; vLLM's default is 5."""
-
-SECONDS_TO_END = SECONDS_TO_SAVE + 5.0
-"""For an engine process to end; vLLM's default is 0 or 5. A worker that takes longer to save gets
-vLLM's SIGTERM before this time is over."""
+_WORKER_TIMEOUT = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
+_DEFAULT_SECONDS = 15
 
 _before_teardown: list[WeakMethod[Callable[[], None]]] = []
 _saved_on_ray: WeakSet[Any] = WeakSet()
 """Executors whose workers were called to save."""
 
 
+def seconds_to_save() -> int:
+    """For a worker process to end; vLLM's default is 5, lookahead's 15, and users may set it."""
+    return int(os.environ.get(_WORKER_TIMEOUT, _DEFAULT_SECONDS))
+
+
+def seconds_to_end() -> int:
+    """For an engine process to end; vLLM's default is 0 or 5.
+
+    A worker that takes longer to save gets vLLM's SIGTERM before this time is over.
+    """
+    return seconds_to_save() + 5
+
+
 def allow_time_to_end() -> None:
     """In the front-end's process: wait longer for the processes that it asks to end."""
-    # For this process and those that it starts.
-    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(SECONDS_TO_SAVE))
+    os.environ.setdefault(_WORKER_TIMEOUT, str(_DEFAULT_SECONDS))  # child processes inherit it
     _patch_front_end()
 
 
@@ -74,13 +82,13 @@ def _cancelling_output_handler(original: Callable[..., None]) -> Callable[..., N
 
 
 def _with_time_to_end(original: Callable[..., None]) -> Callable[..., None]:
-    """`CoreEngineProcManager.shutdown`, which waits for `SECONDS_TO_END` at least."""
+    """`CoreEngineProcManager.shutdown`, which waits for `seconds_to_end` at least."""
 
     @functools.wraps(original)
     def shutdown(self: Any, timeout: float | None = None) -> None:
         # A nonzero value allows vLLM to drain requests; then the timeout is a deadline.
         if self._request_shutdown_timeout == 0:
-            timeout = max(timeout or 0.0, SECONDS_TO_END)
+            timeout = max(timeout or 0.0, seconds_to_end())
         original(self, timeout)
 
     return shutdown
@@ -119,7 +127,7 @@ def _saving(original: Callable[..., bool]) -> Callable[..., bool]:
             if was_requested:
                 # The process may be killed before the last request is drained.
                 with suppress(Exception):  # a worker has ended; Ray has errors of its own
-                    self.model_executor.collective_rpc(_begin_to_save, timeout=SECONDS_TO_SAVE)
+                    self.model_executor.collective_rpc(_begin_to_save, timeout=seconds_to_save())
             return True
         while _before_teardown:
             if action := _before_teardown.pop()():
@@ -128,7 +136,7 @@ def _saving(original: Callable[..., bool]) -> Callable[..., bool]:
         if isinstance(executor, MultiprocExecutor) and not executor.uses_ray:
             executor.shutdown()  # the workers save; a second call does nothing
             # If another thread called it first, because a worker had ended, the call returns early.
-            deadline = time.monotonic() + SECONDS_TO_SAVE
+            deadline = time.monotonic() + seconds_to_save()
             for worker in executor.workers:
                 worker.proc.join(max(0.0, deadline - time.monotonic()))
         return False
@@ -155,7 +163,7 @@ def _save_on_ray(executor: Any) -> None:
         return
     _saved_on_ray.add(executor)
     try:
-        executor.collective_rpc(_save, timeout=SECONDS_TO_SAVE)
+        executor.collective_rpc(_save, timeout=seconds_to_save())
     except Exception as error:  # of vLLM, or one of Ray's own
         logger.warning(
             "Lookahead's cache was not saved at the end, because a worker gave no answer: %s.",

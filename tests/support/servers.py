@@ -21,6 +21,10 @@ START_SECONDS = 600
 """For a server to answer; on a busy machine, each process imports vLLM for a minute."""
 
 
+END_SECONDS = 150
+"""For a server to end, before it is killed."""
+
+
 class Server(NamedTuple):
     """A healthy server; `process` leads its own process group."""
 
@@ -74,6 +78,6 @@ def running(model: Path, log: Path, *flags: str, **environment: str) -> Iterator
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
             try:
-                process.wait(30)
+                process.wait(END_SECONDS)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)

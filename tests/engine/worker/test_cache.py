@@ -160,8 +160,9 @@ def test_the_output_task_ends_before_the_engine(timeout: float | None) -> None:
     ("drains_for", "asked", "given"), [(0, 0, 20), (0, None, 20), (0, 60, 60), (30, 30, 30)]
 )
 def test_an_engine_process_has_time_to_save_unless_it_drains_requests(
-    drains_for: int, asked: float | None, given: float
+    drains_for: int, asked: float | None, given: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "15")
     waited: list[float | None] = []
     wrapped = shutdown._with_time_to_end(lambda self, timeout: waited.append(timeout))
     wrapped(SimpleNamespace(_request_shutdown_timeout=drains_for), timeout=asked)
@@ -178,7 +179,7 @@ def test_a_worker_process_has_time_to_save_unless_the_user_sets_it(
             monkeypatch.delenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS")
         shutdown.allow_time_to_end()
         assert envs.environment_variables["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"]() == given
-    assert given > 15 and shutdown.SECONDS_TO_END > shutdown.SECONDS_TO_SAVE + 4
+    assert shutdown.seconds_to_save() == given and shutdown.seconds_to_end() > given + 4
 
 
 class Workers(MultiprocExecutor):
@@ -253,6 +254,7 @@ os.fsync = slow_sync
 """
 
 
+@pytest.mark.parametrize("runner", ["v2"], indirect=True)
 @pytest.mark.usefixtures("runner")
 def test_a_server_saves_before_its_first_process_ends(llama: Path, tmp_path: Path) -> None:
     """With which a container ends. Ctrl-C in a terminal goes to all processes at a time."""
