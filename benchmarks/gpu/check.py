@@ -54,14 +54,37 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--only", choices=PARTS, action="append", help="this part alone; repeatable")
-    add("--contexts", type=positives, default=[256, 1024, 4096, 8192, 32768], metavar="N,M")
-    add("--requests", type=positives, default=[1, 8, 64], metavar="N,M")
-    add("--nodes", type=positives, default=[1, 16, 32, 64, 128], metavar="N,M")
+    add(
+        "--contexts",
+        type=positives,
+        default=[256, 1024, 4096, 8192, 32768],
+        metavar="N,M",
+        help="tokens of context, for the timings (default: 256,1024,4096,8192,32768)",
+    )
+    add(
+        "--requests",
+        type=positives,
+        default=[1, 8, 64],
+        metavar="N,M",
+        help="requests of a call, for the timings (default: 1,8,64)",
+    )
+    add(
+        "--nodes",
+        type=positives,
+        default=[1, 16, 32, 64, 128],
+        metavar="N,M",
+        help="nodes of each request, for the timings (default: 1,16,32,64,128)",
+    )
     add("--heads", type=positive, default=32, help="query heads (default: 32)")
     add("--kv-heads", type=positive, default=8, help="KV heads (default: 8)")
     add("--head-size", type=positive, default=128, help="default: 128")
     add("--page-size", type=positive, default=16, help="tokens of a page (default: 16)")
-    add("--dtype", default="bfloat16", choices=("float16", "bfloat16"), help="of the timings")
+    add(
+        "--dtype",
+        default="bfloat16",
+        choices=("float16", "bfloat16"),
+        help="of the timings (default: bfloat16)",
+    )
     add("--json", type=Path, metavar="OUT.json", help="write everything there")
     add("--plot", type=Path, metavar="OUT.png", help="draw the timings there")
     add("--model", help="a model's folder or name, for `bench`")

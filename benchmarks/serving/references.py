@@ -27,9 +27,9 @@ how it measures:
   One server with lookahead. --clients clients each request completions of --max-tokens tokens, one
   after the other; a plain client beside them streams answers of 128 tokens, one after the other.
   In alternating phases of --seconds the clients send no reference, and a reference of the largest
-  size that the server allows, one of 256 texts. The time per output token is the time between two
-  chunks of the plain client's stream over the tokens of the later one; the times of all phases of
-  a kind are pooled.
+  size that the server allows, drawn from 256 prepared ones. The time per output token is the time
+  between two chunks of the plain client's stream over the tokens of the later one; the times of all
+  phases of a kind are pooled.
   With --default-total the server keeps its default limit for all live references together, so
   that most requests with one are refused (HTTP 400); a client then waits for a second. Otherwise
   the limit is raised until all of them fit.

@@ -83,7 +83,7 @@ def check_machine() -> int:
         print(f"\nlookahead does not work here: {', '.join(failed)}")
         return 1
     notes = f"; see the notes on {', '.join(noted)}" if noted else ""
-    print(f"\nlookahead works here, on {findings.device_type().upper()}{notes}")
+    print(f"\nnothing here stops lookahead, on {findings.device_type().upper()}{notes}")
     return 0
 
 

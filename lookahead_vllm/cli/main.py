@@ -28,14 +28,16 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="lookahead-vllm",
         usage="%(prog)s [-h] [--version] COMMAND ...",
-        description="Lossless lookahead decoding for vLLM: the tools beside the server.",
+        description="Lossless speculative decoding for vLLM without a draft model. The server is "
+        "vLLM's: vllm serve MODEL --speculative-model='[lookahead]'. This command checks the "
+        "installation, builds cache files and replays recorded answers.",
         epilog="\n".join(
             ["commands:", *lines, "", "`lookahead-vllm COMMAND --help` explains a command."]
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     result.add_argument("--version", action="version", version=lookahead_vllm.__version__)
-    result.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="see below")
+    result.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
     return result
 
 

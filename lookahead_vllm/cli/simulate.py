@@ -56,7 +56,8 @@ modes:
 
 columns:
   budget      the maximum of nodes in a tree
-  EDL         tokens per decode step, the bonus token included; steps without a draft count
+  EDL         tokens that a decode step emits, mean: the accepted nodes and the model's own next
+              token; steps without a draft count
   nodes       draft tokens per decode step
   propose µs  one call of `propose`: median and 99th percentile
   update µs   one call of `extend` (and of `observe`), divided by the number of its tokens: median
@@ -131,14 +132,18 @@ def parser() -> argparse.ArgumentParser:
     add("--mode", type=modes, default=["cold"], metavar="A,B", help="default: cold; see below")
     add("--limit", type=positive, metavar="N", help="the first N traces of each file")
     add("--shuffle", type=int, metavar="SEED", help="shuffle the traces of each file first")
-    add("--no-loops", action="store_true", help="first leave out traces with `loops: true`")
+    add(
+        "--no-loops",
+        action="store_true",
+        help="first leave out traces with `loops: true`, whose answers repeat without end",
+    )
     add("--fill", type=positive, metavar="N", help="first fill every cache with N generated tokens")
     add(
         "--cost-curve",
         type=cost_curve,
         metavar="TOKENS:MS,...",
         help="cost of a step by its tokens, as in 1:25,8:32.4,32:73.5: proposers of this package "
-        "then send only nodes that pay, and the speed-up is computed",
+        "then send only nodes that are worth their cost, and the speed-up is computed",
     )
     add("--json", type=Path, metavar="OUT.json", help="write all results to this file")
     add("--plot", type=Path, metavar="OUT.png", help="plot EDL over nodes")

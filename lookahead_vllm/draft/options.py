@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -336,8 +337,8 @@ class LookaheadOptions:
             if getattr(self, name) != "auto":
                 raise OptionError(
                     f"{name}={getattr(self, name)!r} was given, but only the proposers "
-                    "'hybrid' and 'jacobi_window' have a window; write proposer='hybrid', or "
-                    "leave it out"
+                    f"'hybrid' and 'jacobi_window' have a window; leave {name} out, or write "
+                    "proposer='hybrid'"
                 )
 
     def _check_comb(self) -> None:
@@ -349,7 +350,7 @@ class LookaheadOptions:
             raise OptionError(
                 f"window_size={self.window_size} and ngram_size={self.ngram_size} were given, "
                 f"but their {self.window.nodes} nodes are more than {name}={max_nodes}; "
-                "write window_size='auto'"
+                "leave window_size out"
             )
 
     def _check_references(self) -> None:
@@ -388,4 +389,5 @@ def _is_int(value: object, low: int, high: int) -> bool:
 
 
 def _wrong(name: str, value: object, allowed: str, instead: object) -> OptionError:
-    return OptionError(f"{name}={value!r} was given, but it must be {allowed}; write {instead!r}")
+    advice = f"leave {name} out" if instead is None else f"write {json.dumps(instead)}"
+    return OptionError(f"{name}={value!r} was given, but it must be {allowed}; {advice}")

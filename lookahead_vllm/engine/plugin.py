@@ -26,9 +26,10 @@ FLAGS: dict[str, dict[str, Any]] = {
         dest="spec_model",
         metavar="NAME",
         default=argparse.SUPPRESS,
-        help="'[lookahead]' drafts from the n-grams of prompts and past outputs and verifies "
-        "them as trees; the output stays token for token what it is without. Quote the "
-        "brackets in zsh. Any other value means the same as --spec-model.",
+        help="'[lookahead]' drafts from the n-grams of prompts and past answers, and verifies the "
+        "drafts as trees. In float32 the output is the same, token for token (on a GPU with "
+        "TRITON_F32_DEFAULT=ieee); in bfloat16 and float16, near ties between two tokens may fall "
+        "differently. Quote the brackets in zsh. Any other value means the same as --spec-model.",
     ),
     "--num-speculative-tokens": dict(
         dest="spec_tokens",
