@@ -117,7 +117,7 @@ def run_apart(source):
         [sys.executable, "-c", "from tests.draft.test_threads import *\n" + source],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert (run.returncode, run.stdout, run.stderr) == (0, "ends\n", "")
@@ -173,7 +173,7 @@ def test_the_threads_end(ending):
     del helpers
     gc.collect()
     for thread in threads:
-        thread.join(10)
+        thread.join(120)
     assert not any(thread.is_alive() for thread in threads)
 
 

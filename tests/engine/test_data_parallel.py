@@ -16,7 +16,7 @@ from vllm import SamplingParams
 
 from lookahead_vllm.draft.cache import file as cache_file
 from tests.support.driving import engine, generate, random_prompts
-from tests.support.servers import cores_of, running
+from tests.support.servers import ANSWER_SECONDS, END_SECONDS, cores_of, running
 
 ENGINES = 2
 PROMPTS = random_prompts(6, 40, seed=32)
@@ -32,7 +32,7 @@ def ask(url: str, prompt: list[int], parameters: dict[str, Any], rank: int | Non
         f"{url}/v1/completions",
         json={"prompt": prompt, "return_token_ids": True, **parameters},
         headers={} if rank is None else {"X-data-parallel-rank": str(rank)},
-        timeout=60,
+        timeout=ANSWER_SECONDS,
     )
     answer.raise_for_status()
     token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
@@ -70,12 +70,12 @@ def test_two_engines_answer_as_plain_vllm_and_end_together(llama: Path, tmp_path
             with ThreadPoolExecutor(4) as pool:
                 answers = pool.map(lambda case, rank: ask(url, *case, rank), cases, ranks)
             assert list(answers) == expected
-        metrics = requests.get(f"{url}/metrics", timeout=10).text
+        metrics = requests.get(f"{url}/metrics", timeout=ANSWER_SECONDS).text
         processes = psutil.Process(process.pid).children(recursive=True)
         assert len(processes) >= ENGINES
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-        assert not psutil.wait_procs(processes, timeout=10)[1]
+        assert process.wait(END_SECONDS) == 0
+        assert not psutil.wait_procs(processes, timeout=END_SECONDS)[1]
     for name in ("nodes_verified", "nodes_accepted"):
         assert min(by_engine(metrics, f"lookahead_vllm:{name}_total")) > 20, name
     caches = [cache, cache.with_name(f"{cache.name}.dp1")]

@@ -17,7 +17,7 @@ from vllm import SamplingParams
 
 from lookahead_vllm.draft.cache import file as cache_file
 from tests.support.driving import drafter_of, engine, generate
-from tests.support.servers import serve
+from tests.support.servers import ANSWER_SECONDS, serve
 
 ROOT = Path(__file__).parents[2]
 MODEL = Path(
@@ -148,7 +148,9 @@ def test_disconnects_and_malformed_requests_leave_others_unchanged(urls: tuple[s
         stream.close()
 
     def malformed(body: dict) -> int:
-        return requests.post(f"{lookahead}/v1/completions", json=body, timeout=60).status_code
+        return requests.post(
+            f"{lookahead}/v1/completions", json=body, timeout=ANSWER_SECONDS
+        ).status_code
 
     bad = [
         {"model": "m", "prompt": "x", "temperature": -3},
@@ -179,7 +181,7 @@ def test_request_options_are_applied_or_refused(urls: tuple[str, str]) -> None:
 
     def post(url: str, endpoint: str, **extra: Any) -> requests.Response:
         body = {**bodies[endpoint], "temperature": 0, **extra}
-        return requests.post(f"{url}/v1/{endpoint}", json=body, timeout=60)
+        return requests.post(f"{url}/v1/{endpoint}", json=body, timeout=ANSWER_SECONDS)
 
     bad = [
         ({"vllm_xargs": {"lookahead_refrence": "x"}}, "did you mean lookahead_reference?"),
@@ -220,7 +222,7 @@ def test_request_options_are_applied_or_refused(urls: tuple[str, str]) -> None:
 
 
 def test_drafts_were_accepted(urls: tuple[str, str]) -> None:
-    plain, lookahead = (requests.get(f"{url}/metrics", timeout=10).text for url in urls)
+    plain, lookahead = (requests.get(f"{url}/metrics", timeout=ANSWER_SECONDS).text for url in urls)
     theirs, ours = (
         sum(float(n) for n in re.findall(rf"^{name}{{.*}} (\S+)$", lookahead, re.MULTILINE))
         for name in (

@@ -67,7 +67,7 @@ class Servers:
             expected = ask(plain, round_.requests)
             ask(lookahead, round_.requests)
             answers = ask(lookahead, round_.requests)
-            drafted, accepted = draft_counters(requests.get(f"{url}/metrics", timeout=10).text)
+            drafted, accepted = draft_counters(requests.get(f"{url}/metrics", timeout=60).text)
             played = Played(answers, Counters(nodes=drafted, accepted_nodes=accepted))
             for i, request in enumerate(round_.requests):
                 verdict, places = compared(expected[i], answers[i])

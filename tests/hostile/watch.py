@@ -17,7 +17,7 @@ import requests
 
 from tests.support.servers import Server
 
-SHUTDOWN_SECONDS = 60.0
+SHUTDOWN_SECONDS = 150.0
 """A server hangs if it takes longer to end after SIGTERM."""
 
 ENGINE_ERROR = re.compile(r"^\((?:EngineCore|Worker)\S* pid=\d+\) ERROR", re.MULTILINE)
@@ -107,7 +107,7 @@ class Watch:
         if found := TRACEBACK.search(text):
             start = max(0, found.start() - 200)
             faults["traceback"] = f"the server ended with a traceback: {text[start:][:2000]}"
-        _, alive = psutil.wait_procs(self._processes, timeout=10)
+        _, alive = psutil.wait_procs(self._processes, timeout=SHUTDOWN_SECONDS)
         alive = [p for p in alive if p.pid != self._server.process.pid]
         if alive:
             names = ", ".join(f"{process.name()} ({process.pid})" for process in alive)

@@ -21,6 +21,9 @@ START_SECONDS = 600
 """For a server to answer; on a busy machine, each process imports vLLM for a minute."""
 
 
+ANSWER_SECONDS = 600
+"""For an answer; only a server that hangs takes longer."""
+
 END_SECONDS = 150
 """For a server to end, before it is killed."""
 

@@ -30,7 +30,7 @@ from tests.support.driving import (
     random_prompts,
 )
 from tests.support.models import save_tiny_model
-from tests.support.servers import running
+from tests.support.servers import ANSWER_SECONDS, END_SECONDS, running
 
 ROOT = Path(__file__).parents[3]
 SMOLLM2 = Path(
@@ -272,9 +272,9 @@ def test_a_server_saves_before_its_first_process_ends(llama: Path, tmp_path: Pat
         PYTHONPATH=path,
     ) as (url, process):
         body = {"prompt": PROMPTS[0], "max_tokens": 100, "ignore_eos": True, "temperature": 0}
-        assert requests.post(f"{url}/v1/completions", json=body, timeout=60).ok
+        assert requests.post(f"{url}/v1/completions", json=body, timeout=ANSWER_SECONDS).ok
         os.killpg(process.pid, signal.SIGINT)
-        process.wait(60)
+        process.wait(END_SECONDS)
         assert cache_file.count_ngrams(cache_file.load(cache)[0]) > 100
 
 
