@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -137,7 +138,7 @@ def make_proposer(options: argparse.Namespace, fingerprint: str) -> NGramTriePro
     """
     if not options.add:
         given = {} if options.max_nodes is None else {"max_nodes": options.max_nodes}
-        return NGramTrieProposer(LookaheadOptions.from_dict(given))
+        return _without_time_limit(NGramTrieProposer(LookaheadOptions.from_dict(given)))
     arrays, facts = cache_file.load(options.out, fingerprint)
     capacity = len(arrays["edges"])
     if options.max_nodes not in (None, capacity):
@@ -149,6 +150,12 @@ def make_proposer(options: argparse.Namespace, fingerprint: str) -> NGramTriePro
         proposer.restore(arrays, facts)
     except ValueError as error:
         raise CacheFileError(str(error)) from None
+    return _without_time_limit(proposer)
+
+
+def _without_time_limit(proposer: NGramTrieProposer) -> NGramTrieProposer:
+    """Let the proposer insert each prompt at once: here no step waits, and none begins."""
+    proposer.insertion.seconds = math.inf
     return proposer
 
 

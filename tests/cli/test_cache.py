@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lookahead_vllm.cli.cache import main
+from lookahead_vllm.cli.cache import main, make_proposer
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache import report as cache_report
 from lookahead_vllm.draft.cache.warming import TextError, learn, read_texts
@@ -172,6 +173,24 @@ def cache(model: Path, tmp_path: Path) -> Path:
 def test_the_first_request_gets_drafts_from_the_file(cache: Path, tokenizer: Any) -> None:
     assert drafted(cache, tokenizer, "w3 w4 w5")[:4] == ids("w6 w7 w8 w9")
     assert drafted(cache, tokenizer, "w3 w4 w5", "other") == []
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_prompts_are_inserted_whole(
+    add: bool, cache: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a server this has 2 ms a step; here are no steps, and the rest would be left out."""
+    monkeypatch.setattr("lookahead_vllm.draft.insertion.MAX_SECONDS", 0.0)
+    fingerprint = cache_file.fingerprint(tokenizer.get_vocab())
+    options = argparse.Namespace(add=add, out=cache, max_nodes=None if add else 8192)
+    proposer = make_proposer(options, fingerprint)
+    proposer.start("r", [*range(1000, 1150), 1100, 1101])
+    assert proposer.propose([DraftLimits("r", 64, 64)])[0].tokens[:4].tolist() == [
+        1102,
+        1103,
+        1104,
+        1105,
+    ]
 
 
 def test_the_summary_counts_tokens_and_ngrams(

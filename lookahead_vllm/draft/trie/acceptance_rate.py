@@ -54,6 +54,7 @@ NARROW_TRIALS = _float(2)  # prior trials of a rate that starts from the value o
 MEMORY_TRIALS = _float(400)  # beyond this many trials of a rate, all its trials are halved
 LEARNING_RATE = _float(0.01)  # the step size of the mixer's weights
 MIN_ESTIMATE, MAX_ESTIMATE = _float(0.002), _float(0.995)  # bounds of a candidate's probability
+MAX_WEIGHT = _float(4)  # of the mixer; larger ones would make a candidate's probability 0 or 1
 MIN_LEARNED_PROBABILITY = 0.005  # less likely candidates are not learned from, to save time
 
 _LEVELS = 16  # the number of classes of log odds, each with a rate of its own
@@ -282,5 +283,8 @@ def learn_token(
         if evidence[i, CHOSEN]:
             _record(learned, indices[_CHOICE], hit, log_odds[_CHOICE], PRIOR_TRIALS)
             _record(learned, indices[_CHOICE_LEVEL], hit, log_odds[_CHOICE], NARROW_TRIALS)
+        if hit and prob >= MAX_ESTIMATE:
+            continue  # otherwise the weights would grow for as long as a text repeats itself
         for j in range(NUM_INPUTS):
-            learned.weights[weights, j] += LEARNING_RATE * (hit - prob) * log_odds[j]
+            weight = learned.weights[weights, j] + LEARNING_RATE * (hit - prob) * log_odds[j]
+            learned.weights[weights, j] = min(max(weight, -MAX_WEIGHT), MAX_WEIGHT)

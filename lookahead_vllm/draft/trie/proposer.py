@@ -22,6 +22,7 @@ from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie import priors
 from lookahead_vllm.draft.trie.acceptance_rate import (
+    MAX_WEIGHT,
     NUM_RATES,
     AcceptanceRate,
     RateArrays,
@@ -339,6 +340,7 @@ class NGramTrieProposer:
                 )
         for name, array in current.items():
             array[:] = arrays[name]
+        self.rate.weights.clip(-MAX_WEIGHT, MAX_WEIGHT, out=self.rate.weights)  # of older releases
         self.trie.recount()
         self._namespaces.restore(facts["namespaces"])
 

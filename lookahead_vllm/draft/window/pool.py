@@ -16,8 +16,14 @@ from lookahead_vllm.draft.tree import UNKNOWN
 NGram = tuple[int, ...]
 
 
+MAX_NGRAMS = 16_384
+"""Of a pool; some 4 MB. A larger one would make the step wait in which its request ends."""
+
+
 class NGramPool:
     """At most G n-grams for each first token; the one that was added longest ago is replaced.
+
+    If there are more than `MAX_NGRAMS`, those of the first token that was added longest ago go.
 
     Parameters
     ----------
@@ -32,6 +38,7 @@ class NGramPool:
         self.guess_set_size = guess_set_size
         self._followers: dict[int, dict[NGram, int]] = {}
         """By first token: the source of each n-gram's other tokens, the latest added last."""
+        self._size = 0
 
     def add(self, first: int, rest: NGram, source: int) -> None:
         """Add an n-gram: `rest` are the N - 1 tokens after `first`.
@@ -39,10 +46,15 @@ class NGramPool:
         An n-gram that is in the pool becomes the latest and keeps its source.
         """
         followers = self._followers.setdefault(first, {})
+        before = len(followers)
         source = followers.pop(rest, source)
         if len(followers) == self.guess_set_size:
             del followers[next(iter(followers))]
         followers[rest] = source
+        self._size += len(followers) - before
+        while self._size > MAX_NGRAMS:
+            oldest = next(iter(self._followers))
+            self._size -= len(self._followers.pop(oldest))
 
     def add_text(self, tokens: Sequence[int], source: int) -> None:
         """Add all n-grams of a text that have no UNKNOWN."""

@@ -52,6 +52,29 @@ def test_it_learns_from_tokens_that_were_not_drafted():
     assert proposer.propose([DraftLimits("r", 1, 1)])[0].probs[0] > 0.8
 
 
+def test_a_text_that_repeats_itself_does_not_make_other_texts_improbable():
+    """Only one in three lines continues as the last one did, after a long loop and without one."""
+    rng = np.random.default_rng(0)
+    lines = [[*range(100, 110), int(token)] for token in rng.integers(0, 3, 600)]
+    probs = []
+    for loops in (0, 12_000):
+        proposer = NGramTrieProposer(LookaheadOptions(max_nodes=100_000))
+        proposer.start("loop", [1])
+        for _ in range(loops // 12):
+            proposer.extend({"loop": [1, 2, 3, 4, 5] * 12})
+        proposer.finish("loop")
+        assert np.abs(proposer.rate.weights).max() < 4
+        proposer.start("r", [0])
+        held = []
+        for *line, last in lines:
+            proposer.extend({"r": line})
+            tree = proposer.propose([DraftLimits("r", 8, 1)])[0]
+            held.append(dict(zip(tree.tokens.tolist(), tree.probs.tolist(), strict=True)))
+            proposer.extend({"r": [last]})
+        probs.append(np.mean([step.get(token, 0.0) for step in held[-200:] for token in range(3)]))
+    assert probs == pytest.approx([1 / 3, 1 / 3], abs=0.1)
+
+
 def test_old_trials_are_forgotten():
     proposer = NGramTrieProposer(LookaheadOptions())
     answer_in_part(proposer, 0.9, 2000)

@@ -2,6 +2,7 @@
 
 from lookahead_vllm.draft.sources import OWN, WINDOW
 from lookahead_vllm.draft.tree import UNKNOWN
+from lookahead_vllm.draft.window import pool as pool_module
 from lookahead_vllm.draft.window.pool import NGramPool
 
 
@@ -19,6 +20,17 @@ def test_the_candidate_added_longest_ago_is_replaced():
     for follower in (1, 2, 1, 3):
         pool.add(0, (follower,), OWN)
     assert [rest for rest, _ in pool.candidates(0)] == [(3,), (1,)]
+
+
+def test_the_oldest_first_tokens_go_when_the_pool_is_full(monkeypatch):
+    monkeypatch.setattr(pool_module, "MAX_NGRAMS", 6)
+    pool = NGramPool(2, 2)
+    for first in range(100):
+        for follower in (1, 2, 3, 3):
+            pool.add(first, (follower,), OWN)
+    held = {first: [rest for rest, _ in pool.candidates(first)] for first in range(100)}
+    assert {first for first, found in held.items() if found} == {97, 98, 99}
+    assert held[97] == [(3,), (2,)]
 
 
 def test_a_text_shorter_than_an_n_gram_has_none():
