@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lookahead_vllm.draft.options import (
@@ -150,13 +150,12 @@ def make_config(
     from vllm.config import vllm as vllm_config
 
     wanted = envs.VLLM_USE_V2_MODEL_RUNNER
-    if args.enable_lora:
-        options = _within_lora_rows(args, options, create)
-    # vLLM writes its defaults into `args`.
     caches_states = args.enable_prefix_caching or args.mamba_cache_mode not in (None, "none")
+    make = _Maker(args, create)
+    if args.enable_lora:
+        options = _within_lora_rows(make, options)
     if wanted or (wanted is None and vllm_config.HAS_TRITON and args.async_scheduling is not False):
-        with _with_method(args, SECOND_RUNNER, options):
-            config = create()
+        config = make(SECOND_RUNNER, options)
         first_runner_reason = _needs_first_runner(config, options)
         if (
             config.use_v2_model_runner
@@ -182,28 +181,50 @@ def make_config(
             "--async-scheduling was given, but this engine runs vLLM's first model runner, on "
             "which lookahead's steps are synchronous; leave it out"
         )
-    with _with_method(args, FIRST_RUNNER, options):
-        config = create()
+    config = make(FIRST_RUNNER, options)
     if config.model_config.is_hybrid:
         requested, options = options, options.at_most(AUTO_RECURRENT_LENGTH)
         caches_by_default = config.cache_config.mamba_cache_mode != "none"
         if caches_by_default:
             _refuse_cached_states(caches_states)
-            args.enable_prefix_caching = False
-        if caches_by_default or options != requested:
-            with _with_method(args, FIRST_RUNNER, options):
-                config = create()
+            config = make(FIRST_RUNNER, options, enable_prefix_caching=False)
+        elif options != requested:
+            config = make(FIRST_RUNNER, options)
     apply(config, options, FIRST_RUNNER)
     return config
 
 
-def _within_lora_rows(
-    args: EngineArgs, options: LookaheadOptions, create: Callable[[], VllmConfig]
-) -> LookaheadOptions:
+class _Maker:
+    """Makes vLLM's config several times, each time from the arguments as they were given.
+
+    vLLM writes into its arguments, and would read what it wrote as given: a data-parallel rank, for
+    instance, as external load balancing.
+    """
+
+    def __init__(self, args: EngineArgs, create: Callable[[], VllmConfig]) -> None:
+        self._args, self._create = args, create
+        self._given = dict(vars(args))
+
+    def __call__(self, runner: _Runner, options: LookaheadOptions, **changes: Any) -> VllmConfig:
+        """With the runner's speculative method, which vLLM accepts, and other `changes`."""
+        speculation = ("speculative_config", *(attr for attr, _ in _FLAGS.values()))
+        fields = vars(self._args)
+        fields.clear()
+        fields.update(self._given, **dict.fromkeys(speculation), **changes)
+        fields["speculative_config"] = {
+            **runner.speculation,
+            "num_speculative_tokens": options.decoding_length,
+        }
+        try:
+            return self._create()
+        finally:
+            fields.update({name: self._given[name] for name in speculation})
+
+
+def _within_lora_rows(make: _Maker, options: LookaheadOptions) -> LookaheadOptions:
     """Limit the nodes so that the drafts of max_num_seqs requests fit into max_num_batched_tokens;
     vLLM requires this with LoRA."""
-    with _with_method(args, FIRST_RUNNER, LookaheadOptions(num_speculative_tokens=1)):
-        scheduler = create().scheduler_config
+    scheduler = make(FIRST_RUNNER, LookaheadOptions(num_speculative_tokens=1)).scheduler_config
     return options.at_most(scheduler.max_num_batched_tokens // scheduler.max_num_seqs - 1)
 
 
@@ -232,24 +253,6 @@ def _refuse_cached_states(was_requested: bool) -> None:
         "Lookahead turns prefix caching off: recurrent layers keep a state for each node of a "
         "draft instead."
     )
-
-
-@contextmanager
-def _with_method(args: EngineArgs, runner: _Runner, options: LookaheadOptions) -> Iterator[None]:
-    """In the block, `args` name the runner's speculative method, which vLLM accepts."""
-    fields = ("speculative_config", *(attr for attr, _ in _FLAGS.values()))
-    saved = {field: getattr(args, field) for field in fields}
-    for field in fields:
-        setattr(args, field, None)
-    args.speculative_config = {
-        **runner.speculation,
-        "num_speculative_tokens": options.decoding_length,
-    }
-    try:
-        yield
-    finally:
-        for field, value in saved.items():
-            setattr(args, field, value)
 
 
 class _Refusal(NamedTuple):

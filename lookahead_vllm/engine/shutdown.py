@@ -73,9 +73,11 @@ def _cancelling_output_handler(original: Callable[..., None]) -> Callable[..., N
 
     @functools.wraps(original)
     def shutdown(self: Any, timeout: float | None = None) -> None:
+        # `__del__` ends a client whose `__init__` failed before it set the field.
+        handler = getattr(self, "output_handler", None)
         # With a timeout, requests are drained, and their outputs are still to come.
-        if not timeout and self.output_handler is not None:
-            cancel_task_threadsafe(self.output_handler)
+        if not timeout and handler is not None:
+            cancel_task_threadsafe(handler)
         original(self, timeout)
 
     return shutdown

@@ -18,7 +18,7 @@ from lookahead_vllm.engine import config, plugin
 from lookahead_vllm.engine.worker.v1.replica_group import become_replica
 from tests.support import v2_on_cpu
 from tests.support.hybrid_models import HYBRIDS
-from tests.support.models import save_config, save_tiny_model
+from tests.support.models import TINY, save_config, save_tiny_model
 
 plugin.register()
 
@@ -109,6 +109,54 @@ def test_an_engine_config_can_be_made_twice(model: Path) -> None:
     )
     first, second = args.create_engine_config(), args.create_engine_config()
     assert config.options_of(first) == config.options_of(second)
+
+
+@pytest.mark.parametrize(
+    ("name", "local", "others"),
+    [
+        ("llama", 2, {"enable_lora": True}),
+        ("llama", 2, {"pipeline_parallel_size": 2}),
+        ("mixtral", 1, {"enable_lora": True}),
+        ("falcon_h1", 2, {}),
+        ("falcon_h1", 2, {"enable_lora": True}),
+    ],
+)
+def test_data_parallelism_is_plain_vllms(
+    name: str, local: int, others: dict[str, Any], tmp_path: Path
+) -> None:
+    """However often vLLM makes its config, although it writes a rank into its arguments."""
+    model = save_config(name, tmp_path, TINY | HYBRIDS)
+    asked = dict(others, data_parallel_size=2, data_parallel_size_local=local)
+    with v2_on_cpu.enabled():
+        plain, ours = (
+            vars(made(model, speculative_config=given, **asked).parallel_config)
+            for given in (None, {"method": "lookahead"})
+        )
+    compared = [key for key in plain if key.startswith("data_parallel")]
+    compared.remove("data_parallel_master_port")  # a free one
+    assert plain["data_parallel_size_local"] == local
+    assert {key: ours[key] for key in compared} == {key: plain[key] for key in compared}
+
+
+def test_vllm_makes_every_config_from_the_arguments_as_given(tmp_path: Path) -> None:
+    """But without caches and with another method; what the user wrote about drafts is kept."""
+    args = EngineArgs(
+        model=str(save_config("falcon_h1", tmp_path, HYBRIDS)),
+        skip_tokenizer_init=True,
+        enable_lora=True,
+        spec_method="lookahead",
+    )
+    given, seen = dict(vars(args)), []
+
+    def create() -> Any:
+        seen.append({**vars(args), "speculative_config": None, "spec_method": "lookahead"})
+        made_config = args.create_engine_config()
+        vars(args)["written"] = True
+        return made_config
+
+    config.make_config(args, LookaheadOptions(), create)
+    assert seen == [given, given, {**given, "enable_prefix_caching": False}]
+    assert (args.speculative_config, args.spec_method) == (None, "lookahead")
 
 
 def test_help_lists_the_flags() -> None:
@@ -259,6 +307,18 @@ def test_recurrent_states_are_not_cached(hybrid: Path) -> None:
     for asked in (dict(enable_prefix_caching=True), dict(mamba_cache_mode="align")):
         with pytest.raises(OptionError, match="write --no-enable-prefix-caching"):
             made(hybrid, speculative_config={"method": "lookahead"}, **asked)
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next"])
+def test_with_lora_caching_is_refused_only_to_those_who_ask_for_it(
+    name: str, tmp_path: Path
+) -> None:
+    """vLLM makes a config with its defaults before the model is known to have such layers."""
+    model = save_config(name, tmp_path, HYBRIDS)
+    asked = dict(speculative_config={"method": "lookahead"}, enable_lora=True)
+    assert made(model, **asked).cache_config.mamba_cache_mode == "none"
+    with pytest.raises(OptionError, match="write --no-enable-prefix-caching"):
+        made(model, enable_prefix_caching=True, **asked)
 
 
 def test_recurrent_layers_run_on_the_first_runner(

@@ -14,6 +14,7 @@ import pytest
 import requests
 from transformers import AutoTokenizer
 from vllm import envs
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -154,6 +155,15 @@ def test_the_output_task_ends_before_the_engine(timeout: float | None) -> None:
     asyncio.run(run())
     assert ended == [timeout]
     shutdown._cancelling_output_handler(lambda *_: None)(SimpleNamespace(output_handler=None))
+
+
+def test_a_client_whose_init_failed_still_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+    end = shutdown._cancelling_output_handler(lambda self, timeout: ended.append(timeout))
+    monkeypatch.setattr(AsyncLLM, "shutdown", end)
+    client = AsyncLLM.__new__(AsyncLLM)
+    del client
+    assert ended == [None]
 
 
 @pytest.mark.parametrize(
