@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 import vllm
 from numpy.typing import NDArray
 from vllm.v1.core.sched.output import GrammarOutput
@@ -28,6 +29,9 @@ MAX_TOKEN_LENGTH = 16
 
 LONG_TEXT = 256
 """Dictated texts with more characters are kept until the model has written them."""
+
+CUT = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer writes for a character of which it has only some bytes."""
 
 EQUALLY_MANY_MASKS = vllm.__version_tuple__ >= (0, 33)
 """From vLLM 0.33 on, all requests of a step must have the same number of masks."""
@@ -121,7 +125,8 @@ class GrammarTreeWalk:
         self._kept: set[int] = set()
         self._free_nodes = max(max_nodes - len(tree), 0)
         self._max_depth = max_depth
-        self._mask: Any = manager.backend.allocate_token_bitmask(1 + len(tree) + self._free_nodes)
+        self._backend = manager.backend
+        self._mask: torch.Tensor = self._backend.allocate_token_bitmask(1 + len(tree))
         self._bits: NDArray[np.int32] = self._mask.numpy()
         self._is_delayed = manager._get_constraint_bounds(request, ()).constraint_start != 0
         """Whether the request may still be reasoning."""
@@ -137,9 +142,8 @@ class GrammarTreeWalk:
         before it excludes its token, so it is never accepted.
         """
         self._free_nodes = 0
-        num_rows = 1 + len(self._tokens)
         self._visit(-1, [], self._state_after([])[1], True)
-        return self._bits[:num_rows]
+        return self._bits
 
     def run(self) -> GrammarDraft:
         num_proposed = len(self._tokens)
@@ -191,9 +195,11 @@ class GrammarTreeWalk:
         has_begun, is_child_masked = self._state_after(path)
         if has_begun and not (self._allows(node, token, is_masked) and self._advance(token)):
             return False
-        self._visit(child, path, is_child_masked, is_best)
-        if has_begun:
-            self._grammar.rollback(1)
+        try:
+            self._visit(child, path, is_child_masked, is_best)
+        finally:
+            if has_begun:
+                self._grammar.rollback(1)
         return True
 
     def _jump_ahead(self, node: int, path: list[int]) -> None:
@@ -201,20 +207,27 @@ class GrammarTreeWalk:
         most = min(self._free_nodes, self._max_depth - len(path))
         if most <= 0:
             return
+        tokens = self._dictated_tokens(node, path, most)[:most]
+        if not tokens:
+            return
+        self._mask = torch.cat([self._mask, self._backend.allocate_token_bitmask(len(tokens))])
+        self._bits = self._mask.numpy()
         num_added = 0
-        for token in self._dictated_tokens(node, path, most)[:most]:
-            if not (self._allows(node, token, True) and self._advance(token)):
-                break
-            num_added += 1
-            self._parents.append(node)
-            self._tokens.append(token)
-            self._probs.append(self._probs[node] if node >= 0 else 1.0)
-            self._sources.append(GRAMMAR)
-            self._free_nodes -= 1
-            node = len(self._tokens) - 1
-            self._fill_mask(node)
-        if num_added:
-            self._grammar.rollback(num_added)
+        try:
+            for token in tokens:
+                if not (self._allows(node, token, True) and self._advance(token)):
+                    break
+                num_added += 1
+                self._parents.append(node)
+                self._tokens.append(token)
+                self._probs.append(self._probs[node] if node >= 0 else 1.0)
+                self._sources.append(GRAMMAR)
+                self._free_nodes -= 1
+                node = len(self._tokens) - 1
+                self._fill_mask(node)
+        finally:
+            if num_added:
+                self._grammar.rollback(num_added)
 
     def _fill_mask(self, node: int) -> None:
         """Mask the tokens after `node`; after the grammar's end all are allowed."""
@@ -246,7 +259,7 @@ class GrammarTreeWalk:
         return []
 
     def _dictated_text(self, xgrammar: Any, path: list[int]) -> str:
-        """The only text that the grammar allows after `path`.
+        """The only text that the grammar allows after `path`; empty inside a character.
 
         xgrammar takes 0.3 ms for 1000 characters, so what is left of a long text is kept for the
         next steps.
@@ -254,13 +267,17 @@ class GrammarTreeWalk:
         request, decode = self._request, self._manager.tokenizer.decode
         if (known := _DICTATED.pop(request, None)) is not None:
             first, text = known
-            read = decode(request.all_token_ids[first:])
-            here = decode(path)
-            rest = text[len(read) :]
-            if text.startswith(read) and rest.startswith(here) and len(rest) > len(here):
-                _DICTATED[request] = request.num_tokens, rest
-                return rest[len(here) :]
-        text = xgrammar.find_jump_forward_string()
+            tokens = request.all_token_ids[first:]
+            read, here = decode(tokens), decode(tokens + path)
+            if text.startswith(here) and len(text) > len(here):
+                if not read.endswith(CUT):
+                    known = request.num_tokens, text[len(read) :]
+                _DICTATED[request] = known
+                return text[len(here) :]
+            if here.endswith(CUT):
+                _DICTATED[request] = known
+                return ""
+        text = _whole_characters(xgrammar)
         if len(text) > LONG_TEXT:
             _DICTATED[request] = request.num_tokens, decode(path) + text
         return text
@@ -278,6 +295,18 @@ class GrammarTreeWalk:
             return True, True
         bounds = self._manager._get_constraint_bounds(self._request, path)
         return bounds.grammar_start < len(path), bounds.constraint_start <= len(path)
+
+
+def _whole_characters(xgrammar: Any) -> str:
+    """xgrammar's dictated text, up to the first character of which it has only some bytes.
+
+    The text begins with such a one if the grammar is inside a character, and ends with one if the
+    next characters that the grammar allows have a first byte in common.
+    """
+    try:
+        return xgrammar.find_jump_forward_string()
+    except UnicodeDecodeError as error:
+        return error.object[: error.start].decode()
 
 
 @functools.cache

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import llguidance
+import llguidance.hf
 import pytest
+import torch
+import xgrammar
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
+from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine import grammar
-from lookahead_vllm.engine.grammar import GrammarTreeWalk
+from lookahead_vllm.engine.grammar import GrammarDraft, GrammarTreeWalk
 from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 from tests.support.proposers import record
 
 pytestmark = pytest.mark.usefixtures("runner")
+
+ROOT = Path(__file__).parents[2]
+SMOLLM2 = Path(
+    os.environ.get(
+        "LOOKAHEAD_TEST_MODEL", str(ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct")
+    )
+)
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 SCHEMA = {
@@ -245,3 +261,215 @@ def test_only_what_may_be_drafted_is_encoded(llama: Path, monkeypatch: pytest.Mo
         assert not encoded  # without drafts, nothing is dictated
         assert generate(llm, prompts[:1], params[:1]) == vanilla[:1]
     assert encoded and max(map(len, encoded)) <= 8 * grammar.MAX_TOKEN_LENGTH
+
+
+NON_ASCII = {
+    "key": ('root ::= "{\\"姓名\\": \\"" [a-z]* "\\"}"', '{"姓名": "ab"}'),
+    "one text": ('root ::= "🧿 yes"', "🧿 yes"),
+    "two characters": ('root ::= "\\"饕餮\\""', '"饕餮"'),
+    "characters with common bytes": ('root ::= "饕餮!" | "饕餕?"', "饕餮!"),
+    "the replacement character": (
+        'root ::= "a\N{REPLACEMENT CHARACTER}bc"',
+        "a\N{REPLACEMENT CHARACTER}bc",
+    ),
+}
+"""Grammars, and a text that each allows; SmolLM2 has several tokens for most of the characters."""
+
+
+@functools.cache
+def _smollm2() -> Any:
+    return AutoTokenizer.from_pretrained(SMOLLM2)
+
+
+@functools.cache
+def _guidance_tokenizer() -> Any:
+    return llguidance.hf.from_tokenizer(_smollm2(), len(_smollm2()))
+
+
+@functools.cache
+def _compiler() -> xgrammar.GrammarCompiler:
+    return xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(_smollm2()))
+
+
+class _Constrained(_Request):
+    """A request under a grammar, without an engine."""
+
+    def __init__(self, backend: str, ebnf: str) -> None:
+        super().__init__()
+        self.request_id = "request"
+        self.rows = 0
+        """How many masks were allocated."""
+        self.grammar: Any
+        self._num_words = -(-len(_smollm2()) // 32)
+        if backend == "xgrammar":
+            compiled = _compiler().compile_grammar(ebnf)
+            matcher = xgrammar.GrammarMatcher(compiled)
+            self.grammar = XgrammarGrammar(len(_smollm2()), matcher, compiled)
+        else:
+            tokenizer = _guidance_tokenizer()
+            text = llguidance.grammar_from("grammar", ebnf)
+            self.grammar = GuidanceGrammar(
+                llguidance.LLMatcher(tokenizer, text), tokenizer, len(_smollm2())
+            )
+        self.structured_output_request = SimpleNamespace(grammar=self.grammar)
+
+    def emit(self, tokens: list[int]) -> None:
+        assert self.grammar.accept_tokens(self.request_id, tokens)
+        self.all_token_ids += tokens
+
+    def walk(self, chain: list[int] | None = None, max_nodes: int = 64) -> GrammarTreeWalk:
+        tree = DraftTree.from_lists(chain, range(-1, len(chain) - 1)) if chain else EMPTY_TREE
+        manager: Any = SimpleNamespace(
+            backend=SimpleNamespace(allocate_token_bitmask=self._allocate),
+            tokenizer=_smollm2(),
+            _get_constraint_bounds=lambda *_: SimpleNamespace(constraint_start=0),
+        )
+        return GrammarTreeWalk(manager, self, tree, max_nodes, max_nodes)
+
+    def _allocate(self, rows: int) -> torch.Tensor:
+        self.rows += rows
+        return torch.full((rows, self._num_words), -1, dtype=torch.int32)
+
+    def allowed(self) -> list[int]:
+        """The mask of the next token."""
+        mask = torch.full((1, self._num_words), -1, dtype=torch.int32)
+        if not self.grammar.is_terminated():
+            self.grammar.fill_bitmask(mask, 0)
+        return mask[0].tolist()
+
+
+def _check(request: _Constrained, draft: GrammarDraft) -> None:
+    """The draft is a chain that the grammar allows, and has the masks of its nodes."""
+    tokens = draft.tree.tokens.tolist()
+    assert draft.tree.parents.tolist() == list(range(-1, len(tokens) - 1))
+    assert len(draft.bitmask) == 1 + len(tokens)
+    for i, token in enumerate(tokens):
+        assert draft.bitmask[i].tolist() == request.allowed()
+        assert request.grammar.validate_tokens([token]) == [token]
+        assert request.grammar.accept_tokens("", [token])
+    assert draft.bitmask[-1].tolist() == request.allowed()
+    if tokens:
+        request.grammar.rollback(len(tokens))
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
+@pytest.mark.parametrize("case", NON_ASCII)
+def test_a_draft_may_end_inside_a_character(backend: str, case: str) -> None:
+    """xgrammar cannot name the text that follows then; other steps draft it."""
+    ebnf, text = NON_ASCII[case]
+    tokens = _smollm2().encode(text, add_special_tokens=False)
+    request = _Constrained(backend, ebnf)
+    for root in range(len(tokens)):
+        before = request.allowed()
+        for leaf in range(root, len(tokens)):
+            draft = request.walk(tokens[root:leaf]).run()
+            assert draft.tree.tokens.tolist()[: leaf - root] == tokens[root:leaf]
+            _check(request, draft)
+            assert request.allowed() == before
+        request.emit(tokens[root : root + 1])
+
+
+def test_text_is_dictated_before_and_after_characters_of_several_tokens() -> None:
+    text = "姓名: yes, 🧿!"
+    tokens = _smollm2().encode(text, add_special_tokens=False)
+    request = _Constrained("xgrammar", f'root ::= "{text}"')
+    for root in range(len(tokens)):
+        drafted = request.walk().run().tree.tokens.tolist()
+        if "\N{REPLACEMENT CHARACTER}" not in _smollm2().decode(tokens[:root]):
+            assert drafted == tokens[root:]
+        request.emit(tokens[root : root + 1])
+
+
+def test_text_is_dictated_up_to_characters_that_begin_with_the_same_bytes() -> None:
+    request = _Constrained("xgrammar", 'root ::= "yes 饕餮" | "yes 饕餕"')
+    assert _smollm2().decode(request.walk().run().tree.tokens) == "yes 饕"
+
+
+def test_a_long_text_of_several_tokens_a_character_is_asked_for_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = 0
+    find = xgrammar.GrammarMatcher.find_jump_forward_string
+
+    def count(self: xgrammar.GrammarMatcher) -> str:
+        nonlocal asked
+        asked += 1
+        return find(self)
+
+    monkeypatch.setattr(xgrammar.GrammarMatcher, "find_jump_forward_string", count)
+    text = "".join("饕餮名 of"[i * i % 6] for i in range(3 * grammar.LONG_TEXT))
+    tokens = _smollm2().encode(text, add_special_tokens=False)
+    request = _Constrained("xgrammar", f'root ::= "{text}"')
+    for root in range(300):
+        for length in (0, 1, 2):
+            chain = tokens[root : root + length]
+            drafted = request.walk(chain, 12).run().tree.tokens.tolist()
+            if not _smollm2().decode(tokens[: root + length]).endswith("\N{REPLACEMENT CHARACTER}"):
+                assert drafted == tokens[root : root + 12]
+        request.emit(tokens[root : root + 1])
+    assert asked == 1
+
+
+def test_masks_are_allocated_for_the_nodes_that_are_drafted() -> None:
+    """64 masks of a large vocabulary take longer than the rest of the walk."""
+    request = _Constrained("xgrammar", 'root ::= [a-z]+ "!" | "1 and the rest"')
+    assert len(request.walk().run().bitmask) == request.rows == 1
+    chain = _smollm2().encode("abc", add_special_tokens=False)
+    request.rows = 0
+    assert len(request.walk(chain).run().bitmask) == request.rows == 1 + len(chain)
+    request.emit(_smollm2().encode("1", add_special_tokens=False))
+    request.rows = 0
+    draft = request.walk().run()
+    assert _smollm2().decode(draft.tree.tokens) == " and the rest"
+    assert len(draft.bitmask) == request.rows
+
+
+def test_a_walk_that_fails_leaves_the_grammar_where_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request = _Constrained("xgrammar", 'root ::= "the man is in"')
+    chain = _smollm2().encode("the man is", add_special_tokens=False)
+    fill, before = GrammarTreeWalk._fill_mask, request.allowed()
+    for fails_at in (0, len(chain) - 1, len(chain)):  # a node of the draft, and a dictated one
+
+        def fail(self: GrammarTreeWalk, node: int, fails_at: int = fails_at) -> None:
+            if node == fails_at:
+                raise RuntimeError
+            fill(self, node)
+
+        monkeypatch.setattr(GrammarTreeWalk, "_fill_mask", fail)
+        with pytest.raises(RuntimeError):
+            request.walk(chain).run()
+        assert request.allowed() == before
+        assert request.grammar.num_processed_tokens == 0
+
+
+NON_ASCII_PARAMS: list[dict[str, Any]] = [
+    dict(
+        json={
+            "type": "object",
+            "properties": {"姓名": {"enum": ["饕餮", "饕餕"]}, "a": {"type": "boolean"}},
+            "required": ["姓名", "a"],
+            "additionalProperties": False,
+        }
+    ),
+    dict(choice=["🧿 yes"]),
+    dict(regex="(饕餮|姓名): [0-9]{2}, 🧿🧿"),
+]
+
+
+@pytest.mark.usefixtures("compiled_at_once")
+def test_grammars_with_characters_of_several_tokens() -> None:
+    settings: dict[str, Any] = dict(
+        skip_tokenizer_init=False,
+        structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
+        kv_cache_memory_bytes=256 << 20,
+    )
+    params = [under(g, s) for g in NON_ASCII_PARAMS for s in (None, 1)]
+    prompts = [_smollm2().encode(f"Answer {i}:") for i in range(len(params))]
+    with engine(SMOLLM2, **settings) as plain:
+        vanilla = generate(plain, prompts, params)
+    lookahead = {"proposer": "recorder", "num_speculative_tokens": 4}  # drafts nothing itself
+    with engine(SMOLLM2, lookahead, **settings) as llm:
+        assert generate(llm, prompts, params) == vanilla
+        assert drafter_of(llm).counters.accepted_nodes > 10
