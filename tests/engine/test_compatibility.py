@@ -165,7 +165,7 @@ NOT_OURS: tuple[Any, ...] = (
     *(object, type, slice, staticmethod, str, bytes, int, float, tuple, dict, list, set, frozenset),
     *(np.ndarray, torch.Tensor, torch.Generator, hashlib.sha256(), functools.cache(len)),
     *(Path, os.stat_result, logging.Logger, ModuleSpec("", None), argparse.ArgumentParser(), len),
-    *(IOBase, weakref.finalize),
+    *(IOBase, weakref.finalize, UnicodeDecodeError),
     *(prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram, Seam),
 )
 """Types and objects of other packages than vLLM, whose attributes are not checked."""

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
+RECHECK_AFTER_STEPS = 16
+"""For so many steps in a row, nothing is kept for a request that vLLM has refused. Then its tokens
+and blocks are kept for one step, because it may need fewer by now: its prefix may be cached."""
+
 
 class DraftLimiter:
     """Cuts drafts before vLLM schedules a step, so that they never displace other work.
@@ -46,6 +50,12 @@ class DraftLimiter:
         )
         """Whether surplus blocks may be freed: each block holds only the KV of its own tokens, and
         no connector transfers blocks."""
+        self._refused: Request | None = None
+        """The first waiting request, which lacked blocks when it could have started last."""
+        self._refused_with = 0
+        """The blocks that were left for it then."""
+        self._refused_steps = 0
+        """The steps since then."""
 
     def cut(
         self, probs_of: Callable[[str], Sequence[float]], min_prob_beside_prompt: float
@@ -66,27 +76,34 @@ class DraftLimiter:
             of blocks that they keep in each KV cache group.
         """
         scheduler = self._scheduler
+        if self._refused is not None and next(self._admissible(), None) is not self._refused:
+            self._refused = None  # it has started
         drafted = [request for request in scheduler.running if request.spec_token_ids]
         if any(self._spare_blocks):
             drafted = [request for request in drafted if _can_roll_back(request)]
         if not (drafted or self._may_hold_unused):
             return {}
-        waiting = list(self._admissible())
-        if not drafted:
-            return self._cut_to_blocks(drafted, waiting, probs_of)
-        self._may_hold_unused = True
-        if waiting:
-            for request in drafted:
-                probs = probs_of(request.request_id)
-                paying = sum(1 for _ in takewhile(lambda p: p >= min_prob_beside_prompt, probs))
-                request.spec_token_ids = request.spec_token_ids[:paying]
+        # A request whose draft is in flight in another pipeline stage has no tokens, or less.
         free_tokens = scheduler.max_num_scheduled_tokens
-        # A request whose draft is in flight in another pipeline stage has none, or less.
-        free_tokens -= sum(max(_plain_tokens(r), 0) for r in chain(scheduler.running, waiting))
-        excess = sum(len(request.spec_token_ids) for request in drafted) - max(free_tokens, 0)
-        if excess > 0:
-            self._cut_tokens(drafted, excess, probs_of)
-        return self._cut_to_blocks(drafted, waiting, probs_of)
+        free_tokens -= sum(max(_plain_tokens(request), 0) for request in scheduler.running)
+        waiting = starting = list(self._admissible())
+        kept: dict[str, list[int]] = {}
+        if is_tight := self._may_lack_blocks(drafted, waiting, free_tokens):
+            kept = self._free_unused_blocks()
+            if waiting and self._is_refused(waiting[0], free_tokens):
+                starting = []
+        if drafted:
+            self._may_hold_unused = True
+            if starting:
+                self._cut_unlikely(drafted, probs_of, min_prob_beside_prompt)
+            free_tokens -= sum(max(_plain_tokens(request), 0) for request in starting)
+            excess = sum(len(request.spec_token_ids) for request in drafted) - max(free_tokens, 0)
+            if excess > 0:
+                self._cut_tokens(drafted, excess, probs_of)
+        if is_tight:
+            # Blocks that drafts do not give back stay free for the refused request.
+            self._cut_to_blocks(drafted, starting if self._may_free_blocks else waiting, probs_of)
+        return kept
 
     def _admissible(self) -> Iterator[Request]:
         """The waiting requests that could start in this step."""
@@ -102,6 +119,39 @@ class DraftLimiter:
             tokens -= _plain_tokens(request)
             if tokens <= 0:
                 return
+
+    def _is_refused(self, head: Request, free_tokens: int) -> bool:
+        """Whether vLLM will refuse the first waiting request, for which too few blocks are left.
+
+        Then no waiting request starts. vLLM has refused it before, with no fewer blocks.
+        """
+        left = self._free_blocks() - sum(self._missing(r, 0) for r in self._scheduler.running)
+        if head is self._refused and left <= self._refused_with:
+            self._refused_steps += 1
+            if self._refused_steps <= RECHECK_AFTER_STEPS:
+                return True
+        # vLLM skips requests that wait for something else, and goes on to the next one.
+        waits_for_blocks = (
+            head.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            and head.lora_request is None
+            and free_tokens > 0
+            and self._missing(head, 0) > left
+        )
+        self._refused = head if waits_for_blocks else None  # unless it starts in this step
+        self._refused_with, self._refused_steps = left, 0
+        return False
+
+    def _cut_unlikely(
+        self,
+        drafted: Sequence[Request],
+        probs_of: Callable[[str], Sequence[float]],
+        min_prob: float,
+    ) -> None:
+        """Remove nodes of a lower probability than `min_prob`."""
+        for request in drafted:
+            probs = probs_of(request.request_id)
+            likely = sum(1 for _ in takewhile(lambda p: p >= min_prob, probs))
+            request.spec_token_ids = request.spec_token_ids[:likely]
 
     def _cut_tokens(
         self, drafted: Sequence[Request], excess: int, probs_of: Callable[[str], Sequence[float]]
@@ -120,39 +170,46 @@ class DraftLimiter:
         for request, size in zip(drafted, sizes.tolist(), strict=True):
             request.spec_token_ids = request.spec_token_ids[:size]
 
-    def _cut_to_blocks(
-        self,
-        drafted: Sequence[Request],
-        waiting: Sequence[Request],
-        probs_of: Callable[[str], Sequence[float]],
-    ) -> dict[str, list[int]]:
-        """Remove the nodes that would need more blocks than are free; returns as `cut` does."""
-        scheduler, pool = self._scheduler, self._scheduler.kv_cache_manager.block_pool
-        free = pool.get_num_free_blocks() - scheduler.kv_cache_manager.watermark_blocks
-        ahead = self._steps_ahead
-        # An upper bound, which spares steps with enough free blocks the exact count.
-        num_requests = len(scheduler.running) + len(waiting)
-        num_tokens = sum(
-            _plain_tokens(r) + len(r.spec_token_ids) + ahead for r in scheduler.running
-        )
+    def _may_lack_blocks(
+        self, drafted: Sequence[Request], waiting: Sequence[Request], free_tokens: int
+    ) -> bool:
+        """Whether the step may need more blocks than are free.
+
+        By an upper bound, which spares steps with enough free blocks the exact count.
+        """
+        running = self._scheduler.running
+        num_requests = len(running) + len(waiting)
+        num_tokens = sum(_plain_tokens(r) + self._steps_ahead for r in running)
+        num_tokens += min(sum(len(r.spec_token_ids) for r in drafted), max(free_tokens, 0))
         num_tokens += sum(request.num_tokens for request in waiting)
         max_blocks = sum(
             num_tokens // manager.block_size + num_requests * (2 + spare)
             for manager, spare in zip(self._managers, self._spare_blocks, strict=True)
         )
-        if max_blocks <= free:
-            return {}
-        kept = self._free_unused_blocks()
-        free = pool.get_num_free_blocks() - scheduler.kv_cache_manager.watermark_blocks
-        free -= sum(self._missing(request, ahead) for request in scheduler.running)
-        free -= sum(self._missing(request, 0) for request in waiting)
+        return max_blocks > self._free_blocks()
+
+    def _free_blocks(self) -> int:
+        manager = self._scheduler.kv_cache_manager
+        free: int = manager.block_pool.get_num_free_blocks() - manager.watermark_blocks
+        return free
+
+    def _cut_to_blocks(
+        self,
+        drafted: Sequence[Request],
+        starting: Sequence[Request],
+        probs_of: Callable[[str], Sequence[float]],
+    ) -> None:
+        """Remove the nodes that would need more blocks than are free."""
+        ahead = self._steps_ahead
+        free = self._free_blocks()
+        free -= sum(self._missing(request, ahead) for request in self._scheduler.running)
+        free -= sum(self._missing(request, 0) for request in starting)
         # Drafts with the most expected tokens get their blocks first.
         for request in sorted(drafted, key=lambda request: -sum(probs_of(request.request_id))):
             plain = self._missing(request, ahead)
             nodes = self._nodes_within(free, request, plain)
             free -= self._missing(request, nodes + ahead) - plain
             request.spec_token_ids = request.spec_token_ids[:nodes]
-        return kept
 
     def _nodes_within(self, free: int, request: Request, plain: int) -> int:
         """How many nodes of the request's draft need no more than `free` further blocks.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine import config, messages, request_options, shutdown, step_report
@@ -30,6 +31,14 @@ if TYPE_CHECKING:
 PAUSE_AFTER_STEPS = 16
 """After this many steps in a row whose slots were all left empty, none are reserved until the
 workers report that drafts pay again."""
+
+
+class RequestMetrics(RequestSpecDecodeMetrics):
+    """As in vLLM, except that slots that were all left empty do not count as a draft."""
+
+    def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
+        if num_draft_tokens:
+            super().observe(num_draft_tokens, num_accepted, detailed)
 
 
 class LateDraftScheduler(AsyncScheduler):
@@ -71,6 +80,8 @@ class LateDraftScheduler(AsyncScheduler):
                 self._without_drafts &= self.requests.keys()
                 self._without_drafts.add(request.request_id)
         super().add_request(request)
+        if request.spec_decode_metrics is not None:
+            request.spec_decode_metrics = RequestMetrics.new(self.num_spec_tokens)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         is_paused = (

@@ -66,19 +66,13 @@ class LookaheadScheduler(Scheduler):
     def _take_drafts(self, proposed: ProposedDrafts) -> None:
         """Assign drafts to their requests; those under a grammar are pruned first."""
         self._proposed = proposed
-        req_ids = proposed.req_ids
-        if self._has_stages:  # a request may have been preempted during its step
-            req_ids = [i for i in req_ids if self._is_running(i)]
+        # A request may have been preempted during its step, or its turn has ended.
+        req_ids = [i for i in proposed.req_ids if self._is_running(i)]
         drafts = {i: proposed.drafts[i] for i in req_ids if i in proposed.drafts}
         if proposed.has_grammars:
             for req_id in req_ids:
-                request = self.requests.get(req_id)
-                if (
-                    request is not None
-                    and request.use_structured_output
-                    and not request.is_prefill_chunk
-                    and not request.is_finished()
-                ):
+                request = self.requests[req_id]
+                if request.use_structured_output and not request.is_prefill_chunk:
                     draft = drafts.pop(req_id, None)
                     self._apply_grammar(request, draft.tree if draft else EMPTY_TREE)
         self.update_draft_token_ids(

@@ -432,6 +432,14 @@ SEAMS = (
         _SAMPLED,
     ),
     Seam(
+        "vllm.v1.sample.thinking_budget_state",
+        "ThinkingBudgetStateHolder",
+        ("think_start_token_ids", "think_end_token_ids"),
+        "read",
+        "a node scans as many tokens as the longest marker has",
+        _SAMPLED,
+    ),
+    Seam(
         _RUNNER,
         "",
         ("build_logitsprocs",),

@@ -182,14 +182,18 @@ class LookaheadDrafter:
         )
 
     def announce(self, request_id: str, params: SamplingParams | None) -> SamplingParams | None:
-        """Register a new request; returns its parameters without lookahead's `extra_args`."""
+        """Register a new request; returns its parameters without lookahead's `extra_args`.
+
+        A request that is announced again, after a preemption, keeps its options: its parameters
+        have no references any more.
+        """
         if params is None:
             return None
         params = copy(params)  # several answers to one request share their parameters
         options, params.extra_args = request_options.options_in_worker(params.extra_args)
         if not self.is_drafting_rank:
             options = replace(options, references=())
-        self._options[request_id] = options
+        self._options.setdefault(request_id, options)
         if params.structured_outputs is not None:
             self._with_grammar.add(request_id)
         return params

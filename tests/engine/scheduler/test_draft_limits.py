@@ -105,6 +105,28 @@ def test_the_schedule_without_its_drafts_is_plain_vllms(
     assert steps == plain
 
 
+FULL = dict(num_gpu_blocks_override=4, max_model_len=96, max_num_batched_tokens=64)
+"""One request needs all three blocks, and a prompt of 70 tokens takes all tokens of a step."""
+LONG = [*PROMPTS[0], *PROMPTS[1], *PROMPTS[2], *PROMPTS[3][:10]]
+
+
+@pytest.mark.parametrize("proposer", [WRONG, HIDDEN], ids=["always_wrong", "hidden_path"])
+def test_a_waiting_request_without_blocks_takes_no_tokens_from_drafts(
+    proposer: dict[str, Any], llama: Path
+) -> None:
+    prompts = [PROMPTS[0], LONG, LONG[::-1]]
+    expected, plain, *_ = run(llama, None, prompts, **FULL)
+    record(prompts, expected)
+    answers, steps, nodes, preempted, _ = run(llama, proposer, prompts, **FULL)
+    assert answers == expected and not preempted
+    first, second = list(dict.fromkeys(request for step in steps for request in step))[:2]
+    alone = next(number for number, step in enumerate(steps) if second in step)
+    assert all(set(step) <= {first} for step in steps[:alone])
+    assert sum(nodes[:alone]) > 10
+    if proposer is WRONG:
+        assert steps == plain
+
+
 def test_blocks_of_rejected_tokens_come_back(llama: Path) -> None:
     """Blocks that a rejected draft has used are free for other requests."""
     from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
-from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter, _largest
+from lookahead_vllm.engine.scheduler.draft_limits import (
+    RECHECK_AFTER_STEPS,
+    DraftLimiter,
+    _largest,
+)
 
 
 def test_sessions_without_input_do_not_start_in_a_step() -> None:
@@ -28,6 +33,65 @@ def test_sessions_without_input_do_not_start_in_a_step() -> None:
         max_num_scheduled_tokens=1000,
     )
     assert list(limiter._admissible()) == [new]
+
+
+def waiting_request(num_tokens: int) -> Any:
+    return SimpleNamespace(
+        request_id=str(num_tokens),
+        status=RequestStatus.WAITING,
+        lora_request=None,
+        num_tokens=num_tokens,
+        num_output_placeholders=0,
+        num_computed_tokens=0,
+    )
+
+
+def limiter_with_free_blocks(free: int) -> Any:
+    """Of a scheduler with blocks of 10 tokens, and no running request."""
+    limiter: Any = object.__new__(DraftLimiter)
+    pool = SimpleNamespace(get_num_free_blocks=lambda: pool.free, free=free)
+    limiter._scheduler = SimpleNamespace(
+        running=[], kv_cache_manager=SimpleNamespace(block_pool=pool, watermark_blocks=1)
+    )
+    limiter._managers = [SimpleNamespace(block_size=10, req_to_blocks=defaultdict(list))]
+    limiter._spare_blocks = [0]
+    limiter._refused, limiter._refused_with, limiter._refused_steps = None, 0, 0
+    limiter.pool = pool
+    return limiter
+
+
+def test_a_request_is_refused_until_blocks_are_freed() -> None:
+    limiter, head = limiter_with_free_blocks(5), waiting_request(41)
+    assert not limiter._is_refused(head, 100)  # it may start: its prefix may be cached
+    assert limiter._is_refused(head, 100)
+    limiter.pool.free = 3
+    assert limiter._is_refused(head, 100)
+    limiter.pool.free = 5
+    assert limiter._is_refused(head, 100)
+    assert not limiter._is_refused(waiting_request(60), 100)  # another one
+    assert not limiter._is_refused(head, 100)
+    limiter.pool.free = 6
+    assert not limiter._is_refused(head, 100)
+    assert not limiter._is_refused(head, 100)  # it fits: it waits for something else than blocks
+
+
+def test_a_request_that_waits_for_something_else_is_not_refused() -> None:
+    for other in (
+        dict(status=RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR),
+        dict(lora_request="an adapter"),
+    ):
+        limiter, head = limiter_with_free_blocks(5), waiting_request(41)
+        vars(head).update(other)
+        assert not any(limiter._is_refused(head, 100) for _ in range(3))
+    limiter, head = limiter_with_free_blocks(5), waiting_request(41)
+    assert not any(limiter._is_refused(head, 0) for _ in range(3))  # no tokens were left
+
+
+def test_a_refused_request_may_start_now_and_then() -> None:
+    limiter, head = limiter_with_free_blocks(5), waiting_request(41)
+    for _ in range(3):
+        assert not limiter._is_refused(head, 100)
+        assert all(limiter._is_refused(head, 100) for _ in range(RECHECK_AFTER_STEPS))
 
 
 @given(st.integers(0, 70), st.integers(-1, 80))

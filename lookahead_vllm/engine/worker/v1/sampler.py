@@ -11,14 +11,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 import torch
+from vllm._custom_ops import apply_repetition_penalties
+from vllm.model_executor.layers.utils import get_token_bin_counts_and_mask
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, BatchUpdate, LogitsProcessors
+from vllm.v1.sample.logits_processor import (
+    BUILTIN_LOGITS_PROCESSORS,
+    BatchUpdate,
+    LogitsProcessor,
+    LogitsProcessors,
+)
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.penalties import _convert_to_tensors
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
@@ -51,6 +59,32 @@ def without_speculation(vllm_config: VllmConfig) -> VllmConfig:
     return plain
 
 
+class History(Sequence[int]):
+    """The output token ids at a node: the committed ones, which are not copied, then the path."""
+
+    def __init__(self, committed: list[int], path: list[int]) -> None:
+        self._committed = committed
+        self._path = path
+        self._num_committed = len(committed)  # the list grows after the step
+
+    def __len__(self) -> int:
+        return self._num_committed + len(self._path)
+
+    @overload
+    def __getitem__(self, i: int) -> int: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[int]: ...
+    def __getitem__(self, i: int | slice) -> int | list[int]:
+        if isinstance(i, slice):
+            return [self[j] for j in range(len(self))[i]]
+        i = range(len(self))[i]
+        from_path = i - self._num_committed
+        return self._committed[i] if from_path < 0 else self._path[from_path]
+
+    def tolist(self) -> list[int]:
+        return [*self._committed[: self._num_committed], *self._path]
+
+
 class NodeRows:
     """The nodes of a step's trees as rows of a batch, tree after tree.
 
@@ -69,10 +103,11 @@ class NodeRows:
     ) -> None:
         self.requests = requests
         self.forest = forest
+        self.tree_rows = rows
         self.owners: Int64s = rows[forest.owners]
         """int64 [n]: the row of each node's request."""
         self._trees = {row: i for i, row in enumerate(rows.tolist()) if forest.sizes[i]}
-        self._histories: dict[int, list[list[int]]] = {}
+        self._paths: dict[int, list[list[int]]] = {}
 
     def __len__(self) -> int:
         return self.forest.num_nodes
@@ -93,16 +128,19 @@ class NodeRows:
         tree = self._trees[row]
         return range(int(self.forest.firsts[tree]), int(self.forest.firsts[tree + 1]))
 
-    def histories(self, row: int) -> list[list[int]]:
-        """The output token ids at each node of a request: the committed ones, then the path to the
-        node with its own token."""
-        if row not in self._histories:
-            tree, committed = self.tree(row), self.requests[row].output_token_ids
-            histories: list[list[int]] = []
+    def paths(self, row: int) -> list[list[int]]:
+        """The draft tokens from the root to each node of a request, with the node's own."""
+        if row not in self._paths:
+            tree, paths = self.tree(row), list[list[int]]()
             for parent, token in zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True):
-                histories.append([*(committed if parent < 0 else histories[parent]), token])
-            self._histories[row] = histories
-        return self._histories[row]
+                paths.append([*(() if parent < 0 else paths[parent]), token])
+            self._paths[row] = paths
+        return self._paths[row]
+
+    def histories(self, row: int) -> list[History]:
+        """The output token ids at each node of a request."""
+        committed = self.requests[row].output_token_ids
+        return [History(committed, path) for path in self.paths(row)]
 
     def params(self, row: int) -> SamplingParams:
         """A request's sampling parameters."""
@@ -167,7 +205,13 @@ class NodeProcessors:
     def place(self, nodes: NodeRows) -> LogitsProcessors:
         """The processors with this step's nodes; none if they concern no node."""
         added = [
-            (node, nodes.params(row), nodes.requests[row].prompt_token_ids, history)
+            (
+                node,
+                nodes.params(row),
+                nodes.requests[row].prompt_token_ids,
+                # vLLM's own processors only take the length.
+                history.tolist() if self._has_custom else history,
+            )
             for row in nodes.rows_where(self._concerns)
             for node, history in zip(nodes.of(row), nodes.histories(row), strict=True)
         ]
@@ -199,6 +243,7 @@ class NodeThinking:
         self._holder._state = {}
         self._holder.cu_num_tokens = {}
         self._holder._mask_capacity = len(nodes)
+        self._longest_marker = max(len(roots.think_start_token_ids), len(roots.think_end_token_ids))
 
     def has_tracked_requests(self) -> bool:
         return bool(self._rows)
@@ -219,11 +264,20 @@ class NodeThinking:
                     self._roots._state[row] if parent < 0 else done.get(self._nodes.of(row)[parent])
                 )
                 if node not in done and before is not None:
-                    level[node] = dict(before)
+                    level[node] = self._continued(before)
             self._holder._state = level
             self._holder.update_state(output_token_ids, None)
             done |= level
         self._holder._state = done
+
+    def _continued(self, before: dict[str, Any]) -> dict[str, Any]:
+        """A copy of the parent's state, which scans only for markers that end after its history.
+
+        vLLM looks for a marker in all that follows `scan_offset` until it finds one. So the state
+        knows the markers of the parent's history.
+        """
+        scanned = len(before["output_tok_ids"]) + 1 - self._longest_marker
+        return {**before, "scan_offset": max(before["scan_offset"], scanned)}
 
     def apply_to_logits(self, logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return self._holder.apply_to_logits(logits, False, None)
@@ -234,8 +288,72 @@ class NodeThinking:
             self._roots._state[row] = self._holder._state[self._nodes.of(row)[place]]
 
 
+class NodePenalties(LogitsProcessor):
+    """Penalties of nodes: the tokens of a request are counted once, then those of its paths.
+
+    vLLM would count the whole history of each node. It applies penalties right after the logits
+    processors that can change the greedy choice, so this is the last of those.
+    """
+
+    def __init__(self, metadata: SamplingMetadata, nodes: NodeRows) -> None:
+        self._metadata = metadata
+        self._nodes = nodes
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        pass
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        metadata, pick = self._metadata, partial(_take, self._nodes.owners)
+        in_prompt, counts = self._in_prompt(logits), self._output_counts(logits)
+        in_output = counts > 0
+        apply_repetition_penalties(
+            logits, in_prompt, in_output, pick(metadata.repetition_penalties)
+        )
+        logits -= pick(metadata.frequency_penalties).unsqueeze(1) * counts
+        logits -= pick(metadata.presence_penalties).unsqueeze(1) * in_output
+        return logits
+
+    def _in_prompt(self, logits: torch.Tensor) -> torch.Tensor:
+        """bool, like the logits: whether the prompt has a token."""
+        nodes, prompts = self._nodes, self._metadata.prompt_token_ids
+        assert prompts is not None  # vLLM has them where a request has penalties
+        prompts = _take(nodes.tree_rows, prompts)
+        _, mask = get_token_bin_counts_and_mask(prompts, logits.shape[1], len(prompts))
+        return _take(nodes.forest.owners, mask)
+
+    def _output_counts(self, logits: torch.Tensor) -> torch.Tensor:
+        """int64, like the logits: how often the history of a node has a token.
+
+        Rows of requests without penalties are zero.
+        """
+        nodes, vocab = self._nodes, logits.shape[1]
+        rows = nodes.rows_where(_has_penalty)
+        outputs: list[list[int]] = [
+            nodes.requests[row].output_token_ids if row in rows else []
+            for row in nodes.tree_rows.tolist()
+        ]
+        tokens = _convert_to_tensors(outputs, vocab, logits.device)
+        committed, _ = get_token_bin_counts_and_mask(tokens, vocab, len(outputs))
+        counts = _take(nodes.forest.owners, committed)
+        drafted = [
+            (node, token)
+            for row in rows
+            for node, path in zip(nodes.of(row), nodes.paths(row), strict=True)
+            for token in path
+        ]
+        at = torch.tensor(drafted).to(logits.device).unbind(1)
+        return counts.index_put_(at, counts.new_ones(()), accumulate=True)
+
+
+def _take(rows: Int64s, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[torch.from_numpy(rows).to(tensor.device)]
+
+
 def _of_rows(owners: Int64s, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor[torch.from_numpy(owners).to(tensor.device)]
+    return None if tensor is None else _take(owners, tensor)
 
 
 def _spread(owners: Int64s, by_request: Mapping[int, T]) -> dict[int, T]:
@@ -281,14 +399,13 @@ def node_metadata(
         Generators of the nodes of seeded requests, by node.
     """
     pick = partial(_of_rows, nodes.owners)
-    penalties = not metadata.no_penalties
     bad_words = metadata.bad_words_token_ids
+    if nodes.rows_where(_has_penalty):
+        processors = LogitsProcessors([*processors.all, NodePenalties(metadata, nodes)])
     with_history = set(bad_words)
-    if penalties:
-        with_history.update(nodes.rows_where(_has_penalty))
     if thinking is not None:
         with_history.update(thinking._rows)
-    histories: list[list[int]] = [[] for _ in range(len(nodes))]
+    histories: list[Sequence[int]] = [[] for _ in range(len(nodes))]
     for row in with_history.intersection(nodes.rows):
         own = nodes.of(row)
         histories[own.start : own.stop] = nodes.histories(row)
@@ -296,10 +413,11 @@ def node_metadata(
     return replace(
         alike,
         generators={**alike.generators, **generators},
-        prompt_token_ids=pick(metadata.prompt_token_ids) if penalties else None,
-        frequency_penalties=pick(metadata.frequency_penalties) if penalties else None,
-        presence_penalties=pick(metadata.presence_penalties) if penalties else None,
-        repetition_penalties=pick(metadata.repetition_penalties) if penalties else None,
+        no_penalties=True,  # `NodePenalties` applies them
+        prompt_token_ids=None,
+        frequency_penalties=None,
+        presence_penalties=None,
+        repetition_penalties=None,
         output_token_ids=histories,
         allowed_token_ids_mask=pick(metadata.allowed_token_ids_mask),
         bad_words_token_ids=_spread(nodes.owners, bad_words),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
+from vllm import SamplingParams, TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 
 from lookahead_vllm.engine.worker.v2 import grammar_copies
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
+from tests.support.driving import drafter_of, engine
 
 
 def test_no_step_waits_for_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,3 +65,28 @@ def test_the_cache_is_saved_even_if_the_device_has_failed() -> None:
     with pytest.raises(RuntimeError, match="the device has failed"):
         Runner().shutdown()
     assert ended == ["drafter", "grammars", "vLLM"]
+
+
+@pytest.mark.parametrize("runner", ["v2"], indirect=True)
+def test_a_request_that_is_preempted_before_its_first_token_keeps_its_references(
+    runner: str, llama: Path
+) -> None:
+    params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0, detokenize=False)
+    params.extra_args = {"lookahead_reference": [[7, 8, 9]]}
+    with engine(llama, {"budget": 16}, max_num_batched_tokens=32) as llm:
+        core = llm.llm_engine
+        proposer: Any = drafter_of(llm).proposer
+        references: list[int] = []
+        start = proposer.start
+
+        def watched(request_id: str, prompt: Any, namespace: Any, own: Any, *args: Any) -> None:
+            references.append(len(own))
+            start(request_id, prompt, namespace, own, *args)
+
+        proposer.start = watched
+        core.add_request("r", TokensPrompt(prompt_token_ids=list(range(2, 90))), params)
+        core.step()
+        assert core.reset_prefix_cache(reset_running_requests=True)
+        while core.has_unfinished_requests():
+            core.step()
+        assert references == [1]
