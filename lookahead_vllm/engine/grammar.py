@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 import vllm
 from numpy.typing import NDArray
 from vllm.v1.core.sched.output import GrammarOutput
@@ -126,7 +125,7 @@ class GrammarTreeWalk:
         self._free_nodes = max(max_nodes - len(tree), 0)
         self._max_depth = max_depth
         self._backend = manager.backend
-        self._mask: torch.Tensor = self._backend.allocate_token_bitmask(1 + len(tree))
+        self._mask: Any = self._backend.allocate_token_bitmask(1 + len(tree))
         self._bits: NDArray[np.int32] = self._mask.numpy()
         self._is_delayed = manager._get_constraint_bounds(request, ()).constraint_start != 0
         """Whether the request may still be reasoning."""
@@ -210,7 +209,9 @@ class GrammarTreeWalk:
         tokens = self._dictated_tokens(node, path, most)[:most]
         if not tokens:
             return
-        self._mask = torch.cat([self._mask, self._backend.allocate_token_bitmask(len(tokens))])
+        before = self._mask
+        self._mask = self._backend.allocate_token_bitmask(len(before) + len(tokens))
+        self._mask[: len(before)] = before
         self._bits = self._mask.numpy()
         num_added = 0
         try:
