@@ -54,27 +54,14 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--only", choices=PARTS, action="append", help="this part alone; repeatable")
-    add(
-        "--contexts",
-        type=positives,
-        default=[256, 1024, 4096, 8192, 32768],
-        metavar="N,M",
-        help="tokens of context, for the timings (default: 256,1024,4096,8192,32768)",
-    )
-    add(
-        "--requests",
-        type=positives,
-        default=[1, 8, 64],
-        metavar="N,M",
-        help="requests of a call, for the timings (default: 1,8,64)",
-    )
-    add(
-        "--nodes",
-        type=positives,
-        default=[1, 16, 32, 64, 128],
-        metavar="N,M",
-        help="nodes of each request, for the timings (default: 1,16,32,64,128)",
-    )
+    for name, default, meaning in (
+        ("--contexts", [256, 1024, 4096, 8192, 32768], "tokens of context"),
+        ("--requests", [1, 8, 64], "requests of a call"),
+        ("--nodes", [1, 16, 32, 64, 128], "nodes of each request"),
+    ):
+        listed = ",".join(map(str, default))
+        text = f"{meaning}, for the timings (default: {listed})"
+        add(name, type=positives, default=default, metavar="N,M", help=text)
     add("--heads", type=positive, default=32, help="query heads (default: 32)")
     add("--kv-heads", type=positive, default=8, help="KV heads (default: 8)")
     add("--head-size", type=positive, default=128, help="default: 128")

@@ -136,26 +136,24 @@ def make_proposer(options: argparse.Namespace, fingerprint: str) -> NGramTriePro
     ------
     UsageError, CacheFileError, OptionError, OSError
     """
-    if not options.add:
+    if options.add:
+        arrays, facts = cache_file.load(options.out, fingerprint)
+        capacity = len(arrays["edges"])
+        if options.max_nodes not in (None, capacity):
+            raise UsageError(
+                f"--max-nodes: {options.out} has {capacity}, which --add keeps; leave it out"
+            )
+        proposer = NGramTrieProposer(LookaheadOptions(max_nodes=capacity))
+        try:
+            proposer.restore(arrays, facts)
+        except ValueError as error:
+            raise CacheFileError(str(error)) from None
+    else:
         given = {} if options.max_nodes is None else {"max_nodes": options.max_nodes}
-        return _without_time_limit(NGramTrieProposer(LookaheadOptions.from_dict(given)))
-    arrays, facts = cache_file.load(options.out, fingerprint)
-    capacity = len(arrays["edges"])
-    if options.max_nodes not in (None, capacity):
-        raise UsageError(
-            f"--max-nodes: {options.out} has {capacity}, which --add keeps; leave it out"
-        )
-    proposer = NGramTrieProposer(LookaheadOptions(max_nodes=capacity))
-    try:
-        proposer.restore(arrays, facts)
-    except ValueError as error:
-        raise CacheFileError(str(error)) from None
-    return _without_time_limit(proposer)
-
-
-def _without_time_limit(proposer: NGramTrieProposer) -> NGramTrieProposer:
-    """Let the proposer insert each prompt at once: here no step waits, and none begins."""
-    proposer.insertion.seconds = math.inf
+        proposer = NGramTrieProposer(LookaheadOptions.from_dict(given))
+    proposer.insertion.seconds = (
+        math.inf
+    )  # each prompt at once: here no step waits, and none begins
     return proposer
 
 

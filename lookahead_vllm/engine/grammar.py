@@ -124,8 +124,7 @@ class GrammarTreeWalk:
         self._kept: set[int] = set()
         self._free_nodes = max(max_nodes - len(tree), 0)
         self._max_depth = max_depth
-        self._backend = manager.backend
-        self._mask: Any = self._backend.allocate_token_bitmask(1 + len(tree))
+        self._mask: Any = manager.backend.allocate_token_bitmask(1 + len(tree))
         self._bits: NDArray[np.int32] = self._mask.numpy()
         self._is_delayed = manager._get_constraint_bounds(request, ()).constraint_start != 0
         """Whether the request may still be reasoning."""
@@ -210,7 +209,7 @@ class GrammarTreeWalk:
         if not tokens:
             return
         before = self._mask
-        self._mask = self._backend.allocate_token_bitmask(len(before) + len(tokens))
+        self._mask = self._manager.backend.allocate_token_bitmask(len(before) + len(tokens))
         self._mask[: len(before)] = before
         self._bits = self._mask.numpy()
         num_added = 0

@@ -20,13 +20,8 @@ from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.trie.namespaces import digest_of
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from tests.support.smollm2 import SMOLLM2
 
-ROOT = Path(__file__).parents[2]
-SMOLLM2 = Path(
-    os.environ.get(
-        "LOOKAHEAD_TEST_MODEL", str(ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct")
-    )
-)
 WORDS = ["[UNK]", "<user>", "<bot>", "<end>", *(f"w{i}" for i in range(60))]
 SENTENCE = " ".join(f"w{i}" for i in range(20))
 CHAT = "{% for m in messages %}<{{m.role}}> {{m.content}} <end> {% endfor %}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import time
 from pathlib import Path
@@ -29,15 +28,9 @@ from lookahead_vllm.engine.grammar import GrammarDraft, GrammarTreeWalk
 from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 from tests.support.proposers import record
+from tests.support.smollm2 import SMOLLM2
 
 pytestmark = pytest.mark.usefixtures("runner")
-
-ROOT = Path(__file__).parents[2]
-SMOLLM2 = Path(
-    os.environ.get(
-        "LOOKAHEAD_TEST_MODEL", str(ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct")
-    )
-)
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 SCHEMA = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +17,9 @@ from vllm import SamplingParams
 from lookahead_vllm.draft.cache import file as cache_file
 from tests.support.driving import drafter_of, engine, generate
 from tests.support.servers import ANSWER_SECONDS, serve
+from tests.support.smollm2 import SMOLLM2 as MODEL
 
 ROOT = Path(__file__).parents[2]
-MODEL = Path(
-    os.environ.get(
-        "LOOKAHEAD_TEST_MODEL", str(ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct")
-    )
-)
 PROMPTS = [
     json.loads(line)["prompt_token_ids"]
     for line in (ROOT / "tests" / "data" / "spec_bench_20.jsonl").read_text().splitlines()

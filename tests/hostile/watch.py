@@ -15,10 +15,7 @@ from statistics import median
 import psutil
 import requests
 
-from tests.support.servers import Server
-
-SHUTDOWN_SECONDS = 150.0
-"""A server hangs if it takes longer to end after SIGTERM."""
+from tests.support.servers import END_SECONDS, Server
 
 ENGINE_ERROR = re.compile(r"^\((?:EngineCore|Worker)\S* pid=\d+\) ERROR", re.MULTILINE)
 TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
@@ -98,16 +95,16 @@ class Watch:
         faults = {}
         self._server.process.send_signal(signal.SIGTERM)
         try:
-            status = self._server.process.wait(SHUTDOWN_SECONDS)
+            status = self._server.process.wait(END_SECONDS)
             if status != 0:
                 faults["status"] = f"the server ended with {status} after SIGTERM"
         except subprocess.TimeoutExpired:
-            faults["hangs"] = f"the server did not end within {SHUTDOWN_SECONDS:.0f} s of SIGTERM"
+            faults["hangs"] = f"the server did not end within {END_SECONDS} s of SIGTERM"
         text = self._log.read_text(errors="replace")[log_length:]
         if found := TRACEBACK.search(text):
             start = max(0, found.start() - 200)
             faults["traceback"] = f"the server ended with a traceback: {text[start:][:2000]}"
-        _, alive = psutil.wait_procs(self._processes, timeout=SHUTDOWN_SECONDS)
+        _, alive = psutil.wait_procs(self._processes, timeout=END_SECONDS)
         alive = [p for p in alive if p.pid != self._server.process.pid]
         if alive:
             names = ", ".join(f"{process.name()} ({process.pid})" for process in alive)

@@ -23,12 +23,11 @@ import pytest
 from vllm.platforms.cpu import CpuPlatform
 
 from tests.support import v2_on_cpu
-from tests.support.servers import free_port
+from tests.support.servers import END_SECONDS, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTS = 3
 START_SECONDS = 300
-END_SECONDS = 150
 
 
 class CountedCpuPlatform(CpuPlatform):

@@ -100,9 +100,10 @@ class DraftLimiter:
             excess = sum(len(request.spec_token_ids) for request in drafted) - max(free_tokens, 0)
             if excess > 0:
                 self._cut_tokens(drafted, excess, probs_of)
-        if is_tight:
-            # Blocks that drafts do not give back stay free for the refused request.
-            self._cut_to_blocks(drafted, starting if self._may_free_blocks else waiting, probs_of)
+            if is_tight:
+                # Blocks that drafts do not give back stay free for the refused request.
+                charged = starting if self._may_free_blocks else waiting
+                self._cut_to_blocks(drafted, charged, probs_of)
         return kept
 
     def _admissible(self) -> Iterator[Request]:

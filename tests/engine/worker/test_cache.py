@@ -32,13 +32,9 @@ from tests.support.driving import (
 )
 from tests.support.models import save_tiny_model
 from tests.support.servers import ANSWER_SECONDS, END_SECONDS, running
+from tests.support.smollm2 import SMOLLM2
 
 ROOT = Path(__file__).parents[3]
-SMOLLM2 = Path(
-    os.environ.get(
-        "LOOKAHEAD_TEST_MODEL", str(ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct")
-    )
-)
 PROMPTS = random_prompts(4, 12)
 
 
