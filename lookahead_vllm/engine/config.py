@@ -65,6 +65,8 @@ SECOND_RUNNER = _Runner(
     {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 1},
 )
 
+_METHODS = [runner.speculation["method"] for runner in (FIRST_RUNNER, SECOND_RUNNER)]
+
 _FLAGS = {
     "method": ("spec_method", "--spec-method"),
     "model": ("spec_model", "--speculative-model"),
@@ -264,6 +266,12 @@ class _Refusal(NamedTuple):
 
 
 _REFUSALS = (
+    _Refusal(
+        lambda config: config.speculative_config.method not in _METHODS,
+        "model {config.speculative_config.model!r} is a draft model, for which vLLM chooses the "
+        "method {config.speculative_config.method!r} and serves {config.model_config.model!r}; "
+        "write that model instead, or leave lookahead out of the speculative config",
+    ),
     _Refusal(
         lambda config: (
             config.parallel_config.distributed_executor_backend == "external_launcher"

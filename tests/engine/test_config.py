@@ -206,6 +206,24 @@ def test_a_wrong_option_stops_start_up(
     assert "\n" not in message
 
 
+def test_a_draft_model_is_refused(model: Path, tmp_path: Path) -> None:
+    """vLLM would serve its target with the draft model's method, and lookahead's workers."""
+    method = {"proposal_type": "greedy", "speculative_tokens": 3}
+    verifier = {"name_or_path": str(model), "architectures": ["LlamaForCausalLM"]}
+    layers = json.loads((model / "config.json").read_text())
+    config_of_draft = {
+        "architectures": ["Eagle3LlamaForCausalLM"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"proposal_methods": [method], "verifier": verifier},
+        "transformer_layer_config": layers,
+        "draft_vocab_size": layers["vocab_size"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config_of_draft))
+    assert made(tmp_path).speculative_config.method == "eagle3"
+    with pytest.raises(OptionError, match=f"is a draft model.* 'eagle3' and serves '{model}'"):
+        made(tmp_path, speculative_config={"method": "lookahead"})
+
+
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_replicas_get_ranks_as_tensor_parallelism_does(
     tensor_parallel_size: int, model: Path, monkeypatch: pytest.MonkeyPatch
