@@ -27,6 +27,7 @@ from lookahead_vllm.engine import grammar
 from lookahead_vllm.engine.grammar import GrammarDraft, GrammarTreeWalk
 from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
 from tests.support.driving import drafter_of, engine, generate, random_prompts
+from tests.support.models import TINY, WANDERING, save_config
 from tests.support.proposers import record
 from tests.support.smollm2 import SMOLLM2
 
@@ -452,17 +453,20 @@ NON_ASCII_PARAMS: list[dict[str, Any]] = [
 
 
 @pytest.mark.usefixtures("compiled_at_once")
-def test_grammars_with_characters_of_several_tokens() -> None:
+def test_grammars_with_characters_of_several_tokens(tmp_path: Path) -> None:
+    wide = {"llama": TINY["llama"] | {"vocab_size": len(_smollm2())}}
+    model = save_config("llama", tmp_path, wide)
     settings: dict[str, Any] = dict(
+        load_format=WANDERING,
+        tokenizer=str(SMOLLM2),
         skip_tokenizer_init=False,
         structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
-        kv_cache_memory_bytes=256 << 20,
     )
     params = [under(g, s) for g in NON_ASCII_PARAMS for s in (None, 1)]
     prompts = [_smollm2().encode(f"Answer {i}:") for i in range(len(params))]
-    with engine(SMOLLM2, **settings) as plain:
+    with engine(model, **settings) as plain:
         vanilla = generate(plain, prompts, params)
     lookahead = {"proposer": "recorder", "num_speculative_tokens": 4}  # drafts nothing itself
-    with engine(SMOLLM2, lookahead, **settings) as llm:
+    with engine(model, lookahead, **settings) as llm:
         assert generate(llm, prompts, params) == vanilla
         assert drafter_of(llm).counters.accepted_nodes > 10

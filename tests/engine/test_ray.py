@@ -38,8 +38,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
         pytest.skip("ray is not installed; scripts/setup.sh installs it")
     folder = tmp_path_factory.mktemp("ray")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the tests call their functions
         with ray_cluster.running(folder, patch) as running:
             yield running
 
@@ -73,7 +71,8 @@ def test_ranks_verify_the_same_trees(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", EXECUTORS[executor])
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # faster
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the tests call their functions
     envs.disable_envs_cache()  # an earlier engine of this process may have read them
     cache = tmp_path / "learned.cache"
     lookahead = {"proposer": "hybrid", "budget": "auto", "cache_path": str(cache)}

@@ -31,8 +31,8 @@ REAL = dict(max_model_len=1024, kv_cache_memory_bytes=1 << 30)
 def test_the_output_equals_plain_vllm() -> None:
     prompts = PROMPTS[::7]
     params = [
-        SamplingParams(temperature=0, max_tokens=48, detokenize=False),
-        SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=48, detokenize=False),
+        SamplingParams(temperature=0, max_tokens=32, detokenize=False),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=32, detokenize=False),
     ]
     with engine(MODEL, **REAL) as plain:
         vanilla = [generate(plain, prompts, p) for p in params]
@@ -47,6 +47,7 @@ def test_the_output_equals_plain_vllm() -> None:
         assert generate(llm, prompts, params[0]) == vanilla[0]
 
 
+@pytest.mark.parametrize("runner", ["v2"], indirect=True)
 @pytest.mark.usefixtures("runner")
 def test_stop_strings_cut_a_burst_of_accepted_tokens() -> None:
     settings = dict(REAL, skip_tokenizer_init=False)
@@ -101,7 +102,7 @@ def client(url: str) -> OpenAI:
 
 def complete(url: str, prompt: list[int], stream: bool) -> str:
     answer = client(url).completions.create(
-        model="m", prompt=prompt, max_tokens=32, temperature=0, stream=stream
+        model="m", prompt=prompt, max_tokens=20, temperature=0, stream=stream
     )
     if not stream:
         return answer.choices[0].text
@@ -122,7 +123,7 @@ def test_chats_get_plain_vllms_output(urls: tuple[str, str]) -> None:
         answer = client(url).chat.completions.create(
             model="m",
             messages=[{"role": "user", "content": "Name three rivers, three times each."}],
-            max_tokens=64,
+            max_tokens=40,
             temperature=0.7,
             seed=5,
         )
