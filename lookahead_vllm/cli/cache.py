@@ -143,7 +143,8 @@ def make_proposer(options: argparse.Namespace, fingerprint: str) -> NGramTriePro
             raise UsageError(
                 f"--max-nodes: {options.out} has {capacity}, which --add keeps; leave it out"
             )
-        proposer = NGramTrieProposer(LookaheadOptions(max_nodes=capacity))
+        kept = {"max_nodes": capacity, "share": facts.get("share", "namespace")}
+        proposer = NGramTrieProposer(LookaheadOptions.from_dict(kept))
         try:
             proposer.restore(arrays, facts)
         except ValueError as error:

@@ -12,6 +12,7 @@ other kernels for it in the middle of a request, and Ray may wait until the view
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -49,6 +50,8 @@ class ProposedDrafts(NamedTuple):
     min_prob_beside_prompt: float = 0.0
     """The smallest probability at which a node is worth its cost in a step that also computes a
     prompt."""
+    max_step_nodes: int = sys.maxsize
+    """The most nodes of a step; its logits have a row for each."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return packed(self)

@@ -25,6 +25,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine import grammar
 from lookahead_vllm.engine.grammar import GrammarDraft, GrammarTreeWalk
+from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 from tests.support.models import TINY, WANDERING, save_config
@@ -436,6 +437,31 @@ def test_a_walk_that_fails_leaves_the_grammar_where_it_was(
             request.walk(chain).run()
         assert request.allowed() == before
         assert request.grammar.num_processed_tokens == 0
+
+
+@pytest.mark.parametrize("runner", ["v1"], indirect=True)
+@pytest.mark.usefixtures("runner")
+@pytest.mark.parametrize("max_step_nodes", [0, 8])
+def test_what_grammars_dictate_is_within_the_nodes_of_a_step(
+    llama: Path, max_step_nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recall, nodes = LookaheadRunner._recall, []
+
+    def recorded(self: LookaheadRunner, *args: Any) -> Any:
+        step = recall(self, *args)
+        nodes.append(step.forest.num_nodes)
+        return step
+
+    monkeypatch.setattr(LookaheadRunner, "_recall", recorded)
+    regex = "the name and the number of the person is [0-9]{3}"
+    params = SamplingParams(
+        temperature=0, max_tokens=60, structured_outputs=StructuredOutputsParams(regex=regex)
+    )
+    lookahead = {"proposer": "ngram_trie", "num_speculative_tokens": 32, "budget": 32}
+    with engine(llama, lookahead, skip_tokenizer_init=False) as llm:
+        drafter_of(llm).max_step_nodes = max_step_nodes
+        generate(llm, random_prompts(12, 20, seed=3), params)
+    assert max(nodes) == max_step_nodes
 
 
 NON_ASCII_PARAMS: list[dict[str, Any]] = [

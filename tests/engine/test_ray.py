@@ -37,9 +37,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     if find_spec("ray") is None:
         pytest.skip("ray is not installed; scripts/setup.sh installs it")
     folder = tmp_path_factory.mktemp("ray")
-    with pytest.MonkeyPatch.context() as patch:
-        with ray_cluster.running(folder, patch) as running:
-            yield running
+    with pytest.MonkeyPatch.context() as patch, ray_cluster.running(folder, patch) as running:
+        yield running
 
 
 def save_slowly(worker: Any) -> None:

@@ -173,7 +173,7 @@ def draw_round(
             request.params.setdefault("extra_args", {}).update(_overrides(rng, server))
     # After a preemption, plain vLLM restarts its count of thinking tokens; and a prompt in chunks
     # would start again and again.
-    may_reset = runner == "v1" and not http and model not in HYBRIDS
+    may_reset = runner in ("v1", "v2") and not http and model not in HYBRIDS
     may_reset = may_reset and features.isdisjoint({"thinking", "chunked prefill"})
     reset_every = rng.choice([2, 5]) if draws.has("resets", 0.15 * may_reset) else 0
     return Round(

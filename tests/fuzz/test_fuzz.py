@@ -62,7 +62,7 @@ def test_every_feature_is_drawn(runner: str) -> None:
     assert drawn >= {
         *("greedy", "seeded", "n > 1", "streamed", "aborted", "lora adapter", "preemption"),
         *("chunked prefill", "prefix caching", "priority scheduling", "large blocks"),
-        *(("resets",) if runner == "v1" else ()),
+        "resets",
         *(f"structured output, {k}" for k in ("json", "regex", "choice", "grammar", "xgrammar")),
         *(
             "structured output after reasoning",

@@ -62,7 +62,8 @@ def describe(
     """
     header = cache_file.read_header(path)
     arrays, facts = cache_file.load(path, tokenizer)
-    proposer = NGramTrieProposer(LookaheadOptions(max_nodes=len(arrays["edges"])))
+    options = {"max_nodes": len(arrays["edges"]), "share": facts.get("share", "namespace")}
+    proposer = NGramTrieProposer(LookaheadOptions.from_dict(options))
     proposer.restore(arrays, facts)
 
     edges = arrays["edges"]

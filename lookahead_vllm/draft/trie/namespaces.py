@@ -5,10 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Mapping
 
-from lookahead_vllm.draft.trie.table import Trie, count_by_space
+import numpy as np
+
+from lookahead_vllm.draft.trie.table import NO_SPACE, Trie, count_by_space
 
 MAX_NAMESPACES = 1 << 16
 """The most namespaces that are remembered; when they are exceeded, a quarter is forgotten."""
+
+SAMPLED_EDGES = 1 << 19
+"""The edges by which namespaces are compared when some are forgotten; reading all would stop every
+request for a second in a large trie. A shared space has its edges all over the table."""
 
 
 def digest_of(namespace: str) -> str:
@@ -19,10 +25,10 @@ def digest_of(namespace: str) -> str:
 class Namespaces:
     """The shared spaces of a trie by namespace.
 
-    When there are too many, those with the fewest n-grams in the trie are forgotten first; among
-    equals, those that were named longest ago. The trie prunes n-grams that are rarely seen, so
-    the number of n-grams measures both use and size, and names that were used once go before
-    those in use.
+    When there are too many, those with the fewest n-grams in a part of the trie are forgotten
+    first; among equals, those that were named longest ago. The trie prunes n-grams that are rarely
+    seen, so the number of n-grams measures both use and size, and names that were used once go
+    before those in use.
     """
 
     def __init__(self, trie: Trie) -> None:
@@ -31,14 +37,18 @@ class Namespaces:
         """By digest, in the order in which they were last named."""
 
     def space_of(self, namespace: str, live: Callable[[], Collection[int]]) -> int:
-        """The space of a namespace; `live` returns the spaces that must not be forgotten."""
+        """The space of a namespace, NO_SPACE if there are no more numbers for spaces.
+
+        `live` returns the spaces that must not be forgotten.
+        """
         digest = digest_of(namespace)
         space = self._spaces.pop(digest, None)
         if space is None:
             if len(self._spaces) >= MAX_NAMESPACES:
                 self._forget(live())
             space = self._trie.new_shared()
-        self._spaces[digest] = space
+        if space != NO_SPACE:
+            self._spaces[digest] = space
         return space
 
     def to_dict(self) -> dict[str, int]:
@@ -51,8 +61,9 @@ class Namespaces:
 
     def _forget(self, live: Collection[int]) -> None:
         digests = list(self._spaces)
-        sizes = count_by_space(self._trie.edges, list(self._spaces.values())).tolist()
-        idle = [i for i, digest in enumerate(digests) if self._spaces[digest] not in live]
-        idle.sort(key=sizes.__getitem__)  # stable: among equals, the one named first comes first
-        for i in idle[: max(1, MAX_NAMESPACES // 4)]:
+        spaces = np.fromiter(self._spaces.values(), np.int64, len(digests))
+        sizes = count_by_space(self._trie.edges[-SAMPLED_EDGES:], spaces)
+        idle = np.flatnonzero(~np.isin(spaces, np.array(list(live), np.int64)))
+        smallest = idle[np.argsort(sizes[idle], kind="stable")]
+        for i in smallest[: max(1, MAX_NAMESPACES // 4)].tolist():
             del self._spaces[digests[i]]

@@ -318,7 +318,8 @@ class NGramTrieProposer:
             "trials": self.rate.trials,
             "weights": self.rate.weights,
         }
-        return arrays, {"namespaces": self._namespaces.to_dict(), "suffixes": SUFFIXES}
+        facts = {"namespaces": self._namespaces.to_dict(), "suffixes": SUFFIXES}
+        return arrays, {**facts, "share": self.options.share}
 
     def restore(self, arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> None:
         """Replace what was learned with a snapshot, whose live requests are not live here.
@@ -326,11 +327,17 @@ class NGramTrieProposer:
         Raises
         ------
         ValueError
-            The snapshot's arrays have other shapes or dtypes; nothing has changed.
+            The snapshot's arrays have other shapes or dtypes, or with share "all" it holds answers
+            of all namespaces, which this proposer keeps apart; nothing has changed.
         """
         current, current_facts = self.snapshot()
         if facts.get("suffixes") != current_facts["suffixes"]:
             raise ValueError("it holds n-grams of other lengths than this release of lookahead")
+        if facts.get("share") == "all" != self.options.share:
+            raise ValueError(
+                f"it was saved with share='all', without namespaces, and this server has "
+                f"share={self.options.share!r}"
+            )
         for name, array in current.items():
             given = arrays.get(name)
             if given is None or given.shape != array.shape or given.dtype != array.dtype:
@@ -358,7 +365,7 @@ class NGramTrieProposer:
             self._grow([DraftLimits("", 1, 1)] * MIN_SHARED_TREES, 1)
         compile_budget()
         self.finish("")
-        count_by_space(self.trie.edges[:0], [1])
+        count_by_space(self.trie.edges[:0], np.ones(1, np.int64))
 
 
 @kernel

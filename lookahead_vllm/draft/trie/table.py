@@ -16,7 +16,6 @@ every token that followed the suffix. Nothing points to an edge:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +33,9 @@ TOKEN_MASK = 0xFFFFFFFF
 COUNT_SHIFT = 32
 TIME_SHIFT = 48
 MAX_UINT16 = 0xFFFF  # the largest count and the largest time
+
+MAX_SPACE = 2**31 - 1
+"""The largest number of a space; private ones are negative."""
 
 NO_SPACE = 0
 """The space without edges: nothing is inserted into it and nothing is found in it."""
@@ -130,19 +132,25 @@ class Trie:
         return int(alive.sum())
 
     def new_shared(self) -> int:
-        """A space for answers. Its edges stay until they are pruned."""
+        """A space for answers. Its edges stay until they are pruned.
+
+        NO_SPACE if all numbers are used; a cache file continues them after a restart.
+        """
+        if self.counters[LAST_SHARED] >= MAX_SPACE:
+            return NO_SPACE
         self.counters[LAST_SHARED] += 1
         return int(self.counters[LAST_SHARED])
 
     def new_private(self, num_tokens: int) -> int:
         """A space for a live request's own text of about `num_tokens` tokens.
 
-        NO_SPACE if MAX_LIVE_SPACES are live.
+        NO_SPACE if MAX_LIVE_SPACES are live. All private spaces are in the first three quarters of
+        the table, so that texts of live requests never displace the answers in the last one.
         """
-        lines = len(self.edges) // SLOTS_PER_LINE
+        lines = max(1, len(self.edges) // SLOTS_PER_LINE * 3 // 4)
         region = min(lines, max(MIN_REGION_LINES, num_tokens * NUM_SUFFIXES * 2 // SLOTS_PER_LINE))
         for _ in range(MAX_LIVE_SPACES):
-            self.counters[LAST_PRIVATE] = self.counters[LAST_PRIVATE] % (2**31 - 1) + 1
+            self.counters[LAST_PRIVATE] = self.counters[LAST_PRIVATE] % MAX_SPACE + 1
             space = -int(self.counters[LAST_PRIVATE])
             if self.live[-space % MAX_LIVE_SPACES, 0] == 0:
                 first = -space * 0x9E3779B1 % (lines - region + 1)
@@ -182,9 +190,9 @@ def spaces_of(edges: Int64s) -> Int32s:
     return edges[:, KEY].astype(np.int32)  # the lower half
 
 
-def count_by_space(edges: Int64s, spaces: Sequence[int]) -> Int64s:
-    """The number of edges in each of these shared spaces, int64 [n]. Reads every slot."""
-    counts: Int64s = _count_by_space(edges, np.array(spaces, np.int64))
+def count_by_space(edges: Int64s, spaces: Int64s) -> Int64s:
+    """The number of edges in each of these shared spaces, both int64 [n]. Reads every slot."""
+    counts: Int64s = _count_by_space(edges, spaces)
     return counts
 
 

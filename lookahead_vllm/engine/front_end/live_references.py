@@ -50,8 +50,8 @@ class LiveReferences:
         if self.tokens + tokens > self._max_tokens:
             raise RequestError(
                 f"lookahead's references of {tokens} tokens were given, but this server allows "
-                f"{self._max_tokens} for all requests at a time, of which {self.tokens} are in "
-                "use; send the request again later, or without them"
+                f"{self._max_tokens} for all requests at a time, of which too few are free; send "
+                "the request again later, or without them"
             )
         self.tokens += tokens
         charged = [tokens]

@@ -70,11 +70,15 @@ class LookaheadScheduler(Scheduler):
         req_ids = [i for i in proposed.req_ids if self._is_running(i)]
         drafts = {i: proposed.drafts[i] for i in req_ids if i in proposed.drafts}
         if proposed.has_grammars:
+            unused = proposed.max_step_nodes
+            unused -= sum(len(draft.tokens) for draft in proposed.drafts.values())
+            unused -= sum(len(draft.tree) for draft in self._grammar_drafts.values())
             for req_id in req_ids:
                 request = self.requests[req_id]
                 if request.use_structured_output and not request.is_prefill_chunk:
                     draft = drafts.pop(req_id, None)
-                    self._apply_grammar(request, draft.tree if draft else EMPTY_TREE)
+                    tree = draft.tree if draft else EMPTY_TREE
+                    unused += len(tree) - self._apply_grammar(request, tree, len(tree) + unused)
         self.update_draft_token_ids(
             DraftTokenIds(list(drafts), [draft.tokens for draft in drafts.values()])
         )
@@ -83,12 +87,17 @@ class LookaheadScheduler(Scheduler):
         request = self.requests.get(req_id)
         return request is not None and request.status == RequestStatus.RUNNING
 
-    def _apply_grammar(self, request: Request, tree: DraftTree) -> None:
-        """Remove what the request's grammar forbids from its draft, and add what it dictates."""
+    def _apply_grammar(self, request: Request, tree: DraftTree, max_nodes: int) -> int:
+        """Remove what the request's grammar forbids from its draft, and add what it dictates.
+
+        Returns the number of nodes. `max_nodes` limits what is added.
+        """
         manager = self.structured_output_manager
-        draft = GrammarTreeWalk(manager, request, tree, *self._max_nodes_and_depth(request)).run()
+        nodes, depth = self._max_nodes_and_depth(request)
+        draft = GrammarTreeWalk(manager, request, tree, min(nodes, max_nodes), depth).run()
         self._grammar_drafts[request.request_id] = draft
         request.spec_token_ids = draft.tree.tokens.tolist()
+        return len(draft.tree)
 
     def _max_nodes_and_depth(self, request: Request) -> tuple[int, int]:
         """Limits of the draft for the request's next step."""

@@ -162,8 +162,8 @@ class LookaheadDrafter:
             return
         self.proposer = make_proposer(self.options)
         self.proposer.cost = cost
-        self.recorder.follow(self.proposer)
         self._cache = open_cache(vllm_config, self.options, self.proposer)
+        self.recorder.follow(self.proposer)  # evictions before the restart are not counted again
         if self._cache is not None:
             shutdown.before_teardown(self.shutdown)
 
@@ -369,7 +369,11 @@ class LookaheadDrafter:
         if not self._sent and not self.has_grammars:
             return None
         return ProposedDrafts(
-            self._sent, req_ids, self.has_grammars, self.proposer.min_prob_beside_prompt
+            self._sent,
+            req_ids,
+            self.has_grammars,
+            self.proposer.min_prob_beside_prompt,
+            self.max_step_nodes,
         )
 
     def finish(self, request_id: str) -> None:

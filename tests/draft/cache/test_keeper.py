@@ -36,8 +36,8 @@ def log(caplog, monkeypatch):
     return caplog
 
 
-def new_proposer(max_nodes=4096):
-    return NGramTrieProposer(LookaheadOptions(max_nodes=max_nodes))
+def new_proposer(max_nodes=4096, **options):
+    return NGramTrieProposer(LookaheadOptions(max_nodes=max_nodes, **options))
 
 
 def teach(proposer, first=100):
@@ -216,6 +216,15 @@ def test_a_file_of_other_ngrams_is_set_aside(path, log):
     arrays, facts = new_proposer().snapshot()
     cache_file.save(path, arrays, {**facts, "suffixes": [1, 2]}, TOKENIZER)
     refused(path, log, "n-grams of other lengths")
+
+
+def test_answers_of_all_namespaces_do_not_become_those_of_one(path, log):
+    shared = new_proposer(share="all")
+    teach(shared)
+    cache_file.save(path, *shared.snapshot(), TOKENIZER)
+    keep(restored := new_proposer(share="all"), path).close()
+    assert num_answers(restored) > 0
+    refused(path, log, "saved with share='all', without namespaces, and this server has share=")
 
 
 def test_a_file_without_edges_is_set_aside(path, log):

@@ -46,7 +46,7 @@ def learned(proposer):
 
 
 def make(kind, threads, **options):
-    options = {"max_nodes": 16_384, "budget": 24, "num_speculative_tokens": 24} | options
+    options = {"max_nodes": 32_768, "budget": 24, "num_speculative_tokens": 24} | options
     return kind(LookaheadOptions(draft_threads=threads, **options))
 
 

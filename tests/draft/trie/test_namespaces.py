@@ -9,7 +9,13 @@ from lookahead_vllm.draft.trie import namespaces as module
 from lookahead_vllm.draft.trie.namespaces import Namespaces
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.suffix import empty_hashes
-from lookahead_vllm.draft.trie.table import Trie, count_by_space
+from lookahead_vllm.draft.trie.table import (
+    LAST_SHARED,
+    MAX_SPACE,
+    Trie,
+    count_by_space,
+    spaces_of,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +59,21 @@ def test_the_space_of_a_live_request_is_not_forgotten():
     assert namespaces.space_of("first", set) == first
 
 
+def test_namespaces_without_a_number_share_with_none():
+    proposer = NGramTrieProposer(LookaheadOptions(max_nodes=10_000))
+    proposer.trie.counters[LAST_SHARED] = MAX_SPACE
+    for i in range(20):
+        proposer.start("r", [1], f"name {i}")
+        proposer.extend({"r": [5, 6, 7]})
+        proposer.finish("r")
+    arrays, facts = proposer.snapshot()
+    assert list(facts["namespaces"]) == [module.digest_of("")]  # of the proposer's own start
+    assert spaces_of(arrays["edges"]).max() <= 1
+
+
 def test_edges_are_counted_by_space():
     trie = Trie(4096)
-    spaces = [trie.new_shared() for _ in range(5)]
+    spaces = np.array([trie.new_shared() for _ in range(5)])
     own = trie.new_private(100)
     rng = np.random.default_rng(0)
     for space, length in ((spaces[0], 20), (spaces[3], 3), (own, 30)):

@@ -114,10 +114,10 @@ def test_a_request_that_leaves_the_batch_for_a_while_has_not_ended(proposer):
 
 
 def test_a_flood_of_answers_leaves_a_live_prompt_alone():
-    proposer = NGramTrieProposer(LookaheadOptions(max_nodes=8192))
+    proposer = NGramTrieProposer(LookaheadOptions(max_nodes=16_384))
     proposer.start("r", [*DOCUMENT, 1])
     proposer.start("flood", [1])
-    proposer.extend({"flood": np.random.default_rng(0).integers(1000, 40_000, 700).tolist()})
+    proposer.extend({"flood": np.random.default_rng(0).integers(1000, 40_000, 1400).tolist()})
     assert proposer.trie.num_pruned > 0
     proposer.extend({"r": DOCUMENT[:3]})
     assert DOCUMENT[3] in draft(proposer, "r").tokens

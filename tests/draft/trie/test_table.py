@@ -14,9 +14,11 @@ from lookahead_vllm.draft.trie.table import (
     CLOCK_TICKS,
     HALF_LIFE_TICKS,
     LAST_PRIVATE,
+    LAST_SHARED,
     LIVE_BONUS,
     MADE,
     MAX_LIVE_SPACES,
+    MAX_SPACE,
     NO_SPACE,
     SLOTS_PER_LINE,
     Trie,
@@ -233,6 +235,19 @@ def test_a_short_text_keeps_to_a_small_part_of_the_table():
     assert used.max() - used.min() < 1 << 14
 
 
+def test_answers_keep_a_quarter_of_the_table_whatever_is_live():
+    trie = Trie(1 << 16)
+    space = trie.new_shared()
+    insert(trie, space, range(6000))
+    last = trie.edges[-len(trie.edges) // 4 :].copy()
+    assert np.count_nonzero(last[:, 0]) > 10_000
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        insert(trie, trie.new_private(4000), rng.integers(10_000, 50_000, 4000))
+    assert trie.num_pruned > 400_000
+    np.testing.assert_array_equal(trie.edges[-len(last) :], last)
+
+
 @pytest.mark.parametrize("vocabulary", [1, 50_000])
 def test_a_prompt_of_32k_tokens_takes_linear_work(vocabulary):
     trie = Trie(1 << 20)
@@ -248,6 +263,12 @@ def test_the_numbers_of_private_spaces_wrap_around():
     trie.counters[LAST_PRIVATE] = 2**31 - 3
     held = [trie.new_private(1) for _ in range(4)]
     assert held == [-(2**31 - 2), -(2**31 - 1), -1, -2]
+
+
+def test_the_numbers_of_shared_spaces_end():
+    trie = Trie(1024)
+    trie.counters[LAST_SHARED] = MAX_SPACE - 1
+    assert [trie.new_shared() for _ in range(3)] == [MAX_SPACE, NO_SPACE, NO_SPACE]
 
 
 def test_live_private_spaces_are_limited():

@@ -27,7 +27,7 @@ def test_only_running_requests_get_drafts(has_grammars: bool) -> None:
         )
 
     scheduler: Any = object.__new__(LookaheadScheduler)
-    scheduler._has_stages = False
+    scheduler._has_stages, scheduler._grammar_drafts = False, {}
     scheduler.structured_output_manager = SimpleNamespace(validate_tokens=lambda _, tokens: tokens)
     scheduler.requests = {
         "running": request(RequestStatus.RUNNING),

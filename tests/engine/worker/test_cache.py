@@ -21,8 +21,12 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from lookahead_vllm.draft.trie.table import PRUNED
 from lookahead_vllm.engine import shutdown
+from lookahead_vllm.engine.worker import drafter as drafter_module
 from lookahead_vllm.engine.worker.cache import fingerprint_of, open_cache
+from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
+from lookahead_vllm.engine.worker.step_recorder import StepRecorder
 from tests.support.driving import (
     drafter_of,
     engine,
@@ -186,6 +190,20 @@ def test_a_worker_process_has_time_to_save_unless_the_user_sets_it(
         shutdown.allow_time_to_end()
         assert envs.environment_variables["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"]() == given
     assert shutdown.seconds_to_save() == given and shutdown.seconds_to_end() > given + 4
+
+
+def test_evictions_before_a_restart_are_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(config: Any, options: LookaheadOptions, proposer: NGramTrieProposer) -> None:
+        proposer.trie.counters[PRUNED] = 1000
+
+    monkeypatch.setattr(drafter_module, "open_cache", load)
+    drafter = LookaheadDrafter.__new__(LookaheadDrafter)
+    drafter.options = LookaheadOptions(max_nodes=4096, budget=4)
+    drafter.is_drafting_rank, drafter.recorder = True, StepRecorder()
+    drafter.begin(SimpleNamespace(), None)
+    assert drafter.recorder.take_report().evictions == 0
+    drafter.proposer.trie.counters[PRUNED] += 5
+    assert drafter.recorder.take_report().evictions == 5
 
 
 class Workers(MultiprocExecutor):

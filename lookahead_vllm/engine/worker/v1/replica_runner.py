@@ -210,13 +210,10 @@ class ReplicaRunner(LookaheadRunner):
         """Send the missing KV, or return how many tokens of each request this rank recomputes.
 
         KV is sent if the request is not in the step or restarts in it, if recomputing would exceed
-        the longest draft, or if the step has no room. Preempted requests need it because the
-        scheduler may just have cached their last block. Finished requests do not: their last block
-        is neither cached nor used again.
+        the longest draft, or if the step has no room. Preempted and finished requests need it
+        because the scheduler may just have cached their last block, for a conversation's next turn.
         """
         missing, self._missing_kv = self._missing_kv, {}
-        for req_id in step.finished_req_ids:
-            missing.pop(req_id, None)
         if not missing:
             return {}
         forest = drafts.forest

@@ -80,6 +80,8 @@ class _Request:
     def __init__(self, new: NewRequestData) -> None:
         self.prompt: Int32s | None = prompt_tokens(new)
         """None once it was passed to the proposer."""
+        self.num_prompt = len(self.prompt)
+        """A session's next turn has a longer one."""
         self.params = new.sampling_params
         assert new.prefill_token_ids is not None
         self.num_tokens = len(new.prefill_token_ids)
@@ -122,7 +124,7 @@ class LateDrafts:
         known = self._requests.get(new.req_id)
         if known is not None:
             self.learn()
-            if known.prompt is None and self._is_next_turn(new.req_id):
+            if known.prompt is None and len(prompt_tokens(new)) > known.num_prompt:
                 self.finish(new.req_id)
                 known = None
         new.sampling_params = drafter.announce(new.req_id, new.sampling_params)
@@ -136,14 +138,9 @@ class LateDrafts:
         if known.prompt is None:  # else it was preempted before its first token
             drafter.forget_options(new.req_id)
         assert new.prefill_token_ids is not None
-        known.num_repeated = max(known.num_tokens - len(new.prefill_token_ids), 0)
+        known.num_repeated += max(known.num_tokens - len(new.prefill_token_ids), 0)
         known.num_tokens = len(new.prefill_token_ids)
         known.is_decoding = False
-
-    def _is_next_turn(self, request_id: str) -> bool:
-        """Whether the request's answer has ended, so that it starts again as a session."""
-        live = self._drafter.live(request_id)
-        return live is not None and not live.remaining
 
     def finish(self, request_id: str) -> None:
         """Forget a request that has ended."""
