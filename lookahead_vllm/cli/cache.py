@@ -143,18 +143,15 @@ def make_proposer(options: argparse.Namespace, fingerprint: str) -> NGramTriePro
             raise UsageError(
                 f"--max-nodes: {options.out} has {capacity}, which --add keeps; leave it out"
             )
-        kept = {"max_nodes": capacity, "share": facts.get("share", "namespace")}
-        proposer = NGramTrieProposer(LookaheadOptions.from_dict(kept))
         try:
-            proposer.restore(arrays, facts)
+            proposer = NGramTrieProposer.of_snapshot(arrays, facts)
         except ValueError as error:
             raise CacheFileError(str(error)) from None
     else:
         given = {} if options.max_nodes is None else {"max_nodes": options.max_nodes}
         proposer = NGramTrieProposer(LookaheadOptions.from_dict(given))
-    proposer.insertion.seconds = (
-        math.inf
-    )  # each prompt at once: here no step waits, and none begins
+    # Each prompt at once: here no step waits, and none begins.
+    proposer.insertion.seconds = math.inf
     return proposer
 
 

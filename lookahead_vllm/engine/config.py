@@ -66,6 +66,7 @@ SECOND_RUNNER = _Runner(
 )
 
 _METHODS = [runner.speculation["method"] for runner in (FIRST_RUNNER, SECOND_RUNNER)]
+"""What vLLM takes lookahead for."""
 
 _FLAGS = {
     "method": ("spec_method", "--spec-method"),

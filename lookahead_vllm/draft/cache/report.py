@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.cache import file as cache_file
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.trie.acceptance_rate import HITS, TRIALS, AcceptanceRate
 from lookahead_vllm.draft.trie.namespaces import digest_of
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
@@ -62,9 +61,7 @@ def describe(
     """
     header = cache_file.read_header(path)
     arrays, facts = cache_file.load(path, tokenizer)
-    options = {"max_nodes": len(arrays["edges"]), "share": facts.get("share", "namespace")}
-    proposer = NGramTrieProposer(LookaheadOptions.from_dict(options))
-    proposer.restore(arrays, facts)
+    proposer = NGramTrieProposer.of_snapshot(arrays, facts)
 
     edges = arrays["edges"]
     spaces = spaces_of(edges)

@@ -321,6 +321,22 @@ class NGramTrieProposer:
         facts = {"namespaces": self._namespaces.to_dict(), "suffixes": SUFFIXES}
         return arrays, {**facts, "share": self.options.share}
 
+    @classmethod
+    def of_snapshot(
+        cls, arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]
+    ) -> NGramTrieProposer:
+        """A proposer with the contents of a snapshot, and the options that it was made with.
+
+        Raises
+        ------
+        ValueError
+            As `restore`.
+        """
+        options = {"max_nodes": len(arrays["edges"]), "share": facts.get("share", "namespace")}
+        proposer = cls(LookaheadOptions.from_dict(options))
+        proposer.restore(arrays, facts)
+        return proposer
+
     def restore(self, arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> None:
         """Replace what was learned with a snapshot, whose live requests are not live here.
 

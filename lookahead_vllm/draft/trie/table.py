@@ -190,14 +190,9 @@ def spaces_of(edges: Int64s) -> Int32s:
     return edges[:, KEY].astype(np.int32)  # the lower half
 
 
+@kernel
 def count_by_space(edges: Int64s, spaces: Int64s) -> Int64s:
     """The number of edges in each of these shared spaces, both int64 [n]. Reads every slot."""
-    counts: Int64s = _count_by_space(edges, spaces)
-    return counts
-
-
-@kernel
-def _count_by_space(edges: Int64s, spaces: Int64s) -> Int64s:
     size = 16
     while size < 4 * len(spaces):
         size *= 2

@@ -260,7 +260,9 @@ def test_references_of_live_requests_have_a_common_limit() -> None:
     async def run() -> None:
         first, second = ask(), ask()
         assert await anext(first) == 0
-        with pytest.raises(RequestError, match=r"10 tokens were given.* 25 for all .* too few are free"):
+        with pytest.raises(
+            RequestError, match=r"10 tokens were given.* 25 for all .* too few are free"
+        ):
             ask()
         assert [output async for output in first] == [1, 2]
         third = ask()  # the first one has ended
