@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from tqdm import tqdm
+
 from benchmarks.command_line import interrupted
 from benchmarks.methods import BASELINE, MethodError, SpeculativeConfig, choose_methods
 from benchmarks.serving.server import ServerError, free_port, serving
@@ -122,8 +124,13 @@ def run(
     options: argparse.Namespace, methods: dict[str, SpeculativeConfig | None], starts: Starts
 ) -> None:
     """All starts; fills `starts`."""
-    with tempfile.TemporaryDirectory() as folder:
+    cold_starts = 1 if options.warm_only else options.times
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tqdm(total=1 + len(methods) * (options.times + cold_starts), desc="Starts") as bar,
+    ):
         start(options, None, Path(folder))  # reads all files once
+        bar.update()
         for number in range(options.times):
             for name in list(methods)[:: -1 if number % 2 else 1]:
                 cold = not options.warm_only
@@ -131,9 +138,11 @@ def run(
                 if not cache.exists():
                     cache.mkdir()
                     measured = start(options, methods[name], cache)
+                    bar.update()
                     if cold:
                         starts.setdefault((name, COLD), []).append(measured)
                 starts.setdefault((name, WARM), []).append(start(options, methods[name], cache))
+                bar.update()
 
 
 def table(starts: Starts) -> str:
@@ -181,10 +190,10 @@ def main(argv: Sequence[str]) -> int:
         arguments.error(f"there is no folder {options.json.parent}")
     starts: Starts = {}
     try:
-        stopped = interrupted(lambda: run(options, methods, starts))
+        status = 130 if interrupted(lambda: run(options, methods, starts)) else 0
     except ServerError as error:
         print(error, file=sys.stderr)
-        return 1
+        status = 1
     if starts:
         print(
             f"\n{Path(options.model).name}, {cpu_name()}\n\n{table(starts)}\n\n{additions(starts)}"
@@ -193,4 +202,4 @@ def main(argv: Sequence[str]) -> int:
         rows = [{"method": n, "kind": k, "starts": s} for (n, k), s in starts.items()]
         meta = {"versions": versions(), "cpu": cpu_name(), "argv": list(argv)}
         options.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
-    return 130 if stopped else 0
+    return status

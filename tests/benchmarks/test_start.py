@@ -6,9 +6,11 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.serving.server import ServerError
 from benchmarks.start import compare as script
 from benchmarks.start.phases import ENDS, LogFollower, durations
 
@@ -78,6 +80,24 @@ def test_warm_starts_alone_share_one_folder(
     script.main(["--model", "m", "--times", "2", "--warm-only", "--methods", "none"])
     assert len(vllm.read_text().splitlines()) == 4  # two unmeasured
     assert "none, cold" not in capsys.readouterr().out
+
+
+def test_a_server_that_does_not_start_loses_no_measurement(
+    vllm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = script.start
+
+    def start_four(*args: Any) -> dict[str, float]:
+        if len(vllm.read_text().splitlines() if vllm.exists() else ()) == 4:
+            raise ServerError("the server did not start")
+        return start(*args)
+
+    monkeypatch.setattr(script, "start", start_four)
+    assert script.main(["--model", "m", "--methods", "none", "--times", "3"]) == 1
+    captured = capsys.readouterr()
+    assert "the server did not start" in captured.err
+    whole = re.search(r"^\| whole .*\|$", captured.out, re.M)
+    assert whole and "–" in whole[0] and "none, warm" in captured.out
 
 
 def test_a_server_that_does_not_start_is_an_error(

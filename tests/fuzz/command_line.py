@@ -50,7 +50,7 @@ both answers and the command that repeats its round.
 
 The last bits of float32 sums depend on the shape of a batch. Where two tokens are equally likely up
 to these bits, plain vLLM itself gives another answer in another batch. A difference that plain vLLM
-shows too, in one of eight other batches or with one of eight random changes to the last bits of its
+shows too, in one of eight other batches or with one of 24 random changes to the last bits of its
 logits, is counted as a tie and not as a mismatch.
 
 On the runner v2, steps are asynchronous, and vLLM's kernels have stand-ins for this CPU. In one

@@ -25,7 +25,6 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler as SecondSampler
 
 from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.engine.worker.step_recorder import Counters
-from tests.fuzz.draw import LATENT
 from tests.fuzz.isolation import Leak, LeakDetector
 from tests.fuzz.processes import counters_of, engine_elsewhere
 from tests.fuzz.round import Request, Round
@@ -39,10 +38,12 @@ from tests.support.tokenizer import save_tokenizer
 
 CONFIGS = TINY | HYBRIDS
 LOGPROB_TOLERANCE = 1e-3
-LAST_BITS, LAST_BITS_OF_LATENTS = 1e-6, 4e-6
-"""How much another batch may change a logit in float32, relative to the largest logit; the second
-with latent attention, where plain vLLM's logprobs differ by up to 5e-5 from those of one request
-alone."""
+LAST_BITS = 4e-6
+"""How much another order of additions may change a logit in float32, relative to the largest logit.
+
+The attention scores of these models are large: lookahead's kernel and PyTorch both differ from
+float64 by up to 1.2e-5 of an output's mean."""
+PERTURBATIONS = 24
 MAX_STEPS = 20_000
 FORBIDDEN_LOGPROB = -1e6
 """Logprobs below this are those of forbidden tokens."""
@@ -263,14 +264,13 @@ class Rounds:
         """
         request = replace(round_.requests[index], arrival=0)
         others = [replace(r, arrival=0) for i, r in enumerate(round_.requests) if i != index]
-        size = LAST_BITS_OF_LATENTS if round_.model in LATENT else LAST_BITS
         with self._engine(round_) as llm:
             for num_others in (0, 1, 2, 3, 5, 7, 11, len(others)):
                 plain = play(llm, [request, *others[:num_others]], self._adapters)[0]
                 if not differences([request], [plain], [reply]):
                     return True
-            for seed in range(8):
-                with perturbed_logits(seed, size):
+            for seed in range(PERTURBATIONS):
+                with perturbed_logits(seed):
                     plain = play(llm, [request], self._adapters)[0]
                 if not differences([request], [plain], [reply]):
                     return True
@@ -400,15 +400,15 @@ def _close(a: float, b: float) -> bool:
 
 
 @contextmanager
-def perturbed_logits(seed: int, size: float = LAST_BITS) -> Iterator[None]:
-    """Add noise to all logits before sampling; `size` is relative to the largest logit."""
+def perturbed_logits(seed: int) -> Iterator[None]:
+    """Add noise to all logits before sampling, `LAST_BITS` of the largest one."""
     rng = torch.Generator().manual_seed(seed)
 
     def with_noise(sample: Any) -> Any:
         def perturbed(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             largest = logits.nan_to_num(0, 0, 0).abs().amax(dim=-1, keepdim=True)
             noise = (2 * torch.rand(logits.shape, generator=rng) - 1).to(logits.device)
-            return sample(self, logits + noise * size * largest, *args, **kwargs)
+            return sample(self, logits + noise * LAST_BITS * largest, *args, **kwargs)
 
         return perturbed
 
