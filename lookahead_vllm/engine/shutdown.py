@@ -6,7 +6,8 @@ Ctrl-C, ends all of them together: the front-end's SIGTERM then kills an engine 
 teardown has already removed its signal handlers. So both wait longer, and an engine process saves,
 or waits for the worker that does, before its teardown. Ray's executors kill their workers without a
 signal, so an engine process first calls the workers to save. It also replaces Ray's handler of
-SIGTERM, which would abort it 3 seconds later.
+SIGTERM, which would abort it 3 seconds later. An idle engine process may miss a signal altogether:
+see `_wake_on_signals`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from queue import Queue
 from typing import Any
 from weakref import WeakMethod, WeakSet
 
@@ -122,6 +124,7 @@ def _saving(original: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(original)
     def handle_shutdown(self: Any) -> bool:
         _end_with_parent()
+        _wake_on_signals(self.input_queue)
         if self.model_executor.uses_ray:
             _replace_handler_of_ray()
         was_requested = self.shutdown_state == EngineShutdownState.REQUESTED
@@ -191,6 +194,28 @@ def _replace_handler_of_ray() -> None:
     seconds, and then calls the Python handler.
     """
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+
+
+@functools.cache
+def _wake_on_signals(input_queue: Queue[Any]) -> None:
+    """Wake the engine's loop after each signal, so that Python runs the signal's handler.
+
+    A signal interrupts the main thread's wait for requests. One that arrives after the thread has
+    released the GIL and before it sleeps does not, and the handler would wait for a request.
+    """
+    from vllm.v1.engine import EngineCoreRequestType
+
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    if (earlier := signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)) != -1:
+        signal.set_wakeup_fd(earlier)  # another library wakes the thread
+        return
+
+    def wake() -> None:
+        while os.read(read_end, 1):
+            input_queue.put((EngineCoreRequestType.WAKEUP, None))
+
+    threading.Thread(target=wake, name="lookahead-signals", daemon=True).start()
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from tests.support.ranks import (
     SEEDED,
     Answers,
     Verified,
+    insert_whole_texts,
     plain_answers,
     record_trees,
     verified,
@@ -57,6 +58,7 @@ def replicas(
         with engine(model, {"parallel": count, **lookahead}, **settings) as llm:
             llm.collective_rpc("record_answers", args=(list(RECORDED), list(RECORDED.values())))
             llm.collective_rpc(record_trees)
+            llm.collective_rpc(insert_whole_texts)
             yield llm
 
 

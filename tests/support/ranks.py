@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ def check_lookahead(llm: LLM, plain: Answers) -> None:
     """
     llm.collective_rpc(record_trees)
     llm.collective_rpc(set_clock)
+    llm.collective_rpc(insert_whole_texts)
     compiled_at_start = llm.collective_rpc(compiled_kernels)
     assert generate_staggered(llm, PROMPTS, GREEDY) == plain.greedy
     assert generate(llm, PROMPTS, GREEDY) == plain.greedy
@@ -71,6 +73,13 @@ def record_trees(worker: Any) -> None:
         return result
 
     setattr(runner, name, recorded)
+
+
+def insert_whole_texts(worker: Any) -> None:
+    """In a worker: remove the time limit on insertion, as `conftest.py` does in its process."""
+    insertion = getattr(worker.model_runner.drafter.proposer, "insertion", None)
+    if insertion is not None:
+        insertion.seconds = math.inf
 
 
 def set_clock(worker: Any) -> None:

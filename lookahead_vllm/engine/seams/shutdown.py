@@ -65,6 +65,22 @@ SEAMS = (
         _HANDLERS,
     ),
     Seam(_CORE, "EngineShutdownState", ("REQUESTED",), "read", "as shutdown_state", _HANDLERS),
+    Seam(
+        _CORE,
+        "EngineCoreProc",
+        ("input_queue",),
+        "read",
+        "wakes an idle engine when a signal arrives, see `shutdown._wake_on_signals`",
+        _HANDLERS,
+    ),
+    Seam(
+        "vllm.v1.engine",
+        "EngineCoreRequestType",
+        ("WAKEUP",),
+        "read",
+        "as input_queue",
+        _HANDLERS,
+    ),
     Seam(_CORE, "EngineCore", ("model_executor",), "read", "the workers' executor", _HANDLERS),
     Seam(
         _CORE,
