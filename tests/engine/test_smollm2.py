@@ -24,7 +24,7 @@ PROMPTS = [
     json.loads(line)["prompt_token_ids"]
     for line in (ROOT / "tests" / "data" / "spec_bench_20.jsonl").read_text().splitlines()
 ]
-REAL = dict(max_model_len=1024, kv_cache_memory_bytes=1 << 30)
+REAL = dict(max_model_len=1024, kv_cache_memory_bytes=256 << 20)
 
 
 @pytest.mark.usefixtures("runner")
