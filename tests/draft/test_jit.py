@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numba.core.dispatcher
@@ -34,3 +36,23 @@ def test_a_compiled_kernel_is_cached_in_the_folder_named_by_the_hash() -> None:
 
     assert isinstance(_take, numba.core.dispatcher.Dispatcher)
     assert str(_take._cache.cache_path).startswith(jit._folder())
+
+
+ENDS_A_PROCESS_AT_EXIT = """
+import lookahead_vllm.draft.threads
+import multiprocessing, time, weakref
+
+class Manager:
+    pass
+
+process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+process.start()
+manager = Manager()
+weakref.finalize(manager, process.terminate)
+"""
+
+
+def test_a_script_that_imports_kernels_first_ends_its_processes() -> None:
+    """Like vLLM, whose `LLM` ends its engine process in a finalizer."""
+    command = [sys.executable, "-c", ENDS_A_PROCESS_AT_EXIT]
+    assert subprocess.run(command, timeout=120, cwd=PACKAGE.parent).returncode == 0

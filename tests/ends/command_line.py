@@ -88,7 +88,10 @@ def check(chosen: Sequence[Ending], times: int) -> None:
                 shutil.rmtree(folder)
         counts = "; ".join(f"{count} x {result}" for result, count in results.items())
         print(f"{ending!s:22} {counts}; ended in {longest:.1f} s at most", flush=True)
-    shutil.rmtree(temporary)
+    if any(temporary.glob("*/log")):
+        print(f"the logs of engines that lost their cache file: {temporary}/*/log")
+    else:
+        shutil.rmtree(temporary)
 
 
 def main(argv: Sequence[str]) -> int:
