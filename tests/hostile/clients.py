@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 300.0
 """A server hangs if it does not answer within this time."""
 
 

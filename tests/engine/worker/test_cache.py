@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -232,17 +233,19 @@ def core_of(executor: Any, **attributes: Any) -> Any:
         ),
         _send_abort_outputs=lambda _: None,
         has_work=lambda: False,
+        input_queue=Queue(),
     )
     vars(core).update(attributes)
     return core
 
 
 @pytest.fixture
-def _has_no_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+def _starts_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutdown, "_end_with_parent", lambda: None)
+    monkeypatch.setattr(shutdown, "_wake_on_signals", lambda _: None)
 
 
-@pytest.mark.usefixtures("_has_no_parent")
+@pytest.mark.usefixtures("_starts_no_threads")
 def test_workers_save_before_the_signal_handlers_are_removed() -> None:
     shutdown.save_before_teardown()
     core = core_of(workers := Workers())
@@ -250,7 +253,7 @@ def test_workers_save_before_the_signal_handlers_are_removed() -> None:
     assert workers.told == ["end", "wait"]
 
 
-@pytest.mark.usefixtures("_has_no_parent")
+@pytest.mark.usefixtures("_starts_no_threads")
 def test_workers_begin_to_save_while_requests_are_drained() -> None:
     """The last of them may take longer than the deadline."""
     shutdown.save_before_teardown()
@@ -310,7 +313,7 @@ class Saver:
         self.saved += 1
 
 
-@pytest.mark.usefixtures("_has_no_parent")
+@pytest.mark.usefixtures("_starts_no_threads")
 def test_an_engine_saves_once_and_before_its_teardown(monkeypatch: pytest.MonkeyPatch) -> None:
     saver = Saver()
     shutdown.before_teardown(saver.save)
