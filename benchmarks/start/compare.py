@@ -129,6 +129,12 @@ def run(
         tempfile.TemporaryDirectory() as folder,
         tqdm(total=1 + len(methods) * (options.times + cold_starts), desc="Starts") as bar,
     ):
+
+        def measure(name: str, cache: Path) -> dict[str, float]:
+            measured = start(options, methods[name], cache)
+            bar.update()
+            return measured
+
         start(options, None, Path(folder))  # reads all files once
         bar.update()
         for number in range(options.times):
@@ -137,12 +143,10 @@ def run(
                 cache = Path(folder) / f"{name}-{number if cold else 0}".replace("/", "_")
                 if not cache.exists():
                     cache.mkdir()
-                    measured = start(options, methods[name], cache)
-                    bar.update()
+                    measured = measure(name, cache)
                     if cold:
                         starts.setdefault((name, COLD), []).append(measured)
-                starts.setdefault((name, WARM), []).append(start(options, methods[name], cache))
-                bar.update()
+                starts.setdefault((name, WARM), []).append(measure(name, cache))
 
 
 def table(starts: Starts) -> str:

@@ -205,11 +205,12 @@ def _wake_on_signals(input_queue: Queue[Any]) -> None:
     """
     from vllm.v1.engine import EngineCoreRequestType
 
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    if (earlier := signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)) != -1:
+    if (earlier := signal.set_wakeup_fd(-1)) != -1:
         signal.set_wakeup_fd(earlier)  # another library wakes the thread
         return
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
     def wake() -> None:
         while os.read(read_end, 1):

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -83,16 +83,11 @@ def test_warm_starts_alone_share_one_folder(
 
 
 def test_a_server_that_does_not_start_loses_no_measurement(
-    vllm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = script.start
-
-    def start_four(*args: Any) -> dict[str, float]:
-        if len(vllm.read_text().splitlines() if vllm.exists() else ()) == 4:
-            raise ServerError("the server did not start")
-        return start(*args)
-
-    monkeypatch.setattr(script, "start", start_four)
+    four = [{"command": float(seconds)} for seconds in range(4)]
+    starts = Mock(side_effect=[*four, ServerError("the server did not start")])
+    monkeypatch.setattr(script, "start", starts)
     assert script.main(["--model", "m", "--methods", "none", "--times", "3"]) == 1
     captured = capsys.readouterr()
     assert "the server did not start" in captured.err
