@@ -22,8 +22,10 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
+    # vLLM's workers leave shared memory to Python's resource tracker, which warns at exit.
+    "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker",
 }
-"""Defaults, set before vLLM is imported."""
+"""Defaults, set before vLLM is imported and processes start."""
 
 PLANTS = {
     "mask": (("v1", "v2"), "a wrong bit in a tree's mask"),

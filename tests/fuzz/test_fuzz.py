@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 import traceback
@@ -14,7 +15,7 @@ import torch
 from vllm.v1.sample.sampler import Sampler
 
 from tests.engine.worker.test_second_device import metadata_of
-from tests.fuzz.command_line import PLANTS, parse_args
+from tests.fuzz.command_line import ENVIRONMENT, PLANTS, parse_args
 from tests.fuzz.draw import REQUEST_FEATURES, draw_round
 from tests.fuzz.plant import BUGS, planted
 from tests.fuzz.play import Answer, Reply, Rounds, alike, differences, perturbed_logits
@@ -42,6 +43,25 @@ def test_a_run_ends_with_its_closing_line() -> None:
         check=True,
     )
     assert done.stdout.splitlines()[-1] == "0 requests, 0 mismatches, 0 leaks"
+
+
+def test_nothing_is_printed_after_the_closing_line_about_shared_memory() -> None:
+    script = """
+import os
+from multiprocessing.shared_memory import SharedMemory
+SharedMemory(create=True, size=1)
+print("closing line", flush=True)
+os._exit(0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "closing line\n"
 
 
 def test_a_round_depends_only_on_its_seed() -> None:
