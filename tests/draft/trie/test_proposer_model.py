@@ -1,16 +1,17 @@
 """The proposer against a plain model of it, and against what each request may see."""
 
 from collections import defaultdict
-from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import Phase, assume, given, settings
+from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.trie.acceptance_rate import AcceptanceRate
+from lookahead_vllm.draft.trie.namespaces import Namespaces
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from tests.support.reference_trie import ProposerModel
 
@@ -79,15 +80,36 @@ def test_it_proposes_what_the_plain_model_of_it_proposes(steps):
         check(request_id)
 
 
-def pairs(text):
-    """Two tokens next to each other, or with one between them."""
-    return set(pairwise(text)) | set(zip(text, text[2:], strict=False))
+def seen_in(text, first):
+    """The tokens of `text` from index `first`, each with the last token before it or the last but
+    one, and the distance to that token."""
+    return {
+        (distance, text[at - distance], text[at])
+        for at in range(first, len(text))
+        for distance in (1, 2)
+        if at >= distance
+    }
 
 
-@settings(deadline=None)
-@given(steps, st.sampled_from([1024, 100_000]))
-def test_no_draft_has_n_grams_that_only_another_namespace_has_seen(steps, max_nodes):
-    """Each token was seen after the last but one or two, by the request or in its namespace."""
+# Few tokens, so that texts of different namespaces share contexts and continue them differently.
+namespace_steps = st.lists(
+    st.tuples(
+        st.sampled_from("abc"),
+        st.sampled_from(["start", "reference", "extend", "extend", "extend", "finish"]),
+        st.lists(st.integers(0, 3), min_size=1, max_size=4),
+        st.sampled_from(["", "x", None]),
+    ),
+    min_size=4,
+    max_size=12,
+)
+
+
+def check_isolation(steps, max_nodes):
+    """Fail if a draft has a token that neither its request nor its namespace has seen there.
+
+    A suffix of the trie has the last token, or the last but one without the last. So a token is
+    drafted only if it was seen at the same distance from one of the two.
+    """
     proposer = NGramTrieProposer(LookaheadOptions(max_nodes=max_nodes))
     flood = np.random.default_rng(0).integers(1000, 9000, 300).tolist()
     seen, live = defaultdict(set), {}
@@ -98,32 +120,45 @@ def test_no_draft_has_n_grams_that_only_another_namespace_has_seen(steps, max_no
         paths = []
         for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
             before = paths[parent] if parent >= 0 else text
-            assert {(last, token) for last in before[-2:]} & (seen[own] | seen[shared])
+            assert {(1, before[-1], token), (2, before[-2], token)} & (seen[own] | seen[shared])
             paths.append([*before, token])
 
     for step, (request_id, action, tokens, namespace) in enumerate(steps):
-        # Every text begins with the same two tokens, so that a draft always has two before it.
-        if action in ("start", "reference"):
-            text = [7, 8, *tokens]
+        if action in ("start", "reference") or (action == "extend" and request_id not in live):
+            # Every text begins with the same two tokens, so that two are before each draft.
+            text = [7, 8] if action == "extend" else [7, 8, *tokens]
             references = [tokens[::-1]] if action == "reference" else []
             live[request_id] = step, namespace if namespace is not None else step, text
             proposer.start(request_id, text, namespace, references)
-            for reference in ([], *references):
-                seen[step] |= pairs(text + reference)
+            seen[step] |= seen_in(text, 0)
+            for reference in references:
+                seen[step] |= seen_in(text + reference, len(text))
+        if action == "extend":
+            proposer.extend({request_id: tokens})
+            own, shared, text = live[request_id]
+            text += tokens
+            new = seen_in(text, len(text) - len(tokens))
+            seen[own] |= new
+            seen[shared] |= new
+            proposer.start("flood", flood[step:], "flood")
+            proposer.extend({"flood": flood[step:]})
         elif action == "finish":
             live.pop(request_id, None)
             proposer.finish(request_id)
-        elif request_id in live and action == "extend":
-            proposer.extend({request_id: tokens})
-            own, shared, text = live[request_id]
-            new = pairs(text[-2:] + tokens) - pairs(text[-2:])
-            seen[own] |= new
-            seen[shared] |= new
-            text += tokens
-            proposer.start("flood", flood[step:], "flood")
-            proposer.extend({"flood": flood[step:]})
-        elif request_id in live:
+        for request_id in live:
             check(request_id)
-    assume(live)
-    for request_id in live:
-        check(request_id)
+
+
+@settings(deadline=None)
+@given(namespace_steps, st.sampled_from([1024, 100_000]))
+def test_no_draft_has_n_grams_that_only_another_namespace_has_seen(steps, max_nodes):
+    check_isolation(steps, max_nodes)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_space_for_all_namespaces_is_noticed(seed, monkeypatch):
+    space_of = Namespaces.space_of
+    monkeypatch.setattr(Namespaces, "space_of", lambda self, _, live: space_of(self, "", live))
+    examples = settings(deadline=None, database=None, phases=[Phase.generate])
+    with pytest.raises(AssertionError):
+        examples(hypothesis_seed(seed)(given(namespace_steps, st.just(100_000))(check_isolation)))()
