@@ -14,6 +14,7 @@ from tests.ends.ending import Ending
 from tests.ends.engine import MAX_TOKENS, PROMPT
 
 START_SECONDS = 240
+"""Limit for the start, and for an answer of a server: the machine may be busy."""
 END_SECONDS = 60
 """Limit for the first process."""
 
@@ -73,8 +74,8 @@ def has_answered(ending: Ending, pid: int, log: Path, port: int) -> bool:
             continue
         try:
             if requests.get(f"{url}/health", timeout=2).ok:
-                return requests.post(f"{url}/v1/completions", json=body, timeout=60).ok
-        except requests.ConnectionError:
+                return requests.post(f"{url}/v1/completions", json=body, timeout=START_SECONDS).ok
+        except (requests.ConnectionError, requests.Timeout):
             pass
     return ending.target == "exit" and log.with_name("ready").exists()
 
