@@ -33,6 +33,7 @@ PLANTS = {
     "kv": (("v1",), "KV moved one slot too far"),
     "generator": (("v1",), "a generator one draw ahead"),
     "row": (("v1",), "the prompt of the previous request in the same batch row"),
+    "turn": (("v1",), "drafts after the stop of a session's turn count as computed"),
     "trim-in-place": (("v2",), "the scheduler's own output is trimmed, not a copy"),
     "short-walk": (("v2",), "the walk that moves KV ends one level above the last token's"),
     "late-move": (("v2",), "KV moved after the next step's forward pass"),
@@ -58,8 +59,10 @@ logits, is counted as a tie and not as a mismatch.
 On the runner v2, steps are asynchronous, and vLLM's kernels have stand-ins for this CPU. In one
 of eight rounds there, lookahead's engine runs in other processes, and only outputs are compared.
 
+Some rounds have streaming sessions of two to four turns, whose answers are compared turn by turn.
+
 A draft with an n-gram that its request cannot know, because only another namespace has it, is a
-leak. A leak ends the run, too.
+leak. A leak ends the run, too. Rounds with sessions are not checked for leaks.
 
 examples:
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60

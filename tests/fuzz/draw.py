@@ -176,6 +176,11 @@ def draw_round(
     may_reset = runner in ("v1", "v2") and not http and model not in HYBRIDS
     may_reset = may_reset and features.isdisjoint({"thinking", "chunked prefill"})
     reset_every = rng.choice([2, 5]) if draws.has("resets", 0.15 * may_reset) else 0
+    # Sessions keep KV while they wait, and plain vLLM keeps the thinking tokens of earlier turns.
+    may_have_sessions = runner in ("v1", "v2") and not http
+    may_have_sessions &= features.isdisjoint({"thinking", "preemption", "resets"})
+    if draws.has("sessions", 0.3 * may_have_sessions):
+        _add_sessions(rng, requests, text, settings["max_model_len"])
     return Round(
         model, settings, stress, lookahead, requests, features, runner, elsewhere, reset_every
     )
@@ -302,6 +307,41 @@ def _add_references(rng: random.Random, requests: list[Request], text: list[int]
             else _draw_tokens(rng, rng.choice(REFERENCE_LENGTHS), text)
             for _ in range(1 if rng.random() < 0.7 else 2)
         ]
+
+
+def _add_sessions(
+    rng: random.Random, requests: list[Request], text: list[int] | None, max_model_len: int
+) -> None:
+    """Make streaming sessions of a third of the requests that can be one."""
+    possible = [
+        request
+        for request in requests
+        if request.embedded is None
+        and request.structured is None  # plain vLLM keeps the grammar of the first turn
+        and request.abort_after is None
+        and request.params.keys().isdisjoint({"n", "prompt_logprobs"})
+    ]
+    for request in rng.sample(possible, -(-len(possible) // 3)):
+        request.turns = [
+            _draw_tokens(rng, rng.randint(1, 6), text) for _ in range(rng.randint(1, 3))
+        ]
+        request.queued = rng.random() < 0.5
+        request.streamed = True
+        request.features.add("streaming session")
+        params = request.params
+        for name in ("stop", "include_stop_str_in_output"):  # vLLM refuses them in sessions
+            params.pop(name, None)
+            request.features.discard(name)
+        if rng.random() < 0.5:
+            request.features.add("stop_token_ids")
+            params["stop_token_ids"] = rng.sample(range(SPECIAL, VOCAB), 10)
+        if params["temperature"] == 0 and rng.random() < 0.3:
+            params["seed"] = rng.randrange(10**6)
+        request.prompt = request.prompt[:32]
+        length = len(request.prompt) + sum(map(len, request.turns))
+        room = (max_model_len - 8 - length) // (1 + len(request.turns))
+        params["max_tokens"] = min(params["max_tokens"], room)
+        params["min_tokens"] = min(params.get("min_tokens", 0), params["max_tokens"])
 
 
 def _overrides(rng: random.Random, server: LookaheadOptions) -> dict[str, Any]:

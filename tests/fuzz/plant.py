@@ -8,8 +8,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from lookahead_vllm.engine import request_options
+from lookahead_vllm.engine.scheduler.scheduler import LookaheadScheduler
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from lookahead_vllm.engine.worker.v2 import sampler as second_sampler
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner as SecondRunner
@@ -64,6 +66,10 @@ def _prompt_of_the_row(follow: Any) -> Any:
         return self.drafter.follow(request_id, prompt, params)
 
     return wrong
+
+
+def _not_corrected(_: Any) -> Any:
+    return Scheduler._handle_stopped_request
 
 
 # ---- the second runner -----------------------------------------------------------------------
@@ -123,6 +129,7 @@ BUGS: dict[str, list[Patch]] = {
     "kv": [(KVMover, "move", _moved_one_too_far)],
     "generator": [(GeneratorStates, "generator_after", _one_draw_ahead)],
     "row": [(LookaheadRunner, "_follow", _prompt_of_the_row)],
+    "turn": [(LookaheadScheduler, "_handle_stopped_request", _not_corrected)],
     "trim-in-place": [(SecondRunner, "_fill_slots", _trimmed_in_place)],
     "short-walk": [(second_sampler, "walk", _one_level_short)],
     "late-move": [

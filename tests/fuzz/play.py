@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ request of the batch has a top-p."""
 
 @dataclass
 class Answer:
-    """One of the n answers to a request."""
+    """One of the n answers to a request, or the answer to a session's turn."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -70,11 +71,14 @@ class Reply:
     prompt_logprobs: Any = None
     refused: str | None = None
 
-    def add(self, output: Any, streamed: bool) -> None:
-        """Append an output, or replace the earlier ones if it is not streamed."""
+    def add(self, output: Any, streamed: bool, turn: int = 0) -> None:
+        """Append an output, or replace the earlier ones if it is not streamed.
+
+        The answer to each turn of a session is an answer of its own.
+        """
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         for part in output.outputs:
-            answer = self.answers.setdefault(part.index, Answer())
+            answer = self.answers.setdefault(turn + part.index, Answer())
             if streamed:
                 answer.tokens += part.token_ids
                 answer.text += part.text
@@ -127,19 +131,29 @@ def play(
     """
     core = llm.llm_engine
     replies = [Reply() for _ in requests]
+    sessions: dict[int, Session] = {}
     waiting = sorted(range(len(requests)), key=lambda i: requests[i].arrival)
     step = 0
     while waiting or core.has_unfinished_requests():
         while waiting and requests[waiting[0]].arrival <= step:
             i = waiting.pop(0)
             try:
-                _send(llm, i, requests[i], adapters, references[i] if references else ())
+                given = references[i] if references else ()
+                if requests[i].turns:
+                    sessions[i] = Session(llm, i, requests[i], adapters, given)
+                else:
+                    _send(llm, i, requests[i], adapters, given)
             except (ValueError, VLLMValidationError) as error:
                 replies[i].refused = str(error)
         # The process of an engine without requests would never answer.
         for output in core.step() if core.has_unfinished_requests() else ():
             i = int(output.request_id)
             request, reply = requests[i], replies[i]
+            if i in sessions:
+                reply.add(output, request.streamed, sessions[i].turn)
+                if output.outputs[0].finish_reason is not None:
+                    sessions[i].end_turn()
+                continue
             reply.add(output, request.streamed)
             longest = max(len(a.tokens) for a in reply.answers.values())
             abort = request.abort_after is not None and longest >= request.abort_after
@@ -160,23 +174,95 @@ def _send(
     adapters: Sequence[LoRARequest],
     references: Sequence[list[int]],
 ) -> None:
+    llm.llm_engine.add_request(
+        str(index),
+        _prompt(llm, request),
+        _params(request, references),
+        lora_request=None if request.adapter is None else adapters[request.adapter - 1],
+        priority=request.priority,
+    )
+
+
+def _params(request: Request, references: Sequence[list[int]]) -> SamplingParams:
     structured = request.structured and StructuredOutputsParams(**request.structured)
     arguments = dict(request.params)
     if references:
         extra_args = arguments.get("extra_args", {})
         arguments["extra_args"] = {**extra_args, "lookahead_reference": references}
-    params = SamplingParams(
+    return SamplingParams(
         **arguments,
         structured_outputs=structured,
         output_kind=RequestOutputKind.DELTA if request.streamed else RequestOutputKind.CUMULATIVE,
     )
-    llm.llm_engine.add_request(
-        str(index),
-        _prompt(llm, request),
-        params,
-        lora_request=None if request.adapter is None else adapters[request.adapter - 1],
-        priority=request.priority,
-    )
+
+
+class Session:
+    """A streaming session, driven as vLLM's `AsyncLLM` does it; sends its first turn.
+
+    Attributes
+    ----------
+    turn
+        The number of turns that have ended.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        index: int,
+        request: Request,
+        adapters: Sequence[LoRARequest],
+        references: Sequence[list[int]],
+    ) -> None:
+        self.turn = 0
+        self._engine = llm.llm_engine
+        self._name = str(index)
+        self._id: str | None = None
+        salt: dict[str, Any] = {} if request.salt is None else {"cache_salt": request.salt}
+        self._inputs = [
+            TokensPrompt(prompt_token_ids=list(tokens), **salt)
+            for tokens in (request.prompt, *request.turns)
+        ]
+        self._params = _params(request, references)
+        self._options: dict[str, Any] = dict(
+            supported_tasks=self._engine.get_supported_tasks(),
+            lora_request=None if request.adapter is None else adapters[request.adapter - 1],
+            priority=request.priority,
+        )
+        self._send()
+        while request.queued and self._inputs:
+            self._send()
+        if request.queued:
+            self._close()
+
+    def end_turn(self) -> None:
+        """Send what comes after the answer that has ended: the next input or the session's end."""
+        self.turn += 1
+        if self._inputs:
+            self._send()
+        elif self._id in self._engine.output_processor.request_states:
+            self._close()
+
+    def _send(self) -> None:
+        self._add(self._inputs.pop(0), resumable=True)
+
+    def _close(self) -> None:
+        """vLLM ends a session at a request that is not resumable, and ignores its prompt."""
+        self._add(TokensPrompt(prompt_token_ids=[0]), resumable=False)
+
+    def _add(self, prompt: TokensPrompt, resumable: bool) -> None:
+        request = self._engine.input_processor.process_inputs(
+            self._id or self._name, prompt, self._params, resumable=resumable, **self._options
+        )
+        if self._id is None:
+            self._engine.input_processor.assign_request_id(request)
+            self._id = request.request_id
+        else:
+            request.external_req_id = self._name
+        # Both parts of the engine extend the prompt of their request.
+        of_core = copy(request)
+        of_core.prompt_token_ids = list(request.prompt_token_ids)
+        self._engine.output_processor.add_request(request, None)
+        self._engine.engine_core.add_request(of_core)
 
 
 def _prompt(llm: LLM, request: Request) -> Any:
@@ -214,7 +300,9 @@ class Rounds:
     def _compare(self, round_: Round) -> Played:
         with self._engine(round_) as llm:
             plain = play(llm, round_.requests, self._adapters)
-        played = self._play_lookahead(round_, plain)
+            turns = [turn for each in map(_turns, round_.requests, plain) for turn in each]
+            longer = play(llm, [turn for turn, _ in turns], self._adapters)
+        played = self._play_lookahead(round_, plain, turns, longer)
         for difference in differences(round_.requests, plain, played.replies):
             if self._is_tie(round_, difference.index, played.replies[difference.index]):
                 played.ties += 1
@@ -223,14 +311,28 @@ class Rounds:
                 break
         return played
 
-    def _play_lookahead(self, round_: Round, plain: Sequence[Reply]) -> Played:
+    def _play_lookahead(
+        self,
+        round_: Round,
+        plain: Sequence[Reply],
+        turns: Sequence[tuple[Request, list[int]]],
+        longer: Sequence[Reply],
+    ) -> Played:
         """Play the requests; twice with a trie, which holds the answers the second time."""
-        proposers.RECORDED.clear()
-        proposers.record(
-            [request.known_prompt for request in round_.requests],
-            [[answer.tokens for answer in reply.answers.values()] for reply in plain],
-        )
         requests = round_.requests
+        proposers.RECORDED.clear()
+        # First the longer answers: drafts go on after the end of a turn.
+        for (turn, answer), reply in zip(turns, longer, strict=True):
+            texts = [a.tokens for a in reply.answers.values() if a.tokens[: len(answer)] == answer]
+            proposers.record([turn.prompt], [[*texts, answer]])
+        proposers.record(
+            [request.known_prompt for request in requests if not request.turns],
+            [
+                [answer.tokens for answer in reply.answers.values()]
+                for request, reply in zip(requests, plain, strict=True)
+                if not request.turns
+            ],
+        )
         references = [_references(request, plain) for request in requests]
         proposer = round_.lookahead["proposer"]
         passes = 2 if proposer in ("ngram_trie", "hybrid") else 1
@@ -252,7 +354,8 @@ class Rounds:
             refused = sum(reply.refused is not None for reply in replies)
             counters = drafter_of(llm).counters
             played = Played(replies, counters, branching, len(preempted), refused)
-        if not PROPOSERS[proposer].startswith("tests."):  # those hold the plain answers
+        # Proposers of the tests hold the plain answers; the detector knows no turns.
+        if not PROPOSERS[proposer].startswith("tests.") and "sessions" not in round_.features:
             played.leaks, played.checked = detector.leaks(), detector.checked
         return played
 
@@ -311,6 +414,22 @@ def _on_runner(runner: str) -> AbstractContextManager[Any]:
     if runner == "v1":
         return mock.patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER="0")
     return v2_on_cpu.enabled() if runner == "v2" else nullcontext()
+
+
+def _turns(request: Request, reply: Reply) -> list[tuple[Request, list[int]]]:
+    """Of a session: each turn as a request that does not stop there, and its answer."""
+    turns: list[tuple[Request, list[int]]] = []
+    if not request.turns:
+        return turns
+    context: list[int] = []
+    params = {k: v for k, v in request.params.items() if k not in ("stop_token_ids", "min_tokens")}
+    params.update(max_tokens=request.params["max_tokens"] + 8, ignore_eos=True)
+    for turn, answer in zip([request.prompt, *request.turns], reply.answers.values(), strict=False):
+        context = context + turn
+        alone = replace(request, prompt=context, params=params, arrival=0, turns=[])
+        turns.append((alone, answer.tokens))
+        context = context + answer.tokens[:-1]  # vLLM drops the last token of each turn
+    return turns
 
 
 def _references(request: Request, replies: Sequence[Reply]) -> list[list[int]]:

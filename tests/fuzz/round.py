@@ -32,6 +32,10 @@ class Request:
     """By prompt token: whether it is sent as an embedding."""
     noise: int | None = None
     """The seed of random embeddings; without it, they are those of the prompt's tokens."""
+    turns: list[list[int]] = field(default_factory=list)
+    """Of a streaming session: the inputs after the prompt, one after each answer."""
+    queued: bool = False
+    """A session's inputs are sent at once, not each when the answer before it has ended."""
 
     @property
     def known_prompt(self) -> list[int]:

@@ -19,17 +19,22 @@ from tests.fuzz.command_line import ENVIRONMENT, PLANTS, parse_args
 from tests.fuzz.draw import REQUEST_FEATURES, draw_round
 from tests.fuzz.plant import BUGS, planted
 from tests.fuzz.play import Answer, Reply, Rounds, alike, differences, perturbed_logits
+from tests.fuzz.round import Round
 from tests.support.models import TINY
 
 MODELS = sorted(TINY)
 
 PLANTED = [(bug, runner) for bug, (runners, _) in PLANTS.items() for runner in runners]
 
-LEAKS = {
+LEAKS = ("namespace", "row")
+"""The planted bugs that leak."""
+
+NEEDED = {
     "namespace": {"namespaces", "proposer ngram_trie"},
     "row": {"prompt embeddings", "proposer ngram_trie"},
+    "turn": {"sessions"},
 }
-"""By planted bug that leaks: the features that a round needs to show it."""
+"""By planted bug: the features that a round needs to show it."""
 
 
 def test_a_run_ends_with_its_closing_line() -> None:
@@ -83,7 +88,7 @@ def test_every_feature_is_drawn(runner: str) -> None:
     assert drawn >= {
         *("greedy", "seeded", "n > 1", "streamed", "aborted", "lora adapter", "preemption"),
         *("chunked prefill", "prefix caching", "priority scheduling", "large blocks"),
-        "resets",
+        *("resets", "sessions", "streaming session"),
         *(f"structured output, {k}" for k in ("json", "regex", "choice", "grammar", "xgrammar")),
         *(
             "structured output after reasoning",
@@ -100,6 +105,10 @@ def test_every_bug_is_described() -> None:
     assert BUGS.keys() == PLANTS.keys()
 
 
+def leaks_are_checked(round_: Round) -> bool:
+    return "sessions" not in round_.features and round_.lookahead["share"] == "namespace"
+
+
 @pytest.mark.parametrize(("bug", "runner"), PLANTED)
 def test_a_planted_bug_is_found(bug: str, runner: str, tmp_path: Path) -> None:
     rounds = Rounds(tmp_path)
@@ -111,8 +120,8 @@ def test_a_planted_bug_is_found(bug: str, runner: str, tmp_path: Path) -> None:
     suitable = (
         round_
         for round_ in drawn
-        if bug not in LEAKS
-        or (LEAKS[bug] <= round_.features and round_.lookahead["share"] == "namespace")
+        if round_.features >= NEEDED.get(bug, set())
+        and (bug not in LEAKS or leaks_are_checked(round_))
     )
     with planted(bug):
         for round_ in itertools.islice(suitable, 20):
