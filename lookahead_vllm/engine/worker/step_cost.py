@@ -194,9 +194,11 @@ def measure(runner: Any) -> dict[str, Any]:
     limit = runner.scheduler_config.max_num_seqs, runner.max_num_tokens
     sizes = [size for size in SIZES if size <= limit[1]]
     batches = [b for b in BATCHES if b.requests <= limit[0] and b.requests * b.rows <= limit[1]]
+    batches = [batch for batch in batches if batch.rows < runner.max_model_len]
     if not runner.drafter.may_branch:
         batches = [batch for batch in batches if not batch.trees]
-    context = min(CONTEXT_TOKENS, runner.max_model_len - max(b.rows for b in batches))
+    most_rows = max((batch.rows for batch in batches), default=0)
+    context = min(CONTEXT_TOKENS, runner.max_model_len - most_rows)
     captured = passes.captured_tokens()
     graphs = [
         (_about_doubling(captured.without_drafts), passes.decode_in_graph),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -209,3 +211,37 @@ def test_attention_is_separated_from_the_forward_pass() -> None:
     chains = [timed(b) for b in BATCHES if not b.trees]
     assert step_cost._fit(chains, 1000)[2] == pytest.approx(1e-6, rel=1e-3)
     assert step_cost._fit([], 1000) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("longest", [1, 8, 16, 20, 4096])
+def test_no_pass_is_longer_than_max_model_len(
+    longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[Batch] = []
+
+    @contextmanager
+    def with_context(batch: Batch, context: int) -> Iterator[Callable[[], None]]:
+        assert 0 < context <= longest - batch.rows
+        measured.append(batch)
+        yield lambda: None
+
+    passes = SimpleNamespace(
+        attends_in_graphs=False,
+        captured_tokens=lambda: step_cost.CapturedTokens(),
+        decode=lambda size, attends: None,
+        decode_in_graph=None,
+        drafts_in_graph=None,
+        with_context=with_context,
+    )
+    runner = SimpleNamespace(
+        forward_passes=lambda: passes,
+        scheduler_config=SimpleNamespace(max_num_seqs=64),
+        max_num_tokens=1024,
+        max_model_len=longest,
+        drafter=SimpleNamespace(may_branch=True),
+    )
+    monkeypatch.setattr(step_cost, "is_global_first_rank", lambda: False)
+    monkeypatch.setattr(step_cost, "_broadcast", lambda value: True)
+    monkeypatch.setattr(step_cost, "_fastest", lambda run: run() or 0.01)
+    step_cost.measure(runner)
+    assert measured == [batch for batch in BATCHES if batch.rows < longest]
