@@ -180,10 +180,12 @@ class LateDrafts:
         counts: Sequence[int] = output.num_sampled_tokens_np.tolist()
         rows: Sequence[list[int]] = output.sampled_token_ids.tolist()
         emitted: list[tuple[LiveRequest, list[int]]] = []
+        ended: set[str] = set()
         for req_id, request, row, count in zip(
             output.model_runner_output.req_ids, step.requests, rows, counts, strict=True
         ):
-            if request is None or request is not self._requests.get(req_id):  # it has ended
+            if request is None or request is not self._requests.get(req_id):
+                ended.add(req_id)  # a live request may have its id
                 continue
             if not count:  # it still reads its prompt
                 continue
@@ -203,8 +205,8 @@ class LateDrafts:
                 emitted.append((live, tokens))
                 self._grammars.advance(req_id, tokens)
         verified = step.verified
-        if verified is not None and not self._requests.keys() >= set(verified.request_ids):
-            verified = None  # of a request that was aborted, too
+        if verified is not None and not ended.isdisjoint(verified.request_ids):
+            verified = None  # it has choices of a request that was aborted
         if step.drafts.forest.num_nodes:
             self._uncounted.append(step)
             if verified is not None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm import SamplingParams, TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 
 from lookahead_vllm.engine.worker.v2 import grammar_copies
+from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 from tests.support.driving import drafter_of, engine
 
@@ -65,6 +68,36 @@ def test_the_cache_is_saved_even_if_the_device_has_failed() -> None:
     with pytest.raises(RuntimeError, match="the device has failed"):
         Runner().shutdown()
     assert ended == ["drafter", "grammars", "vLLM"]
+
+
+@pytest.mark.parametrize("is_used_again", [False, True])
+def test_no_choices_of_an_aborted_request_are_learned(is_used_again: bool) -> None:
+    """Not even if a new request has its id when they arrive."""
+    observed: list[Any] = []
+    drafter: Any = SimpleNamespace(
+        recorder=SimpleNamespace(timed=lambda name: nullcontext()),
+        live=lambda req_id: None,
+        commit=lambda emitted, verified: observed.append(verified),
+    )
+    late = LateDrafts(drafter, SimpleNamespace())  # type: ignore[arg-type]
+    late._requests["r"] = SimpleNamespace(num_repeated=0, num_tokens=3, prompt=None)  # type: ignore[assignment]
+    output: Any = SimpleNamespace(
+        model_runner_output=SimpleNamespace(req_ids=["r"]),
+        num_sampled_tokens_np=np.array([1]),
+        sampled_token_ids=np.array([[5]]),
+        copy_event=SimpleNamespace(synchronize=lambda: None),
+    )
+    drafts: Any = SimpleNamespace(forest=SimpleNamespace(num_nodes=0))
+    verified: Any = SimpleNamespace(request_ids=["r"])
+    late.add_step(output, drafts, verified)
+    late.add_step(output, drafts, verified)
+    late._learn_from(late._steps.popleft())
+    if is_used_again:
+        late._requests["r"] = SimpleNamespace()  # type: ignore[assignment]
+    else:
+        del late._requests["r"]
+    late.learn()
+    assert observed == [verified, None]
 
 
 @pytest.mark.parametrize("runner", ["v2"], indirect=True)
