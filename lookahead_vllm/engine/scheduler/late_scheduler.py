@@ -190,7 +190,10 @@ class LateDraftScheduler(AsyncScheduler):
         masks: list[np.ndarray] = []
         for req_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(req_id)
-            if request is None or not request.use_structured_output or request.is_prefill_chunk:
+            # vLLM keeps a request that has ended while a connector sends its blocks.
+            if request is None or request.is_finished():
+                continue
+            if not request.use_structured_output or request.is_prefill_chunk:
                 continue
             mask = drafted.get(req_id)
             if mask is None:

@@ -12,6 +12,7 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine import grammar, messages
 from lookahead_vllm.engine.scheduler.late_scheduler import LateDraftScheduler
 
@@ -66,8 +67,10 @@ def test_masks_are_no_more_than_the_drafts_of_a_step_need(
     monkeypatch.setattr(grammar, "EQUALLY_MANY_MASKS", is_033)
     scheduler: Any = object.__new__(LateDraftScheduler)
     scheduler.num_spec_tokens = longest
-    request = SimpleNamespace(use_structured_output=True, is_prefill_chunk=False)
-    scheduler.requests = {"drafted": request, "plain": request}
+    own = SimpleNamespace(
+        use_structured_output=True, is_prefill_chunk=False, is_finished=lambda: False
+    )
+    scheduler.requests = {"drafted": own, "plain": own}
     scheduler._masks = {"drafted": np.ones((3, 2), np.int32)}
     scheduler._fill_masks = lambda *_: np.full((1, 2), 7, np.int32)
     step: Any = SimpleNamespace(
@@ -77,3 +80,30 @@ def test_masks_are_no_more_than_the_drafts_of_a_step_need(
     masks = np.split(output.grammar_bitmask, np.cumsum(rows)[:-1])
     assert [len(own) for own in masks] == rows
     assert (masks[0][:3] == 1).all() and (masks[1][:1] == 7).all()
+
+
+def test_an_aborted_request_that_a_connector_keeps_gets_no_masks() -> None:
+    """Its last draft is in flight; its blocks are being sent."""
+
+    def under_grammar(is_finished: bool) -> Any:
+        return SimpleNamespace(
+            use_structured_output=True, is_prefill_chunk=False, is_finished=lambda: is_finished
+        )
+
+    def fill(own: Any, tree: DraftTree) -> np.ndarray:
+        assert not own.is_finished()
+        return np.full((1 + len(tree), 2), 7, np.int32)
+
+    scheduler: Any = object.__new__(LateDraftScheduler)
+    scheduler.num_spec_tokens, scheduler._masks, scheduler._fill_masks = 4, {}, fill
+    scheduler.requests = {"aborted": under_grammar(True), "other": under_grammar(False)}
+    step: Any = SimpleNamespace(
+        has_structured_output_requests=True, num_scheduled_tokens={"aborted": 4, "other": 2}
+    )
+    forest = DraftForest.of([DraftTree.chain([7, 8, 9]), DraftTree.chain([7])])
+    drafts = messages.drafts_of(["aborted", "other"], forest)
+    scheduler.update_draft_token_ids_in_output(drafts, step)
+    output = scheduler.get_grammar_bitmask(step)
+    assert output.structured_output_request_ids == ["other"] and len(output.grammar_bitmask) == 2
+    scheduler.requests["other"] = under_grammar(True)
+    assert scheduler.get_grammar_bitmask(step) is None
