@@ -33,6 +33,11 @@ PAUSE_AFTER_STEPS = 16
 workers report that drafts pay again."""
 
 
+STEPS_AHEAD = 2
+"""How many further steps of a request are scheduled at most before the outcome of a draft is
+known."""
+
+
 class RequestMetrics(RequestSpecDecodeMetrics):
     """As in vLLM, except that slots that were all left empty do not count as a draft."""
 
@@ -59,7 +64,7 @@ class LateDraftScheduler(AsyncScheduler):
         self.dynamic_sd_lookup = [0] * (self.max_num_running_reqs + 1)
         self._may_pause = options.budget == "auto"
         self._empty_steps = 0
-        self._draft_limiter = DraftLimiter(self, steps_ahead=2)
+        self._draft_limiter = DraftLimiter(self, STEPS_AHEAD)
         self._slots = [-1] * self.num_spec_tokens
         # A slot's value depends only on its index; the limiter removes the last ones first.
         self._probs = [1 / (1 + slot) for slot in range(self.num_spec_tokens)]
@@ -118,7 +123,10 @@ class LateDraftScheduler(AsyncScheduler):
             return []
         if request.num_output_tokens + in_flight + 1 >= request.max_tokens:
             return []
-        return self._slots
+        # After these slots, there is still room for the plain tokens of this step and of the steps
+        # that are scheduled before its outcome is known; none is computed at the last position.
+        end = request.num_tokens + request.num_output_placeholders + STEPS_AHEAD
+        return self._slots[: max(self.max_model_len - 1 - end, 0)]
 
     def _probs_of(self, req_id: str) -> Sequence[float]:
         return self._probs

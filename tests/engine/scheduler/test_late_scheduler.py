@@ -1,7 +1,8 @@
-"""The scheduler of late drafts: what it tells the workers."""
+"""The scheduler of late drafts: what it tells the workers, and what its slots take."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,26 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine import grammar, messages
 from lookahead_vllm.engine.scheduler.late_scheduler import LateDraftScheduler
+from tests.support.late_steps import LateSteps, request
+
+SLOTS = {"num_speculative_tokens": 16, "budget": 16}
+
+
+@pytest.mark.parametrize("accept_all", [False, True])
+def test_slots_leave_room_before_max_model_len(accept_all: bool, llama: Path) -> None:
+    """Each request is in every step in which plain vLLM has it, until its last position."""
+    runs = [
+        LateSteps(llama, 64, options, lambda slots: slots * accept_all, max_model_len=40)
+        for options in (None, SLOTS)
+    ]
+    for run in runs:
+        run.run({0: [request("a", 10, 30)], 4: [request("b", 21, 19), request("c", 3, 37)]})
+    plain, late = runs
+    assert late.num_slots
+    if accept_all:
+        assert len(late.scheduled) < len(plain.scheduled) / 2
+    else:
+        assert late.scheduled == plain.scheduled
 
 
 def test_a_request_that_is_preempted_in_a_step_keeps_no_blocks_in_it(
