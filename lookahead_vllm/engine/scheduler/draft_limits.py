@@ -101,8 +101,9 @@ class DraftLimiter:
             if excess > 0:
                 self._cut_tokens(drafted, excess, probs_of)
             if is_tight:
-                # Blocks that drafts do not give back stay free for the refused request.
-                charged = starting if self._may_free_blocks else waiting
+                # Blocks that drafts do not give back before the next step stay free for the
+                # refused request.
+                charged = starting if self._may_free_blocks and not self._steps_ahead else waiting
                 self._cut_to_blocks(drafted, charged, probs_of)
         return kept
 
@@ -182,7 +183,7 @@ class DraftLimiter:
         num_requests = len(running) + len(waiting)
         num_tokens = sum(_plain_tokens(r) + self._steps_ahead for r in running)
         num_tokens += min(sum(len(r.spec_token_ids) for r in drafted), max(free_tokens, 0))
-        num_tokens += sum(request.num_tokens for request in waiting)
+        num_tokens += sum(request.num_tokens + self._steps_ahead for request in waiting)
         max_blocks = sum(
             num_tokens // manager.block_size + num_requests * (2 + spare)
             for manager, spare in zip(self._managers, self._spare_blocks, strict=True)
@@ -204,7 +205,7 @@ class DraftLimiter:
         ahead = self._steps_ahead
         free = self._free_blocks()
         free -= sum(self._missing(request, ahead) for request in self._scheduler.running)
-        free -= sum(self._missing(request, 0) for request in starting)
+        free -= sum(self._missing(request, ahead) for request in starting)
         # Drafts with the most expected tokens get their blocks first.
         for request in sorted(drafted, key=lambda request: -sum(probs_of(request.request_id))):
             plain = self._missing(request, ahead)
@@ -223,8 +224,8 @@ class DraftLimiter:
         # Only in blocks that the request has and plain vLLM would hold: the others have to become
         # free.
         in_flight = request.num_output_placeholders > 0
-        held = self._num_blocks(request.num_tokens + in_flight + ahead)
-        before = request.num_computed_tokens + _plain_tokens(request) + ahead
+        held = self._num_blocks(request.num_tokens + in_flight)
+        before = request.num_computed_tokens + _plain_tokens(request)
         has = self._missing(request, 0)
         return _largest(
             most,
@@ -254,7 +255,10 @@ class DraftLimiter:
         )
 
     def _free_unused_blocks(self) -> dict[str, list[int]]:
-        """Free the blocks of running requests that hold only rejected tokens; returns as `cut`."""
+        """Free the blocks that hold only rejected tokens; returns as `cut`.
+
+        A step in flight writes to none of them: `num_computed_tokens` counts all its tokens.
+        """
         kept: dict[str, list[int]] = {}
         self._may_hold_unused = False
         if not self._may_free_blocks:
@@ -263,18 +267,35 @@ class DraftLimiter:
             if (plain := _plain_tokens(request)) <= 0:  # in flight in another pipeline stage
                 self._may_hold_unused = True
                 continue
-            tokens = request.num_computed_tokens + plain
-            counts: list[int] = []
-            for manager in self._managers:
-                blocks = manager.req_to_blocks[request.request_id]
-                needed = -(-tokens // manager.block_size)
-                surplus = blocks[needed:]
-                if surplus:
-                    del blocks[needed:]
-                    self._scheduler.kv_cache_manager.block_pool.free_blocks(reversed(surplus))
-                    kept[request.request_id] = counts
-                counts.append(len(blocks))
+            if request.num_output_placeholders > 1:  # drafts in flight, which may be rejected
+                self._may_hold_unused = True
+            counts = self._free_blocks_after(request, request.num_computed_tokens + plain)
+            if counts is not None:
+                kept[request.request_id] = counts
+        # Sessions between two turns; the next one sends the workers all their blocks.
+        for request in self._scheduler.kv_holding_waiting:
+            if request.num_stale_output_tokens:  # in flight
+                self._may_hold_unused = True
+            else:
+                self._free_blocks_after(request, request.num_computed_tokens)
         return kept
+
+    def _free_blocks_after(self, request: Request, num_tokens: int) -> list[int] | None:
+        """Free the request's blocks that are not needed for this many tokens.
+
+        Returns the number of its blocks in each KV cache group; None if all are needed.
+        """
+        has_surplus = False
+        counts: list[int] = []
+        for manager in self._managers:
+            blocks = manager.req_to_blocks[request.request_id]
+            needed = -(-num_tokens // manager.block_size)
+            if surplus := blocks[needed:]:
+                has_surplus = True
+                del blocks[needed:]
+                self._scheduler.kv_cache_manager.block_pool.free_blocks(reversed(surplus))
+            counts.append(len(blocks))
+        return counts if has_surplus else None
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:

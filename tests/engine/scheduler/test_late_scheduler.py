@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,66 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine import grammar, messages
-from lookahead_vllm.engine.scheduler.late_scheduler import LateDraftScheduler
-from tests.support.late_steps import LateSteps, request
+from lookahead_vllm.engine.scheduler.late_scheduler import PAUSE_AFTER_STEPS, LateDraftScheduler
+from tests.support.late_steps import BLOCK, LateSteps, random_arrivals, request
 
 SLOTS = {"num_speculative_tokens": 16, "budget": 16}
+
+
+@pytest.mark.parametrize("blocks", [18, 24])
+@pytest.mark.parametrize("seed", range(6))
+def test_slots_delay_no_request_by_more_than_a_step(seed: int, blocks: int, llama: Path) -> None:
+    """Requests need more blocks than there are, and no draft is ever right."""
+    runs = [LateSteps(llama, blocks, options, max_model_len=64) for options in (None, SLOTS)]
+    for run in runs:
+        run.run(random_arrivals(random.Random(seed), 56, 30))
+    plain, late = runs
+    assert plain.preempted and late.num_slots > 100
+    assert late.admitted.keys() == late.ended.keys() == plain.ended.keys()
+    assert all(late.admitted[i] <= step + 1 for i, step in plain.admitted.items())
+    assert all(late.ended[i] <= step + 1 for i, step in plain.ended.items())
+    assert late.preempted == plain.preempted
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_accepted_drafts_in_few_blocks_make_a_server_faster(seed: int, llama: Path) -> None:
+    """No step in flight writes to a block that belongs to another request, see `LateSteps`."""
+    plain = LateSteps(llama, 24, max_model_len=64)
+    plain.run(random_arrivals(random.Random(seed), 60, 30))
+    rng = random.Random(seed)
+    late = LateSteps(llama, 24, SLOTS, lambda slots: rng.randrange(slots + 1), max_model_len=64)
+    late.run(random_arrivals(random.Random(seed), 60, 30))
+    assert late.admitted.keys() == plain.admitted.keys()
+    assert len(late.scheduled) < 0.9 * len(plain.scheduled)
+
+
+def test_a_pause_of_drafting_gives_all_blocks_back(llama: Path) -> None:
+    steps = LateSteps(llama, 12, {"num_speculative_tokens": 16}, max_model_len=64)
+    steps.pays = False
+    steps.scheduler.add_request(request("first", 2, 40))
+    steps.run_until(lambda: steps.scheduler._empty_steps >= PAUSE_AFTER_STEPS)
+    steps.step()
+    now, length = len(steps.scheduled), steps.scheduler.requests["first"].num_tokens
+    blocks = 12 - -(-(length + 2) // BLOCK)  # the first request may need the others in this step
+    steps.scheduler.add_request(request("second", blocks * BLOCK, 1))
+    steps.step()
+    assert steps.scheduled[now] >= {"first"}
+    assert steps.admitted["second"] == now
+
+
+def test_a_session_without_input_keeps_no_blocks_of_rejected_drafts(llama: Path) -> None:
+    steps = LateSteps(llama, 12, SLOTS, max_model_len=64)
+    scheduler = steps.scheduler
+    scheduler.add_request(request("session", 5, 9, resumable=True))
+    steps.run_until(lambda: scheduler.num_waiting_for_streaming_input == 1)
+    scheduler.add_request(request("other", 8 * BLOCK - 2, 2))  # the session needs four
+    now = len(steps.scheduled)
+    steps.run_until(lambda: "other" in steps.admitted)
+    assert steps.admitted["other"] <= now + 1  # the session's last step may still run
+    steps.run_until(lambda: "other" not in scheduler.requests)
+    scheduler.add_request(request("session", 5, 9, resumable=True))
+    steps.run_until(lambda: scheduler.num_waiting_for_streaming_input == 0)
+    steps.run_until(lambda: scheduler.num_waiting_for_streaming_input == 1)
 
 
 @pytest.mark.parametrize("accept_all", [False, True])
