@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lookahead_vllm.json_lines import read_json_lines
+
 Tokenize = Callable[[dict[str, Any]], list[int]]
 """Turns the `prompt` or the `messages` of a line into token ids."""
 
@@ -54,8 +56,10 @@ def load_prompts(path: Path, tokenize: Tokenize, limit: int | None = None) -> li
     """
     if not path.is_file():
         raise PromptError(f"--prompts: there is no file {path}")
-    numbered = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-    lines = [(number, _parse(path, number, text)) for number, text in numbered if text.strip()]
+    lines = [
+        (number, _checked_line(path, number, value))
+        for number, value in read_json_lines(path, PromptError)
+    ]
     if not lines:
         raise PromptError(f"{path} is empty: one JSON object a line is expected")
     categories = [str(line.get("category") or line.get("suite") or "all") for _, line in lines]
@@ -97,11 +101,7 @@ def context_length(prompts: Sequence[Prompt], max_tokens: int, model: str) -> in
     return min(rounded, int(limit)) if limit else rounded
 
 
-def _parse(path: Path, number: int, text: str) -> dict[str, Any]:
-    try:
-        line = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PromptError(f"{path}, line {number}: not JSON ({error})") from None
+def _checked_line(path: Path, number: int, line: Any) -> dict[str, Any]:
     if not isinstance(line, dict) or not {"prompt_token_ids", "prompt", "messages"} & line.keys():
         raise PromptError(
             f"{path}, line {number}: an object with `prompt_token_ids`, `prompt` or `messages` "

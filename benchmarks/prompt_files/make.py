@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -23,6 +24,7 @@ from benchmarks.prompt_files.copying import (
 from benchmarks.prompt_files.line import Line
 from benchmarks.prompt_files.long_contexts import long_contexts
 from lookahead_vllm.cli.arguments import positive
+from lookahead_vllm.json_lines import read_json_lines
 
 EPILOG = f"""\
 examples:
@@ -63,6 +65,9 @@ The same options give the same file.
 """
 
 
+RECORDED = ("prompt_token_ids", "output_token_ids")
+
+
 class InputError(ValueError):
     """A file cannot be used; the message names it."""
 
@@ -97,18 +102,20 @@ def parser() -> argparse.ArgumentParser:
 
 def read(path: Path) -> list[Line]:
     """The recorded requests of a file; InputError if a line has no tokens of its answer."""
-    try:
-        lines = [json.loads(text) for text in path.read_text().splitlines() if text.strip()]
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read as JSON lines: {error}") from None
-    for number, content in enumerate(lines, start=1):
-        if not {"prompt_token_ids", "output_token_ids"} <= content.keys():
+    lines: list[Line] = []
+    for number, line in read_json_lines(path, InputError):
+        if not isinstance(line, dict) or not all(_are_ids(line.get(key)) for key in RECORDED):
             raise InputError(
                 f"{path}, line {number}: `prompt_token_ids` and `output_token_ids` are expected"
             )
+        lines.append(line)
     if not lines:
         raise InputError(f"{path} is empty: one JSON object a line is expected")
     return lines
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)
 
 
 def copying_lines(options: argparse.Namespace) -> Iterator[Line]:

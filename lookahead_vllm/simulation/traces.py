@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lookahead_vllm.json_lines import read_json_lines
 
 Int32s = NDArray[np.int32]
 
@@ -88,8 +89,10 @@ def load_traces(
     """
     if not path.is_file():
         raise TraceError(f"--traces: there is no file {path}")
-    numbered = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-    lines = [_parse(f"{path}:{number}", text) for number, text in numbered if text.strip()]
+    lines = [
+        _trace(f"{path}, line {number}", value)
+        for number, value in read_json_lines(path, TraceError)
+    ]
     if not lines:
         raise TraceError(f"{path} is empty: one JSON object a line is expected")
     kept = [trace for trace, loops in lines if not (no_loops and loops)]
@@ -105,12 +108,8 @@ def load_traces(
     return TraceFile(path, traces[:limit], too_short)
 
 
-def _parse(place: str, text: str) -> tuple[Trace, bool]:
+def _trace(place: str, line: Any) -> tuple[Trace, bool]:
     """The trace of a line, and its `loops`. `place` names the line in errors."""
-    try:
-        line = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise TraceError(f"{place}: not JSON ({error})") from None
     if not isinstance(line, dict):
         raise TraceError(f"{place}: an object with `prompt_token_ids` is expected")
     names = [str(line[key]) for key in ("suite", "category") if line.get(key)]

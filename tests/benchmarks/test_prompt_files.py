@@ -152,7 +152,9 @@ def test_files_that_cannot_be_used_are_named(
     for lines, message in [
         ([{"prompt_token_ids": [1]}], "line 1: `prompt_token_ids` and `output_token_ids` are"),
         ([""], "is empty"),
-        (["{"], "cannot be read"),
+        (["{"], "line 1: it is not JSON"),
+        (["[1]"], "line 1: `prompt_token_ids` and `output_token_ids` are"),
+        ([{**one, "output_token_ids": "no"}], "line 1: `prompt_token_ids` and"),
         ([one], "1 recorded requests are too few"),
     ]:
         path = jsonl(tmp_path / "in.jsonl", *lines)

@@ -35,7 +35,7 @@ def test_a_line_holds_ids_or_text_or_messages_and_a_category_or_a_suite(tmp_path
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2: not JSON"),
+        ("{", "line 2: it is not JSON"),
         ("[1]", "line 2: an object with"),
         ({"text": "?"}, "line 2: an object with"),
         ({"prompt_token_ids": []}, "line 2: .*at least one token id"),
@@ -47,6 +47,21 @@ def test_a_bad_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
     path = jsonl(tmp_path / "p.jsonl", {"prompt_token_ids": [1]}, line)
     with pytest.raises(PromptError, match=message):
         load_prompts(path, no_tokenizer)
+
+
+def test_a_line_that_cannot_be_parsed_is_named(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "p.jsonl", {"prompt_token_ids": [1]})
+    good = path.read_bytes()
+    for content, message in [
+        (b"[" * 200_000, "p.jsonl, line 2: its values are nested too deeply"),
+        (b'{"prompt": "\xe9"}', "p.jsonl, line 2: it is not text in UTF-8"),
+    ]:
+        path.write_bytes(good + content)
+        with pytest.raises(PromptError, match=message):
+            load_prompts(path, no_tokenizer)
+    path.write_text('\ufeff{"prompt_token_ids": [1], "category": "a\u2028b"}\n', encoding="utf-8")
+    (prompt,) = load_prompts(path, no_tokenizer)
+    assert prompt.category == "a\u2028b"
 
 
 def test_a_missing_and_an_empty_file_are_named(tmp_path: Path) -> None:

@@ -129,6 +129,13 @@ def test_progress_adds_up_to_the_bytes_of_the_file(tmp_path: Path, tokenizer: An
             "the chat template refuses it: no role",
         ),
         (b"\xff\xfe\n", "is not text in UTF-8"),
+        ('{"text": "w1"}\n' + "[" * 200_000, "line 2: its values are nested too deeply"),
+        ('{"text": "w1 \\ud800"}\n', r"line 1: its text has half of a surrogate pair, \ud800"),
+        ('{"prompt": "\\udfff", "response": "w1"}\n', r"half of a surrogate pair, \udfff"),
+        (
+            '{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant"}]}\n',
+            r"line 1: its text has half of a surrogate pair, \ud800",
+        ),
     ],
 )
 def test_a_wrong_text_is_named_with_its_line(

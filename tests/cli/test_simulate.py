@@ -279,7 +279,7 @@ def test_a_plot_is_written(tmp_path: Path) -> None:
     [
         (["--traces", "/nowhere.jsonl"], "there is no file /nowhere.jsonl"),
         (["--traces", "EMPTY"], "is empty"),
-        (["--traces", "BAD"], "bad.jsonl:2: not JSON"),
+        (["--traces", "BAD"], "bad.jsonl, line 2: it is not JSON"),
         (["--traces", "SHORT"], "nothing is left to replay; of 2 traces, 0 loop"),
         (["--traces", "SHORT", "--no-loops"], "of 2 traces, 1 loop (--no-loops) and 1 have"),
         (["--budget", "0"], "'0' is not a number from 1 to 128"),

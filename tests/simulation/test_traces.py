@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -45,16 +46,55 @@ def test_traces_are_filtered_then_shuffled_then_limited(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        ("{", r"t.jsonl:2: not JSON"),
-        ("[1]", r"t.jsonl:2: an object with"),
-        ({"prompt_token_ids": [1]}, r"t.jsonl:2: `output_token_ids` must be a list"),
-        (line([1, -1]), r"t.jsonl:2: `output_token_ids` must be a list"),
-        ({"prompt_token_ids": "x", "output_token_ids": []}, r"t.jsonl:2: `prompt_token_ids`"),
+        ("{", r"t.jsonl, line 2: it is not JSON"),
+        ("[1]", r"t.jsonl, line 2: an object with"),
+        ({"prompt_token_ids": [1]}, r"t.jsonl, line 2: `output_token_ids` must be a list"),
+        (line([1, -1]), r"t.jsonl, line 2: `output_token_ids` must be a list"),
+        ({"prompt_token_ids": "x", "output_token_ids": []}, r"t.jsonl, line 2: `prompt_token_ids`"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, second: Any, message: str) -> None:
     with pytest.raises(TraceError, match=message):
         load_traces(jsonl(tmp_path / "t.jsonl", line([1, 2]), second))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 200_000, "t.jsonl, line 2: its values are nested too deeply"),
+        (b'{"prompt_token_ids": [1], "category": "\xe9"}', "line 2: it is not text in UTF-8"),
+        (b"\xff\xfe{\0}\0", "line 2: it is not text in UTF-8"),
+        (b"9" * 5000, "line 2: it is not JSON"),
+    ],
+)
+def test_a_line_that_cannot_be_parsed_is_named(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    path = jsonl(tmp_path / "t.jsonl", line([1, 2]))
+    path.write_bytes(path.read_bytes() + content)
+    with pytest.raises(TraceError, match=message):
+        load_traces(path)
+
+
+def test_a_byte_order_mark_and_separators_within_strings_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    lines = [line([1, 2], category="a\u2028b\u2029c\u0085d"), line([3, 4])]
+    texts = [json.dumps(one, ensure_ascii=False) for one in lines]
+    path.write_bytes("\ufeff{}\r\n{}\n".format(*texts).encode())
+    first, second = load_traces(path).traces
+    assert first.category == "a\u2028b\u2029c\u0085d" and second.output.tolist() == [3, 4]
+
+
+def test_a_file_that_cannot_be_opened_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, mode: str) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    path = jsonl(tmp_path / "t.jsonl", line([1, 2]))
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(TraceError, match="cannot be read: Permission denied"):
+        load_traces(path)
 
 
 def test_generated_answers_recombine_the_outputs() -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from lookahead_vllm.json_lines import parse_line
 
 PROGRESS_TOKENS = 4096
 """The number of tokens between two updates of the progress bar."""
@@ -62,7 +63,7 @@ def read_texts(path: Path, tokenizer: Any) -> Iterator[Text]:
                 return
             for raw in file:
                 number += 1
-                turns = _turns(raw.decode("utf-8-sig"), tokenizer) if raw.strip() else [([], [])]
+                turns = _turns(parse_line(raw), tokenizer) if raw.strip() else [([], [])]
                 for prompt, answer in turns:
                     if max(max(prompt, default=0), max(answer, default=0)) > max_id:
                         raise ValueError(f"a token id is above {max_id}, the tokenizer's last")
@@ -81,26 +82,33 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
 
-def _turns(text: str, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+def _turns(line: Any, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
     """The prompt and the answer of each turn in a line; ValueError if the line is malformed."""
-    try:
-        line = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"it is not JSON ({error})") from None
     if not isinstance(line, dict):
         raise ValueError(_EXPECTED)
     if "output_token_ids" in line:
         prompt = _ids(line, "prompt_token_ids") if line.get("prompt_token_ids") else []
         return [(prompt, _ids(line, "output_token_ids"))]
     if "messages" in line:
+        _refuse_surrogates(line["messages"])
         return _turns_of_chat(line["messages"], tokenizer)
     answer = next((line[key] for key in ("text", *RESPONSES) if key in line), None)
     prompt_text = line.get("prompt", "") if "text" not in line else ""
     if not isinstance(answer, str) or not isinstance(prompt_text, str):
         raise ValueError(_EXPECTED)
+    _refuse_surrogates([prompt_text, answer])
     # A server puts special tokens before a prompt, and none before an answer.
     prompt = list(tokenizer.encode(prompt_text, verbose=False)) if prompt_text else []
     return [(prompt, _encode(tokenizer, answer))]
+
+
+def _refuse_surrogates(texts: Any) -> None:
+    """ValueError if a text has half of a surrogate pair, which no tokenizer takes."""
+    try:
+        json.dumps(texts, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        code = ord(error.object[error.start])
+        raise ValueError(f"its text has half of a surrogate pair, \\u{code:04x}") from None
 
 
 def _ids(line: dict[str, Any], key: str) -> list[int]:
