@@ -10,7 +10,7 @@ from benchmarks.device.engine import CLOCKS
 from benchmarks.device.rows import METHODS
 from benchmarks.device.timeline import FILE_TYPES
 from benchmarks.engines import step_overhead
-from lookahead_vllm.cli.arguments import positive, positives
+from lookahead_vllm.cli.arguments import check_output, positive, positives
 from lookahead_vllm.draft.options import MAX_DECODING_LENGTH
 
 BATCH_SIZES, NODES = [1, 8, 32, 64], [0, 4, 16]
@@ -268,10 +268,7 @@ def check(options: argparse.Namespace) -> None:
 
 def _check_files(options: argparse.Namespace) -> None:
     for path in filter(None, (options.json, options.timeline)):
-        if not path.parent.is_dir():
-            raise OptionsError(f"there is no folder {path.parent} to write {path.name} in")
-        if path.is_dir():
-            raise OptionsError(f"{path} is a folder; write the name of a file in it")
+        check_output(path, OptionsError)
     if not options.timeline:
         return
     if options.timeline.suffix not in FILE_TYPES:

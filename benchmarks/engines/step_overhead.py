@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.engines.stopwatch import Stopwatch
-from lookahead_vllm.cli.arguments import positive, positives
+from lookahead_vllm.cli.arguments import check_output, positive, positives
 from lookahead_vllm.simulation.markdown import markdown
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_step.py"
@@ -184,7 +184,13 @@ def measure(size: int, nodes: int, lookahead: bool) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure each batch size; returns 1 if an engine failed."""
-    options = parser().parse_args(argv)
+    arguments = parser()
+    options = arguments.parse_args(argv)
+    if options.json:
+        try:
+            check_output(options.json, ValueError)
+        except ValueError as error:
+            arguments.error(str(error))
     if options.one:
         size, method = options.one
         print(json.dumps(measure(int(size), options.nodes, method == "lookahead")))

@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.command_line import kv_cache_bytes
-from lookahead_vllm.cli.arguments import positive
+from lookahead_vllm.cli.arguments import check_output, positive
 from lookahead_vllm.draft.trie.recycling import NUM_CHOICES
 from lookahead_vllm.simulation.choices import SUFFIX, save_choices
 from lookahead_vllm.simulation.traces import (
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     with closing(_recorder(options, max(lengths))) as record, tqdm(total=sum(lengths)) as bar:
         for file in files:
             bar.set_description(file.path.stem)
-            path = options.out / f"{file.path.stem}{SUFFIX}"
+            path = _path(file, options.out)
             choices = list(_record_all(file.traces, record, bar.update))
             save_choices(
                 path, [t.id for t in file.traces], choices, Path(options.model).name, record.dtype
@@ -128,6 +128,7 @@ def _check(files: Sequence[TraceFile], out: Path, max_positions: int | None) -> 
     if len(set(names)) < len(names):
         raise TraceError("--traces: two files have the same name, and so would their choices")
     for file in files:
+        check_output(_path(file, out), TraceError)
         ids = [trace.id for trace in file.traces]
         if "" in ids or len(set(ids)) < len(ids):
             raise TraceError(f"{file.path}: every line needs an `id` of its own")
@@ -137,6 +138,11 @@ def _check(files: Sequence[TraceFile], out: Path, max_positions: int | None) -> 
                     f"{file.path}: trace {trace.id!r} has {_length(trace)} tokens; the model has "
                     f"{max_positions} positions, and one must be left; remove the line"
                 )
+
+
+def _path(file: TraceFile, folder: Path) -> Path:
+    """The file for the choices of these traces."""
+    return folder / f"{file.path.stem}{SUFFIX}"
 
 
 class _Recorder:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from lookahead_vllm.cli.arguments import check_output
 from lookahead_vllm.draft.trie import priors
 from lookahead_vllm.draft.trie.acceptance_rate import HITS, TRIALS, AcceptanceRate
 from lookahead_vllm.simulation.drafters import Lookahead
@@ -59,6 +60,10 @@ def main(arguments: Sequence[str]) -> int:
     """The command."""
     options = _parser().parse_args(arguments)
     try:
+        if not options.evaluate:
+            check_output(options.out, TraceError)
+            if options.out.suffix != ".npz":
+                raise TraceError(f"--out {options.out}: the name must end in .npz")
         files = [load_traces(path, shuffle=options.seed, no_loops=True) for path in options.traces]
     except TraceError as error:
         print(f"learn_priors: {error}")

@@ -23,7 +23,7 @@ from benchmarks.prompt_files.copying import (
 )
 from benchmarks.prompt_files.line import Line
 from benchmarks.prompt_files.long_contexts import long_contexts
-from lookahead_vllm.cli.arguments import positive
+from lookahead_vllm.cli.arguments import check_output, positive
 from lookahead_vllm.json_lines import read_json_lines
 
 EPILOG = f"""\
@@ -146,9 +146,8 @@ def main(argv: Sequence[str]) -> int:
     """Write the file, and print the number of prompts by category."""
     arguments = parser()
     options = arguments.parse_args(argv)
-    if not options.out.parent.is_dir():
-        arguments.error(f"there is no folder {options.out.parent} to write {options.out.name} in")
     try:
+        check_output(options.out, InputError)
         lines = list(tqdm(make(options), unit=" prompts"))
     except ValueError as error:
         arguments.error(str(error))

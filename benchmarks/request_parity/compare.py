@@ -41,6 +41,7 @@ from benchmarks.request_parity.samples import endpoints
 from benchmarks.request_parity.table import Row, document
 from benchmarks.serving.demo import MODEL, REPO
 from benchmarks.serving.server import ServerError, free_port, get, serving
+from lookahead_vllm.cli.arguments import check_output
 
 EPILOG = """\
 examples:
@@ -353,8 +354,11 @@ def main(argv: Sequence[str]) -> int:
     if not options.only and not options.out:
         OUT.parent.mkdir(parents=True, exist_ok=True)
         options.out = OUT
-    if options.out and not options.out.parent.is_dir():
-        arguments.error(f"--out: there is no folder {options.out.parent}")
+    if options.out:
+        try:
+            check_output(options.out, SampleError)
+        except SampleError as error:
+            arguments.error(f"--out: {error}")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:

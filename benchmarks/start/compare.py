@@ -18,7 +18,7 @@ from benchmarks.command_line import interrupted
 from benchmarks.methods import BASELINE, MethodError, SpeculativeConfig, choose_methods
 from benchmarks.serving.server import ServerError, free_port, serving
 from benchmarks.start.phases import ENDS, FIRST_ANSWER, LogFollower, durations
-from lookahead_vllm.cli.arguments import positive
+from lookahead_vllm.cli.arguments import check_output, positive
 from lookahead_vllm.machine import cpu_name, versions
 from lookahead_vllm.simulation.markdown import MISSING, markdown, number
 
@@ -188,10 +188,10 @@ def main(argv: Sequence[str]) -> int:
     options = arguments.parse_args(argv)
     try:
         methods = choose_methods(options.methods, options.config)
+        if options.json:
+            check_output(options.json, MethodError)
     except MethodError as error:
         arguments.error(str(error))
-    if options.json and not options.json.parent.is_dir():
-        arguments.error(f"there is no folder {options.json.parent}")
     starts: Starts = {}
     try:
         status = 130 if interrupted(lambda: run(options, methods, starts)) else 0

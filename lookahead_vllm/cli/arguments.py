@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PLOT_TYPES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps", ".ps")
+"""The endings of names that --plot takes; matplotlib writes files of each of these types."""
 
 
 def positive(text: str) -> int:
@@ -18,12 +23,28 @@ def positives(text: str) -> list[int]:
     return list(dict.fromkeys(positive(part) for part in text.split(",")))
 
 
+def check_output(path: Path, error: type[ValueError]) -> None:
+    """Raise `error` if no file can be written at `path` after the run."""
+    try:
+        if not path.parent.is_dir():
+            raise error(f"there is no folder {path.parent} to write {path.name} in")
+        if path.is_dir():
+            raise error(f"{path} is a folder; write the name of a file in it")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise error(f"this user may not write {path}; write another name")
+    except OSError as reason:  # the name is too long, for example
+        raise error(f"{path} cannot be written: {reason.strerror}") from None
+
+
 def check_outputs(options: argparse.Namespace, error: type[ValueError]) -> None:
     """Raise `error` if the files of --json and --plot cannot be written after the run."""
     for path in (options.json, options.plot):
-        if path and not path.parent.is_dir():
-            raise error(f"there is no folder {path.parent} to write {path.name} in")
+        if path:
+            check_output(path, error)
     if options.plot:
+        if options.plot.suffix.lower() not in PLOT_TYPES:
+            types = f"{', '.join(PLOT_TYPES[:-1])} or {PLOT_TYPES[-1]}"
+            raise error(f"--plot {options.plot}: the name must end in {types}")
         try:
             version("matplotlib")
         except PackageNotFoundError:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from lookahead_vllm.cli.arguments import check_output
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache.file import CacheFileError
 from lookahead_vllm.draft.cache.report import describe
@@ -157,8 +158,10 @@ def make_proposer(options: argparse.Namespace, fingerprint: str) -> NGramTriePro
 
 def check_paths(options: argparse.Namespace) -> None:
     """Raise UsageError if a text cannot be read or the file cannot be written."""
-    if not options.out.parent.is_dir():
-        raise UsageError(f"--out: there is no folder {options.out.parent}")
+    try:
+        check_output(options.out.resolve(), UsageError)
+    except UsageError as error:
+        raise UsageError(f"--out: {error}") from None
     if options.out.exists() and not options.add:
         raise UsageError(f"--out: {options.out} exists; write --add to go on from it, or remove it")
     for path in options.texts:

@@ -73,3 +73,13 @@ def test_traces_that_cannot_be_recorded_are_refused(
     assert main([*arguments, "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().out
     assert main([*arguments, "--out", str(tmp_path / "nowhere")]) == 2
+
+
+def test_a_folder_in_place_of_the_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    traces = jsonl(tmp_path / "t.jsonl", line("a", [3], [4, 5]))
+    (tmp_path / "t.choices.npz").mkdir()
+    model = save_config("llama", tmp_path)
+    assert main(["--model", str(model), "--traces", str(traces), "--out", str(tmp_path)]) == 2
+    assert "t.choices.npz is a folder" in capsys.readouterr().out

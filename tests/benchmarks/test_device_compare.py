@@ -99,6 +99,7 @@ def test_the_tables() -> None:
         ("--runner v2 --steps 3", "--steps 3 is too few for a median; write 10 or more"),
         ("--runner v2 --json no/where.json", "there is no folder no to write where.json in"),
         ("--runner v2 --json .", ". is a folder; write the name of a file in it"),
+        ("--json .", ". is a folder; write the name of a file in it"),
         ("--runner v2 --timeline a.pdf", "--timeline a.pdf: the name must end in .png or .svg"),
         ("--steps 20", "--steps is for the simulated device; add --device-ms 6"),
         ("--runner v1 --methods plain_v1", "--methods is for the simulated device"),

@@ -123,6 +123,8 @@ def test_ranks_share_out_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--methods", "medusa"], "there is no method 'medusa'"),
         (["--methods", "ngram", "--check-exact"], "add it to --methods"),
         (["--json", "/nowhere/out.json"], "there is no folder /nowhere"),
+        (["--json", "/"], "/ is a folder"),
+        (["--plot", "out.xyz"], "the name must end in .png, .svg"),
         (["--runner", "v1,v3"], "'v1,v3': write v1, v2 or v1,v2"),
         (["--turns", "2,2,3", "--batch-sizes", "1,8"], "--turns: 3 numbers for 2 batch sizes"),
     ],

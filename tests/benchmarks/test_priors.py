@@ -43,6 +43,17 @@ def test_it_measures_files_without_their_group(files, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("name", "message"),
+    [(".", "is a folder"), ("priors", "must end in .npz"), ("no/p.npz", "there is no folder")],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_learning(
+    name, message, files, tmp_path, capsys
+):
+    assert main(["--traces", *files, "--out", str(tmp_path / name)]) == 2
+    assert message in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--groups", "0"], "1 numbers for 2 files"),

@@ -145,6 +145,14 @@ def test_long_contexts_are_other_requests_up_to_the_length(shared: bool, tmp_pat
     assert (fronts[0] == fronts[1] == fronts[2]) is shared
 
 
+def test_a_folder_as_output_is_refused_before_files_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        make.main(["long", "--recorded", str(tmp_path / "no"), "--out", str(tmp_path)])
+    assert f"{tmp_path} is a folder" in capsys.readouterr().err
+
+
 def test_files_that_cannot_be_used_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

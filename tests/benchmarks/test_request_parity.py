@@ -261,6 +261,7 @@ def test_the_table_lists_values_by_verdict() -> None:
         ("--help", 0, "compare_options.py --only stop --only n"),
         ("--plain-url http://127.0.0.1:1", 2, "--plain-url and --lookahead-url go together"),
         ("--out /no/such/folder/t.md", 2, "there is no folder /no/such/folder"),
+        ("--out /", 2, "--out: / is a folder"),
     ],
 )
 def test_the_command_line_explains_itself(given: str, status: int, message: str) -> None:

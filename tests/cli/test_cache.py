@@ -284,6 +284,8 @@ def test_frequent_ngrams_are_as_long_as_they_are_frequent() -> None:
             "build --model {model} --texts {text} --out {there}/no/c",
             "there is no folder {there}/no",
         ),
+        ("build --model {model} --texts {text} --out {there}", "{there} is a folder"),
+        ("build --model {model} --texts {text} --out {there} --add", "{there} is a folder"),
         ("build --model {model} --texts {text} --out {text}", "a.txt exists; write --add"),
         (
             "build --model {model} --texts {text} --out {text} --add",
@@ -315,6 +317,17 @@ def test_a_wrong_command_line_gets_one_sentence(
     assert error_line.startswith(f"{command}: error: ")
     assert message.format(**places) in error_line
     assert sorted(cache.parent.iterdir()) == before
+
+
+def test_a_link_to_nowhere_is_refused_before_texts_are_learned(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = write(tmp_path / "a.jsonl", {"text": 3})
+    (tmp_path / "c").symlink_to(tmp_path / "gone" / "c")
+    options = ["--texts", str(text), "--out", str(tmp_path / "c")]
+    with pytest.raises(SystemExit):
+        main(["build", "--model", str(model), *options])
+    assert f"there is no folder {tmp_path / 'gone'}" in capsys.readouterr().err
 
 
 def test_ctrl_c_writes_nothing(
