@@ -15,7 +15,7 @@ from tqdm import tqdm
 from lookahead_vllm.cli.arguments import check_output
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache.file import CacheFileError
-from lookahead_vllm.draft.cache.report import describe
+from lookahead_vllm.draft.cache.report import describe, restored
 from lookahead_vllm.draft.cache.warming import TextError, learn, read_texts
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
@@ -139,15 +139,12 @@ def make_proposer(options: argparse.Namespace, fingerprint: str) -> NGramTriePro
     """
     if options.add:
         arrays, facts = cache_file.load(options.out, fingerprint)
+        proposer = restored(arrays, facts)
         capacity = len(arrays["edges"])
         if options.max_nodes not in (None, capacity):
             raise UsageError(
                 f"--max-nodes: {options.out} has {capacity}, which --add keeps; leave it out"
             )
-        try:
-            proposer = NGramTrieProposer.of_snapshot(arrays, facts)
-        except ValueError as error:
-            raise CacheFileError(str(error)) from None
     else:
         given = {} if options.max_nodes is None else {"max_nodes": options.max_nodes}
         proposer = NGramTrieProposer(LookaheadOptions.from_dict(given))

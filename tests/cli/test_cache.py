@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -317,6 +318,54 @@ def test_a_wrong_command_line_gets_one_sentence(
     assert error_line.startswith(f"{command}: error: ")
     assert message.format(**places) in error_line
     assert sorted(cache.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a, f: f.update(suffixes=[1, 2]), "it holds n-grams of other lengths"),
+        (lambda a, f: f.update(share="odd"), "it was made with options that this release"),
+        (lambda a, f: a.update(edges=a["edges"][:100]), "it was made with options that this"),
+        (lambda a, f: a.update(edges=a["edges"].astype(float)), "its edges are (dtype('float64')"),
+        (lambda a, f: a.update(weights=a["weights"][:1]), "its weights are (dtype('float32'), (1,"),
+        (lambda a, f: a.pop("trials"), "its trials are None, where"),
+        (lambda a, f: a.pop("edges"), "its edges are missing"),
+    ],
+)
+@pytest.mark.parametrize("command", ["info", "build"])
+def test_a_file_that_does_not_fit_this_release_gets_one_sentence(
+    command: str,
+    change: Any,
+    message: str,
+    cache: Path,
+    model: Path,
+    tokenizer: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arrays, facts = cache_file.load(cache)
+    change(arrays, facts)
+    monkeypatch.setattr(cache_file, "spaces_of", lambda rows: np.zeros(len(rows)))
+    cache_file.save(cache, arrays, facts, cache_file.fingerprint(tokenizer.get_vocab()))
+    given = [command, str(cache)]
+    if command == "build":
+        texts = ["--texts", str(cache.with_name("a.txt")), "--out", str(cache), "--add"]
+        given = [command, "--model", str(model), *texts]
+    with pytest.raises(SystemExit) as error:
+        main(given)
+    assert error.value.code == 2
+    error_line = capsys.readouterr().err.splitlines()[-1]
+    assert f"error: {cache}: it" in error_line and message in error_line
+
+
+def test_info_prints_a_file_with_an_impossible_date(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrays, facts = cache_file.load(cache)
+    monkeypatch.setattr("time.time", lambda: float("inf"))
+    cache_file.save(cache, arrays, facts, "a")
+    assert main(["info", str(cache)]) == 0
+    assert "made        at no valid date" in capsys.readouterr().out
 
 
 def test_a_link_to_nowhere_is_refused_before_texts_are_learned(

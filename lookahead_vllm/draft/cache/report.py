@@ -5,14 +5,16 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.cache import file as cache_file
+from lookahead_vllm.draft.cache.file import CacheFileError
+from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.draft.trie.acceptance_rate import HITS, TRIALS, AcceptanceRate
 from lookahead_vllm.draft.trie.namespaces import digest_of
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
@@ -61,16 +63,15 @@ def describe(
     """
     header = cache_file.read_header(path)
     arrays, facts = cache_file.load(path, tokenizer)
-    proposer = NGramTrieProposer.of_snapshot(arrays, facts)
+    proposer = restored(arrays, facts)
 
     edges = arrays["edges"]
     spaces = spaces_of(edges)
     held = spaces > 0
     total = int(held.sum())
-    created = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(header.created))
     lines = [
         f"{path}: {path.stat().st_size / 1e6:.1f} MB, intact",
-        f"made        {created}, by lookahead-vllm {header.release}",
+        f"made        {_date(header.created)}, by lookahead-vllm {header.release}",
         f"tokenizer   {header.tokenizer}",
         f"n-grams     {total} of at most {len(edges)} ({total / len(edges):.1%}); "
         f"{proposer.trie.num_pruned} were pruned so far",
@@ -93,6 +94,33 @@ def describe(
                 for ngram in frequent_ngrams(proposer.trie, space, vocab_size)
             ]
     return "\n".join(lines)
+
+
+def restored(arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> NGramTrieProposer:
+    """A proposer with the contents of a cache file, as `cache.file.load` returns them.
+
+    Raises
+    ------
+    CacheFileError
+        They do not fit this release.
+    """
+    if "edges" not in arrays:
+        raise CacheFileError("it holds no n-grams of lookahead: its edges are missing")
+    try:
+        return NGramTrieProposer.of_snapshot(arrays, facts)
+    except OptionError as error:
+        raise CacheFileError(
+            f"it was made with options that this release of lookahead refuses: {error}"
+        ) from None
+    except ValueError as error:
+        raise CacheFileError(str(error)) from None
+
+
+def _date(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return "at no valid date"
 
 
 def _histogram(counts: NDArray[np.int64]) -> str:
