@@ -43,7 +43,7 @@ from benchmarks.prompts import (
     model_tokenizer,
 )
 from benchmarks.tables import category_tables, main_table, profile_table, step_table, turn_table
-from lookahead_vllm.cli.arguments import check_outputs
+from lookahead_vllm.cli.arguments import check_outputs, escape_unprintable
 from lookahead_vllm.draft.registry import HAVE_WINDOW
 from lookahead_vllm.machine import cpu_name, versions
 
@@ -314,10 +314,12 @@ class Benchmark:
 
 
 def report(benchmark: Benchmark, argv: Sequence[str]) -> list[Row]:
-    """Print the tables of the finished runs; write the JSON and the picture."""
+    """Write the JSON of the finished runs, print their tables, and draw the picture."""
     options, rows, meta = benchmark.options, benchmark.rows(), benchmark.meta(argv)
     if not rows:
         return rows
+    if options.json:
+        options.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     bound = meta["worker_cores"]
     threads = f"on {', '.join(map(str, bound))}" if bound else "not bound"
     counts = sorted({row["prompts"] for row in rows})
@@ -337,8 +339,6 @@ def report(benchmark: Benchmark, argv: Sequence[str]) -> list[Row]:
         if steps := step_table(rows):
             print(f"\n{steps}")
         print(f"\n{profile_table(rows)}")
-    if options.json:
-        options.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     if options.plot and any(row["tokens_per_s"] for row in rows):
         from benchmarks.engines.plot import plot
 
@@ -429,6 +429,7 @@ def check_references(
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; the exit status is explained in `--help`."""
+    escape_unprintable()
     arguments = parser()
     options = arguments.parse_args(argv)
     try:

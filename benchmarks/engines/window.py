@@ -27,7 +27,7 @@ from benchmarks.engines.generate import Generation, Job, Turn
 from benchmarks.engines.rows import decode_steps, tokens_per_step
 from benchmarks.methods import SpeculativeConfig
 from benchmarks.prompts import PromptError, context_length, load_prompts, model_tokenizer
-from lookahead_vllm.cli.arguments import check_outputs, positive
+from lookahead_vllm.cli.arguments import check_outputs, escape_unprintable, positive
 from lookahead_vllm.simulation.markdown import markdown
 
 
@@ -287,6 +287,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Measure; the exit status is explained in `--help`."""
+    escape_unprintable()
     arguments = parser()
     options = arguments.parse_args(argv)
     try:
@@ -296,10 +297,10 @@ def main(argv: Sequence[str]) -> int:
     stopped = interrupted(measurement.run)
     rows = measurement.rows()
     if rows:
-        print(table(rows))
         if options.json:
             content = {"argv": list(argv), "rows": rows, "failed": measurement.failed}
             options.json.write_text(json.dumps(content, indent=1) + "\n")
+        print(table(rows))
         if options.plot:
             plot(rows, options.plot)
     for name, reason in measurement.failed.items():

@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.command_line import kv_cache_bytes
-from lookahead_vllm.cli.arguments import check_output, positive
+from lookahead_vllm.cli.arguments import check_output, escape_unprintable, positive
 from lookahead_vllm.draft.trie.recycling import NUM_CHOICES
 from lookahead_vllm.simulation.choices import SUFFIX, save_choices
 from lookahead_vllm.simulation.traces import (
@@ -52,6 +52,7 @@ wrong options or traces.
 
 def main(arguments: Sequence[str]) -> int:
     """The command."""
+    escape_unprintable()
     options = _parser().parse_args(arguments)
     try:
         files = [load_traces(path, options.limit) for path in dict.fromkeys(options.traces)]

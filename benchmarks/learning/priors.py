@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from lookahead_vllm.cli.arguments import check_output
+from lookahead_vllm.cli.arguments import check_output, escape_unprintable
 from lookahead_vllm.draft.trie import priors
 from lookahead_vllm.draft.trie.acceptance_rate import HITS, TRIALS, AcceptanceRate
 from lookahead_vllm.simulation.drafters import Lookahead
@@ -58,6 +58,7 @@ class Edl(NamedTuple):
 
 def main(arguments: Sequence[str]) -> int:
     """The command."""
+    escape_unprintable()
     options = _parser().parse_args(arguments)
     try:
         if not options.evaluate:

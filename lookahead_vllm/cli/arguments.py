@@ -1,9 +1,11 @@
-"""Argument types and checks that several command lines share."""
+"""Argument types, checks and the output that several command lines share."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -21,6 +23,15 @@ def positive(text: str) -> int:
 def positives(text: str) -> list[int]:
     """Numbers of at least 1, separated by commas; duplicates are dropped."""
     return list(dict.fromkeys(positive(part) for part in text.split(",")))
+
+
+def escape_unprintable() -> None:
+    """Let `print` write escapes for characters that standard output cannot encode.
+
+    Names of files and categories may have such characters, and no results may be lost for them.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def check_output(path: Path, error: type[ValueError]) -> None:

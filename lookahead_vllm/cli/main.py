@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import lookahead_vllm
+from lookahead_vllm.cli.arguments import escape_unprintable
 
 COMMANDS = {
     "check": "check whether lookahead works here: this machine, this vLLM, this GPU",
@@ -44,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit status; `argv` is the command line by default."""
     arguments = sys.argv[1:] if argv is None else argv
+    escape_unprintable()
     command = parser().parse_args(arguments[:1]).command
     status: int = importlib.import_module(f"lookahead_vllm.cli.{command}").main(arguments[1:])
     return status

@@ -249,8 +249,11 @@ class Simulation:
 
 
 def report(simulation: Simulation, argv: Sequence[str]) -> None:
-    """Print the tables of the finished runs; write the JSON and the plot."""
+    """Write the JSON of the finished runs, print their tables, and draw the plot."""
     options, results = simulation.options, simulation.results
+    if results and options.json:
+        content = {"meta": simulation.meta(argv), "results": results}
+        options.json.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     for file in simulation.files:
         short = f", {file.too_short} shorter than two tokens left out" if file.too_short else ""
         print(f"{file.path}: {len(file.traces)} traces, {file.num_tokens} tokens{short}")
@@ -263,9 +266,6 @@ def report(simulation: Simulation, argv: Sequence[str]) -> None:
     ]
     for table in filter(None, tables):
         print(f"\n{table}")
-    if options.json:
-        content = {"meta": simulation.meta(argv), "results": results}
-        options.json.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     if options.plot:
         from lookahead_vllm.simulation.plot import plot
 

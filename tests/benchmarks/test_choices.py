@@ -15,6 +15,7 @@ import transformers as hf
 
 from benchmarks.learning.choices import main
 from lookahead_vllm.simulation.choices import load_choices
+from lookahead_vllm.simulation.traces import AnswerChoices, Trace
 from tests.support.files import jsonl
 from tests.support.models import save_config, save_tiny_model
 
@@ -83,3 +84,25 @@ def test_a_folder_in_place_of_the_file_is_refused(
     model = save_config("llama", tmp_path)
     assert main(["--model", str(model), "--traces", str(traces), "--out", str(tmp_path)]) == 2
     assert "t.choices.npz is a folder" in capsys.readouterr().out
+
+
+def test_a_name_that_cannot_be_encoded_loses_no_choices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Recorder:
+        dtype = "float32"
+
+        def __call__(self, trace: Trace) -> AnswerChoices:
+            shape = (len(trace.output), 8)
+            return AnswerChoices(np.zeros(shape, np.int32), np.zeros(shape, np.float16))
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("benchmarks.learning.choices._recorder", lambda *args: Recorder())
+    sys.stderr.reconfigure(errors="backslashreplace")  # type: ignore[attr-defined]  # as Python's
+    files = [jsonl(tmp_path / f"{name}.jsonl", line("a", [3], [4, 5])) for name in ("\udce9", "b")]
+    assert main(["--model", "m", "--traces", *map(str, files), "--out", str(tmp_path)]) == 0
+    assert r"\udce9.choices.npz: 1 traces" in capsys.readouterr().out
+    for file in files:
+        assert list(load_choices(file.with_suffix(".choices.npz"))) == ["a"]

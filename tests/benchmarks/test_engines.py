@@ -445,6 +445,18 @@ def test_engines_run_one_at_a_time_and_rounds_alternate_their_order(
     assert written["meta"]["complete"] is True
 
 
+def test_categories_that_cannot_be_encoded_lose_no_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "FreshEngine", FakeEngine)
+    lines = [{"prompt_token_ids": [i], "category": name} for i, name in enumerate(["a\ud800", "b"])]
+    prompts, out = jsonl(tmp_path / "p.jsonl", *lines), tmp_path / "out.json"
+    options = ["--model", "m", "--prompts", str(prompts), "--methods", "none", "--json", str(out)]
+    assert bench.main([*options, "--batch-sizes", "1"]) == 0
+    assert r"a\ud800" in capsys.readouterr().out
+    assert json.loads(out.read_text())["rows"][0]["by_category"].keys() == {"a\ud800", "b"}
+
+
 def test_a_method_may_have_arguments_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,3 +62,19 @@ def test_invalid_options_are_refused(
             bench.main(["--model", "m", "--prompts", str(prompts), *more])
         assert ended.value.code == 2
         assert message in capsys.readouterr().err
+
+
+def test_categories_that_cannot_be_encoded_lose_no_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(measured: bench.Measurement) -> None:
+        answers = [Generation([1] * 9, steps=4, draft_tokens=40)]
+        measured.turns["(5, 15, 15)"] = Turn(answers, 1.0, 1.0, "float32", {})
+
+    monkeypatch.setattr(bench.Measurement, "run", run)
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "out.json"
+    prompts.write_text(json.dumps({"prompt_token_ids": [1], "category": "\ud800"}))
+    more = ["--sets", "table", "--json", str(out)]
+    assert bench.main(["--model", "m", "--prompts", str(prompts), *more]) == 0
+    assert r" \ud800 |" in capsys.readouterr().out
+    assert json.loads(out.read_text())["rows"][0]["by_category"] == {"\ud800": 2.0}

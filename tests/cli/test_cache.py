@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lookahead_vllm.cli.cache import main, make_proposer
+from lookahead_vllm.cli.main import main as main_command
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache import report as cache_report
 from lookahead_vllm.draft.cache.warming import TextError, learn, read_texts
@@ -366,6 +367,17 @@ def test_info_prints_a_file_with_an_impossible_date(
     cache_file.save(cache, arrays, facts, "a")
     assert main(["info", str(cache)]) == 0
     assert "made        at no valid date" in capsys.readouterr().out
+
+
+def test_info_prints_names_that_cannot_be_encoded(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrays, facts = cache_file.load(cache)
+    cache_file.save(cache, arrays, {**facts, "namespaces": {"\ud800": 1}}, "a\udfffb")
+    capsys.readouterr()
+    assert main_command(["cache", "info", str(cache)]) == 0
+    printed = capsys.readouterr().out
+    assert r"tokenizer   a\udfffb" in printed and r"\ud800" in printed
 
 
 def test_a_link_to_nowhere_is_refused_before_texts_are_learned(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 import lookahead_vllm
 from lookahead_vllm.cli.main import COMMANDS, main
+from tests.support.files import jsonl
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +47,21 @@ def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"{lookahead_vllm.__version__}\n"
+
+
+def test_names_that_cannot_be_encoded_lose_no_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = {"prompt_token_ids": [1], "output_token_ids": [2, 3, 4]}
+    traces = tmp_path / "in Latin-1: \udce9.jsonl"
+    jsonl(traces, {**line, "category": "a\ud800"}, {**line, "category": "b"})
+    out = tmp_path / "out.json"
+    more = ["--proposers", "prompt_lookup", "--budget", "4", "--json", str(out)]
+    assert main(["simulate", "--traces", str(traces), *more]) == 0
+    printed = capsys.readouterr().out
+    assert r"in Latin-1: \udce9.jsonl: 2 traces" in printed and r"a\ud800" in printed
+    (of_budget,) = json.loads(out.read_text())["results"].values()
+    assert of_budget["4"]["cold"]["by_category"].keys() == {"a\ud800", "b"}
 
 
 @pytest.mark.parametrize(

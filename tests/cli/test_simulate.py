@@ -243,6 +243,20 @@ def test_the_json_holds_the_documented_keys(
     assert "s/a" in printed
 
 
+def test_the_json_is_written_where_nothing_can_be_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang_up(*args: Any) -> None:
+        raise OSError("the terminal is gone")
+
+    path, out = tiny(tmp_path / "t.jsonl"), tmp_path / "out.json"
+    monkeypatch.setattr("builtins.print", hang_up)
+    more = ["--proposers", "prompt_lookup", "--budget", "8", "--json", str(out)]
+    with pytest.raises(OSError, match="terminal"):
+        command.main(["--traces", str(path), *more])
+    assert json.loads(out.read_text())["meta"]["complete"]
+
+
 def test_a_filled_run_with_a_cost_curve_shows_both_columns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
