@@ -15,10 +15,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead_vllm.simulation.choices import load_choices
+from lookahead_vllm.simulation.traces import TraceError
+
 Context: TypeAlias = tuple[int, ...]
 """The last two tokens, or the last one."""
-
-FIELDS = ("ids", "firsts", "tokens", "gaps")
 
 
 class ChoicesError(ValueError):
@@ -48,13 +49,11 @@ def read(files: Iterable[str | Path]) -> Traces:
     traces: Traces = {}
     for path in files:
         try:
-            with np.load(path) as content:
-                ids, firsts, tokens, gaps = (content[field] for field in FIELDS)
-        except (OSError, ValueError, KeyError) as error:
-            raise ChoicesError(f"--choices: {path} is no file of choices: {error}") from None
-        for i, name in enumerate(ids.tolist()):
-            rows = slice(firsts[i], firsts[i + 1])
-            traces[name] = Choices(tokens[rows], gaps[rows].astype(np.float32))
+            loaded = load_choices(Path(path))
+        except TraceError as error:
+            raise ChoicesError(str(error)) from None
+        for name, choices in loaded.items():
+            traces[name] = Choices(choices.tokens, choices.gaps.astype(np.float32))
     return traces
 
 

@@ -95,8 +95,15 @@ def test_files_that_do_not_fit_are_refused(
     path = tmp_path / "c.npz"
     np.savez(path, ids=["x"], firsts=[0, 1], tokens=[[3, 4]], gaps=[[0.0, 1.0]])
     assert read([path])["x"].tokens.tolist() == [[3, 4]]
-    with pytest.raises(ChoicesError, match="no file of choices"):
+    with pytest.raises(ChoicesError, match=r"there is no file .*none\.npz"):
         read([tmp_path / "none.npz"])
+    torn = tmp_path / "torn.npz"
+    torn.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ChoicesError, match=r"torn\.npz was not written by scripts/record_choices"):
+        read([torn])
+    np.savez(torn, ids=["x"], firsts=[0, 2], tokens=[[3, 4]], gaps=[[0.0, 1.0]])
+    with pytest.raises(ChoicesError, match="do not fit together"):
+        read([torn])
     line = {"id": "x", "prompt_token_ids": [1], "output_token_ids": [3, 4]}
     prompts = jsonl(tmp_path / "p.jsonl", line)
     command = ["--model", "m", "--prompts", str(prompts), "--choices", str(path)]
