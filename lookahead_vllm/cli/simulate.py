@@ -20,6 +20,7 @@ from lookahead_vllm.draft.trie.recycling import NUM_CHOICES
 from lookahead_vllm.simulation.choices import with_choices
 from lookahead_vllm.simulation.drafters import Make, choose_drafters, describe
 from lookahead_vllm.simulation.replay import MODES, Mode, passes, simulate
+from lookahead_vllm.simulation.rivals import has_arctic_inference
 from lookahead_vllm.simulation.tables import (
     Results,
     by_category,
@@ -109,9 +110,9 @@ def parser() -> argparse.ArgumentParser:
     add("--traces", required=True, nargs="+", type=Path, metavar="FILE.jsonl", help="see below")
     add(
         "--proposers",
-        default="ngram_trie,prompt_lookup,suffix",
         metavar="A,B",
-        help="default: ngram_trie,prompt_lookup,suffix",
+        help="default: ngram_trie,prompt_lookup,suffix; suffix only where arctic-inference is "
+        "installed",
     )
     add("--list", nargs=0, action=ListProposers, help="print the proposers and exit")
     add(
@@ -179,13 +180,26 @@ def cost_curve(text: str) -> CostCurve:
         ) from None
 
 
+def default_proposers() -> str:
+    """The value of --proposers if it is not given; prints a note if suffix is left out."""
+    if has_arctic_inference():
+        return "ngram_trie,prompt_lookup,suffix"
+    print(
+        "note: suffix is left out, because arctic-inference is not installed; scripts/setup.sh "
+        "--bench installs it",
+        file=sys.stderr,
+    )
+    return "ngram_trie,prompt_lookup"
+
+
 class Simulation:
     """The proposers and traces of one call, and the results so far."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         check_outputs(options, OptionError)
         self.options = options
-        self.makers: dict[str, Make] = choose_drafters(options.proposers, bool(options.choices))
+        names = default_proposers() if options.proposers is None else options.proposers
+        self.makers: dict[str, Make] = choose_drafters(names, bool(options.choices))
         self.files: list[TraceFile] = [
             load_traces(path, options.limit, options.shuffle, options.no_loops)
             for path in dict.fromkeys(options.traces)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +117,15 @@ class SuffixOptions:
                 raise OptionError(f"{name}={getattr(self, name)!r} was given, but it must be >= 0")
         if self.max_tree_depth < 1 or not 1 <= self.max_cached_requests < 2**31:
             raise OptionError("max_tree_depth and max_cached_requests must be at least 1")
+
+
+def has_arctic_inference() -> bool:
+    """Whether the package of `Suffix` is installed."""
+    try:
+        importlib.import_module("arctic_inference.suffix_decoding")
+    except ImportError:
+        return False
+    return True
 
 
 class Suffix(_TextOnly):

@@ -243,6 +243,30 @@ def test_the_json_holds_the_documented_keys(
     assert "s/a" in printed
 
 
+def test_suffix_is_left_out_where_its_package_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "arctic_inference", None)
+    path = tiny(tmp_path / "t.jsonl")
+    assert command.main(["--traces", str(path), "--budget", "4"]) == 0
+    printed = capsys.readouterr()
+    assert "note: suffix is left out, because arctic-inference is not installed" in printed.err
+    assert "| ngram_trie " in printed.out and "| prompt_lookup " in printed.out
+    assert "| suffix" not in printed.out
+
+
+@pytest.mark.parametrize("name", ["suffix", "suffix_tree", "suffix_sweep", "prompt_lookup,suffix"])
+def test_suffix_that_is_asked_for_needs_its_package(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "arctic_inference", None)
+    monkeypatch.setattr(command, "load_traces", None)  # the error comes before any work
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["--traces", str(tiny(tmp_path / "t.jsonl")), "--proposers", name])
+    assert stopped.value.code == 2
+    assert "suffix needs arctic-inference, which is not installed" in capsys.readouterr().err
+
+
 def test_the_json_is_written_where_nothing_can_be_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
