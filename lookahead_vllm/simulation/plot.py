@@ -39,7 +39,8 @@ def plot(results: Results, path: Path) -> None:
                     markersize=4,
                     label=proposer,
                 )
-            axis.set_title(f"{Path(file).stem}, {mode}", fontsize=10)
+            title = f"{Path(file).stem}, {mode}".encode(errors="backslashreplace").decode()
+            axis.set_title(title, fontsize=10, parse_math=False)
             axis.set_xlabel("nodes a step")
             axis.set_ylabel("EDL, tokens a step")
             axis.set_xlim(left=0)

@@ -312,6 +312,16 @@ def test_a_plot_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "out.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("name", ["\udce9.jsonl", r"a$\\wrong{$b.jsonl"])
+def test_a_plot_has_any_file_s_name_as_its_title(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from lookahead_vllm.simulation.plot import plot
+
+    found = simulate(Scripted, 8, [file_of(trace([1], [2, 3]), name=name)], ["cold"])
+    plot({"x": {"8": found}}, tmp_path / "out.png")
+    assert (tmp_path / "out.png").stat().st_size > 1000
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
