@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         files = [load_traces(path, options.limit) for path in dict.fromkeys(options.traces)]
         _check(files, options.out, _max_positions(options.model))
     except TraceError as error:
-        print(f"record_choices: {error}")
+        print(f"record_choices: {error}", file=sys.stderr)
         return 2
     lengths = [_length(trace) for file in files for trace in file.traces]
     with closing(_recorder(options, max(lengths))) as record, tqdm(total=sum(lengths)) as bar:

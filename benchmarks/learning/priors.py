@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -67,11 +68,14 @@ def main(arguments: Sequence[str]) -> int:
                 raise TraceError(f"--out {options.out}: the name must end in .npz")
         files = [load_traces(path, shuffle=options.seed, no_loops=True) for path in options.traces]
     except TraceError as error:
-        print(f"learn_priors: {error}")
+        print(f"learn_priors: {error}", file=sys.stderr)
         return 2
     groups = options.groups or list(range(len(files)))
     if len(groups) != len(files):
-        print(f"learn_priors: --groups has {len(groups)} numbers for {len(files)} files")
+        print(
+            f"learn_priors: --groups has {len(groups)} numbers for {len(files)} files",
+            file=sys.stderr,
+        )
         return 2
     if not options.evaluate:
         trials = learn(files, options.seed).trials
@@ -80,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{options.out}: {len(learned.indices)} of {len(trials)} rates, {size} bytes")
         return 0
     if len(set(groups)) < 2:
-        print("learn_priors: --evaluate needs files of at least two groups")
+        print("learn_priors: --evaluate needs files of at least two groups", file=sys.stderr)
         return 2
     learned_without: dict[int, priors.Priors] = {}
     for group in sorted(set(groups)):

@@ -72,7 +72,7 @@ def test_traces_that_cannot_be_recorded_are_refused(
     traces = jsonl(tmp_path / "t.jsonl", *lines)
     arguments = ["--model", str(model), "--traces", str(traces)]
     assert main([*arguments, "--out", str(tmp_path)]) == 2
-    assert message in capsys.readouterr().out
+    assert message in capsys.readouterr().err
     assert main([*arguments, "--out", str(tmp_path / "nowhere")]) == 2
 
 
@@ -83,7 +83,7 @@ def test_a_folder_in_place_of_the_file_is_refused(
     (tmp_path / "t.choices.npz").mkdir()
     model = save_config("llama", tmp_path)
     assert main(["--model", str(model), "--traces", str(traces), "--out", str(tmp_path)]) == 2
-    assert "t.choices.npz is a folder" in capsys.readouterr().out
+    assert "t.choices.npz is a folder" in capsys.readouterr().err
 
 
 def test_a_name_that_cannot_be_encoded_loses_no_choices(

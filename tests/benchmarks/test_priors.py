@@ -50,7 +50,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_learning(
     name, message, files, tmp_path, capsys
 ):
     assert main(["--traces", *files, "--out", str(tmp_path / name)]) == 2
-    assert message in capsys.readouterr().out
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_a_file_that_cannot_be_written_is_refused_before_learning(
 )
 def test_wrong_groups_are_explained(files, arguments, message, capsys):
     assert main(["--traces", *files, *arguments]) == 2
-    assert message in capsys.readouterr().out
+    assert message in capsys.readouterr().err
