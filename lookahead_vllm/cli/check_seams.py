@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +27,17 @@ examples:
 
 The exit status is 0 if everything is there, 1 if something is missing, 2 for wrong arguments.
 """
+
+
+_DAMAGED = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    SyntaxError,
+    ValueError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 def release(text: str) -> Path:
@@ -48,10 +61,14 @@ def compare(place: Path) -> list[str]:
 
 
 def report(places: Sequence[Path]) -> int:
-    """Print the differences of each release; 1 if there are any, else 0."""
+    """Print the differences of each release; 1 if there are any, 2 if one is damaged, else 0."""
     found = 0
     for place in places:
-        missing = compare(place)
+        try:
+            missing = compare(place)
+        except _DAMAGED as error:
+            print(f"{place} cannot be read, and may be damaged: {error}", file=sys.stderr)
+            return 2
         found += len(missing)
         print(f"{place.name}: {len(SEAMS)} places, {len(missing)} differ")
         for problem in missing:

@@ -34,6 +34,20 @@ def test_all_that_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert output.endswith("\n  there is no module vllm.v1.metrics.loggers\n")
 
 
+def test_a_damaged_wheel_gets_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "vllm-1-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+        wheel.writestr("vllm/__init__.py", "x = 1\n" * 500)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:60] + bytes([whole[60] ^ 0xFF]) + whole[61:])
+    assert check_seams.main([str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"{path} cannot be read, and may be damaged: ")
+    assert printed.err.count("\n") == 1 and not printed.out
+
+
 def test_what_is_no_release_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         check_seams.main([str(tmp_path)])
