@@ -32,6 +32,9 @@ logger = init_logger(f"vllm.{__name__}")
 NAMES = ("reference", "namespace", "enabled", *RequestOverrides._fields)
 FLAT = {f"{KEY}_{name}": name for name in NAMES}
 
+PREDICTION = f"{KEY}_prediction"
+"""The key of OpenAI's `prediction`, as the client sent it."""
+
 MARK = "passed"
 """The key with which the front-end marks options that it has checked. Its value is bytes, which a
 client's JSON cannot contain, so no client can forge it."""
@@ -97,8 +100,13 @@ def parse_options(
         return already_checked
     values: dict[str, Any] = {}
     spellings: dict[str, str] = {}
+    ignored = []
+    if not server.accept_references:
+        ignored.append("reference")
+    if not server.accept_namespaces:
+        ignored.append("namespace")
     for name, spelling, value in _written(extra_args or {}):
-        if value is None:
+        if value is None or name in ignored:
             continue
         if name in values:
             raise RequestError(
@@ -106,14 +114,13 @@ def parse_options(
                 "write one of them"
             )
         values[name], spellings[name] = value, spelling
-    if not server.accept_references:
-        values.pop("reference", None)
-    if not server.accept_namespaces:
-        values.pop("namespace", None)
     options: dict[str, Any] = {}
     if "reference" in values:
+        spelling, value = spellings["reference"], values["reference"]
+        if spelling == "prediction":
+            value = _text_of_prediction(value)
         options["references"] = _references(
-            spellings["reference"], values["reference"], vocab_size, server.max_reference_tokens
+            spelling, value, vocab_size, server.max_reference_tokens
         )
     if "namespace" in values:
         options["namespace"] = _namespace(spellings["namespace"], values["namespace"])
@@ -158,7 +165,7 @@ def fields_for_worker(
 
 def _others(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     """The part of `extra_args` that is not lookahead's."""
-    return {k: v for k, v in (extra_args or {}).items() if k != KEY and k not in FLAT}
+    return {k: v for k, v in (extra_args or {}).items() if k not in (KEY, PREDICTION, *FLAT)}
 
 
 def without_references(params: SamplingParams) -> SamplingParams:
@@ -240,13 +247,11 @@ def shared_namespace(
 
 
 def with_prediction(extra_args: Mapping[str, Any] | None, prediction: Any) -> dict[str, Any]:
-    """A copy of `extra_args` with OpenAI's `prediction` as its reference."""
-    extra_args = dict(extra_args or {})
-    if f"{KEY}_reference" in extra_args:
-        raise RequestError(
-            f"prediction and {KEY}_reference were both given, but they mean the same; "
-            "write one of them"
-        )
+    """A copy of `extra_args` that holds OpenAI's `prediction`, which `parse_options` checks."""
+    return {**(extra_args or {}), PREDICTION: prediction}
+
+
+def _text_of_prediction(prediction: Any) -> str:
     content = prediction.get("content") if isinstance(prediction, Mapping) else None
     if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
         texts = [part.get("text") for part in content]
@@ -256,7 +261,7 @@ def with_prediction(extra_args: Mapping[str, Any] | None, prediction: Any) -> di
             f"prediction={reprlib.repr(prediction)} was given, but it must hold a text; "
             'write {"type": "content", "content": "..."}'
         )
-    return {**extra_args, f"{KEY}_reference": content}
+    return content
 
 
 def _written(extra_args: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -272,6 +277,8 @@ def _written(extra_args: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
                 if name not in NAMES:
                     raise _unknown(f"{KEY}[{reprlib.repr(name)}]", str(name), NAMES)
                 yield name, f"{KEY}[{name!r}]", inner
+        elif key == PREDICTION:
+            yield "reference", "prediction", value
         elif str(key).startswith(KEY):
             if key not in FLAT:
                 raise _unknown(key, key, tuple(FLAT))

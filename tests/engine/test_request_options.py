@@ -283,28 +283,38 @@ def test_share_overrides_the_triple() -> None:
 )
 def test_a_prediction_is_a_reference(prediction: Any, reference: str) -> None:
     extra_args = {"another_plugin": 3}
-    assert with_prediction(extra_args, prediction) == {
-        "another_plugin": 3,
-        "lookahead_reference": reference,
-    }
+    predicted = with_prediction(extra_args, prediction)
+    assert parse_options(predicted, VOCAB) == RequestOptions((reference,))
     assert extra_args == {"another_plugin": 3}
+    sent_args = fields_for_worker(predicted, RequestOptions())
+    assert options_in_worker(sent_args) == (RequestOptions([]), extra_args)
 
 
-@pytest.mark.parametrize(
-    "prediction",
-    [
-        "a b",
-        {},
-        {"type": "content"},
-        {"type": "text", "content": "a"},
-        {"type": "content", "content": [{"type": "image_url"}]},
-    ],
-)
+WRONG_PREDICTIONS: list[Any] = [
+    "a b",
+    {},
+    {"type": "content"},
+    {"type": "text", "content": "a"},
+    {"type": "content", "content": [{"type": "image_url"}]},
+]
+
+
+@pytest.mark.parametrize("prediction", WRONG_PREDICTIONS)
 def test_a_wrong_prediction_is_refused(prediction: Any) -> None:
     with pytest.raises(RequestError, match=r"it must hold a text; write {\"type\": \"content\""):
-        with_prediction(None, prediction)
+        parse_options(with_prediction(None, prediction), VOCAB)
+
+
+@pytest.mark.parametrize("prediction", [*WRONG_PREDICTIONS, {"type": "content", "content": "a"}])
+def test_a_prediction_is_ignored_where_references_are(prediction: Any) -> None:
+    server = LookaheadOptions(accept_references=False)
+    extra_args = with_prediction({"lookahead_reference": "a"}, prediction)
+    assert parse_options(extra_args, VOCAB, server) == RequestOptions()
 
 
 def test_a_prediction_and_a_reference_exclude_each_other() -> None:
-    with pytest.raises(RequestError, match="prediction and lookahead_reference were both given"):
-        with_prediction({"lookahead_reference": "a"}, {"type": "content", "content": "b"})
+    prediction = {"type": "content", "content": "b"}
+    for written in ({"lookahead_reference": "a"}, {"lookahead": {"reference": "a"}}):
+        ((name, _),) = written.items()
+        with pytest.raises(RequestError, match=f"{name}.* and prediction were both given"):
+            parse_options(with_prediction(written, prediction), VOCAB)
