@@ -39,6 +39,10 @@ MARK = "passed"
 """The key with which the front-end marks options that it has checked. Its value is bytes, which a
 client's JSON cannot contain, so no client can forge it."""
 
+HAD_NONE = f"{KEY}_had_none"
+"""The key that marks a request whose `extra_args` were None: a custom logits processor may
+distinguish None from {}."""
+
 MAX_REFERENCES = 64
 BYTES_PER_TOKEN = 4
 """Bytes of a text in UTF-8 that count as one token. The count needs no tokenizer, so a text that is
@@ -164,8 +168,10 @@ def fields_for_worker(
 
 
 def _others(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The part of `extra_args` that is not lookahead's."""
-    return {k: v for k, v in (extra_args or {}).items() if k not in (KEY, PREDICTION, *FLAT)}
+    """The part of `extra_args` that is not lookahead's, and whether they were None."""
+    if extra_args is None:
+        return {HAD_NONE: True}
+    return {k: v for k, v in extra_args.items() if k not in (KEY, PREDICTION, *FLAT)}
 
 
 def without_references(params: SamplingParams) -> SamplingParams:
@@ -194,7 +200,11 @@ def options_in_worker(
     """
     if not isinstance(extra_args, Mapping):
         return RequestOptions(), None
-    others = {k: v for k, v in extra_args.items() if k != KEY} or None
+    others: dict[str, Any] | None = {
+        k: v for k, v in extra_args.items() if k not in (KEY, HAD_NONE)
+    }
+    if not others and HAD_NONE in extra_args:
+        others = None
     options = _from_fields(extra_args[KEY]) if is_marked(extra_args) else None
     if options is None:
         logger.warning_once(
@@ -248,7 +258,7 @@ def shared_namespace(
 
 def with_prediction(extra_args: Mapping[str, Any] | None, prediction: Any) -> dict[str, Any]:
     """A copy of `extra_args` that holds OpenAI's `prediction`, which `parse_options` checks."""
-    return {**(extra_args or {}), PREDICTION: prediction}
+    return {**({HAD_NONE: True} if extra_args is None else extra_args), PREDICTION: prediction}
 
 
 def _text_of_prediction(prediction: Any) -> str:
@@ -279,7 +289,7 @@ def _written(extra_args: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
                 yield name, f"{KEY}[{name!r}]", inner
         elif key == PREDICTION:
             yield "reference", "prediction", value
-        elif str(key).startswith(KEY):
+        elif str(key).startswith(KEY) and key != HAD_NONE:
             if key not in FLAT:
                 raise _unknown(key, key, tuple(FLAT))
             yield FLAT[key], key, value

@@ -199,6 +199,35 @@ def test_checked_options_are_not_checked_again() -> None:
     assert extra_args == {"another_plugin": 3, "lookahead": options}
 
 
+@pytest.mark.parametrize(
+    ("extra_args", "others"),
+    [
+        (None, None),
+        ({}, {}),
+        ({"lookahead_enabled": 0}, {}),
+        ({"lookahead": None}, {}),
+        ({"other": None}, {"other": None}),
+    ],
+)
+@pytest.mark.parametrize("prediction", [None, {"type": "content", "content": "a"}])
+@pytest.mark.parametrize("checked_early", [True, False])
+def test_logits_processors_see_whether_there_were_extra_args(
+    extra_args: dict[str, Any] | None,
+    others: dict[str, Any] | None,
+    prediction: Any,
+    checked_early: bool,
+) -> None:
+    """A custom one may distinguish None from {}."""
+    written = extra_args
+    if prediction is not None:
+        written = with_prediction(written, prediction)
+    if checked_early:
+        written = with_options(written, parse_options(written, VOCAB))
+    parse_options(written, VOCAB)  # raises nothing
+    sent_args = fields_for_worker(written, RequestOptions())
+    assert options_in_worker(sent_args)[1] == others
+
+
 def test_only_the_worker_keeps_references() -> None:
     sender = SamplingParams(
         extra_args=fields_for_worker({"other": 1}, RequestOptions((ids(5, 6),), "n"))
