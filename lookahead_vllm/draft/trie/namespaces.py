@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
@@ -35,6 +36,8 @@ class Namespaces:
         self._trie = trie
         self._spaces: dict[str, int] = {}
         """By digest, in the order in which they were last named."""
+        self._lock = threading.Lock()
+        """Held while `_spaces` is used: another thread saves it."""
 
     def space_of(self, namespace: str, live: Callable[[], Collection[int]]) -> int:
         """The space of a namespace, NO_SPACE if there are no more numbers for spaces.
@@ -42,22 +45,25 @@ class Namespaces:
         `live` returns the spaces that must not be forgotten.
         """
         digest = digest_of(namespace)
-        space = self._spaces.pop(digest, None)
-        if space is None:
-            if len(self._spaces) >= MAX_NAMESPACES:
-                self._forget(live())
-            space = self._trie.new_shared()
-        if space != NO_SPACE:
-            self._spaces[digest] = space
+        with self._lock:
+            space = self._spaces.pop(digest, None)
+            if space is None:
+                if len(self._spaces) >= MAX_NAMESPACES:
+                    self._forget(live())
+                space = self._trie.new_shared()
+            if space != NO_SPACE:
+                self._spaces[digest] = space
         return space
 
     def to_dict(self) -> dict[str, int]:
-        """Spaces by digest."""
-        return dict(self._spaces)
+        """Spaces by digest. Any thread may call it."""
+        with self._lock:
+            return dict(self._spaces)
 
     def restore(self, spaces: Mapping[str, int]) -> None:
         """Replace all namespaces with those that `to_dict` returned."""
-        self._spaces = {str(digest): int(space) for digest, space in spaces.items()}
+        with self._lock:
+            self._spaces = {str(digest): int(space) for digest, space in spaces.items()}
 
     def _forget(self, live: Collection[int]) -> None:
         digests = list(self._spaces)
