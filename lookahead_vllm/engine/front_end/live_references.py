@@ -23,8 +23,15 @@ class LiveReferences:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self.tokens = 0
+        self._charged: dict[object, int] = {}
+        """Tokens of each live request. A garbage collection may release one at any time; an entry
+        is added or removed as a whole. Not by request id, which several requests may share."""
         self._next_collection = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """The reference tokens of all live requests."""
+        return sum(self._charged.values())
 
     def charge(self, tokens: int) -> Callable[[], None]:
         """Count the references of one request.
@@ -53,12 +60,11 @@ class LiveReferences:
                 f"{self._max_tokens} for all requests at a time, of which too few are free; send "
                 "the request again later, or without them"
             )
-        self.tokens += tokens
-        charged = [tokens]
+        request = object()
+        self._charged[request] = tokens
 
         def release() -> None:
-            if charged:
-                self.tokens -= charged.pop()
+            self._charged.pop(request, None)
 
         return release
 
