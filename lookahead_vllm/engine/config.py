@@ -210,14 +210,19 @@ class _Maker:
 
     def __call__(self, runner: _Runner, options: LookaheadOptions, **changes: Any) -> VllmConfig:
         """With the runner's speculative method, which vLLM accepts, and other `changes`."""
+        tokens = {"num_speculative_tokens": options.decoding_length}
+        return self._make({**runner.speculation, **tokens}, changes)
+
+    def plain(self) -> VllmConfig:
+        """Plain vLLM's, without speculation."""
+        return self._make(None, {})
+
+    def _make(self, speculative: dict[str, Any] | None, changes: dict[str, Any]) -> VllmConfig:
         speculation = ("speculative_config", *(attr for attr, _ in _FLAGS.values()))
         fields = vars(self._args)
         fields.clear()
         fields.update(self._given, **dict.fromkeys(speculation), **changes)
-        fields["speculative_config"] = {
-            **runner.speculation,
-            "num_speculative_tokens": options.decoding_length,
-        }
+        fields["speculative_config"] = speculative
         try:
             return self._create()
         finally:
@@ -227,7 +232,7 @@ class _Maker:
 def _within_lora_rows(make: _Maker, options: LookaheadOptions) -> LookaheadOptions:
     """Limit the nodes so that the drafts of max_num_seqs requests fit into max_num_batched_tokens;
     vLLM requires this with LoRA."""
-    scheduler = make(FIRST_RUNNER, LookaheadOptions(num_speculative_tokens=1)).scheduler_config
+    scheduler = make.plain().scheduler_config
     return options.at_most(scheduler.max_num_batched_tokens // scheduler.max_num_seqs - 1)
 
 

@@ -259,6 +259,7 @@ def test_replicas_get_ranks_as_tensor_parallelism_does(
 LATE = "lookahead_vllm.engine.scheduler.late_scheduler.LateDraftScheduler"
 
 
+@pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize(
     ("variable", "asynchronous", "runner"),
     [
@@ -275,13 +276,18 @@ def test_the_runner_is_plain_vllms(
     variable: str | None,
     asynchronous: bool | None,
     runner: str,
+    lora: bool,
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The second one with asynchronous scheduling, else the first one, or a sentence."""
     if variable is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
-    asked = dict(speculative_config={"method": "lookahead"}, async_scheduling=asynchronous)
+    asked = dict(
+        speculative_config={"method": "lookahead"},
+        async_scheduling=asynchronous,
+        enable_lora=lora,
+    )
     with v2_on_cpu.enabled():
         if len(runner) > 2:
             with pytest.raises(OptionError, match=runner):
