@@ -15,6 +15,9 @@ from lookahead_vllm.verify.transfer import to_device
 
 MAX_CHOICES = 16
 
+MAX_PIECE_BYTES = 64 << 20
+"""The most bytes of logits that are copied at a time."""
+
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -33,6 +36,7 @@ def top_choices(
     k: int,
     impl: Literal["auto", "torch", "native"] = "auto",
     wait: bool = True,
+    max_piece_bytes: int = MAX_PIECE_BYTES,
 ) -> Choices:
     """The tokens with the `k` largest logits in the given rows.
 
@@ -48,6 +52,9 @@ def top_choices(
         "auto" uses the compiled kernel for CPU tensors if it is available.
     wait : bool
         False: return at once; the device fills the arrays later, in stream order.
+    max_piece_bytes : int
+        The most bytes of logits that are copied at a time, but at least one row. The compiled
+        kernel copies none.
 
     Raises
     ------
@@ -64,7 +71,9 @@ def top_choices(
     if library is None:
         if impl == "native":
             raise ValueError("the compiled kernel is not available here; use impl='auto'")
-        tokens = logits[selected].topk(k).indices
+        piece_rows = max(1, max_piece_bytes // (logits.shape[1] * logits.element_size()))
+        pieces = [logits[piece].topk(k).indices for piece in selected.split(piece_rows)]
+        tokens = torch.cat(pieces)
     else:
         tokens = torch.empty(len(rows), k, dtype=torch.int32)
         library.lookahead_top_choices(

@@ -33,6 +33,28 @@ def test_tokens_and_gaps_are_those_of_a_sort(vocab, k, dtype, impl):
     assert all(len(set(row)) == k for row in choices.tokens.tolist())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("piece_rows", "largest"), [(0, 1), (1, 1), (3, 3), (3.5, 3), (99, 10)])
+def test_logits_are_copied_in_pieces(piece_rows, largest, dtype, monkeypatch):
+    vocab = 200
+    torch.manual_seed(0)
+    logits = torch.stack([torch.randperm(vocab) for _ in range(7)]).to(dtype)
+    rows = np.array([0, 1, 3, 6, 2, 2, 4, 5, 6, 0], np.int64)
+    whole = top_choices(logits, rows, 4, impl="torch")
+    copied, topk = [], torch.Tensor.topk
+
+    def watched(self, *args):
+        copied.append(tuple(self.shape))
+        return topk(self, *args)
+
+    monkeypatch.setattr(torch.Tensor, "topk", watched)
+    limit = int(piece_rows * vocab * logits.element_size())
+    pieces = top_choices(logits, rows, 4, impl="torch", max_piece_bytes=limit)
+    assert np.array_equal(pieces.tokens, whole.tokens)
+    assert np.array_equal(pieces.gaps, whole.gaps)
+    assert max(copied) == (largest, vocab) and sum(n for n, _ in copied) == len(rows)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_no_rows_give_no_choices(impl):
     no_rows = np.empty(0, np.int64)
