@@ -88,7 +88,7 @@ class ForwardPasses(Protocol):
     """Dummy passes of a model runner, logits included. Each returns when the device is done."""
 
     attends_in_graphs: bool
-    """Whether `with_context` runs in the graph that a step like it would run in."""
+    """Whether graphs of the whole model attend to the context of dummy requests."""
 
     def captured_tokens(self) -> CapturedTokens:
         """For which numbers of tokens `decode_in_graph` and `drafts_in_graph` have a graph."""
@@ -106,9 +106,14 @@ class ForwardPasses(Protocol):
         """Requests with drafts, `num_tokens` tokens in all, in a graph."""
 
     def with_context(
-        self, batch: Batch, context: int
+        self, batch: Batch, context: int, in_graph: bool
     ) -> AbstractContextManager[Callable[[], None]]:
-        """Give every request of `batch` a context; yield a function that runs the pass."""
+        """Give every request of `batch` a context; yield a function that runs the pass.
+
+        With `in_graph`, it runs in the graph of the whole model for so many tokens, which must
+        attend. A dummy run in a graph has as many requests as the graph, so `batch` must have one
+        row for each token of it.
+        """
 
 
 def begin_to_draft(runner: Any) -> None:
@@ -225,14 +230,15 @@ def measure(runner: Any) -> dict[str, Any]:
         without_drafts = _of_all_sizes(captured.without_drafts, in_graphs[0])
         with_drafts = _of_all_sizes(captured.with_drafts, in_graphs[1])
         curve = CostCurve(list(timed), list(timed.values()))
+        graph_times = dict(zip(*without_drafts, strict=True))
         for batch in batches:
             if _broadcast(time.perf_counter() < deadline):
                 num_tokens = batch.requests * batch.rows
-                without_context = curve(num_tokens)
-                if passes.attends_in_graphs:
-                    of_kind = GraphTimes(*(with_drafts if batch.rows > 1 else without_drafts))
-                    without_context = of_kind.overlay(num_tokens, without_context)
-                with passes.with_context(batch, context) as attend:
+                in_graph = (
+                    passes.attends_in_graphs and batch.rows == 1 and num_tokens in graph_times
+                )
+                without_context = graph_times[num_tokens] if in_graph else curve(num_tokens)
+                with passes.with_context(batch, context, in_graph) as attend:
                     attention.append((batch, _fastest(attend), float(without_context)))
             bar.update()
     read, causal, trees = _fit(attention, context)

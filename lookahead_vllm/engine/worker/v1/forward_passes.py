@@ -41,8 +41,10 @@ class RunnerPasses:
         raise NotImplementedError
 
     @contextmanager
-    def with_context(self, batch: Batch, context: int) -> Iterator[Callable[[], None]]:
-        """See `ForwardPasses`. Every request gets KV blocks of its own."""
+    def with_context(
+        self, batch: Batch, context: int, in_graph: bool
+    ) -> Iterator[Callable[[], None]]:
+        """See `ForwardPasses`. Every request gets KV blocks of its own. Never in a graph."""
         runner = self._runner
         config, tables = runner.scheduler_config, runner.input_batch.block_table.block_tables
         saved = config.max_num_seqs

@@ -40,7 +40,9 @@ class RunnerPasses:
             self._run(num_tokens)
 
     @contextmanager
-    def with_context(self, batch: Batch, context: int) -> Iterator[Callable[[], None]]:
+    def with_context(
+        self, batch: Batch, context: int, in_graph: bool
+    ) -> Iterator[Callable[[], None]]:
         """See `ForwardPasses`."""
         runner = self._runner
         if batch.trees:
@@ -48,7 +50,7 @@ class RunnerPasses:
         try:
             with (
                 patches.swapped(runner, "max_num_reqs", batch.requests),
-                nullcontext() if self.attends_in_graphs else runner.without_full_graphs(),
+                nullcontext() if in_graph else runner.without_full_graphs(),
             ):
                 yield lambda: self._run(batch.requests * batch.rows, context_len=context)
         finally:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.worker.gpu import model_runner
 
 from lookahead_vllm.draft.budget.cost import StepWork
 from lookahead_vllm.engine.worker import step_cost
@@ -21,7 +22,8 @@ DRAFT_SIZES = [2, 4, 8, 16, 32, 48]
 class Passes:
     """A pass in pieces takes 10 ms, in a graph 6, in one for drafts 7; and 0.1 for each token.
 
-    With a context, a row of a chain takes 1 µs more for each token of it, and a row of a tree 2.
+    With a context, a request takes 3 µs more for each token of it, a row of a chain 1 µs, and a row
+    of a tree 2. A pass in a graph has the graph's requests.
     """
 
     attends_in_graphs = True
@@ -43,15 +45,16 @@ class Passes:
     def drafts_in_graph(self, num_tokens: int) -> None:
         self.ran.append(("drafts", num_tokens, 0.0))
 
-    def with_context(self, batch: Any, context: int) -> Any:
-        tokens = batch.requests * batch.rows
-        kind, sizes = "plain", self.captured.without_drafts
-        if batch.rows > 1:
-            kind, sizes = "drafts", self.captured.with_drafts
-        larger = [size for size in sizes if size >= tokens]
-        kind, padded = (kind, min(larger)) if larger else ("pieces", tokens)
-        attention = tokens * context * (2e-6 if batch.trees else 1e-6)
-        return nullcontext(lambda: self.ran.append((kind, padded, attention)))
+    def with_context(self, batch: Any, context: int, in_graph: bool) -> Any:
+        requests, tokens = batch.requests, batch.requests * batch.rows
+        kind = "pieces"
+        if in_graph:
+            kind, sizes = "plain", self.captured.without_drafts
+            if batch.rows > 1:
+                kind, sizes = "drafts", self.captured.with_drafts
+            requests = tokens = min(size for size in sizes if size >= tokens)
+        attention = context * (3e-6 * requests + (2e-6 if batch.trees else 1e-6) * tokens)
+        return nullcontext(lambda: self.ran.append((kind, tokens, attention)))
 
 
 def facts_of(monkeypatch: pytest.MonkeyPatch, passes: Passes) -> dict[str, Any]:
@@ -92,12 +95,14 @@ def test_graphs_are_timed_at_captured_sizes(monkeypatch: pytest.MonkeyPatch) -> 
         assert cost.predict(work) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("sizes", [([1, 8, 32, 64], DRAFT_SIZES), ([], [])])
-def test_attention_is_what_a_context_adds_to_the_same_graph(
+@pytest.mark.parametrize(
+    "sizes", [([1, 8, 32, 64], DRAFT_SIZES), ([1, 16, 64], DRAFT_SIZES), ([], [])]
+)
+def test_attention_is_what_a_context_adds_to_the_same_batch(
     sizes: tuple[list[int], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = facts_of(monkeypatch, Passes(step_cost.CapturedTokens(*sizes)))
-    assert facts["context"] == pytest.approx(0, abs=1e-9)
+    assert facts["context"] == pytest.approx(3e-6)
     assert facts["causal"] == pytest.approx(1e-6) and facts["trees"] == pytest.approx(2e-6)
 
 
@@ -131,6 +136,14 @@ def test_an_engine_times_the_graphs_that_it_has_captured(
     monkeypatch.setattr(step_cost, "envs", cache)
     monkeypatch.setattr(step_cost, "MAX_SECONDS", float("inf"))
     graph_engine.enable(monkeypatch)
+    attended: list[tuple[int, int]] = []
+    set_dummy_context = model_runner.set_dummy_context
+
+    def watched(batch: Any, *args: Any, **kwargs: Any) -> None:
+        attended.append((batch.num_reqs, batch.num_tokens))
+        set_dummy_context(batch, *args, **kwargs)
+
+    monkeypatch.setattr(model_runner, "set_dummy_context", watched)
     with v2_on_cpu.enabled(), engine(llama, {"proposer": "ngram_trie"}) as llm:
         captured = drafter_of(llm).proposer.cost.captured
         assert captured.without_drafts.sizes == [1, 2, 4, 8, 16]
@@ -140,4 +153,6 @@ def test_an_engine_times_the_graphs_that_it_has_captured(
             ran = [tokens for tokens, drafts, _ in replays if drafts is for_drafts]
             assert sorted(set(ran)) == sizes and len(ran) >= 4 * len(sizes)
         batches = [batch for batch in step_cost.BATCHES if batch.requests <= 16]
-        assert len(replays) == 4 * (5 + len(graph_engine.SIZES[1:]) + len(batches))
+        assert attended == [(b.requests, b.requests * b.rows) for b in batches for _ in range(4)]
+        in_graphs = [batch for batch in batches if batch.rows == 1]
+        assert len(replays) == 4 * (5 + len(graph_engine.SIZES[1:]) + len(in_graphs))
