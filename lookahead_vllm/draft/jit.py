@@ -48,11 +48,26 @@ def kernel(function: Callable[..., Any] | None = None, *, nogil: bool = False) -
 
 
 class _Cache(FunctionCache):
-    """numba's cache, which ignores failed writes: the kernel is compiled in memory anyway."""
+    """numba's cache, which replaces damaged files and ignores failed writes.
+
+    In both cases the kernel is compiled in memory.
+    """
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:  # a damaged pickle raises errors of many types
+            return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         with suppress(OSError):
-            super().save_overload(sig, data)
+            try:
+                super().save_overload(sig, data)
+            except OSError:
+                raise
+            except Exception:  # the index is damaged
+                self.flush()
+                super().save_overload(sig, data)
 
 
 @functools.cache

@@ -38,6 +38,26 @@ def test_a_compiled_kernel_is_cached_in_the_folder_named_by_the_hash() -> None:
     assert str(_take._cache.cache_path).startswith(jit._folder())
 
 
+def _twice(number: int) -> int:
+    return 2 * number
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])  # numba's index, and its compiled code
+@pytest.mark.parametrize("kept", [0.0, 0.5])
+def test_a_damaged_file_in_the_cache_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, kept: float
+) -> None:
+    monkeypatch.setattr(jit, "_folder", lambda: str(tmp_path))
+    assert jit.kernel(_twice)(2) == 4
+    (file,) = tmp_path.rglob(f"*.{suffix}")
+    content = file.read_bytes()
+    file.write_bytes(content[: int(kept * len(content))])
+    for hits in (0, 1):
+        kernel = jit.kernel(_twice)
+        assert kernel(2) == 4
+        assert sum(kernel.stats.cache_hits.values()) == hits
+
+
 ENDS_A_PROCESS_AT_EXIT = """
 import lookahead_vllm.draft.threads
 import multiprocessing, time, weakref
