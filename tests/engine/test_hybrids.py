@@ -194,6 +194,29 @@ def test_a_draft_behind_several_own_tokens_is_dropped(hybrid: Hybrid) -> None:
         assert request.spec_token_ids == kept
 
 
+def test_prompt_lengths_survive_a_reordering_of_the_batch() -> None:
+    """vLLM moves prompts behind decodes while the text of a resumed request counts as prompt."""
+    prompts, lengths = np.array([4, 6, 8]), np.array([20, 30, 40])
+    batch = SimpleNamespace(
+        req_ids=["resumed", "decoding", "new"],
+        req_id_to_index={"resumed": 0, "decoding": 1, "new": 2},
+        num_prompt_tokens=prompts,
+        num_tokens_no_spec=lengths,
+        num_computed_tokens_cpu=np.array([10, 29, 0]),
+    )
+    output = SimpleNamespace(
+        num_scheduled_tokens={"resumed": 10, "decoding": 1, "new": 8},
+        scheduled_spec_decode_tokens={},
+    )
+    rows = recurrent_v1.RecurrentRows()
+    with rows.resumed_as_prompts(batch, output):
+        assert prompts.tolist() == [20, 6, 8]
+        prompts[[0, 1]] = prompts[[1, 0]]  # as `InputBatch.swap_states`
+        batch.req_ids[:2] = "decoding", "resumed"
+        batch.req_id_to_index.update(decoding=0, resumed=1)
+    assert prompts.tolist() == [6, 4, 8]
+
+
 def test_layers_of_other_kinds_stop_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent, "is_recurrent", lambda _: True)
     layers = {"one": type("OlmoHybridGatedDeltaNetAttention", (), {})()}

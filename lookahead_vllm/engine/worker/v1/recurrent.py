@@ -68,12 +68,13 @@ class RecurrentRows:
         if scheduler_output is not None:
             self._resumed = _resumed_rows(batch, scheduler_output)
         rows = self._resumed
-        lengths = batch.num_prompt_tokens[rows]
+        lengths = {batch.req_ids[row]: int(batch.num_prompt_tokens[row]) for row in rows}
         batch.num_prompt_tokens[rows] = batch.num_tokens_no_spec[rows]
         try:
             yield
         finally:
-            batch.num_prompt_tokens[rows] = lengths
+            for req_id, length in lengths.items():  # vLLM may have reordered the rows
+                batch.num_prompt_tokens[batch.req_id_to_index[req_id]] = length
 
     def end_step(self) -> None:
         """Forget the rows of the step."""
