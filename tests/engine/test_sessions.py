@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.sampling_params import RepetitionDetectionParams
 from vllm.v1.request import RequestStatus
 
+from lookahead_vllm.engine.worker.v1.sampler import _first_stop
 from tests.support.driving import GREEDY, drafter_of, engine, generate, random_prompts
 from tests.support.proposers import record
 
 pytestmark = pytest.mark.usefixtures("runner")
 
+SEEDED = SamplingParams(
+    temperature=1, seed=5, max_tokens=40, ignore_eos=True, detokenize=False, top_k=40
+)
 TURNS = [*random_prompts(1, 40, seed=61), [5, 6], [7], [8, 9, 10]]
 MODES = {"hidden_path": {"proposer": "hidden_path"}, "trie": {"proposer": "ngram_trie"}}
 
 
-def answers_of(llm: LLM, stop: int, name: str = "a") -> list[list[int]]:
+def answers_of(
+    llm: LLM, stop: int, name: str = "a", sampling: SamplingParams = GREEDY
+) -> list[list[int]]:
     """The answer of each turn of a session, which ends at the token `stop`."""
-    params = SamplingParams(
-        temperature=0, max_tokens=40, stop_token_ids=[stop], ignore_eos=True, detokenize=False
-    )
+    params = sampling.clone()
+    params.stop_token_ids = [stop]
     core = llm.llm_engine.engine_core
     scheduler = core.engine_core.scheduler
     answers: list[list[int]] = []
@@ -58,6 +65,42 @@ def test_a_session_goes_on_after_a_stop_inside_a_draft(mode: str, llama: Path) -
         assert answers_of(llm, stop, "b") == vanilla
         assert drafter_of(llm).counters.accepted_nodes > 3
     assert vanilla[0][-1] == stop and len(vanilla[-1]) > 1
+
+
+def test_a_seeded_session_draws_as_plain_vllm_after_a_stop_inside_a_draft(llama: Path) -> None:
+    """Plain vLLM draws nothing for the tokens after the stop, which the next turn draws."""
+    with engine(llama) as plain:
+        text = generate(plain, TURNS[:1], SEEDED)[0][0]
+        stop = next(token for i, token in enumerate(text) if i > 5 and token not in text[:i])
+        vanilla = answers_of(plain, stop, sampling=SEEDED)
+    assert text[len(vanilla[0]) :], "no draft goes on after the stop"
+    record(TURNS[:1], [[text]])
+    with engine(llama, {"proposer": "always_right", "budget": 16}) as llm:
+        assert answers_of(llm, stop, sampling=SEEDED) == vanilla
+        assert drafter_of(llm).counters.accepted_nodes > len(vanilla[0])
+    assert vanilla[0][-1] == stop and len(vanilla[-1]) > 1
+
+
+@pytest.mark.parametrize("runner", ["v1"], indirect=True)  # V2 has no generators
+@pytest.mark.parametrize(
+    ("params", "max_model_len", "index"),
+    [
+        (dict(), 100, 3),
+        (dict(stop_token_ids=[7]), 100, 1),
+        (dict(max_tokens=5), 100, 2),
+        (dict(), 13, 0),
+        (dict(repetition_detection=RepetitionDetectionParams(1, 1, 2)), 100, 2),
+    ],
+)
+def test_a_generator_stops_where_vllm_ends_a_turn(
+    runner: str, params: dict[str, Any], max_model_len: int, index: int
+) -> None:
+    request: Any = SimpleNamespace(
+        sampling_params=SamplingParams(**{"max_tokens": 40, **params}),
+        output_token_ids=[5, 6],
+        num_tokens=12,
+    )
+    assert _first_stop(request, [8, 7, 7, 7], max_model_len) == index
 
 
 @pytest.mark.parametrize("runner", ["v1"], indirect=True)  # vLLM's V2 credits tokens by id

@@ -283,7 +283,7 @@ SEAMS = (
         "CachedRequestState",
         (
             *("prompt_token_ids", "prompt_is_token_ids", "sampling_params", "output_token_ids"),
-            *("block_ids", "mm_features"),
+            *("block_ids", "mm_features", "num_tokens"),
         ),
         "read",
         "the prompt and output of a request; the batch's rows hold leftovers of earlier requests "
@@ -392,6 +392,25 @@ SEAMS = (
         "instead of the first runner's draws: seeded requests have the output that they have with "
         "the second runner",
         "lookahead runs on the second model runner",
+    ),
+    Seam(
+        "vllm.v1.core.sched.utils",
+        "check_stop",
+        ("request", "max_model_len"),
+        "called",
+        "a generator does not advance past the stop of a session's turn",
+        _SAMPLED,
+    ),
+    Seam(
+        "vllm.v1.request",
+        "Request",
+        (
+            *("sampling_params", "pooling_params", "output_token_ids", "num_output_tokens"),
+            *("num_tokens", "max_tokens"),
+        ),
+        "read",
+        "what check_stop reads, which is called with a stand-in",
+        _SAMPLED,
     ),
     Seam(
         "vllm.v1.sample.metadata",

@@ -290,7 +290,8 @@ class ReplicaRunner(LookaheadRunner):
             draws = self._draw(logits, num_nodes, step, trees)
             every = self._exchange(shared, trees, draws, choices, num_nodes)
             paths = accepted_paths(forest, every.at_roots[rows], every.at_nodes)
-            draws.advance(rows, paths)
+            tokens = emitted_tokens(forest, rows, paths, every.at_roots, every.at_nodes)
+            self._advance(draws, rows, paths, tokens)
         verified = self._verified = self._all_verified(trees, every)
         if len(forest):
             with recorder.timed("compaction"):
@@ -303,7 +304,6 @@ class ReplicaRunner(LookaheadRunner):
             logprobs = LogprobsTensors(
                 *(_spread(t, every.own_nodes, forest.num_nodes) for t in logprobs[:3])
             )
-        tokens = emitted_tokens(forest, rows, paths, every.at_roots, every.at_nodes)
         at_nodes = SamplerOutput(draws.at_nodes.sampled_token_ids, logprobs)
         return SamplerOutput(
             torch.from_numpy(tokens).to(self.device),

@@ -302,10 +302,15 @@ class LookaheadRunner(_Base):
         draws = self._draw(logits, num_nodes, step)
         at_roots, at_nodes = tokens_of(draws.at_roots), tokens_of(draws.at_nodes)
         paths = accepted_paths(forest, at_roots[rows], at_nodes)
-        draws.advance(rows, paths)
-        tokens = torch.from_numpy(emitted_tokens(forest, rows, paths, at_roots, at_nodes))
+        tokens = emitted_tokens(forest, rows, paths, at_roots, at_nodes)
+        self._advance(draws, rows, paths, tokens)
         logprobs = merged_logprobs(draws.at_roots, draws.at_nodes, forest, rows, paths)
-        return SamplerOutput(tokens.to(logits.device), logprobs), paths
+        return SamplerOutput(torch.from_numpy(tokens).to(logits.device), logprobs), paths
+
+    def _advance(self, draws: Draws, rows: Int64s, paths: Int32s, tokens: Int32s) -> None:
+        """Call `Draws.advance` for the batch."""
+        requests = [self.requests[i] for i in self.input_batch.req_ids]
+        draws.advance(rows, paths, tokens, requests, self.model_config.max_model_len)
 
     def _draw(
         self,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from vllm._custom_ops import apply_repetition_penalties
 from vllm.model_executor.layers.utils import get_token_bin_counts_and_mask
 from vllm.utils.torch_utils import PIN_MEMORY
+from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import (
     BUILTIN_LOGITS_PROCESSORS,
@@ -470,8 +472,17 @@ class Draws(NamedTuple):
     """By row of the batch, of requests with a generator and a tree."""
     thinking: NodeThinking | None = None
 
-    def advance(self, rows: Int64s, paths: Int32s) -> None:
+    def advance(
+        self,
+        rows: Int64s,
+        paths: Int32s,
+        emitted: Int32s,
+        requests: Sequence[CachedRequestState],
+        max_model_len: int,
+    ) -> None:
         """Advance generators and thinking budgets past the accepted nodes.
+
+        A generator does not advance past a stop: the next turn of a session goes on with it.
 
         Parameters
         ----------
@@ -479,15 +490,39 @@ class Draws(NamedTuple):
             The row of each tree's request.
         paths : int32 [t, longest]
             The accepted nodes of each tree, as in `accepted_paths`.
+        emitted : int32 [r, 1 + longest]
+            The tokens of each request of the batch, as in `emitted_tokens`.
+        requests
+            The requests of the batch, by row.
         """
         if not self.states and self.thinking is None:
             return
         for row, path in zip(rows.tolist(), paths, strict=True):
             length = int((path >= 0).sum())
             if row in self.states:
-                self.states[row].advance(length)
+                tokens = emitted[row, : 1 + length].tolist()
+                self.states[row].advance(_first_stop(requests[row], tokens, max_model_len))
             if self.thinking is not None and length:
                 self.thinking.accept(row, int(path[length - 1]))
+
+
+def _first_stop(request: CachedRequestState, tokens: list[int], max_model_len: int) -> int:
+    """The index of the first of these next tokens at which vLLM stops; the last index if none."""
+    params = request.sampling_params
+    assert params is not None  # pooling requests have no generators
+    for i in range(len(tokens)):
+        output = History(request.output_token_ids, tokens[: i + 1])
+        after: Any = SimpleNamespace(
+            sampling_params=params,
+            pooling_params=None,
+            output_token_ids=output,
+            num_output_tokens=len(output),
+            num_tokens=request.num_tokens + i + 1,
+            max_tokens=params.max_tokens,
+        )
+        if check_stop(after, max_model_len):
+            return i
+    return len(tokens) - 1
 
 
 def tokens_of(output: SamplerOutput) -> Int32s:
