@@ -220,7 +220,7 @@ def test_no_pass_is_longer_than_max_model_len(
     measured: list[Batch] = []
 
     @contextmanager
-    def with_context(batch: Batch, context: int) -> Iterator[Callable[[], None]]:
+    def with_context(batch: Batch, context: int, in_graph: bool) -> Iterator[Callable[[], None]]:
         assert 0 < context <= longest - batch.rows
         measured.append(batch)
         yield lambda: None
