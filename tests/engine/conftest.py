@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
 from tests.support import forked_ranks, proposers, v2_on_cpu
 from tests.support.driving import engine
 from tests.support.models import save_tiny_model
@@ -84,3 +86,20 @@ def plain_of_two_ranks(
         with engine(llama, **two_ranks) as llm:
             _plain_by_runner[runner] = plain_answers(llm)
     return _plain_by_runner[runner]
+
+
+@pytest.fixture
+def compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's copies of grammars are compiled before the first token, on a busy machine too.
+
+    V2 compiles them in the background.
+    """
+    start = GrammarCopies.start
+
+    def start_and_wait(self: GrammarCopies, new: Any) -> None:
+        start(self, new)
+        request = self._requests.get(new.req_id)
+        while request is not None and request.structured_output_request.grammar is None:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(GrammarCopies, "start", start_and_wait)

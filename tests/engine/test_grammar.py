@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,6 @@ from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine import grammar
 from lookahead_vllm.engine.grammar import GrammarDraft, GrammarTreeWalk
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
-from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 from tests.support.models import TINY, WANDERING, save_config
 from tests.support.proposers import record
@@ -100,23 +98,6 @@ def test_every_backend_keeps_its_text_on_trees(backend: str, llama: Path) -> Non
     for kind, answers in zip([k for k in kinds for _ in range(3)], vanilla, strict=False):
         if answers[0][-1] == tokenizer.eos_token_id:
             assert is_valid(kind, tokenizer.decode(answers[0], skip_special_tokens=True))
-
-
-@pytest.fixture
-def compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker's copies of grammars are compiled before the first token, on a busy machine too.
-
-    V2 compiles them in the background.
-    """
-    start = GrammarCopies.start
-
-    def start_and_wait(self: GrammarCopies, new: Any) -> None:
-        start(self, new)
-        request = self._requests.get(new.req_id)
-        while request is not None and request.structured_output_request.grammar is None:
-            time.sleep(0.001)
-
-    monkeypatch.setattr(GrammarCopies, "start", start_and_wait)
 
 
 @pytest.mark.usefixtures("compiled_at_once")
@@ -233,6 +214,7 @@ def test_a_long_dictated_text_is_asked_for_once() -> None:
     assert matcher.asked == 2
 
 
+@pytest.mark.usefixtures("compiled_at_once")
 def test_only_what_may_be_drafted_is_encoded(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[str] = []
     original = grammar._encoded

@@ -278,7 +278,7 @@ def test_nothing_is_lost_and_vllm_agrees(llama: Path, runner: str) -> None:
     assert (seconds["verify"] > 0) == (runner == "v1")  # the second runner's is on the device
 
 
-@pytest.mark.usefixtures("runner")
+@pytest.mark.usefixtures("runner", "compiled_at_once")
 def test_every_node_has_its_source(llama: Path) -> None:
     prompt = random_prompts(1, 30, seed=3)
     forced = StructuredOutputsParams(regex=r"(x|y) the age is 100\.")
