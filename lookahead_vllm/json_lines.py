@@ -35,6 +35,11 @@ def read_json_lines(path: Path, error: type[ValueError]) -> Iterator[tuple[int, 
         raise error(f"{path} cannot be read: {reason.strerror}") from None
 
 
+def are_token_ids(value: Any) -> bool:
+    """Whether a value is a list of token ids; it may be empty."""
+    return isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value)
+
+
 def parse_line(line: bytes) -> Any:
     """The value of a line; a byte order mark before it is skipped.
 

@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -24,7 +23,7 @@ from benchmarks.prompt_files.copying import (
 from benchmarks.prompt_files.line import Line
 from benchmarks.prompt_files.long_contexts import long_contexts
 from lookahead_vllm.cli.arguments import check_output, positive
-from lookahead_vllm.json_lines import read_json_lines
+from lookahead_vllm.json_lines import are_token_ids, read_json_lines
 
 EPILOG = f"""\
 examples:
@@ -104,7 +103,7 @@ def read(path: Path) -> list[Line]:
     """The recorded requests of a file; InputError if a line has no tokens of its answer."""
     lines: list[Line] = []
     for number, line in read_json_lines(path, InputError):
-        if not isinstance(line, dict) or not all(_are_ids(line.get(key)) for key in RECORDED):
+        if not isinstance(line, dict) or not all(are_token_ids(line.get(key)) for key in RECORDED):
             raise InputError(
                 f"{path}, line {number}: `prompt_token_ids` and `output_token_ids` are expected"
             )
@@ -112,10 +111,6 @@ def read(path: Path) -> list[Line]:
     if not lines:
         raise InputError(f"{path} is empty: one JSON object a line is expected")
     return lines
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)
 
 
 def copying_lines(options: argparse.Namespace) -> Iterator[Line]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.json_lines import read_json_lines
+from lookahead_vllm.json_lines import are_token_ids, read_json_lines
 
 Int32s = NDArray[np.int32]
 
@@ -124,7 +124,7 @@ def _trace(place: str, line: Any) -> tuple[Trace, bool]:
 
 def _token_ids(place: str, line: dict[str, Any], key: str) -> Int32s:
     ids = line.get(key)
-    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+    if not are_token_ids(ids):
         raise TraceError(f"{place}: `{key}` must be a list of token ids")
     return np.array(ids, dtype=np.int32)
 

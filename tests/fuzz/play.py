@@ -178,9 +178,15 @@ def _send(
         str(index),
         _prompt(llm, request),
         _params(request, references),
-        lora_request=None if request.adapter is None else adapters[request.adapter - 1],
-        priority=request.priority,
+        **_options(request, adapters),
     )
+
+
+def _options(request: Request, adapters: Sequence[LoRARequest]) -> dict[str, Any]:
+    return {
+        "lora_request": None if request.adapter is None else adapters[request.adapter - 1],
+        "priority": request.priority,
+    }
 
 
 def _params(request: Request, references: Sequence[list[int]]) -> SamplingParams:
@@ -217,16 +223,13 @@ class Session:
         self._engine = llm.llm_engine
         self._name = str(index)
         self._id: str | None = None
-        salt: dict[str, Any] = {} if request.salt is None else {"cache_salt": request.salt}
         self._inputs = [
-            TokensPrompt(prompt_token_ids=list(tokens), **salt)
+            _prompt(llm, replace(request, prompt=list(tokens)))  # vLLM may extend it
             for tokens in (request.prompt, *request.turns)
         ]
         self._params = _params(request, references)
         self._options: dict[str, Any] = dict(
-            supported_tasks=self._engine.get_supported_tasks(),
-            lora_request=None if request.adapter is None else adapters[request.adapter - 1],
-            priority=request.priority,
+            supported_tasks=self._engine.get_supported_tasks(), **_options(request, adapters)
         )
         self._send()
         while request.queued and self._inputs:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
-from lookahead_vllm.json_lines import parse_line
+from lookahead_vllm.json_lines import are_token_ids, parse_line
 
 PROGRESS_TOKENS = 4096
 """The number of tokens between two updates of the progress bar."""
@@ -113,7 +113,7 @@ def _refuse_surrogates(texts: Any) -> None:
 
 def _ids(line: dict[str, Any], key: str) -> list[int]:
     ids = line[key]
-    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+    if not are_token_ids(ids):
         raise ValueError(f"`{key}` must be a list of token ids")
     return ids
 

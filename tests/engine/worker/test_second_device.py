@@ -102,7 +102,6 @@ def sample(kind: str, logits: torch.Tensor, device: Any) -> tuple[list[Any], np.
         _seeded_sampler=None,
         _sample_some=lambda *args: LookaheadRunner._sample_some(runner, *args),
         _draw=lambda *args: LookaheadRunner._draw(runner, *args),
-        _advance=lambda *args: LookaheadRunner._advance(runner, *args),
         model_config=SimpleNamespace(max_model_len=100),
         sampler=Sampler(),
     )

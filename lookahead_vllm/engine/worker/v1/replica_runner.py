@@ -291,7 +291,7 @@ class ReplicaRunner(LookaheadRunner):
             every = self._exchange(shared, trees, draws, choices, num_nodes)
             paths = accepted_paths(forest, every.at_roots[rows], every.at_nodes)
             tokens = emitted_tokens(forest, rows, paths, every.at_roots, every.at_nodes)
-            self._advance(draws, rows, paths, tokens)
+            draws.advance(rows, paths, tokens, self.model_config.max_model_len)
         verified = self._verified = self._all_verified(trees, every)
         if len(forest):
             with recorder.timed("compaction"):

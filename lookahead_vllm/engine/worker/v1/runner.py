@@ -303,14 +303,9 @@ class LookaheadRunner(_Base):
         at_roots, at_nodes = tokens_of(draws.at_roots), tokens_of(draws.at_nodes)
         paths = accepted_paths(forest, at_roots[rows], at_nodes)
         tokens = emitted_tokens(forest, rows, paths, at_roots, at_nodes)
-        self._advance(draws, rows, paths, tokens)
+        draws.advance(rows, paths, tokens, self.model_config.max_model_len)
         logprobs = merged_logprobs(draws.at_roots, draws.at_nodes, forest, rows, paths)
         return SamplerOutput(torch.from_numpy(tokens).to(logits.device), logprobs), paths
-
-    def _advance(self, draws: Draws, rows: Int64s, paths: Int32s, tokens: Int32s) -> None:
-        """Call `Draws.advance` for the batch."""
-        requests = [self.requests[i] for i in self.input_batch.req_ids]
-        draws.advance(rows, paths, tokens, requests, self.model_config.max_model_len)
 
     def _draw(
         self,
@@ -351,7 +346,7 @@ class LookaheadRunner(_Base):
         thinking = None if holder is None else NodeThinking(holder, nodes)
         if not has_nodes:
             none = SamplerOutput(at_roots.sampled_token_ids[:0], None)
-            return Draws(at_roots, none, states, thinking)
+            return Draws(at_roots, none, states, thinking, requests)
         at_nodes = self._sample_some(
             logits,
             node_rows,
@@ -363,7 +358,7 @@ class LookaheadRunner(_Base):
                 thinking,
             ),
         )
-        return Draws(at_roots, at_nodes, states, thinking)
+        return Draws(at_roots, at_nodes, states, thinking, requests)
 
     def _sample_some(
         self, logits: torch.Tensor, rows: Int64s, metadata: SamplingMetadata

@@ -471,15 +471,10 @@ class Draws(NamedTuple):
     states: Mapping[int, GeneratorStates] = {}
     """By row of the batch, of requests with a generator and a tree."""
     thinking: NodeThinking | None = None
+    requests: Sequence[CachedRequestState] = ()
+    """Those of the batch, by row, if there are `states`."""
 
-    def advance(
-        self,
-        rows: Int64s,
-        paths: Int32s,
-        emitted: Int32s,
-        requests: Sequence[CachedRequestState],
-        max_model_len: int,
-    ) -> None:
+    def advance(self, rows: Int64s, paths: Int32s, emitted: Int32s, max_model_len: int) -> None:
         """Advance generators and thinking budgets past the accepted nodes.
 
         A generator does not advance past a stop: the next turn of a session goes on with it.
@@ -492,8 +487,6 @@ class Draws(NamedTuple):
             The accepted nodes of each tree, as in `accepted_paths`.
         emitted : int32 [r, 1 + longest]
             The tokens of each request of the batch, as in `emitted_tokens`.
-        requests
-            The requests of the batch, by row.
         """
         if not self.states and self.thinking is None:
             return
@@ -501,7 +494,7 @@ class Draws(NamedTuple):
             length = int((path >= 0).sum())
             if row in self.states:
                 tokens = emitted[row, : 1 + length].tolist()
-                self.states[row].advance(_first_stop(requests[row], tokens, max_model_len))
+                self.states[row].advance(_first_stop(self.requests[row], tokens, max_model_len))
             if self.thinking is not None and length:
                 self.thinking.accept(row, int(path[length - 1]))
 
