@@ -46,6 +46,8 @@ def settings_of(ending: Ending, model: Path, cache: Path) -> dict[str, object]:
 
 def run(ending: Ending, model: Path, cache: Path, log: Path, port: int) -> None:
     """Run an engine in this process, which was forked for it, until it is ended."""
+    # A shell starts its background jobs with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.getpid() > 2:  # in a container, the process before `unshare` has done this
         os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
