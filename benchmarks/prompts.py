@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lookahead_vllm.json_lines import read_json_lines
+from lookahead_vllm.json_lines import are_token_ids, read_json_lines
 
 Tokenize = Callable[[dict[str, Any]], list[int]]
 """Turns the `prompt` or the `messages` of a line into token ids."""
@@ -128,7 +128,7 @@ def _optional_ids(path: Path, line: tuple[int, dict[str, Any]], name: str) -> li
 
 
 def _checked(path: Path, number: int, name: str, ids: Any) -> list[int]:
-    if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
+    if not are_token_ids(ids) or not ids:
         raise PromptError(
             f"{path}, line {number}: `{name}` must be a list of at least one token id"
         )

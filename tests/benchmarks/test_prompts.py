@@ -40,6 +40,7 @@ def test_a_line_holds_ids_or_text_or_messages_and_a_category_or_a_suite(tmp_path
         ({"text": "?"}, "line 2: an object with"),
         ({"prompt_token_ids": []}, "line 2: .*at least one token id"),
         ({"prompt_token_ids": [1, "2"]}, "line 2: .*at least one token id"),
+        ({"prompt_token_ids": [2**31]}, "line 2: .*at least one token id"),
         ({"prompt": "no tokenizer"}, "line 2: cannot be tokenized: ids were given"),
     ],
 )
