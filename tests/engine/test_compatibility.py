@@ -156,7 +156,9 @@ def test_a_seam_of_one_release_is_not_required_of_others(other_release: Path) ->
             (other_release / "vllm/_version.py").write_text(f"__version__ = v = '{version}'\n")
         else:
             (other_release / "vllm/_version.py").unlink()
-        assert list(compatibility.problems(other_release)) == problems
+        found = list(compatibility.problems(other_release))
+        assert [problem for problem in found if "Structured" in problem] == problems
+        assert not found or problems
 
 
 # ---- the table is complete -----------------------------------------------------------------------

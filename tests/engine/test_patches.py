@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm
 
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.front_end import stat_logger
@@ -105,7 +106,9 @@ def test_the_patches_of_an_engine_are_those_of_the_table(llama: Path, tmp_path: 
         generate(llm, [[5, 6, 7]])
     stat_logger.unregister()
     # An engine of another test may have patched recurrent layers.
-    table = {p: s.why for s in SEAMS if s.use == "wrapped" for p in s.places}
+    release = ".".join(vllm.__version__.split(".")[:2])
+    seams = [s for s in SEAMS if not s.releases or release in s.releases]
+    table = {p: s.why for s in seams if s.use == "wrapped" for p in s.places}
     expected = table.keys() - {place for seam in recurrent.SEAMS for place in seam.places}
     # Fake classes, of other tests, are not in the table.
     applied = {place: why for place, why in patches.applied() if why}

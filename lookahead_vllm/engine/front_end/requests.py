@@ -25,16 +25,17 @@ from lookahead_vllm.engine.request_options import RequestError, RequestOptions
 
 @functools.cache
 def install() -> None:
-    """Patch vLLM's front-end, its metrics included, once in each process."""
+    """Patch vLLM's front-end, with its streams and its metrics, once in each process."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from lookahead_vllm.engine.front_end import stat_logger
+    from lookahead_vllm.engine.front_end import stat_logger, streams
 
     stat_logger.install()
+    streams.install()
     patches.patch(ChatCompletionRequest, "to_sampling_params", with_prediction)
     patches.patch(AsyncLLM, "generate", with_early_check)
     patches.patch(AsyncLLM, "add_request", preparing_core_requests)

@@ -6,6 +6,8 @@ from lookahead_vllm.engine.seams.seam import PUBLIC, Seam
 
 _PROCESSED = "plugins may process requests; NewRequestData has cache_salt"
 _STATS = "vLLM's stats have room for a plugin's"
+_PARSERS = "all parsers read several tokens in a delta as they read one after another"
+_CHAT = "openai.chat_completion.serving"
 _ENGINES = (("async_llm", "AsyncLLM"), ("llm_engine", "LLMEngine"))
 
 SEAMS = (
@@ -109,6 +111,96 @@ SEAMS = (
         "called",
         "how references are tokenized",
         _PROCESSED,
+    ),
+    # Streams that a parser reads get one token at a time (front_end/streams.py).
+    *(
+        Seam(
+            f"vllm.entrypoints.{module}",
+            place,
+            (),
+            "wrapped",
+            "asks for one token at a time where the endpoint has a parser",
+            _PARSERS,
+            releases,
+        )
+        for module, place, releases in (
+            (_CHAT, "OpenAIServingChat.chat_completion_stream_generator", ("0.32",)),
+            (_CHAT, "OpenAIServingChat.chat_completion_stream_generator_raw", ("0.33",)),
+            (
+                "openai.responses.serving",
+                "OpenAIServingResponses.responses_stream_generator",
+                (),
+            ),
+            (
+                "scale_out.token_in_token_out.serving",
+                "ServingTokens.serve_tokens_stream_generator",
+                (),
+            ),
+        )
+    ),
+    Seam(
+        "vllm.v1.engine.async_llm",
+        "",
+        ("RequestOutputCollector",),
+        "wrapped",
+        "a subclass that does not merge the tokens of such a stream",
+        _PARSERS,
+    ),
+    Seam(
+        "vllm.v1.engine.output_processor",
+        "RequestOutputCollector",
+        ("aggregate", "output", "put", "get", "get_nowait"),
+        "overridden",
+        "the subclass: outputs wait in line instead of being merged",
+        _PARSERS,
+    ),
+    Seam(
+        "vllm.v1.engine.output_processor",
+        "OutputProcessor.process_outputs",
+        (),
+        "wrapped",
+        "a step's tokens of such a stream become an output each",
+        _PARSERS,
+    ),
+    Seam(
+        "vllm.v1.engine.output_processor",
+        "OutputProcessor",
+        ("request_states",),
+        "read",
+        "finds the collector of a request",
+        _PARSERS,
+    ),
+    Seam(
+        "vllm.v1.engine.output_processor",
+        "RequestState",
+        ("queue",),
+        "read",
+        "finds the collector of a request",
+        _PARSERS,
+    ),
+    Seam(
+        "vllm.v1.engine.__init__",
+        "EngineCoreOutput",
+        (
+            *("request_id", "new_token_ids", "new_logprobs", "new_sampling_mask"),
+            *("new_prompt_logprobs_tensors", "prompt_token_id_logprobs", "prefill_stats"),
+            *("events", "routed_experts", "finish_reason", "stop_reason"),
+            *("kv_transfer_params", "ec_transfer_params", "spec_decode_metrics"),
+        ),
+        "set",
+        "is copied for each of its tokens",
+        _PARSERS,
+    ),
+    *(
+        Seam(
+            "vllm.v1.outputs",
+            f"{name}.slice_request",
+            ("req_idx", "num_positions"),
+            "called",
+            "the rows of one token",
+            _PARSERS,
+        )
+        for name in ("LogprobsLists", "SamplingMaskLists")
     ),
     # Metrics: a step's report arrives with its stats, at a logger beside vLLM's own
     # (front_end/stat_logger.py).
