@@ -10,6 +10,7 @@ from typing import Any
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.registry import HAVE_WINDOW
 from tests.fuzz.round import Request, Round
+from tests.support.parser_texts import tool_texts
 
 VOCAB = 128
 SPECIAL = 5
@@ -19,6 +20,9 @@ REFERENCE_LENGTHS = (1, 20, 100, 900)
 LATENT = ("deepseek_v2", "deepseek_v3")  # models with latent attention
 HYBRIDS = ("falcon_h1", "nemotron_h", "granite4", "zamba2", "lfm2", "qwen3_next")
 """Models with recurrent layers, see tests/support/hybrid_models.py."""
+
+TOOL_PARSERS = ("xlam", "pythonic", "llama3_json")
+"""Parsers of formats without tokens of their own."""
 
 Draw = Callable[[random.Random], dict[str, Any]]
 
@@ -223,6 +227,9 @@ def _draw_settings(
         if tiny and runner != "second" and has("structured output after reasoning", 0.2):
             settings["reasoning_parser"] = "deepseek_r1"
     has("chosen_logprobs", 0.15)
+    if http and has("parsers", 0.5):
+        settings.update(enable_auto_tool_choice=True, tool_call_parser=rng.choice(TOOL_PARSERS))
+        settings.setdefault("reasoning_parser", "granite")
     return settings
 
 
@@ -439,7 +446,13 @@ def _draw_request(
         if rng.random() < 0.2:
             request.features.add("n > 1")
             params["n"] = rng.randint(2, 3)
-    if "structured output" in features and rng.random() < 0.5:
+    request.calls_tools = request.chat and "parsers" in features
+    if request.calls_tools and rng.random() < 0.6:
+        calls = tool_texts(settings["tool_call_parser"])
+        request.structured = {"choice": rng.sample(sorted(calls.values()), 2)}
+        request.features.add("tool calls")
+        params["max_tokens"] = 80
+    elif "structured output" in features and rng.random() < 0.5:
         request.structured = rng.choice(SCHEMAS)
         request.features.add(f"structured output, {next(iter(request.structured))}")
     _draw_params(rng, request, features)

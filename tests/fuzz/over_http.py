@@ -19,6 +19,7 @@ from lookahead_vllm.engine.worker.step_recorder import Counters
 from tests.fuzz.play import Difference, Played
 from tests.fuzz.round import Request, Round
 from tests.support.models import save_tiny_model
+from tests.support.parser_texts import FUNCTIONS
 from tests.support.servers import cores_of, serve
 from tests.support.tokenizer import save_tokenizer
 
@@ -114,6 +115,8 @@ class Servers:
             body["messages"] = [{"role": "user", "content": text}]
             if (count := extra.pop("logprobs", None)) is not None:
                 extra.update(logprobs=True, top_logprobs=max(count, 0))
+            if request.calls_tools:
+                body["tools"] = [{"type": "function", "function": f} for f in FUNCTIONS]
             create: Any = client.chat.completions.create
         else:
             body["prompt"] = request.prompt

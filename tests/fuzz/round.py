@@ -23,6 +23,8 @@ class Request:
     streamed: bool = False
     chat: bool = False
     """Over HTTP: sent as a chat message."""
+    calls_tools: bool = False
+    """Over HTTP: sent with the tools that parser_texts.py calls."""
     features: set[str] = field(default_factory=set)
     namespace: str | None = None
     salt: str | None = None

@@ -13,6 +13,18 @@ TOOLS: dict[str, dict[str, str]] = {
 }
 """The tools that the texts call, with the types of their arguments."""
 
+FUNCTIONS = [
+    {
+        "name": name,
+        "parameters": {
+            "type": "object",
+            "properties": {key: {"type": kind} for key, kind in arguments.items()},
+        },
+    }
+    for name, arguments in TOOLS.items()
+]
+"""The tools as a request describes them."""
+
 CALLS: tuple[tuple[str, dict[str, str | int]], ...] = (
     ("get_time", {"zone": "Rome"}),
     ("get_weather", {"city": "Paris", "days": 3}),

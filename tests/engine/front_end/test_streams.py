@@ -1,0 +1,205 @@
+"""A stream that a parser reads is plain vLLM's, chunk by chunk, whatever a step accepts."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.reasoning import ReasoningParserManager
+from vllm.sampling_params import RequestOutputKind
+from vllm.tool_parsers import ToolParserManager
+
+from lookahead_vllm.engine.front_end import streams
+from tests.support.models import save_config
+from tests.support.parser_texts import (
+    CHAT_TEMPLATE_KWARGS,
+    EXCUSED,
+    FUNCTIONS,
+    RESPONSE_TEMPLATE,
+    reasoning_texts,
+    special_tokens,
+    tool_texts,
+)
+from tests.support.scripted_core import Script, Server, scripted_server
+from tests.support.tokenizer import CHAT_TEMPLATE
+
+END = 1
+TOOL_PARSERS = ToolParserManager.list_registered()
+REASONING_PARSERS = ReasoningParserManager.list_registered()
+BOTH = {*TOOL_PARSERS} & {*REASONING_PARSERS} - EXCUSED.keys()
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+TEMPLATE = {"chat_template_kwargs": CHAT_TEMPLATE_KWARGS}
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: dict(
+        messages=[{"role": "user", "content": "hi"}],
+        tools=[{"type": "function", "function": function} for function in FUNCTIONS],
+        **USAGE,
+        **TEMPLATE,
+    ),
+    RESPONSES: dict(input="hi", tools=[{"type": "function", **f} for f in FUNCTIONS]),
+    MESSAGES: dict(
+        messages=[{"role": "user", "content": "hi"}],
+        tools=[{"name": f["name"], "input_schema": f["parameters"]} for f in FUNCTIONS],
+    ),
+}
+LIMIT = {RESPONSES: "max_output_tokens"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte, and one for each marker of the parsers."""
+    pieces = ["<s>", "</s>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokens = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[]))
+    tokens.add_tokens(special_tokens())
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokens.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokens,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        chat_template=CHAT_TEMPLATE,
+        response_template=RESPONSE_TEMPLATE,
+    )
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    model = save_config("llama", tmp_path_factory.mktemp("streams"))
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 4096}))
+    tokenizer.save_pretrained(model)
+    with scripted_server(model) as server:
+        yield server
+
+
+def bursts(ids: list[int], seed: int) -> list[list[int]]:
+    """`ids` as steps with drafts emit them: the first token alone, then up to nine at once."""
+    rng = random.Random(seed)
+    steps, left = [ids[:1]], ids[1:]
+    while left:
+        size = rng.randint(1, 9)
+        steps.append(left[:size])
+        left = left[size:]
+    return steps
+
+
+def streamed(
+    server: Server, ids: list[int], path: str = CHAT, limit: int = 1000, **options: Any
+) -> tuple[list[str], list[list[str]]]:
+    """The events of a stream of `ids` and an end, in plain vLLM and in two kinds of bursts."""
+    body = {**BODIES[path], LIMIT.get(path, "max_tokens"): limit, **options}
+    body = {key: value for key, value in body.items() if value is not None}
+    ids = [*ids, END]
+    plain = server.stream(path, Script([[token] for token in ids], END), body)
+    everything = [ids[:1], ids[1:]]
+    steps = [bursts(ids, 1), everything]
+    return plain, [server.stream(path, Script(s, END), body) for s in steps]
+
+
+def check(server: Server, ids: list[int], **options: Any) -> list[str]:
+    plain, others = streamed(server, ids, **options)
+    for other in others:
+        assert other == plain
+    return plain
+
+
+def check_cut(server: Server, tokenizer: Any, text: str, **options: Any) -> None:
+    """Answers that end at `max_tokens`, after a third and after two thirds of `text`."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for thirds in (1, 2):
+        check(server, ids, limit=len(ids) * thirds // 3, **options)
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
+def test_tool_parsers(server: Server, tokenizer: Any, name: str) -> None:
+    if name in EXCUSED:
+        pytest.skip(EXCUSED[name])
+    server.configure(tool=name)
+    for text in tool_texts(name).values():
+        check(server, tokenizer.encode(text, add_special_tokens=False))
+    check_cut(server, tokenizer, tool_texts(name)["one call"])
+
+
+@pytest.mark.parametrize("name", sorted(REASONING_PARSERS))
+def test_reasoning_parsers(server: Server, tokenizer: Any, name: str) -> None:
+    if name in EXCUSED:
+        pytest.skip(EXCUSED[name])
+    server.configure(reasoning=name)
+    for text in reasoning_texts(name).values():
+        check(server, tokenizer.encode(text, add_special_tokens=False), tools=None)
+    check_cut(server, tokenizer, reasoning_texts(name)["thinking and answer"], tools=None)
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "tool"),
+    [(name, name) for name in sorted(BOTH)] + [("deepseek_r1", "hermes"), ("granite", "xlam")],
+)
+def test_both_parsers(server: Server, tokenizer: Any, reasoning: str, tool: str) -> None:
+    server.configure(tool, reasoning)
+    text = reasoning_texts(reasoning)["thinking and answer"] + tool_texts(tool)["one call"]
+    check(server, tokenizer.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    ("path", "options"),
+    [
+        (CHAT, dict(logprobs=True, top_logprobs=2)),
+        (CHAT, dict(stop=['"zone'])),
+        (CHAT, dict(stop=['"zone'], include_stop_str_in_output=True)),
+        (CHAT, dict(n=2)),
+        (CHAT, dict(stream_interval=4)),
+        (CHAT, dict(return_token_ids=True)),
+        (CHAT, dict(tool_choice="required")),
+        (RESPONSES, {}),
+        (RESPONSES, dict(limit=20)),
+        (MESSAGES, {}),
+        (MESSAGES, dict(limit=20)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["xlam", "deepseek_v31"])
+def test_endpoints_and_options(
+    server: Server, tokenizer: Any, path: str, options: dict[str, Any], name: str
+) -> None:
+    server.configure(tool=name)
+    text = tool_texts(name)["two calls"]
+    check(server, tokenizer.encode(text, add_special_tokens=False), path=path, **options)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_a_stream_without_a_parser_keeps_its_bursts(
+    server: Server, tokenizer: Any, path: str
+) -> None:
+    """Of an endpoint that has none, beside one that has; and of a server without parsers."""
+    server.configure(tool=None if path == CHAT else "xlam")
+    body = dict(USAGE, max_tokens=100)
+    body |= dict(prompt="hi") if path != CHAT else dict(messages=BODIES[CHAT]["messages"])
+    ids = [*tokenizer.encode("a stream of some words"), END]
+    chunks = [
+        len(server.stream(path, Script(steps, END), body))
+        for steps in ([[token] for token in ids], bursts(ids, 1))
+    ]
+    assert chunks[0] - chunks[1] == len(ids) - len(bursts(ids, 1))
+
+
+def test_an_error_overtakes_the_tokens_that_wait() -> None:
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+    collector = streams.collecting_tokens(RequestOutputCollector)(RequestOutputKind.DELTA, "a")
+    collector.is_parsed = True
+    for text in "abc":
+        completion = CompletionOutput(0, text, [1], None, None)
+        collector.put(RequestOutput("a", None, [5], None, [completion], False))
+    assert collector.get_nowait().outputs[0].text == "a"
+    collector.put(ValueError("the engine is dead"))
+    with pytest.raises(ValueError, match="dead"):
+        collector.get_nowait()
+    assert collector.get_nowait() is None
