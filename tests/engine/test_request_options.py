@@ -48,6 +48,10 @@ def ids(*tokens: int) -> bytes:
         ({"lookahead_enabled": 0}, RequestOptions(enabled=False)),
         ({"lookahead_enabled": 1.0}, RequestOptions()),
         ({"lookahead": {"enabled": False}}, RequestOptions(enabled=False)),
+        ({"lookahead": '{"enabled": false}'}, RequestOptions(enabled=False)),
+        ({"Lookahead": {"Enabled": "'FALSE'"}}, RequestOptions(enabled=False)),
+        ({"lookahead-enabled": "0"}, RequestOptions(enabled=False)),
+        ({" LOOKAHEAD_ENABLED ": " False "}, RequestOptions(enabled=False)),
         ({"lookahead_enabled": 0, "lookahead_reference": "a"}, RequestOptions(enabled=False)),
         (
             {"lookahead": {"enabled": True, "namespace": "n"}, "lookahead_reference": "r"},
@@ -65,6 +69,15 @@ def test_every_spelling_is_read(
     ("extra_args", "parts"),
     [
         ({"lookahead_refrence": "x"}, ["lookahead_refrence was", "mean lookahead_reference?"]),
+        ({"lookahed_enabled": 0}, ["lookahed_enabled was", "did you mean lookahead_enabled?"]),
+        ({"lokahead-namespace": 0}, ["namespace was", "did you mean lookahead_namespace?"]),
+        ({"lookahead": {"lookahead_enabled": 0}}, ["did you mean enabled?"]),
+        ({"lookahead": "{"}, ["='{' was", "a dict"]),
+        ({"lookahead": "[1]"}, ["='[1]' was", "a dict"]),
+        (
+            {"lookahead_enabled": 0, "LOOKAHEAD-ENABLED": 1},
+            ["lookahead_enabled and LOOKAHEAD-ENABLED were both given", "write one"],
+        ),
         ({"lookahead": {"references": "x"}}, ["['references'] was", "did you mean reference?"]),
         ({"lookahead": {"depth": 3}}, ["['depth'] was", "reference, namespace, enabled", "out"]),
         ({"lookahead_window": 3}, ["lookahead_window was", "mean lookahead_window_size?"]),
@@ -123,6 +136,9 @@ HYBRID = LookaheadOptions(proposer="hybrid").for_model(7e9)
             RequestOverrides(None, None, 2, 1),
         ),
         ({"lookahead_pool_from_prompt": 1}, RequestOverrides(pool_from_prompt=True)),
+        ({"lookahead_window_size": "'3'"}, RequestOverrides(window_size=3)),
+        ({"lookahead": {"window-size": " 3.0 "}}, RequestOverrides(window_size=3)),
+        ({"lookahead_proposer": "Ngram-Trie"}, RequestOverrides("ngram_trie")),
         ({"lookahead_proposer": "ngram_trie"}, RequestOverrides("ngram_trie")),
     ],
 )
@@ -142,7 +158,10 @@ def test_overrides_of_the_window_are_read(
         ({"lookahead_window_size": "all"}, ["='all' was", "from 0 to the server's 4"]),
         ({"lookahead_ngram_size": 1}, ["=1 was", "from 2 to the server's 5"]),
         ({"lookahead_guess_set_size": True}, ["=True was", "a whole number from 1"]),
-        ({"lookahead_pool_from_prompt": "yes"}, ["='yes' was", "true or false"]),
+        ({"lookahead_pool_from_prompt": "yes"}, ["='yes' was", "true or false", "write true"]),
+        ({"lookahead_window_size": "none"}, ["='none' was", "write 0"]),
+        ({"lookahead_window_size": "3 columns"}, ["='3 columns' was", "write 3"]),
+        ({"lookahead_proposer": "jacobi"}, ["='jacobi' was", 'write "jacobi_window"']),
         ({"lookahead_proposer": "suffix"}, ["='suffix' was", "hybrid, ngram_trie, jacobi_window"]),
     ],
 )
@@ -205,6 +224,7 @@ def test_checked_options_are_not_checked_again() -> None:
         ({}, {}),
         ({"lookahead_enabled": 0}, {}),
         ({"lookahead": None}, {}),
+        ({"Lookahead-Enabled": "false", "LOOKAHEAD": {}}, {}),
         ({"other": None}, {"other": None}),
     ],
 )
