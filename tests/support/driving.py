@@ -45,7 +45,7 @@ def _collect_garbage() -> None:
     _freeze()
 
 
-MANY_STEPS = 16
+MANY_STEPS = 10
 """So many steps without a verified node are no exception, as the first and the last ones are."""
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
