@@ -9,6 +9,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from lookahead_vllm.draft.options import LookaheadOptions, OptionError, allowed_values
+
 PLOT_TYPES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps", ".ps")
 """The endings of names that --plot takes; matplotlib writes files of each of these types."""
 
@@ -23,6 +25,18 @@ def positive(text: str) -> int:
 def positives(text: str) -> list[int]:
     """Numbers of at least 1, separated by commas; duplicates are dropped."""
     return list(dict.fromkeys(positive(part) for part in text.split(",")))
+
+
+def ngrams(text: str) -> int:
+    """A number of n-grams, however the server would read it; its range is checked later."""
+    try:
+        return int(text)
+    except ValueError:
+        allowed, default = allowed_values("max_nodes"), LookaheadOptions.max_nodes
+        try:
+            return int(allowed.read("max_nodes", text, default))
+        except OptionError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def escape_unprintable() -> None:

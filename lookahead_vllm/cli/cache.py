@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lookahead_vllm.cli.arguments import check_output
+from lookahead_vllm.cli.arguments import check_output, ngrams
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache.file import CacheFileError
 from lookahead_vllm.draft.cache.report import describe, restored
@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     add("--namespace", default="", metavar="NAME", help="which requests it serves; see below")
     add(
         "--max-nodes",
-        type=int,
+        type=ngrams,
         metavar="N",
         help=f"capacity in n-grams (default: {LookaheadOptions.max_nodes})",
     )

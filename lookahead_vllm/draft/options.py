@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from difflib import get_close_matches
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
+from lookahead_vllm.draft.allowed import Allowed, with_known_names
+from lookahead_vllm.draft.allowed import OptionError as OptionError
 from lookahead_vllm.draft.registry import HAVE_WINDOW, KEEP_CACHE, PROPOSERS
 from lookahead_vllm.draft.window.shape import (
     MAX_GUESS_SET_SIZE,
@@ -46,13 +47,30 @@ AUTO_DRAFT_THREADS = 4
 WEEK_SECONDS = 7 * 24 * 3600
 
 
-class OptionError(ValueError):
-    """An invalid option; the message says what was given, what is allowed and what to write."""
+def _words(default: str, words: tuple[str, ...]) -> Any:
+    return field(default=default, metadata={"allowed": Allowed(words)})
+
+
+def _number(default: Any, low: int, high: int, kind: str = "a whole number") -> Any:
+    """A number, or the default if that is no number."""
+    words = (default,) if default in ("auto", None) else ()
+    return field(default=default, metadata={"allowed": Allowed(words, (low, high), kind)})
+
+
+def _switch(default: bool) -> Any:
+    return field(default=default, metadata={"allowed": Allowed((True, False))})
+
+
+def _path() -> Any:
+    allowed = Allowed((None,), kind="the path of a file", is_text=True)
+    return field(default=None, metadata={"allowed": allowed, "instead": "lookahead.cache"})
 
 
 @dataclass(frozen=True)
 class LookaheadOptions:
     """The options of lookahead decoding; a wrong value raises OptionError.
+
+    A value may be spelled as `Allowed` reads it. The fields hold the values below.
 
     Attributes
     ----------
@@ -117,70 +135,56 @@ class LookaheadOptions:
         cache_salt only.
     """
 
-    num_speculative_tokens: str | int = "auto"
-    branch_length: int = 64
-    max_nodes: int = 4_000_000
-    max_bytes: int | None = None
-    draft: str = "hierarchical"
-    sources: str = "both"
+    num_speculative_tokens: str | int = _number("auto", 1, MAX_DECODING_LENGTH)
+    branch_length: int = _number(64, 1, 64)
+    max_nodes: int = _number(4_000_000, 1024, 2**30 - 1)
+    max_bytes: int | None = _number(None, 16_384, 2**40)
+    draft: str = _words("hierarchical", DRAFTS)
+    sources: str = _words("both", SOURCES)
     proposer: str = "auto"
-    budget: str | int = "auto"
-    window_size: str | int = "auto"
-    ngram_size: int = PAPER_NGRAM_SIZE
-    guess_set_size: str | int = "auto"
-    pool_from_prompt: bool = False
-    window_shift: str = "one"
-    draft_threads: str | int = "auto"
-    parallel: int = 1
-    share: str = "namespace"
-    cache_path: str | None = None
-    cache_interval: float = 300
-    max_reference_tokens: int = 16_384
-    max_live_reference_tokens: int = 131_072
-    accept_references: bool = True
-    accept_namespaces: bool = True
+    budget: str | int = _number("auto", 1, MAX_DECODING_LENGTH)
+    window_size: str | int = _number("auto", 0, MAX_WINDOW_SIZE)
+    ngram_size: int = _number(PAPER_NGRAM_SIZE, 2, MAX_NGRAM_SIZE)
+    guess_set_size: str | int = _number("auto", 1, MAX_GUESS_SET_SIZE)
+    pool_from_prompt: bool = _switch(False)
+    window_shift: str = _words("one", SHIFTS)
+    draft_threads: str | int = _number("auto", 1, MAX_DRAFT_THREADS)
+    parallel: int = _number(1, 1, MAX_PARALLEL)
+    share: str = _words("namespace", SHARES)
+    cache_path: str | None = _path()
+    cache_interval: float = _number(300, 0, WEEK_SECONDS, "a number of seconds")
+    max_reference_tokens: int = _number(16_384, 1, 2**20)
+    max_live_reference_tokens: int = _number(131_072, 1, 2**24)
+    accept_references: bool = _switch(True)
+    accept_namespaces: bool = _switch(True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.proposer, str) or self.proposer not in ("auto", *PROPOSERS):
-            raise _wrong(
-                "proposer", self.proposer, f'"auto" or one of {", ".join(PROPOSERS)}', "auto"
-            )
+        for option in fields(self):
+            instead = option.metadata.get("instead", option.default)
+            given = getattr(self, option.name)
+            read = allowed_values(option.name).read(option.name, given, instead)
+            object.__setattr__(self, option.name, read)
         self._check_window()
         length = self.num_speculative_tokens
-        if length != "auto" and not _is_int(length, 1, MAX_DECODING_LENGTH):
-            allowed = f'"auto" or a whole number from 1 to {MAX_DECODING_LENGTH}'
-            raise _wrong("num_speculative_tokens", length, allowed, "auto")
-        self._check_int("branch_length", 1, 64)
-        self._check_int("max_nodes", 1024, 2**30 - 1)
-        if self.max_bytes is not None:
-            self._check_int("max_bytes", 16_384, 2**40)
-        self._check_choice("draft", DRAFTS)
-        self._check_choice("sources", SOURCES)
-        max_budget = MAX_DECODING_LENGTH if length == "auto" else int(length)
-        if self.budget != "auto" and not _is_int(self.budget, 1, max_budget):
-            bound = max_budget if length == "auto" else f"num_speculative_tokens={max_budget}"
-            raise _wrong("budget", self.budget, f'"auto" or 1 to {bound} nodes', "auto")
-        self._check_comb()
-        if self.draft_threads != "auto" and not _is_int(self.draft_threads, 1, MAX_DRAFT_THREADS):
-            raise _wrong(
-                "draft_threads", self.draft_threads, f'"auto" or 1 to {MAX_DRAFT_THREADS}', "auto"
+        if "auto" not in (self.budget, length) and int(self.budget) > int(length):
+            raise OptionError(
+                f"budget={self.budget} was given, but it must be at most "
+                f'num_speculative_tokens={length}; write "auto", or leave budget out'
             )
-        self._check_int("parallel", 1, MAX_PARALLEL)
-        self._check_choice("share", SHARES)
+        self._check_comb()
         path = self.cache_path
-        if path is not None and (not isinstance(path, str) or not path or "\0" in path):
-            raise _wrong("cache_path", path, "the path of a file", "lookahead.cache")
         if path is not None and self.proposer not in ("auto", *KEEP_CACHE):
             raise OptionError(
                 f"cache_path={path!r} was given, but the proposer {self.proposer!r} keeps no "
                 "cache; leave cache_path out"
             )
-        seconds = self.cache_interval
-        if type(seconds) not in (int, float) or not 0 <= seconds <= WEEK_SECONDS:
-            allowed = f"a number of seconds from 0 to {WEEK_SECONDS}"
-            raise _wrong("cache_interval", seconds, allowed, 300)
-        self._check_references()
-        self._check_bool("accept_namespaces")
+        one, all_live = self.max_reference_tokens, self.max_live_reference_tokens
+        if one > all_live:
+            raise OptionError(
+                f"max_reference_tokens={one} was given, but all requests together may have "
+                f"max_live_reference_tokens={all_live}; write max_live_reference_tokens={one} or "
+                "more"
+            )
 
     @classmethod
     def from_dict(cls, given: Mapping[str, object]) -> LookaheadOptions:
@@ -191,16 +195,12 @@ class LookaheadOptions:
         OptionError
             A key is unknown, a value has a wrong type or is out of range, or two contradict.
         """
-        names = [field.name for field in fields(cls)]
-        for key in given:
-            if key not in names:
-                close = get_close_matches(str(key), names, n=1)
-                raise OptionError(
-                    f"option {key!r} was given, but lookahead's options are {', '.join(names)}; "
-                    + (f"did you mean {close[0]!r}?" if close else "leave it out")
-                )
-        values = {key: value for key, value in given.items() if value is not None}
-        return cls(**values)  # type: ignore[arg-type]  # __post_init__ checks the types
+        values = with_known_names(given, [option.name for option in fields(cls)])
+        for name, value in list(values.items()):
+            # null means the default, unless it may be meant to be the word "none".
+            if value is None and "none" not in allowed_values(name).words:
+                del values[name]
+        return cls(**values)
 
     def to_dict(self) -> dict[str, object]:
         """The options as plain values, which `from_dict` reads back."""
@@ -321,16 +321,6 @@ class LookaheadOptions:
         return min(MAX_DECODING_LENGTH, max(1, comb + guesses * (self.ngram_size - 1)))
 
     def _check_window(self) -> None:
-        self._check_int("ngram_size", 2, MAX_NGRAM_SIZE)
-        for name, low, high in (
-            ("window_size", 0, MAX_WINDOW_SIZE),
-            ("guess_set_size", 1, MAX_GUESS_SET_SIZE),
-        ):
-            value = getattr(self, name)
-            if value != "auto" and not _is_int(value, low, high):
-                raise _wrong(name, value, f'"auto" or {low} to {high}', "auto")
-        self._check_bool("pool_from_prompt")
-        self._check_choice("window_shift", SHIFTS)
         if self.proposer in HAVE_WINDOW:
             return
         for name in ("window_size", "guess_set_size"):
@@ -353,41 +343,10 @@ class LookaheadOptions:
                 "leave window_size out"
             )
 
-    def _check_references(self) -> None:
-        self._check_bool("accept_references")
-        self._check_int("max_reference_tokens", 1, 2**20)
-        self._check_int("max_live_reference_tokens", 1, 2**24)
-        one, all_live = self.max_reference_tokens, self.max_live_reference_tokens
-        if one > all_live:
-            raise OptionError(
-                f"max_reference_tokens={one} was given, but all requests together may have "
-                f"max_live_reference_tokens={all_live}; write max_live_reference_tokens={one} or "
-                "more"
-            )
 
-    def _check_bool(self, name: str) -> None:
-        value = getattr(self, name)
-        if type(value) is not bool:
-            default = type(self).__dataclass_fields__[name].default
-            raise _wrong(name, value, "true or false", default)
-
-    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
-        value = getattr(self, name)
-        if value not in choices:
-            default = type(self).__dataclass_fields__[name].default
-            raise _wrong(name, value, f"one of {', '.join(choices)}", default)
-
-    def _check_int(self, name: str, low: int, high: int) -> None:
-        value = getattr(self, name)
-        if not _is_int(value, low, high):
-            default = type(self).__dataclass_fields__[name].default
-            raise _wrong(name, value, f"a whole number from {low} to {high}", default)
-
-
-def _is_int(value: object, low: int, high: int) -> bool:
-    return type(value) is int and low <= value <= high  # isinstance would accept a bool
-
-
-def _wrong(name: str, value: object, allowed: str, instead: object) -> OptionError:
-    advice = f"leave {name} out" if instead is None else f"write {json.dumps(instead)}"
-    return OptionError(f"{name}={value!r} was given, but it must be {allowed}; {advice}")
+def allowed_values(option: str) -> Allowed:
+    """The values of an option, apart from what depends on other options."""
+    if option == "proposer":
+        return Allowed(("auto", *PROPOSERS))
+    allowed: Allowed = LookaheadOptions.__dataclass_fields__[option].metadata["allowed"]
+    return allowed

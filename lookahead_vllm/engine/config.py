@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lookahead_vllm.draft.allowed import folded, nearest, with_known_names
 from lookahead_vllm.draft.options import (
     AUTO_RECURRENT_LENGTH,
     LookaheadOptions,
@@ -22,10 +25,10 @@ if TYPE_CHECKING:
 KEY = "lookahead"
 """The key of our options in `VllmConfig.additional_config`."""
 
-NAMES = ("lookahead", "[lookahead]")
-PROPOSER_PATHS = {
-    f"lookahead_vllm.{path.rpartition('.')[2]}": name for name, path in PROPOSERS.items()
-}
+PACKAGE = "lookahead_vllm."
+CLASSES = {path.rpartition(".")[2]: name for name, path in PROPOSERS.items()}
+"""Names of proposers by their classes, as vLLM's method custom_class wants them."""
+
 DRAFTER_PATH = "lookahead_vllm.engine.worker.drafter.LookaheadDrafter"
 
 WORKERS = {
@@ -78,18 +81,54 @@ _FLAGS = {
 
 def requests_lookahead(args: Any) -> bool:
     """Whether these engine arguments, of any release of vLLM, request lookahead."""
-    given = getattr(args, "speculative_config", None)
-    if isinstance(given, str):  # as in old releases
+    given = _parsed(getattr(args, "speculative_config", None))
+    names = [getattr(args, name, None) for name in ("spec_method", "spec_model")]
+    names.append(getattr(args, "speculative_model", None))
+    names.extend(given.values() if isinstance(given, Mapping) else [given])
+    return any(_is_lookahead(name) or _is_class(name) for name in names)
+
+
+def refuse_dropped(configs: Sequence[Any], args: Any, is_dotted: bool) -> None:
+    """Refuse several --speculative-config if vLLM, which reads the last one, drops some of ours.
+
+    A config that requests a method replaces those before it, for instance a file's, unless it
+    `is_dotted`: such flags look as if they added options.
+
+    Raises
+    ------
+    OptionError
+        One sentence: which config is read, which are dropped, what to write.
+    """
+    *dropped, last = [config if isinstance(config, Mapping) else {} for config in configs]
+    requested = [args, *(SimpleNamespace(speculative_config=config) for config in dropped)]
+    read = {folded(key) for key in last}
+    lost = [key for config in dropped for key in config if folded(key) not in read]
+    flags = [getattr(args, name, None) for name in ("spec_method", "spec_model")]
+    is_complete = not read.isdisjoint(("method", "model")) or any(flags)
+    if lost and (is_dotted or not is_complete) and any(map(requests_lookahead, requested)):
+        merged = {key: value for config in (*dropped, last) for key, value in config.items()}
+        raise OptionError(
+            f"--speculative-config was given {len(configs)} times, as JSON, as "
+            "--speculative-config.OPTION or in a file, of which vLLM reads only the last, "
+            f"{json.dumps(last)}, and drops {', '.join(map(repr, lost))}; write one, "
+            f"--speculative-config '{json.dumps(merged)}'"
+        )
+
+
+def _parsed(given: Any) -> Any:
+    """A speculative config that may be written as JSON."""
+    if isinstance(given, str):
         with suppress(ValueError, RecursionError):
-            given = json.loads(given)
-    methods = [getattr(args, "spec_method", None), given]
-    models = [getattr(args, name, None) for name in ("spec_model", "speculative_model")]
-    if isinstance(given, Mapping):
-        methods.append(given.get("method"))
-        models.append(given.get("model"))
-    return any(isinstance(method, str) and method in NAMES for method in methods) or any(
-        isinstance(model, str) and model in (*NAMES, *PROPOSER_PATHS) for model in models
-    )
+            return json.loads(given)
+    return given
+
+
+def _is_lookahead(name: Any) -> bool:
+    return isinstance(name, str) and folded(name) == KEY
+
+
+def _is_class(model: Any) -> bool:
+    return isinstance(model, str) and model.strip().startswith(PACKAGE) and model != DRAFTER_PATH
 
 
 def requested_options(args: EngineArgs) -> LookaheadOptions:
@@ -100,13 +139,15 @@ def requested_options(args: EngineArgs) -> LookaheadOptions:
     OptionError
         One sentence: what was given, what is allowed, what to write.
     """
-    given = args.speculative_config or {}
+    given = _parsed(args.speculative_config) or {}
     if not isinstance(given, dict):
         raise OptionError(
             f"speculative_config={reprlib.repr(given)} was given, but it must be a dict; write for "
             'instance {"method": "lookahead"}'
         )
-    given = {str(k).replace("-", "_"): v for k, v in given.items()}
+    given = with_known_names(
+        given, ("method", "model", *(option.name for option in fields(LookaheadOptions)))
+    )
     flags = {key: getattr(args, attr) for key, (attr, _) in _FLAGS.items()}
     flags = {key: value for key, value in flags.items() if value is not None}
     settings: dict[str, Any] = {**given, **flags}
@@ -116,19 +157,32 @@ def requested_options(args: EngineArgs) -> LookaheadOptions:
             f"{key} was given twice, as {_FLAGS[key][1]} {flags[key]} and in --speculative-config "
             f"as {given[key]!r}; write it once"
         )
-    if method is not None and method not in (*NAMES, "custom_class"):
+    if not (method is None or _is_lookahead(method) or folded(method) == "customclass"):
         raise OptionError(
             f"method {method!r} was given together with model {model!r}; "
             'write only --speculative-config \'{"method": "lookahead"}\''
         )
-    if model is not None and model not in (*NAMES, *PROPOSER_PATHS):
+    if _is_class(model):
+        settings.setdefault("proposer", _proposer_of(model))
+    elif not (model is None or _is_lookahead(model)):
         raise OptionError(
             f"model {model!r} was given with method 'lookahead', which needs no draft model; "
             'write {"method": "lookahead"} without a model'
         )
-    if model in PROPOSER_PATHS:
-        settings.setdefault("proposer", PROPOSER_PATHS[model])
     return LookaheadOptions.from_dict(settings)
+
+
+def _proposer_of(model: str) -> str:
+    """The proposer whose class is `model`."""
+    name = model.rpartition(".")[2]
+    for known, proposer in CLASSES.items():
+        if folded(known) == folded(name):
+            return proposer
+    raise OptionError(
+        f"model {model!r} was given, but lookahead's classes are "
+        f"{', '.join(PACKAGE + known for known in CLASSES)}; "
+        f'write "{PACKAGE}{nearest(name, CLASSES) or next(iter(CLASSES))}", or leave model out'
+    )
 
 
 def make_config(

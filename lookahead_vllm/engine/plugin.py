@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType
@@ -33,7 +35,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     ),
     "--num-speculative-tokens": dict(
         dest="spec_tokens",
-        type=int,
+        type=lambda text: _decoding_length(text),
         default=argparse.SUPPRESS,
         help="The decoding length: the most draft tokens that one request may have verified "
         "in one step. The same as --spec-tokens. Further options (branch_length, max_nodes, "
@@ -41,6 +43,8 @@ FLAGS: dict[str, dict[str, Any]] = {
         "--speculative-config.branch_length 12.",
     ),
 }
+
+_DOTTED = re.compile(r"(--speculative[-_]config|-sc)\.")
 
 
 def register() -> None:
@@ -118,14 +122,34 @@ def _with_flags(engine_args: type, original: Callable[..., Any]) -> Callable[...
     return add_cli_args
 
 
+def _decoding_length(text: str) -> Any:
+    try:
+        return int(text)  # of any size: the flag is also for vLLM's other methods
+    except ValueError:
+        from lookahead_vllm.draft.options import OptionError, allowed_values
+
+        allowed = allowed_values("num_speculative_tokens")
+        try:
+            return allowed.read("--num-speculative-tokens", text, "auto")
+        except OptionError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _offer_flags(parser: Any, engine_args: type) -> None:
     """Add our flags to `parser` once one of them, or help, is requested.
 
     Not earlier: another plugin, or the user's script, may add flags of the same names after us, and
     every flag of a parser makes abbreviations of others ambiguous.
     """
-    parse, format_original = parser.parse_known_args, parser.format_help
+    parse_all, parse = parser.parse_args, parser.parse_known_args
+    format_original = parser.format_help
     added: set[str] = set()
+    written: list[str] = []
+
+    @functools.wraps(parse_all)
+    def parse_args(args: Any = None, *others: Any, **kwargs: Any) -> Any:
+        written[:] = map(str, sys.argv[1:] if args is None else args)
+        return parse_all(args, *others, **kwargs)
 
     @functools.wraps(parse)
     def parse_known_args(args: Any = None, *others: Any, **kwargs: Any) -> Any:
@@ -136,14 +160,53 @@ def _offer_flags(parser: Any, engine_args: type) -> None:
                 from lookahead_vllm.engine import compatibility
 
                 compatibility.check()
-        return parse(args, *others, **kwargs)
+        with _given_configs(parser) as configs:
+            parsed = parse(args, *others, **kwargs)
+        if len(configs) > 1:
+            from lookahead_vllm.engine import config
+
+            # The parser of a subcommand, as of `vllm serve`, does not see how they were written.
+            is_dotted = any(map(_DOTTED.match, written or sys.argv[1:]))
+            config.refuse_dropped(configs, parsed[0], is_dotted)
+        return parsed
 
     @functools.wraps(format_original)
     def format_help() -> Any:
         added.update(_add_flags(parser))
         return format_original()
 
-    parser.parse_known_args, parser.format_help = parse_known_args, format_help
+    parser.parse_args, parser.parse_known_args = parse_args, parse_known_args
+    parser.format_help = format_help
+
+
+@contextmanager
+def _given_configs(parser: Any) -> Iterator[list[Any]]:
+    """Collects the values of `--speculative-config` that `parser` reads; it keeps only the last."""
+    given: list[Any] = []
+    action = parser._option_string_actions.get("--speculative-config")
+    read = getattr(action, "type", None)
+    if not callable(read):
+        yield given
+        return
+
+    @functools.wraps(read)
+    def read_and_keep(text: str) -> Any:
+        try:
+            given.append(read(text))
+        except Exception:
+            if "lookahead" not in text.lower():
+                raise
+            raise argparse.ArgumentTypeError(
+                f"{text!r} was given, but it must be JSON; write for instance "
+                '\'{"method": "lookahead"}\''
+            ) from None
+        return given[-1]
+
+    action.type = read_and_keep
+    try:
+        yield given
+    finally:
+        action.type = read
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> set[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -19,7 +20,8 @@ import numpy as np
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 
-from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.allowed import Allowed, folded, nearest
+from lookahead_vllm.draft.options import LookaheadOptions, OptionError, allowed_values
 from lookahead_vllm.draft.registry import HAVE_WINDOW
 from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverrides
 from lookahead_vllm.engine.config import KEY
@@ -31,6 +33,8 @@ logger = init_logger(f"vllm.{__name__}")
 
 NAMES = ("reference", "namespace", "enabled", *RequestOverrides._fields)
 FLAT = {f"{KEY}_{name}": name for name in NAMES}
+_FOLDED = {folded(name): name for name in (KEY, *FLAT)}
+"""Keys of `extra_args` that are ours, as `folded` spells them."""
 
 PREDICTION = f"{KEY}_prediction"
 """The key of OpenAI's `prediction`, as the client sent it."""
@@ -129,7 +133,8 @@ def parse_options(
     if "namespace" in values:
         options["namespace"] = _namespace(spellings["namespace"], values["namespace"])
     if "enabled" in values:
-        options["enabled"] = _enabled(spellings["enabled"], values["enabled"])
+        allowed = Allowed((True, False))
+        options["enabled"] = _read(allowed, spellings["enabled"], values["enabled"], True)
         if not options["enabled"]:
             options.pop("references", None)  # checked, but not used
     overrides = {name: values[name] for name in RequestOverrides._fields if name in values}
@@ -171,7 +176,7 @@ def _others(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     """The part of `extra_args` that is not lookahead's, and whether they were None."""
     if extra_args is None:
         return {HAD_NONE: True}
-    return {k: v for k, v in extra_args.items() if k not in (KEY, PREDICTION, *FLAT)}
+    return {k: v for k, v in extra_args.items() if k != PREDICTION and folded(k) not in _FOLDED}
 
 
 def without_references(params: SamplingParams) -> SamplingParams:
@@ -277,26 +282,45 @@ def _text_of_prediction(prediction: Any) -> str:
 def _written(extra_args: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Name, spelling and value of each of lookahead's options in `extra_args`."""
     for key, value in extra_args.items():
-        if key == KEY:
-            if value is not None and not isinstance(value, Mapping):
-                raise RequestError(
-                    f"{KEY}={reprlib.repr(value)} was given, but it must be a dict of "
-                    f"{', '.join(NAMES)}; write for instance " + '{"lookahead_enabled": false}'
-                )
-            for name, inner in (value or {}).items():
-                if name not in NAMES:
-                    raise _unknown(f"{KEY}[{reprlib.repr(name)}]", str(name), NAMES)
-                yield name, f"{KEY}[{name!r}]", inner
-        elif key == PREDICTION:
+        if key == PREDICTION:
             yield "reference", "prediction", value
-        elif str(key).startswith(KEY) and key != HAD_NONE:
-            if key not in FLAT:
-                raise _unknown(key, key, tuple(FLAT))
-            yield FLAT[key], key, value
+        elif key == HAD_NONE:
+            continue
+        elif (ours := _FOLDED.get(folded(key))) == KEY:
+            for name, inner in _fields_of(value).items():
+                if folded(name) not in _FOLDED_NAMES:
+                    raise _unknown(f"{KEY}[{reprlib.repr(name)}]", str(name), NAMES)
+                yield _FOLDED_NAMES[folded(name)], f"{KEY}[{name!r}]", inner
+        elif ours is not None:
+            yield FLAT[ours], key, value
+        elif folded(key).startswith(KEY) or _is_misspelled(str(key)):
+            raise _unknown(str(key), str(key), tuple(FLAT))
+
+
+_FOLDED_NAMES = {folded(name): name for name in NAMES}
+
+
+def _is_misspelled(key: str) -> bool:
+    """Whether a key is so similar to one of ours that it is not another plugin's."""
+    return len(key) <= MAX_SHOWN_CHARACTERS and bool(get_close_matches(key, FLAT, cutoff=0.9))
+
+
+def _fields_of(value: Any) -> Mapping[Any, Any]:
+    """The dict under `lookahead`, which may be written as JSON; empty if it is None."""
+    given = value
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if value is not None and not isinstance(value, Mapping):
+        raise RequestError(
+            f"{KEY}={reprlib.repr(given)} was given, but it must be a dict of "
+            f"{', '.join(NAMES)}; write for instance " + '{"lookahead_enabled": false}'
+        )
+    return value or {}
 
 
 def _unknown(spelling: str, name: str, known: Sequence[str]) -> RequestError:
-    close = get_close_matches(name, known, n=1) if len(name) <= MAX_SHOWN_CHARACTERS else []
+    close = nearest(name, known)
     shown = (
         spelling
         if len(spelling) <= MAX_SHOWN_CHARACTERS
@@ -305,7 +329,7 @@ def _unknown(spelling: str, name: str, known: Sequence[str]) -> RequestError:
     shown = "".join(c if c.isprintable() else "?" for c in shown)  # it goes into logs, too
     return RequestError(
         f"{shown} was given, but the options of a request are {', '.join(known)}; "
-        + (f"did you mean {close[0]}?" if close else "leave it out")
+        + (f"did you mean {close}?" if close else "leave it out")
     )
 
 
@@ -371,9 +395,10 @@ def _wrong_reference(spelling: str, value: Any) -> RequestError:
 
 def _namespace(spelling: str, value: Any) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_NAMESPACE_CHARACTERS:
+        meant = f'write "{value}"' if type(value) in (int, float) else 'write for instance "team-a"'
         raise RequestError(
             f"{spelling}={reprlib.repr(value)} was given, but it must be a text of 1 to "
-            f'{MAX_NAMESPACE_CHARACTERS} characters; write for instance "team-a", or leave it out'
+            f"{MAX_NAMESPACE_CHARACTERS} characters; {meant}, or leave it out"
         )
     return value
 
@@ -385,35 +410,19 @@ def _override(spelling: str, name: str, value: Any, server: LookaheadOptions) ->
             f"{server.proposer!r}; leave it out, or start the server with "
             '"proposer": "hybrid"'
         )
+    servers = getattr(server, name)
     if name == "proposer":
-        if value not in (choices := ("hybrid", "ngram_trie", "jacobi_window")):
-            raise RequestError(
-                f"{spelling}={reprlib.repr(value)} was given, but it must be one of "
-                f"{', '.join(choices)}; write hybrid, or leave it out"
-            )
-        return value
-    if name == "pool_from_prompt":
-        return _enabled(spelling, value)
-    low = {"window_size": 0, "ngram_size": 2, "guess_set_size": 1}[name]
-    high = getattr(server, name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise RequestError(
-            f"{spelling}={reprlib.repr(value)} was given, but it must be a whole number from "
-            f"{low} to the server's {high}; write {high}, or leave it out"
-        )
-    if value != int(value):
-        raise RequestError(
-            f"{spelling}={reprlib.repr(value)} was given, but it must be a whole number; "
-            f"write {int(value)}"
-        )
-    return int(value)
+        return _read(Allowed(("hybrid", "ngram_trie", "jacobi_window")), spelling, value, servers)
+    allowed = allowed_values(name)
+    if allowed.numbers is not None:
+        numbers = (allowed.numbers[0], servers)
+        allowed = Allowed(numbers=numbers, whose="the server's ")
+    return _read(allowed, spelling, value, servers)
 
 
-def _enabled(spelling: str, value: Any) -> bool:
-    # vLLM's HTTP server converts JSON's booleans to numbers.
-    if not isinstance(value, bool | int | float) or value not in (0, 1):
-        raise RequestError(
-            f"{spelling}={reprlib.repr(value)} was given, but it must be true or false; "
-            "write true, or leave it out"
-        )
-    return bool(value)
+def _read(allowed: Allowed, spelling: str, value: Any, instead: Any) -> Any:
+    # vLLM's HTTP server converts JSON's booleans to numbers, which `Allowed` reads as booleans.
+    try:
+        return allowed.read(spelling, value, instead)
+    except OptionError as error:
+        raise RequestError(str(error)) from None

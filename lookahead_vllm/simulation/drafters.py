@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
+from lookahead_vllm.draft.allowed import folded
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.draft.proposer import DraftLimits, Verified
@@ -208,7 +209,7 @@ def _maker(spec: str, has_choices: bool) -> Make:
             fixed.append("window_size")
             settings_of["window_size"] = 0
         for key in fixed:
-            if key in given:
+            if folded(key) in map(folded, given):
                 raise OptionError(f"{key} is the simulator's to set; leave it out")
         LookaheadOptions.from_dict(settings_of)
         return partial(Lookahead, settings_of)
@@ -243,6 +244,7 @@ def _options(make: Callable[..., Any], given: Mapping[str, object]) -> Any:
 def key_value(text: str) -> tuple[str, Any] | None:
     """Parse `KEY=VALUE`. A value that is not JSON is a string. None if there is no key."""
     key, separator, value = text.partition("=")
+    key = key.strip().replace("-", "_")
     if not separator or not key.isidentifier():
         return None
     try:

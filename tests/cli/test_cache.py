@@ -299,7 +299,7 @@ def test_frequent_ngrams_are_as_long_as_they_are_frequent() -> None:
             "max_nodes=9 was given",
         ),
         (
-            "build --model {model} --texts {text} --out {cache} --add --max-nodes 4096",
+            "build --model {model} --texts {text} --out {cache} --add --max-nodes 4k",
             "has 8192, which --add keeps",
         ),
         ("info {text}", "a.txt: it is not a cache of lookahead"),

@@ -26,7 +26,7 @@ from pathlib import Path
 from vllm import SamplingParams
 from tests.support.driving import engine, generate, random_prompts
 prompts = [prompt + prompt for prompt in random_prompts(4, 12)]
-with engine(Path(sys.argv[1]), {"proposer": "ngram_trie"}) as llm:
+with engine(Path(sys.argv[1]), {"proposer": "ngram_trie"}, drafts=None) as llm:
     generate(llm, prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
 print("DONE")
 """

@@ -71,6 +71,151 @@ def test_every_spelling_means_the_same(model: Path) -> None:
     assert config.options_of(by_path) == replace(options, proposer="ngram_trie")
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        '{"method": "lookahead", "budget": 4}',
+        {"Method": "Lookahead", "Budget": "4"},
+        {"method": " 'look-ahead' ", "budget": 4.0},
+        {"model": "[LOOKAHEAD]", "budget": 4},
+    ],
+)
+def test_near_misses_with_one_meaning_are_read(given: Any, model: Path) -> None:
+    assert config.options_of(made(model, speculative_config=given)).budget == 4
+
+
+def test_flags_and_files_arrive_as_vllm_parses_them(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        "speculative-config:\n  Method: Lookahead\n  max-nodes: 4e6\n"
+        "  accept-references: 'FALSE'\n  cache_path: None\n"
+    )
+    flags = {"method": "LOOKAHEAD", "max-nodes": "4m", "accept_references": "False"}
+    options = LookaheadOptions(accept_references=False)
+    for made_config in (
+        from_cli(model, "--config", str(file)),
+        from_cli(model, *(f"--speculative-config.{name}={text}" for name, text in flags.items())),
+    ):
+        assert config.options_of(made_config) == options
+    for tokens in ("auto", "64.0"):
+        flag = f"--num-speculative-tokens={tokens}"
+        made_config = from_cli(model, "--speculative-model=[lookahead]", flag)
+        assert config.options_of(made_config).decoding_length == 64
+
+
+CONFIG = "--speculative-config"
+ALL = ["--speculative-config", '{"method": "lookahead", "max_nodes": 9000}']
+
+
+@pytest.mark.parametrize(
+    ("argv", "read", "dropped", "merged"),
+    [
+        (
+            [*ALL, f"{CONFIG}.budget", "4"],
+            {"budget": 4},
+            "'method', 'max_nodes'",
+            {"method": "lookahead", "max_nodes": 9000, "budget": 4},
+        ),
+        (
+            [f"{CONFIG}.budget=4", *ALL],
+            {"budget": 4},
+            "'method', 'max_nodes'",
+            {"method": "lookahead", "max_nodes": 9000, "budget": 4},
+        ),
+        (
+            [*ALL, f"{CONFIG}.method", "lookahead", f"{CONFIG}.budget=4"],
+            {"method": "lookahead", "budget": 4},
+            "'max_nodes'",
+            {"method": "lookahead", "max_nodes": 9000, "budget": 4},
+        ),
+        (
+            ["--speculative-model=[lookahead]", CONFIG, '{"share": "all"}', f"{CONFIG}.budget=4"],
+            {"budget": 4},
+            "'share'",
+            {"share": "all", "budget": 4},
+        ),
+        (
+            ["-sc", '{"share": "all"}', "--speculative-config.method=lookahead"],
+            {"method": "lookahead"},
+            "'share'",
+            {"share": "all", "method": "lookahead"},
+        ),
+        (
+            ["--config", "FILE", f"{CONFIG}.budget=4"],
+            {"budget": 4},
+            "'method', 'share'",
+            {"method": "lookahead", "share": "all", "budget": 4},
+        ),
+        (
+            ["--config", "FILE", CONFIG, '{"budget": 4}'],
+            {"budget": 4},
+            "'method', 'share'",
+            {"method": "lookahead", "share": "all", "budget": 4},
+        ),
+    ],
+)
+def test_a_config_that_vllm_drops_is_told(
+    argv: list[str], read: dict, dropped: str, merged: dict, model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("speculative-config:\n  method: lookahead\n  share: all\n")
+    with pytest.raises(OptionError) as error:
+        from_cli(model, *(str(file) if arg == "FILE" else arg for arg in argv))
+    message = str(error.value)
+    assert f"reads only the last, {json.dumps(read)}, and drops {dropped}; write one" in message
+    assert message.endswith(f"--speculative-config '{json.dumps(merged)}'")
+
+
+@pytest.mark.parametrize("form", ["-sc.budget", "--speculative_config.budget"])
+def test_a_subcommand_reads_how_the_config_was_written(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under `vllm serve`, whose parser gets the arguments when dots are resolved already."""
+    parser = FlexibleArgumentParser()
+    AsyncEngineArgs.add_cli_args(parser.add_subparsers().add_parser("serve"))
+    argv = ["serve", *ALL, f"{form.partition('.')[0]}.method=lookahead", f"{form}=4"]
+    monkeypatch.setattr("sys.argv", ["vllm", *argv])
+    with pytest.raises(OptionError, match="and drops 'max_nodes'; write one"):
+        parser.parse_args()
+
+
+def test_a_config_replaces_that_of_a_file(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("speculative-config:\n  method: lookahead\n  share: all\n")
+    complete = [CONFIG, '{"method": "lookahead", "budget": 4}']
+    for argv in (complete, [f"{CONFIG}.method=lookahead", f"{CONFIG}.share=none"]):
+        made_config = from_cli(model, "--config", str(file), *argv)
+        assert config.options_of(made_config).share in ("namespace", "none")
+    ngram = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3})
+    for earlier in (["--config", str(file)], [CONFIG, '{"method": "medusa"}']):
+        made_config = from_cli(model, *earlier, CONFIG, ngram)
+        assert made_config.speculative_config.method == "ngram"
+
+
+@pytest.mark.parametrize("text", ["lookahead", "{method: lookahead}", "{'method': 'lookahead'}"])
+def test_a_config_that_is_no_json_is_told(
+    text: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        from_cli(model, CONFIG, text)
+    message = f"""{text!r} was given, but it must be JSON; write for instance '{{"method": "look"""
+    assert message in capsys.readouterr().err
+
+
+def test_other_methods_are_read_as_without_lookahead(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two configs of which one is dropped, and one that is no JSON."""
+    argv = [CONFIG, '{"method": "ngram"}', f"{CONFIG}.prompt_lookup_max=3"]
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = parser.parse_args(argv)
+    assert args.speculative_config == {"prompt_lookup_max": 3}
+    with pytest.raises(SystemExit):
+        parser.parse_args([CONFIG, "{ngram}"])
+    message = capsys.readouterr().err
+    assert "{ngram}" in message and "it must be JSON" not in message
+
+
 def test_the_flag_alone_enables_the_defaults(model: Path) -> None:
     made_config = from_cli(model, "--speculative-model=[lookahead]")
     assert config.options_of(made_config) == LookaheadOptions()
@@ -183,6 +328,12 @@ PARALLEL = {"parallel": 2}
         ({"proposer": "oracle"}, {}, "oracle", "ngram_trie"),
         ({"model": "org/draft"}, {}, "org/draft", "without a model"),
         ({"method": "ngram", "model": "[lookahead]"}, {}, "ngram", '"method": "lookahead"'),
+        (
+            {"model": "lookahead_vllm.NgramTrie"},
+            {},
+            "NgramTrie",
+            "lookahead_vllm.NGramTrieProposer",
+        ),
         ({"num_speculative_tokens": 4}, {"spec_tokens": 5}, "5", "once"),
         ({}, LAUNCHED, "external_launcher", "'mp'"),
         ({}, {"worker_cls": ELSEWHERE}, ELSEWHERE, "worker_cls='auto'"),

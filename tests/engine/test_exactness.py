@@ -195,7 +195,7 @@ def test_malformed_trees_are_not_verified(llama: Path, caplog: pytest.LogCapture
     prompts = random_prompts(3, 30, seed=12)
     with engine(llama) as plain:
         vanilla = generate(plain, prompts)
-    with engine(llama, {"proposer": "malformed", "budget": 16}) as llm:
+    with engine(llama, {"proposer": "malformed", "budget": 16}, drafts=False) as llm:
         assert generate(llm, prompts) == vanilla
         counters = drafter_of(llm).counters
         assert counters.refused_trees == 3 * (GREEDY.max_tokens - 2)
@@ -252,6 +252,6 @@ def test_beam_search_and_requests_with_lookahead_off_get_no_drafts(llama: Path) 
 
     with engine(llama, skip_tokenizer_init=False) as plain:
         vanilla = ask(plain)
-    with engine(llama, HIDDEN, skip_tokenizer_init=False) as llm:
+    with engine(llama, HIDDEN, drafts=False, skip_tokenizer_init=False) as llm:
         assert ask(llm) == vanilla
         assert drafter_of(llm).counters.trees == 0

@@ -76,7 +76,8 @@ def test_a_proposer_gets_the_token_ids_that_a_prompt_has(llama: Path) -> None:
     tokens = list(range(10, 22))
     are_ids = [i not in (0, 4, 5) for i in range(len(tokens))]
     lookahead = {"proposer": "recorder"}
-    with engine(llama, lookahead, max_num_seqs=1, enable_prompt_embeds=True) as llm:
+    settings = dict(max_num_seqs=1, enable_prompt_embeds=True)
+    with engine(llama, lookahead, drafts=False, **settings) as llm:
         prompts = [
             TokensPrompt(prompt_token_ids=tokens),
             embedded(llm, tokens),

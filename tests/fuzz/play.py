@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -399,7 +400,7 @@ class Rounds:
             folder = self._folder / ("embeddings" if "enable_prompt_embeds" in settings else "ids")
             folder.mkdir(exist_ok=True)
             model = save_tokenizer(save_config(round_.model, folder, CONFIGS))
-        start: Any = engine
+        start: Any = partial(engine, drafts=None)  # a round may have none; `Report` counts them
         if lookahead and round_.processes:
             start = engine_elsewhere
             if round_.processes == "engine and worker":

@@ -7,6 +7,8 @@ from collections import Counter
 from tests.fuzz.play import Played
 from tests.fuzz.round import Round
 
+MANY_ROUNDS = 20
+
 
 class Report:
     def __init__(self) -> None:
@@ -43,8 +45,13 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Whether there is a mismatch or a leak."""
-        return self.mismatches > 0 or self.leaks > 0
+        """Whether there is a mismatch or a leak, or many rounds compared plain vLLM with itself."""
+        return self.mismatches > 0 or self.leaks > 0 or self.compared_nothing
+
+    @property
+    def compared_nothing(self) -> bool:
+        """Whether no node was accepted in many rounds."""
+        return self.rounds >= MANY_ROUNDS and not self._counters["nodes accepted"]
 
     def show(self, round_: Round, played: Played | None) -> None:
         """Print a round, and its first differences and leaks."""
@@ -66,7 +73,9 @@ class Report:
     def summary(self) -> str:
         """The closing line of a run."""
         ties = f", {self.ties} ties" if self.ties else ""
-        return f"{self.requests} requests, {self.mismatches} mismatches, {self.leaks} leaks{ties}"
+        nothing = ", but no node was accepted" if self.compared_nothing else ""
+        found = f"{self.mismatches} mismatches, {self.leaks} leaks{ties}{nothing}"
+        return f"{self.requests} requests, {found}"
 
     def table(self) -> str:
         lines = [f"\nrounds {self.rounds}"]

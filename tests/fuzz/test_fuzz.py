@@ -14,11 +14,13 @@ import pytest
 import torch
 from vllm.v1.sample.sampler import Sampler
 
+from lookahead_vllm.engine.worker.step_recorder import Counters
 from tests.engine.worker.test_second_device import metadata_of
 from tests.fuzz.command_line import ENVIRONMENT, PLANTS, parse_args
 from tests.fuzz.draw import REQUEST_FEATURES, draw_round
 from tests.fuzz.plant import BUGS, planted
-from tests.fuzz.play import Answer, Reply, Rounds, alike, differences, perturbed_logits
+from tests.fuzz.play import Answer, Played, Reply, Rounds, alike, differences, perturbed_logits
+from tests.fuzz.report import MANY_ROUNDS, Report
 from tests.fuzz.round import Round
 from tests.support.models import TINY
 
@@ -162,6 +164,19 @@ def test_the_engine_may_run_in_other_processes(tmp_path: Path) -> None:
     played = Rounds(tmp_path).compare(round_)
     assert not played.differences
     assert played.counters.accepted_nodes
+
+
+def test_a_run_without_drafts_fails() -> None:
+    """It compared plain vLLM with itself."""
+    round_ = draw_round("1-0", ["llama"])
+    report = Report()
+    for _ in range(MANY_ROUNDS - 1):
+        report.add(round_, Played([], Counters()))
+    assert not report.failed
+    report.add(round_, Played([], Counters()))
+    assert report.failed and report.summary().endswith("but no node was accepted")
+    report.add(round_, Played([], Counters(accepted_nodes=1)))
+    assert not report.failed
 
 
 def test_the_runners_take_turns() -> None:

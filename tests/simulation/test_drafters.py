@@ -150,6 +150,8 @@ def test_listed_proposers_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> N
         ("ngram_trie:branch_lenght=8", "did you mean 'branch_length'?"),
         ("ngram_trie:branch_length=0", "branch_length=0 was given"),
         ("ngram_trie:budget=8", "budget is the simulator's to set"),
+        ("ngram_trie:Budget=8", "budget is the simulator's to set"),
+        ("ngram_trie:branch-length=8 tokens", "write 8"),
         ("prompt_lookup:prompt_lookup_mim=3", "did you mean 'prompt_lookup_min'?"),
         ("prompt_lookup:prompt_lookup_min=9", "must be 1 to prompt_lookup_max=5"),
         ("prompt_lookup:prompt_lookup_min=true", "must be a whole number"),

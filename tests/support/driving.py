@@ -18,6 +18,7 @@ from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.platforms.cpu import CpuPlatform
 
+from lookahead_vllm.engine.step_report import attached
 from lookahead_vllm.engine.worker.branching import branching_obstacle
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 
@@ -44,13 +45,28 @@ def _collect_garbage() -> None:
     _freeze()
 
 
+MANY_STEPS = 10
+"""So many steps without a verified node are no exception, as the first and the last ones are."""
+
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
 
 
 @contextmanager
-def engine(model: Path, lookahead: dict[str, Any] | None = None, **kwargs: Any) -> Iterator[LLM]:
-    """A float32 engine over a tiny model; plain vLLM without `lookahead`."""
-    config = {"speculative_config": {"method": "lookahead", **lookahead}} if lookahead else {}
+def engine(
+    model: Path,
+    lookahead: dict[str, Any] | None = None,
+    drafts: bool | None = True,
+    **kwargs: Any,
+) -> Iterator[LLM]:
+    """A float32 engine over a tiny model; plain vLLM if `lookahead` is None.
+
+    At the end it fails if lookahead took MANY_STEPS and verified no node, so that no test compares
+    plain vLLM with itself. If `drafts` is False, it fails if a node was verified. None allows both:
+    where the speed of the machine decides about drafts.
+    """
+    config = {}
+    if lookahead is not None:
+        config["speculative_config"] = {"method": "lookahead", **lookahead}
     settings: dict[str, Any] = dict(
         skip_tokenizer_init=True,
         dtype="float32",
@@ -63,11 +79,16 @@ def engine(model: Path, lookahead: dict[str, Any] | None = None, **kwargs: Any) 
     if current_platform.is_cpu():  # for latent attention; the AMX backend has no float32
         settings["attention_backend"] = "CPU_MLA"
     llm = LLM(model=str(model), **{**settings, **config, **kwargs})
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    verified = None if lookahead is None or core is None else _count_verified(core.scheduler)
     try:
         yield llm
-        core = getattr(llm.llm_engine.engine_core, "engine_core", None)
         is_inside = core is not None and hasattr(core.model_executor, "driver_worker")
-        if lookahead and is_inside and lookahead.get("proposer") != "failing":
+        if verified and drafts is not None:
+            nodes, steps = sum(verified), len(verified)
+            if nodes or steps >= MANY_STEPS:
+                assert bool(nodes) == drafts, f"{nodes} nodes were verified in {steps} steps"
+        if lookahead is not None and is_inside and lookahead.get("proposer") != "failing":
             assert not drafter_of(llm).counters.failures, "the proposer raised, see the log"
     finally:
         llm.llm_engine.engine_core.shutdown()
@@ -75,6 +96,20 @@ def engine(model: Path, lookahead: dict[str, Any] | None = None, **kwargs: Any) 
         destroy_model_parallel()
         destroy_distributed_environment()
         _collect_garbage()
+
+
+def _count_verified(scheduler: Any) -> list[int]:
+    """Will hold the verified nodes of each step; on V2 those of the step before it."""
+    verified: list[int] = []
+    update = scheduler.update_from_output
+
+    def update_and_count(step: Any, output: Any) -> Any:
+        if (report := attached(output)) is not None:
+            verified.append(sum(report.verified))
+        return update(step, output)
+
+    scheduler.update_from_output = update_and_count
+    return verified
 
 
 def generate(

@@ -235,7 +235,7 @@ def test_evictions_are_those_since_the_last_report() -> None:
 
 @pytest.mark.usefixtures("runner")
 def test_refused_trees_are_counted(llama: Path) -> None:
-    with engine(llama, {"proposer": "malformed"}, disable_log_stats=False) as llm:
+    with engine(llama, {"proposer": "malformed"}, drafts=False, disable_log_stats=False) as llm:
         generate(llm, ECHO)
         refused = drafter_of(llm).counters.refused_trees
         assert samples()["lookahead_vllm:trees_refused_total"] == refused > 0
@@ -304,7 +304,7 @@ def test_every_node_has_its_source(llama: Path) -> None:
 
 def test_a_step_that_sends_nothing_is_a_step_with_a_budget_of_0(llama: Path, runner: str) -> None:
     """vLLM has no stats for it, and its log says nothing; ours has to show it."""
-    with engine(llama, {"proposer": "recorder"}, disable_log_stats=False) as llm:
+    with engine(llama, {"proposer": "recorder"}, drafts=False, disable_log_stats=False) as llm:
         generate(llm, ECHO)
     ours = samples()
     # 40 tokens in 40 steps: the first follows the prompt, for the last no draft was wanted. On the

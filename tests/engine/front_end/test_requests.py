@@ -71,7 +71,7 @@ def ask(llm: LLM, extra_args: dict[str, Any] | None, salt: str | None = None, **
 @pytest.mark.usefixtures("runner")
 def test_the_proposer_gets_the_options_of_a_request(llama: Path, adapter: LoRARequest) -> None:
     recorder = {"proposer": "recorder"}
-    with engine(llama, recorder, skip_tokenizer_init=False, **LORA) as llm:
+    with engine(llama, recorder, drafts=False, skip_tokenizer_init=False, **LORA) as llm:
         assert ask(llm, None) == [("", [])]
         assert ask(llm, {"lookahead_namespace": "n"}) == [('[null, null, "n"]', [])]
         assert ask(llm, None, salt="s") == [('[null, "s", null]', [])]
@@ -93,7 +93,8 @@ def test_the_proposer_gets_the_options_of_a_request(llama: Path, adapter: LoRARe
 def test_the_server_decides_which_requests_share(
     share: str, namespace: str | None, llama: Path
 ) -> None:
-    with engine(llama, {"proposer": "recorder", "budget": 16, "share": share}) as llm:
+    recorder = {"proposer": "recorder", "budget": 16, "share": share}
+    with engine(llama, recorder, drafts=False) as llm:
         assert ask(llm, None) == [(namespace, [])]
         assert ask(llm, {"lookahead_namespace": "n"}, salt="s") == [(namespace, [])]
         # This engine has no tokenizer.
@@ -128,7 +129,7 @@ def test_a_request_that_the_caller_made_is_prepared_too(llama: Path) -> None:
             data_parallel_rank=None,
         )
 
-    with engine(llama, {"proposer": "recorder"}) as llm:
+    with engine(llama, {"proposer": "recorder"}, drafts=False) as llm:
         core = llm.llm_engine
         request = made("by-hand", {"lookahead_namespace": "n"})
         params = request.params

@@ -73,7 +73,7 @@ def test_an_engine_measures_once(llama: Path, kept: Path, measured: list[dict[st
     with engine(llama) as plain:
         vanilla = generate(plain, prompts)
     for _ in range(2):
-        with engine(llama, AUTO) as llm:
+        with engine(llama, AUTO, drafts=None) as llm:
             cost = drafter_of(llm).proposer.cost
             assert cost is not None and cost.curve.sizes.tolist() == [
                 1,

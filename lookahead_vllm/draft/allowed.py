@@ -1,0 +1,225 @@
+"""The values that an option allows, and what a near miss of a value or of a name means."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
+from numbers import Real
+from typing import Any
+
+_BLANKS_AND_QUOTES = " \t\r\n\"'`\u2018\u2019\u201c\u201d"
+_IGNORED = re.compile(f"[{_BLANKS_AND_QUOTES}\\[\\]_\u2013\u2014-]+")
+
+_SUFFIXES = {
+    letter: base**power
+    for letters, base in (("kmgt", 1000), ("KMGT", 1024))
+    for power, letter in enumerate(letters, 1)
+}
+"""As in vLLM's flags, which read 4m as 4000000 and 4M as 4194304."""
+
+_SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_QUANTITY = re.compile(r"([-+]?\d[\d_,.]*(?:e[-+]?\d+)?)\s*([a-z]*)")
+
+_YES = {"yes", "y", "on", "enabled", "enable", "true", "1"}
+_NO = {"no", "n", "off", "disabled", "disable", "never", "false", "none", "null", "0"}
+_SYNONYMS = {
+    **{"tree": "hierarchical", "chain": "single", "branch": "single"},
+    **{"answer": "output", "answers": "output", "everyone": "all", "1": "one"},
+}
+
+_LONGEST_NAME = 60
+"""Nothing is similar to a longer one."""
+
+_WRONG = object()
+
+
+class OptionError(ValueError):
+    """An invalid option; the message says what was given, what is allowed and what to write."""
+
+
+def folded(name: object) -> str:
+    """A name or a word without case, blanks, quotes, brackets, dashes and underscores."""
+    return _IGNORED.sub("", str(name)).casefold()
+
+
+def nearest(given: object, known: Iterable[str]) -> str | None:
+    """The one of `known` that `given` is probably meant to be, or None."""
+    text, names = folded(given), {folded(name): name for name in known}
+    if len(text) > _LONGEST_NAME:
+        return None
+    parts = [name for name in names if name in text or (len(text) > 2 and text in name)]
+    close = parts if len(parts) == 1 else get_close_matches(text, names, n=1)
+    return names[close[0]] if close else None
+
+
+def with_known_names(given: Mapping[Any, Any], known: Iterable[str]) -> dict[str, Any]:
+    """`given` with the names of `known`, however they were spelled.
+
+    Raises
+    ------
+    OptionError
+        A name is unknown, or was given twice.
+    """
+    names = {folded(name): name for name in known}
+    spellings: dict[str, Any] = {}
+    for spelling in given:
+        name = names.get(folded(spelling))
+        if name is None:
+            close = nearest(spelling, names.values())
+            raise OptionError(
+                f"option {reprlib.repr(spelling)} was given, but lookahead's options are "
+                f"{', '.join(names.values())}; "
+                + (f"did you mean {close!r}?" if close else "leave it out")
+            )
+        if name in spellings:
+            raise OptionError(
+                f"{name} was given twice, as {spellings[name]!r} and as {spelling!r}; write it once"
+            )
+        spellings[name] = spelling
+    return {name: given[spelling] for name, spelling in spellings.items()}
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The values of an option: some words, and numbers of a range or any text.
+
+    Attributes
+    ----------
+    words
+        Texts, True and False, or None.
+    numbers
+        The least and the greatest number.
+    kind
+        What its numbers or its texts are, in a message. Only "a number of seconds" has fractions.
+    is_text
+        Whether any text is allowed that is not empty.
+    whose
+        Whose limit the greatest number is, as in "the server's ".
+    """
+
+    words: tuple[str | bool | None, ...] = ()
+    numbers: tuple[int, int] | None = None
+    kind: str = "a whole number"
+    is_text: bool = False
+    whose: str = ""
+
+    def read(self, name: str, value: Any, instead: Any) -> Any:
+        """The value that was meant by `value`, given for `name`.
+
+        `instead` is recommended where nothing can be known about what was meant.
+
+        Raises
+        ------
+        OptionError
+            The value is not allowed, or it is not certain that it means one that is.
+        """
+        if (read := self._read(value)) is not _WRONG:
+            return read
+        advice = "" if instead is None else f"write {json.dumps(instead)}, or leave {name} out"
+        for guess in self._guesses(value):
+            if (meant := self._read(guess)) is not _WRONG:
+                advice = "" if meant is None else f"write {json.dumps(meant)}"
+                break
+        raise OptionError(
+            f"{name}={reprlib.repr(value)} was given, but it must be {self}; "
+            + (advice or f"leave {name} out")
+        )
+
+    def __str__(self) -> str:
+        words = [word for word in self.words if word is not None]
+        if words == [True, False]:
+            return "true or false"
+        if self.is_text:
+            return self.kind
+        if self.numbers is None:
+            return f"one of {', '.join(map(str, words))}"
+        low, high = self.numbers
+        options = [*map(json.dumps, words), f"{self.kind} from {low} to {self.whose}{high}"]
+        return " or ".join(options)
+
+    def _read(self, value: Any) -> Any:
+        """The allowed value with exactly this meaning, or _WRONG."""
+        if value is None or isinstance(value, bool):
+            return value if any(value is word for word in self.words) else _WRONG
+        if isinstance(value, str | os.PathLike) and self.is_text:
+            text = os.fspath(value).strip(_BLANKS_AND_QUOTES)
+            if None in self.words and text.casefold() in ("none", "null"):
+                return None
+            return text if text and "\0" not in text else _WRONG
+        if isinstance(value, str):
+            meanings = {folded(word): word for word in self.words}
+            if None in self.words:
+                meanings["null"] = None
+            if folded(value) in meanings:
+                return meanings[folded(value)]
+        number = _number(value, with_suffixes=self.kind == "a whole number")
+        if number is None:
+            return _WRONG
+        if True in self.words and number in (0, 1):
+            return bool(number)
+        if self.numbers is None or not self.numbers[0] <= number <= self.numbers[1]:
+            return _WRONG
+        if number == int(number):
+            return int(number)
+        return _WRONG if self.kind == "a whole number" else number
+
+    def _guesses(self, value: Any) -> Iterator[Any]:
+        """What may have been meant by a value that is not allowed, the likeliest first."""
+        if isinstance(value, list | tuple) and len(value) == 1:
+            (value,) = value
+            yield value
+        text = folded(value)
+        if text in _YES:
+            yield True
+        if text in _NO:
+            yield from (False, "none", None, 0)
+        if self.is_text and isinstance(value, Real) and not isinstance(value, bool):
+            yield f"./{value}"
+        if (number := self._quantity(str(value).strip(_BLANKS_AND_QUOTES).casefold())) is not None:
+            yield number
+        words = {word: word for word in self.words if isinstance(word, str)}
+        if True in self.words:
+            words |= {"true": "true", "false": "false"}
+        words |= {word: meant for word, meant in _SYNONYMS.items() if meant in words}
+        if isinstance(value, str | int | float) and (word := nearest(value, words)) is not None:
+            yield words[word]
+
+    def _quantity(self, text: str) -> int | None:
+        """The whole number that a text such as "4,000,000", "64 MiB" or "5 min" begins with."""
+        if (found := _QUANTITY.fullmatch(text)) is None:
+            return None
+        digits, unit = found.groups()
+        if re.fullmatch(r".*,\d{3}", digits):
+            digits = digits.replace(",", "")
+        number = _number(digits.replace(",", "."))
+        if self.kind != "a whole number":
+            scale = _SECONDS.get(unit[:1], 1)
+        elif unit[:1] in ("k", "m", "g"):
+            scale = _SUFFIXES[unit[0].upper() if unit[1:] in ("i", "ib") else unit[0]]
+        else:
+            scale = 1
+        with suppress(TypeError, ValueError, OverflowError):
+            return int(number * scale)  # type: ignore[operator]  # None has no product
+        return None
+
+
+def _number(value: Any, with_suffixes: bool = False) -> int | float | None:
+    """The number that `value` is or spells; None if it is none."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return value if isinstance(value, int) else float(value)
+    if not isinstance(value, str):
+        return None
+    text = value.strip(_BLANKS_AND_QUOTES)
+    for read in (int, float):
+        with suppress(ValueError):
+            return read(text)
+    if with_suffixes and text[-1:] in _SUFFIXES:
+        with suppress(ValueError):
+            return int(text[:-1]) * _SUFFIXES[text[-1]]
+    return None
