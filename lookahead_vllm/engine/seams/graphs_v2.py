@@ -81,6 +81,37 @@ SEAMS = (
         _GRAPHS,
     ),
     Seam(
+        "vllm.v1.worker.gpu.input_batch",
+        "InputBatch",
+        (
+            *("num_reqs", "num_reqs_after_padding", "num_tokens", "num_scheduled_tokens"),
+            *("query_start_loc", "query_start_loc_np", "seq_lens", "seq_lens_cpu_upper_bound"),
+            *("logits_indices", "positions"),
+        ),
+        "set",
+        "the requests of a measured pass in a graph for drafts",
+        _MEASURED,
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.input_batch",
+        "set_dummy_context",
+        (
+            *("input_batch", "block_tables", "context_len", "num_kv_blocks", "max_model_len"),
+            "input_block_tables",
+        ),
+        "called",
+        "gives them a context",
+        _MEASURED,
+    ),
+    Seam(
+        "vllm.v1.attention.backends.triton_attn",
+        "TritonAttentionMetadataBuilder.build_for_cudagraph_capture",
+        ("common_attn_metadata",),
+        "overridden",
+        "keeps the lengths of requests in a measured pass with trees",
+        _MEASURED,
+    ),
+    Seam(
         _GRAPH_MODULE,
         "CudaGraphManager.capture",
         ("create_forward_fn",),

@@ -45,14 +45,17 @@ class RunnerPasses:
     ) -> Iterator[Callable[[], None]]:
         """See `ForwardPasses`."""
         runner = self._runner
-        if batch.trees:
+        options = {"context_len": context}
+        if batch.rows > 1 and (batch.trees or in_graph):
             runner.schedule_dummy_trees([batch.tree] * batch.requests, context)
+            if in_graph:  # vLLM would give a context to all requests that fill the graph
+                options = {}
         try:
             with (
                 patches.swapped(runner, "max_num_reqs", batch.requests),
                 nullcontext() if in_graph else runner.without_full_graphs(),
             ):
-                yield lambda: self._run(batch.requests * batch.rows, context_len=context)
+                yield lambda: self._run(batch.num_tokens, **options)
         finally:
             runner.schedule_dummy_trees([])
 

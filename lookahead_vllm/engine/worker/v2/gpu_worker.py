@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
@@ -14,6 +16,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilde
 from vllm.v1.sample.ops import topk_topp_triton
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
+from vllm.v1.worker.gpu.input_batch import set_dummy_context
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -152,7 +155,40 @@ class GraphRunner(LookaheadRunner):
 
     def prepare_dummy_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
         self._choose_buffers(input_batch)
-        return super().prepare_dummy_attn(input_batch, *args, **kwargs)
+        tables, slots = super().prepare_dummy_attn(input_batch, *args, **kwargs)
+        if input_batch.max_query_len is not None and len(self._dummy_step.forest):
+            self._lay_out_dummies(input_batch, tables)
+        return tables, slots
+
+    def _lay_out_dummies(self, batch: InputBatch, tables: tuple[torch.Tensor, ...]) -> None:
+        """Replace the requests with which vLLM has filled a graph by those of the dummy step."""
+        lengths = (self._dummy_step.forest.sizes + 1).astype(np.int32)
+        count, num_tokens = len(lengths), int(lengths.sum())
+        starts = np.full(batch.num_reqs_after_padding + 1, num_tokens, np.int32)
+        starts[: count + 1] = [0, *np.cumsum(lengths)]
+        batch.query_start_loc_np = starts
+        batch.query_start_loc.copy_(torch.from_numpy(starts))
+        seq_lens = torch.from_numpy(np.diff(starts))
+        batch.seq_lens.copy_(seq_lens)
+        batch.seq_lens_cpu_upper_bound = seq_lens
+        batch.num_reqs, batch.num_tokens, batch.num_scheduled_tokens = count, num_tokens, lengths
+        batch.logits_indices = batch.query_start_loc[1 : count + 1] - 1
+        without_padding = replace(
+            batch,
+            query_start_loc_np=starts[: count + 1],
+            seq_lens=batch.seq_lens[:count],
+            seq_lens_cpu_upper_bound=seq_lens[:count],
+            positions=batch.positions[:num_tokens],
+            max_query_len=None,
+        )
+        set_dummy_context(
+            without_padding,
+            self.block_tables,
+            int(self._dummy_step.contexts[0]),
+            self.kv_cache_config.num_blocks,
+            self.max_model_len,
+            input_block_tables=tables,
+        )
 
     def _choose_buffers(self, batch: InputBatch) -> None:
         is_captured = batch.max_query_len is not None
