@@ -13,7 +13,7 @@ from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
-from vllm.v1.sample.ops import topk_topp_triton
+from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
 from vllm.v1.worker.gpu.input_batch import set_dummy_context
@@ -27,7 +27,6 @@ from lookahead_vllm.engine.worker.step_cost import CapturedTokens
 from lookahead_vllm.engine.worker.tree_rows import GraphBuffers
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
-from lookahead_vllm.engine.worker.v2.sampler import max_chunk_rows
 from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
 
 if TYPE_CHECKING:
@@ -51,6 +50,12 @@ class GraphRunner(LookaheadRunner):
         self._graph: GraphBuffers | None = None
         """The buffers of the graph that runs the current step."""
         super().__init__(*args, **kwargs)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        # With speculative decoding, vLLM 0.33 would compile some 90 kernels for top-k and top-p at
+        # start-up, for minutes. Roots and nodes are sampled like plain vLLM's rows, without them.
+        with patches.swapped(topk_topp_sampler, "register_top_k_top_p_warmups", lambda: None):
+            super().load_model(*args, **kwargs)
 
     # ---- what is captured ------------------------------------------------------------------------
 
@@ -241,13 +246,7 @@ class LookaheadGPUWorker(Worker):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         runner = self.model_runner
         runner.compile_kernels()
-        # vLLM compiles its sampler for the longest drafts of all requests at once.
-        most_rows = max_chunk_rows(runner.vocab_size) + runner.decode_query_len
-        most_rows = max(most_rows, runner.max_num_reqs)
-        with (
-            runner.warming_up(),
-            patches.swapped(topk_topp_triton, "_max_sampler_batch_size", lambda _: most_rows),
-        ):
+        with runner.warming_up():
             times = super().compile_or_warm_up_model()
         runner.warm_up_drafting()
         return times

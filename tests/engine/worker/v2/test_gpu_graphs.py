@@ -14,6 +14,7 @@ import pytest
 import torch
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu import dp_utils, model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
@@ -286,6 +287,14 @@ class FakeBase:
     support: tuple[AttentionCGSupport, str | None] = (AttentionCGSupport.ALWAYS, None)
     mode = BOTH
 
+    def load_model(self) -> None:
+        """As vLLM 0.33 does on CUDA, with any speculative decoding."""
+        from vllm.v1.sample.ops.topk_topp_sampler import register_top_k_top_p_warmups
+
+        register_top_k_top_p_warmups()
+        self.model_state, self.sampler = SimpleNamespace(), SimpleNamespace()
+        self.rejection_sampler = SimpleNamespace()
+
     def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False) -> None:
         builder = SimpleNamespace(trees=None, graph=None)
         group = SimpleNamespace(get_metadata_builder=lambda index: builder)
@@ -396,6 +405,20 @@ def test_a_step_tells_the_manager_whether_trees_branch(make: Callable[..., Any])
     made.schedule_dummy_trees([DraftTree.from_lists([1, 2], [-1, -1])])
     made.gather_batch_req_state(None, True)
     assert made.cudagraph_manager.branches
+
+
+def test_sampling_compiles_no_more_at_start_up_than_plain_vllm(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[bool] = []
+
+    def register() -> None:
+        registered.append(True)
+
+    monkeypatch.setattr(topk_topp_sampler, "register_top_k_top_p_warmups", register)
+    monkeypatch.setattr(runner, "NodeHistory", lambda sampler: None)
+    make().load_model()
+    assert not registered and topk_topp_sampler.register_top_k_top_p_warmups is register
 
 
 def test_an_idle_rank_runs_one_token(make: Callable[..., Any]) -> None:
