@@ -161,7 +161,7 @@ class GraphRunner(LookaheadRunner):
     def prepare_dummy_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
         self._choose_buffers(input_batch)
         tables, slots = super().prepare_dummy_attn(input_batch, *args, **kwargs)
-        if input_batch.max_query_len is not None and len(self._dummy_step.forest):
+        if self.dummies_have_drafts:
             self._lay_out_dummies(input_batch, tables)
         return tables, slots
 
