@@ -24,6 +24,7 @@ import torch
 
 from benchmarks.engines import recorded_choices
 from benchmarks.engines.recorded_choices import RecordedChoices
+from lookahead_vllm.verify.transfer import to_device
 
 if TYPE_CHECKING:
     from lookahead_vllm.engine.worker.draft_step import DraftStep
@@ -223,7 +224,7 @@ class Guide:
         texts = torch.tensor(numbers).repeat_interleave(counts)
         end = self._texts.shape[1] - 1
         columns = (positions.long() + 1).clamp(max=end)
-        recorded = self._texts[texts.to(self._texts.device), columns]
+        recorded = self._texts[to_device(texts, self._texts.device), columns]
         place = torch.arange(len(recorded), device=recorded.device), recorded.clamp(min=0)
         logits[place] = logits[place].masked_fill(recorded >= 0, LIKELIEST)
 

@@ -37,13 +37,13 @@ def describe(row: dict[str, Any]) -> str:
 def check_kernels(results: dict[str, Any]) -> bool:
     """Check all cases, one after the other; whether none is wrong. `results` gets the rows."""
     rows: list[dict[str, Any]] = []
+    results["kernels"] = rows
     for name, case in kernel_cases():
         for impl in IMPLS:
             row = accuracy_row(name, case, impl)
             rows.append(row)
             if is_wrong(row):
                 print(describe(row))
-    results["kernels"] = rows
     for impl in IMPLS:
         checked = [row for row in rows if row["impl"] == impl and "error" in row]
         left_out = sum(row["impl"] == impl for row in rows) - len(checked)

@@ -121,12 +121,14 @@ def main(argv: Sequence[str]) -> int:
     }
     print(f"{results['device']}, torch {torch.__version__}, triton {triton.__version__}\n")
     passed = True
-    if "kernels" in parts:
-        passed = check_kernels(results)
-    if "timings" in parts:
-        measure(options, results)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    try:
+        if "kernels" in parts:
+            passed = check_kernels(results)
+        if "timings" in parts:
+            measure(options, results)
+    finally:  # what is known, if a kernel fails
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
     if options.plot and results.get("timings"):
         plot(results, options.plot)
     if "bench" in parts:

@@ -22,8 +22,8 @@ PACKAGES = (
 )
 RUNNERS = ("gpu_worker", "gpu_model_runner", "gpu.model_runner")
 LOOKAHEAD = (
-    *("plugin", "worker.v1.gpu_worker", "worker.gpu_attention", "worker.v1.runner"),
-    *("scheduler.scheduler", "front_end.requests"),
+    *("plugin", "worker.v1.gpu_worker", "worker.v2.gpu_worker", "worker.gpu_attention"),
+    *("scheduler.scheduler", "scheduler.late_scheduler", "front_end.requests"),
 )
 MAX_ERROR = 0.05
 

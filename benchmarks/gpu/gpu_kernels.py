@@ -2,7 +2,8 @@
 
     python benchmarks/gpu/gpu_kernels.py REPOSITORY OUT.json [PROCESSES]
 
-A case that raises is reported like a wrong one, and the others go on. The exit status is 0 if all
+A case that raises is reported like a wrong one, and the others go on. Each process writes a row to
+its `.part` file once it is known. The exit status is 0 if all
 cases are right.
 """
 
@@ -14,7 +15,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ MAX_PROCESSES = 12
 MAX_REASON_CHARACTERS = 500
 
 
-def check_share(number: int, processes: int) -> list[dict[str, Any]]:
-    """The rows of every `processes`-th case, from case `number` on.
+def check_share(number: int, processes: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of every `processes`-th case, from case `number` on.
 
     Each case seeds its random numbers, so it does not matter which process checks it.
     """
@@ -31,7 +32,6 @@ def check_share(number: int, processes: int) -> list[dict[str, Any]]:
     from benchmarks.gpu.case import IMPLS, kernel_cases
 
     has_xformers = importlib.util.find_spec("xformers") is not None
-    rows = []
     for index, (name, case) in enumerate(kernel_cases()):
         if index % processes != number:
             continue
@@ -44,8 +44,7 @@ def check_share(number: int, processes: int) -> list[dict[str, Any]]:
                 reason = f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS]
                 row = {"case": name, "impl": impl, "raised": reason}
                 traceback.print_exc()
-            rows.append({**row, "number": index})
-    return rows
+            yield {**row, "number": index}
 
 
 def check_in_processes(repository: Path, out: Path, processes: int) -> tuple[list[Any], int]:
@@ -57,7 +56,8 @@ def check_in_processes(repository: Path, out: Path, processes: int) -> tuple[lis
         for number, part in enumerate(parts)
     ]
     failed = sum(process.wait() != 0 for process in running)
-    rows = [row for part in parts if part.is_file() for row in json.loads(part.read_text())]
+    lines = [line for part in parts if part.is_file() for line in part.open()]
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
     for part in parts:
         part.unlink(missing_ok=True)
     return sorted(rows, key=lambda row: (row["number"], row["impl"])), failed
@@ -84,7 +84,10 @@ def main(argv: Sequence[str]) -> int:
     processes = int(argv[2]) if len(argv) > 2 else min(MAX_PROCESSES, os.cpu_count() or 1)
     sys.path.insert(0, str(repository))
     if len(argv) > 3:
-        out.write_text(json.dumps(check_share(int(argv[3]), processes)))
+        with out.open("w") as file:
+            for row in check_share(int(argv[3]), processes):
+                file.write(json.dumps(row) + "\n")
+                file.flush()  # what is known, if the machine's time ends
         return 0
     rows, failed = check_in_processes(repository, out, processes)
     out.write_text(json.dumps(rows, indent=1) + "\n")

@@ -3,7 +3,9 @@
     PYTHONPATH=.:benchmarks/gpu python -m pytest -p on_a_gpu tests/engine/test_exactness.py
     PYTHONPATH=. python benchmarks/gpu/on_a_gpu.py scripts/fuzz.py --minutes 2
 
-Importing this module sets environment variables that vLLM reads.
+Importing this module sets environment variables that vLLM reads. Engines run on the model runner
+that vLLM chooses for the GPU, the second one; with `VLLM_USE_V2_MODEL_RUNNER=0`, all run on the
+first, even those of tests of the second.
 """
 
 from __future__ import annotations
@@ -13,8 +15,6 @@ import runpy
 import sys
 
 ENVIRONMENT = {
-    # Plain vLLM runs on the model runner that it has on a CPU, so that seeds mean the same.
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
     # By default vLLM's Triton attention rounds float32 to TF32.
     "TRITON_F32_DEFAULT": "ieee",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

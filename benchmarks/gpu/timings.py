@@ -18,6 +18,8 @@ from benchmarks.gpu.case import DEVICE, Case
 MEMORY_SHARE = 0.4
 """K/V may take so much of the GPU's memory; larger cases are left out."""
 COPY_BYTES = 1 << 30
+MAX_SPLITS = 32
+"""vLLM's bound in CUDA graphs, `flash_attn_max_num_splits_for_cuda_graph`."""
 
 
 def flash_attention(case: Case) -> tuple[str, Callable[[], Any]]:
@@ -27,14 +29,25 @@ def flash_attention(case: Case) -> tuple[str, Callable[[], Any]]:
     longest = int(lengths.max())
     try:
         from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
-        from vllm.vllm_flash_attn import flash_attn_varlen_func
+        from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
         version = get_flash_attn_version(head_size=case.head_size) or 2
+        schedule = {}
+        if version == 3:  # vLLM makes it once a step, for all layers
+            schedule = {
+                "num_splits": MAX_SPLITS,
+                "scheduler_metadata": get_scheduler_metadata(
+                    batch_size=len(case.sizes), max_seqlen_q=max(case.sizes), max_seqlen_k=longest,
+                    num_heads_q=case.heads, num_heads_kv=case.kv_heads, headdim=case.head_size,
+                    cache_seqlens=lengths, qkv_dtype=case.dtype, cu_seqlens_q=starts,
+                    page_size=case.page_size, causal=True, num_splits=MAX_SPLITS,
+                ),
+            }  # fmt: skip
         return f"vLLM's {version}", lambda: flash_attn_varlen_func(
             case.query, case.key_cache, case.value_cache, out=case.output, cu_seqlens_q=starts,
             max_seqlen_q=max(case.sizes), seqused_k=lengths, max_seqlen_k=longest,
             softmax_scale=case.call.scale, causal=True, block_table=case.block_table,
-            fa_version=version,
+            fa_version=version, **schedule,
         )  # fmt: skip
     except ImportError:
         pass

@@ -6,11 +6,13 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import case
+from benchmarks.gpu import case, timings
 from benchmarks.gpu.case import Case, depths_and_masks, tree_parents
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.verify.gpu.paged_batch import CAUSAL
@@ -37,6 +39,35 @@ def test_every_case_is_checked_against_attention_by_the_book(
     assert mixed.batch.firsts.tolist() == [0, 34, CAUSAL]
     assert mixed.error("torch") < mixed.max_error == 1e-5
     assert Case([20], [9], fp8=True, heads_first=True).error("torch") < 1e-2
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_flash_attention_3_is_scheduled_ahead_as_in_vllm(
+    version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+    called: list[dict[str, Any]] = []
+    utils: Any = ModuleType("fa_utils")
+    utils.get_flash_attn_version = lambda head_size: version
+    kernels: Any = ModuleType("vllm_flash_attn")
+    kernels.get_scheduler_metadata = lambda **options: made.append(options) or "ahead"
+    kernels.flash_attn_varlen_func = lambda *args, **options: called.append(options)
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.fa_utils", utils)
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", kernels)
+    for module in (case, timings):
+        monkeypatch.setattr(module, "DEVICE", "cpu")
+    name, run = timings.flash_attention(Case([70, 9], [33, 5]))
+    run()
+    run()
+    assert name == f"vLLM's {version}" and len(called) == 2
+    assert [call.get("scheduler_metadata") for call in called] == [{3: "ahead"}.get(version)] * 2
+    if version == 3:  # once, not in each call
+        (ahead,) = made
+        assert ahead["cache_seqlens"].tolist() == [104, 15]
+        for option in ("num_splits", "max_seqlen_q", "max_seqlen_k", "causal"):
+            assert ahead[option] == called[0][option]
+    else:
+        assert not made and "num_splits" not in called[0]
 
 
 def test_it_needs_only_torch_and_triton_and_reports_a_missing_gpu() -> None:

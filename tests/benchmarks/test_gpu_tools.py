@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_kernels_are_checked_in_shares_and_go_on_after_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("benchmarks.gpu.case.kernel_cases", lambda: iter(CASES))
-    shares = [gpu_kernels.check_share(number, 2) for number in range(2)]
+    shares = [list(gpu_kernels.check_share(number, 2)) for number in range(2)]
     assert [{row["case"] for row in rows} for rows in shares] == [
         {"good", "nan"},
         {"wrong", "broken"},
@@ -85,6 +86,26 @@ def test_kernels_are_checked_in_shares_and_go_on_after_an_error(
     assert gpu_kernels.report(good, failed=0)
     assert not gpu_kernels.report(good, failed=1)
     assert not gpu_kernels.report([], failed=0)
+
+
+def test_rows_are_written_as_soon_as_they_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends_early() -> Iterator[Any]:
+        yield from CASES[:2]
+        raise SystemExit("the machine's time is over")
+
+    out = tmp_path / "share"
+    results: dict[str, Any] = {}
+    monkeypatch.setattr("benchmarks.gpu.case.kernel_cases", ends_early)
+    with pytest.raises(SystemExit):
+        gpu_kernels.main([str(ROOT), str(out), "1", "0"])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {row["case"] for row in rows} == {"good", "wrong"}
+    monkeypatch.setattr(accuracy, "kernel_cases", ends_early)
+    with pytest.raises(SystemExit):
+        accuracy.check_kernels(results)
+    assert {row["case"] for row in results["kernels"]} == {"good", "wrong"}
 
 
 def test_check_kernels_reports_what_is_wrong_and_left_out(
@@ -222,6 +243,7 @@ def test_the_environment_reports_each_check(capsys: pytest.CaptureFixture[str]) 
 def test_the_modules_that_are_loaded_exist() -> None:
     for name in environment.RUNNERS:
         assert importlib.util.find_spec(f"vllm.v1.worker.{name}")
+    assert {"worker.v1.gpu_worker", "worker.v2.gpu_worker"} <= set(environment.LOOKAHEAD)
     for name in environment.LOOKAHEAD:
         assert importlib.util.find_spec(f"lookahead_vllm.engine.{name}")
 
@@ -231,7 +253,11 @@ def test_the_modules_that_are_loaded_exist() -> None:
 
 def test_on_a_gpu_sets_the_environment_of_what_it_runs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import os, sys; print(os.environ['TRITON_F32_DEFAULT'], *sys.argv[1:])")
+    script.write_text(
+        "import os, sys; names = 'TRITON_F32_DEFAULT', 'VLLM_USE_V2_MODEL_RUNNER';"
+        "print(*map(os.environ.get, names), *sys.argv[1:])"
+    )
     command = [sys.executable, "benchmarks/gpu/on_a_gpu.py", str(script), "--minutes", "2"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout == "ieee --minutes 2\n", done.stderr
+    # No model runner: the rounds and tests of the second one would run on the first.
+    assert done.stdout == "ieee None --minutes 2\n", done.stderr

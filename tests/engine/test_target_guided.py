@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams
 
-from benchmarks.engines.target_guided import follow
+from benchmarks.engines.target_guided import Guide, follow
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 
 
@@ -34,3 +37,28 @@ def test_a_guided_model_generates_the_recorded_answers(lookahead: dict | None, l
             follow(llm, prompts[:1], [[4096]])
     with engine(llama, seed=5) as llm:
         assert generate(llm, other) == unguided
+
+
+class Copies(TorchDispatchMode):
+    """Notes of each copy from the CPU to another device whether it is asynchronous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asynchronous: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu":
+            self.asynchronous.append(kwargs.get("non_blocking", False))
+        return func(*args, **kwargs)
+
+
+def test_no_step_waits_for_the_device() -> None:
+    """Else every step of plain vLLM would, too, and lookahead look better than it is."""
+    device = torch.device("meta")
+    guide = Guide([[1, 2, 3]], [[4, 5]], device)
+    guide.add_request("a", [1, 2, 3])
+    logits = torch.empty(3, 9, device=device)
+    with Copies() as copies:
+        guide.guide(logits, ["a", "b"], torch.tensor([2, 1]), torch.arange(3, device=device))
+    assert copies.asynchronous == [True]

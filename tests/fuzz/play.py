@@ -273,8 +273,10 @@ def _prompt(llm: LLM, request: Request) -> Any:
     salt: dict[str, Any] = {} if request.salt is None else {"cache_salt": request.salt}
     if request.embedded is None:
         return TokensPrompt(prompt_token_ids=request.prompt, **salt)
+    runner = runner_of(llm)
     with torch.inference_mode():
-        vectors = runner_of(llm).model.embed_input_ids(torch.tensor(request.prompt))
+        ids = torch.tensor(request.prompt).to(runner.device)
+        vectors = runner.model.embed_input_ids(ids).cpu()
     if request.noise is not None:
         rng = torch.Generator().manual_seed(request.noise)
         vectors = vectors.std() * torch.randn(vectors.shape, generator=rng)

@@ -9,13 +9,16 @@ import sys
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from vllm.v1.sample.sampler import Sampler
 
 from lookahead_vllm.engine.worker.step_recorder import Counters
 from tests.engine.worker.test_second_device import metadata_of
+from tests.fuzz import play
 from tests.fuzz.command_line import ENVIRONMENT, PLANTS, parse_args
 from tests.fuzz.draw import REQUEST_FEATURES, draw_round
 from tests.fuzz.plant import BUGS, planted
@@ -23,6 +26,7 @@ from tests.fuzz.play import Answer, Played, Reply, Rounds, alike, differences, p
 from tests.fuzz.report import MANY_ROUNDS, Report
 from tests.fuzz.round import Round
 from tests.support.models import TINY
+from tests.support.second_device import other_device
 
 MODELS = sorted(TINY)
 
@@ -69,6 +73,18 @@ os._exit(0)
         check=True,
     )
     assert done.stdout == "closing line\n"
+
+
+def test_embeddings_come_from_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    request: Any = SimpleNamespace(prompt=[3, 1], embedded=[True] * 2, noise=None, salt=None)
+    table = torch.arange(8.0).view(4, 2)
+    with other_device() as device:
+        there = table.to(device)
+        model = SimpleNamespace(embed_input_ids=lambda ids: functional.embedding(ids, there))
+        worker = SimpleNamespace(model=model, device=device)
+        monkeypatch.setattr(play, "runner_of", lambda llm: worker)
+        vectors = play._prompt(None, request)["prompt_embeds"]  # type: ignore[arg-type]
+    assert torch.equal(vectors, table[[3, 1]])
 
 
 def test_a_round_depends_only_on_its_seed() -> None:

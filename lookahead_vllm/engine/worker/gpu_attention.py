@@ -170,6 +170,11 @@ class TreeFlashAttentionBackend(FlashAttentionBackend):
 class TreeTritonAttentionMetadataBuilder(_TreeBuilder, TritonAttentionMetadataBuilder):
     """The Triton backend's metadata builder, with trees."""
 
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+        if self.trees is None:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        return self.build(0, common_attn_metadata)  # vLLM shortens all requests to one token
+
 
 class TreeTritonAttentionImpl(_TreeImpl, TritonAttentionImpl):
     """The Triton backend's implementation, with trees."""

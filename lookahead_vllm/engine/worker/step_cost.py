@@ -57,6 +57,10 @@ class Batch(NamedTuple):
     trees: bool
 
     @property
+    def num_tokens(self) -> int:
+        return self.requests * self.rows
+
+    @property
     def tree(self) -> DraftTree:
         """The draft of each request: its first two nodes are children of the root, and the parent
         of node i is node i - 2."""
@@ -82,6 +86,8 @@ class CapturedTokens(NamedTuple):
 
     without_drafts: Sequence[int] = ()
     with_drafts: Sequence[int] = ()
+    longest: int = 0
+    """The most tokens of a request in a graph with drafts."""
 
 
 class ForwardPasses(Protocol):
@@ -110,9 +116,8 @@ class ForwardPasses(Protocol):
     ) -> AbstractContextManager[Callable[[], None]]:
         """Give every request of `batch` a context; yield a function that runs the pass.
 
-        With `in_graph`, it runs in the graph of the whole model for so many tokens, which must
-        attend. A dummy run in a graph has as many requests as the graph, so `batch` must have one
-        row for each token of it.
+        With `in_graph`, it runs in the graph of the whole model for so many tokens, or for more if
+        the batch has drafts.
         """
 
 
@@ -196,15 +201,16 @@ def measure(runner: Any) -> dict[str, Any]:
     """
     deadline = time.perf_counter() + MAX_SECONDS
     passes: ForwardPasses = runner.forward_passes()
+    captured = passes.captured_tokens()
     limit = runner.scheduler_config.max_num_seqs, runner.max_num_tokens
     sizes = [size for size in SIZES if size <= limit[1]]
-    batches = [b for b in BATCHES if b.requests <= limit[0] and b.requests * b.rows <= limit[1]]
+    batches = [b._replace(rows=min(b.rows, captured.longest or b.rows)) for b in BATCHES]
+    batches = [b for b in batches if b.requests <= limit[0] and b.num_tokens <= limit[1]]
     batches = [batch for batch in batches if batch.rows < runner.max_model_len]
     if not runner.drafter.may_branch:
         batches = [batch for batch in batches if not batch.trees]
     most_rows = max((batch.rows for batch in batches), default=0)
     context = min(CONTEXT_TOKENS, runner.max_model_len - most_rows)
-    captured = passes.captured_tokens()
     graphs = [
         (_about_doubling(captured.without_drafts), passes.decode_in_graph),
         (_about_doubling(captured.with_drafts), passes.drafts_in_graph),
@@ -230,16 +236,15 @@ def measure(runner: Any) -> dict[str, Any]:
         without_drafts = _of_all_sizes(captured.without_drafts, in_graphs[0])
         with_drafts = _of_all_sizes(captured.with_drafts, in_graphs[1])
         curve = CostCurve(list(timed), list(timed.values()))
-        graph_times = dict(zip(*without_drafts, strict=True))
+        times_in_graphs = CapturedSizes(GraphTimes(*without_drafts), GraphTimes(*with_drafts))
         for batch in batches:
             if _broadcast(time.perf_counter() < deadline):
-                num_tokens = batch.requests * batch.rows
-                in_graph = (
-                    passes.attends_in_graphs and batch.rows == 1 and num_tokens in graph_times
-                )
-                without_context = graph_times[num_tokens] if in_graph else curve(num_tokens)
+                without_context = _time_in_graph(batch, passes, times_in_graphs)
+                in_graph = without_context is not None
+                if without_context is None:
+                    without_context = float(curve(batch.num_tokens))
                 with passes.with_context(batch, context, in_graph) as attend:
-                    attention.append((batch, _fastest(attend), float(without_context)))
+                    attention.append((batch, _fastest(attend), without_context))
             bar.update()
     read, causal, trees = _fit(attention, context)
     return dict(
@@ -251,6 +256,21 @@ def measure(runner: Any) -> dict[str, Any]:
         causal=causal,
         trees=trees,
     )
+
+
+def _time_in_graph(batch: Batch, passes: ForwardPasses, graphs: CapturedSizes) -> float | None:
+    """The time without a context, in seconds, in the graph that runs such a step.
+
+    None if the batch cannot be timed in a graph. A dummy run without drafts has as many requests as
+    its graph, so only a graph of just so many tokens will do.
+    """
+    times = graphs.with_drafts if batch.rows > 1 else graphs.without_drafts
+    size = times.padded(batch.num_tokens)
+    if size not in times.sizes or (batch.rows == 1 and size > batch.num_tokens):
+        return None
+    if not (passes.attends_in_graphs or batch.trees):  # tree attention always does
+        return None
+    return float(times.times[times.sizes.index(size)])
 
 
 def _about_doubling(sizes: Sequence[int]) -> list[int]:

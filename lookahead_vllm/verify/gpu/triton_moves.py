@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 _DTYPE_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_ENTRIES = 128  # of a path, read at once
 
 
 class PagedKVMover:
@@ -148,7 +149,8 @@ class PagedKVMover:
         _move_paths[(len(src), len(self._kv_caches), heads)](
             self._pointers, first.view(_DTYPE_OF_SIZE[first.element_size()]),
             src.contiguous(), dst.contiguous(), src.shape[1], *first.stride()[:3],
-            BLOCK_SIZE=block_size, WIDTH=width, PADDED=triton.next_power_of_2(width), num_warps=1,
+            BLOCK=_ENTRIES, BLOCK_SIZE=block_size, WIDTH=width,
+            PADDED=triton.next_power_of_2(width), num_warps=1,
         )  # fmt: skip
 
 
@@ -220,17 +222,27 @@ def _copy(
 @triton.jit(do_not_specialize=["moves"], do_not_specialize_on_alignment=["src", "dst"])
 def _move_paths(
     pointers, typed_cache, src, dst, moves, block_stride, head_stride, slot_stride,
-    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Move the slots of one request, layer and head, one after the other."""
+    """Move the slots of one request, layer and head, one after the other.
+
+    Each move waits for memory twice, so none is visited after the last one that moves anything.
+    """
     request, layer, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    src += request * moves
+    dst += request * moves
+    last = 0
+    for start in range(0, moves, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        source = tl.load(src + entry, mask=entry < moves, other=0)
+        target = tl.load(dst + entry, mask=entry < moves, other=0)
+        last = tl.maximum(last, tl.max(tl.where(source != target, entry, 0), 0))
     cache = tl.load(pointers + layer).to(tl.pointer_type(typed_cache.dtype.element_ty))
     offset = tl.arange(0, PADDED)
     in_width = offset < WIDTH
     cache += head.to(tl.int64) * head_stride + offset
-    for move in range(1, moves):  # a root stays where it is
-        source = tl.load(src + request * moves + move)
-        target = tl.load(dst + request * moves + move)
+    for move in range(1, last + 1):  # a root stays where it is
+        source, target = tl.load(src + move), tl.load(dst + move)
         if source != target:
             block, place = source // BLOCK_SIZE, source % BLOCK_SIZE
             values = tl.load(cache + block * block_stride + place * slot_stride, mask=in_width)

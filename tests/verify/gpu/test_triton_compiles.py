@@ -180,12 +180,15 @@ def test_latent_attention_fits_and_does_not_spill(
 def test_kv_moves_do_not_spill(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     from lookahead_vllm.verify.gpu import triton_moves
 
-    copy = Launches(triton_moves._copy)
+    copy, paths = Launches(triton_moves._copy), Launches(triton_moves._move_paths)
     monkeypatch.setattr(triton_moves, "_copy", copy)
-    caches = [torch.zeros(4, 2, 16, 256, dtype=dtype) for _ in range(3)]
-    triton_moves.PagedKVMover(caches).move(torch.tensor([1, 2]), torch.tensor([5, 6]))
-    assert len(copy.calls) == 2
-    assert not spills(instructions_of(copy.compile(90)))
+    monkeypatch.setattr(triton_moves, "_move_paths", paths)
+    mover = triton_moves.PagedKVMover([torch.zeros(4, 2, 16, 256, dtype=dtype) for _ in range(3)])
+    mover.move(torch.tensor([1, 2]), torch.tensor([5, 6]))
+    mover.move_paths(torch.tensor([[0, 2]]), torch.tensor([[0, 1]]))
+    assert len(copy.calls) == 2 and len(paths.calls) == 1
+    for kernel in (copy, paths):
+        assert not spills(instructions_of(kernel.compile(90)))
 
 
 def test_nothing_is_compiled_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,4 +199,4 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
         # Graphs for any batch may hold more tokens than there can be requests.
         needed = [s for i, s in enumerate(plain) if not i or plain[i - 1] < self.max_num_reqs]
         drafts = sorted({desc.num_tokens for desc in descs if desc.max_query_len is not None})
-        return CapturedTokens(needed, drafts)
+        return CapturedTokens(needed, drafts, self._longest if drafts else 0)

@@ -45,14 +45,18 @@ class RunnerPasses:
     ) -> Iterator[Callable[[], None]]:
         """See `ForwardPasses`."""
         runner = self._runner
-        if batch.trees:
+        with_drafts = in_graph and batch.rows > 1
+        if batch.trees or with_drafts:
             runner.schedule_dummy_trees([batch.tree] * batch.requests, context)
+        # vLLM would give a context to all requests that fill a graph.
+        options = {} if with_drafts else {"context_len": context}
         try:
             with (
                 patches.swapped(runner, "max_num_reqs", batch.requests),
+                patches.swapped(runner, "dummies_have_drafts", with_drafts),
                 nullcontext() if in_graph else runner.without_full_graphs(),
             ):
-                yield lambda: self._run(batch.requests * batch.rows, context_len=context)
+                yield lambda: self._run(batch.num_tokens, **options)
         finally:
             runner.schedule_dummy_trees([])
 

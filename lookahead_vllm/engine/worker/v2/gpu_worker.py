@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
-from vllm.v1.sample.ops import topk_topp_triton
+from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
+from vllm.v1.worker.gpu.input_batch import set_dummy_context
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -24,7 +27,6 @@ from lookahead_vllm.engine.worker.step_cost import CapturedTokens
 from lookahead_vllm.engine.worker.tree_rows import GraphBuffers
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
-from lookahead_vllm.engine.worker.v2.sampler import max_chunk_rows
 from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
 
 if TYPE_CHECKING:
@@ -48,6 +50,12 @@ class GraphRunner(LookaheadRunner):
         self._graph: GraphBuffers | None = None
         """The buffers of the graph that runs the current step."""
         super().__init__(*args, **kwargs)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        # With speculative decoding, vLLM 0.33 would compile some 90 kernels for top-k and top-p at
+        # start-up, for minutes. Roots and nodes are sampled like plain vLLM's rows, without them.
+        with patches.swapped(topk_topp_sampler, "register_top_k_top_p_warmups", lambda: None):
+            super().load_model(*args, **kwargs)
 
     # ---- what is captured ------------------------------------------------------------------------
 
@@ -152,7 +160,40 @@ class GraphRunner(LookaheadRunner):
 
     def prepare_dummy_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
         self._choose_buffers(input_batch)
-        return super().prepare_dummy_attn(input_batch, *args, **kwargs)
+        tables, slots = super().prepare_dummy_attn(input_batch, *args, **kwargs)
+        if self.dummies_have_drafts:
+            self._lay_out_dummies(input_batch, tables)
+        return tables, slots
+
+    def _lay_out_dummies(self, batch: InputBatch, tables: tuple[torch.Tensor, ...]) -> None:
+        """Replace the requests with which vLLM has filled a graph by those of the dummy step."""
+        lengths = (self._dummy_step.forest.sizes + 1).astype(np.int32)
+        count, num_tokens = len(lengths), int(lengths.sum())
+        starts = np.full(batch.num_reqs_after_padding + 1, num_tokens, np.int32)
+        starts[: count + 1] = [0, *np.cumsum(lengths)]
+        batch.query_start_loc_np = starts
+        batch.query_start_loc.copy_(torch.from_numpy(starts))
+        seq_lens = torch.from_numpy(np.diff(starts))
+        batch.seq_lens.copy_(seq_lens)
+        batch.seq_lens_cpu_upper_bound = seq_lens
+        batch.num_reqs, batch.num_tokens, batch.num_scheduled_tokens = count, num_tokens, lengths
+        batch.logits_indices = batch.query_start_loc[1 : count + 1] - 1
+        without_padding = replace(
+            batch,
+            query_start_loc_np=starts[: count + 1],
+            seq_lens=batch.seq_lens[:count],
+            seq_lens_cpu_upper_bound=seq_lens[:count],
+            positions=batch.positions[:num_tokens],
+            max_query_len=None,
+        )
+        set_dummy_context(
+            without_padding,
+            self.block_tables,
+            int(self._dummy_step.contexts[0]),
+            self.kv_cache_config.num_blocks,
+            self.max_model_len,
+            input_block_tables=tables,
+        )
 
     def _choose_buffers(self, batch: InputBatch) -> None:
         is_captured = batch.max_query_len is not None
@@ -205,13 +246,7 @@ class LookaheadGPUWorker(Worker):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         runner = self.model_runner
         runner.compile_kernels()
-        # vLLM compiles its sampler for the longest drafts of all requests at once.
-        most_rows = max_chunk_rows(runner.vocab_size) + runner.decode_query_len
-        most_rows = max(most_rows, runner.max_num_reqs)
-        with (
-            runner.warming_up(),
-            patches.swapped(topk_topp_triton, "_max_sampler_batch_size", lambda _: most_rows),
-        ):
+        with runner.warming_up():
             times = super().compile_or_warm_up_model()
         runner.warm_up_drafting()
         return times

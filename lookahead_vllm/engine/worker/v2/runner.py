@@ -72,6 +72,8 @@ class LookaheadRunner(_Base):
     """Whether tree attention also verifies chains."""
     dummies_are_tokens = False
     """Whether the model computes the tokens of a dummy run as it computes those of a step."""
+    dummies_have_drafts = False
+    """Whether a dummy run in a graph has the requests of the dummy step with their contexts."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # For an n-gram method, vLLM would keep all texts on the device.

@@ -14,13 +14,17 @@ import pytest
 import torch
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu import dp_utils, model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.worker import branching
+from lookahead_vllm.engine.worker.step_cost import Batch
 from lookahead_vllm.engine.worker.v2 import gpu_worker, late_drafts, runner
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager, sizes_with_drafts
+from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker.v2.gpu_worker import GraphRunner
 from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
 from tests.support import recorded_graphs
@@ -286,6 +290,14 @@ class FakeBase:
     support: tuple[AttentionCGSupport, str | None] = (AttentionCGSupport.ALWAYS, None)
     mode = BOTH
 
+    def load_model(self) -> None:
+        """As vLLM 0.33 does on CUDA, with any speculative decoding."""
+        from vllm.v1.sample.ops.topk_topp_sampler import register_top_k_top_p_warmups
+
+        register_top_k_top_p_warmups()
+        self.model_state, self.sampler = SimpleNamespace(), SimpleNamespace()
+        self.rejection_sampler = SimpleNamespace()
+
     def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False) -> None:
         builder = SimpleNamespace(trees=None, graph=None)
         group = SimpleNamespace(get_metadata_builder=lambda index: builder)
@@ -293,6 +305,10 @@ class FakeBase:
         self.cudagraph_manager = model_runner.ModelCudaGraphManager(
             config_of(self.mode), self.device, self.mode, decode_query_len=self.decode_query_len
         )
+
+    def prepare_dummy_attn(self, batch: InputBatch) -> Any:
+        tables = (torch.zeros(batch.num_reqs, 4, dtype=torch.int32),)
+        return tables, torch.zeros(1, batch.num_tokens)
 
     def _dummy_run(self, num_tokens: int) -> tuple[int, int]:
         return num_tokens, self.decode_query_len
@@ -396,6 +412,57 @@ def test_a_step_tells_the_manager_whether_trees_branch(make: Callable[..., Any])
     made.schedule_dummy_trees([DraftTree.from_lists([1, 2], [-1, -1])])
     made.gather_batch_req_state(None, True)
     assert made.cudagraph_manager.branches
+
+
+def test_sampling_compiles_no_more_at_start_up_than_plain_vllm(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[bool] = []
+
+    def register() -> None:
+        registered.append(True)
+
+    monkeypatch.setattr(topk_topp_sampler, "register_top_k_top_p_warmups", register)
+    monkeypatch.setattr(runner, "NodeHistory", lambda sampler: None)
+    make().load_model()
+    assert not registered and topk_topp_sampler.register_top_k_top_p_warmups is register
+
+
+@pytest.mark.parametrize("requests", [2, 8])
+@pytest.mark.parametrize("bound", [LONGEST, None], ids=["graph for drafts", "graph for any batch"])
+def test_a_measured_pass_in_any_graph_has_its_own_requests(
+    make: Callable[..., Any], bound: int | None, requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(block_tables=SimpleNamespace(block_sizes=[16]))
+    made.kv_cache_config.num_blocks = 50
+    buffers = InputBuffers(REQUESTS, 48, made.device)
+    batches: list[InputBatch] = []
+
+    def run(tokens: int, **options: Any) -> None:
+        """vLLM fills a graph of 24 tokens with 8 requests."""
+        assert not options
+        batch = InputBatch.make_dummy(8, 24, buffers, max_query_len=bound)
+        batches.append(batch)
+        (table,), _ = made.prepare_dummy_attn(batch)
+        assert table[:2].tolist() == [[0, 1, 2, 0], [3, 4, 5, 0]]
+
+    made.attends_in_graphs = lambda: True
+    passes = RunnerPasses(made)
+    monkeypatch.setattr(passes, "_run", run)
+    with passes.with_context(Batch(requests, 3, False), 30, in_graph=True) as attend:
+        attend()
+    (batch,), padding = batches, 8 - requests
+    assert (batch.num_reqs, batch.num_tokens) == (requests, 3 * requests)
+    assert (batch.num_reqs_after_padding, batch.num_tokens_after_padding) == (8, 24)
+    starts = [3 * min(request, requests) for request in range(9)]
+    assert batch.query_start_loc.tolist() == batch.query_start_loc_np.tolist() == starts
+    assert batch.seq_lens.tolist() == [33] * requests + [0] * padding
+    assert batch.seq_lens_cpu_upper_bound.tolist() == batch.seq_lens.tolist()
+    assert batch.positions[: 3 * requests].tolist() == [30, 31, 32] * requests
+    # Other dummy runs are vLLM's.
+    plain = InputBatch.make_dummy(8, 24, buffers, max_query_len=bound)
+    made.prepare_dummy_attn(plain)
+    assert plain.seq_lens.tolist() == [3] * 8
 
 
 def test_an_idle_rank_runs_one_token(make: Callable[..., Any]) -> None:

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu import input_batch, model_runner
 
 from lookahead_vllm.draft.budget.cost import StepWork
 from lookahead_vllm.engine.worker import step_cost
+from lookahead_vllm.engine.worker.v2 import gpu_worker
 from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
 from tests.support import graph_engine, v2_on_cpu
 from tests.support.driving import drafter_of, engine, runner_of
@@ -23,13 +24,12 @@ class Passes:
     """A pass in pieces takes 10 ms, in a graph 6, in one for drafts 7; and 0.1 for each token.
 
     With a context, a request takes 3 µs more for each token of it, a row of a chain 1 µs, and a row
-    of a tree 2. A pass in a graph has the graph's requests.
+    of a tree 2. A pass in pieces with trees takes 4 ms more, for the launches of tree attention.
     """
 
-    attends_in_graphs = True
-
-    def __init__(self, captured: step_cost.CapturedTokens) -> None:
+    def __init__(self, captured: step_cost.CapturedTokens, attends_in_graphs: bool = True) -> None:
         self.captured = captured
+        self.attends_in_graphs = attends_in_graphs
         self.ran: list[tuple[str, int, float]] = []
 
     def captured_tokens(self) -> step_cost.CapturedTokens:
@@ -46,14 +46,17 @@ class Passes:
         self.ran.append(("drafts", num_tokens, 0.0))
 
     def with_context(self, batch: Any, context: int, in_graph: bool) -> Any:
-        requests, tokens = batch.requests, batch.requests * batch.rows
-        kind = "pieces"
-        if in_graph:
-            kind, sizes = "plain", self.captured.without_drafts
-            if batch.rows > 1:
-                kind, sizes = "drafts", self.captured.with_drafts
-            requests = tokens = min(size for size in sizes if size >= tokens)
-        attention = context * (3e-6 * requests + (2e-6 if batch.trees else 1e-6) * tokens)
+        tokens, kind = batch.num_tokens, "pieces"
+        attention = context * (3e-6 * batch.requests + (2e-6 if batch.trees else 1e-6) * tokens)
+        if in_graph and batch.rows == 1:
+            assert self.attends_in_graphs and tokens in self.captured.without_drafts
+            kind = "plain"
+        elif in_graph:
+            assert batch.rows <= self.captured.longest
+            assert self.attends_in_graphs or batch.trees
+            kind, tokens = "drafts", min(s for s in self.captured.with_drafts if s >= tokens)
+        elif batch.trees:
+            attention += 0.004
         return nullcontext(lambda: self.ran.append((kind, tokens, attention)))
 
 
@@ -79,7 +82,7 @@ def facts_of(monkeypatch: pytest.MonkeyPatch, passes: Passes) -> dict[str, Any]:
 
 def test_graphs_are_timed_at_captured_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = [1, 2, 4, *range(8, 65, 8)]
-    passes = Passes(step_cost.CapturedTokens(plain, DRAFT_SIZES))
+    passes = Passes(step_cost.CapturedTokens(plain, DRAFT_SIZES, 17))
     cost = step_cost._cost_of(facts_of(monkeypatch, passes))
     ran = [(kind, n) for kind, n, attention in passes.ran if not attention]
     assert [n for kind, n in ran if kind == "plain"] == [1, 2, 4, 8, 16, 32, 64]
@@ -95,15 +98,27 @@ def test_graphs_are_timed_at_captured_sizes(monkeypatch: pytest.MonkeyPatch) -> 
         assert cost.predict(work) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("attends_in_graphs", [True, False])
+@pytest.mark.parametrize("longest", [6, 65])
 @pytest.mark.parametrize(
-    "sizes", [([1, 8, 32, 64], DRAFT_SIZES), ([1, 16, 64], DRAFT_SIZES), ([], [])]
+    "sizes", [([1, 8, 32, 64], DRAFT_SIZES), ([1, 16, 64], DRAFT_SIZES), ([1, 8], [3, 9, 24, 64])]
 )
 def test_attention_is_what_a_context_adds_to_the_same_batch(
-    sizes: tuple[list[int], list[int]], monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[list[int], list[int]],
+    longest: int,
+    attends_in_graphs: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    facts = facts_of(monkeypatch, Passes(step_cost.CapturedTokens(*sizes)))
+    """Trees are timed in the graphs that run them: there, a launch costs no time of the host."""
+    passes = Passes(step_cost.CapturedTokens(*sizes, longest), attends_in_graphs)
+    facts = facts_of(monkeypatch, passes)
     assert facts["context"] == pytest.approx(3e-6)
     assert facts["causal"] == pytest.approx(1e-6) and facts["trees"] == pytest.approx(2e-6)
+
+
+def test_without_graphs_trees_are_timed_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = facts_of(monkeypatch, Passes(step_cost.CapturedTokens()))
+    assert facts["causal"] == pytest.approx(1e-6, rel=0.2) and facts["trees"] > 2.1e-6
 
 
 def test_without_graphs_there_is_one_curve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,13 +152,14 @@ def test_an_engine_times_the_graphs_that_it_has_captured(
     monkeypatch.setattr(step_cost, "MAX_SECONDS", float("inf"))
     graph_engine.enable(monkeypatch)
     attended: list[tuple[int, int]] = []
-    set_dummy_context = model_runner.set_dummy_context
+    set_dummy_context = input_batch.set_dummy_context
 
     def watched(batch: Any, *args: Any, **kwargs: Any) -> None:
         attended.append((batch.num_reqs, batch.num_tokens))
         set_dummy_context(batch, *args, **kwargs)
 
     monkeypatch.setattr(model_runner, "set_dummy_context", watched)
+    monkeypatch.setattr(gpu_worker, "set_dummy_context", watched)
     with v2_on_cpu.enabled(), engine(llama, {"proposer": "ngram_trie"}) as llm:
         captured = drafter_of(llm).proposer.cost.captured
         assert captured.without_drafts.sizes == [1, 2, 4, 8, 16]
@@ -153,6 +169,47 @@ def test_an_engine_times_the_graphs_that_it_has_captured(
             ran = [tokens for tokens, drafts, _ in replays if drafts is for_drafts]
             assert sorted(set(ran)) == sizes and len(ran) >= 4 * len(sizes)
         batches = [batch for batch in step_cost.BATCHES if batch.requests <= 16]
-        assert attended == [(b.requests, b.requests * b.rows) for b in batches for _ in range(4)]
-        in_graphs = [batch for batch in batches if batch.rows == 1]
-        assert len(replays) == 4 * (5 + len(graph_engine.SIZES[1:]) + len(in_graphs))
+        assert attended == [(b.requests, b.num_tokens) for b in batches for _ in range(4)]
+        # Every batch ran in a graph, the trees as trees.
+        assert len(replays) == 4 * (5 + len(graph_engine.SIZES[1:]) + len(batches))
+        with_trees = [(tokens, trees) for tokens, _, trees in replays if trees]
+        trees = [batch for batch in batches if batch.trees]
+        assert with_trees == [(b.num_tokens, b.requests) for b in trees for _ in range(4)]
+
+
+def test_a_measured_pass_has_the_inputs_of_a_step(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a graph with room for more: the requests of the batch, each with its context, and no
+    others."""
+    graph_engine.enable(monkeypatch)
+    batch, context = step_cost.Batch(3, 6, True), 200  # 18 tokens in a graph of 32
+    with v2_on_cpu.enabled(), engine(llama, {"budget": 8}) as llm:
+        runner = runner_of(llm)
+        passes = RunnerPasses(runner)
+        metadata: list[Any] = []
+        build = type(runner._builders[0]).build
+        monkeypatch.setattr(
+            type(runner._builders[0]),
+            "build",
+            lambda *args, **kwargs: metadata.append(build(*args, **kwargs)) or metadata[-1],
+        )
+        runner.replays.clear()
+        with passes.with_context(batch, context, in_graph=True) as attend:
+            attend()
+        assert runner.replays == [(32, True, 3)]
+        built = metadata[0]
+        starts = built.query_start_loc.tolist()
+        assert starts[:4] == [0, 6, 12, 18] and set(starts[4:]) == {18}
+        # vLLM's kernel has no context of the rows of trees.
+        lengths = built.seq_lens.tolist()
+        assert lengths[:3] == [6] * 3 and not any(lengths[3:])
+        trees = built.trees
+        assert trees.contexts[:3].tolist() == [context] * 3 and not trees.sizes[3:].any()
+        size = runner.block_tables.block_sizes[0]
+        blocks = built.block_table[:3, : -(-(context + 6) // size)]
+        assert blocks.unique().numel() == blocks.numel()
+        # The runner is as before.
+        runner.replays.clear()
+        passes.drafts_in_graph(8)
+        assert runner.replays == [(8, True, 0)]

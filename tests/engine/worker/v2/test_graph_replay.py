@@ -429,6 +429,24 @@ def test_graphs_without_drafts_have_no_trees(engine: Engine) -> None:
     assert all((graph.seq_lens == GARBAGE).all() for graph in engine.runner._buffers.values())
 
 
+def test_a_measured_pass_with_trees_keeps_its_contexts(engine: Engine) -> None:
+    """vLLM builds the metadata of dummy runs in graphs as for a capture; Triton's have no context
+    then."""
+    step = next(s for s in (Step(engine, seed, most=16) for seed in range(99)) if s.step.branches)
+    desc = step.graph()
+    batch = step.prepare(desc)
+    engine.runner._choose_buffers(batch)
+    engine.runner._set_trees(step.step)
+    metadata = engine.model_state.prepare_attn(
+        batch, desc.cg_mode, (engine.block_table[: desc.num_reqs],),
+        engine.slots[:, : desc.num_tokens], [[engine.group]], engine.kv_config, for_capture=True,
+    )  # fmt: skip
+    expected = step.contexts + step.lengths
+    rows = step.step.rows[step.step.forest.branching]
+    expected[rows] = step.lengths[rows]
+    assert metadata[LAYERS[0]].seq_lens[: len(expected)].tolist() == expected.tolist()
+
+
 def test_every_graph_has_its_buffers(engine: Engine) -> None:
     buffers = engine.runner._buffers
     assert list(buffers) == engine.manager.captured_tokens().with_drafts
