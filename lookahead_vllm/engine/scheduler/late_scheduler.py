@@ -20,6 +20,7 @@ from lookahead_vllm.engine.grammar import (
 )
 from lookahead_vllm.engine.messages import DraftsToVerify
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
+from lookahead_vllm.engine.scheduler.pauses import Pauses
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -65,6 +66,7 @@ class LateDraftScheduler(AsyncScheduler):
         self._may_pause = options.budget == "auto"
         self._empty_steps = 0
         self._draft_limiter = DraftLimiter(self, STEPS_AHEAD)
+        self.pauses = Pauses()
         self._slots = [-1] * self.num_spec_tokens
         # A slot's value depends only on its index; the limiter removes the last ones first.
         self._probs = [1 / (1 + slot) for slot in range(self.num_spec_tokens)]
@@ -89,6 +91,7 @@ class LateDraftScheduler(AsyncScheduler):
             request.spec_decode_metrics = RequestMetrics.new(self.num_spec_tokens)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self.pauses.end()
         is_paused = (
             self._may_pause
             and self._empty_steps >= PAUSE_AFTER_STEPS
@@ -101,6 +104,7 @@ class LateDraftScheduler(AsyncScheduler):
             request.spec_token_ids = [] if is_paused else self._slots_of(request)[:share]
         kept_blocks = self._draft_limiter.cut(self._probs_of, 0.0)
         output = super().schedule(*args, **kwargs)
+        self.pauses.send(output)
         for new in output.scheduled_new_reqs:
             request = self.requests[new.req_id]
             request.sampling_params = request_options.without_references(request.sampling_params)
@@ -136,6 +140,7 @@ class LateDraftScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
+        self.pauses.receive(scheduler_output)
         self._report = step_report.attached(model_runner_output)
         report = messages.late_report(model_runner_output)
         if report is not None:

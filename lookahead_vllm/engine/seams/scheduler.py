@@ -170,8 +170,9 @@ SEAMS = (
         "EngineCore.post_step",
         ("model_executed",),
         "wrapped",
-        "does not ask the worker for drafts: ours come with the output of their step",
-        "drafts come with the output of their step",
+        "a pause begins when a step has ended (pauses.py); does not ask the worker for drafts: "
+        "ours come with the output of their step",
+        "drafts come with the output of their step, and vLLM tells workers of pauses",
     ),
     Seam(
         "vllm.v1.engine.core",
@@ -179,7 +180,7 @@ SEAMS = (
         ("scheduler",),
         "read",
         "whether the engine's scheduler is ours",
-        "drafts come with the output of their step",
+        "drafts come with the output of their step, and vLLM tells workers of pauses",
     ),
     Seam(
         _SCHEDULER,
