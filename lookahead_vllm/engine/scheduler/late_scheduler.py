@@ -20,6 +20,7 @@ from lookahead_vllm.engine.grammar import (
 )
 from lookahead_vllm.engine.messages import DraftsToVerify
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
+from lookahead_vllm.engine.scheduler.late_outputs import LateOutputs
 from lookahead_vllm.engine.scheduler.pauses import Pauses
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class LateDraftScheduler(AsyncScheduler):
         self._empty_steps = 0
         self._draft_limiter = DraftLimiter(self, STEPS_AHEAD)
         self.pauses = Pauses()
+        self._late_outputs = LateOutputs()
         self._slots = [-1] * self.num_spec_tokens
         # A slot's value depends only on its index; the limiter removes the last ones first.
         self._probs = [1 / (1 + slot) for slot in range(self.num_spec_tokens)]
@@ -153,7 +155,12 @@ class LateDraftScheduler(AsyncScheduler):
             scheduler_output.num_invalid_spec_tokens = {
                 req_id: len(own) - report.sizes.get(req_id, 0) for req_id, own in slots.items()
             }
-        return super().update_from_output(scheduler_output, model_runner_output)
+        step = self._late_outputs.without_ended(scheduler_output)
+        return super().update_from_output(step, model_runner_output)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._late_outputs.end(request)
+        return super()._free_request(request, *args, **kwargs)
 
     def make_spec_decoding_stats(
         self,

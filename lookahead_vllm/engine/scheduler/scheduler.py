@@ -27,6 +27,7 @@ from lookahead_vllm.engine.grammar import (
 )
 from lookahead_vllm.engine.messages import DraftsToVerify, Emitted, ProposedDrafts
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
+from lookahead_vllm.engine.scheduler.late_outputs import LateOutputs
 from lookahead_vllm.engine.scheduler.pauses import Pauses
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class LookaheadScheduler(Scheduler):
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._draft_limiter = DraftLimiter(self)
         self.pauses = Pauses()
+        self._late_outputs = LateOutputs()
         self._proposed = messages.NO_PROPOSALS
         """The last drafts from the workers."""
         self._grammar_drafts: dict[str, GrammarDraft] = {}
@@ -173,15 +175,23 @@ class LookaheadScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
         self.pauses.receive(scheduler_output)
-        for req_id in scheduler_output.num_scheduled_tokens:
+        step = self._late_outputs.without_ended(scheduler_output)
+        for req_id in step.num_scheduled_tokens:
             self._grammar_drafts.pop(req_id, None)
         if self._has_stages:
-            self._remember_emitted(scheduler_output, model_runner_output)
+            self._remember_emitted(step, model_runner_output)
         self._report = step_report.attached(model_runner_output)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(step, model_runner_output)
         if (proposed := messages.proposed(model_runner_output)) is not None:
+            if step is not scheduler_output:
+                req_ids = [i for i in proposed.req_ids if i in step.num_scheduled_tokens]
+                proposed = proposed._replace(req_ids=req_ids)
             self._take_drafts(proposed)
         return outputs
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._late_outputs.end(request)
+        return super()._free_request(request, *args, **kwargs)
 
     def _handle_stopped_request(self, request: Request) -> bool:
         if request.resumable:

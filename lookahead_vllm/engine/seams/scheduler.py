@@ -81,6 +81,24 @@ SEAMS = (
         "the contents of a step; our trees are attached to it",
         "custom proposers may return trees",
     ),
+    # Outputs of requests that have ended (scheduler/late_outputs.py).
+    Seam(
+        _SCHEDULER,
+        "Scheduler._free_request",
+        ("request",),
+        "overridden",
+        "notes the tokens in flight of a request that ends: their outputs do not belong to the "
+        "next request with its id",
+        "vLLM knows whose output arrives",
+    ),
+    Seam(
+        "vllm.v1.request",
+        "Request",
+        ("num_in_flight_tokens",),
+        "read",
+        "see above",
+        "vLLM knows whose output arrives",
+    ),
     # Slots for drafts that workers grow late (scheduler/late_scheduler.py).
     Seam(
         _SCHEDULER,
