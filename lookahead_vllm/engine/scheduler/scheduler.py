@@ -193,6 +193,17 @@ class LookaheadScheduler(Scheduler):
         self._late_outputs.end(request)
         return super()._free_request(request, *args, **kwargs)
 
+    def _update_request_with_output(
+        self, request: Request, *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        is_running = request.status == RequestStatus.RUNNING
+        updated = super()._update_request_with_output(request, *args, **kwargs)
+        if is_running:
+            # vLLM 0.32 does so only when it schedules the next step, and the last burst has none.
+            num_computed = min(request.num_computed_tokens, request.num_tokens - 1)
+            self.kv_cache_manager.cache_blocks(request, num_computed)
+        return updated
+
     def _handle_stopped_request(self, request: Request) -> bool:
         if request.resumable:
             # Nodes that were accepted after the stop were computed, and their tokens dropped.

@@ -208,6 +208,22 @@ SEAMS = (
         "tokens after the stop of a session's turn do not count as computed",
         "vLLM takes back what it counted for accepted tokens that it drops",
     ),
+    Seam(
+        _SCHEDULER,
+        "Scheduler._update_request_with_output",
+        ("request",),
+        "overridden",
+        "blocks that the last accepted tokens fill are found by the next turn",
+        "0.32 is no longer supported",
+    ),
+    Seam(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.cache_blocks",
+        ("request", "num_computed_tokens"),
+        "called",
+        "see above",
+        "0.32 is no longer supported",
+    ),
     # Limits for drafts (scheduler/draft_limits.py).
     Seam(
         "vllm.v1.request",

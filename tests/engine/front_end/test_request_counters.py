@@ -13,6 +13,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 
 from lookahead_vllm.engine.front_end import stat_logger
 from tests.support.driving import engine
+from tests.support.proposers import record
 
 PROMPTS = [[5, 6, 7, 8] * 8, [9, 10, 11] * 6, [20, 21] * 5, [30, 31, 32] * 4]
 DEPENDS_ON_STEPS = ("seconds", "spec_decode", "iteration_tokens_total", "_info", "_created")
@@ -83,3 +84,33 @@ def test_counters_of_requests_and_tokens_are_those_of_plain_vllm(llama: Path) ->
     (generated,) = (n for (name, *_), n in counts.items() if name == "vllm:generation_tokens_total")
     assert generated == emitted
     assert counts == expected_counts
+
+
+@pytest.mark.usefixtures("runner")
+def test_the_next_turn_finds_all_blocks_of_an_answer(llama: Path) -> None:
+    """A burst may fill the last block of an answer."""
+    settings: dict[str, Any] = dict(
+        disable_log_stats=False, enable_prefix_caching=True, block_size=32
+    )
+
+    def hits(llm: LLM) -> list[Any]:
+        found = []
+        for length in range(32, 42, 2):  # a block is full after 31 tokens
+            params = SamplingParams(
+                temperature=0, max_tokens=length, ignore_eos=True, detokenize=False
+            )
+            prompt = [length, *PROMPTS[0]]
+            for _ in range(2):
+                tokens = TokensPrompt(prompt_token_ids=prompt)
+                (output,) = llm.generate([tokens], params, use_tqdm=False)
+                answer = list(output.outputs[0].token_ids)
+                found.append((prompt, answer, output.num_cached_tokens))
+                prompt = [*prompt, *answer, 9]
+        return found
+
+    with engine(llama, **settings) as plain:
+        expected, expected_counts = hits(plain), counted()
+    record([prompt for prompt, _, _ in expected], [[answer] for _, answer, _ in expected])
+    with engine(llama, {"proposer": "always_right", "budget": 16}, **settings) as llm:
+        assert hits(llm) == expected
+        assert counted() == expected_counts
