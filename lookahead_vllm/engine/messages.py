@@ -121,6 +121,7 @@ NO_PROPOSALS = ProposedDrafts({}, ())
 NO_DRAFTS_TO_VERIFY = DraftsToVerify((), DraftForest.of([]), np.empty(0, np.bool_), {})
 _NOTHING_SENT = SentDraft(DraftForest.of([EMPTY_TREE]), 0, [])
 _ATTRIBUTE = "lookahead"
+_PAUSE = "lookahead_pause"
 
 
 def recall(
@@ -198,6 +199,17 @@ def forest_of(drafts: DraftTokenIds) -> DraftForest:
     """The trees of `drafts_of`."""
     trees: TreesInFlight = getattr(drafts, _ATTRIBUTE)
     return trees.forest
+
+
+def attach_pause(scheduler_output: Any, seconds: float) -> None:
+    """Send the time in which the engine did not run since the step before."""
+    setattr(scheduler_output, _PAUSE, seconds)
+
+
+def pause_before(scheduler_output: Any) -> float:
+    """The seconds in which the engine did not run since the step before."""
+    seconds: float = getattr(scheduler_output, _PAUSE, 0.0)
+    return seconds
 
 
 def to_verify(scheduler_output: Any) -> DraftsToVerify:

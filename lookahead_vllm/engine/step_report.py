@@ -40,8 +40,8 @@ class StepReport:
     """Nodes of all trees, for each step in which a request could have had a draft; 0 if no node
     was worth its cost."""
     costs: list[tuple[float, float]] = field(default_factory=list)
-    """(predicted, measured) seconds of each step that was predicted and measured. A step is not
-    measured if the engine may have waited for requests."""
+    """(predicted, measured) seconds of each step that was predicted and measured. Time in
+    which the engine does not run does not count."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     """Wall time by part."""
     refused_trees: int = 0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.v1.engine import EngineCoreOutputs, core_client
+from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, StatLoggerManager
 
 from lookahead_vllm.draft.sources import NAMES
@@ -21,7 +22,7 @@ from lookahead_vllm.engine.step_report import PARTS, ReportingStats, StepReport
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 PREFIX = "lookahead_vllm:"
 
@@ -38,6 +39,7 @@ def install() -> None:
     """Receive step reports and count them, once in each process."""
     patches.patch(core_client, "EngineCoreOutputs", lambda original: ReportingOutputs)
     patches.patch(StatLoggerManager, "__init__", with_lookahead)
+    patches.patch(OutputProcessor, "_update_stats_from_finished", without_dropped_tokens)
 
 
 class ReportingOutputs(EngineCoreOutputs):
@@ -64,6 +66,29 @@ def with_lookahead(original: Callable[..., None]) -> Callable[..., None]:
         original(self, vllm_config, *args, custom_stat_loggers=loggers, **kwargs)
 
     return init
+
+
+def without_dropped_tokens(original: Callable[..., None]) -> Callable[..., None]:
+    """`OutputProcessor._update_stats_from_finished`, which counts only tokens of the answer.
+
+    vLLM counts the tokens of a step when they arrive, and then finds the stop string and drops the
+    tokens after it.
+    """
+
+    @functools.wraps(original)
+    def update(
+        self: Any, req_state: Any, finish_reason: Any, iteration_stats: IterationStats | None
+    ) -> None:
+        stats, detokenizer = req_state.stats, req_state.detokenizer
+        if iteration_stats is not None and stats is not None and detokenizer is not None:
+            dropped = stats.num_generation_tokens - detokenizer.num_output_tokens()
+            dropped = min(dropped, iteration_stats.num_generation_tokens)
+            if dropped > 0:
+                stats.num_generation_tokens -= dropped
+                iteration_stats.num_generation_tokens -= dropped
+        original(self, req_state, finish_reason, iteration_stats)
+
+    return update
 
 
 def unregister() -> None:

@@ -20,6 +20,8 @@ from lookahead_vllm.engine.grammar import (
 )
 from lookahead_vllm.engine.messages import DraftsToVerify
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
+from lookahead_vllm.engine.scheduler.late_outputs import LateOutputs
+from lookahead_vllm.engine.scheduler.pauses import Pauses
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -65,6 +67,8 @@ class LateDraftScheduler(AsyncScheduler):
         self._may_pause = options.budget == "auto"
         self._empty_steps = 0
         self._draft_limiter = DraftLimiter(self, STEPS_AHEAD)
+        self.pauses = Pauses()
+        self._late_outputs = LateOutputs()
         self._slots = [-1] * self.num_spec_tokens
         # A slot's value depends only on its index; the limiter removes the last ones first.
         self._probs = [1 / (1 + slot) for slot in range(self.num_spec_tokens)]
@@ -89,6 +93,7 @@ class LateDraftScheduler(AsyncScheduler):
             request.spec_decode_metrics = RequestMetrics.new(self.num_spec_tokens)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self.pauses.end()
         is_paused = (
             self._may_pause
             and self._empty_steps >= PAUSE_AFTER_STEPS
@@ -101,6 +106,7 @@ class LateDraftScheduler(AsyncScheduler):
             request.spec_token_ids = [] if is_paused else self._slots_of(request)[:share]
         kept_blocks = self._draft_limiter.cut(self._probs_of, 0.0)
         output = super().schedule(*args, **kwargs)
+        self.pauses.send(output)
         for new in output.scheduled_new_reqs:
             request = self.requests[new.req_id]
             request.sampling_params = request_options.without_references(request.sampling_params)
@@ -136,6 +142,7 @@ class LateDraftScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
+        self.pauses.receive(scheduler_output)
         self._report = step_report.attached(model_runner_output)
         report = messages.late_report(model_runner_output)
         if report is not None:
@@ -148,7 +155,12 @@ class LateDraftScheduler(AsyncScheduler):
             scheduler_output.num_invalid_spec_tokens = {
                 req_id: len(own) - report.sizes.get(req_id, 0) for req_id, own in slots.items()
             }
-        return super().update_from_output(scheduler_output, model_runner_output)
+        step = self._late_outputs.without_ended(scheduler_output)
+        return super().update_from_output(step, model_runner_output)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._late_outputs.end(request)
+        return super()._free_request(request, *args, **kwargs)
 
     def make_spec_decoding_stats(
         self,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
 
@@ -17,7 +15,6 @@ from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine import (
     config,
     messages,
-    patches,
     request_options,
     shutdown,
     step_report,
@@ -30,6 +27,8 @@ from lookahead_vllm.engine.grammar import (
 )
 from lookahead_vllm.engine.messages import DraftsToVerify, Emitted, ProposedDrafts
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
+from lookahead_vllm.engine.scheduler.late_outputs import LateOutputs
+from lookahead_vllm.engine.scheduler.pauses import Pauses
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -46,13 +45,14 @@ class LookaheadScheduler(Scheduler):
         accept_tokens_one_by_one()
         compilation.wait()
         messages.compile_recall()
-        _skip_draft_request()
         if config.options_of(self.vllm_config).cache_path is not None:
             shutdown.save_before_teardown()
         # The same number for every batch size. Without this schedule, vLLM pads a request that has
         # one token to compute with placeholder drafts, and delays it until the padded draft fits.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._draft_limiter = DraftLimiter(self)
+        self.pauses = Pauses()
+        self._late_outputs = LateOutputs()
         self._proposed = messages.NO_PROPOSALS
         """The last drafts from the workers."""
         self._grammar_drafts: dict[str, GrammarDraft] = {}
@@ -108,8 +108,10 @@ class LookaheadScheduler(Scheduler):
         return nodes, min(nodes, request.max_tokens - request.num_output_tokens - 1)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self.pauses.end()
         kept_blocks = self._draft_limiter.cut(self._probs, self._proposed.min_prob_beside_prompt)
         output = super().schedule(*args, **kwargs)
+        self.pauses.send(output)
         for new in output.scheduled_new_reqs:
             request = self.requests[new.req_id]
             request.sampling_params = request_options.without_references(request.sampling_params)
@@ -172,15 +174,35 @@ class LookaheadScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        for req_id in scheduler_output.num_scheduled_tokens:
+        self.pauses.receive(scheduler_output)
+        step = self._late_outputs.without_ended(scheduler_output)
+        for req_id in step.num_scheduled_tokens:
             self._grammar_drafts.pop(req_id, None)
         if self._has_stages:
-            self._remember_emitted(scheduler_output, model_runner_output)
+            self._remember_emitted(step, model_runner_output)
         self._report = step_report.attached(model_runner_output)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(step, model_runner_output)
         if (proposed := messages.proposed(model_runner_output)) is not None:
+            if step is not scheduler_output:
+                req_ids = [i for i in proposed.req_ids if i in step.num_scheduled_tokens]
+                proposed = proposed._replace(req_ids=req_ids)
             self._take_drafts(proposed)
         return outputs
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._late_outputs.end(request)
+        return super()._free_request(request, *args, **kwargs)
+
+    def _update_request_with_output(
+        self, request: Request, *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        is_running = request.status == RequestStatus.RUNNING
+        updated = super()._update_request_with_output(request, *args, **kwargs)
+        if is_running:
+            # vLLM 0.32 does so only when it schedules the next step, and the last burst has none.
+            num_computed = min(request.num_computed_tokens, request.num_tokens - 1)
+            self.kv_cache_manager.cache_blocks(request, num_computed)
+        return updated
 
     def _handle_stopped_request(self, request: Request) -> bool:
         if request.resumable:
@@ -211,20 +233,3 @@ class LookaheadScheduler(Scheduler):
         for req_id in self._grammar_drafts.keys() - self.requests.keys():
             del self._grammar_drafts[req_id]
         return finished
-
-
-@functools.cache
-def _skip_draft_request() -> None:
-    """Omit vLLM's call to the worker after every step: our drafts come with the step's output."""
-    patches.patch(EngineCore, "post_step", _without_draft_request)
-
-
-def _without_draft_request(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `EngineCore.post_step` to do nothing if the scheduler is ours."""
-
-    @functools.wraps(original)
-    def post_step(self: EngineCore, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(self.scheduler, LookaheadScheduler):
-            original(self, *args, **kwargs)
-
-    return post_step

@@ -8,6 +8,7 @@ _PROCESSED = "plugins may process requests; NewRequestData has cache_salt"
 _STATS = "vLLM's stats have room for a plugin's"
 _PARSERS = "all parsers read several tokens in a delta as they read one after another"
 _CHAT = "openai.chat_completion.serving"
+_DROPPED = "vLLM counts the tokens of a step after it has looked for stop strings"
 _ENGINES = (("async_llm", "AsyncLLM"), ("llm_engine", "LLMEngine"))
 
 SEAMS = (
@@ -235,5 +236,46 @@ SEAMS = (
         "wrapped",
         "adds our logger where vLLM makes its own",
         "a stat_logger_plugin does not turn the stats of every server on",
+    ),
+    # Tokens after a stop string (front_end/stat_logger.py).
+    Seam(
+        "vllm.v1.engine.output_processor",
+        "OutputProcessor._update_stats_from_finished",
+        ("req_state", "finish_reason", "iteration_stats"),
+        "wrapped",
+        "tokens that were dropped after a stop string do not count as generated",
+        _DROPPED,
+    ),
+    Seam(
+        "vllm.v1.engine.output_processor",
+        "RequestState",
+        ("stats", "detokenizer"),
+        "read",
+        "see above",
+        _DROPPED,
+    ),
+    Seam(
+        "vllm.v1.engine.detokenizer",
+        "IncrementalDetokenizer",
+        ("num_output_tokens",),
+        "called",
+        "see above",
+        _DROPPED,
+    ),
+    Seam(
+        "vllm.v1.metrics.stats",
+        "RequestStateStats",
+        ("num_generation_tokens",),
+        "set",
+        "see above",
+        _DROPPED,
+    ),
+    Seam(
+        "vllm.v1.metrics.stats",
+        "IterationStats",
+        ("num_generation_tokens",),
+        "set",
+        "see above",
+        _DROPPED,
     ),
 )

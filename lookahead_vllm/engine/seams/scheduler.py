@@ -81,6 +81,24 @@ SEAMS = (
         "the contents of a step; our trees are attached to it",
         "custom proposers may return trees",
     ),
+    # Outputs of requests that have ended (scheduler/late_outputs.py).
+    Seam(
+        _SCHEDULER,
+        "Scheduler._free_request",
+        ("request",),
+        "overridden",
+        "notes the tokens in flight of a request that ends: their outputs do not belong to the "
+        "next request with its id",
+        "vLLM knows whose output arrives",
+    ),
+    Seam(
+        "vllm.v1.request",
+        "Request",
+        ("num_in_flight_tokens",),
+        "read",
+        "see above",
+        "vLLM knows whose output arrives",
+    ),
     # Slots for drafts that workers grow late (scheduler/late_scheduler.py).
     Seam(
         _SCHEDULER,
@@ -170,8 +188,9 @@ SEAMS = (
         "EngineCore.post_step",
         ("model_executed",),
         "wrapped",
-        "does not ask the worker for drafts: ours come with the output of their step",
-        "drafts come with the output of their step",
+        "a pause begins when a step has ended (pauses.py); does not ask the worker for drafts: "
+        "ours come with the output of their step",
+        "drafts come with the output of their step, and vLLM tells workers of pauses",
     ),
     Seam(
         "vllm.v1.engine.core",
@@ -179,7 +198,7 @@ SEAMS = (
         ("scheduler",),
         "read",
         "whether the engine's scheduler is ours",
-        "drafts come with the output of their step",
+        "drafts come with the output of their step, and vLLM tells workers of pauses",
     ),
     Seam(
         _SCHEDULER,
@@ -188,6 +207,22 @@ SEAMS = (
         "overridden",
         "tokens after the stop of a session's turn do not count as computed",
         "vLLM takes back what it counted for accepted tokens that it drops",
+    ),
+    Seam(
+        _SCHEDULER,
+        "Scheduler._update_request_with_output",
+        ("request",),
+        "overridden",
+        "blocks that the last accepted tokens fill are found by the next turn",
+        "0.32 is no longer supported",
+    ),
+    Seam(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.cache_blocks",
+        ("request", "num_computed_tokens"),
+        "called",
+        "see above",
+        "0.32 is no longer supported",
     ),
     # Limits for drafts (scheduler/draft_limits.py).
     Seam(

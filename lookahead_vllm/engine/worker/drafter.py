@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from lookahead_vllm import compilation
-from lookahead_vllm.draft.budget.cost import Load, StepCost
+from lookahead_vllm.draft.budget.cost import Load, StepCost, StepWork
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.proposer import DraftLimits, NoProposer, Proposer, Verified
 from lookahead_vllm.draft.registry import make_proposer
@@ -90,6 +90,10 @@ reads the whole text at each node; a million tokens take 1.4 ms."""
 
 MAX_LOGITS_BYTES = 512 << 20
 """The most bytes of logits at the nodes of a step."""
+
+STALL_SECONDS, STALL_SLOWDOWN = 1.0, 20.0
+"""A step that takes longer than this, and so many times as long as predicted, was stopped on its
+way, for instance by a debugger."""
 
 BACKOFF_STEPS = 3
 """Steps without drafting in each backoff, until drafting is tried again."""
@@ -388,6 +392,20 @@ class LookaheadDrafter:
                 self.commit([(live, [])])
             with self._surviving("end a request"):
                 self.proposer.finish(request_id)
+
+    def observe_step(self, work: StepWork | None, elapsed: float) -> None:
+        """Learn what a step costs, and report it; `elapsed` in seconds.
+
+        A step that stalled is not reported. It is learned, because the machine may be as slow as
+        this from now on: `StepCost` bounds what one step changes.
+        """
+        self.recorder.count_step(elapsed)
+        cost = self.proposer.cost
+        if work is None or cost is None:
+            return
+        predicted = cost.observe(work, elapsed)
+        if elapsed <= max(STALL_SECONDS, STALL_SLOWDOWN * predicted):
+            self.recorder.report.costs.append((predicted, elapsed))
 
     def begin_to_save(self) -> None:
         """Start to save the cache while the last requests run, because the engine ends soon."""

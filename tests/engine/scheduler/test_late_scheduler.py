@@ -17,6 +17,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine import grammar, messages
 from lookahead_vllm.engine.scheduler.late_scheduler import PAUSE_AFTER_STEPS, LateDraftScheduler
+from lookahead_vllm.engine.scheduler.pauses import Pauses
 from tests.support.late_steps import BLOCK, LateSteps, random_arrivals, request
 
 SLOTS = {"num_speculative_tokens": 16, "budget": 16}
@@ -99,9 +100,12 @@ def test_a_request_that_is_preempted_in_a_step_keeps_no_blocks_in_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It gave blocks back before vLLM preempted it; the workers do not have it any more."""
-    output = SimpleNamespace(scheduled_new_reqs=[], preempted_req_ids={"preempted"})
+    output = SimpleNamespace(
+        scheduled_new_reqs=[], preempted_req_ids={"preempted"}, total_num_scheduled_tokens=1
+    )
     monkeypatch.setattr(AsyncScheduler, "schedule", lambda self: output)
     scheduler: Any = object.__new__(LateDraftScheduler)
+    scheduler.pauses = Pauses()
     scheduler._may_pause, scheduler.running, scheduler.max_num_scheduled_tokens = False, [], 10
     kept = {"preempted": [1], "other": [2]}
     scheduler._draft_limiter = SimpleNamespace(cut=lambda *args: dict(kept))

@@ -202,6 +202,7 @@ class ReplicaRunner(LookaheadRunner):
             from_proposer=drafts.from_proposer[kept],
         )
         messages.attach(copy, own)
+        messages.attach_pause(copy, messages.pause_before(step))
         return copy
 
     def _recompute_or_send(

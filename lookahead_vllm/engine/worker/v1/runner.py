@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -24,6 +23,7 @@ from lookahead_vllm.engine import messages, patches, step_report
 from lookahead_vllm.engine.worker import branching, recurrent
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep, split_rows
 from lookahead_vllm.engine.worker.drafter import LiveRequest, LookaheadDrafter, prompt_tokens
+from lookahead_vllm.engine.worker.step_clock import StepClock
 from lookahead_vllm.engine.worker.step_cost import begin_to_draft
 from lookahead_vllm.engine.worker.v1 import blocks
 from lookahead_vllm.engine.worker.v1.forward_passes import RunnerPasses
@@ -95,7 +95,8 @@ class LookaheadRunner(_Base):
         """One for each KV cache group, where trees may branch."""
         self._recurrent = RecurrentRows() if self.model_config.is_hybrid else None
         """Set if the model has recurrent layers."""
-        self._last_step_end: float | None = None
+        self._clock = StepClock(overlaps=self.parallel_config.pipeline_parallel_size > 1)
+        """Ticks when a step ends."""
         self._started: set[str] = set()
         """The requests that start in the current step."""
         self._could_draft = False
@@ -141,6 +142,7 @@ class LookaheadRunner(_Base):
     # ---- recall and place ------------------------------------------------------------------------
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        self._clock.pause(messages.pause_before(scheduler_output))
         self._started = {request.req_id for request in scheduler_output.scheduled_new_reqs}
         for request in scheduler_output.scheduled_new_reqs:
             if request.req_id in self.requests:
@@ -471,17 +473,11 @@ class LookaheadRunner(_Base):
         return self.drafter.follow(request_id, prompt, request.sampling_params)  # type: ignore[arg-type]
 
     def _observe_step(self, scheduler_output: SchedulerOutput) -> None:
-        """Measure the time since the end of the last step, unless the engine may have been idle."""
-        now, last = time.perf_counter(), self._last_step_end
-        self._last_step_end = now
+        """Measure the time since the end of the last step, unless a new request came between."""
+        elapsed = self._clock.tick()
         work, self._work = self._work, None
-        if last is None or scheduler_output.scheduled_new_reqs:
-            return
-        recorder = self.drafter.recorder
-        recorder.count_step(now - last)
-        cost = self.drafter.proposer.cost
-        if work is not None and cost is not None:
-            recorder.report.costs.append((cost.observe(work, now - last), now - last))
+        if elapsed is not None and not scheduler_output.scheduled_new_reqs:
+            self.drafter.observe_step(work, elapsed)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -28,6 +27,7 @@ from lookahead_vllm.engine.messages import DraftsToVerify, LateReport
 from lookahead_vllm.engine.worker import branching
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
+from lookahead_vllm.engine.worker.step_clock import StepClock
 from lookahead_vllm.engine.worker.step_cost import CapturedTokens, begin_to_draft
 from lookahead_vllm.engine.worker.v2 import late_drafts
 from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
@@ -102,9 +102,10 @@ class LookaheadRunner(_Base):
         """The batch of this step."""
         self._work: StepWork | None = None
         """What the time of this step depends on."""
-        self._last_launch: float | None = None
+        self._clock = StepClock(overlaps=True)
+        """Ticks when a step is launched."""
         self._elapsed: float | None = None
-        """Seconds from the launch of the step before to that of this one."""
+        """Seconds from the launch of the step before to that of this one; None if unknown."""
         self._movers: list[Any] = []
         """One for each KV cache group, where trees may branch."""
         self._builders: list[Any] = []
@@ -211,6 +212,7 @@ class LookaheadRunner(_Base):
 
     def gather_batch_req_state(self, scheduler_output: SchedulerOutput, dummy_run: bool) -> Any:
         if not dummy_run:
+            self._clock.pause(messages.pause_before(scheduler_output))
             scheduler_output = self._scheduled = self._fill_slots(scheduler_output)
         return super().gather_batch_req_state(scheduler_output, dummy_run)
 
@@ -305,8 +307,7 @@ class LookaheadRunner(_Base):
         tables, slots = super().prepare_attn(input_batch)  # slots follow linear positions
         self._step, self.rejection_sampler.rows = self._place(input_batch, slots)
         self._set_trees(self._step)
-        now, last = time.perf_counter(), self._last_launch
-        self._last_launch, self._elapsed = now, None if last is None else now - last
+        self._elapsed = self._clock.tick()
         return tables, slots
 
     def prepare_dummy_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
@@ -393,15 +394,12 @@ class LookaheadRunner(_Base):
     def _measure(self) -> None:
         """Measure the last step: the time from its launch to this one.
 
-        Before the step of a new request, the engine may have been idle.
+        A step that is followed by the step of a new request is not measured.
         """
         elapsed, work, self._work = self._elapsed, self._work, None
         drafter, batch = self.drafter, self._batch
         if elapsed is not None and work is not None and not self._scheduled.scheduled_new_reqs:
-            drafter.recorder.count_step(elapsed)
-            cost = drafter.proposer.cost
-            if cost is not None:
-                drafter.recorder.report.costs.append((cost.observe(work, elapsed), elapsed))
+            drafter.observe_step(work, elapsed)
         if not batch.has_prefill:
             computed = self._late.num_computed(batch.req_ids)
             self._work = self._step.work(batch.num_scheduled_tokens, computed)
