@@ -82,8 +82,8 @@ _FLAGS = {
 def requests_lookahead(args: Any) -> bool:
     """Whether these engine arguments, of any release of vLLM, request lookahead."""
     given = _parsed(getattr(args, "speculative_config", None))
-    names = [getattr(args, name, None) for name in ("spec_method", "spec_model")]
-    names.append(getattr(args, "speculative_model", None))
+    fields_of_args = ("spec_method", "spec_model", "speculative_model")
+    names = [getattr(args, name, None) for name in fields_of_args]
     names.extend(given.values() if isinstance(given, Mapping) else [given])
     return any(_is_lookahead(name) or _is_class(name) for name in names)
 

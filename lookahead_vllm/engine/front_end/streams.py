@@ -78,7 +78,7 @@ def collecting_tokens(original: type) -> type:
     For a stream that is parsed, this one keeps them apart.
     """
 
-    class TokenCollector(original):  # type: ignore[valid-type, misc]
+    class TokenCollector(original):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.is_parsed = self.aggregate and _is_parsed.get()
