@@ -37,6 +37,10 @@ class RequestRows:
             self._free.append(row)
         return row
 
+    def row_of(self, request_id: str) -> int:
+        """The row of a request; KeyError for an unknown one."""
+        return self._rows[request_id]
+
     def rows_of(self, request_ids: Iterable[str]) -> Int64s:
         """The row of each request, int64 [t]; KeyError for an unknown one."""
         return np.array([self._rows[i] for i in request_ids], np.int64)

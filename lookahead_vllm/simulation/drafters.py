@@ -20,6 +20,8 @@ from lookahead_vllm.simulation.rivals import (
     PromptLookup,
     PromptLookupOptions,
     Suffix,
+    SuffixAutomaton,
+    SuffixAutomatonOptions,
     SuffixOptions,
 )
 from lookahead_vllm.simulation.traces import Int32s
@@ -126,6 +128,11 @@ RIVALS = {
     "prompt_lookup": Rival(
         PromptLookupOptions, PromptLookup, "vLLM's `ngram`, with the lengths of scripts/bench.py"
     ),
+    "suffix_automaton": Rival(
+        SuffixAutomatonOptions,
+        SuffixAutomaton,
+        "TensorRT-LLM's suffix automata, with a pool of 1024 requests",
+    ),
     "suffix": Rival(
         SuffixOptions, Suffix, "arctic-inference's chains, vLLM's defaults (brings suffix_tree)"
     ),
@@ -138,7 +145,7 @@ RIVALS = {
 
 GROUPS = {
     "suffix": ["suffix", "suffix_tree"],
-    "suffix_sweep": [name for name in RIVALS if name.startswith("suffix")],
+    "suffix_sweep": [name for name in RIVALS if RIVALS[name].drafter is Suffix],
 }
 """Names that stand for several drafters."""
 

@@ -18,7 +18,7 @@ from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.simulation import heap
 from lookahead_vllm.simulation.drafters import GROUPS, RIVALS, Lookahead, choose_drafters
 from lookahead_vllm.simulation.replay import play, simulate
-from lookahead_vllm.simulation.rivals import look_up
+from lookahead_vllm.simulation.rivals import SuffixAutomaton, SuffixAutomatonOptions, look_up
 from lookahead_vllm.simulation.traces import Trace, TraceFile
 
 
@@ -58,6 +58,40 @@ def test_prompt_lookup_copies_from_the_requests_own_text_alone() -> None:
     played = play(make(4, None), copied, "r", 4)
     assert played.nodes == [0, 4, 0] and played.tokens == 7  # 6; 7 8 9 1 2; 3
     assert simulate(lambda: make(4, None), 4, [file_of(other)], ["replay"])["replay"]["edl"] == 1
+
+
+@pytest.mark.parametrize("latest", [False, True])
+def test_a_suffix_automaton_follows_the_longest_match_its_own_texts_first(latest: bool) -> None:
+    rng = random.Random(0)
+    drafter = SuffixAutomaton(SuffixAutomatonOptions(pool=3, longest=5, latest=latest))
+    ended: list[list[int]] = []
+    found = {"own": 0, "pool": 0}
+
+    def longest_match(texts: list[list[int]], end_of: list[int]) -> tuple[int, list[int]]:
+        for length in range(min(5, len(end_of)), 0, -1):
+            followed = [
+                text[end:]
+                for text in texts
+                for end in range(length, len(text) + (text is not end_of))
+                if text[end - length : end] == end_of[-length:]
+            ]
+            if followed:
+                return length, followed[-1 if latest else 0][:6]
+        return 0, []
+
+    for i in range(300):
+        text = [rng.randrange(4) for _ in range(rng.randrange(1, 20))]
+        drafter.start(str(i), np.array(text, np.int32))
+        drafter.extend(str(i), [1])
+        text.append(1)
+        draft = drafter.propose(DraftLimits(str(i), 6, 6), np.array(text, np.int32)).tolist()
+        own, pool = longest_match([text], text), longest_match(ended, text)
+        source = "own" if own[0] >= pool[0] else "pool"
+        found[source] += 1
+        assert draft == (own if source == "own" else pool)[1]
+        drafter.finish(str(i))
+        ended = [*ended, text][-3:]
+    assert min(found.values()) > 50
 
 
 def test_suffix_is_vllms_chain_and_suffix_tree_a_tree() -> None:

@@ -11,17 +11,19 @@ import numpy as np
 from lookahead_vllm.draft.trie import acceptance_rate as learned
 from lookahead_vllm.draft.trie.candidates import MAX_CANDIDATES
 from lookahead_vllm.draft.trie.growth import MIN_CANDIDATES, MIN_PROBABILITY, MIN_SPARSE_PROBABILITY
-from lookahead_vllm.draft.trie.suffix import NUM_SPARSE, ORDERS
+from lookahead_vllm.draft.trie.suffix import NUM_CONTIGUOUS, NUM_SPARSE, NUM_SUFFIXES, ORDERS, WHOLE
 
-SUFFIXES = range(len(ORDERS) + NUM_SPARSE)
+SUFFIXES = range(NUM_SUFFIXES)
 
 
 def context(text, suffix):
     """The tokens of a suffix; None stands for positions before the beginning."""
+    if suffix == WHOLE:  # prompts are shorter than PROMPT_END
+        return suffix, tuple(text)
     if suffix < len(ORDERS):
         length = ORDERS[suffix]
     else:
-        length, text = suffix - len(ORDERS) + 1, text[:-1]
+        length, text = suffix - NUM_CONTIGUOUS + 1, text[:-1]
     return suffix, tuple(([None] * length + list(text))[-length:])
 
 
@@ -64,7 +66,7 @@ def coarse(kind):
     if kind is None:
         return None
     suffix, share, gap, _ = kind
-    return min(suffix, 4), PARTS[share], gap
+    return 5 if suffix == WHOLE else min(suffix, 4), PARTS[share], gap
 
 
 class ProposerModel:
@@ -84,11 +86,15 @@ class ProposerModel:
                 found[token] = [None, None, None, 0, 0]
             return found.get(token)
 
-        for source, space in enumerate(spaces):
+        order = [0, 1, 2]
+        if spaces[1] is not None and self.trie.followers(spaces[1], text, WHOLE):
+            order = [1, 0, 2]
+        for source in order:
+            space = spaces[source]
             if space is None:
                 continue
             stage = 0
-            for suffix in reversed(range(len(ORDERS))):
+            for suffix in reversed(range(WHOLE if source == 0 else NUM_CONTIGUOUS)):
                 followers = self.trie.followers(space, text, suffix)
                 if not followers or (stage >= 2 and suffix > 1):
                     continue
@@ -101,7 +107,7 @@ class ProposerModel:
                         row[source] = (suffix, share, min(stage, 2), min(rank, 1))
                 stage += 1
             for skipped in range(NUM_SPARSE) if source < 2 and sparse else ():
-                followers = self.trie.followers(space, text, len(ORDERS) + skipped)
+                followers = self.trie.followers(space, text, NUM_CONTIGUOUS + skipped)
                 total = sum(count for _, count in followers)
                 for token, count in followers:
                     row = place(token)
@@ -119,6 +125,8 @@ class ProposerModel:
 
     def estimate(self, token, row, weights):
         first = [math.log(r / (1 - r)) for r in (0.15, 0.15, learned.REFERENCE_RATE)]
+        if row[1] and row[1][0] == WHOLE and row[1][1] >= 5:
+            first[1] = math.log(learned.REPEAT_RATE / (1 - learned.REPEAT_RATE))
         keys = [(source, row[source]) for source in range(3)]
         inputs = [self.rate(key, guess) for key, guess in zip(keys, first, strict=True)]
         if row[2] is None:
@@ -176,11 +184,15 @@ class ProposerModel:
                 )
                 weights = self.weights[spaces[2] is not None, longest[0], longest[1]]
                 probs = {t: self.estimate(t, row, weights)[0] for t, row in found.items()}
-                scale = prob / max(1.0, sum(probs.values()))
+                total = sum(probs.values())
+                if total > 1 and longest[1] == WHOLE + 1:
+                    best = max(probs, key=probs.__getitem__)
+                    scale = (1 - probs[best]) / (total - probs[best])
+                    probs = {t: p if t == best else p * scale for t, p in probs.items()}
+                elif total > 1:
+                    probs = {t: p / total for t, p in probs.items()}
                 buds += [
-                    (p * scale, (*path, t))
-                    for t, p in probs.items()
-                    if p * scale >= MIN_PROBABILITY
+                    (p * prob, (*path, t)) for t, p in probs.items() if p * prob >= MIN_PROBABILITY
                 ]
             if not buds:
                 break

@@ -33,7 +33,7 @@ from lookahead_vllm import __version__
 from lookahead_vllm.draft.trie.table import spaces_of
 
 MAGIC = b"LAHCACHE"
-VERSION = 4
+VERSION = 5
 """The version of the format. Raise it when hashes, columns or kinds of evidence change."""
 
 CHUNK_BYTES = 1 << 20

@@ -31,13 +31,14 @@ from lookahead_vllm.draft.trie.candidates import (
     NUM_KINDS,
     NUM_SOURCES,
     NUM_SPARSE_KINDS,
+    REPEAT_KINDS,
     SPARSE_ANSWERS,
     SPARSE_OWN,
     TOKEN,
 )
 from lookahead_vllm.draft.trie.priors import Priors
 from lookahead_vllm.draft.trie.recycling import NUM_CHOICE_KINDS, NUM_LENGTHS, initial_rates
-from lookahead_vllm.draft.trie.suffix import ORDERS
+from lookahead_vllm.draft.trie.suffix import NUM_CONTIGUOUS
 from lookahead_vllm.draft.trie.table import NO_SPACE
 
 Float32s = NDArray[np.float32]
@@ -49,6 +50,7 @@ _float = np.float32  # all arithmetic is in single precision
 
 PRIOR_RATE, PRIOR_TRIALS = 0.15, _float(4)  # a rate's initial value, and the trials it counts for
 REFERENCE_RATE = 0.7  # a reference's initial rate: the answer is likely to copy it
+REPEAT_RATE = 0.95  # the initial rate of the only token that followed the whole answer
 BASE_LOG_ODDS = _float(math.log(0.12 / 0.88))  # any candidate's log odds; subtracted in `_sum`
 NARROW_TRIALS = _float(2)  # prior trials of a rate that starts from the value of a wider one
 MEMORY_TRIALS = _float(400)  # beyond this many trials of a rate, all its trials are halved
@@ -60,6 +62,9 @@ MIN_LEARNED_PROBABILITY = 0.005  # less likely candidates are not learned from, 
 _LEVELS = 16  # the number of classes of log odds, each with a rate of its own
 
 _ONE = _float(1)
+_LOG2_E, _LN_2 = _float(math.log2(math.e)), _float(math.log(2))
+_TAYLOR = tuple(_float(1 / math.factorial(i)) for i in range(6))
+_MAX_POWER = _float(30)  # e to this power, plus 1, is itself in single precision
 _MIN_SHARE, _MAX_SHARE = _float(0.0005), _float(0.999)  # bounds of the share of hits in trials
 _MIN_SUM, _MAX_SUM = _float(-5.8), _float(3.5)  # bounds of the sum of two sources' log odds
 
@@ -84,7 +89,7 @@ _STARTS = np.cumsum(
         NUM_CHOICE_KINDS * _LEVELS,
     ]
 )
-_SETS = len(ORDERS) + 1
+_SETS = NUM_CONTIGUOUS + 1
 _CHOICE_SETS = NUM_LENGTHS + 1
 
 
@@ -97,15 +102,6 @@ class RateArrays(NamedTuple):
     rates: Float32s
     trials: Float32s
     weights: Float32s
-
-
-class MixerInputs(NamedTuple):
-    """The inputs of the mixer for one candidate, as arrays that are reused for every candidate."""
-
-    indices: Int32s
-    """int32 [NUM_INPUTS]: the index of each input's rate; not used for the constant."""
-    log_odds: Float32s
-    """float32 [NUM_INPUTS]"""
 
 
 class AcceptanceRate:
@@ -134,6 +130,9 @@ class AcceptanceRate:
             kinds = slice(_STARTS[source], _STARTS[source + 1])
             self.rates[kinds] = math.log(rate / (1 - rate))
             self.trials[kinds] = rate * PRIOR_TRIALS, PRIOR_TRIALS
+        repeats = _STARTS[ANSWERS] + REPEAT_KINDS
+        self.rates[repeats] = math.log(REPEAT_RATE / (1 - REPEAT_RATE))
+        self.trials[repeats, HITS] = REPEAT_RATE * PRIOR_TRIALS
         if learned is not None:
             shares = learned.shares.clip(_MIN_SHARE, _MAX_SHARE)
             self.rates[learned.indices] = np.log(shares / (1 - shares))
@@ -158,7 +157,16 @@ class AcceptanceRate:
 
 @kernel
 def _sigmoid(log_odds: np.float32) -> np.float32:
-    return _ONE / (_ONE + math.exp(-log_odds))
+    """1 / (1 + exp(-log_odds)) within 1e-6; the library's exp takes longer."""
+    # exp(x) is 2 to the power of a whole number times a polynomial of the rest.
+    power = min(max(-log_odds, -_MAX_POWER), _MAX_POWER) * _LOG2_E
+    whole = np.int32(math.floor(power + _float(0.5)))
+    rest = (power - _float(whole)) * _LN_2
+    exp = _TAYLOR[5]
+    for i in range(4, -1, -1):
+        exp = _TAYLOR[i] + rest * exp
+    shift = _float(np.int64(1) << abs(whole))
+    return _ONE / (_ONE + (exp * shift if whole >= 0 else exp / shift))
 
 
 @kernel
@@ -173,51 +181,71 @@ def weight_set(longest: Int32s, spaces: Int32s) -> int:
 
 
 @kernel
-def new_mixer_inputs() -> MixerInputs:
-    """The arrays for `estimate` and `learn_token`."""
-    return MixerInputs(np.empty(NUM_INPUTS, np.int32), np.empty(NUM_INPUTS, np.float32))
+def estimate(evidence: Int32s, i: int, learned: RateArrays, weights: int) -> np.float32:
+    """The probability that the model's next token is candidate `i`, a row of `evidence`.
+
+    `weights` is the text's set of weights.
+    """
+    return _mix(_read(evidence, i, learned.rates)[1], learned.weights[weights])
 
 
 @kernel
-def estimate(
-    evidence: Int32s, i: int, learned: RateArrays, weights: int, inputs: MixerInputs
-) -> np.float32:
-    """The probability that the model's next token is candidate `i`, a row of `evidence`.
+def _read(
+    evidence: Int32s, i: int, rates: Float32s
+) -> tuple[tuple[int, ...], tuple[np.float32, ...]]:
+    """The index of the rate and the log odds of each input of the mixer for candidate `i`.
 
-    `weights` is the text's set of weights. Fills `inputs`.
+    Tuples, because the compiler leaves out what a caller does not use.
     """
-    rates, indices, log_odds = learned.rates, inputs.indices, inputs.log_odds
     own, answers, reference = evidence[i, OWN], evidence[i, ANSWERS], evidence[i, REFERENCE]
-    indices[OWN] = _STARTS[OWN] + own
-    indices[ANSWERS] = _STARTS[ANSWERS] + answers
-    indices[REFERENCE] = _STARTS[REFERENCE] + reference
-    own_odds = rates[indices[OWN]]
-    answers_odds = rates[indices[ANSWERS]]
-    reference_odds = rates[indices[REFERENCE]] if reference else _float(0)
-    # Both sources together; before the first trial of the pair, the sum of their log odds.
-    indices[_PAIR] = _STARTS[_PAIR] + COARSE_KINDS[own] * NUM_COARSE_KINDS + COARSE_KINDS[answers]
-    pair = _learned_or(rates, indices[_PAIR], _sum(own_odds, answers_odds))
-    level = min(max(np.int32(pair + 8), 0), _LEVELS - 1)
-    indices[_LEVEL] = _STARTS[_LEVEL] + level
-    sparse = evidence[i, SPARSE_OWN] * NUM_SPARSE_KINDS + evidence[i, SPARSE_ANSWERS]
-    indices[_SPARSE] = _STARTS[_SPARSE] + sparse * _LEVELS + level
     choice = evidence[i, CHOSEN]
-    indices[_CHOICE] = _STARTS[_CHOICE] + choice
-    indices[_CHOICE_LEVEL] = _STARTS[_CHOICE_LEVEL] + choice * _LEVELS + level
-    log_odds[_CHOICE] = rates[indices[_CHOICE]] if choice else _float(0)
-    log_odds[_CHOICE_LEVEL] = (
-        _learned_or(rates, indices[_CHOICE_LEVEL], log_odds[_CHOICE]) if choice else _float(0)
+    own_at, answers_at = _STARTS[OWN] + own, _STARTS[ANSWERS] + answers
+    own_odds, answers_odds = rates[own_at], rates[answers_at]
+    reference_at = _STARTS[REFERENCE] + reference
+    reference_odds = rates[reference_at] if reference else _float(0)
+    # Both sources together; before the first trial of the pair, the sum of their log odds.
+    pair_at = _STARTS[_PAIR] + COARSE_KINDS[own] * NUM_COARSE_KINDS + COARSE_KINDS[answers]
+    pair = _learned_or(rates, pair_at, _sum(own_odds, answers_odds))
+    level = min(max(np.int32(pair + 8), 0), _LEVELS - 1)
+    level_at = _STARTS[_LEVEL] + level
+    sparse = evidence[i, SPARSE_OWN] * NUM_SPARSE_KINDS + evidence[i, SPARSE_ANSWERS]
+    sparse_at = _STARTS[_SPARSE] + sparse * _LEVELS + level
+    choice_at = _STARTS[_CHOICE] + choice
+    choice_level_at = _STARTS[_CHOICE_LEVEL] + choice * _LEVELS + level
+    choice_odds = choice_level_odds = _float(0)
+    if choice:
+        choice_odds = rates[choice_at]
+        choice_level_odds = _learned_or(rates, choice_level_at, choice_odds)
+    return (
+        (
+            own_at,
+            answers_at,
+            reference_at,
+            pair_at,
+            level_at,
+            sparse_at,
+            choice_at,
+            choice_level_at,
+        ),
+        (
+            own_odds,
+            answers_odds,
+            reference_odds,
+            pair,
+            _learned_or(rates, level_at, pair),
+            _learned_or(rates, sparse_at, pair),
+            choice_odds,
+            choice_level_odds,
+            _BIAS_INPUT,
+        ),
     )
-    log_odds[OWN] = own_odds
-    log_odds[ANSWERS] = answers_odds
-    log_odds[REFERENCE] = reference_odds
-    log_odds[_PAIR] = pair
-    log_odds[_LEVEL] = _learned_or(rates, indices[_LEVEL], pair)
-    log_odds[_SPARSE] = _learned_or(rates, indices[_SPARSE], pair)
-    log_odds[_BIAS] = _BIAS_INPUT
+
+
+@kernel
+def _mix(log_odds: tuple[np.float32, ...], weights: Float32s) -> np.float32:
     total = _float(0)
     for j in range(NUM_INPUTS):
-        total += learned.weights[weights, j] * log_odds[j]
+        total += weights[j] * log_odds[j]
     return min(max(_sigmoid(total), MIN_ESTIMATE), MAX_ESTIMATE)
 
 
@@ -254,21 +282,14 @@ def _record(
 
 
 @kernel
-def learn_token(
-    evidence: Int32s,
-    size: int,
-    token: int,
-    learned: RateArrays,
-    weights: int,
-    inputs: MixerInputs,
-) -> None:
+def learn_token(evidence: Int32s, size: int, token: int, learned: RateArrays, weights: int) -> None:
     """The model emitted `token`: record a trial for each of the `size` candidates in its place.
 
-    `weights` is the text's set of weights; `inputs` is overwritten.
+    `weights` is the text's set of weights.
     """
-    indices, log_odds = inputs.indices, inputs.log_odds
     for i in range(size):
-        prob = estimate(evidence, i, learned, weights, inputs)
+        indices, log_odds = _read(evidence, i, learned.rates)
+        prob = _mix(log_odds, learned.weights[weights])
         if prob < MIN_LEARNED_PROBABILITY:
             continue
         hit = _float(evidence[i, TOKEN] == token)

@@ -10,8 +10,15 @@ from typing import NamedTuple
 import numpy as np
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
-from lookahead_vllm.draft.sources import REFERENCE
-from lookahead_vllm.draft.trie.suffix import NUM_SPARSE, NUM_SUFFIXES, ORDERS, Hashes
+from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
+from lookahead_vllm.draft.trie.suffix import (
+    NUM_CONTIGUOUS,
+    NUM_SPARSE,
+    NUM_SUFFIXES,
+    ORDERS,
+    WHOLE,
+    Hashes,
+)
 from lookahead_vllm.draft.trie.table import (
     COUNT_SHIFT,
     KEY,
@@ -44,9 +51,11 @@ _STAGES = 2  # suffixes, longest first, that are read in addition to the two sho
 _SHARES, _GAPS, _RANKS = 9, 3, 2
 _SPARSE_SHARES = 6
 
-NUM_KINDS = 1 + len(ORDERS) * _SHARES * _GAPS * _RANKS
+NUM_KINDS = 1 + NUM_CONTIGUOUS * _SHARES * _GAPS * _RANKS
 """Kinds of evidence in one source; 0 is no evidence."""
-NUM_COARSE_KINDS = 1 + 5 * 5 * _GAPS
+_COARSE_LENGTHS = (1, 2, 3, 5)  # at most, in tokens; then longer ones, then the whole answer
+_NUM_COARSE_LENGTHS = len(_COARSE_LENGTHS) + 2
+NUM_COARSE_KINDS = 1 + _NUM_COARSE_LENGTHS * 5 * _GAPS
 NUM_SPARSE_KINDS = _SPARSE_SHARES**NUM_SPARSE
 
 
@@ -71,7 +80,8 @@ def new_candidates() -> Candidates:
     return Candidates(
         np.empty((MAX_CANDIDATES, NUM_COLUMNS), np.int32),
         np.zeros(NUM_SPACES, np.int32),
-        np.empty((3, NUM_SOURCES, NUM_SUFFIXES), np.int64),
+        # Zeros, because the request's own text has no MATCHES of WHOLE.
+        np.zeros((3, NUM_SOURCES, NUM_SUFFIXES), np.int64),
     )
 
 
@@ -95,17 +105,20 @@ def _kind(suffix: int, share: int, gap: int, rank: int) -> int:
 
 def _coarse_kinds() -> Int32s:
     kinds = np.zeros(NUM_KINDS, np.int32)
-    for suffix, order in enumerate(ORDERS):
+    lengths = [*np.searchsorted(_COARSE_LENGTHS, ORDERS), _NUM_COARSE_LENGTHS - 1]
+    for suffix, length in enumerate(lengths):
         for share in range(_SHARES):
             for gap in range(_GAPS):
                 for rank in range(_RANKS):
-                    length = np.searchsorted((1, 2, 3, 5), order)
                     part = (0, 0, 1, 2, 3, 3, 4, 4, 4)[share]
                     kinds[_kind.py_func(suffix, share, gap, rank)] = (
                         1 + (length * 5 + part) * _GAPS + gap
                     )
     return kinds
 
+
+REPEAT_KINDS = np.arange(_kind.py_func(WHOLE, 5, 0, 0), NUM_KINDS)[: (_SHARES - 5) * _GAPS * _RANKS]
+"""int64: the kinds of a token that alone followed the whole answer."""
 
 COARSE_KINDS = _coarse_kinds()
 """int32 [NUM_KINDS]: the coarse kind, below NUM_COARSE_KINDS, of each kind; for pairs of kinds."""
@@ -131,6 +144,8 @@ def look_up(
         if spaces[source] != NO_SPACE:
             first, lines = region_of(trie, spaces[source])
             for suffix in range(num_suffixes):
+                if source == OWN and suffix == WHOLE:
+                    continue
                 key, slot = locate(first, lines, spaces[source], hashes, suffix)
                 lookups[KEYS, source, suffix], lookups[SLOTS, source, suffix] = key, slot
     # Reads each line once in a loop that is as small as possible, so that the processor fetches
@@ -138,10 +153,14 @@ def look_up(
     for source in range(NUM_SOURCES):
         if spaces[source] != NO_SPACE:
             for suffix in range(num_suffixes):
+                if source == OWN and suffix == WHOLE:
+                    continue
                 lookups[MATCHES, source, suffix] = edges[lookups[SLOTS, source, suffix], KEY]
     for source in range(NUM_SOURCES):
         if spaces[source] != NO_SPACE:
             for suffix in range(num_suffixes):
+                if source == OWN and suffix == WHOLE:
+                    continue
                 lookups[MATCHES, source, suffix] = matches(
                     edges, lookups[KEYS, source, suffix], lookups[SLOTS, source, suffix]
                 )
@@ -183,6 +202,8 @@ def find_candidates(
 ) -> int:
     """Collect what followed the longest suffix, the next one, the shortest and the sparse ones.
 
+    The request's own text comes first, unless an answer to the same prompt begins alike.
+
     Parameters
     ----------
     spaces : int32 [NUM_SPACES]
@@ -201,12 +222,16 @@ def find_candidates(
     """
     evidence, longest, lookups = candidates.evidence, candidates.longest, candidates.lookups
     size = 0
-    for source in range(NUM_SOURCES):
+    repeats = spaces[ANSWERS] != NO_SPACE and lookups[MATCHES, ANSWERS, WHOLE] != 0
+    for turn in range(NUM_SOURCES):
+        source = turn
+        if repeats and turn != REFERENCE:
+            source = ANSWERS if turn == OWN else OWN
         longest[source] = 0
         if spaces[source] == NO_SPACE:
             continue
         stage = 0
-        for suffix in range(len(ORDERS) - 1, -1, -1):
+        for suffix in range(NUM_CONTIGUOUS - 1, -1, -1):
             matching = lookups[MATCHES, source, suffix]
             if matching == 0 or (stage >= _STAGES and suffix > 1):
                 continue
@@ -233,9 +258,9 @@ def find_candidates(
         if source == REFERENCE:
             continue
         weight = 1
-        for sparse in range(num_suffixes - len(ORDERS)):
-            matching = lookups[MATCHES, source, len(ORDERS) + sparse]
-            slot = lookups[SLOTS, source, len(ORDERS) + sparse]
+        for sparse in range(num_suffixes - NUM_CONTIGUOUS):
+            matching = lookups[MATCHES, source, NUM_CONTIGUOUS + sparse]
+            slot = lookups[SLOTS, source, NUM_CONTIGUOUS + sparse]
             total = _total(edges, slot, matching)
             while matching:
                 if matching & 1:

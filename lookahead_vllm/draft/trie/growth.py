@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.sources import ANSWERS, OWN, RECYCLED, REFERENCE, WINDOW
 from lookahead_vllm.draft.trie.acceptance_rate import (
+    MAX_ESTIMATE,
     Float32s,
-    MixerInputs,
     RateArrays,
     estimate,
-    new_mixer_inputs,
     weight_set,
 )
 from lookahead_vllm.draft.trie.candidates import (
@@ -32,7 +31,14 @@ from lookahead_vllm.draft.trie.candidates import (
     new_candidates,
 )
 from lookahead_vllm.draft.trie.recycling import find_choices, is_from_cell
-from lookahead_vllm.draft.trie.suffix import NUM_HASHES, NUM_SUFFIXES, ORDERS, Hashes, advance
+from lookahead_vllm.draft.trie.suffix import (
+    NUM_CONTIGUOUS,
+    NUM_HASHES,
+    NUM_SUFFIXES,
+    WHOLE,
+    Hashes,
+    advance,
+)
 from lookahead_vllm.draft.trie.table import TrieArrays
 
 MIN_PROBABILITY = 0.001  # nodes less likely than this are never drafted
@@ -55,13 +61,17 @@ class Texts(NamedTuple):
     """int32 [capacity, NUM_SPACES]: of the trie and of the model's choices."""
 
 
-class TreeLimits(NamedTuple):
-    """How large the trees may be and where they may branch."""
+# Columns of the trees to grow, int64 [t, 4]: the row of the text, the most nodes, the most levels,
+# and whether the tree may branch.
+ROW, NODES, DEPTH, MAY_BRANCH = range(4)
 
-    max_nodes: Int64s
-    """int64 [t], as the next two."""
-    max_depths: Int64s
-    branching: Int64s
+
+class TreeLimits(NamedTuple):
+    """How large any tree may be and where it may branch."""
+
+    max_nodes: int
+    max_depth: int
+    branching: int
     """SINGLE, PARALLEL or HIERARCHICAL."""
     min_prob: float
     """Nodes less likely than this are left out."""
@@ -79,43 +89,53 @@ class Nodes(NamedTuple):
 
 
 @kernel
+def bounds_of(tree: Int64s, limits: TreeLimits) -> tuple[int, int, int]:
+    """The max_nodes, max_depth and branching of one tree."""
+    max_nodes = max(min(tree[NODES], limits.max_nodes), 0)
+    max_depth = max(min(tree[DEPTH], limits.max_depth), 0)
+    return max_nodes, max_depth, limits.branching if tree[MAY_BRANCH] else SINGLE
+
+
+@kernel
 def grow_all(
     trie: TrieArrays,
     lines: Int32s,
     texts: Texts,
-    rows: Int64s,
+    trees: Int64s,
     learned: RateArrays,
     limits: TreeLimits,
 ) -> tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]:
-    """Grow a tree for each of the texts `rows` int64 [t]; returns the fields of a DraftForest.
+    """Grow the `trees` int64 [t, 4]; returns the fields of a DraftForest.
 
     `lines` are those of `recycling.py`; there may be none.
     """
     trie, texts, learned = TrieArrays(*trie), Texts(*texts), RateArrays(*learned)
     limits = TreeLimits(*limits)
-    max_nodes = limits.max_nodes
-    capacity = max_nodes.sum()
+    capacity, largest = 0, 0
+    for i in range(len(trees)):
+        max_nodes = bounds_of(trees[i], limits)[0]
+        capacity, largest = capacity + max_nodes, max(largest, max_nodes)
     fields = np.empty((3, capacity), np.int32)
     probs, sources = np.empty(capacity, np.float32), np.empty(capacity, np.uint8)
-    firsts = np.zeros(len(rows) + 1, np.int64)
+    firsts = np.zeros(len(trees) + 1, np.int64)
     # Reused for every tree, and passed one by one: nested in a NamedTuple they cost 2 µs a step.
-    hashes = np.empty((max_nodes.max() + 1 if len(rows) else 1, NUM_HASHES), np.uint64)
-    candidates, inputs = new_candidates(), new_mixer_inputs()
+    hashes = np.empty((largest + 1, NUM_HASHES), np.uint64)
+    candidates = new_candidates()
     shares = np.empty(MAX_CANDIDATES, np.float32)
     min_prob = np.float32(max(limits.min_prob, MIN_PROBABILITY))
     size = 0
-    for i, row in enumerate(rows):
+    for i in range(len(trees)):
+        row = trees[i, ROW]
         hashes[0] = texts.hashes[row]
         size += grow(
             trie,
             lines,
             texts.spaces[row],
             learned,
-            (max_nodes[i], limits.max_depths[i], limits.branching[i]),
+            bounds_of(trees[i], limits),
             min_prob,
             hashes,
             candidates,
-            inputs,
             shares,
             Nodes(fields[:, size:], probs[size:], sources[size:]),
         )
@@ -151,7 +171,6 @@ def grow(
     min_prob: np.float32,
     hashes: Hashes,
     candidates: Candidates,
-    inputs: MixerInputs,
     shares: Float32s,
     nodes: Nodes,
 ) -> int:
@@ -170,10 +189,12 @@ def grow(
     size, num_buds = 0, 0
     here, depth, prob = -1, 0, np.float32(1.0)
     while size < max_nodes:
-        if depth < max_depth:
+        # No child of the likeliest node may be likelier than the last of all places.
+        is_full = size + num_buds >= max_nodes
+        if depth < max_depth and not (is_full and prob * MAX_ESTIMATE <= probs[max_nodes - 1]):
             # Only the likeliest children of an unlikely node can matter.
             max_found = MIN_CANDIDATES + np.int64((MAX_CANDIDATES - MIN_CANDIDATES) * prob)
-            num_suffixes = NUM_SUFFIXES if prob >= MIN_SPARSE_PROBABILITY else len(ORDERS)
+            num_suffixes = NUM_SUFFIXES if prob >= MIN_SPARSE_PROBABILITY else NUM_CONTIGUOUS
             look_up(trie, spaces, hashes[here + 1], candidates.lookups, num_suffixes)
             num_found = find_candidates(trie.edges, spaces, candidates, max_found, num_suffixes)
             longest[CHOICES], num_found = find_choices(
@@ -183,14 +204,20 @@ def grow(
             total = np.float32(0)
             best = 0
             for i in range(num_found):
-                shares[i] = estimate(evidence, i, learned, weights, inputs)
+                shares[i] = estimate(evidence, i, learned, weights)
                 total += shares[i]
                 if shares[i] > shares[best]:
                     best = i
-            scale = prob / max(total, np.float32(1))
+            scale = best_scale = np.float32(1)
+            if total > np.float32(1):
+                if longest[ANSWERS] == WHOLE + 1:
+                    # An answer that repeats another one is certain enough for a long branch.
+                    scale = (np.float32(1) - shares[best]) / (total - shares[best])
+                else:
+                    scale = best_scale = np.float32(1) / total
             only_best = branching == SINGLE or (branching == PARALLEL and here >= 0)
             for i in range(num_found):
-                likely = shares[i] * scale
+                likely = prob * shares[i] * (best_scale if i == best else scale)
                 if likely < min_prob or (only_best and i != best):
                     continue
                 if size + num_buds < max_nodes:

@@ -20,19 +20,22 @@ from lookahead_vllm.draft.threads import (
     wait_for_offer,
     wait_for_tasks,
 )
-from lookahead_vllm.draft.trie.acceptance_rate import (
-    Float32s,
-    MixerInputs,
-    RateArrays,
-    new_mixer_inputs,
-)
+from lookahead_vllm.draft.trie.acceptance_rate import Float32s, RateArrays
 from lookahead_vllm.draft.trie.candidates import (
     MAX_CANDIDATES,
     NUM_SPACES,
     Candidates,
     new_candidates,
 )
-from lookahead_vllm.draft.trie.growth import MIN_PROBABILITY, Nodes, Texts, TreeLimits, grow
+from lookahead_vllm.draft.trie.growth import (
+    MIN_PROBABILITY,
+    ROW,
+    Nodes,
+    Texts,
+    TreeLimits,
+    bounds_of,
+    grow,
+)
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES, Hashes
 from lookahead_vllm.draft.trie.table import TrieArrays
 
@@ -90,12 +93,12 @@ class GrowthThreads:
         self._start(_INITIAL_CAPACITY)
 
     def grow_all(
-        self, texts: tuple[Any, ...], rows: Int64s, limits: tuple[Any, ...]
+        self, texts: tuple[Any, ...], trees: Int64s, limits: tuple[Any, ...]
     ) -> tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]:
-        """Grow a tree for each of the texts `rows`, at least one; see `growth.grow_all`."""
-        if len(rows) > len(self._trees.sizes):
+        """Grow at least one tree; see `growth.grow_all`."""
+        if len(trees) > len(self._trees.sizes):
             self._helpers.stop()
-            self._start(2 * len(rows))
+            self._start(2 * len(trees))
         forest: tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]
         forest = _grow_together(
             *self._read,
@@ -103,7 +106,7 @@ class GrowthThreads:
             self._helpers.shared,
             self._helpers.count,
             texts,
-            rows,
+            trees,
             limits,
         )
         return forest
@@ -131,10 +134,10 @@ def _help(
     trie, learned, trees = TrieArrays(*trie), RateArrays(*learned), _Trees(*trees)
     # Nothing is allocated later: a thread that has taken a tree must not fail.
     hashes = np.empty((trees.probs.shape[1] + 1, NUM_HASHES), np.uint64)
-    candidates, inputs = new_candidates(), new_mixer_inputs()
+    candidates = new_candidates()
     shares = np.empty(MAX_CANDIDATES, np.float32)
     while wait_for_offer(shared):
-        _grow_some(trie, lines, learned, trees, shared, hashes, candidates, inputs, shares)
+        _grow_some(trie, lines, learned, trees, shared, hashes, candidates, shares)
 
 
 @kernel
@@ -146,7 +149,6 @@ def _grow_some(
     shared: Int64s,
     hashes: Hashes,
     candidates: Candidates,
-    inputs: MixerInputs,
     shares: Float32s,
 ) -> None:
     """Grow trees until all are taken. The last four arguments are the thread's own memory."""
@@ -162,7 +164,6 @@ def _grow_some(
             trees.min_prob[0],
             hashes,
             candidates,
-            inputs,
             shares,
             Nodes(trees.fields[i], trees.probs[i], trees.sources[i]),
         )
@@ -179,25 +180,26 @@ def _grow_together(
     shared: Int64s,
     num_helpers: int,
     texts: Texts,
-    rows: Int64s,
+    wanted: Int64s,
     limits: TreeLimits,
 ) -> tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]:
     """Grow all trees together with the helpers; returns the fields of a DraftForest."""
     trie, learned, trees = TrieArrays(*trie), RateArrays(*learned), _Trees(*trees)
     texts, limits = Texts(*texts), TreeLimits(*limits)
-    num_trees = len(rows)
-    for i, row in enumerate(rows):
-        trees.hashes[i] = texts.hashes[row]
-        trees.spaces[i] = texts.spaces[row]
-        trees.limits[i, 0] = limits.max_nodes[i]
-        trees.limits[i, 1] = limits.max_depths[i]
-        trees.limits[i, 2] = limits.branching[i]
+    num_trees = len(wanted)
+    for i in range(num_trees):
+        trees.hashes[i] = texts.hashes[wanted[i, ROW]]
+        trees.spaces[i] = texts.spaces[wanted[i, ROW]]
+        max_nodes, max_depth, branching = bounds_of(wanted[i], limits)
+        trees.limits[i, 0] = max_nodes
+        trees.limits[i, 1] = max_depth
+        trees.limits[i, 2] = branching
     trees.min_prob[0] = max(limits.min_prob, MIN_PROBABILITY)
     hashes = np.empty((trees.probs.shape[1] + 1, NUM_HASHES), np.uint64)
-    candidates, inputs = new_candidates(), new_mixer_inputs()
+    candidates = new_candidates()
     shares = np.empty(MAX_CANDIDATES, np.float32)
     offer_tasks(shared, num_trees, min(num_helpers, num_trees - 1))
-    _grow_some(trie, lines, learned, trees, shared, hashes, candidates, inputs, shares)
+    _grow_some(trie, lines, learned, trees, shared, hashes, candidates, shares)
     wait_for_tasks(shared)
     firsts = np.zeros(num_trees + 1, np.int64)
     for i in range(num_trees):

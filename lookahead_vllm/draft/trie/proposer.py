@@ -27,7 +27,6 @@ from lookahead_vllm.draft.trie.acceptance_rate import (
     AcceptanceRate,
     RateArrays,
     learn_token,
-    new_mixer_inputs,
     weight_set,
 )
 from lookahead_vllm.draft.trie.candidates import (
@@ -42,6 +41,7 @@ from lookahead_vllm.draft.trie.candidates import (
 )
 from lookahead_vllm.draft.trie.growth import (
     HIERARCHICAL,
+    NODES,
     PARALLEL,
     SINGLE,
     Texts,
@@ -55,6 +55,8 @@ from lookahead_vllm.draft.trie.suffix import (
     NUM_SPARSE,
     NUM_SUFFIXES,
     ORDERS,
+    PROMPT_END,
+    WHOLE,
     Hashes,
     advance,
     empty_hashes,
@@ -76,7 +78,7 @@ more, only every second token counts, or every third, and so on."""
 EXPECTED_ANSWER_TOKENS = 2048
 """A private space has slots for twice as many tokens; after that, its oldest edges are replaced."""
 
-SUFFIXES = [*ORDERS, -NUM_SPARSE]
+SUFFIXES = [*ORDERS, -NUM_SPARSE, PROMPT_END]
 """Identifies the n-grams of a snapshot: the lengths of the suffixes."""
 
 _BRANCHING = {"single": SINGLE, "parallel": PARALLEL, "hierarchical": HIERARCHICAL}
@@ -263,26 +265,24 @@ class NGramTrieProposer:
     def propose(self, limits: Sequence[DraftLimits], load: Load = NO_LOAD) -> DraftForest:
         """See Proposer."""
         contexts = np.array([limit.context for limit in limits], np.int64)
-        return self._cut(self._grow(limits, self._max_nodes), contexts, load)
+        return self._cut(self._grow(limits), contexts, load)
 
-    def _grow(self, limits: Sequence[DraftLimits], max_nodes: Int64s | int) -> DraftForest:
-        """The likeliest trees of at most `max_nodes` nodes each, int64 [t] or one number."""
+    def _grow(self, limits: Sequence[DraftLimits], max_nodes: Int64s | None = None) -> DraftForest:
+        """The likeliest trees, of at most `max_nodes` nodes each, int64 [t]."""
         self.insertion.end_step()
-        bounds = np.array(
-            [(nodes, depth, branch) for _, nodes, depth, branch, _ in limits], np.int64
-        ).reshape(-1, 3)
-        rows = self._texts.rows_of(limit.request_id for limit in limits)
-        tree_limits = (
-            np.maximum(np.minimum(bounds[:, 0], max_nodes), 0),
-            np.maximum(np.minimum(bounds[:, 1], self.options.branch_length), 0),
-            np.where(bounds[:, 2], self._branching, SINGLE),
-            self._min_prob,
-        )
+        row_of = self._texts.request_rows.row_of
+        trees = np.array(
+            [(row_of(name), nodes, depth, branch) for name, nodes, depth, branch, _ in limits],
+            np.int64,
+        ).reshape(-1, 4)
+        if max_nodes is not None:
+            np.minimum(trees[:, NODES], max_nodes, out=trees[:, NODES])
+        bounds = self._max_nodes, self.options.branch_length, self._branching, self._min_prob
         texts = self._texts.arrays
-        if self._threads is not None and len(rows) >= MIN_SHARED_TREES:
-            return DraftForest(*self._threads.grow_all(texts, rows, tree_limits))
+        if self._threads is not None and len(trees) >= MIN_SHARED_TREES:
+            return DraftForest(*self._threads.grow_all(texts, trees, bounds))
         return DraftForest(
-            *grow_all(self.trie.arrays, self._lines, texts, rows, self.rate.arrays, tree_limits)
+            *grow_all(self.trie.arrays, self._lines, texts, trees, self.rate.arrays, bounds)
         )
 
     def _cut(self, forest: DraftForest, contexts: Int64s, load: Load) -> DraftForest:
@@ -370,7 +370,9 @@ class NGramTrieProposer:
     def _insert_later(self, row: int, space: int, hashes: Hashes, tokens: Int32s) -> None:
         """Insert `tokens` after the text of `hashes`, as soon as a step has time for it."""
         if space != NO_SPACE:
-            self.insertion.add(row, partial(self.trie.insert, space, hashes), tokens)
+            with_whole = space != self._texts.spaces[row, OWN]
+            insert = partial(self.trie.insert, space, hashes, with_whole=with_whole)
+            self.insertion.add(row, insert, tokens)
 
     def _compile(self) -> None:
         """Run every kernel once on a tiny request, so that no request waits for the compiler."""
@@ -378,7 +380,7 @@ class NGramTrieProposer:
         self.extend({"": []})
         self.propose([DraftLimits("", 1, 1)])
         if self._threads is not None:
-            self._grow([DraftLimits("", 1, 1)] * MIN_SHARED_TREES, 1)
+            self._grow([DraftLimits("", 1, 1)] * MIN_SHARED_TREES)
         compile_budget()
         self.finish("")
         count_by_space(self.trie.edges[:0], np.ones(1, np.int64))
@@ -399,7 +401,7 @@ def _extend(
     tokens = emitted.tokens
     edges, live, counters = trie.edges, trie.live, trie.counters
     next_hashes = np.empty(NUM_HASHES, np.uint64)
-    candidates, inputs = new_candidates(), new_mixer_inputs()
+    candidates = new_candidates()
     evidence, longest, lookups = candidates.evidence, candidates.longest, candidates.lookups
     learned_every = -(-len(tokens) // MAX_TOKENS_LEARNED)
     end = 0
@@ -415,10 +417,12 @@ def _extend(
                     lines, spaces[CHOICES], hashes, evidence, size, MAX_CANDIDATES
                 )
                 weights = weight_set(longest, spaces)
-                learn_token(evidence, size, token, learned, weights, inputs)
+                learn_token(evidence, size, token, learned, weights)
             for source in (OWN, ANSWERS):
                 if inserts_output and spaces[source] != NO_SPACE:
                     for suffix in range(NUM_SUFFIXES):
+                        if source == OWN and suffix == WHOLE:
+                            continue
                         key, slot = lookups[KEYS, source, suffix], lookups[SLOTS, source, suffix]
                         count(edges, live, counters, key, slot, token)
             advance(hashes, token, next_hashes)

@@ -22,7 +22,7 @@ import numpy as np
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.tree import UNKNOWN
-from lookahead_vllm.draft.trie.suffix import NUM_SUFFIXES, Hashes, advance, hash_in_space
+from lookahead_vllm.draft.trie.suffix import NUM_SUFFIXES, WHOLE, Hashes, advance, hash_in_space
 
 # Columns of `Trie.edges`. KEY has the space in its lower 32 bits and a part of the suffix's hash
 # above. USE has, from the lowest bit, the token (32 bits), how often it followed (16, saturating)
@@ -167,13 +167,13 @@ class Trie:
         if self.is_live(space):
             self.live[-space % MAX_LIVE_SPACES] = 0
 
-    def insert(self, space: int, hashes: Hashes, tokens: Int32s) -> None:
+    def insert(self, space: int, hashes: Hashes, tokens: Int32s, with_whole: bool = True) -> None:
         """Count every n-gram that ends in `tokens` int32 [n], which follow the text of `hashes`.
 
         `hashes` uint64 [NUM_HASHES] is updated to the longer text. O(n). No n-gram reaches across
-        UNKNOWN.
+        UNKNOWN. A request's own text is inserted without the suffix WHOLE.
         """
-        _insert_text(self.arrays, space, hashes, tokens)
+        _insert_text(self.arrays, space, hashes, tokens, with_whole)
 
     def followers(self, space: int, hashes: Hashes, suffix: int) -> list[tuple[int, int]]:
         """The tokens that followed the suffix and how often each did, the latest first."""
@@ -317,7 +317,9 @@ def count(edges: Int64s, live: Int32s, counters: Int64s, key: int, line: int, to
 
 
 @kernel
-def _insert_text(trie: TrieArrays, space: int, hashes: Hashes, tokens: Int32s) -> None:
+def _insert_text(
+    trie: TrieArrays, space: int, hashes: Hashes, tokens: Int32s, with_whole: bool
+) -> None:
     trie = TrieArrays(*trie)
     next_hashes = np.empty_like(hashes)
     edges, live, counters = trie.edges, trie.live, trie.counters
@@ -328,6 +330,8 @@ def _insert_text(trie: TrieArrays, space: int, hashes: Hashes, tokens: Int32s) -
             continue
         if space != NO_SPACE:
             for suffix in range(NUM_SUFFIXES):
+                if suffix == WHOLE and not with_whole:
+                    continue
                 key, slot = locate(first, lines, space, hashes, suffix)
                 count(edges, live, counters, key, slot, token)
         advance(hashes, token, next_hashes)

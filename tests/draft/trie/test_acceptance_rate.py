@@ -10,6 +10,7 @@ from lookahead_vllm.draft.trie.acceptance_rate import (
     PRIOR_TRIALS,
     TRIALS,
     AcceptanceRate,
+    _sigmoid,
 )
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 
@@ -87,3 +88,9 @@ def test_a_new_rate_has_its_prior_trials_alone():
     assert set(rate.trials[:, TRIALS].tolist()) == {0.0, float(PRIOR_TRIALS)}
     assert np.isnan(rate.rates[rate.trials[:, TRIALS] == 0]).all()
     assert np.isfinite(rate.rates[rate.trials[:, TRIALS] > 0]).all()
+
+
+def test_the_sigmoids_polynomial_is_within_a_millionth():
+    for log_odds in np.arange(-40, 40, 0.0137, np.float32):
+        truth = 1 / (1 + np.exp(-np.float64(log_odds)))
+        assert _sigmoid(log_odds) == pytest.approx(truth, rel=0, abs=1e-6)

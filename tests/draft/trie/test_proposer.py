@@ -405,3 +405,35 @@ def test_a_snapshot_of_another_shape_is_refused_and_nothing_changes():
     with pytest.raises(ValueError, match="lengths"):
         pupil.restore(arrays, {**facts, "suffixes": [1, 2]})
     assert pupil.trie.count_edges() == before
+
+
+@pytest.mark.parametrize("nodes", [8, 32, 64])
+def test_a_repeated_request_is_drafted_to_the_end_of_the_tree(nodes):
+    """All prompts end in the same 20 tokens, and all answers begin with the same one."""
+    proposer = NGramTrieProposer(LookaheadOptions(num_speculative_tokens=64))
+    rng = np.random.default_rng(0)
+    template = list(range(100, 120))
+    requests = [
+        ([*rng.integers(1000, 1010, 300), *template], [9, *rng.integers(1000, 1010, 99)])
+        for _ in range(12)
+    ]
+    for i, (prompt, answer) in enumerate(requests):
+        proposer.start(str(i), prompt)
+        proposer.extend({str(i): answer})
+        proposer.finish(str(i))
+    whole = 0
+    for prompt, answer in requests:
+        proposer.start("again", prompt)
+        proposer.extend({"again": answer[:1]})
+        tree = proposer.propose([DraftLimits("again", nodes, 64)])[0]
+        path, node = [], -1
+        for token in answer[1:]:
+            children = np.flatnonzero((tree.parents == node) & (tree.tokens == token))
+            if len(children) == 0:
+                break
+            node = int(children[0])
+            path.append(token)
+        whole += len(path) == nodes
+        proposer.extend({"again": answer[1:]})
+        proposer.finish("again")
+    assert whole >= 9  # from the first repeats, the trie learns that they are certain

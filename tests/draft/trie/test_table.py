@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_vllm.draft.tree import UNKNOWN
-from lookahead_vllm.draft.trie.suffix import NUM_SUFFIXES, ORDERS, empty_hashes, hashes_of
+from lookahead_vllm.draft.trie.suffix import (
+    NUM_CONTIGUOUS,
+    NUM_SUFFIXES,
+    PROMPT_END,
+    WHOLE,
+    empty_hashes,
+    hashes_of,
+)
 from lookahead_vllm.draft.trie.table import (
     BYTES_PER_NODE,
     CLOCK_TICKS,
@@ -52,16 +59,46 @@ def test_a_sparse_suffix_leaves_out_the_last_token():
     space = trie.new_shared()
     insert(trie, space, [7, 8, 9, 10])
     changed = followers(trie, space, [7, 8, 55])
-    assert changed[len(ORDERS)] == changed[len(ORDERS) + 1] == [(10, 1)]
-    assert all(changed[suffix] == [] for suffix in range(len(ORDERS)))
+    assert changed[NUM_CONTIGUOUS] == changed[NUM_CONTIGUOUS + 1] == [(10, 1)]
+    assert all(changed[suffix] == [] for suffix in range(NUM_CONTIGUOUS))
 
 
-def test_the_hashes_of_a_text_depend_on_its_end_alone():
-    trie = Trie(4096)
-    text = list(range(50))
+@pytest.mark.parametrize("prompt", [range(20), range(1000, 1000 + PROMPT_END)])
+def test_the_hashes_of_a_prompt_depend_on_its_end_alone(prompt):
     hashes = empty_hashes()
-    trie.insert(NO_SPACE, hashes, ids(text))
-    assert hashes.tolist() == hashes_of(ids(text)).tolist()
+    Trie(4096).insert(NO_SPACE, hashes, ids(prompt))
+    longer = [*range(5), *prompt]
+    expected = hashes if len(prompt) == PROMPT_END else hashes_of(ids(longer))
+    assert hashes_of(ids(longer)).tolist() == expected.tolist()
+    same = [suffix for suffix in SUFFIXES if suffix != WHOLE]
+    trie = Trie(4096)
+    space = trie.new_shared()
+    trie.insert(space, hashes.copy(), ids([7]))
+    held = followers(trie, space, longer)
+    assert all(held[suffix] == [(7, 1)] for suffix in same)
+    assert held[WHOLE] == ([(7, 1)] if len(prompt) == PROMPT_END else [])
+
+
+def test_the_whole_answer_tells_equal_ends_apart():
+    """Two answers to one prompt, and the same answer to prompts that end alike."""
+    trie = Trie(1 << 16)
+    space = trie.new_shared()
+    template, loop = list(range(100, 120)), [1, 2] * 20
+    for question, token in ((5, 7), (6, 8)):
+        hashes = hashes_of(ids([question, *template]))
+        trie.insert(space, hashes, ids([*loop, token]))
+    for question, token in ((5, 7), (6, 8)):
+        hashes = hashes_of(ids([question, *template]))
+        trie.insert(NO_SPACE, hashes, ids(loop))
+        assert trie.followers(space, hashes, WHOLE) == [(token, 1)]
+        assert len(trie.followers(space, hashes, WHOLE - 1)) > 1
+
+
+def test_a_requests_own_text_has_no_edges_of_the_whole_answer():
+    trie = Trie(4096)
+    space = trie.new_private(20)
+    trie.insert(space, empty_hashes(), ids(range(10)), with_whole=False)
+    assert trie.count_edges() == 10 * (NUM_SUFFIXES - 1)
 
 
 def test_no_n_gram_reaches_across_what_has_no_token_id():
