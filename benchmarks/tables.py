@@ -95,6 +95,34 @@ def _mean(values: Sequence[float], digits: int) -> str:
     return f"{number(middle, digits)} ± {number(error, digits)}"
 
 
+def verdicts(rows: Sequence[Row]) -> str:
+    """Whether lookahead is ahead of each other method, by the turns that both have taken."""
+    lines = []
+    for ours in rows:
+        name, _, runner = ours["method"].partition(", ")
+        for other in rows:
+            method, _, others_runner = other["method"].partition(", ")
+            sides = (ours["tokens_per_s_runs"], other["tokens_per_s_runs"])
+            alike = (runner, ours["batch_size"]) == (others_runner, other["batch_size"])
+            if name != "lookahead" or method == name or not alike or min(map(len, sides)) < 2:
+                continue
+            ratios = [a / b for a, b in zip(*sides, strict=False)]
+            place = f"{ours['method']} over {method}, batch {ours['batch_size']}"
+            lines.append(f"{place}: {_mean(ratios, 2)}, {verdict(ratios)}")
+    return "\n".join(lines)
+
+
+def verdict(ratios: Sequence[float]) -> str:
+    """ "ahead" or "behind" if the 95% interval of Student's t excludes 1, else "level"."""
+    middle, error = mean_and_error(ratios)
+    z, freedom = 1.96, len(ratios) - 1
+    # The first terms of the quantile's expansion in 1 / freedom.
+    quantile = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    if abs(middle - 1) <= quantile * error:
+        return "level"
+    return "ahead" if middle > 1 else "behind"
+
+
 def step_table(rows: Sequence[Row]) -> str:
     """The mean decode step of each method and the model's part of it; "" if none was measured."""
     steps = [(row, step) for row in rows if (step := decode_step(row["profile"]))]

@@ -42,7 +42,14 @@ from benchmarks.prompts import (
     load_prompts,
     model_tokenizer,
 )
-from benchmarks.tables import category_tables, main_table, profile_table, step_table, turn_table
+from benchmarks.tables import (
+    category_tables,
+    main_table,
+    profile_table,
+    step_table,
+    turn_table,
+    verdicts,
+)
 from lookahead_vllm.cli.arguments import check_outputs, escape_unprintable
 from lookahead_vllm.draft.registry import HAVE_WINDOW
 from lookahead_vllm.machine import cpu_name, versions
@@ -333,6 +340,8 @@ def report(benchmark: Benchmark, argv: Sequence[str]) -> list[Row]:
     print(main_table(rows, options.check_exact))
     if by_turn := turn_table(rows):
         print(f"\n{by_turn}")
+    if sentences := verdicts(rows):
+        print(f"\n{sentences}")
     if by_category := category_tables(rows):
         print(f"\n{by_category}")
     if options.profile:

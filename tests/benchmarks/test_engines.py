@@ -19,7 +19,15 @@ from benchmarks.engines.profile import DecodeClock, decode_step, shares
 from benchmarks.engines.rows import Outcome, Row, Run, make_row
 from benchmarks.methods import KNOWN, MethodError, choose_methods
 from benchmarks.prompts import PromptError, load_prompts
-from benchmarks.tables import category_tables, main_table, profile_table, step_table, turn_table
+from benchmarks.tables import (
+    category_tables,
+    main_table,
+    profile_table,
+    step_table,
+    turn_table,
+    verdict,
+    verdicts,
+)
 from tests.support import v2_on_cpu
 from tests.support.files import jsonl
 
@@ -261,6 +269,31 @@ def test_turns_have_a_mean_and_its_standard_error() -> None:
         [figures]
     )
     assert turn_table([row()]) == ""
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ([1.05, 1.06, 1.07, 1.06], "ahead"),
+        ([0.95, 0.94, 0.93, 0.94], "behind"),
+        ([1.2, 0.9, 1.1, 1.0], "level"),
+        ([1.01, 1.03], "level"),  # two turns say little
+    ],
+)
+def test_a_verdict_is_as_certain_as_the_turns_allow(ratios: list[float], expected: str) -> None:
+    assert verdict(ratios) == expected
+
+
+def test_lookahead_is_compared_with_each_method_of_its_runner_and_batch_size() -> None:
+    def turns(method: str, *seconds: float, size: int = 1) -> Row:
+        steps = [turn(generation(21, 20, seconds=s), seconds=s) for s in seconds]
+        return make_row(method, size, [Outcome(Run(steps))], [None], ["qa"] * 3, False)
+
+    rows = [
+        *(turns("suffix, v2", 2.0, 4.0, 4.0), turns("suffix, v1", 9.0, 9.0, 9.0)),
+        *(turns("lookahead, v2", 1.0, 2.0, 2.0), turns("ngram, v2", 2.0, 4.0, 4.0, size=8)),
+    ]
+    assert verdicts(rows) == "lookahead, v2 over suffix, batch 1: 2.00 ± 0.00, ahead"
 
 
 def test_without_plain_vllm_there_is_no_ratio() -> None:
