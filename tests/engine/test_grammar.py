@@ -440,7 +440,8 @@ def test_what_grammars_dictate_is_within_the_nodes_of_a_step(
         temperature=0, max_tokens=60, structured_outputs=StructuredOutputsParams(regex=regex)
     )
     lookahead = {"proposer": "ngram_trie", "num_speculative_tokens": 32, "budget": 32}
-    with engine(llama, lookahead, skip_tokenizer_init=False) as llm:
+    drafts = max_step_nodes > 0
+    with engine(llama, lookahead, drafts, skip_tokenizer_init=False) as llm:
         drafter_of(llm).max_step_nodes = max_step_nodes
         generate(llm, random_prompts(12, 20, seed=3), params)
     assert max(nodes) == max_step_nodes

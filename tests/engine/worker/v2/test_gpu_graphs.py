@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.worker import branching
+from lookahead_vllm.engine.worker.step_clock import StepClock
 from lookahead_vllm.engine.worker.step_cost import Batch
 from lookahead_vllm.engine.worker.v2 import gpu_worker, late_drafts, runner
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager, sizes_with_drafts
@@ -402,6 +403,7 @@ def test_graphs_for_any_batch_hold_more_tokens_than_requests(make: Callable[...,
 
 def test_a_step_tells_the_manager_whether_trees_branch(make: Callable[..., Any]) -> None:
     made = make(mode=FULL)
+    made._clock = StepClock(overlaps=True)
     made.__dict__["_fill_slots"] = lambda scheduled: scheduled
     for tree, branches in ((DraftTree.from_lists([1, 2], [-1, -1]), True),
                            (DraftTree.chain([1, 2]), False)):  # fmt: skip
