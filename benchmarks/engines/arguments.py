@@ -62,8 +62,9 @@ how it measures:
   in alternating order. The brackets then span the turns, whose prompts differ. A second table has
   the means over the turns and their standard errors, with --profile also of a decode step in ms,
   which is the mean of the steps without prompts. Below it, a line for each other method says
-  whether `lookahead` is ahead, level or behind (the 95% interval over the turns). All engines need memory at once, and each waiting
-  engine takes 1 to 2 % of a core: the same for all methods, so that the ratios do not change.
+  whether `lookahead` is ahead, level or behind (the 95% interval over the turns). All engines
+  need memory at once, and each waiting engine takes 1 to 2 % of a core: the same for all methods,
+  so that the ratios do not change.
   --adversarial gives the model random weights close to zero, which takes the same time, and
   samples --max-tokens tokens for each prompt: all tokens are equally likely, so that a draft
   token is right with probability 1 over the size of the vocabulary.
