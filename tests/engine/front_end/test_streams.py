@@ -91,51 +91,36 @@ def bursts(ids: list[int], seed: int) -> list[list[int]]:
     return steps
 
 
-def streamed(
+def check(
     server: Server, ids: list[int], path: str = CHAT, limit: int = 1000, **options: Any
-) -> tuple[list[str], list[list[str]]]:
-    """The events of a stream of `ids` and an end, in plain vLLM and in two kinds of bursts."""
+) -> None:
+    """A stream of `ids` and an end has the same events in two kinds of bursts as in plain vLLM."""
     body = {**BODIES[path], LIMIT.get(path, "max_tokens"): limit, **options}
     body = {key: value for key, value in body.items() if value is not None}
     ids = [*ids, END]
     plain = server.stream(path, Script([[token] for token in ids], END), body)
-    everything = [ids[:1], ids[1:]]
-    steps = [bursts(ids, 1), everything]
-    return plain, [server.stream(path, Script(s, END), body) for s in steps]
+    for steps in (bursts(ids, 1), [ids[:1], ids[1:]]):
+        assert server.stream(path, Script(steps, END), body) == plain
 
 
-def check(server: Server, ids: list[int], **options: Any) -> list[str]:
-    plain, others = streamed(server, ids, **options)
-    for other in others:
-        assert other == plain
-    return plain
-
-
-def check_cut(server: Server, tokenizer: Any, text: str, **options: Any) -> None:
-    """Answers that end at `max_tokens`, after a third and after two thirds of `text`."""
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    for thirds in (1, 2):
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("tool", name) for name in sorted(TOOL_PARSERS)),
+        *(("reasoning", name) for name in sorted(REASONING_PARSERS)),
+    ],
+)
+def test_every_parser(server: Server, tokenizer: Any, kind: str, name: str) -> None:
+    if name in EXCUSED:
+        pytest.skip(EXCUSED[name])
+    server.configure(**{kind: name})
+    texts = tool_texts(name) if kind == "tool" else reasoning_texts(name)
+    options = {} if kind == "tool" else {"tools": None}
+    for text in texts.values():
+        check(server, tokenizer.encode(text, add_special_tokens=False), **options)
+    ids = tokenizer.encode(next(iter(texts.values())), add_special_tokens=False)
+    for thirds in (1, 2):  # cut by max_tokens
         check(server, ids, limit=len(ids) * thirds // 3, **options)
-
-
-@pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
-def test_tool_parsers(server: Server, tokenizer: Any, name: str) -> None:
-    if name in EXCUSED:
-        pytest.skip(EXCUSED[name])
-    server.configure(tool=name)
-    for text in tool_texts(name).values():
-        check(server, tokenizer.encode(text, add_special_tokens=False))
-    check_cut(server, tokenizer, tool_texts(name)["one call"])
-
-
-@pytest.mark.parametrize("name", sorted(REASONING_PARSERS))
-def test_reasoning_parsers(server: Server, tokenizer: Any, name: str) -> None:
-    if name in EXCUSED:
-        pytest.skip(EXCUSED[name])
-    server.configure(reasoning=name)
-    for text in reasoning_texts(name).values():
-        check(server, tokenizer.encode(text, add_special_tokens=False), tools=None)
-    check_cut(server, tokenizer, reasoning_texts(name)["thinking and answer"], tools=None)
 
 
 @pytest.mark.parametrize(
