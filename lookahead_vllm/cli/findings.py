@@ -98,7 +98,7 @@ def logged_warnings(name: str) -> Iterator[list[str]]:
             messages.append(record.getMessage())
 
     logger, handler = logging.getLogger(name), Collector(logging.WARNING)
-    before = logger.level, logger.propagate
+    level, propagate = logger.level, logger.propagate
     logger.setLevel(logging.WARNING)
     logger.propagate = False
     logger.addHandler(handler)
@@ -106,7 +106,8 @@ def logged_warnings(name: str) -> Iterator[list[str]]:
         yield messages
     finally:
         logger.removeHandler(handler)
-        logger.level, logger.propagate = before
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 # ---- the installation ----------------------------------------------------------------------------

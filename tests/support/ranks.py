@@ -62,7 +62,7 @@ def check_lookahead(llm: LLM, plain: Answers) -> None:
     # On V2 and in a pipeline, only the drafting rank learns what was accepted.
     assert drafting.counters == other.counters or not other.counters["trees"]
     assert sum(branching for _, branching in drafting.trees) > 20
-    assert drafting.counters["moved_tokens"] > 20
+    assert drafting.counters["moved_tokens"]  # how many depends on when the requests meet
 
 
 def record_trees(worker: Any) -> None:

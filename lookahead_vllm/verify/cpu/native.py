@@ -17,7 +17,7 @@ import torch  # noqa: F401  before the library, so that both use the OpenMP runt
 
 from lookahead_vllm.kernel_folder import cache_dir, temporary_root
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")
 
 _SOURCES = sorted((Path(__file__).parent / "csrc").glob("*.cpp"))
 # No -ffast-math: masked scores are -inf, and unused slots may hold NaN.

@@ -1,6 +1,7 @@
 """Tree attention is exact: each row attends to the context, its ancestors and itself."""
 
 import functools
+import logging
 import math
 import platform
 import subprocess
@@ -265,6 +266,8 @@ def test_without_a_compiler_torch_is_used(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(native, "load", native.load.__wrapped__)
+    caplog.set_level(logging.WARNING, native.logger.name)
+    monkeypatch.setattr(native.logger, "handlers", [caplog.handler])
     assert not native.available()
     assert "compiler" in caplog.text
     AttentionCase([DraftTree.from_lists([1, 2], [-1, -1])], [4]).check("auto")
