@@ -15,20 +15,14 @@ from lookahead_vllm.draft.jit import Int64s, kernel
 CRITICAL_SLOWDOWN = 1.25
 """A step of the critical decoding length takes this many times as long as a step of one token."""
 
-MEMORY_SECONDS = 5.0
+MEMORY_SECONDS = 10.0
 """The weight of an observed step falls to 1/e in this time."""
+
+SPEED_STEPS = 10
+"""The speed of the machine is averaged over about so many steps."""
 
 NOISE_SHARE = 0.1
 """The assumed standard deviation of a step's time, as a share of the predicted time."""
-
-DRIFT_SHARE = 0.1
-"""If steps are off by more than this share of the predicted time on average, the load changed."""
-
-DRIFT_STEPS = 5
-"""The number of steps over which that average decays."""
-
-STEPS_KEPT_ON_DRIFT = 2
-"""After a change of load, all earlier steps together count as this many."""
 
 MAX_SLOWDOWN = 3.0
 """A step's time counts up to this many times the prediction; the excess has another cause."""
@@ -163,10 +157,13 @@ class StepPrices(NamedTuple):
 class StepCost:
     """Predicts the time of a step, and learns from the time of every real step.
 
-    The prediction is a weighted sum of eight features: the forward pass by the curve, a constant,
-    1 if there are drafts, and requests, nodes, context, causal and trees of StepWork. The weights
-    are the least-squares fit to the steps of about the last MEMORY_SECONDS, with the measurement
-    at start as a prior: weights that the recent steps do not determine keep their values.
+    The prediction is a weighted sum of eight features, times the machine's slowdown. The features
+    are the forward pass by the curve, a constant, 1 if there are drafts, and requests, nodes,
+    context, causal and trees of StepWork. The slowdown is the mean of the last SPEED_STEPS steps:
+    it follows other programs and clock rates, which change every step alike. The weights are the
+    least-squares fit to the times over the slowdown of about the last MEMORY_SECONDS, with the
+    measurement at start as a prior: weights that these steps do not determine keep their values.
+    What pays depends on the weights alone.
 
     Parameters
     ----------
@@ -221,10 +218,8 @@ class StepCost:
         self._precision = 1 / np.maximum(spread, 1e-9 * one) ** 2
         self._normal_matrix = np.zeros((8, 8))
         self._right_side = np.zeros(8)
-        self._num_steps = 1.0
-        """The number of observed steps, faded like their weight."""
-        self._drift = 0.0
-        """The mean relative error of about the last DRIFT_STEPS predictions."""
+        self.slowdown = 1.0
+        """How many times as long as by the weights the last steps took."""
         self.steps_since_plain = 0
         """Steps with drafts since the last one without. The cost of drafts cannot be learned only
         from steps with drafts."""
@@ -237,7 +232,7 @@ class StepCost:
 
     def predict(self, work: StepWork) -> float:
         """The time of a step with this work, in the unit of the curve."""
-        return float(self.weights @ self._features(work))
+        return self.slowdown * float(self.weights @ self._features(work))
 
     def observe(self, work: StepWork, time: float) -> float:
         """Learn from a real step, and return the time that was predicted for it.
@@ -246,26 +241,23 @@ class StepCost:
         """
         self.steps_since_plain = self.steps_since_plain + 1 if work.nodes else 0
         features = self._features(work)
-        predicted = float(self.weights @ features)
+        by_weights = float(self.weights @ features)
+        predicted = self.slowdown * by_weights
         time = min(time, MAX_SLOWDOWN * predicted)
-        fade = math.exp(-time / MEMORY_SECONDS)
-        error = min(max(time / predicted - 1, -0.5), 0.5)  # one outlier is no drift
-        self._drift += (error - self._drift) / DRIFT_STEPS
-        if abs(self._drift) > DRIFT_SHARE:  # the load on the machine has changed
-            fade = min(fade, STEPS_KEPT_ON_DRIFT / self._num_steps)
-        self._num_steps = fade * self._num_steps + 1
         # Scaled by the prediction: scaled by the time, slow steps would count less than fast ones.
-        noise = NOISE_SHARE * predicted
+        noise = NOISE_SHARE * by_weights
         _add_step(
             features / noise,
-            time / noise,
-            fade,
+            time / self.slowdown / noise,
+            math.exp(-time / MEMORY_SECONDS),
             self._normal_matrix,
             self._right_side,
             self._precision,
             self._start,
             self.weights,
         )
+        error = min(max(time / predicted - 1, -0.5), 0.5)  # one outlier is no slowdown
+        self.slowdown *= 1 + error / SPEED_STEPS
         return predicted
 
     def _features(self, work: StepWork) -> Floats:
@@ -278,6 +270,8 @@ class StepCost:
 
     def prices(self, contexts: Int64s, load: Load, num_nodes: int) -> StepPrices:
         """The time of the step without drafts and prompts, and what up to `num_nodes` nodes add.
+
+        All of these are without the slowdown.
 
         Parameters
         ----------
@@ -316,7 +310,8 @@ class StepCost:
     def marginal(self, context: float) -> float:
         """The time that one more node adds to a step that is past the curve's last point.
 
-        `context` is the number of committed tokens of the node's request.
+        It is without the slowdown, as in `prices`. `context` is the number of committed tokens of
+        the node's request.
         """
         scale, _, _, _, node, _, causal, _ = self.weights.tolist()
         return float(scale * self.curve.last_slope + node + causal * context) / self.parts

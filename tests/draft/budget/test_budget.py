@@ -224,6 +224,24 @@ def test_a_change_of_load_is_followed_within_seconds():
     assert play(1.0, 3) < 0.15
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_load_that_comes_and_goes_does_not_bring_back_the_prices_measured_at_start(seed):
+    """At start, a node cost 1% of a step; it costs 10%, with another program and without it."""
+    cost = StepCost(CostCurve([1, 64], [20.0, 32.6]))
+    rng = np.random.default_rng(seed)
+    elapsed, slowdown, shares = 0.0, 1.0, []
+    while elapsed < 40_000:
+        if rng.random() < 0.05:
+            slowdown = 1.0 if slowdown > 1 else 1.5
+        step = work(int(rng.choice([1, 1, 2, 3, 5])))
+        time = (20 + 2 * step.nodes) * slowdown * rng.normal(1, 0.05)
+        cost.observe(step, time)
+        elapsed += time
+        shares.append(cost.predict(work(2)) / cost.predict(work(1)) - 1)
+    assert 0.08 < np.mean(shares[-500:]) < 0.14
+    assert min(shares[-500:]) > 0.05 and max(shares[-500:]) < 0.18
+
+
 def test_one_outlier_changes_little():
     cost = StepCost(CPU)
     for _ in range(100):
