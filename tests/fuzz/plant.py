@@ -17,6 +17,7 @@ from lookahead_vllm.engine.worker.v2 import sampler as second_sampler
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner as SecondRunner
 from lookahead_vllm.verify.cpu.kv_moves import KVMover
 from lookahead_vllm.verify.node_layout import NodeLayout
+from lookahead_vllm.verify.place import Split
 from lookahead_vllm.verify.seeded_draws import GeneratorStates
 from lookahead_vllm.verify.tree_batch import TreeBatch
 from lookahead_vllm.verify.walk import Walk
@@ -120,6 +121,16 @@ def _one_too_high(build: Any) -> Any:
     return wrong
 
 
+def _one_level_deeper(of: Any) -> Any:
+    def wrong(*args: Any) -> Split:
+        split: Split = of(*args)
+        depths = split.packed[-split.num_rows :]
+        depths += depths > 0
+        return split
+
+    return wrong
+
+
 Patch = tuple[Any, str, Callable[[Any], Any]]
 """The object and the attribute that are replaced, and the wrapper of the original."""
 
@@ -136,7 +147,7 @@ BUGS: dict[str, list[Patch]] = {
         (SecondRunner, "_move", _remembered),
         (SecondRunner, "sample_tokens", _after_the_forward_pass),
     ],
-    "position": [(NodeLayout, "build", _one_too_high)],
+    "position": [(NodeLayout, "build", _one_too_high), (Split, "of", _one_level_deeper)],
 }
 """By name, see `command_line.PLANTS`."""
 

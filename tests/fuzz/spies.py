@@ -9,8 +9,7 @@ from unittest import mock
 
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
-from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
-from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner as SecondRunner
+from lookahead_vllm.engine.worker.v2.late_drafts import Drafts, LateDrafts
 from tests.fuzz.isolation import LeakDetector, request_index
 
 OnStep = Callable[[Any, Sequence[str]], None]
@@ -28,19 +27,19 @@ def _replaced(*replacements: tuple[type, str, Callable[..., Any]]) -> Iterator[N
 @contextmanager
 def _steps(on_step: OnStep) -> Iterator[None]:
     """Call `on_step` with the drafts of every step that verifies some."""
-    recall, place = LookaheadRunner._recall, SecondRunner._place
+    recall, in_batch = LookaheadRunner._recall, Drafts.in_batch
 
     def recalled(self: Any, *args: Any, **kwargs: Any) -> Any:
         step = recall(self, *args, **kwargs)
         on_step(step, self.input_batch.req_ids)
         return step
 
-    def placed(self: Any, batch: Any, slots: Any) -> Any:
-        step, rows = place(self, batch, slots)
-        on_step(step, batch.req_ids)
-        return step, rows
+    def placed(self: Any, req_ids: Any, num_tokens: Any) -> Any:
+        step = in_batch(self, req_ids, num_tokens)
+        on_step(step, req_ids)
+        return step
 
-    with _replaced((LookaheadRunner, "_recall", recalled), (SecondRunner, "_place", placed)):
+    with _replaced((LookaheadRunner, "_recall", recalled), (Drafts, "in_batch", placed)):
         yield
 
 

@@ -127,7 +127,7 @@ def generate(
 def generate_staggered(
     llm: LLM,
     prompts: Sequence[Sequence[int]],
-    params: SamplingParams = GREEDY,
+    params: SamplingParams | Sequence[SamplingParams] = GREEDY,
     abort: Sequence[int] = (),
     every: int = 2,
     reset_every: int = 0,
@@ -144,9 +144,8 @@ def generate_staggered(
     while waiting or core.has_unfinished_requests():
         if waiting and step % every == 0:
             index, prompt = waiting.pop(0)
-            core.add_request(
-                f"staggered-{index}", TokensPrompt(prompt_token_ids=list(prompt)), params
-            )
+            own = params if isinstance(params, SamplingParams) else params[index]
+            core.add_request(f"staggered-{index}", TokensPrompt(prompt_token_ids=list(prompt)), own)
         for output in core.step():
             index = int(output.request_id.rpartition("-")[2])
             answers[index] = [list(o.token_ids) for o in output.outputs]

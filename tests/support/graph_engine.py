@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -131,10 +131,20 @@ def mover(kv_caches: Sequence[torch.Tensor], layer: Any) -> _Mover:
     return _Mover(kv_caches)
 
 
+class Replay(NamedTuple):
+    """A replayed graph."""
+
+    num_tokens: int
+    has_drafts: bool
+    """Whether it is one for drafts."""
+    num_trees: int
+    num_prepared: int
+    """The tokens of the graph that vLLM has prepared."""
+
+
 class GraphCPURunner(GraphRunner, model_runner.CPUModelRunner):
     attention = sys.modules[__name__]
-    replays: list[tuple[int, bool, int]]
-    """The tokens of each replayed graph, whether it is one for drafts, and its trees."""
+    replays: list[Replay]
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         config = self.compilation_config
@@ -162,14 +172,18 @@ class GraphCPURunner(GraphRunner, model_runner.CPUModelRunner):
             model, self.model_state, self.input_buffers, None, self.block_tables,
             self.attn_groups, self.kv_cache_config,
         )  # fmt: skip
-        replay = manager.run_fullgraph
+        choose = manager.before_replay
+        assert choose is not None
 
-        def count(desc: Any) -> Any:
+        def count(prepared: Any) -> Any:
+            desc = choose(prepared)
             trees = 0 if self._graph is None else self._graph.trees.num_trees
-            self.replays.append((desc.num_tokens, desc.max_query_len is not None, trees))
-            return replay(desc)
+            self.replays.append(
+                Replay(desc.num_tokens, desc.max_query_len is not None, trees, prepared.num_tokens)
+            )
+            return desc
 
-        manager.__dict__["run_fullgraph"] = count
+        manager.before_replay = count
 
 
 _contexts: list[tuple[tuple[Any, ...], dict[str, Any]]] = []

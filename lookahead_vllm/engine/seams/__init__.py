@@ -8,6 +8,7 @@ from lookahead_vllm.engine.seams import (
     config,
     front_end,
     graphs_v2,
+    late_shape_v2,
     recurrent,
     scheduler,
     shutdown,
@@ -29,7 +30,7 @@ COMMON: tuple[Seam, ...] = (
 
 BY_RUNNER: dict[str, tuple[Seam, ...]] = {
     "v1": (*worker_v1.SEAMS, *recurrent.SEAMS),
-    "v2": (*worker_v2.SEAMS, *graphs_v2.SEAMS),
+    "v2": (*worker_v2.SEAMS, *graphs_v2.SEAMS, *late_shape_v2.SEAMS),
 }
 """What only one of vLLM's model runners needs."""
 

@@ -58,7 +58,8 @@ SEAMS = (
         "GPUModelRunner.gather_batch_req_state",
         ("scheduler_output", "dummy_run"),
         "overridden",
-        "waits for the tokens of the last step, drafts, and goes on with a trimmed copy",
+        "waits for the tokens of the last step, drafts, and goes on with a trimmed copy, unless "
+        "vLLM can prepare the step for all slots",
         _LATE,
     ),
     Seam(
@@ -66,7 +67,7 @@ SEAMS = (
         "GPUModelRunner.prepare_inputs",
         ("scheduler_output",),
         "overridden",
-        "gets the trimmed copy",
+        "gets the scheduler's output, or the trimmed copy",
         _LATE,
     ),
     Seam(

@@ -55,6 +55,12 @@ class _TreeBuilder(_Builder):
     """Set by the runner if a captured graph runs the step or is being captured. It holds the step's
     trees."""
 
+    @property
+    def reads_buffers(self) -> bool:
+        """Whether a replayed graph needs no `build`: it only reads the inputs of the step and
+        `graph`, all at fixed addresses."""
+        return True
+
     def build(
         self,
         common_prefix_len: int,
@@ -151,6 +157,11 @@ class _TreeImpl(_Impl):
 
 class TreeFlashAttentionMetadataBuilder(_TreeBuilder, FlashAttentionMetadataBuilder):
     """FlashAttention's metadata builder, with trees."""
+
+    @property
+    def reads_buffers(self) -> bool:
+        """False for version 3, whose schedule `build` makes of the lengths."""
+        return not self.aot_schedule
 
 
 class TreeFlashAttentionImpl(_TreeImpl, FlashAttentionImpl):

@@ -35,6 +35,8 @@ TRITON_NAMES = {
     torch.int64: "i64",
     torch.int8: "i8",
     torch.int16: "i16",
+    torch.uint64: "u64",
+    torch.bool: "i1",
 }
 
 

@@ -61,12 +61,18 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
     Attributes
     ----------
     branches : bool
-        Whether a tree of the current step has more than one branch; set by the runner.
+        Whether a tree of the current step has more than one branch, or may have; set by the runner.
+    before_replay : callable
+        Called with the graph that was chosen for a step, before it is replayed; returns the one
+        that runs the step. Set by the runner.
     """
+
+    before_replay: Callable[[BatchExecutionDescriptor], BatchExecutionDescriptor] | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.branches = False
+        self.before_replay = None
         self._draft_graphs: dict[tuple[int, int], BatchExecutionDescriptor] = {}
         """By the number of tokens of a step, which may be less than the graph's, and the number of
         active adapters."""
@@ -176,6 +182,26 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
                 num_ubatches=num_ubatches,
             )
         return desc
+
+    def most_draft_tokens(self) -> int:
+        """The tokens of the largest graph for drafts, without adapters; 0 if there is none."""
+        if not self._graphs_captured:
+            return 0
+        return max((tokens for tokens, adapters in self._draft_graphs if not adapters), default=0)
+
+    def smallest(self, num_reqs: int, num_tokens: int) -> BatchExecutionDescriptor:
+        """The smallest graph of a step that decodes, of at most `most_draft_tokens`; plain vLLM's
+        if every request has one token."""
+        if num_tokens == num_reqs:
+            desc = super().dispatch(num_reqs, num_tokens, 1, 0, max_query_len=1)
+            if desc.cg_mode == CUDAGraphMode.FULL:
+                return desc
+        return self._draft_graphs[num_tokens, 0]
+
+    def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Any:
+        if self.before_replay is not None:
+            desc = self.before_replay(desc)
+        return super().run_fullgraph(desc)
 
     @contextmanager
     def in_pieces(self) -> Iterator[None]:

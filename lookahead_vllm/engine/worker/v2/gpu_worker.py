@@ -28,9 +28,13 @@ from lookahead_vllm.engine.worker.tree_rows import GraphBuffers
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
+from lookahead_vllm.verify.place import Split
+from lookahead_vllm.verify.transfer import to_device
+from lookahead_vllm.verify.tree_batch import TreeBatch
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
 logger = init_logger(f"vllm.{__name__}")
@@ -74,6 +78,7 @@ class GraphRunner(LookaheadRunner):
             # All ranks must run the same kind of graph, and vLLM's graphs for any batch have no
             # tree attention.
             self._forbid_branches("cudagraph_mode is FULL, and there are several engines")
+        manager.before_replay = self._choose_graph
         self._buffers = {}
         if reason := self._varlen_obstacle():
             logger.info_once("Lookahead runs steps with drafts in pieces: %s.", reason)
@@ -109,7 +114,12 @@ class GraphRunner(LookaheadRunner):
         seq_lens = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=self.device)
         for size in sizes:
             trees = FixedBatch(
-                size, self.max_num_reqs, self.decode_query_len, self.max_model_len, self.device
+                size,
+                self.max_num_reqs,
+                self.decode_query_len,
+                self.max_model_len,
+                self.device,
+                room=Split.size(min(size, self.max_num_reqs), size),
             )
             self._buffers[size] = GraphBuffers(trees, seq_lens)
 
@@ -136,8 +146,49 @@ class GraphRunner(LookaheadRunner):
         found = super().gather_batch_req_state(scheduler_output, dummy_run)
         if self.cudagraph_manager is not None:
             forest = (self._dummy_step if dummy_run else self._drafts).forest
-            self.cudagraph_manager.branches = bool(forest.branching.any())
+            may_branch = not dummy_run and self._shape.is_open and self.drafter.may_branch
+            self.cudagraph_manager.branches = may_branch or bool(forest.branching.any())
         return found
+
+    def most_late_nodes(self, num_reqs: int, slots: int) -> int:
+        manager = self.cudagraph_manager
+        if manager is None:
+            return super().most_late_nodes(num_reqs, slots)
+        most = manager.most_draft_tokens() - num_reqs
+        # A fixed budget says how many nodes to send, in a graph or not.
+        if most >= slots or (most > 0 and self.drafter.options.budget == "auto"):
+            return most
+        is_eager = manager.cudagraph_mode.mixed_mode() == CUDAGraphMode.NONE
+        return super().most_late_nodes(num_reqs, slots) if is_eager else 0
+
+    def _choose_graph(self, prepared: BatchExecutionDescriptor) -> BatchExecutionDescriptor:
+        """The graph that runs a step; see `DraftGraphManager.before_replay`.
+
+        A step that vLLM has prepared for all slots gets its drafts here, and the smallest graph
+        that holds them.
+        """
+        shape, manager = self._shape, self.cudagraph_manager
+        if not shape.awaits_drafts:
+            return prepared
+        assert manager is not None
+        split = self._draft_late()
+        desc = shape.graph = manager.smallest(split.num_requests, split.num_rows)
+        is_plain = desc.max_query_len is None
+        graph = self._graph = None if is_plain else self._buffers.get(desc.num_tokens)
+        if graph is None:
+            trees = None
+            shape.place(to_device(split.packed, self.device), prepared.num_tokens)
+        else:
+            trees = self._drafts.in_batch(shape.batch.req_ids, np.diff(split.starts)).trees()
+            graph.trees.fill(trees, split.packed)
+            packed = graph.trees.more[: len(split.packed)]
+            shape.place(packed, prepared.num_tokens, graph.seq_lens)
+        if not all(getattr(builder, "reads_buffers", False) for builder in self._builders):
+            self._settle()
+            self._give_trees(trees)
+            self._metadata_of(self._batch, CUDAGraphMode.FULL)
+        self._elapsed = self._clock.tick()
+        return desc
 
     def prepare_inputs(
         self,
@@ -155,7 +206,10 @@ class GraphRunner(LookaheadRunner):
         return batch
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:
-        self._choose_buffers(input_batch)
+        if self._shape.is_open:
+            self._graph = None  # it is chosen at the model call
+        else:
+            self._choose_buffers(input_batch)
         return super().prepare_attn(input_batch)
 
     def prepare_dummy_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
@@ -203,6 +257,9 @@ class GraphRunner(LookaheadRunner):
         trees = step.trees()
         if self._graph is not None:
             self._graph.trees.fill(trees)
+        self._give_trees(trees)
+
+    def _give_trees(self, trees: TreeBatch | None) -> None:
         for builder in self._builders:
             builder.trees, builder.graph = trees, self._graph
 

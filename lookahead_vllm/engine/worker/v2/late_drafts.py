@@ -21,7 +21,7 @@ from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.proposer import DraftLimits, Verified
 from lookahead_vllm.draft.tree import DraftForest
-from lookahead_vllm.engine.messages import packed
+from lookahead_vllm.engine.messages import DraftsToVerify, packed
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.engine.worker.drafter import LiveRequest, LookaheadDrafter, prompt_tokens
 from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
@@ -56,6 +56,19 @@ class Drafts(NamedTuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return packed(self)
+
+    def in_batch(self, req_ids: Sequence[str], num_tokens: Int32s) -> DraftStep:
+        """The trees in the order of the batch, whose requests have `num_tokens` int32 [r] rows."""
+        rows = self.rows_in(req_ids)
+        computed = np.zeros(len(req_ids), np.int32)
+        computed[rows] = self.contexts
+        drafts = DraftsToVerify(self.req_ids, self.forest, self.from_proposer, {})
+        return DraftStep.of_scheduled(drafts, rows, num_tokens, computed)
+
+    def rows_in(self, req_ids: Sequence[str]) -> Int64s:
+        """The row of the batch of each tree's request, int64 [t]."""
+        row_of = {req_id: row for row, req_id in enumerate(req_ids)}
+        return np.array([row_of[req_id] for req_id in self.req_ids], np.int64)
 
 
 NO_DRAFTS = Drafts((), DraftForest.of([]), np.empty(0, np.int64), np.empty(0, np.bool_), {})
@@ -251,17 +264,22 @@ class LateDrafts:
 
     # ---- drafts ----------------------------------------------------------------------------------
 
-    def grow(self, scheduled: SchedulerOutput, chains_only: Collection[str] = ()) -> Drafts:
+    def grow(
+        self,
+        scheduled: SchedulerOutput,
+        chains_only: Collection[str] = (),
+        most: int | None = None,
+    ) -> Drafts:
         """The drafts for the slots of this step, grown from all tokens of the steps before it.
 
-        Requests in `chains_only` get no branches.
+        Requests in `chains_only` get no branches. With `most`, there are at most so many nodes.
         """
         self._steps_without_slots = 0
         slots = scheduled.scheduled_spec_decode_tokens
         num_slots = {req_id: len(own) for req_id, own in slots.items()}
         self._learn(wait=True)
         with self._drafter.recorder.timed("draft"):
-            return self._grow(scheduled.num_scheduled_tokens, num_slots, chains_only)
+            return self._grow(scheduled.num_scheduled_tokens, num_slots, chains_only, most)
 
     def could_draft(self, scheduled: Iterable[str]) -> bool:
         """Whether a request of this step could have a draft, judged by the known tokens."""
@@ -285,6 +303,7 @@ class LateDrafts:
         scheduled: Mapping[str, int],
         slots: Mapping[str, int],
         chains_only: Collection[str] = (),
+        most: int | None = None,
     ) -> Drafts:
         """Trees of at most `slots` nodes for the requests that are `scheduled`."""
         drafter = self._drafter
@@ -317,6 +336,8 @@ class LateDrafts:
                 for limit, tree, is_under in zip(limits, forest, under_grammar, strict=True)
             ]
             forest = DraftForest.of(completed).at_most(drafter.max_step_nodes)
+        if most is not None:
+            forest = forest.at_most(most)
         if not forest.num_nodes:
             return none
         kept = np.flatnonzero(forest.sizes)

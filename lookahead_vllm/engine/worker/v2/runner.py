@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.mm import rope
 
 from lookahead_vllm.draft.budget.cost import StepWork
@@ -23,7 +26,7 @@ from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine import messages, patches, step_report
-from lookahead_vllm.engine.messages import DraftsToVerify, LateReport
+from lookahead_vllm.engine.messages import LateReport
 from lookahead_vllm.engine.worker import branching
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
@@ -34,6 +37,7 @@ from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
 from lookahead_vllm.engine.worker.v2.grammar_masks import GrowingMasks
 from lookahead_vllm.engine.worker.v2.late_drafts import Drafts, LateDrafts
+from lookahead_vllm.engine.worker.v2.late_shape import LateMetadata, LateShape
 from lookahead_vllm.engine.worker.v2.node_history import NodeHistory
 from lookahead_vllm.engine.worker.v2.node_rope import NodeRopeState
 from lookahead_vllm.engine.worker.v2.sampler import (
@@ -46,6 +50,7 @@ from lookahead_vllm.engine.worker.v2.speculator import LateSpeculator
 from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
 from lookahead_vllm.verify import walk
 from lookahead_vllm.verify.node_layout import NodeLayout, compile_layout
+from lookahead_vllm.verify.place import Split
 from lookahead_vllm.verify.transfer import to_device
 from lookahead_vllm.verify.walk import Walk
 
@@ -61,9 +66,16 @@ else:
 class LookaheadRunner(_Base):
     """Mixin for vLLM's V2 model runners; list it first among the base classes.
 
-    A step begins with vLLM's bookkeeping, which needs no tokens. Then the drafting rank waits for
-    the tokens of the step before, fills the slots that the scheduler reserved, and the step goes on
-    with a copy of the scheduler's output that has only the slots in use.
+    A step begins with vLLM's bookkeeping, which needs no tokens. Then there are two ways.
+
+    A step that only decodes is prepared by vLLM for all the slots that the scheduler reserved
+    (`gather_batch_req_state`, `prepare_inputs`, `prepare_attn`). At the model call, the drafting
+    rank waits for the tokens of the step before and drafts, and the rows that the drafts need are
+    written (`_forward`). After the launch, shapes are made exact (`_settle`). See
+    `late_shape.py`.
+
+    In any other step, the drafting rank waits at once, fills the slots, and the step goes on with a
+    copy of the scheduler's output that has only the slots in use (`_fill_slots`).
     """
 
     attention: ModuleType
@@ -74,6 +86,7 @@ class LookaheadRunner(_Base):
     """Whether the model computes the tokens of a dummy run as it computes those of a step."""
     dummies_have_drafts = False
     """Whether a dummy run in a graph has the requests of the dummy step with their contexts."""
+    execute_model_state: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # For an n-gram method, vLLM would keep all texts on the device.
@@ -86,8 +99,10 @@ class LookaheadRunner(_Base):
         self.drafter = LookaheadDrafter(self.vllm_config)
         self._grammars = GrammarCopies(self.vllm_config)
         self._late = LateDrafts(self.drafter, self._grammars)
+        self._shape = LateShape(self)
+        """Whether the shape of this step is known before its drafts, and what follows from it."""
         self._scheduled: SchedulerOutput
-        """The scheduler's output of this step, with the slots in use."""
+        """The scheduler's output of this step, with the slots that vLLM prepares."""
         self._drafts: Drafts = late_drafts.NO_DRAFTS
         self._step = NO_DRAFTS
         """The drafts of this step, in the order of the batch."""
@@ -122,6 +137,8 @@ class LookaheadRunner(_Base):
         ):
             super().load_model(*args, **kwargs)
         self._rope = getattr(self.model_state, "rope_state", None)
+        if self.compilation_config.mode == CompilationMode.NONE:
+            self.model.forward = partial(self._forward, self.model.forward)
         self._history = NodeHistory(self.sampler)
         self.rejection_sampler.history = self._history
         self.sampler.observe = self._observe
@@ -133,9 +150,11 @@ class LookaheadRunner(_Base):
         groups = list(chain.from_iterable(self.attn_groups))
         self._builders = [group.get_metadata_builder(0) for group in groups]
         self._movers = branching.decide(self, groups)
+        self._shape.use_buffers()
 
     def compile_node_kernels(self) -> None:
-        """Compile the kernels that a step with drafts launches after the forward pass."""
+        """Compile the kernels that a step with drafts launches around the forward pass."""
+        self._shape.warm_up()
         compile_layout()
         walk.warm_up(self.decode_query_len, self.device)
         self._history.warm_up(self.vocab_size, self.device)
@@ -213,16 +232,24 @@ class LookaheadRunner(_Base):
     def gather_batch_req_state(self, scheduler_output: SchedulerOutput, dummy_run: bool) -> Any:
         if not dummy_run:
             self._clock.pause(messages.pause_before(scheduler_output))
-            scheduler_output = self._scheduled = self._fill_slots(scheduler_output)
+            self._forget_drafts()
+            prepared = self._shape.begin(scheduler_output)
+            scheduler_output = prepared or self._fill_slots(scheduler_output)
+            self._scheduled = scheduler_output
         return super().gather_batch_req_state(scheduler_output, dummy_run)
+
+    def most_late_nodes(self, num_reqs: int, slots: int) -> int:
+        """How many nodes a step that only decodes may get after vLLM has prepared it.
+
+        0 if vLLM would run such a step in pieces.
+        """
+        return slots if self.compilation_config.mode == CompilationMode.NONE else 0
 
     def _fill_slots(self, scheduled: SchedulerOutput) -> SchedulerOutput:
         """The scheduler's output with drafts in place of slots, and without unused slots.
 
         It is a copy: in the engine's own process, the scheduler still needs the original.
         """
-        self._drafts, self._report = late_drafts.NO_DRAFTS, None
-        self.drafter.drafted_for.clear()  # belongs to an earlier step
         slots = scheduled.scheduled_spec_decode_tokens
         if not slots:
             return scheduled
@@ -232,9 +259,8 @@ class LookaheadRunner(_Base):
         for req_id, own in slots.items():
             counts[req_id] -= len(own)
         drafts = self._drafts = self._draft(scheduled)  # waits for the step before
-        sizes = dict(zip(drafts.req_ids, drafts.forest.sizes.tolist(), strict=True))
-        self._report = LateReport(sizes, bool(sizes))
-        if sizes:
+        self._report = _report_of(drafts)
+        if sizes := self._report.sizes:
             for req_id, size in sizes.items():
                 counts[req_id] += size
             self._write_drafts(drafts, list(slots), rows)
@@ -246,11 +272,16 @@ class LookaheadRunner(_Base):
             scheduled_spec_decode_tokens={i: slots[i][:n] for i, n in sizes.items()},
         )
 
-    def _draft(self, scheduled: SchedulerOutput) -> Drafts:
-        """The drafts of this step, the same on every rank."""
+    def _forget_drafts(self) -> None:
+        """Forget those of the step before."""
+        self._drafts, self._report = late_drafts.NO_DRAFTS, None
+        self.drafter.drafted_for.clear()
+
+    def _draft(self, scheduled: SchedulerOutput, most: int | None = None) -> Drafts:
+        """The drafts of this step, the same on every rank; at most so many nodes in all."""
         drafter, drafts = self.drafter, late_drafts.NO_DRAFTS
         if drafter.is_drafting_rank:
-            drafts = self._late.grow(scheduled, self._chains_only(scheduled))
+            drafts = self._late.grow(scheduled, self._chains_only(scheduled), most)
             drafter.recorder.report.budgets.append(drafts.forest.num_nodes)
         group = get_tp_group()
         if group.world_size > 1:
@@ -305,6 +336,11 @@ class LookaheadRunner(_Base):
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:
         tables, slots = super().prepare_attn(input_batch)  # slots follow linear positions
+        shape = self._shape
+        shape.batch, shape.tables, shape.slots = input_batch, tables, slots
+        if shape.is_open:
+            self._set_trees(NO_DRAFTS)
+            return tables, slots
         self._step, self.rejection_sampler.rows = self._place(input_batch, slots)
         self._set_trees(self._step)
         self._elapsed = self._clock.tick()
@@ -324,35 +360,84 @@ class LookaheadRunner(_Base):
 
     def _place(self, batch: InputBatch, slots: torch.Tensor) -> tuple[DraftStep, TreeRows | None]:
         """The drafts in the order of the batch; sets the nodes' positions."""
-        drafts = self._drafts
-        if not drafts.req_ids:
+        if not self._drafts.req_ids:
             return NO_DRAFTS, None
-        row_of = {req_id: row for row, req_id in enumerate(batch.req_ids)}
-        rows = np.array([row_of[req_id] for req_id in drafts.req_ids])
-        computed = np.zeros(batch.num_reqs, np.int32)
-        computed[rows] = drafts.contexts
-        step = DraftStep.of_scheduled(
-            DraftsToVerify(drafts.req_ids, drafts.forest, drafts.from_proposer, {}),
-            rows,
-            batch.num_scheduled_tokens,
-            computed,
-        )
+        step = self._drafts.in_batch(batch.req_ids, batch.num_scheduled_tokens)
+        rows = self._lay_out(step, batch, slots)
+        if step.branches:
+            layout, indices = rows.layout, batch.logits_indices
+            placed = batch.positions[indices[layout.roots.long()]] + layout.depths
+            if self._rope is not None:
+                self._rope.shifts = indices, placed - batch.positions[indices]
+            batch.positions[indices] = placed
+        return step, rows
+
+    def _lay_out(self, step: DraftStep, batch: InputBatch, slots: torch.Tensor) -> TreeRows:
+        """What follows the forward pass of a step with drafts."""
         layout = NodeLayout.build(step.forest, step.rows, batch.cu_num_logits_np, self.device)
-        if not step.branches:
-            return step, TreeRows(layout, None)
-        indices = batch.logits_indices
-        placed = batch.positions[indices[layout.roots.long()]] + layout.depths
-        if self._rope is not None:
-            self._rope.shifts = indices, placed - batch.positions[indices]
-        batch.positions[indices] = placed
-        return step, TreeRows(layout, partial(self._move, slots))
+        return TreeRows(layout, partial(self._move, slots) if step.branches else None)
 
     def _move(self, slots: torch.Tensor, path: Walk) -> None:
         """Move the accepted nodes' KV to the slots right after the root's."""
         for mover, own in zip(self._movers, slots, strict=True):
             mover.move_paths(own[path.origins], own[path.targets])
 
+    # ---- at the model call, in a step that vLLM has prepared for all slots -----------------------
+
+    def _forward(self, forward: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
+        """Replaces the model's: a step outside of graphs gets its drafts, and only their rows."""
+        shape = self._shape
+        if shape.awaits_drafts:
+            split = self._draft_late()
+            shape.place(to_device(split.packed, self.device), shape.batch.num_tokens_after_padding)
+            inputs |= shape.inputs()
+            context = get_forward_context()
+            context.is_padding = shape.is_padding()
+            context.attn_metadata = LateMetadata(self._build_metadata)
+            self._elapsed = self._clock.tick()
+        return forward(*args, **inputs)
+
+    def _draft_late(self) -> Split:
+        """Wait for the tokens of the step before, and draft; returns the rows of this step."""
+        shape = self._shape
+        self._drafts = self._draft(shape.scheduled, shape.most_nodes)
+        return shape.split(self._drafts)
+
+    def _build_metadata(self) -> dict[str, Any]:
+        """Attention's metadata of a step outside of graphs."""
+        self._settle()
+        slots = self._shape.slots[:, : self._batch.num_tokens]
+        by_layer = build_slot_mappings_by_layer(slots, self.kv_cache_config)
+        get_forward_context().slot_mapping = by_layer
+        self._set_trees(self._step)
+        return self._metadata_of(self._batch, CUDAGraphMode.NONE)
+
+    def _metadata_of(self, batch: InputBatch, mode: CUDAGraphMode) -> dict[str, Any]:
+        shape = self._shape
+        metadata: dict[str, Any] = self.model_state.prepare_attn(
+            batch,
+            mode,
+            tuple(table[: batch.num_reqs_after_padding] for table in shape.tables),
+            shape.slots[:, : batch.num_tokens_after_padding],
+            self.attn_groups,
+            self.kv_cache_config,
+        )
+        return metadata
+
     # ---- after the launch ------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Once the rows of such a step are placed: its batch with exact shapes, and its report."""
+        shape = self._shape
+        if shape.is_settled:
+            return
+        assert not shape.awaits_drafts, "vLLM has run the model in another way"
+        batch = self._batch = shape.exact_batch(self._drafts)
+        self._report = _report_of(self._drafts)
+        self._step, self.rejection_sampler.rows = NO_DRAFTS, None
+        if self._drafts.req_ids:
+            self._step = self._drafts.in_batch(batch.req_ids, batch.num_scheduled_tokens)
+            self.rejection_sampler.rows = self._lay_out(self._step, batch, shape.slots)
 
     def _observe(self, logits: torch.Tensor, batch: InputBatch) -> None:
         """Start to copy the model's choices to the host, for proposers that need them."""
@@ -373,6 +458,9 @@ class LookaheadRunner(_Base):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         self._verified = None
+        if self._shape.is_open and self.execute_model_state is not None:
+            self._settle()
+            self.execute_model_state = self.execute_model_state._replace(input_batch=self._batch)
         output = super().sample_tokens(grammar_output)
         if not isinstance(output, AsyncOutput) or not self.drafter.is_drafting_rank:
             return output
@@ -412,6 +500,11 @@ class LookaheadRunner(_Base):
             self._grammars.shutdown()
             self._movers, self._builders = [], []  # they hold the KV caches
             super().shutdown()
+
+
+def _report_of(drafts: Drafts) -> LateReport:
+    sizes = dict(zip(drafts.req_ids, drafts.forest.sizes.tolist(), strict=True))
+    return LateReport(sizes, bool(sizes))
 
 
 def _without_dense_texts(request_state: type, *args: Any, **kwargs: Any) -> Any:

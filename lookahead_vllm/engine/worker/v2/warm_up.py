@@ -54,7 +54,12 @@ class WarmUpDrafts:
         """See `LateDrafts`."""
         return np.zeros(len(req_ids), np.int32)
 
-    def grow(self, scheduled: SchedulerOutput, chains_only: Collection[str] = ()) -> Drafts:
+    def grow(
+        self,
+        scheduled: SchedulerOutput,
+        chains_only: Collection[str] = (),
+        most: int | None = None,
+    ) -> Drafts:
         """A draft for each request with slots; the first two nodes are children of the root."""
         slots = scheduled.scheduled_spec_decode_tokens
         cached = scheduled.scheduled_cached_reqs
@@ -69,7 +74,8 @@ class WarmUpDrafts:
             if self._may_branch and req_id not in chains_only:
                 parents = [-1, -1, *range(size - 2)][:size]
             trees.append(DraftTree.from_lists([node % 2 for node in range(size)], parents))
-        forest = DraftForest.of(trees).at_most(self._max_nodes)
+        max_nodes = self._max_nodes if most is None else min(most, self._max_nodes)
+        forest = DraftForest.of(trees).at_most(max_nodes)
         if not forest.num_nodes:  # more requests than nodes
             return NO_DRAFTS
         contexts = np.array([computed[req_id] for req_id in req_ids], np.int64)

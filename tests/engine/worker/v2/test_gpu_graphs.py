@@ -344,9 +344,14 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         made: Any = object.__new__(Runner)
         support = settings.pop("support", Runner.support)
         made.model_state = SimpleNamespace(get_additional_cg_support=lambda: support)
-        made.compilation_config = SimpleNamespace(static_forward_context={})
+        made.compilation_config = SimpleNamespace(
+            static_forward_context={}, mode=CompilationMode.VLLM_COMPILE
+        )
         made.drafter = SimpleNamespace(may_branch=None)
         made._buffers, made._graph, made._movers = {}, None, []
+        made._shape = SimpleNamespace(
+            use_buffers=lambda: None, begin=lambda scheduled: None, is_open=False
+        )
         made._drafts, made._dummy_step = late_drafts.NO_DRAFTS, runner.NO_DRAFTS
         made.is_profiling = settings.pop("is_profiling", False)
         for name, value in settings.items():
@@ -405,6 +410,7 @@ def test_a_step_tells_the_manager_whether_trees_branch(make: Callable[..., Any])
     made = make(mode=FULL)
     made._clock = StepClock(overlaps=True)
     made.__dict__["_fill_slots"] = lambda scheduled: scheduled
+    made.__dict__["_forget_drafts"] = lambda: None
     for tree, branches in ((DraftTree.from_lists([1, 2], [-1, -1]), True),
                            (DraftTree.chain([1, 2]), False)):  # fmt: skip
         made._drafts = late_drafts.NO_DRAFTS._replace(forest=DraftForest.of([tree]))

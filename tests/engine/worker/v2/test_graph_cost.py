@@ -166,13 +166,13 @@ def test_an_engine_times_the_graphs_that_it_has_captured(
         assert captured.with_drafts.sizes == graph_engine.SIZES[1:]
         replays = runner_of(llm).replays
         for for_drafts, sizes in ((False, [1, 2, 4, 8, 16]), (True, graph_engine.SIZES[1:])):
-            ran = [tokens for tokens, drafts, _ in replays if drafts is for_drafts]
+            ran = [r.num_tokens for r in replays if r.has_drafts is for_drafts]
             assert sorted(set(ran)) == sizes and len(ran) >= 4 * len(sizes)
         batches = [batch for batch in step_cost.BATCHES if batch.requests <= 16]
         assert attended == [(b.requests, b.num_tokens) for b in batches for _ in range(4)]
         # Every batch ran in a graph, the trees as trees.
         assert len(replays) == 4 * (5 + len(graph_engine.SIZES[1:]) + len(batches))
-        with_trees = [(tokens, trees) for tokens, _, trees in replays if trees]
+        with_trees = [(r.num_tokens, r.num_trees) for r in replays if r.num_trees]
         trees = [batch for batch in batches if batch.trees]
         assert with_trees == [(b.num_tokens, b.requests) for b in trees for _ in range(4)]
 
@@ -197,7 +197,7 @@ def test_a_measured_pass_has_the_inputs_of_a_step(
         runner.replays.clear()
         with passes.with_context(batch, context, in_graph=True) as attend:
             attend()
-        assert runner.replays == [(32, True, 3)]
+        assert runner.replays == [(32, True, 3, 32)]
         built = metadata[0]
         starts = built.query_start_loc.tolist()
         assert starts[:4] == [0, 6, 12, 18] and set(starts[4:]) == {18}
@@ -212,4 +212,4 @@ def test_a_measured_pass_has_the_inputs_of_a_step(
         # The runner is as before.
         runner.replays.clear()
         passes.drafts_in_graph(8)
-        assert runner.replays == [(8, True, 0)]
+        assert runner.replays == [(8, True, 0, 8)]

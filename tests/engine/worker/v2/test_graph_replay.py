@@ -475,11 +475,11 @@ def test_an_engine_whose_graphs_are_replayed_gives_the_same_tokens(
             with driving.engine(llama, {"proposer": proposer, "budget": 8}) as llm:
                 assert driving.generate(llm, prompts, params) == vanilla
                 runner = driving.runner_of(llm)
-                with_drafts = [replay for replay in runner.replays if replay[1]]
+                with_drafts = [replay for replay in runner.replays if replay.has_drafts]
                 assert len(with_drafts) > 2
                 branches = proposer == "hidden_path"
-                assert any(trees > 1 for *_, trees in with_drafts) is branches
+                assert any(replay.num_trees > 1 for replay in with_drafts) is branches
                 assert (driving.drafter_of(llm).counters.moved_tokens > 20) is branches
                 assert driving.generate_staggered(llm, prompts) == staggered
                 # Steps without drafts have vLLM's graphs.
-                assert any(not replay[1] for replay in runner.replays)
+                assert any(not replay.has_drafts for replay in runner.replays)

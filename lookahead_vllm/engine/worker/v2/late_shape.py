@@ -1,0 +1,286 @@
+"""The shape before the tokens: vLLM prepares a step while the device computes the one before.
+
+In a step that only decodes, all that depends on the last tokens, and on how many nodes each request
+gets, is data on the device. So vLLM prepares the step for all slots, without waiting. At the model
+call the tokens have arrived: the drafts are grown, and one kernel writes the rows that they need
+(`verify/place.py`). What the host still wants to know is made exact after the launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.input_batch import expand_idx_mapping
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+from lookahead_vllm.draft.jit import Int32s
+from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.verify.place import RequestTable, Split, StepRows, place
+from lookahead_vllm.verify.transfer import to_device
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    from lookahead_vllm.engine.worker.v2.late_drafts import Drafts
+
+
+class LateMetadata(dict[str, Any]):
+    """Attention's metadata by layer, made when the first layer asks for it.
+
+    By then, the layers before it have been launched.
+    """
+
+    def __init__(self, build: Callable[[], dict[str, Any]]) -> None:
+        super().__init__()
+        self._build = build
+
+    def __missing__(self, layer: str) -> Any:
+        if not len(self):
+            self.update(self._build())
+            return self[layer]
+        raise KeyError(layer)
+
+    def get(self, layer: str, default: Any = None) -> Any:
+        """As `dict.get`."""
+        try:
+            return self[layer]
+        except KeyError:
+            return default
+
+
+class LateShape:
+    """The step of a runner that is prepared before its drafts are known, if it is one.
+
+    Parameters
+    ----------
+    runner
+        A lookahead runner.
+
+    Attributes
+    ----------
+    is_open : bool
+        Whether this step is such a step, from `begin` on.
+    awaits_drafts : bool
+        Whether its drafts have not been placed yet.
+    is_settled : bool
+        Whether nothing is left to be made exact.
+    scheduled : SchedulerOutput
+        The scheduler's output of the step, with all slots.
+    most_nodes : int
+        The most nodes of the step.
+    batch : InputBatch
+        The step as vLLM has prepared it.
+    graph : BatchExecutionDescriptor or None
+        The graph that runs the step, if any.
+    tables, slots
+        The block tables and the KV slots of the step, which vLLM returned; views of its buffers.
+    """
+
+    scheduled: SchedulerOutput
+    most_nodes: int
+    batch: InputBatch
+    tables: tuple[torch.Tensor, ...]
+    slots: torch.Tensor
+
+    _rows: StepRows
+    _table: RequestTable
+    _split: Split
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._is_possible = self.is_open = self.awaits_drafts = False
+        self.is_settled = True
+        self.graph: BatchExecutionDescriptor | None = None
+        self._addresses: tuple[torch.Tensor, ...] = ()
+
+    def use_buffers(self) -> None:
+        """Call this once the runner has its KV cache."""
+        runner = self._runner
+        self._is_possible = _is_possible(runner)
+        buffers, tables, states = runner.input_buffers, runner.block_tables, runner.req_states
+        self._rows = StepRows(
+            buffers.input_ids,
+            buffers.positions,
+            buffers.is_padding,
+            buffers.query_start_loc,
+            buffers.seq_lens,
+            tables.slot_mappings,
+        )
+        self._table = RequestTable(
+            states.num_computed_tokens.gpu,
+            states.last_sampled_tokens,
+            tuple(table.gpu for table in tables.block_tables),
+            tuple(tables.block_sizes),
+        )
+        if buffers.input_ids.device.type != "cpu":
+            self._addresses = self._table.addresses()
+
+    def warm_up(self) -> None:
+        """Compile what a step launches, by a step without requests."""
+        split = Split.of(DraftForest.of([]), np.empty(0, np.int64), 0)
+        packed = to_device(split.packed, self._rows.ids.device)
+        entries = packed.new_empty(0, dtype=torch.int64)
+        for lengths in (None, torch.zeros_like(self._rows.lengths)):
+            place(packed, 0, 0, entries, self._table, self._rows, 0, lengths, self._addresses)
+
+    # ---- before the tokens -----------------------------------------------------------------------
+
+    def begin(self, scheduled: SchedulerOutput) -> SchedulerOutput | None:
+        """What vLLM prepares before the drafts are known; None if this step has to wait for them.
+
+        All ranks answer alike. If no graph holds all slots, it is a copy with fewer slots: only
+        their number counts, since the nodes may be of any requests.
+        """
+        self.is_open = self.awaits_drafts = False
+        self.is_settled, self.graph = True, None
+        if not self._only_decodes(scheduled):
+            return None
+        num_reqs = len(scheduled.num_scheduled_tokens)
+        slots = scheduled.total_num_scheduled_tokens - num_reqs
+        self.most_nodes = min(self._runner.most_late_nodes(num_reqs, slots), slots)
+        if not self.most_nodes:
+            return None
+        self.is_open = self.awaits_drafts = True
+        self.is_settled, self.scheduled = False, scheduled
+        return scheduled if self.most_nodes == slots else _cut(scheduled, self.most_nodes)
+
+    def _only_decodes(self, scheduled: SchedulerOutput) -> bool:
+        if (
+            not self._is_possible
+            or not scheduled.scheduled_spec_decode_tokens
+            or scheduled.scheduled_new_reqs
+            or scheduled.has_structured_output_requests
+        ):
+            return False
+        states = self._runner.req_states
+        entries = [states.req_id_to_index[i] for i in scheduled.num_scheduled_tokens]
+        read = states.num_computed_prefill_tokens[entries]
+        return bool((read >= states.prefill_len.np[entries]).all())
+
+    # ---- at the model call -----------------------------------------------------------------------
+
+    def split(self, drafts: Drafts) -> Split:
+        """The rows of the step, in the order of the batch."""
+        rows = drafts.rows_in(self.batch.req_ids)
+        self._split = Split.of(drafts.forest, rows, self.batch.num_reqs)
+        return self._split
+
+    def place(
+        self,
+        packed: torch.Tensor,
+        num_filled: int,
+        tree_lengths: torch.Tensor | None = None,
+    ) -> None:
+        """Write the rows of the step to vLLM's buffers; `packed` is the split on the device."""
+        self.awaits_drafts = False
+        place(
+            packed,
+            self._split.num_requests,
+            self._split.num_rows,
+            self.batch.idx_mapping,
+            self._table,
+            self._rows,
+            num_filled,
+            tree_lengths,
+            self._addresses,
+        )
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """The model's inputs, without padding."""
+        count = self._split.num_rows
+        return {"input_ids": self._rows.ids[:count], "positions": self._rows.positions[:count]}
+
+    def is_padding(self) -> torch.Tensor:
+        """Of the rows without padding, bool [n]: False."""
+        return self._rows.is_padding[: self._split.num_rows]
+
+    # ---- after the launch ------------------------------------------------------------------------
+
+    def exact_batch(self, drafts: Drafts) -> InputBatch:
+        """The batch with only the rows in use, and the padding of its graph."""
+        self.is_settled = True
+        graph, batch, (_, num_reqs, num_rows) = self.graph, self.batch, self._split
+        padded_reqs = num_reqs if graph is None else graph.num_reqs or num_reqs
+        padded = num_rows if graph is None else graph.num_tokens
+        starts = np.full(padded_reqs + 1, num_rows, np.int32)
+        starts[: num_reqs + 1] = self._split.starts
+        sizes: Int32s = np.diff(self._split.starts)
+        contexts = batch.num_computed_tokens_np.copy()  # an upper bound
+        for row, req_id in enumerate(batch.req_ids):
+            if (known := drafts.num_tokens.get(req_id)) is not None:
+                contexts[row] = known - 1
+        lengths = np.zeros(padded_reqs, np.int32)
+        lengths[:num_reqs] = contexts + sizes
+        ends = self._rows.starts[: num_reqs + 1]  # every row has logits
+        entries, places = expand_idx_mapping(
+            batch.idx_mapping, num_rows, ends, self._runner.decode_query_len
+        )
+        num_nodes = num_rows - num_reqs
+        return replace(
+            batch,
+            num_reqs_after_padding=padded_reqs,
+            num_tokens=num_rows,
+            num_tokens_after_padding=padded,
+            num_scheduled_tokens=sizes,
+            num_draft_tokens=num_nodes,
+            num_draft_tokens_per_req=sizes - 1 if num_nodes else None,
+            query_start_loc=self._rows.starts[: padded_reqs + 1],
+            query_start_loc_np=starts,
+            seq_lens=self._rows.lengths[:padded_reqs],
+            seq_lens_cpu_upper_bound=torch.from_numpy(lengths),
+            num_computed_tokens_np=contexts,
+            input_ids=self._rows.ids[:padded],
+            positions=self._rows.positions[:padded],
+            is_padding=self._rows.is_padding[:padded],
+            logits_indices=torch.arange(num_rows, device=ends.device),
+            cu_num_logits=ends,
+            cu_num_logits_np=starts[: num_reqs + 1],
+            expanded_idx_mapping=entries,
+            expanded_local_pos=places,
+            max_query_len=None if graph is None else graph.max_query_len,
+        )
+
+
+def _cut(scheduled: SchedulerOutput, most: int) -> SchedulerOutput:
+    """A copy with `most` slots, of the first requests."""
+    slots: dict[str, list[int]] = {}
+    counts = dict.fromkeys(scheduled.num_scheduled_tokens, 1)
+    for req_id, own in scheduled.scheduled_spec_decode_tokens.items():
+        if most:
+            slots[req_id] = own[:most]
+            counts[req_id] += len(slots[req_id])
+            most -= len(slots[req_id])
+    return replace(
+        scheduled,
+        num_scheduled_tokens=counts,
+        total_num_scheduled_tokens=sum(counts.values()),
+        scheduled_spec_decode_tokens=slots,
+    )
+
+
+def _is_possible(runner: Any) -> bool:
+    """Whether all that depends on the rows of a step is data that `place` writes."""
+    config, parallel = runner.vllm_config, runner.parallel_config
+    return (
+        type(runner.model_state) is DefaultModelState
+        and runner.model_state.rope_state is None
+        and runner.lora_config is None  # adapters are laid out by the host, for each row
+        and not runner.uses_inputs_embeds
+        and runner.dp_size == 1  # ranks agree on the size of a graph before it is known
+        and parallel.pipeline_parallel_size == 1
+        and parallel.decode_context_parallel_size == 1
+        and parallel.prefill_context_parallel_size == 1
+        and not parallel.use_ubatching
+        and not parallel.enable_eplb
+        and config.kv_transfer_config is None
+        and config.ec_transfer_config is None
+        and not config.aux_output_config.enabled
+        and not config.cache_config.kv_sharing_fast_prefill
+        and bool(runner.block_tables.slot_mapping_enabled.all())
+    )

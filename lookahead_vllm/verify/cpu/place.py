@@ -1,0 +1,106 @@
+"""The rows of a step, in one compiled call for tensors on a CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.verify.place import NO_SLOT, RequestTable, StepRows
+
+_NONE: Int32s = np.empty(0, np.int32)
+
+
+def place_rows(
+    packed: Tensor,
+    num_requests: int,
+    num_rows: int,
+    entries: Tensor,
+    table: RequestTable,
+    rows: StepRows,
+    num_filled: int,
+    tree_lengths: Tensor | None,
+) -> None:
+    """`place.place` for tensors on a CPU."""
+    own = _NONE if tree_lengths is None else tree_lengths.numpy()
+    _place(
+        packed.numpy(),
+        num_requests,
+        num_rows,
+        entries.numpy(),
+        table.num_computed.numpy(),
+        table.last_sampled.numpy(),
+        *(part.numpy() for part in rows[:5]),
+        num_filled,
+        own,
+    )
+    for blocks, size, slots in zip(table.blocks, table.block_sizes, rows.slots, strict=True):
+        _map(
+            packed.numpy(),
+            num_requests,
+            num_rows,
+            entries.numpy(),
+            table.num_computed.numpy(),
+            blocks.numpy(),
+            size,
+            slots.numpy()[:num_filled],
+        )
+
+
+@kernel
+def _place(
+    packed: Int32s,
+    num_requests: int,
+    num_rows: int,
+    entries: Int64s,
+    num_computed: Int32s,
+    last_sampled: Int64s,
+    ids: Int32s,
+    positions: Int64s,
+    is_padding: NDArray[np.bool_],
+    starts: Int32s,
+    lengths: Int32s,
+    num_filled: int,
+    tree_lengths: Int32s,
+) -> None:
+    first = 2 * num_requests + 1
+    tokens, depths = packed[first : first + num_rows], packed[first + num_rows :]
+    for request in range(num_requests):
+        start, end = packed[request], packed[request + 1]
+        context = num_computed[entries[request]]
+        starts[request] = start
+        lengths[request] = context + end - start
+        if len(tree_lengths):
+            branches = packed[num_requests + 1 + request]
+            tree_lengths[request] = end - start + (0 if branches else context)
+        for row in range(start, end):
+            ids[row] = tokens[row]
+            positions[row] = context + depths[row]
+            is_padding[row] = False
+        ids[start] = last_sampled[entries[request], 0]
+    starts[num_requests:] = num_rows
+    lengths[num_requests:] = 0
+    tree_lengths[num_requests:] = 0
+    ids[num_rows:num_filled] = 0
+    positions[num_rows:num_filled] = 0
+    is_padding[num_rows:num_filled] = True
+
+
+@kernel
+def _map(
+    packed: Int32s,
+    num_requests: int,
+    num_rows: int,
+    entries: Int64s,
+    num_computed: Int32s,
+    blocks: Int32s,
+    block_size: int,
+    slots: Int64s,
+) -> None:
+    for request in range(num_requests):
+        entry, start = entries[request], packed[request]
+        for row in range(start, packed[request + 1]):
+            at = num_computed[entry] + row - start
+            slots[row] = np.int64(blocks[entry, at // block_size]) * block_size + at % block_size
+    slots[num_rows:] = NO_SLOT

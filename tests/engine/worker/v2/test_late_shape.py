@@ -1,0 +1,257 @@
+"""Steps that vLLM prepares before their drafts are known give plain vLLM's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from lookahead_vllm.engine.worker.v2 import late_shape
+from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
+from lookahead_vllm.engine.worker.v2.late_shape import LateMetadata, LateShape
+from lookahead_vllm.verify.place import place
+from tests.support import graph_engine, v2_on_cpu
+from tests.support.driving import (
+    drafter_of,
+    engine,
+    generate,
+    generate_staggered,
+    random_prompts,
+    runner_of,
+)
+from tests.support.proposers import record
+
+PROMPTS = random_prompts(9, 50, seed=5)
+KINDS: list[dict[str, Any]] = [
+    dict(temperature=0),
+    dict(temperature=0.8, seed=3, top_p=0.9),
+    dict(temperature=0.9, seed=4, repetition_penalty=1.3, frequency_penalty=0.4, logprobs=2),
+]
+PARAMS = [
+    SamplingParams(**KINDS[i % 3], max_tokens=30, ignore_eos=True, detokenize=False)
+    for i in range(len(PROMPTS))
+]
+ABORTED = (3, 7)
+MODES = ("eager", "graphs")
+
+
+class Steps:
+    """Counts the steps of an engine with slots for drafts."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.early = self.waiting = 0
+        self.placed: list[tuple[int, int]] = []
+        """The rows of each early step, and those that vLLM had prepared."""
+        shape = runner_of(llm)._shape
+        begin, write = shape.begin, shape.place
+
+        def begins(scheduled: Any) -> Any:
+            prepared = begin(scheduled)
+            self.early += prepared is not None
+            self.waiting += bool(scheduled.scheduled_spec_decode_tokens) and prepared is None
+            return prepared
+
+        def placed(*args: Any) -> None:
+            self.placed.append((shape._split.num_rows, shape.batch.num_tokens))
+            write(*args)
+
+        monkeypatch.setattr(shape, "begin", begins)
+        monkeypatch.setattr(shape, "place", placed)
+
+
+@contextmanager
+def lookahead(mode: str, model: Path, options: dict[str, Any], **kwargs: Any) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        if mode == "graphs":
+            graph_engine.enable(patch)
+        with engine(model, options, **kwargs) as llm:
+            yield llm
+
+
+def answers_of(llm: LLM) -> list[Any]:
+    staggered = generate_staggered(llm, PROMPTS, PARAMS, abort=ABORTED, every=5)
+    kept = [staggered[i] for i in range(len(PROMPTS)) if i not in ABORTED]
+    begun = [staggered[i][0][:10] for i in ABORTED]
+    return [kept, begun, generate(llm, PROMPTS, PARAMS)]
+
+
+@pytest.fixture(scope="module")
+def plain(llama: Path) -> list[Any]:
+    with v2_on_cpu.enabled(), engine(llama) as llm:
+        answers = answers_of(llm)
+        record(PROMPTS, answers[2])
+        return answers
+
+
+@pytest.fixture(autouse=True)
+def _on_v2() -> Iterator[None]:
+    with v2_on_cpu.enabled():
+        yield
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(proposer="ngram_trie", budget=8),
+        dict(proposer="hybrid", budget=6),
+        dict(proposer="hybrid", budget="auto"),
+        dict(proposer="hidden_path", budget=8),
+        dict(proposer="hidden_path", budget="auto", num_speculative_tokens=24),  # fill any graph
+    ],
+    ids=lambda options: f"{options['proposer']}-{options['budget']}",
+)
+def test_the_tokens_are_plain_vllms(
+    options: dict[str, Any], mode: str, llama: Path, plain: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    record(PROMPTS, plain[2])
+    may_pause = options["budget"] == "auto" and options["proposer"] == "hybrid"
+    with lookahead(mode, llama, options, drafts=None if may_pause else True) as llm:
+        steps = Steps(llm, monkeypatch)
+        assert answers_of(llm) == plain
+        assert answers_of(llm) == plain  # which the trie has learned
+        counters = drafter_of(llm).counters
+        if may_pause:
+            return
+        assert steps.early > 3 * steps.waiting
+        assert counters.branching_trees > 100
+        assert counters.moved_tokens > 5
+        assert any(rows < prepared for rows, prepared in steps.placed)
+        if mode == "graphs":
+            replays = [replay for replay in runner_of(llm).replays if replay.has_drafts]
+            assert sum(replay.num_trees for replay in replays) > 50
+            assert any(replay.num_tokens < replay.num_prepared for replay in replays)
+
+
+def test_a_step_without_a_node_runs_plain_vllms_graph(
+    llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lookahead("graphs", llama, {"budget": 8}, drafts=False) as llm:
+        monkeypatch.setattr(drafter_of(llm), "max_step_nodes", 0)
+        steps = Steps(llm, monkeypatch)
+        assert answers_of(llm) == plain
+        assert steps.early > 10
+        empty = [r for r in runner_of(llm).replays if not r.has_drafts and r.num_prepared > 9]
+        assert len(empty) > 10
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_requests_that_start_again_keep_their_tokens(
+    mode: str, llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(PROMPTS, plain[2])
+    with lookahead(mode, llama, {"proposer": "hidden_path", "budget": 8}) as llm:
+        steps = Steps(llm, monkeypatch)
+        again = generate_staggered(llm, PROMPTS, PARAMS, every=3, reset_every=9)
+        assert again == plain[2]
+        assert steps.early > 10
+
+
+def test_prompts_and_grammars_wait_for_the_drafts(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = StructuredOutputsParams(regex="[a-z]{3}[0-9]{20}")
+    params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=grammar)
+    with lookahead("eager", llama, {"budget": 8}, skip_tokenizer_init=False) as llm:
+        steps = Steps(llm, monkeypatch)
+        generate(llm, PROMPTS[:3], params)
+        assert steps.waiting > 5 and not steps.early
+
+
+# ---- the tests above notice mistakes -------------------------------------------------------------
+
+
+def _rows_that_keep_their_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(packed: Any, requests: int, rows: int, entries: Any, table: Any, out: Any,
+              *args: Any) -> None:  # fmt: skip
+        slots = out.slots.clone()
+        place(packed, requests, rows, entries, table, out, *args)
+        out.slots[:, rows:] = slots[:, rows:]
+
+    monkeypatch.setattr(late_shape, "place", wrong)
+
+
+def _stale_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*args: Any) -> None:
+        *_, rows, _, tree_lengths, _ = args
+        buffers = [b for b in (rows.lengths, tree_lengths) if b is not None]
+        stale = [buffer.clone() for buffer in buffers]
+        place(*args)
+        for buffer, values in zip(buffers, stale, strict=True):
+            buffer.copy_(values)
+
+    monkeypatch.setattr(late_shape, "place", wrong)
+
+
+def _one_graph_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    smallest = DraftGraphManager.smallest
+
+    def wrong(self: Any, num_reqs: int, num_tokens: int) -> Any:
+        return smallest(self, num_reqs, max(num_tokens // 2, num_reqs + 1))
+
+    monkeypatch.setattr(DraftGraphManager, "smallest", wrong)
+
+
+def _depths_of_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = LateShape.split
+
+    def wrong(self: Any, drafts: Any) -> Any:
+        found = split(self, drafts)
+        starts = found.starts
+        places = np.arange(found.num_rows) - np.repeat(starts[:-1], np.diff(starts))
+        found.packed[-found.num_rows :] = places
+        return found
+
+    monkeypatch.setattr(LateShape, "split", wrong)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "mode", "proposer"),
+    [
+        (_rows_that_keep_their_slots, "graphs", "hidden_path"),
+        (_stale_lengths, "graphs", "always_right"),
+        (_one_graph_too_small, "graphs", "hidden_path"),
+        (_depths_of_a_chain, "graphs", "hidden_path"),
+        (_depths_of_a_chain, "eager", "hidden_path"),
+    ],
+)
+def test_a_mistake_shows(
+    mistake: Callable[[pytest.MonkeyPatch], None], mode: str, proposer: str, llama: Path,
+    plain: list[Any], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    record(PROMPTS, plain[2])
+    mistake(monkeypatch)
+    wrong: Any = None
+    with lookahead(mode, llama, {"proposer": proposer, "budget": 8}, drafts=None) as llm:
+        try:
+            wrong = answers_of(llm)
+        except (RuntimeError, ValueError, IndexError) as error:
+            wrong = error
+    assert wrong != plain
+
+
+# ---- metadata ------------------------------------------------------------------------------------
+
+
+def test_metadata_is_made_once_when_a_layer_asks_for_it() -> None:
+    made: list[int] = []
+
+    def build() -> dict[str, Any]:
+        made.append(1)
+        return {"first": torch.zeros(1), "second": torch.ones(1)}
+
+    metadata = LateMetadata(build)
+    assert not made
+    assert metadata["second"].item() == 1 and metadata.get("first").item() == 0
+    assert metadata.get("third") is None
+    with pytest.raises(KeyError, match="third"):
+        metadata["third"]
+    assert len(made) == 1

@@ -1,0 +1,131 @@
+"""The rows of a step are written where its forward pass reads them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.verify.place import NO_SLOT, RequestTable, Split, StepRows, place
+from tests.support.attention_cases import random_tree
+
+ENTRIES, ROWS = 7, 90
+"""Requests that the device knows, and rows of its buffers."""
+STALE = 77
+
+
+class Case(NamedTuple):
+    """A step of some of the known requests, in a random order."""
+
+    trees: list[DraftTree]
+    """One for each request of the step; it may be empty."""
+    entries: list[int]
+    table: RequestTable
+    num_filled: int
+
+    @property
+    def split(self) -> Split:
+        drafted = [row for row, tree in enumerate(self.trees) if len(tree)]
+        order = drafted[::-1]  # of the forest, not of the batch
+        forest = DraftForest.of([self.trees[row] for row in order])
+        return Split.of(forest, np.array(order, np.int64), len(self.trees))
+
+
+def random_case(seed: int, most: int = 9, groups: int = 1, most_requests: int = ENTRIES) -> Case:
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, most_requests + 1))
+    trees = []
+    for _ in range(count):
+        size = int(rng.integers(0, most + 1))
+        shape = random_tree(rng, size) if rng.random() < 0.6 else DraftTree.chain([0] * size)
+        trees.append(DraftTree.from_lists(rng.integers(0, 999, size), shape.parents))
+    sizes = tuple(int(size) for size in rng.choice([4, 8, 16], groups))
+    table = RequestTable(
+        torch.from_numpy(rng.integers(0, 100, ENTRIES).astype(np.int32)),
+        torch.from_numpy(rng.integers(0, 999, (ENTRIES, 1))),
+        tuple(
+            torch.from_numpy(rng.integers(0, 999, (ENTRIES, 40 + i)).astype(np.int32))
+            for i in range(groups)
+        ),
+        sizes,
+    )
+    rows = sum(1 + len(tree) for tree in trees)
+    return Case(trees, rng.permutation(ENTRIES)[:count].tolist(), table, rows + seed % 8)
+
+
+def stale_rows(groups: int) -> StepRows:
+    """Buffers of an earlier step."""
+    return StepRows(
+        torch.full((ROWS,), STALE, dtype=torch.int32),
+        torch.full((ROWS,), STALE),
+        torch.arange(ROWS) % 2 == 0,
+        torch.full((ENTRIES + 1,), STALE, dtype=torch.int32),
+        torch.full((ENTRIES,), STALE, dtype=torch.int32),
+        torch.full((groups, ROWS), STALE),
+    )
+
+
+def expected(case: Case) -> tuple[StepRows, torch.Tensor]:
+    """Row by row; and the lengths without the contexts of branching trees."""
+    rows = stale_rows(len(case.table.blocks))
+    tree_lengths = torch.zeros(ENTRIES, dtype=torch.int32)
+    rows.lengths[:] = 0
+    row = 0
+    for request, (tree, entry) in enumerate(zip(case.trees, case.entries, strict=True)):
+        context = int(case.table.num_computed[entry])
+        rows.starts[request] = row
+        rows.lengths[request] = context + 1 + len(tree)
+        tree_lengths[request] = 1 + len(tree) + (context if tree.is_chain else 0)
+        ids = [int(case.table.last_sampled[entry]), *tree.tokens.tolist()]
+        for place_of_row, (token, depth) in enumerate(zip(ids, [0, *tree.depths], strict=True)):
+            rows.ids[row], rows.positions[row] = token, context + int(depth)
+            rows.is_padding[row] = False
+            at = context + place_of_row
+            for group, size in enumerate(case.table.block_sizes):
+                block = int(case.table.blocks[group][entry, at // size])
+                rows.slots[group, row] = block * size + at % size
+            row += 1
+    rows.starts[len(case.trees) :] = row
+    padding = slice(row, case.num_filled)
+    rows.ids[padding], rows.positions[padding], rows.is_padding[padding] = 0, 0, True
+    rows.slots[:, padding] = NO_SLOT
+    return rows, tree_lengths
+
+
+def check(case: Case, rows: StepRows, tree_lengths: torch.Tensor) -> None:
+    right, right_lengths = expected(case)
+    for name, ours, theirs in zip(StepRows._fields, rows, right, strict=True):
+        assert ours.tolist() == theirs.tolist(), name
+    assert tree_lengths.tolist() == right_lengths.tolist()
+
+
+def arguments_of(case: Case, rows: StepRows) -> tuple[Any, ...]:
+    """The arguments of `place` but for the lengths of trees."""
+    split = case.split
+    assert len(split.packed) == Split.size(split.num_requests, split.num_rows)
+    packed, entries = torch.from_numpy(split.packed), torch.tensor(case.entries)
+    counts = split.num_requests, split.num_rows
+    return packed, *counts, entries, case.table, rows, case.num_filled
+
+
+def no_lengths() -> torch.Tensor:
+    return torch.full((ENTRIES,), STALE, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("seed", range(20))
+def test_every_row_is_where_its_request_is(seed: int, groups: int) -> None:
+    case = random_case(seed, groups=groups)
+    rows, lengths = stale_rows(groups), no_lengths()
+    place(*arguments_of(case, rows), lengths)
+    check(case, rows, lengths)
+
+
+def test_a_step_in_a_graph_without_trees_has_no_lengths_of_trees() -> None:
+    case = random_case(3)
+    rows = stale_rows(1)
+    place(*arguments_of(case, rows))
+    check(case, rows, expected(case)[1])
