@@ -54,7 +54,7 @@ class _Impl(CPUAttentionBackendImpl):
         places = slots[used] // size, slice(None), slots[used] % size
         kv_cache[places] = torch.cat([key[:count][used], value[:count][used]], dim=-1)
         starts = metadata.query_start_loc.tolist()
-        for row, length in enumerate(metadata.seq_lens.tolist()):
+        for row, length in enumerate(metadata.schedule.tolist()):
             own = slice(starts[row], starts[row + 1])
             rows = own.stop - own.start
             if not rows:
@@ -78,19 +78,33 @@ class TorchImpl(gpu_attention._TreeImpl, _Impl):
 
 class _Builder(CPUAttentionMetadataBuilder):
     _cudagraph_support = AttentionCGSupport.ALWAYS
+    schedules = False
+    """Whether a graph reads a copy of the lengths, as FlashAttention 3 reads its schedule."""
+    _schedule = torch.zeros(256, dtype=torch.int32)
 
     def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
-        return SimpleNamespace(
+        metadata = SimpleNamespace(
             num_actual_tokens=common.num_actual_tokens,
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
+            schedule=common.seq_lens,
         )
+        if self.schedules:
+            self.update_draft_decode_metadata(metadata)
+        return metadata
+
+    def update_draft_decode_metadata(self, metadata: Any) -> None:
+        if self.schedules:
+            self._schedule[len(metadata.seq_lens) :] = 0
+            metadata.schedule = self._schedule[: len(metadata.seq_lens)].copy_(metadata.seq_lens)
 
 
 class TorchBuilder(gpu_attention._TreeBuilder, _Builder):
-    pass
+    @property
+    def reads_buffers(self) -> bool:
+        return not self.schedules
 
 
 class TreeAttentionBackend(CPUAttentionBackend):
@@ -197,8 +211,9 @@ def _noted_context(*args: Any, **kwargs: Any) -> Iterator[None]:
     _contexts.pop()
 
 
-def enable(patch: pytest.MonkeyPatch) -> None:
-    """Let the next lookahead engines on V2 capture graphs."""
+def enable(patch: pytest.MonkeyPatch, schedules: bool = False) -> None:
+    """Let the next lookahead engines on V2 capture graphs, with `_Builder.schedules`."""
+    patch.setattr(_Builder, "schedules", schedules)
     recorded_graphs.enable(patch)
     patch.setattr(cudagraph_utils, "set_forward_context", _noted_context)
     patch.setattr(cpu_worker, "cpu_attention", sys.modules[__name__])

@@ -144,6 +144,22 @@ SEAMS = (
         "whether a captured graph reads a schedule that the builder makes of the lengths",
         _SHARES,
     ),
+    Seam(
+        "vllm.v1.attention.backends.flash_attn",
+        "FlashAttentionMetadataBuilder.update_draft_decode_metadata",
+        ("metadata",),
+        "called",
+        "makes that schedule again on the device, for a graph that is chosen late",
+        _SHARES,
+    ),
+    Seam(
+        "vllm.v1.attention.backends.triton_attn",
+        "TritonAttentionMetadataBuilder.update_draft_decode_metadata",
+        (),
+        "called",
+        "the same; it has nothing to make",
+        _SHARES,
+    ),
     # Where steps are prepared early.
     Seam(
         "vllm.v1.core.sched.output",

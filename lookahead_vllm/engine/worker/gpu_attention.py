@@ -57,9 +57,13 @@ class _TreeBuilder(_Builder):
 
     @property
     def reads_buffers(self) -> bool:
-        """Whether a replayed graph needs no `build`: it only reads the inputs of the step and
-        `graph`, all at fixed addresses."""
+        """Whether a graph that has no `GraphBuffers` can be replayed without `build`, because it
+        only reads the inputs of the step, at fixed addresses."""
         return True
+
+    def refresh(self, graph: GraphBuffers) -> None:
+        """Make what else a graph reads of the step, on the device, instead of calling `build`."""
+        self.update_draft_decode_metadata(graph.metadata[self])
 
     def build(
         self,
@@ -82,6 +86,8 @@ class _TreeBuilder(_Builder):
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         built = super().build(common_prefix_len, without, fast_build)
         built.trees = batch
+        if self.graph is not None:
+            self.graph.metadata.setdefault(self, built)  # the first one is that of the capture
         return built
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,8 @@ class GraphBuffers(NamedTuple):
     seq_lens: torch.Tensor
     """int32 [requests]: the context plus rows of each request, for vLLM's kernel. Requests with
     branching trees have no context there."""
+    metadata: dict[Any, Any]
+    """What each builder made of the step that was captured; it refers to buffers only."""
 
 
 def without_contexts(

@@ -121,7 +121,7 @@ class GraphRunner(LookaheadRunner):
                 self.device,
                 room=Split.size(min(size, self.max_num_reqs), size),
             )
-            self._buffers[size] = GraphBuffers(trees, seq_lens)
+            self._buffers[size] = GraphBuffers(trees, seq_lens, {})
 
     def _use_buffers(self, num_tokens: int | None) -> None:
         """Called before a capture: the metadata builders use the buffers of this graph."""
@@ -176,17 +176,18 @@ class GraphRunner(LookaheadRunner):
         is_plain = desc.max_query_len is None
         graph = self._graph = None if is_plain else self._buffers.get(desc.num_tokens)
         if graph is None:
-            trees = None
             shape.place(to_device(split.packed, self.device), prepared.num_tokens)
+            if not all(getattr(builder, "reads_buffers", False) for builder in self._builders):
+                self._settle()
+                self._give_trees(None)
+                self._metadata_of(self._batch, CUDAGraphMode.FULL)
         else:
             trees = self._drafts.in_batch(shape.batch.req_ids, np.diff(split.starts)).trees()
             graph.trees.fill(trees, split.packed)
             packed = graph.trees.more[: len(split.packed)]
             shape.place(packed, prepared.num_tokens, graph.seq_lens)
-        if not all(getattr(builder, "reads_buffers", False) for builder in self._builders):
-            self._settle()
-            self._give_trees(trees)
-            self._metadata_of(self._batch, CUDAGraphMode.FULL)
+            for builder in self._builders:
+                builder.refresh(graph)
         self._elapsed = self._clock.tick()
         return desc
 

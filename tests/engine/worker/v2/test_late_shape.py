@@ -13,6 +13,7 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from lookahead_vllm.engine.worker.gpu_attention import _TreeBuilder
 from lookahead_vllm.engine.worker.v2 import late_shape
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.late_shape import LateMetadata, LateShape
@@ -69,8 +70,8 @@ class Steps:
 @contextmanager
 def lookahead(mode: str, model: Path, options: dict[str, Any], **kwargs: Any) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
-        if mode == "graphs":
-            graph_engine.enable(patch)
+        if mode != "eager":
+            graph_engine.enable(patch, schedules=mode == "graphs with a schedule")
         with engine(model, options, **kwargs) as llm:
             yield llm
 
@@ -131,10 +132,22 @@ def test_the_tokens_are_plain_vllms(
             assert any(replay.num_tokens < replay.num_prepared for replay in replays)
 
 
-def test_a_step_without_a_node_runs_plain_vllms_graph(
+def test_a_schedule_is_made_for_the_graph_that_runs(
     llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with lookahead("graphs", llama, {"budget": 8}, drafts=False) as llm:
+    record(PROMPTS, plain[2])
+    options = {"proposer": "hidden_path", "budget": 8}
+    with lookahead("graphs with a schedule", llama, options) as llm:
+        steps = Steps(llm, monkeypatch)
+        assert answers_of(llm) == plain
+        assert steps.early > 3 * steps.waiting
+
+
+@pytest.mark.parametrize("mode", ["graphs", "graphs with a schedule"])
+def test_a_step_without_a_node_runs_plain_vllms_graph(
+    mode: str, llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lookahead(mode, llama, {"budget": 8}, drafts=False) as llm:
         monkeypatch.setattr(drafter_of(llm), "max_step_nodes", 0)
         steps = Steps(llm, monkeypatch)
         assert answers_of(llm) == plain
@@ -200,6 +213,10 @@ def _one_graph_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftGraphManager, "smallest", wrong)
 
 
+def _no_new_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_TreeBuilder, "refresh", lambda self, graph: None)
+
+
 def _depths_of_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     split = LateShape.split
 
@@ -219,6 +236,7 @@ def _depths_of_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
         (_rows_that_keep_their_slots, "graphs", "hidden_path"),
         (_stale_lengths, "graphs", "always_right"),
         (_one_graph_too_small, "graphs", "hidden_path"),
+        (_no_new_schedule, "graphs with a schedule", "hidden_path"),
         (_depths_of_a_chain, "graphs", "hidden_path"),
         (_depths_of_a_chain, "eager", "hidden_path"),
     ],
