@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from lookahead_vllm.verify.gpu.paged_batch import PagedBatch, query_tokens
+from lookahead_vllm.draft.jit import Int32s, kernel
+from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
 from lookahead_vllm.verify.transfer import staged
 
 if TYPE_CHECKING:
@@ -102,35 +102,66 @@ class FixedBatch:
         ValueError
             They do not fit.
         """
-        size = sum(self._lengths)
+        size, (entries, *_, num_tokens) = sum(self._lengths), self._lengths
         packed = np.zeros(size + (0 if more is None else len(more)), np.int32)
         if more is not None:
             packed[size:] = more
-        parts = np.split(packed[:size], list(accumulate(self._lengths[:-1])))
-        tokens = parts.pop()
-        tokens[:] = -1
         self.num_trees = 0 if trees is None else len(trees)
+        columns, depths, masks = _NOTHING
         if trees is not None:
-            starts, sizes = trees.starts.numpy(), trees.sizes.numpy()
-            rows, words = trees.masks.shape
-            longest = int(trees.contexts.max())
+            fields = (trees.rows, trees.starts, trees.sizes, trees.contexts)
+            columns = np.stack([field.numpy() for field in fields])
+            depths, masks = trees.depths.numpy(), trees.masks.numpy()
+            largest, longest = columns[2:].max(axis=1).tolist()
             if (
-                len(trees) > len(parts[0])
-                or rows > len(tokens)
-                or sizes.max() > self.batch.max_size
+                len(trees) > entries
+                or len(depths) > num_tokens
+                or largest > self.batch.max_size
                 or longest > self.batch.max_context
             ):
                 raise ValueError(
-                    f"{len(trees)} trees of {rows} rows, at most {sizes.max()} in one, after up to "
-                    f"{longest} tokens, do not fit into buffers of {self.batch.shape}"
+                    f"{len(trees)} trees of {len(depths)} rows, at most {largest} in one, after up "
+                    f"to {longest} tokens, do not fit into buffers of {self.batch.shape}"
                 )
-            ends = np.cumsum(sizes, dtype=np.int32)
-            columns = (trees.rows.numpy(), starts, sizes, trees.contexts.numpy(), ends - sizes)
-            for part, column in zip(parts, columns, strict=False):
-                part[: len(trees)] = column
-            parts[5][:rows] = trees.depths.numpy()
-            masks = parts[6].reshape(-1, self._words)
-            masks[:rows, :words] = trees.masks.numpy()
-            tokens[:rows] = query_tokens(starts, sizes)
+        _write(packed[:size], entries, num_tokens, self._words, columns, depths, masks)
         target = self._packed[: len(packed)]
         target.copy_(staged(packed, target.device), non_blocking=True)
+
+
+_NOTHING: tuple[Int32s, ...] = tuple(np.empty(shape, np.int32) for shape in ((4, 0), 0, (0, 1)))
+
+
+@kernel
+def _write(
+    packed: Int32s,
+    entries: int,
+    num_tokens: int,
+    words: int,
+    columns: Int32s,
+    depths: Int32s,
+    masks: Int32s,
+) -> None:
+    """Lay out t trees of n rows in zeros.
+
+    Parameters
+    ----------
+    packed : int32 [5 * entries + (2 + words) * num_tokens]
+    columns : int32 [4, t]
+        Rows, starts, sizes and contexts.
+    depths : int32 [n]
+    masks : int32 [n, at most words]
+    """
+    row_depths = packed[5 * entries :]
+    row_masks, tokens = row_depths[num_tokens:], row_depths[(1 + words) * num_tokens :]
+    row = 0
+    for tree in range(columns.shape[1]):
+        for column in range(4):
+            packed[column * entries + tree] = columns[column, tree]
+        packed[4 * entries + tree] = row
+        for place in range(columns[2, tree]):
+            row_depths[row] = depths[row]
+            tokens[row] = columns[1, tree] + place
+            for word in range(masks.shape[1]):
+                row_masks[row * words + word] = masks[row, word]
+            row += 1
+    tokens[row:] = -1
