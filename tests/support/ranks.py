@@ -68,12 +68,13 @@ def check_lookahead(llm: LLM, plain: Answers) -> None:
 def record_trees(worker: Any) -> None:
     """In a worker: record a digest of the trees of each step, and whether any branches."""
     runner = worker.model_runner
-    name = "_place" if hasattr(runner, "_late") else "_recall"
+    on_v2 = hasattr(runner, "_late")
+    name = "_lay_out" if on_v2 else "_recall"
     original, runner.recorded_trees = getattr(runner, name), []
 
     def recorded(*args: Any) -> Any:
         result = original(*args)
-        scheduled = result[0] if isinstance(result, tuple) else result
+        scheduled = args[0] if on_v2 else result
         forest = scheduled.forest
         if forest.num_nodes:
             arrays = (forest.tokens, forest.parents, forest.firsts, scheduled.rows)
