@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from vllm import LLM, SamplingParams
@@ -62,7 +61,7 @@ def check_lookahead(llm: LLM, plain: Answers) -> None:
     # On V2 and in a pipeline, only the drafting rank learns what was accepted.
     assert drafting.counters == other.counters or not other.counters["trees"]
     assert sum(branching for _, branching in drafting.trees) > 20
-    assert drafting.counters["moved_tokens"]  # how many depends on when the requests meet
+    assert drafting.counters["moved_tokens"] > 20
 
 
 def record_trees(worker: Any) -> None:
@@ -107,7 +106,8 @@ def set_clock(worker: Any) -> None:
         now += 0.010 * (1 + (not runner.drafter.is_drafting_rank) * nodes)
         original(*args)
 
-    original.__globals__["time"] = SimpleNamespace(perf_counter=lambda: now)
+    runner._clock.clock = lambda: now
+    runner._clock.pause = lambda seconds: None  # these are seconds of the real clock
     setattr(runner, name, observe_step)
 
 
