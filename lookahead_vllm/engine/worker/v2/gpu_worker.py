@@ -182,8 +182,7 @@ class GraphRunner(LookaheadRunner):
                 self._give_trees(None)
                 self._metadata_of(self._batch, CUDAGraphMode.FULL)
         else:
-            trees = self._drafts.in_batch(shape.batch.req_ids, np.diff(split.starts)).trees()
-            graph.trees.fill(trees, split.packed)
+            graph.trees.fill(self._step.trees(), split.packed)
             packed = graph.trees.more[: len(split.packed)]
             shape.place(packed, prepared.num_tokens, graph.seq_lens)
             for builder in self._builders:

@@ -400,8 +400,11 @@ class LookaheadRunner(_Base):
     def _draft_late(self) -> Split:
         """Wait for the tokens of the step before, and draft; returns the rows of this step."""
         shape = self._shape
-        self._drafts = self._draft(shape.scheduled, shape.most_nodes)
-        return shape.split(self._drafts)
+        drafts = self._drafts = self._draft(shape.scheduled, shape.most_nodes)
+        split, self._step = shape.split(drafts), NO_DRAFTS
+        if drafts.req_ids:
+            self._step = drafts.in_batch(shape.batch.req_ids, np.diff(split.starts))
+        return split
 
     def _build_metadata(self) -> dict[str, Any]:
         """Attention's metadata of a step outside of graphs."""
@@ -434,9 +437,8 @@ class LookaheadRunner(_Base):
         assert not shape.awaits_drafts, "vLLM has run the model in another way"
         batch = self._batch = shape.exact_batch(self._drafts)
         self._report = _report_of(self._drafts)
-        self._step, self.rejection_sampler.rows = NO_DRAFTS, None
+        self.rejection_sampler.rows = None
         if self._drafts.req_ids:
-            self._step = self._drafts.in_batch(batch.req_ids, batch.num_scheduled_tokens)
             self.rejection_sampler.rows = self._lay_out(self._step, batch, shape.slots)
 
     def _observe(self, logits: torch.Tensor, batch: InputBatch) -> None:
