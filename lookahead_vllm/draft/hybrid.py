@@ -9,15 +9,18 @@ import numpy as np
 from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.progress import NO_TEXT, EmittedTokens, Progress, WantedDrafts
 from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
 from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverrides
 from lookahead_vllm.draft.sources import RECYCLED, WINDOW
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie.candidates import CHOICES
+from lookahead_vllm.draft.trie.growth import NODES, ROW
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.recycling import (
     NUM_CHOICES,
     NUM_LINES,
+    ChoiceTrees,
     recycle,
 )
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES, Hashes
@@ -65,6 +68,8 @@ class HybridProposer(NGramTrieProposer):
         self._num_grown = np.zeros(0, np.int64)
         """int64 [capacity]: the number of nodes of each tree, without those that only its comb
         added."""
+        self._awaited: tuple[ChoiceTrees, Verified] | None = None
+        """What the model's choices in the step before a `draft` belong to."""
         super().__init__(options)
 
     @property
@@ -91,23 +96,28 @@ class HybridProposer(NGramTrieProposer):
         """See Proposer. Keeps the choices and moves the windows on."""
         if not self.num_choices:  # results of a step that still asked for choices
             return
+        trees = self._choice_trees(verified)
+        self._recycle(trees, verified)
+        self.branch.iterate(verified, np.zeros(len(verified.forest), np.int32))
+        if self.cost is not None and self.options.budget == "auto":
+            self._judge(verified, trees.num_grown)
+
+    def _recycle(self, trees: ChoiceTrees, verified: Verified) -> None:
+        choices = verified.at_roots, verified.at_nodes, verified.gaps
+        recycle(self._lines, trees[:], choices)  # plain tuples, see TrieArrays
+
+    def _choice_trees(self, verified: Verified) -> ChoiceTrees:
+        """The trees at whose nodes the model made its choices, as `recycle` takes them."""
         forest = verified.forest
         rows = self._texts.rows_of(verified.request_ids)
-        recycle(
-            self._lines,
-            (
-                self._texts.spaces[rows, CHOICES],
-                self._root_hashes[rows],
-                forest.tokens,
-                forest.parents,
-                forest.firsts,
-                self._num_grown[rows],
-            ),
-            (verified.at_roots, verified.at_nodes, verified.gaps),
+        return ChoiceTrees(
+            self._texts.spaces[rows, CHOICES],
+            self._root_hashes[rows],
+            forest.tokens,
+            forest.parents,
+            forest.firsts,
+            self._num_grown[rows],
         )
-        self.branch.iterate(verified, np.zeros(len(rows), np.int32))
-        if self.cost is not None and self.options.budget == "auto":
-            self._judge(verified, self._num_grown[rows])
 
     def _judge(self, verified: Verified, num_grown: Int64s) -> None:
         """Learn the gain from the choices of this step, and stop using them if it is too small.
@@ -141,13 +151,65 @@ class HybridProposer(NGramTrieProposer):
             self._use_choices(True)
         contexts = np.array([limit.context for limit in limits], np.int64)
         cost = self.cost if self.options.budget == "auto" else None
-        windows = self.branch.choose(limits, contexts, cost, load)
-        max_nodes = self._max_nodes - self.branch.comb_nodes(windows)
-        forest = self._cut(self._grow(limits, max_nodes), contexts, load)
-        rows = self._texts.rows_of(limit.request_id for limit in limits)
-        self._root_hashes[rows] = self._texts.hashes[rows]
-        self._num_grown[rows] = forest.sizes
+        may_branch = np.array([limit.may_branch for limit in limits], np.bool_)
+        windows = self.branch.rows_of([limit.request_id for limit in limits], may_branch)
+        windows = self.branch.choose(windows, contexts, cost, load)
+        trees = self._trees_of(limits)
+        trees[:, NODES] = np.minimum(
+            trees[:, NODES], self._max_nodes - self.branch.comb_nodes(windows)
+        )
+        forest = self._cut(self._grow(trees), limits, load)
+        self._note_trees(trees[:, ROW], forest.sizes)
         return self.branch.join(forest, windows, limits, self._max_nodes, cost)
+
+    def _note_trees(self, rows: Int64s, sizes: Int64s) -> None:
+        """Note that trees of these `sizes` were grown from the texts `rows`; both int64 [t]."""
+        self._root_hashes[rows] = self._texts.hashes[rows]
+        self._num_grown[rows] = sizes
+
+    def plan(
+        self,
+        request_ids: Sequence[str],
+        wanted: WantedDrafts,
+        contexts: Int64s,
+        load: Load,
+        verified: Verified | None,
+    ) -> bool:
+        """See NGramTrieProposer. A step that sends combs, or whose predecessor did, has no plan."""
+        self._awaited = None
+        if not self.num_choices:
+            if self._steps_without + 1 >= RETRY_STEPS:
+                return False
+            self._steps_without += 1
+        else:
+            cost = self.cost if self.options.budget == "auto" else None
+            windows = self.branch.rows_of(request_ids, wanted.may_branch)
+            if not self.branch.skip_step(windows, contexts, cost, load):
+                return False
+            if verified is not None:
+                self._awaited = self._choice_trees(verified), verified
+        return super().plan(request_ids, wanted, contexts, load, verified)
+
+    def draft(
+        self, progress: Progress, emitted: EmittedTokens, wanted: WantedDrafts, max_model_len: int
+    ) -> DraftForest:
+        """See NGramTrieProposer. First keeps the choices that have arrived with the tokens."""
+        if self._awaited is not None:
+            self._recycle(*self._awaited)
+        forest = super().draft(progress, emitted, wanted, max_model_len)
+        self._drafted = progress.arrays.texts[wanted.rows], forest
+        return forest
+
+    def learn(self) -> None:
+        """See NGramTrieProposer."""
+        awaited, self._awaited = self._awaited, None
+        if awaited is not None and self.cost is not None and self.options.budget == "auto":
+            trees, verified = awaited
+            self._judge(verified, trees.num_grown)
+        rows, forest = self._drafted
+        live = rows != NO_TEXT
+        self._note_trees(rows[live], forest.sizes[live])
+        super().learn()
 
     def finish(self, request_id: str) -> None:
         """See Proposer."""

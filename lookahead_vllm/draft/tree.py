@@ -274,6 +274,12 @@ class DraftForest(Sequence[DraftTree]):
         """Append `count` empty trees."""
         return replace(self, firsts=np.append(self.firsts, np.full(count, self.num_nodes)))
 
+    def spread(self, has_tree: NDArray[np.bool_]) -> DraftForest:
+        """These trees where `has_tree`, bool [m], is set, and empty trees elsewhere."""
+        sizes = np.zeros(len(has_tree), np.int64)
+        sizes[has_tree] = self.sizes
+        return replace(self, firsts=np.append(0, np.cumsum(sizes)))
+
     def after_chains(self, lengths: Int64s) -> DraftForest:
         """Put a chain of `lengths` nodes, int64 [t], between each root and the rest of its tree.
 

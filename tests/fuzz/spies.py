@@ -60,7 +60,7 @@ def branching_requests() -> Iterator[set[int]]:
 def recorded_drafts(detector: LeakDetector) -> Iterator[None]:
     """Report the drafts and outputs of the engines in this process to `detector`."""
     propose, commit = LookaheadRunner.propose_draft_token_ids, LookaheadDrafter.commit
-    learn_from, start = LateDrafts._learn_from, LateDrafts.start
+    end, start = LateDrafts._end, LateDrafts.start
 
     def add_drafts(step: Any, req_ids: Sequence[str]) -> None:
         for row, from_proposer, tree in zip(
@@ -73,7 +73,7 @@ def recorded_drafts(detector: LeakDetector) -> Iterator[None]:
             detector.add_output(request_id, tokens)
         return propose(self, scheduled, sampled, *args, **kw)
 
-    def learned(self: Any, step: Any) -> None:
+    def ended(self: Any, step: Any) -> None:
         output = step.output
         for request_id, row, count in zip(
             output.model_runner_output.req_ids,
@@ -83,7 +83,8 @@ def recorded_drafts(detector: LeakDetector) -> Iterator[None]:
         ):
             if count and request_id in self._requests:  # else it has ended, or reads its prompt
                 detector.add_output(request_id, row[:count])
-        learn_from(self, step)
+        add_choices(step.verified)
+        end(self, step)
 
     def started(self: Any, new: Any) -> None:
         start(self, new)
@@ -92,19 +93,22 @@ def recorded_drafts(detector: LeakDetector) -> Iterator[None]:
         detector.drop_output(new.req_id, len(new.prefill_token_ids) - len(prompt))
 
     def committed(self: Any, emitted: Any, verified: Any = None) -> None:
+        add_choices(verified)
+        commit(self, emitted, verified)
+
+    def add_choices(verified: Any) -> None:
         if verified is not None:
             firsts = verified.forest.firsts.tolist()
             for i, request_id in enumerate(verified.request_ids):
                 at_nodes = verified.at_nodes[firsts[i] : firsts[i + 1]]
                 at_root = verified.at_roots[i]
                 detector.add_choices(request_id, verified.forest[i], at_root, at_nodes)
-        commit(self, emitted, verified)
 
     with (
         _steps(add_drafts),
         _replaced(
             (LookaheadRunner, "propose_draft_token_ids", proposed),
-            (LateDrafts, "_learn_from", learned),
+            (LateDrafts, "_end", ended),
             (LateDrafts, "start", started),
             (LookaheadDrafter, "commit", committed),
         ),

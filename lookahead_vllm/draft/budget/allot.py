@@ -52,7 +52,12 @@ def allot(forest: DraftForest, contexts: Int64s, cost: StepCost, load: Load) -> 
         The step's other work.
     """
     prices = cost.prices(contexts, load, forest.num_nodes)
-    decodes = len(forest) + load.decodes
+    return allot_at(prices, forest, cost, len(forest) + load.decodes)
+
+
+def allot_at(prices: StepPrices, forest: DraftForest, cost: StepCost, decodes: int) -> Allotment:
+    """As `allot`; `prices` are those of `cost`, for at least as many nodes, and `decodes` requests
+    decode in the step."""
     sizes, chained, rate, min_prob = _allot(
         forest.probs, forest.parents, forest.firsts, forest.branching, decodes, prices
     )
@@ -154,6 +159,9 @@ def _price_of_next(
         return float((forward[ahead] - forward[sent]) / (ahead - sent))
     # The cheapest plateau ahead, even if there are too few nodes to fill it.
     price = np.inf
+    last = forward[min(num_nodes + 1, len(forward) - 1)]
     for ahead in range(sent + 1, len(forward)):
+        if forward[ahead] > last:
+            break
         price = min(price, (forward[ahead] - forward[sent]) / (ahead - sent))
     return float(max(price, 0.0))

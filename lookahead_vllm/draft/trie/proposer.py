@@ -10,11 +10,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.budget.allot import allot, compile_budget
-from lookahead_vllm.draft.budget.cost import Load, StepCost
+from lookahead_vllm.draft.budget.allot import allot_at, compile_budget
+from lookahead_vllm.draft.budget.cost import Load, StepCost, StepPrices
 from lookahead_vllm.draft.insertion import InsertionQueue
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.progress import (
+    EmittedTokens,
+    Progress,
+    ProgressArrays,
+    WantedDrafts,
+    count_tokens,
+    limit_trees,
+)
 from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
 from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverrides
 from lookahead_vllm.draft.request_rows import RequestRows
@@ -41,7 +49,6 @@ from lookahead_vllm.draft.trie.candidates import (
 )
 from lookahead_vllm.draft.trie.growth import (
     HIERARCHICAL,
-    NODES,
     PARALLEL,
     SINGLE,
     Texts,
@@ -139,6 +146,17 @@ class _LiveTexts:
         return {*self.spaces[:, ANSWERS].tolist(), *self._choices.tolist()}
 
 
+class _Plan(NamedTuple):
+    """A step before its tokens are known."""
+
+    contexts: Int64s
+    """int64 [t]"""
+    decodes: int
+    """Requests that decode."""
+    prices: StepPrices | None
+    """None if its nodes are sent whatever they cost."""
+
+
 class _Emitted(NamedTuple):
     """The output tokens of a step."""
 
@@ -183,6 +201,10 @@ class NGramTrieProposer:
         """Nodes less likely than this are not grown: sending them would not pay."""
         self._namespaces = Namespaces(self.trie)
         self._texts = _LiveTexts()
+        self._plan: _Plan
+        self._unlearned: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
+        """The texts before the tokens of the last `draft`, and the tokens, as `_extend` takes
+        them."""
         self.insertion = InsertionQueue()
         """Prompts and references that are not in the trie yet."""
         self._threads: GrowthThreads | None = None
@@ -246,37 +268,40 @@ class NGramTrieProposer:
 
     def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
         """See Proposer. The new tokens can be drafted at once."""
-        _extend(
-            self.trie.arrays,
-            self._lines,
-            self._texts.arrays,
-            (
-                self._texts.rows_of(tokens),
-                np.fromiter(chain.from_iterable(tokens.values()), np.int32),
-                np.fromiter(map(len, tokens.values()), np.int64),
-            ),
-            self.rate.arrays,
-            self.options.sources in ("both", "output"),
+        self._learn_drafted()
+        emitted = (
+            self._texts.rows_of(tokens),
+            np.fromiter(chain.from_iterable(tokens.values()), np.int32),
+            np.fromiter(map(len, tokens.values()), np.int64),
         )
+        self._extend(self._texts.arrays, emitted)
+
+    def _extend(self, texts: tuple[Any, ...], emitted: tuple[Any, ...]) -> None:
+        """Learn from the `emitted` tokens, and move the `texts` on."""
+        inserts_output = self.options.sources in ("both", "output")
+        _extend(self.trie.arrays, self._lines, texts, emitted, self.rate.arrays, inserts_output)
 
     def observe(self, verified: Verified) -> None:
         """See Proposer. Does nothing: the trie learns only from emitted tokens."""
 
     def propose(self, limits: Sequence[DraftLimits], load: Load = NO_LOAD) -> DraftForest:
         """See Proposer."""
-        contexts = np.array([limit.context for limit in limits], np.int64)
-        return self._cut(self._grow(limits), contexts, load)
+        return self._cut(self._grow(self._trees_of(limits)), limits, load)
 
-    def _grow(self, limits: Sequence[DraftLimits], max_nodes: Int64s | None = None) -> DraftForest:
-        """The likeliest trees, of at most `max_nodes` nodes each, int64 [t]."""
-        self.insertion.end_step()
+    def _trees_of(self, limits: Sequence[DraftLimits]) -> Int64s:
+        """The limits of the trees, int64 [t, 4], as `grow_all` takes them."""
         row_of = self._texts.request_rows.row_of
-        trees = np.array(
+        return np.array(
             [(row_of(name), nodes, depth, branch) for name, nodes, depth, branch, _ in limits],
             np.int64,
         ).reshape(-1, 4)
-        if max_nodes is not None:
-            np.minimum(trees[:, NODES], max_nodes, out=trees[:, NODES])
+
+    def _grow(self, trees: Int64s) -> DraftForest:
+        """The likeliest trees within the limits `trees`, int64 [t, 4]."""
+        self.insertion.end_step()
+        return self._grow_within(trees)
+
+    def _grow_within(self, trees: Int64s) -> DraftForest:
         bounds = self._max_nodes, self.options.branch_length, self._branching, self._min_prob
         texts = self._texts.arrays
         if self._threads is not None and len(trees) >= MIN_SHARED_TREES:
@@ -285,21 +310,100 @@ class NGramTrieProposer:
             *grow_all(self.trie.arrays, self._lines, texts, trees, self.rate.arrays, bounds)
         )
 
-    def _cut(self, forest: DraftForest, contexts: Int64s, load: Load) -> DraftForest:
+    def _cut(self, forest: DraftForest, limits: Sequence[DraftLimits], load: Load) -> DraftForest:
         """These trees, cut to the nodes that are worth their cost."""
-        if self.cost is None or self.options.budget != "auto":
+        contexts = np.array([limit.context for limit in limits], np.int64)
+        self._price(contexts, load, forest.num_nodes)
+        return self._cut_by_plan(forest)
+
+    def _price(self, contexts: Int64s, load: Load, num_nodes: int) -> None:
+        prices = None
+        if self.cost is not None and self.options.budget == "auto":
+            prices = self.cost.prices(contexts, load, num_nodes)
+        self._plan = _Plan(contexts, len(contexts) + load.decodes, prices)
+
+    def _cut_by_plan(self, forest: DraftForest) -> DraftForest:
+        contexts, decodes, prices = self._plan
+        if self.cost is None or prices is None:
             return forest
         if not forest.num_nodes:
             self._min_prob /= 2  # no node reached it, so the next trees have less likely nodes
             return forest
-        allotment = allot(forest, contexts, self.cost, load)
+        allotment = allot_at(prices, forest, self.cost, decodes)
         # Nodes far below the probability that pays are not grown in the next step.
         self._min_prob = allotment.min_prob / 2
         self.min_prob_beside_prompt = allotment.rate * self.cost.marginal(contexts.mean())
         return forest.cut(allotment.sizes, allotment.chained)
 
+    # ---- a step whose drafts the device waits for ------------------------------------------------
+
+    def text_of(self, request_id: str) -> int:
+        """The row of a live request's text; KeyError for an unknown one."""
+        return self._texts.request_rows.row_of(request_id)
+
+    def plan(
+        self,
+        request_ids: Sequence[str],
+        wanted: WantedDrafts,
+        contexts: Int64s,
+        load: Load,
+        verified: Verified | None,
+    ) -> bool:
+        """Prepare `draft` for the next step, before its tokens are known.
+
+        Parameters
+        ----------
+        request_ids
+            t live requests.
+        wanted
+            The most nodes of each.
+        contexts : int64 [t]
+            Their committed tokens so far.
+        load
+            The step's other work.
+        verified
+            Choices of the model that will arrive together with the tokens.
+
+        Returns
+        -------
+        bool
+            False if the step needs `extend`, `observe` and `propose`.
+        """
+        most = np.minimum(wanted.max_nodes, self._max_nodes).sum()
+        self._price(contexts, load, int(most))
+        return True
+
+    def draft(
+        self, progress: Progress, emitted: EmittedTokens, wanted: WantedDrafts, max_model_len: int
+    ) -> DraftForest:
+        """The trees of a step whose `plan` was made, in few compiled calls.
+
+        Counts the `emitted` tokens, and moves the texts on. What can be learned from the tokens
+        waits for `learn`, so the drafts do not know the n-grams that end in them.
+        """
+        self._learn_drafted()
+        trees, *unlearned = _begin_step(
+            progress.arrays[:], emitted[:], wanted[:], self._texts.arrays, max_model_len
+        )
+        self._unlearned = tuple(unlearned[:2]), tuple(unlearned[2:])
+        return self._cut_by_plan(self._grow_within(trees))
+
+    def learn(self) -> None:
+        """Learn from the tokens of the last `draft`, and insert texts for a share of the step.
+
+        By now, the accepted nodes are marked in what was `verified` in the plan.
+        """
+        self._learn_drafted()
+        self.insertion.end_step()
+
+    def _learn_drafted(self) -> None:
+        if self._unlearned is not None:
+            unlearned, self._unlearned = self._unlearned, None
+            self._extend(*unlearned)
+
     def finish(self, request_id: str) -> None:
         """See Proposer. O(1); leaves the n-grams of other requests unchanged."""
+        self._learn_drafted()
         row = self._texts.request_rows.pop(request_id)
         if row is not None:
             self.insertion.drop(row)
@@ -380,10 +484,18 @@ class NGramTrieProposer:
         self.extend({"": []})
         self.propose([DraftLimits("", 1, 1)])
         if self._threads is not None:
-            self._grow([DraftLimits("", 1, 1)] * MIN_SHARED_TREES)
+            self._grow(self._trees_of([DraftLimits("", 1, 1)] * MIN_SHARED_TREES))
+        self._compile_step()
         compile_budget()
         self.finish("")
         count_by_space(self.trie.edges[:0], np.ones(1, np.int64))
+
+    def _compile_step(self) -> None:
+        rows, counts = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        wanted = WantedDrafts(rows, rows, np.zeros(0, np.bool_))
+        self._price(rows, NO_LOAD, 0)
+        self.draft(Progress(), EmittedTokens(rows, rows.reshape(0, 1), counts), wanted, 1)
+        self.learn()
 
 
 @kernel
@@ -427,3 +539,37 @@ def _extend(
                         count(edges, live, counters, key, slot, token)
             advance(hashes, token, next_hashes)
             hashes[:] = next_hashes
+
+
+@kernel
+def _begin_step(
+    progress: ProgressArrays,
+    emitted: EmittedTokens,
+    wanted: WantedDrafts,
+    texts: Texts,
+    max_model_len: int,
+) -> tuple[Int64s, Hashes, Int32s, Int64s, Int32s, Int64s]:
+    """Count the tokens of a step and move the texts on; returns the limits of the next trees.
+
+    Also returns what `_extend` needs to learn from the tokens: the texts that have new ones, as
+    they were before, and the fields of _Emitted.
+    """
+    progress, emitted, texts = ProgressArrays(*progress), EmittedTokens(*emitted), Texts(*texts)
+    spans = count_tokens(progress, emitted)
+    sizes = spans[:, 1] - spans[:, 0]
+    has_new = np.flatnonzero(sizes)
+    hashes = np.empty((len(has_new), NUM_HASHES), np.uint64)
+    spaces = np.empty((len(has_new), NUM_SPACES), np.int32)
+    tokens = np.empty(sizes.sum(), np.int32)
+    next_hashes = np.empty(NUM_HASHES, np.uint64)
+    size = 0
+    for place, i in enumerate(has_new):
+        text = progress.texts[emitted.rows[i]]
+        hashes[place], spaces[place] = texts.hashes[text], texts.spaces[text]
+        for at in range(spans[i, 0], spans[i, 1]):
+            tokens[size] = token = emitted.tokens[i, at]
+            advance(texts.hashes[text], token, next_hashes)
+            texts.hashes[text] = next_hashes
+            size += 1
+    trees = limit_trees(progress, wanted, max_model_len)
+    return trees, hashes, spaces, np.arange(len(has_new)), tokens, sizes[has_new]

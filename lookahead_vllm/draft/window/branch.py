@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lookahead_vllm.draft.budget.allot import PROBE_AFTER_STEPS
 from lookahead_vllm.draft.budget.cost import Load, StepCost
@@ -83,17 +84,34 @@ class LookaheadBranch:
         self._stale[:] = True
         self._sent[:] = False
 
-    def choose(
-        self, limits: Sequence[DraftLimits], contexts: Int64s, cost: StepCost | None, load: Load
-    ) -> Int64s:
-        """The windows whose combs this step sends: int64 [t], rows or NO_WINDOW.
+    def rows_of(self, request_ids: Sequence[str], may_branch: NDArray[np.bool_]) -> Int64s:
+        """The window of each request that may branch: int64 [t], rows or NO_WINDOW."""
+        rows = self.windows.request_rows.rows_or(request_ids, NO_WINDOW)
+        rows[~may_branch] = NO_WINDOW
+        return rows
+
+    def skip_step(self, rows: Int64s, contexts: Int64s, cost: StepCost | None, load: Load) -> bool:
+        """Whether a step has nothing to do with the windows `rows` int64 [t]; then it is skipped.
+
+        So it is if no comb waits for its verification, and none pays.
+        """
+        present = rows[rows >= 0]
+        if not len(present):
+            return True
+        if self._sent[present].any() or cost is None or self._pays(rows, contexts, cost, load):
+            return False
+        self._skip(present)
+        return True
+
+    def _skip(self, present: Int64s) -> None:
+        self._stale[present] = True
+        self.worth += (PRIOR_TOKENS - self.worth) / RETRY_STEPS
+
+    def choose(self, rows: Int64s, contexts: Int64s, cost: StepCost | None, load: Load) -> Int64s:
+        """The windows whose combs this step sends, of `rows` int64 [t]: rows or NO_WINDOW.
 
         If `cost` is None, all combs are sent.
         """
-        rows = self.windows.request_rows.rows_or((limit.request_id for limit in limits), NO_WINDOW)
-        for i, limit in enumerate(limits):
-            if not limit.may_branch:
-                rows[i] = NO_WINDOW
         present = rows[rows >= 0]
         if not len(present):
             return rows
@@ -101,10 +119,8 @@ class LookaheadBranch:
         self._stale[present] |= self._sent[present]
         self._sent[present] = False
         if cost is not None and not self._pays(rows, contexts, cost, load):
-            self._stale[present] = True
-            self.worth += (PRIOR_TOKENS - self.worth) / RETRY_STEPS
-            rows[:] = NO_WINDOW
-            return rows
+            self._skip(present)
+            return np.full_like(rows, NO_WINDOW)
         self.windows.restart(present[self._stale[present]])
         self._stale[present] = False
         self._sent[present] = True

@@ -165,7 +165,9 @@ class JacobiWindowProposer:
         self.insertion.end_step()
         contexts = np.array([limit.context for limit in limits], np.int64)
         cost = self.cost if self.options.budget == "auto" else None
-        windows = self.branch.choose(limits, contexts, cost, load)
+        may_branch = np.array([limit.may_branch for limit in limits], np.bool_)
+        windows = self.branch.rows_of([limit.request_id for limit in limits], may_branch)
+        windows = self.branch.choose(windows, contexts, cost, load)
         max_nodes = self._max_nodes - self.branch.comb_nodes(windows)
         forest, ranks = self._grow(limits, max_nodes)
         if cost is not None and forest.num_nodes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 
 from lookahead_vllm import compilation
 from lookahead_vllm.draft.budget.cost import Load, StepCost, StepWork
-from lookahead_vllm.draft.jit import Int32s
+from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.proposer import DraftLimits, NoProposer, Proposer, Verified
 from lookahead_vllm.draft.registry import make_proposer
 from lookahead_vllm.draft.tree import EMPTY_TREE, UNKNOWN, DraftForest, DraftTree, DraftTreeError
@@ -137,14 +137,14 @@ class LookaheadDrafter:
         self.proposer: Proposer = NoProposer()
         self._cache: CacheKeeper | None = None
         self.recorder = StepRecorder()
-        self._max_model_len = vllm_config.model_config.max_model_len
+        self.max_model_len = vllm_config.model_config.max_model_len
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         row_bytes = self._vocab_size * vllm_config.model_config.dtype.itemsize
         self.max_step_nodes = max(MAX_LOGITS_BYTES // row_bytes, self.options.decoding_length)
         self._options: dict[str, RequestOptions] = {}
         self._live: dict[str, LiveRequest | None] = {}
         self._with_grammar: set[str] = set()
-        self._reads_reasoning = bool(vllm_config.structured_outputs_config.reasoning_parser)
+        self.reads_reasoning = bool(vllm_config.structured_outputs_config.reasoning_parser)
         """Whether a grammar may begin only after the reasoning, which vLLM looks for."""
         self._sent: dict[str, SentDraft] = {}
         """Drafts that are not verified yet."""
@@ -215,6 +215,10 @@ class LookaheadDrafter:
         """Whether a live request is under a grammar."""
         return bool(self._with_grammar)
 
+    def has_grammar(self, request_id: str) -> bool:
+        """Whether the request is under a grammar."""
+        return request_id in self._with_grammar
+
     def live(self, request_id: str) -> LiveRequest | None:
         """The request's record; None if it gets no drafts.
 
@@ -237,11 +241,11 @@ class LookaheadDrafter:
         if params is not None and params.max_tokens != 1:  # None: a pooling request
             options = self._options.pop(request_id)
             if options.enabled:
-                with self._surviving("begin with a request"):
+                with self.surviving("begin with a request"):
                     self.proposer.start(
                         request_id, prompt, options.namespace, options.references, options.overrides
                     )
-                remaining = self._max_model_len if params.max_tokens is None else params.max_tokens
+                remaining = self.max_model_len if params.max_tokens is None else params.max_tokens
                 stop_tokens = {params.eos_token_id, *(params.stop_token_ids or ())}
                 live = LiveRequest(request_id, remaining, frozenset(stop_tokens))
         self._live[request_id] = live
@@ -286,8 +290,12 @@ class LookaheadDrafter:
                 live.remaining = len(burst)  # it ends here
             live.remaining -= len(burst)
             tokens[live.request_id] = burst
+        self.learn(tokens, verified)
+
+    def learn(self, tokens: Mapping[str, list[int]], verified: Verified | None = None) -> None:
+        """Pass emitted tokens to the proposer, by request id, and the model's choices."""
         self.drafted_for.difference_update(tokens)
-        with self._surviving("learn"):
+        with self.surviving("learn"):
             self.proposer.extend(tokens)
             if verified is not None:
                 self.proposer.observe(verified)
@@ -307,9 +315,9 @@ class LookaheadDrafter:
         """
         if max_nodes is None:
             max_nodes = self.options.decoding_length
-        if self._reads_reasoning and live.request_id in self._with_grammar:
+        if self.reads_reasoning and live.request_id in self._with_grammar:
             max_nodes = min(max_nodes, MAX_TOKENS_READ // num_tokens)
-        max_nodes = min(max_nodes, self.max_step_nodes, self._max_model_len - num_tokens - 1)
+        max_nodes = min(max_nodes, self.max_step_nodes, self.max_model_len - num_tokens - 1)
         max_depth = min(max_nodes, live.remaining - 1)
         if max_depth < 1:
             return None
@@ -322,15 +330,15 @@ class LookaheadDrafter:
         `load` is the step's other work.
         """
         forest = None
-        with self._surviving("draft"):
+        with self.surviving("draft"):
             grown = DraftForest.of(self.proposer.propose(limits, load))
-            forest = self._checked(grown, limits) if grown.num_nodes else grown
-            forest = forest.at_most(self.max_step_nodes)
+            forest = self.checked(grown, np.array([limit.max_nodes for limit in limits], np.int64))
+            forest = self._without_forbidden_branches(forest, limits)
         self.drafted_for.update(limit.request_id for limit in limits)
         return DraftForest.of([EMPTY_TREE] * len(limits)) if forest is None else forest
 
     @contextmanager
-    def _surviving(self, task: str) -> Iterator[None]:
+    def surviving(self, task: str) -> Iterator[None]:
         """Let the step go on without drafts if the proposer fails in the block; logged once."""
         try:
             yield
@@ -390,7 +398,7 @@ class LookaheadDrafter:
         if live is not None:
             if request_id in self._uncommitted:
                 self.commit([(live, [])])
-            with self._surviving("end a request"):
+            with self.surviving("end a request"):
                 self.proposer.finish(request_id)
 
     def observe_step(self, work: StepWork | None, elapsed: float) -> None:
@@ -417,26 +425,30 @@ class LookaheadDrafter:
         if self._cache is not None:
             self._cache.close()
 
-    def _checked(self, forest: DraftForest, limits: Sequence[DraftLimits]) -> DraftForest:
-        """The forest without malformed trees, and without branches if only a chain is allowed."""
-        max_nodes = np.array([limit.max_nodes for limit in limits], np.int64)
-        if forest.faults(self._vocab_size, max_nodes).any():
-            forest = DraftForest.of(
-                [
-                    self._tree_or_empty(tree, limit)
-                    for tree, limit in zip(forest, limits, strict=True)
-                ]
-            )
-        if forest.branching.any():
+    def checked(self, forest: DraftForest, max_nodes: Int64s) -> DraftForest:
+        """The forest without malformed trees, and of at most `max_step_nodes`.
+
+        `max_nodes` int64 [t]: of each tree.
+        """
+        if forest.num_nodes and forest.faults(self._vocab_size, max_nodes).any():
+            trees = zip(forest, max_nodes.tolist(), strict=True)
+            forest = DraftForest.of([self._tree_or_empty(*tree) for tree in trees])
+        return forest.at_most(self.max_step_nodes)
+
+    def _without_forbidden_branches(
+        self, forest: DraftForest, limits: Sequence[DraftLimits]
+    ) -> DraftForest:
+        """The forest without branches where only a chain is allowed."""
+        if forest.num_nodes and forest.branching.any():
             chains = np.array([not limit.may_branch for limit in limits])
             if chains.any():
                 forest = forest.cut(forest.sizes, chains)
         return forest
 
-    def _tree_or_empty(self, tree: DraftTree, limit: DraftLimits) -> DraftTree:
+    def _tree_or_empty(self, tree: DraftTree, max_nodes: int) -> DraftTree:
         """The tree; an empty one if it is malformed, which is logged once."""
         try:
-            tree.check(self._vocab_size, limit.max_nodes)
+            tree.check(self._vocab_size, max_nodes)
         except DraftTreeError as error:
             self.recorder.counters.refused_trees += 1
             logger.error_once(

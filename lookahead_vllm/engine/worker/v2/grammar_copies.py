@@ -38,6 +38,10 @@ class GrammarCopies:
         self._unread: dict[str, list[int]] = {}
         """Emitted tokens that a grammar has not read, because it is not compiled yet."""
 
+    def __len__(self) -> int:
+        """The number of requests that have a grammar."""
+        return len(self._requests)
+
     def __contains__(self, request_id: str) -> bool:
         """Whether the request has a copy that has read all its tokens."""
         return request_id in self._requests and request_id not in self._unread

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,11 +20,26 @@ from numpy.typing import NDArray
 
 from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.jit import Int32s, Int64s
+from lookahead_vllm.draft.progress import (
+    GONE,
+    NO_TEXT,
+    EmittedTokens,
+    Progress,
+    WantedDrafts,
+    count_tokens,
+    limit_trees,
+)
 from lookahead_vllm.draft.proposer import DraftLimits, Verified
 from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.draft.trie.growth import NODES
+from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.engine.messages import DraftsToVerify, packed
 from lookahead_vllm.engine.worker.draft_step import DraftStep
-from lookahead_vllm.engine.worker.drafter import LiveRequest, LookaheadDrafter, prompt_tokens
+from lookahead_vllm.engine.worker.drafter import (
+    MAX_TOKENS_READ,
+    LookaheadDrafter,
+    prompt_tokens,
+)
 from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
 from lookahead_vllm.verify.acceptance import paths_of_tokens
 
@@ -41,49 +57,74 @@ POLL_SECONDS = 0.01
 
 
 class Drafts(NamedTuple):
-    """The drafts of one step; rank 0 sends them to the other ranks."""
+    """The drafts of one step; the drafting rank sends them to the other ranks."""
 
     req_ids: Sequence[str]
-    """Requests with at least one node."""
+    """The requests of the step that decode."""
     forest: DraftForest
-    """Their trees, in this order."""
-    contexts: Int64s
-    """int64 [t]: committed tokens before each root."""
+    """A tree for each of them, possibly without nodes."""
+    num_tokens: Int64s
+    """int64 [t]: the tokens of prompt and answer of each, the last one is the root; 0 if they are
+    not known."""
     from_proposer: NDArray[np.bool_]
     """bool [t]: which trees are the proposer's; the others were changed by a grammar."""
-    num_tokens: Mapping[str, int]
-    """The tokens of prompt and answer, by id of each request of the step that decodes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return packed(self)
 
     def in_batch(self, req_ids: Sequence[str], num_tokens: Int32s) -> DraftStep:
-        """The trees in the order of the batch, whose requests have `num_tokens` int32 [r] rows."""
-        rows = self.rows_in(req_ids)
+        """The trees with nodes in the order of the batch, whose requests have `num_tokens` int32
+        [r] rows."""
+        rows, forest, from_proposer = self.rows_in(req_ids), self.forest, self.from_proposer
         computed = np.zeros(len(req_ids), np.int32)
-        computed[rows] = self.contexts
-        drafts = DraftsToVerify(self.req_ids, self.forest, self.from_proposer, {})
+        computed[rows] = self.num_tokens - 1
+        kept = np.flatnonzero(forest.sizes)
+        if len(kept) < len(forest):
+            forest = forest.take(kept, forest.sizes[kept])
+            rows, from_proposer = rows[kept], from_proposer[kept]
+        drafts = DraftsToVerify((), forest, from_proposer, {})
         return DraftStep.of_scheduled(drafts, rows, num_tokens, computed)
 
     def rows_in(self, req_ids: Sequence[str]) -> Int64s:
         """The row of the batch of each tree's request, int64 [t]."""
+        if req_ids is self.req_ids:
+            return np.arange(len(req_ids))
         row_of = {req_id: row for row, req_id in enumerate(req_ids)}
         return np.array([row_of[req_id] for req_id in self.req_ids], np.int64)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of nodes of each request that has any."""
+        sizes = zip(self.req_ids, self.forest.sizes.tolist(), strict=True)
+        return {req_id: size for req_id, size in sizes if size}
 
-NO_DRAFTS = Drafts((), DraftForest.of([]), np.empty(0, np.int64), np.empty(0, np.bool_), {})
+
+_NOTHING_EMITTED = EmittedTokens(
+    np.empty(0, np.int64), np.empty((0, 1), np.int64), np.empty(0, np.int32)
+)
+NO_DRAFTS = Drafts((), DraftForest.of([]), np.empty(0, np.int64), np.empty(0, np.bool_))
 
 
 @dataclass
 class _Step:
-    """A step whose tokens the proposer has not received yet."""
+    """A step whose tokens have not been counted yet."""
 
     output: AsyncOutput
-    requests: list[_Request | None]
-    """Those of the output, in its order; their ids may be used again before their tokens come."""
+    rows: Int64s
+    """int64 [r]: the progress of the output's requests; GONE once a request has ended, because
+    its row and its id may be used again before the tokens come."""
     drafts: DraftStep
     verified: Verified | None
     launched: float
+
+    @property
+    def emitted(self) -> EmittedTokens:
+        """Its tokens, once they have arrived."""
+        output = self.output
+        tokens = np.ascontiguousarray(output.sampled_token_ids, np.int64)
+        return EmittedTokens(
+            self.rows, tokens, np.ascontiguousarray(output.num_sampled_tokens_np, np.int32)
+        )
 
     @cached_property
     def accepted_paths(self) -> Int32s:
@@ -93,27 +134,49 @@ class _Step:
         counts = self.output.num_sampled_tokens_np[rows]
         return paths_of_tokens(self.drafts.forest, tokens, counts)
 
+    def drop(self, req_id: str, row: int) -> None:
+        """A request has ended: its tokens do not count, and no choices are learned."""
+        self.rows[self.rows == row] = GONE
+        if self.verified is not None and req_id in self.verified.request_ids:
+            self.verified = None
+
+    def mark_accepted(self) -> None:
+        """Fill in what was accepted of what was verified."""
+        if self.verified is not None and self.drafts.forest.num_nodes:
+            self.drafts.mark_accepted(self.verified, self.accepted_paths)
+
 
 class _Request:
     """A request, on the drafting rank."""
 
-    def __init__(self, new: NewRequestData) -> None:
+    def __init__(self, new: NewRequestData, row: int) -> None:
+        self.row = row
+        """Of its progress."""
         self.prompt: Int32s | None = prompt_tokens(new)
         """None once it was passed to the proposer."""
         self.num_prompt = len(self.prompt)
         """A session's next turn has a longer one."""
         self.params = new.sampling_params
-        assert new.prefill_token_ids is not None
-        self.num_tokens = len(new.prefill_token_ids)
-        """The known tokens of prompt and answer."""
-        self.num_repeated = 0
-        """Tokens that will be emitted again, because a preemption dropped their step."""
-        self.is_decoding = False
-        """Whether it has emitted a token since it started, or since its last preemption."""
+
+
+class _Plan(NamedTuple):
+    """A step before its tokens are known."""
+
+    req_ids: Sequence[str]
+    """The requests that decode."""
+    wanted: WantedDrafts
+    load: Load
+    """Of the others."""
 
 
 class LateDrafts:
     """Follows the requests of a worker, and grows their trees at the last moment.
+
+    While the device computes a step, `_prepare` makes all of the next step's drafts that needs no
+    tokens. When the tokens have arrived, the device waits for the drafts, so `_draft` counts them
+    and grows in few compiled calls; a step with a grammar, or with a proposer that has no such
+    calls, takes longer. What is learned from the tokens, and what is counted, waits until the next
+    step is launched.
 
     Parameters
     ----------
@@ -126,11 +189,14 @@ class LateDrafts:
     def __init__(self, drafter: LookaheadDrafter, grammars: GrammarCopies) -> None:
         self._drafter = drafter
         self._grammars = grammars
+        self._progress = Progress()
         self._requests: dict[str, _Request] = {}
         self._steps: deque[_Step] = deque()
         """In order; the last ones may still run."""
         self._uncounted: list[_Step] = []
-        """Steps with drafts whose tokens the proposer has received since the last launch."""
+        """Steps with drafts whose tokens were counted since the last launch."""
+        self._has_drafted = False
+        """Whether the proposer has to learn from the tokens of its last `draft`."""
         self._steps_without_slots = 0
         self._durations: deque[float] = deque(maxlen=8)
         """Seconds from the launch of the last steps to their tokens."""
@@ -142,7 +208,7 @@ class LateDrafts:
 
         Takes lookahead's options out of its sampling parameters.
         """
-        drafter = self._drafter
+        drafter, progress = self._drafter, self._progress
         known = self._requests.get(new.req_id)
         if known is not None:
             self.learn()
@@ -152,31 +218,59 @@ class LateDrafts:
         new.sampling_params = drafter.announce(new.req_id, new.sampling_params)
         if not drafter.is_drafting_rank:
             return
+        assert new.prefill_token_ids is not None
+        num_tokens = len(new.prefill_token_ids)
         if known is None:
-            self._requests[new.req_id] = _Request(new)
+            row = progress.add(new.req_id, num_tokens)
+            self._requests[new.req_id] = _Request(new, row)
             if drafter.is_enabled(new.req_id):
                 self._grammars.start(new)
             return
         if known.prompt is None:  # else it was preempted before its first token
             drafter.forget_options(new.req_id)
-        assert new.prefill_token_ids is not None
-        known.num_repeated += max(known.num_tokens - len(new.prefill_token_ids), 0)
-        known.num_tokens = len(new.prefill_token_ids)
-        known.is_decoding = False
+        before = int(progress.arrays.num_tokens[known.row])
+        progress.arrays.num_repeated[known.row] += max(before - num_tokens, 0)
+        progress.resume(known.row, num_tokens)
 
     def finish(self, request_id: str) -> None:
         """Forget a request that has ended."""
-        self._requests.pop(request_id, None)
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._progress.pop(request_id)
+            for step in self._steps:
+                step.drop(request_id, request.row)
         self._grammars.finish(request_id)
         self._drafter.finish(request_id)
+
+    def _follow(self, req_id: str, request: _Request) -> None:
+        """Pass the request to the proposer."""
+        assert request.prompt is not None
+        drafter, prompt, request.prompt = self._drafter, request.prompt, None
+        live = drafter.follow(req_id, prompt, request.params)  # type: ignore[arg-type]
+        if live is not None:
+            compiled = self._compiled
+            text = 0 if compiled is None else compiled.text_of(req_id)
+            self._progress.follow(request.row, text, live.remaining, live.stop_tokens)
+
+    @property
+    def _compiled(self) -> NGramTrieProposer | None:
+        """The proposer, if it drafts in compiled calls."""
+        proposer = self._drafter.proposer
+        return proposer if isinstance(proposer, NGramTrieProposer) else None
 
     # ---- tokens ----------------------------------------------------------------------------------
 
     def add_step(self, output: AsyncOutput, drafts: DraftStep, verified: Verified | None) -> None:
         """Note a step that was launched. `verified` is filled in once its tokens are known."""
-        requests = [self._requests.get(i) for i in output.model_runner_output.req_ids]
-        self._steps.append(_Step(output, requests, drafts, verified, time.perf_counter()))
-        self._count_drafts()
+        requests = self._requests
+        req_ids = output.model_runner_output.req_ids
+        rows = [requests[i].row if i in requests else GONE for i in req_ids]
+        step = _Step(output, np.array(rows, np.int64), drafts, verified, time.perf_counter())
+        for req_id in req_ids:
+            if req_id not in requests:
+                step.drop(req_id, GONE)
+        self._steps.append(step)
+        self._catch_up()
 
     def learn(self, wait: bool = True) -> None:
         """Pass the tokens of all steps to the proposer; without `wait`, of those that have ended.
@@ -184,18 +278,20 @@ class LateDrafts:
         Waiting leaves the GIL to others.
         """
         self._learn(wait)
-        self._count_drafts()
+        self._catch_up()
 
-    def _learn(self, wait: bool) -> None:
-        while self._steps:
+    def _learn(self, wait: bool, but: int = 0) -> None:
+        """As `learn`, of all steps `but` the last ones."""
+        while len(self._steps) > but:
             step = self._steps[0]
             if wait:
                 self._wait(step)
             elif not _has_ended(step.output):
                 return
-            self._steps.popleft()
+            self._follow_new(step)
             with self._drafter.recorder.timed("draft"):
                 self._learn_from(step)
+                self._end(step)
 
     def _wait(self, step: _Step) -> None:
         """Wait for the tokens of a step.
@@ -215,47 +311,45 @@ class LateDrafts:
             time.sleep(0)  # leaves the GIL to others
         self._durations.append(time.perf_counter() - step.launched)
 
+    def _follow_new(self, step: _Step) -> None:
+        """Pass the requests of a step that are new to the proposer; needs no tokens."""
+        for req_id in step.output.model_runner_output.req_ids:
+            request = self._requests.get(req_id)
+            if request is not None and request.prompt is not None:
+                self._follow(req_id, request)
+
     def _learn_from(self, step: _Step) -> None:
-        drafter, output = self._drafter, step.output
-        counts: Sequence[int] = output.num_sampled_tokens_np.tolist()
-        rows: Sequence[list[int]] = output.sampled_token_ids.tolist()
-        emitted: list[tuple[LiveRequest, list[int]]] = []
-        ended: set[str] = set()
-        for req_id, request, row, count in zip(
-            output.model_runner_output.req_ids, step.requests, rows, counts, strict=True
+        """Count the tokens of a step, and pass them on at once."""
+        emitted = step.emitted
+        spans = count_tokens(self._progress.arrays[:], emitted[:]).tolist()
+        tokens: dict[str, list[int]] = {}
+        rows = emitted.tokens.tolist()
+        for req_id, row, (first, end) in zip(
+            step.output.model_runner_output.req_ids, rows, spans, strict=True
         ):
-            if request is None or request is not self._requests.get(req_id):
-                ended.add(req_id)  # a live request may have its id
-                continue
-            if not count:  # it still reads its prompt
-                continue
-            tokens, request.is_decoding = row[:count], True
-            if request.num_repeated:
-                skipped = min(request.num_repeated, count)
-                request.num_repeated -= skipped
-                tokens = tokens[skipped:]
-            request.num_tokens += count
-            if request.prompt is not None:
-                live = drafter.follow(req_id, request.prompt, request.params)  # type: ignore[arg-type]
-                request.prompt = None
-            else:
-                live = drafter.live(req_id)
-            # A request that has ended may be in one more step.
-            if live is not None and live.remaining and tokens:
-                emitted.append((live, tokens))
-                self._grammars.advance(req_id, tokens)
-        verified = step.verified
-        if verified is not None and not ended.isdisjoint(verified.request_ids):
-            verified = None  # it has choices of a request that was aborted
+            if end > first:
+                tokens[req_id] = row[first:end]
+                self._grammars.advance(req_id, tokens[req_id])
+        step.mark_accepted()
+        self._drafter.learn(tokens, step.verified)
+
+    def _end(self, step: _Step) -> None:
+        """The tokens of the first step were counted."""
+        self._steps.popleft()
         if step.drafts.forest.num_nodes:
             self._uncounted.append(step)
-            if verified is not None:
-                step.drafts.mark_accepted(verified, step.accepted_paths)
-        drafter.commit(emitted, verified)
 
-    def _count_drafts(self) -> None:
-        """Count verified trees, after the next launch, because no draft depends on it."""
+    def _catch_up(self) -> None:
+        """After a launch, do what no draft depends on: learn, and count verified trees."""
         recorder = self._drafter.recorder
+        if self._has_drafted:
+            self._has_drafted = False
+            compiled = self._compiled
+            assert compiled is not None
+            with recorder.timed("draft"), self._drafter.surviving("learn"):
+                for step in self._uncounted:
+                    step.mark_accepted()
+                compiled.learn()
         for step in self._uncounted:
             paths = step.accepted_paths
             recorder.count_drafts(step.drafts.forest, paths)
@@ -269,21 +363,33 @@ class LateDrafts:
         scheduled: SchedulerOutput,
         chains_only: Collection[str] = (),
         most: int | None = None,
+        order: Sequence[str] | None = None,
     ) -> Drafts:
         """The drafts for the slots of this step, grown from all tokens of the steps before it.
 
         Requests in `chains_only` get no branches. With `most`, there are at most so many nodes.
+        The drafts have the `order` of these requests, if all of the step decode.
         """
         self._steps_without_slots = 0
         slots = scheduled.scheduled_spec_decode_tokens
         num_slots = {req_id: len(own) for req_id, own in slots.items()}
-        self._learn(wait=True)
+        plan = self._plan(scheduled.num_scheduled_tokens, num_slots, chains_only, order)
+        compiled = self._prepare(plan)
+        if compiled is None:
+            self._learn(wait=True)
+            with self._drafter.recorder.timed("draft"):
+                return self._grow(plan, most)
+        step = self._steps[0] if self._steps else None
+        if step is not None:
+            self._wait(step)
         with self._drafter.recorder.timed("draft"):
-            return self._grow(scheduled.num_scheduled_tokens, num_slots, chains_only, most)
+            return self._draft(compiled, plan, step, most)
 
     def could_draft(self, scheduled: Iterable[str]) -> bool:
         """Whether a request of this step could have a draft, judged by the known tokens."""
-        return any(self._limits_of(req_id) is not None for req_id in scheduled)
+        most = self._drafter.options.decoding_length
+        plan = self._plan(dict.fromkeys(scheduled, 1), dict.fromkeys(scheduled, most))
+        return bool(self._limits(plan.wanted)[:, NODES].any())
 
     def would_pay(self, scheduled: Mapping[str, int]) -> bool:
         """Whether drafts would pay in a step like this one, which has no slots for them.
@@ -296,39 +402,92 @@ class LateDrafts:
         if self._steps_without_slots % PROBE_EVERY:
             return False
         most = self._drafter.options.decoding_length
-        return bool(self._grow(scheduled, dict.fromkeys(scheduled, most)).req_ids)
+        plan = self._plan(scheduled, dict.fromkeys(scheduled, most))
+        return bool(self._grow(plan).forest.num_nodes)
 
-    def _grow(
+    def _plan(
         self,
         scheduled: Mapping[str, int],
         slots: Mapping[str, int],
         chains_only: Collection[str] = (),
-        most: int | None = None,
-    ) -> Drafts:
-        """Trees of at most `slots` nodes for the requests that are `scheduled`."""
-        drafter = self._drafter
-        limits: list[DraftLimits] = []
-        lengths: dict[str, int] = {}
-        decodes = context = prefill = 0
+        order: Sequence[str] | None = None,
+    ) -> _Plan:
+        """What is known of the step before the tokens of the one before."""
+        drafter, requests = self._drafter, self._requests
+        prefill = 0
+        decoding: list[str] = []
         for req_id, num_tokens in scheduled.items():
-            request, num_slots = self._requests.get(req_id), slots.get(req_id, 0)
-            if request is None:
+            if req_id not in requests:
                 continue
-            if request.is_decoding:
-                lengths[req_id] = request.num_tokens
-            limit = None
-            if num_slots:
-                limit = self._limits_of(req_id, num_slots, req_id not in chains_only)
-            if limit is not None:
-                limits.append(limit)
-            elif num_tokens - num_slots > 1:
+            if num_tokens - slots.get(req_id, 0) > 1:
                 prefill += num_tokens
             else:
-                decodes, context = decodes + 1, context + request.num_tokens
-        none = NO_DRAFTS._replace(num_tokens=lengths)
+                decoding.append(req_id)
+        if order is not None and len(order) == len(decoding):
+            decoding = order  # type: ignore[assignment]
+        rows = np.array([requests[req_id].row for req_id in decoding], np.int64)
+        nodes = np.array([slots.get(req_id, 0) for req_id in decoding], np.int64)
+        if drafter.reads_reasoning:
+            under = np.array([drafter.has_grammar(req_id) for req_id in decoding], np.bool_)
+            lengths = self._progress.arrays.num_tokens[rows]
+            bounds = MAX_TOKENS_READ // np.maximum(lengths, 1)
+            nodes = np.where(under, np.minimum(nodes, bounds), nodes)
+        may_branch = np.full(len(decoding), drafter.may_branch)
+        if chains_only:
+            may_branch &= [req_id not in chains_only for req_id in decoding]
+        wanted = WantedDrafts(rows, np.minimum(nodes, drafter.max_step_nodes), may_branch)
+        return _Plan(decoding, wanted, Load(prefill=prefill))
+
+    def _prepare(self, plan: _Plan) -> NGramTrieProposer | None:
+        """Do what needs no tokens; returns the proposer if it drafts this step in compiled
+        calls."""
+        for step in self._steps:
+            self._follow_new(step)
+        compiled = self._compiled
+        if compiled is None or self._grammars:
+            return None
+        self._learn(wait=True, but=1)
+        self._catch_up()
+        verified = self._steps[0].verified if self._steps else None
+        contexts = self._progress.arrays.num_tokens[plan.wanted.rows]
+        is_planned = compiled.plan(plan.req_ids, plan.wanted, contexts, plan.load, verified)
+        return compiled if is_planned else None
+
+    def _draft(
+        self, compiled: NGramTrieProposer, plan: _Plan, step: _Step | None, most: int | None
+    ) -> Drafts:
+        """The drafts of a step for which the proposer is prepared, once the tokens have arrived."""
+        drafter, progress = self._drafter, self._progress
+        emitted = _NOTHING_EMITTED if step is None else step.emitted
+        forest = None
+        with drafter.surviving("draft"):
+            forest = compiled.draft(progress, emitted, plan.wanted, drafter.max_model_len)
+            forest = drafter.checked(forest, plan.wanted.max_nodes)
+        if step is not None:
+            self._end(step)
+        self._has_drafted = True
+        if drafter.proposer.wants_roots:
+            arrays, rows = progress.arrays, plan.wanted.rows
+            is_drafted = (arrays.texts[rows] != NO_TEXT) & (arrays.num_repeated[rows] == 0)
+            drafter.drafted_for.update(compress(plan.req_ids, is_drafted.tolist()))
+        return self._drafts_of(plan, forest, most)
+
+    def _grow(self, plan: _Plan, most: int | None = None) -> Drafts:
+        """The drafts of a step, once the tokens of the steps before it have been passed on."""
+        drafter = self._drafter
+        trees = self._limits(plan.wanted)
+        num_tokens = self._progress.arrays.num_tokens[plan.wanted.rows]
+        is_drafted = trees[:, NODES] > 0
+        others = num_tokens[~is_drafted]
+        load = plan.load._replace(decodes=len(others), context=int(others.sum()))
+        limits = [
+            DraftLimits(plan.req_ids[i], nodes, depth, bool(may_branch), int(num_tokens[i]))
+            for i, (_, nodes, depth, may_branch) in enumerate(trees.tolist())
+            if nodes
+        ]
         if not limits:
-            return none
-        forest = drafter.grow(limits, Load(decodes, context, prefill))
+            return self._drafts_of(plan, None, None)
+        forest = drafter.grow(limits, load)
         under_grammar = np.array([limit.request_id in self._grammars for limit in limits])
         if under_grammar.any():
             completed = [
@@ -336,34 +495,31 @@ class LateDrafts:
                 for limit, tree, is_under in zip(limits, forest, under_grammar, strict=True)
             ]
             forest = DraftForest.of(completed).at_most(drafter.max_step_nodes)
-        if most is not None:
-            forest = forest.at_most(most)
-        if not forest.num_nodes:
-            return none
-        kept = np.flatnonzero(forest.sizes)
-        drafted = [limits[tree] for tree in kept.tolist()]
-        contexts = np.array([limit.context - 1 for limit in drafted], np.int64)
-        req_ids = [limit.request_id for limit in drafted]
-        if len(kept) < len(forest):
-            forest = forest.take(kept, forest.sizes[kept])
-        return Drafts(req_ids, forest, contexts, ~under_grammar[kept], lengths)
+        drafts = self._drafts_of(plan, forest.spread(is_drafted), most)
+        drafts.from_proposer[is_drafted] = ~under_grammar
+        return drafts
 
-    def _limits_of(
-        self, req_id: str, max_nodes: int | None = None, may_branch: bool = True
-    ) -> DraftLimits | None:
-        """As `LookaheadDrafter.limits_of`; None also if this request can have no draft now."""
-        request = self._requests.get(req_id)
-        # The proposer is ahead of a request that repeats tokens.
-        if request is None or request.prompt is not None or request.num_repeated:
-            return None
-        live, drafter = self._drafter.live(req_id), self._drafter
-        if live is None:
-            return None
-        return drafter.limits_of(live, request.num_tokens, max_nodes, may_branch)
+    def _limits(self, wanted: WantedDrafts) -> Int64s:
+        """The limits of the trees of a step, as `limit_trees` returns them."""
+        trees: Int64s = limit_trees(
+            self._progress.arrays[:], wanted[:], self._drafter.max_model_len
+        )
+        return trees
+
+    def _drafts_of(self, plan: _Plan, forest: DraftForest | None, most: int | None) -> Drafts:
+        """These trees, of at most `most` nodes in all; None for trees without nodes."""
+        arrays, rows = self._progress.arrays, plan.wanted.rows
+        if forest is None:
+            forest = DraftForest.of([]).with_empty(len(rows))
+        elif most is not None:
+            forest = forest.at_most(most)
+        num_tokens = np.where(arrays.is_decoding[rows], arrays.num_tokens[rows], 0)
+        return Drafts(plan.req_ids, forest, num_tokens, np.ones(len(rows), np.bool_))
 
     def num_computed(self, req_ids: Sequence[str]) -> Int32s:
         """KV slots before this step's tokens, int32 [r]; right for requests that decode."""
-        return np.array([self._requests[req_id].num_tokens - 1 for req_id in req_ids], np.int32)
+        rows = [self._requests[req_id].row for req_id in req_ids]
+        return (self._progress.arrays.num_tokens[rows] - 1).astype(np.int32)
 
 
 def _has_ended(output: AsyncOutput) -> bool:

@@ -212,9 +212,8 @@ class LateShape:
         starts[: num_reqs + 1] = self._split.starts
         sizes: Int32s = np.diff(self._split.starts)
         contexts = batch.num_computed_tokens_np.copy()  # an upper bound
-        for row, req_id in enumerate(batch.req_ids):
-            if (known := drafts.num_tokens.get(req_id)) is not None:
-                contexts[row] = known - 1
+        is_known = drafts.num_tokens > 0
+        contexts[drafts.rows_in(batch.req_ids)[is_known]] = drafts.num_tokens[is_known] - 1
         lengths = np.zeros(padded_reqs, np.int32)
         lengths[:num_reqs] = contexts + sizes
         ends = self._rows.starts[: num_reqs + 1]  # every row has logits

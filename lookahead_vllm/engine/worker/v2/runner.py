@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -264,7 +264,7 @@ class LookaheadRunner(_Base):
             for req_id, size in sizes.items():
                 counts[req_id] += size
             self._write_drafts(drafts, list(slots), rows)
-        self._write_lengths(drafts.num_tokens)
+        self._write_lengths(drafts)
         return replace(
             scheduled,
             num_scheduled_tokens=counts,
@@ -277,11 +277,16 @@ class LookaheadRunner(_Base):
         self._drafts, self._report = late_drafts.NO_DRAFTS, None
         self.drafter.drafted_for.clear()
 
-    def _draft(self, scheduled: SchedulerOutput, most: int | None = None) -> Drafts:
+    def _draft(
+        self,
+        scheduled: SchedulerOutput,
+        most: int | None = None,
+        order: Sequence[str] | None = None,
+    ) -> Drafts:
         """The drafts of this step, the same on every rank; at most so many nodes in all."""
         drafter, drafts = self.drafter, late_drafts.NO_DRAFTS
         if drafter.is_drafting_rank:
-            drafts = self._late.grow(scheduled, self._chains_only(scheduled), most)
+            drafts = self._late.grow(scheduled, self._chains_only(scheduled), most, order)
             drafter.recorder.report.budgets.append(drafts.forest.num_nodes)
         group = get_tp_group()
         if group.world_size > 1:
@@ -302,21 +307,21 @@ class LookaheadRunner(_Base):
         """
         forest = drafts.forest
         place = {req_id: i for i, req_id in enumerate(with_slots)}
-        own = np.array([place[req_id] for req_id in drafts.req_ids])
+        own = np.array([place.get(req_id, -1) for req_id in drafts.req_ids])  # -1: without nodes
         tokens = np.zeros((len(with_slots), int(forest.sizes.max())), np.int64)
         tokens[own[forest.owners], forest.places] = forest.tokens
         table = self.req_states.draft_tokens
         table[rows, : tokens.shape[1]] = to_device(tokens, table.device).to(table.dtype)
 
-    def _write_lengths(self, num_tokens: Mapping[str, int]) -> None:
+    def _write_lengths(self, drafts: Drafts) -> None:
         """Correct vLLM's lengths on the host, which count the slots of the step before as tokens.
 
         Attention that computes the rows of a draft as a prompt reads the context's length there.
         """
         index = self.req_states.req_id_to_index
-        rows = [index[req_id] for req_id in num_tokens]
-        computed = np.fromiter(num_tokens.values(), np.int32, len(rows)) - 1
-        self.req_states.num_computed_tokens_np[rows] = computed
+        rows = np.array([index[req_id] for req_id in drafts.req_ids], np.int64)
+        is_known = drafts.num_tokens > 0
+        self.req_states.num_computed_tokens_np[rows[is_known]] = drafts.num_tokens[is_known] - 1
 
     # ---- place -----------------------------------------------------------------------------------
 
@@ -360,7 +365,7 @@ class LookaheadRunner(_Base):
 
     def _place(self, batch: InputBatch, slots: torch.Tensor) -> tuple[DraftStep, TreeRows | None]:
         """The drafts in the order of the batch; sets the nodes' positions."""
-        if not self._drafts.req_ids:
+        if not self._drafts.forest.num_nodes:
             return NO_DRAFTS, None
         step = self._drafts.in_batch(batch.req_ids, batch.num_scheduled_tokens)
         rows = self._lay_out(step, batch, slots)
@@ -400,9 +405,10 @@ class LookaheadRunner(_Base):
     def _draft_late(self) -> Split:
         """Wait for the tokens of the step before, and draft; returns the rows of this step."""
         shape = self._shape
-        drafts = self._drafts = self._draft(shape.scheduled, shape.most_nodes)
+        req_ids = shape.batch.req_ids
+        drafts = self._drafts = self._draft(shape.scheduled, shape.most_nodes, req_ids)
         split, self._step = shape.split(drafts), NO_DRAFTS
-        if drafts.req_ids:
+        if drafts.forest.num_nodes:
             self._step = drafts.in_batch(shape.batch.req_ids, np.diff(split.starts))
         return split
 
@@ -438,7 +444,7 @@ class LookaheadRunner(_Base):
         batch = self._batch = shape.exact_batch(self._drafts)
         self._report = _report_of(self._drafts)
         self.rejection_sampler.rows = None
-        if self._drafts.req_ids:
+        if self._drafts.forest.num_nodes:
             self.rejection_sampler.rows = self._lay_out(self._step, batch, shape.slots)
 
     def _observe(self, logits: torch.Tensor, batch: InputBatch) -> None:
@@ -479,7 +485,10 @@ class LookaheadRunner(_Base):
         return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        return messages.drafts_of(self._drafts.req_ids, self._drafts.forest)
+        drafts = self._drafts
+        drafted = np.flatnonzero(drafts.forest.sizes)
+        forest = drafts.forest.take(drafted, drafts.forest.sizes[drafted])
+        return messages.drafts_of([drafts.req_ids[i] for i in drafted.tolist()], forest)
 
     def _measure(self) -> None:
         """Measure the last step: the time from its launch to this one.
@@ -505,7 +514,7 @@ class LookaheadRunner(_Base):
 
 
 def _report_of(drafts: Drafts) -> LateReport:
-    sizes = dict(zip(drafts.req_ids, drafts.forest.sizes.tolist(), strict=True))
+    sizes = drafts.sizes
     return LateReport(sizes, bool(sizes))
 
 

@@ -59,6 +59,7 @@ class WarmUpDrafts:
         scheduled: SchedulerOutput,
         chains_only: Collection[str] = (),
         most: int | None = None,
+        order: Sequence[str] | None = None,
     ) -> Drafts:
         """A draft for each request with slots; the first two nodes are children of the root."""
         slots = scheduled.scheduled_spec_decode_tokens
@@ -78,10 +79,5 @@ class WarmUpDrafts:
         forest = DraftForest.of(trees).at_most(max_nodes)
         if not forest.num_nodes:  # more requests than nodes
             return NO_DRAFTS
-        contexts = np.array([computed[req_id] for req_id in req_ids], np.int64)
-        return NO_DRAFTS._replace(
-            req_ids=req_ids,
-            forest=forest,
-            contexts=contexts,
-            from_proposer=np.ones(len(forest), np.bool_),
-        )
+        num_tokens = np.array([computed[req_id] + 1 for req_id in req_ids], np.int64)
+        return Drafts(req_ids, forest, num_tokens, np.ones(len(forest), np.bool_))

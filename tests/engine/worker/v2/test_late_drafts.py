@@ -13,6 +13,9 @@ import pytest
 from vllm import SamplingParams, TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 
+from lookahead_vllm.draft.proposer import NoProposer
+from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS
+from lookahead_vllm.engine.worker.drafter import LiveRequest
 from lookahead_vllm.engine.worker.v2 import grammar_copies, late_drafts
 from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
@@ -113,7 +116,7 @@ def test_the_device_does_not_wait_for_a_sleeping_thread(
             output: Any = SimpleNamespace(
                 copy_event=device.event(end), model_runner_output=SimpleNamespace(req_ids=[])
             )
-            late.add_step(output, SimpleNamespace(), None)  # type: ignore[arg-type]
+            late.add_step(output, NO_DRAFTS, None)
             device.now += 0.0003  # vLLM schedules the next step
             late.learn()
             found.append(device.now - end)
@@ -126,33 +129,45 @@ def test_the_device_does_not_wait_for_a_sleeping_thread(
 
 
 @pytest.mark.parametrize("is_used_again", [False, True])
-def test_no_choices_of_an_aborted_request_are_learned(is_used_again: bool) -> None:
-    """Not even if a new request has its id when they arrive."""
-    observed: list[Any] = []
+def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again: bool) -> None:
+    """Not even if a new request has its id and its row when they arrive."""
+    learned: list[Any] = []
     drafter: Any = SimpleNamespace(
         recorder=SimpleNamespace(timed=lambda name: nullcontext()),
-        live=lambda req_id: None,
-        commit=lambda emitted, verified: observed.append(verified),
+        proposer=NoProposer(),
+        is_drafting_rank=True,
+        is_enabled=lambda req_id: False,
+        announce=lambda req_id, params: params,
+        follow=lambda req_id, prompt, params: LiveRequest(req_id, 9, frozenset()),
+        finish=lambda req_id: None,
+        learn=lambda tokens, verified: learned.append((tokens, verified)),
     )
-    late = LateDrafts(drafter, SimpleNamespace())  # type: ignore[arg-type]
-    late._requests["r"] = SimpleNamespace(num_repeated=0, num_tokens=3, prompt=None)  # type: ignore[assignment]
+    grammars: Any = SimpleNamespace(advance=lambda *_: None, finish=lambda *_: None)
+    late = LateDrafts(drafter, grammars)
+    new: Any = SimpleNamespace(
+        req_id="r",
+        prompt_token_ids=[1, 2],
+        prompt_is_token_ids=None,
+        mm_features=[],
+        prefill_token_ids=[1, 2],
+        sampling_params=None,
+    )
     output: Any = SimpleNamespace(
         model_runner_output=SimpleNamespace(req_ids=["r"]),
         num_sampled_tokens_np=np.array([1]),
         sampled_token_ids=np.array([[5]]),
-        copy_event=SimpleNamespace(synchronize=lambda: None),
+        copy_event=SimpleNamespace(),
     )
-    drafts: Any = SimpleNamespace(forest=SimpleNamespace(num_nodes=0))
     verified: Any = SimpleNamespace(request_ids=["r"])
-    late.add_step(output, drafts, verified)
-    late.add_step(output, drafts, verified)
-    late._learn_from(late._steps.popleft())
-    if is_used_again:
-        late._requests["r"] = SimpleNamespace()  # type: ignore[assignment]
-    else:
-        del late._requests["r"]
+    late.start(new)
+    late.add_step(output, NO_DRAFTS, verified)
     late.learn()
-    assert observed == [verified, None]
+    late.add_step(output, NO_DRAFTS, verified)
+    late.finish("r")
+    if is_used_again:
+        late.start(new)
+    late.learn()
+    assert learned == [({"r": [5]}, verified), ({}, None)]
 
 
 @pytest.mark.parametrize("runner", ["v2"], indirect=True)

@@ -1,0 +1,160 @@
+"""The progress of live requests, in arrays, so that one compiled call handles a whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.draft.request_rows import RequestRows
+
+NO_TEXT = -1
+"""The text of a request that gets no drafts."""
+GONE = -1
+"""The row of a request that has ended."""
+_NO_STOP = -1
+
+
+class ProgressArrays(NamedTuple):
+    """The arrays of `Progress`, a row for each request."""
+
+    texts: Int64s
+    """int64 [capacity]: the row of the request's text in the proposer, or NO_TEXT."""
+    num_tokens: Int64s
+    """int64 [capacity]: the known tokens of prompt and answer."""
+    num_repeated: Int64s
+    """int64 [capacity]: tokens that will be emitted again, because a preemption dropped their
+    step."""
+    remaining: Int64s
+    """int64 [capacity]: tokens that may still be emitted; 0 for a request that gets no drafts."""
+    is_decoding: NDArray[np.bool_]
+    """bool [capacity]: whether it has emitted a token since it started, or was preempted."""
+    stops: Int32s
+    """int32 [capacity, s]: tokens that end the request, padded with -1."""
+
+
+class EmittedTokens(NamedTuple):
+    """The tokens of a step."""
+
+    rows: Int64s
+    """int64 [r]: the row of each request of the step, or GONE."""
+    tokens: Int64s
+    """int64 [r, w]"""
+    counts: Int32s
+    """int32 [r]: how many of its tokens each request has emitted."""
+
+
+class WantedDrafts(NamedTuple):
+    """The requests that may have drafts in a step."""
+
+    rows: Int64s
+    """int64 [t]"""
+    max_nodes: Int64s
+    """int64 [t]"""
+    may_branch: NDArray[np.bool_]
+    """bool [t]"""
+
+
+class Progress:
+    """What the drafting rank knows of every live request.
+
+    Attributes
+    ----------
+    arrays : ProgressArrays
+    """
+
+    def __init__(self) -> None:
+        self._rows = RequestRows()
+        capacity = self._rows.capacity
+        self.arrays = ProgressArrays(
+            np.full(capacity, NO_TEXT, np.int64),
+            np.zeros(capacity, np.int64),
+            np.zeros(capacity, np.int64),
+            np.zeros(capacity, np.int64),
+            np.zeros(capacity, np.bool_),
+            np.full((capacity, 4), _NO_STOP, np.int32),
+        )
+
+    def add(self, request_id: str, num_tokens: int) -> int:
+        """The row of a new request, which gets no drafts yet."""
+        row = self._rows.add(request_id)
+        self.arrays = ProgressArrays(*(self._rows.resized(array) for array in self.arrays))
+        self.arrays.remaining[row] = 0
+        self.arrays.texts[row] = NO_TEXT
+        self.arrays.num_repeated[row] = 0
+        self.resume(row, num_tokens)
+        return row
+
+    def resume(self, row: int, num_tokens: int) -> None:
+        """The request starts, with so many tokens of prompt and answer."""
+        self.arrays.num_tokens[row], self.arrays.is_decoding[row] = num_tokens, False
+
+    def follow(self, row: int, text: int, remaining: int, stops: Iterable[int | None]) -> None:
+        """The request gets drafts from now on, until it has emitted `remaining` tokens."""
+        ends = [token for token in stops if token is not None]
+        if len(ends) > self.arrays.stops.shape[1]:
+            wider = np.full((self._rows.capacity, 2 * len(ends)), _NO_STOP, np.int32)
+            wider[:, : self.arrays.stops.shape[1]] = self.arrays.stops
+            self.arrays = self.arrays._replace(stops=wider)
+        self.arrays.texts[row], self.arrays.remaining[row] = text, remaining
+        self.arrays.stops[row] = _NO_STOP
+        self.arrays.stops[row, : len(ends)] = ends
+
+    def pop(self, request_id: str) -> None:
+        """Release the row of a request that has ended."""
+        self._rows.pop(request_id)
+
+
+@kernel
+def count_tokens(progress: ProgressArrays, emitted: EmittedTokens) -> Int64s:
+    """Count the tokens of a step.
+
+    Returns
+    -------
+    int64 [r, 2]
+        For each request, the first of its tokens that drafts have not seen, and the end of those
+        that belong to its answer: it ends with a stop token, or with the last token allowed.
+    """
+    progress, emitted = ProgressArrays(*progress), EmittedTokens(*emitted)
+    spans = np.zeros((len(emitted.rows), 2), np.int64)
+    for i, row in enumerate(emitted.rows):
+        count = np.int64(emitted.counts[i])
+        if row == GONE or count == 0:  # it still reads its prompt
+            continue
+        progress.num_tokens[row] += count
+        progress.is_decoding[row] = True
+        first = min(progress.num_repeated[row], count)
+        progress.num_repeated[row] -= first
+        end = min(count, first + progress.remaining[row])
+        progress.remaining[row] -= end - first
+        for at in range(first, end):
+            if (progress.stops[row] == emitted.tokens[i, at]).any():
+                end = at + 1
+                progress.remaining[row] = 0
+                break
+        spans[i, 0], spans[i, 1] = first, end
+    return spans
+
+
+@kernel
+def limit_trees(progress: ProgressArrays, wanted: WantedDrafts, max_model_len: int) -> Int64s:
+    """The limits of the trees of a step: int64 [t, 4], as `growth.grow_all` takes them.
+
+    A request that can have no draft has 0 nodes. Nodes take the KV slots after the known tokens,
+    and a tree of depth d emits up to d + 1 tokens; both stay within the request's limits.
+    """
+    progress, wanted = ProgressArrays(*progress), WantedDrafts(*wanted)
+    trees = np.zeros((len(wanted.rows), 4), np.int64)
+    for i, row in enumerate(wanted.rows):
+        # The proposer is ahead of a request that repeats tokens.
+        if progress.texts[row] == NO_TEXT or progress.num_repeated[row]:
+            continue
+        nodes = min(wanted.max_nodes[i], max_model_len - progress.num_tokens[row] - 1)
+        depth = min(nodes, progress.remaining[row] - 1)
+        if depth > 0:
+            trees[i, 0], trees[i, 1] = progress.texts[row], nodes
+            trees[i, 2], trees[i, 3] = depth, wanted.may_branch[i]
+    return trees
