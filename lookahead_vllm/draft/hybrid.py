@@ -192,13 +192,13 @@ class HybridProposer(NGramTrieProposer):
 
     def draft(
         self, progress: Progress, emitted: EmittedTokens, wanted: WantedDrafts, max_model_len: int
-    ) -> DraftForest:
+    ) -> tuple[DraftForest, Int64s]:
         """See NGramTrieProposer. First keeps the choices that have arrived with the tokens."""
         if self._awaited is not None:
             self._recycle(*self._awaited)
-        forest = super().draft(progress, emitted, wanted, max_model_len)
+        forest, num_tokens = super().draft(progress, emitted, wanted, max_model_len)
         self._drafted = progress.arrays.texts[wanted.rows], forest
-        return forest
+        return forest, num_tokens
 
     def learn(self) -> None:
         """See NGramTrieProposer."""

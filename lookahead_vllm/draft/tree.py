@@ -298,6 +298,10 @@ class DraftForest(Sequence[DraftTree]):
         tokens[nodes], probs[nodes], sources[nodes] = self.tokens, self.probs, self.sources
         return DraftForest(tokens, parents, probs, depths, sources, firsts)
 
+    def is_within(self, vocab_size: int) -> bool:
+        """Whether all tokens are in a vocabulary of this size."""
+        return bool(((self.tokens >= 0) & (self.tokens < vocab_size)).all())
+
     def faults(self, vocab_size: int, max_nodes: Int64s) -> Int64s:
         """int64 [t]: 0 for a valid tree, else a key of `_FAULTS`. `max_nodes` is int64 [t]."""
         return _find_faults(self.tokens, self.parents, self.firsts, vocab_size, max_nodes)

@@ -6,11 +6,9 @@ data on the device, and is written here: tokens, positions, starts, lengths and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
@@ -50,16 +48,6 @@ class RequestTable(NamedTuple):
     block_sizes: tuple[int, ...]
     """The tokens of a block of each group."""
 
-    def addresses(self) -> tuple[Tensor, Tensor, Tensor]:
-        """On the device of the tables: where they begin, uint64 [g], their strides, int64 [g], and
-        the block sizes, int32 [g]."""
-        device = self.num_computed.device
-        return (
-            torch.tensor([t.data_ptr() for t in self.blocks], dtype=torch.uint64, device=device),
-            torch.tensor([t.stride(0) for t in self.blocks], dtype=torch.int64, device=device),
-            torch.tensor(self.block_sizes, dtype=torch.int32, device=device),
-        )
-
 
 class Split(NamedTuple):
     """How the n rows of a step are shared out to its r requests, in one array for the device."""
@@ -71,7 +59,9 @@ class Split(NamedTuple):
     num_rows: int
 
     @classmethod
-    def of(cls, forest: DraftForest, rows: Int64s, num_requests: int) -> Split:
+    def of(
+        cls, forest: DraftForest, rows: Int64s, num_requests: int, memory: Int32s | None = None
+    ) -> Split:
         """One row for each root and each node.
 
         Parameters
@@ -80,11 +70,16 @@ class Split(NamedTuple):
             t trees.
         rows : int64 [t]
             Each tree's request, from 0 to `num_requests` - 1; none occurs twice.
+        memory : int32 [at least `size`], optional
+            Where `packed` is written.
         """
-        packed = _pack(
-            forest.tokens, forest.parents, forest.depths, forest.firsts, rows, num_requests
+        num_rows = num_requests + forest.num_nodes
+        size = cls.size(num_requests, num_rows)
+        packed = np.empty(size, np.int32) if memory is None else memory[:size]
+        _pack(
+            forest.tokens, forest.parents, forest.depths, forest.firsts, rows, num_requests, packed
         )
-        return cls(packed, num_requests, num_requests + forest.num_nodes)
+        return cls(packed, num_requests, num_rows)
 
     @staticmethod
     def size(num_requests: int, num_rows: int) -> int:
@@ -105,9 +100,10 @@ def _pack(
     firsts: Int64s,
     rows: Int64s,
     num_requests: int,
-) -> Int32s:
+    packed: Int32s,
+) -> None:
     num_rows = num_requests + firsts[-1]
-    packed = np.zeros(2 * num_requests + 1 + 2 * num_rows, np.int32)
+    packed[:] = 0
     starts, branches = packed[: num_requests + 1], packed[num_requests + 1 : 2 * num_requests + 1]
     ids = packed[2 * num_requests + 1 : 2 * num_requests + 1 + num_rows]
     row_depths = packed[2 * num_requests + 1 + num_rows :]
@@ -122,49 +118,46 @@ def _pack(
             row_depths[row + place] = depths[first + place]
             if parents[first + place] != place - 1:
                 branches[rows[tree]] = 1
-    return packed
 
 
-def place(
-    packed: Tensor,
-    num_requests: int,
-    num_rows: int,
-    entries: Tensor,
-    table: RequestTable,
-    rows: StepRows,
-    num_filled: int,
-    tree_lengths: Tensor | None = None,
-    addresses: Sequence[Tensor] = (),
-) -> None:
-    """Write the rows of a step, and padding after them.
+class Placer(Protocol):
+    """Writes the rows of steps, on one device."""
 
-    Rows of padding have token and position 0 and no KV slot, and belong to no request.
+    def place(
+        self,
+        packed: Tensor,
+        num_requests: int,
+        num_rows: int,
+        entries: Tensor,
+        num_filled: int,
+        tree_lengths: Tensor | None = None,
+    ) -> None:
+        """Write the rows of a step, and padding after them.
 
-    Parameters
-    ----------
-    packed : int32 [2 * r + 1 + 2 * n]
-        As in `Split`, on the device.
-    num_requests, num_rows
-        r and n.
-    entries : int64 [r]
-        The entry of each request in `table`.
-    rows
-        Written: the first `num_filled` rows, and all starts and lengths.
-    num_filled
-        At least n.
-    tree_lengths : int32 [at least r], optional
-        Written like the lengths, except that a request whose tree branches has only its rows.
-    addresses
-        `table.addresses()`, on a GPU.
-    """
-    if packed.device.type == "cpu":
-        from lookahead_vllm.verify.cpu.place import place_rows
+        Rows of padding have token and position 0 and no KV slot, and belong to no request. All
+        starts and lengths are written.
 
-        place_rows(packed, num_requests, num_rows, entries, table, rows, num_filled, tree_lengths)
-    else:
-        from lookahead_vllm.verify.gpu import triton_place
+        Parameters
+        ----------
+        packed : int32 [2 * r + 1 + 2 * n]
+            As in `Split`, where the device can read it.
+        num_requests, num_rows
+            r and n.
+        entries : int64 [r]
+            The entry of each request in the table.
+        num_filled
+            The rows to write, at least n.
+        tree_lengths : int32 [at least r], optional
+            Written like the lengths, except that a request whose tree branches has only its rows.
+        """
 
-        triton_place.place_rows(
-            packed, num_requests, num_rows, entries, table, rows, num_filled, tree_lengths,
-            addresses,
-        )  # fmt: skip
+
+def placer(table: RequestTable, rows: StepRows) -> Placer:
+    """Writes to `rows` what it reads from `table`; keeps their addresses."""
+    if rows.ids.device.type == "cpu":
+        from lookahead_vllm.verify.cpu.place import CPUPlacer
+
+        return CPUPlacer(table, rows)
+    from lookahead_vllm.verify.gpu.triton_place import TritonPlacer
+
+    return TritonPlacer(table, rows)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.verify.place import NO_SLOT, RequestTable, Split, StepRows, place
+from lookahead_vllm.verify.place import NO_SLOT, RequestTable, Split, StepRows, placer
 from tests.support.attention_cases import random_tree
 
 ENTRIES, ROWS = 7, 90
@@ -102,13 +102,13 @@ def check(case: Case, rows: StepRows, tree_lengths: torch.Tensor) -> None:
     assert tree_lengths.tolist() == right_lengths.tolist()
 
 
-def arguments_of(case: Case, rows: StepRows) -> tuple[Any, ...]:
+def arguments_of(case: Case) -> tuple[Any, ...]:
     """The arguments of `place` but for the lengths of trees."""
     split = case.split
     assert len(split.packed) == Split.size(split.num_requests, split.num_rows)
     packed, entries = torch.from_numpy(split.packed), torch.tensor(case.entries)
     counts = split.num_requests, split.num_rows
-    return packed, *counts, entries, case.table, rows, case.num_filled
+    return packed, *counts, entries, case.num_filled
 
 
 def no_lengths() -> torch.Tensor:
@@ -120,12 +120,12 @@ def no_lengths() -> torch.Tensor:
 def test_every_row_is_where_its_request_is(seed: int, groups: int) -> None:
     case = random_case(seed, groups=groups)
     rows, lengths = stale_rows(groups), no_lengths()
-    place(*arguments_of(case, rows), lengths)
+    placer(case.table, rows).place(*arguments_of(case), lengths)
     check(case, rows, lengths)
 
 
 def test_a_step_in_a_graph_without_trees_has_no_lengths_of_trees() -> None:
     case = random_case(3)
     rows = stale_rows(1)
-    place(*arguments_of(case, rows))
+    placer(case.table, rows).place(*arguments_of(case))
     check(case, rows, expected(case)[1])

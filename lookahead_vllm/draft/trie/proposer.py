@@ -13,16 +13,9 @@ from numpy.typing import NDArray
 from lookahead_vllm.draft.budget.allot import allot_at, compile_budget
 from lookahead_vllm.draft.budget.cost import Load, StepCost, StepPrices
 from lookahead_vllm.draft.insertion import InsertionQueue
-from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.progress import (
-    EmittedTokens,
-    Progress,
-    ProgressArrays,
-    WantedDrafts,
-    count_tokens,
-    limit_trees,
-)
+from lookahead_vllm.draft.progress import EmittedTokens, Progress, WantedDrafts
 from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
 from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverrides
 from lookahead_vllm.draft.request_rows import RequestRows
@@ -33,39 +26,27 @@ from lookahead_vllm.draft.trie.acceptance_rate import (
     MAX_WEIGHT,
     NUM_RATES,
     AcceptanceRate,
-    RateArrays,
-    learn_token,
-    weight_set,
 )
 from lookahead_vllm.draft.trie.candidates import (
     CHOICES,
-    KEYS,
-    MAX_CANDIDATES,
     NUM_SPACES,
-    SLOTS,
-    find_candidates,
-    look_up,
-    new_candidates,
 )
 from lookahead_vllm.draft.trie.growth import (
     HIERARCHICAL,
     PARALLEL,
     SINGLE,
-    Texts,
     grow_all,
 )
 from lookahead_vllm.draft.trie.growth_threads import MIN_SHARED_TREES, GrowthThreads
 from lookahead_vllm.draft.trie.namespaces import Namespaces
-from lookahead_vllm.draft.trie.recycling import find_choices, make_lines
+from lookahead_vllm.draft.trie.recycling import make_lines
+from lookahead_vllm.draft.trie.step import begin_and_grow, begin_step, extend
 from lookahead_vllm.draft.trie.suffix import (
     NUM_HASHES,
     NUM_SPARSE,
-    NUM_SUFFIXES,
     ORDERS,
     PROMPT_END,
-    WHOLE,
     Hashes,
-    advance,
     empty_hashes,
     hashes_of,
 )
@@ -73,14 +54,8 @@ from lookahead_vllm.draft.trie.table import (
     BYTES_PER_NODE,
     NO_SPACE,
     Trie,
-    TrieArrays,
-    count,
     count_by_space,
 )
-
-MAX_TOKENS_LEARNED = 64
-"""The most tokens of a step from which acceptance rates are learned, in about 0.1 ms. If there are
-more, only every second token counts, or every third, and so on."""
 
 EXPECTED_ANSWER_TOKENS = 2048
 """A private space has slots for twice as many tokens; after that, its oldest edges are replaced."""
@@ -157,17 +132,6 @@ class _Plan(NamedTuple):
     """None if its nodes are sent whatever they cost."""
 
 
-class _Emitted(NamedTuple):
-    """The output tokens of a step."""
-
-    rows: Int64s
-    """int64 [t]: the row of each text."""
-    tokens: Int32s
-    """int32 [n]: the tokens of all texts, one text after another."""
-    sizes: Int64s
-    """int64 [t]: the number of tokens of each text."""
-
-
 class NGramTrieProposer:
     """Grows trees from what followed the same tokens in this request's text and earlier answers.
 
@@ -203,7 +167,7 @@ class NGramTrieProposer:
         self._texts = _LiveTexts()
         self._plan: _Plan
         self._unlearned: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
-        """The texts before the tokens of the last `draft`, and the tokens, as `_extend` takes
+        """The texts before the tokens of the last `draft`, and the tokens, as `extend` takes
         them."""
         self.insertion = InsertionQueue()
         """Prompts and references that are not in the trie yet."""
@@ -279,7 +243,7 @@ class NGramTrieProposer:
     def _extend(self, texts: tuple[Any, ...], emitted: tuple[Any, ...]) -> None:
         """Learn from the `emitted` tokens, and move the `texts` on."""
         inserts_output = self.options.sources in ("both", "output")
-        _extend(self.trie.arrays, self._lines, texts, emitted, self.rate.arrays, inserts_output)
+        extend(self.trie.arrays, self._lines, texts, emitted, self.rate.arrays, inserts_output)
 
     def observe(self, verified: Verified) -> None:
         """See Proposer. Does nothing: the trie learns only from emitted tokens."""
@@ -299,16 +263,17 @@ class NGramTrieProposer:
     def _grow(self, trees: Int64s) -> DraftForest:
         """The likeliest trees within the limits `trees`, int64 [t, 4]."""
         self.insertion.end_step()
-        return self._grow_within(trees)
-
-    def _grow_within(self, trees: Int64s) -> DraftForest:
-        bounds = self._max_nodes, self.options.branch_length, self._branching, self._min_prob
         texts = self._texts.arrays
         if self._threads is not None and len(trees) >= MIN_SHARED_TREES:
-            return DraftForest(*self._threads.grow_all(texts, trees, bounds))
+            return DraftForest(*self._threads.grow_all(texts, trees, self._bounds))
         return DraftForest(
-            *grow_all(self.trie.arrays, self._lines, texts, trees, self.rate.arrays, bounds)
+            *grow_all(self.trie.arrays, self._lines, texts, trees, self.rate.arrays, self._bounds)
         )
+
+    @property
+    def _bounds(self) -> tuple[int, int, int, float]:
+        """The fields of TreeLimits."""
+        return self._max_nodes, self.options.branch_length, self._branching, self._min_prob
 
     def _cut(self, forest: DraftForest, limits: Sequence[DraftLimits], load: Load) -> DraftForest:
         """These trees, cut to the nodes that are worth their cost."""
@@ -375,18 +340,30 @@ class NGramTrieProposer:
 
     def draft(
         self, progress: Progress, emitted: EmittedTokens, wanted: WantedDrafts, max_model_len: int
-    ) -> DraftForest:
+    ) -> tuple[DraftForest, Int64s]:
         """The trees of a step whose `plan` was made, in few compiled calls.
 
         Counts the `emitted` tokens, and moves the texts on. What can be learned from the tokens
         waits for `learn`, so the drafts do not know the n-grams that end in them.
+
+        Returns
+        -------
+        DraftForest, int64 [t]
+            A tree for each wanted request, possibly empty, and the known tokens of each; 0 if it
+            does not decode.
         """
         self._learn_drafted()
-        trees, *unlearned = _begin_step(
-            progress.arrays[:], emitted[:], wanted[:], self._texts.arrays, max_model_len
-        )
-        self._unlearned = tuple(unlearned[:2]), tuple(unlearned[2:])
-        return self._cut_by_plan(self._grow_within(trees))
+        texts = self._texts.arrays
+        step = progress.arrays[:], emitted[:], wanted[:], texts, max_model_len
+        if self._threads is not None and len(wanted.rows) >= MIN_SHARED_TREES:
+            trees, before, new, num_tokens = begin_step(*step)
+            nodes = self._threads.grow_all(texts, trees, self._bounds)
+        else:
+            nodes, before, new, num_tokens = begin_and_grow(
+                *step, self.trie.arrays, self._lines, self.rate.arrays, self._bounds
+            )
+        self._unlearned = before, new
+        return self._cut_by_plan(DraftForest(*nodes)), num_tokens
 
     def learn(self) -> None:
         """Learn from the tokens of the last `draft`, and insert texts for a share of the step.
@@ -494,82 +471,8 @@ class NGramTrieProposer:
         rows, counts = np.zeros(0, np.int64), np.zeros(0, np.int32)
         wanted = WantedDrafts(rows, rows, np.zeros(0, np.bool_))
         self._price(rows, NO_LOAD, 0)
-        self.draft(Progress(), EmittedTokens(rows, rows.reshape(0, 1), counts), wanted, 1)
+        emitted = EmittedTokens(rows, rows.reshape(0, 1), counts)
+        self.draft(Progress(), emitted, wanted, 1)
         self.learn()
-
-
-@kernel
-def _extend(
-    trie: TrieArrays,
-    lines: Int32s,
-    texts: Texts,
-    emitted: _Emitted,
-    learned: RateArrays,
-    inserts_output: bool,
-) -> None:
-    """Learn from the `emitted` tokens, insert them if `inserts_output`, and move the texts on."""
-    trie, texts, learned = TrieArrays(*trie), Texts(*texts), RateArrays(*learned)
-    emitted = _Emitted(*emitted)
-    tokens = emitted.tokens
-    edges, live, counters = trie.edges, trie.live, trie.counters
-    next_hashes = np.empty(NUM_HASHES, np.uint64)
-    candidates = new_candidates()
-    evidence, longest, lookups = candidates.evidence, candidates.longest, candidates.lookups
-    learned_every = -(-len(tokens) // MAX_TOKENS_LEARNED)
-    end = 0
-    for i, row in enumerate(emitted.rows):
-        spaces, hashes = texts.spaces[row], texts.hashes[row]
-        first, end = end, end + emitted.sizes[i]
-        for at in range(first, end):
-            token = tokens[at]
-            look_up(trie, spaces, hashes, lookups, NUM_SUFFIXES)
-            if at % learned_every == 0:
-                size = find_candidates(trie.edges, spaces, candidates, MAX_CANDIDATES, NUM_SUFFIXES)
-                longest[CHOICES], size = find_choices(
-                    lines, spaces[CHOICES], hashes, evidence, size, MAX_CANDIDATES
-                )
-                weights = weight_set(longest, spaces)
-                learn_token(evidence, size, token, learned, weights)
-            for source in (OWN, ANSWERS):
-                if inserts_output and spaces[source] != NO_SPACE:
-                    for suffix in range(NUM_SUFFIXES):
-                        if source == OWN and suffix == WHOLE:
-                            continue
-                        key, slot = lookups[KEYS, source, suffix], lookups[SLOTS, source, suffix]
-                        count(edges, live, counters, key, slot, token)
-            advance(hashes, token, next_hashes)
-            hashes[:] = next_hashes
-
-
-@kernel
-def _begin_step(
-    progress: ProgressArrays,
-    emitted: EmittedTokens,
-    wanted: WantedDrafts,
-    texts: Texts,
-    max_model_len: int,
-) -> tuple[Int64s, Hashes, Int32s, Int64s, Int32s, Int64s]:
-    """Count the tokens of a step and move the texts on; returns the limits of the next trees.
-
-    Also returns what `_extend` needs to learn from the tokens: the texts that have new ones, as
-    they were before, and the fields of _Emitted.
-    """
-    progress, emitted, texts = ProgressArrays(*progress), EmittedTokens(*emitted), Texts(*texts)
-    spans = count_tokens(progress, emitted)
-    sizes = spans[:, 1] - spans[:, 0]
-    has_new = np.flatnonzero(sizes)
-    hashes = np.empty((len(has_new), NUM_HASHES), np.uint64)
-    spaces = np.empty((len(has_new), NUM_SPACES), np.int32)
-    tokens = np.empty(sizes.sum(), np.int32)
-    next_hashes = np.empty(NUM_HASHES, np.uint64)
-    size = 0
-    for place, i in enumerate(has_new):
-        text = progress.texts[emitted.rows[i]]
-        hashes[place], spaces[place] = texts.hashes[text], texts.spaces[text]
-        for at in range(spans[i, 0], spans[i, 1]):
-            tokens[size] = token = emitted.tokens[i, at]
-            advance(texts.hashes[text], token, next_hashes)
-            texts.hashes[text] = next_hashes
-            size += 1
-    trees = limit_trees(progress, wanted, max_model_len)
-    return trees, hashes, spaces, np.arange(len(has_new)), tokens, sizes[has_new]
+        if self._threads is not None:
+            begin_step(Progress().arrays[:], emitted[:], wanted[:], self._texts.arrays, 1)

@@ -138,8 +138,8 @@ class LookaheadDrafter:
         self._cache: CacheKeeper | None = None
         self.recorder = StepRecorder()
         self.max_model_len = vllm_config.model_config.max_model_len
-        self._vocab_size = vllm_config.model_config.get_vocab_size()
-        row_bytes = self._vocab_size * vllm_config.model_config.dtype.itemsize
+        self.vocab_size = vllm_config.model_config.get_vocab_size()
+        row_bytes = self.vocab_size * vllm_config.model_config.dtype.itemsize
         self.max_step_nodes = max(MAX_LOGITS_BYTES // row_bytes, self.options.decoding_length)
         self._options: dict[str, RequestOptions] = {}
         self._live: dict[str, LiveRequest | None] = {}
@@ -430,7 +430,7 @@ class LookaheadDrafter:
 
         `max_nodes` int64 [t]: of each tree.
         """
-        if forest.num_nodes and forest.faults(self._vocab_size, max_nodes).any():
+        if forest.num_nodes and forest.faults(self.vocab_size, max_nodes).any():
             trees = zip(forest, max_nodes.tolist(), strict=True)
             forest = DraftForest.of([self._tree_or_empty(*tree) for tree in trees])
         return forest.at_most(self.max_step_nodes)
@@ -448,7 +448,7 @@ class LookaheadDrafter:
     def _tree_or_empty(self, tree: DraftTree, max_nodes: int) -> DraftTree:
         """The tree; an empty one if it is malformed, which is logged once."""
         try:
-            tree.check(self._vocab_size, max_nodes)
+            tree.check(self.vocab_size, max_nodes)
         except DraftTreeError as error:
             self.recorder.counters.refused_trees += 1
             logger.error_once(

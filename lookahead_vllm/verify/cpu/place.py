@@ -12,40 +12,33 @@ from lookahead_vllm.verify.place import NO_SLOT, RequestTable, StepRows
 _NONE: Int32s = np.empty(0, np.int32)
 
 
-def place_rows(
-    packed: Tensor,
-    num_requests: int,
-    num_rows: int,
-    entries: Tensor,
-    table: RequestTable,
-    rows: StepRows,
-    num_filled: int,
-    tree_lengths: Tensor | None,
-) -> None:
-    """`place.place` for tensors on a CPU."""
-    own = _NONE if tree_lengths is None else tree_lengths.numpy()
-    _place(
-        packed.numpy(),
-        num_requests,
-        num_rows,
-        entries.numpy(),
-        table.num_computed.numpy(),
-        table.last_sampled.numpy(),
-        *(part.numpy() for part in rows[:5]),
-        num_filled,
-        own,
-    )
-    for blocks, size, slots in zip(table.blocks, table.block_sizes, rows.slots, strict=True):
-        _map(
-            packed.numpy(),
-            num_requests,
-            num_rows,
-            entries.numpy(),
-            table.num_computed.numpy(),
-            blocks.numpy(),
-            size,
-            slots.numpy()[:num_filled],
-        )
+class CPUPlacer:
+    """See `place.Placer`."""
+
+    def __init__(self, table: RequestTable, rows: StepRows) -> None:
+        self._read = table.num_computed.numpy(), table.last_sampled.numpy()
+        self._written = tuple(part.numpy() for part in rows[:5])
+        self._groups = [
+            (blocks.numpy(), size, slots.numpy())
+            for blocks, size, slots in zip(table.blocks, table.block_sizes, rows.slots, strict=True)
+        ]
+
+    def place(
+        self,
+        packed: Tensor,
+        num_requests: int,
+        num_rows: int,
+        entries: Tensor,
+        num_filled: int,
+        tree_lengths: Tensor | None = None,
+    ) -> None:
+        """See `place.Placer`."""
+        split, own = packed.numpy(), entries.numpy()
+        lengths = _NONE if tree_lengths is None else tree_lengths.numpy()
+        counts = num_requests, num_rows
+        _place(split, *counts, own, *self._read, *self._written, num_filled, lengths)
+        for blocks, size, slots in self._groups:
+            _map(split, *counts, own, self._read[0], blocks, size, slots[:num_filled])
 
 
 @kernel

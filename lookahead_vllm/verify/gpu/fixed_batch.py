@@ -12,8 +12,6 @@ from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
 from lookahead_vllm.verify.transfer import staged
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from lookahead_vllm.verify.tree_batch import TreeBatch
 
 ROWS_OF_A_TREE = 8
@@ -39,8 +37,6 @@ class FixedBatch:
     max_context : int
         The longest context.
     device
-    room : int
-        Words for what a step copies together with its trees.
 
     Attributes
     ----------
@@ -48,8 +44,6 @@ class FixedBatch:
         The buffers, with room for every step of `num_tokens` tokens.
     num_trees : int
         The trees of the current step; they are the first entries.
-    more : int32 [room]
-        What was copied together with the trees.
     """
 
     def __init__(
@@ -59,16 +53,14 @@ class FixedBatch:
         max_size: int,
         max_context: int,
         device: torch.device | str,
-        room: int = 0,
     ) -> None:
         entries = min(max_requests, num_tokens // _MIN_ROWS)
         max_size = min(max_size, num_tokens)
         self._words = (max_size + 31) // 32
         self._lengths = [*[entries] * 5, num_tokens, num_tokens * self._words, num_tokens]
         # `fill` writes every value before one is read.
-        size = sum(self._lengths) + room
-        self._packed = torch.empty(size, dtype=torch.int32, device=device)
-        *parts, self.more = self._packed.split([*self._lengths, room])
+        self._packed = torch.empty(sum(self._lengths), dtype=torch.int32, device=device)
+        parts = self._packed.split(self._lengths)
         rows, starts, sizes, contexts, firsts, depths, masks, tokens = parts
         self.batch = PagedBatch(
             rows,
@@ -87,25 +79,21 @@ class FixedBatch:
         self.num_trees = 0
         self.fill(None)
 
-    def fill(self, trees: TreeBatch | None, more: NDArray[np.int32] | None = None) -> None:
+    def fill(self, trees: TreeBatch | None) -> None:
         """Write the trees of a step, in one asynchronous copy.
 
         Parameters
         ----------
         trees
             All branching trees of the step; None if there are none.
-        more : int32 [at most `room`], optional
-            Goes to the beginning of `self.more`.
 
         Raises
         ------
         ValueError
             They do not fit.
         """
-        size, (entries, *_, num_tokens) = sum(self._lengths), self._lengths
-        packed = np.zeros(size + (0 if more is None else len(more)), np.int32)
-        if more is not None:
-            packed[size:] = more
+        entries, *_, num_tokens = self._lengths
+        packed = np.zeros(len(self._packed), np.int32)
         self.num_trees = 0 if trees is None else len(trees)
         columns, depths, masks = _NOTHING
         if trees is not None:
@@ -123,9 +111,8 @@ class FixedBatch:
                     f"{len(trees)} trees of {len(depths)} rows, at most {largest} in one, after up "
                     f"to {longest} tokens, do not fit into buffers of {self.batch.shape}"
                 )
-        _write(packed[:size], entries, num_tokens, self._words, columns, depths, masks)
-        target = self._packed[: len(packed)]
-        target.copy_(staged(packed, target.device), non_blocking=True)
+        _write(packed, entries, num_tokens, self._words, columns, depths, masks)
+        self._packed.copy_(staged(packed, self._packed.device), non_blocking=True)
 
 
 _NOTHING: tuple[Int32s, ...] = tuple(np.empty(shape, np.int32) for shape in ((4, 0), 0, (0, 1)))

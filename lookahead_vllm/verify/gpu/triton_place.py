@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,24 +14,36 @@ _COUNTS = ["num_requests", "num_rows", "num_filled", "max_requests", "slots_stri
 _BUFFERS = ["packed", "ids", "positions", "is_padding", "starts", "lengths", "slots"]
 
 
-def place_rows(
-    packed: Tensor,
-    num_requests: int,
-    num_rows: int,
-    entries: Tensor,
-    table: RequestTable,
-    rows: StepRows,
-    num_filled: int,
-    tree_lengths: Tensor | None,
-    addresses: Sequence[Tensor],
-) -> None:
-    """`place.place` for tensors on a GPU; `addresses` are those of the table."""
-    _place[(num_requests + 1,)](
-        packed, entries, table.num_computed, table.last_sampled, *addresses, *rows,
-        rows.slots.stride(0), rows.lengths if tree_lengths is None else tree_lengths,
-        num_requests, num_rows, num_filled, len(rows.lengths),
-        GROUPS=len(rows.slots), HAS_TREES=tree_lengths is not None, BLOCK=_BLOCK, num_warps=2,
-    )  # fmt: skip
+class TritonPlacer:
+    """See `place.Placer`."""
+
+    def __init__(self, table: RequestTable, rows: StepRows) -> None:
+        self._table, self._rows = table, rows
+        device, blocks = rows.ids.device, table.blocks
+        pointers = [own.data_ptr() for own in blocks]
+        self._addresses = (
+            torch.tensor(pointers, dtype=torch.uint64, device=device),
+            torch.tensor([own.stride(0) for own in blocks], dtype=torch.int64, device=device),
+            torch.tensor(table.block_sizes, dtype=torch.int32, device=device),
+        )
+
+    def place(
+        self,
+        packed: Tensor,
+        num_requests: int,
+        num_rows: int,
+        entries: Tensor,
+        num_filled: int,
+        tree_lengths: Tensor | None = None,
+    ) -> None:
+        """See `place.Placer`."""
+        table, rows = self._table, self._rows
+        _place[(num_requests + 1,)](
+            packed, entries, table.num_computed, table.last_sampled, *self._addresses, *rows,
+            rows.slots.stride(0), rows.lengths if tree_lengths is None else tree_lengths,
+            num_requests, num_rows, num_filled, len(rows.lengths),
+            GROUPS=len(rows.slots), HAS_TREES=tree_lengths is not None, BLOCK=_BLOCK, num_warps=2,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_BUFFERS)

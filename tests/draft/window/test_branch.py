@@ -28,8 +28,8 @@ def branch_of(ids, options=OPTIONS):
 
 
 def choose(branch, ids, cost, may_branch=True):
-    limits = [DraftLimits(i, 128, 64, may_branch, 100) for i in ids]
-    return branch.choose(limits, np.full(len(ids), 100), cost, NO_LOAD)
+    rows = branch.rows_of(ids, np.full(len(ids), may_branch))
+    return branch.choose(rows, np.full(len(ids), 100), cost, NO_LOAD)
 
 
 def join(branch, ids, rows):

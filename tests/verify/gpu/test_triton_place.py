@@ -28,20 +28,20 @@ compiles = pytest.mark.skipif(
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("most", "groups"), [(0, 1), (9, 1), (9, 3), (70, 2)])
 def test_every_row_is_where_its_request_is(seed: int, most: int, groups: int) -> None:
-    from lookahead_vllm.verify.gpu.triton_place import place_rows
+    from lookahead_vllm.verify.gpu.triton_place import TritonPlacer
 
     case = random_case(seed, most, groups, most_requests=1 if most == 70 else 7)
     rows, lengths = stale_rows(groups), no_lengths()
-    place_rows(*arguments_of(case, rows), lengths, case.table.addresses())
+    TritonPlacer(case.table, rows).place(*arguments_of(case), lengths)
     check(case, rows, lengths)
 
 
 @interpreted
 def test_a_step_in_a_graph_without_trees_has_no_lengths_of_trees() -> None:
-    from lookahead_vllm.verify.gpu.triton_place import place_rows
+    from lookahead_vllm.verify.gpu.triton_place import TritonPlacer
 
     case, rows = random_case(3), stale_rows(1)
-    place_rows(*arguments_of(case, rows), None, case.table.addresses())
+    TritonPlacer(case.table, rows).place(*arguments_of(case))
     check(case, rows, expected(case)[1])
 
 
@@ -57,7 +57,6 @@ def test_the_placement_does_not_spill(
     monkeypatch.setattr(triton_place, "_place", launches)
     case = random_case(0, groups=groups)
     lengths = torch.zeros(7, dtype=torch.int32)
-    triton_place.place_rows(
-        *arguments_of(case, stale_rows(groups)), lengths, case.table.addresses()
-    )
+    writer = triton_place.TritonPlacer(case.table, stale_rows(groups))
+    writer.place(*arguments_of(case), lengths)
     assert not spills(instructions_of(launches.compile(capability)))

@@ -28,8 +28,6 @@ from lookahead_vllm.engine.worker.tree_rows import GraphBuffers
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
-from lookahead_vllm.verify.place import Split
-from lookahead_vllm.verify.transfer import to_device
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
 if TYPE_CHECKING:
@@ -119,7 +117,6 @@ class GraphRunner(LookaheadRunner):
                 self.decode_query_len,
                 self.max_model_len,
                 self.device,
-                room=Split.size(min(size, self.max_num_reqs), size),
             )
             self._buffers[size] = GraphBuffers(trees, seq_lens, {})
 
@@ -175,16 +172,16 @@ class GraphRunner(LookaheadRunner):
         desc = shape.graph = manager.smallest(split.num_requests, split.num_rows)
         is_plain = desc.max_query_len is None
         graph = self._graph = None if is_plain else self._buffers.get(desc.num_tokens)
+        step = self._order_drafts(np.diff(split.starts))
         if graph is None:
-            shape.place(to_device(split.packed, self.device), prepared.num_tokens)
+            shape.place(prepared.num_tokens)
             if not all(getattr(builder, "reads_buffers", False) for builder in self._builders):
                 self._settle()
                 self._give_trees(None)
                 self._metadata_of(self._batch, CUDAGraphMode.FULL)
         else:
-            graph.trees.fill(self._step.trees(), split.packed)
-            packed = graph.trees.more[: len(split.packed)]
-            shape.place(packed, prepared.num_tokens, graph.seq_lens)
+            graph.trees.fill(step.trees())
+            shape.place(prepared.num_tokens, graph.seq_lens)
             for builder in self._builders:
                 builder.refresh(graph)
         self._elapsed = self._clock.tick()

@@ -7,6 +7,7 @@ them here once it has the tokens: it learns, grows, and sends what pays.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -66,8 +67,9 @@ class Drafts(NamedTuple):
     num_tokens: Int64s
     """int64 [t]: the tokens of prompt and answer of each, the last one is the root; 0 if they are
     not known."""
-    from_proposer: NDArray[np.bool_]
-    """bool [t]: which trees are the proposer's; the others were changed by a grammar."""
+    from_proposer: NDArray[np.bool_] | None = None
+    """bool [t]: which trees are the proposer's, None for all; the others were changed by a
+    grammar."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return packed(self)
@@ -76,6 +78,8 @@ class Drafts(NamedTuple):
         """The trees with nodes in the order of the batch, whose requests have `num_tokens` int32
         [r] rows."""
         rows, forest, from_proposer = self.rows_in(req_ids), self.forest, self.from_proposer
+        if from_proposer is None:
+            from_proposer = np.ones(len(forest), np.bool_)
         computed = np.zeros(len(req_ids), np.int32)
         computed[rows] = self.num_tokens - 1
         kept = np.flatnonzero(forest.sizes)
@@ -102,7 +106,7 @@ class Drafts(NamedTuple):
 _NOTHING_EMITTED = EmittedTokens(
     np.empty(0, np.int64), np.empty((0, 1), np.int64), np.empty(0, np.int32)
 )
-NO_DRAFTS = Drafts((), DraftForest.of([]), np.empty(0, np.int64), np.empty(0, np.bool_))
+NO_DRAFTS = Drafts((), DraftForest.of([]), np.empty(0, np.int64))
 
 
 @dataclass
@@ -374,6 +378,7 @@ class LateDrafts:
         slots = scheduled.scheduled_spec_decode_tokens
         num_slots = {req_id: len(own) for req_id, own in slots.items()}
         plan = self._plan(scheduled.num_scheduled_tokens, num_slots, chains_only, order)
+        most = min(self._drafter.max_step_nodes, sys.maxsize if most is None else most)
         compiled = self._prepare(plan)
         if compiled is None:
             self._learn(wait=True)
@@ -403,7 +408,7 @@ class LateDrafts:
             return False
         most = self._drafter.options.decoding_length
         plan = self._plan(scheduled, dict.fromkeys(scheduled, most))
-        return bool(self._grow(plan).forest.num_nodes)
+        return bool(self._grow(plan, self._drafter.max_step_nodes).forest.num_nodes)
 
     def _plan(
         self,
@@ -454,15 +459,19 @@ class LateDrafts:
         return compiled if is_planned else None
 
     def _draft(
-        self, compiled: NGramTrieProposer, plan: _Plan, step: _Step | None, most: int | None
+        self, compiled: NGramTrieProposer, plan: _Plan, step: _Step | None, most: int
     ) -> Drafts:
         """The drafts of a step for which the proposer is prepared, once the tokens have arrived."""
         drafter, progress = self._drafter, self._progress
         emitted = _NOTHING_EMITTED if step is None else step.emitted
-        forest = None
+        drafts = None
         with drafter.surviving("draft"):
-            forest = compiled.draft(progress, emitted, plan.wanted, drafter.max_model_len)
-            forest = drafter.checked(forest, plan.wanted.max_nodes)
+            forest, num_tokens = compiled.draft(
+                progress, emitted, plan.wanted, drafter.max_model_len
+            )
+            if not forest.is_within(drafter.vocab_size):
+                forest = drafter.checked(forest, plan.wanted.max_nodes)
+            drafts = Drafts(plan.req_ids, forest.at_most(most), num_tokens)
         if step is not None:
             self._end(step)
         self._has_drafted = True
@@ -470,9 +479,9 @@ class LateDrafts:
             arrays, rows = progress.arrays, plan.wanted.rows
             is_drafted = (arrays.texts[rows] != NO_TEXT) & (arrays.num_repeated[rows] == 0)
             drafter.drafted_for.update(compress(plan.req_ids, is_drafted.tolist()))
-        return self._drafts_of(plan, forest, most)
+        return drafts or self._drafts_of(plan, None, most)
 
-    def _grow(self, plan: _Plan, most: int | None = None) -> Drafts:
+    def _grow(self, plan: _Plan, most: int) -> Drafts:
         """The drafts of a step, once the tokens of the steps before it have been passed on."""
         drafter = self._drafter
         trees = self._limits(plan.wanted)
@@ -486,7 +495,7 @@ class LateDrafts:
             if nodes
         ]
         if not limits:
-            return self._drafts_of(plan, None, None)
+            return self._drafts_of(plan, None, most)
         forest = drafter.grow(limits, load)
         under_grammar = np.array([limit.request_id in self._grammars for limit in limits])
         if under_grammar.any():
@@ -496,8 +505,9 @@ class LateDrafts:
             ]
             forest = DraftForest.of(completed).at_most(drafter.max_step_nodes)
         drafts = self._drafts_of(plan, forest.spread(is_drafted), most)
-        drafts.from_proposer[is_drafted] = ~under_grammar
-        return drafts
+        from_proposer = np.ones(len(is_drafted), np.bool_)
+        from_proposer[is_drafted] = ~under_grammar
+        return drafts._replace(from_proposer=from_proposer)
 
     def _limits(self, wanted: WantedDrafts) -> Int64s:
         """The limits of the trees of a step, as `limit_trees` returns them."""
@@ -506,15 +516,13 @@ class LateDrafts:
         )
         return trees
 
-    def _drafts_of(self, plan: _Plan, forest: DraftForest | None, most: int | None) -> Drafts:
+    def _drafts_of(self, plan: _Plan, forest: DraftForest | None, most: int) -> Drafts:
         """These trees, of at most `most` nodes in all; None for trees without nodes."""
         arrays, rows = self._progress.arrays, plan.wanted.rows
         if forest is None:
             forest = DraftForest.of([]).with_empty(len(rows))
-        elif most is not None:
-            forest = forest.at_most(most)
         num_tokens = np.where(arrays.is_decoding[rows], arrays.num_tokens[rows], 0)
-        return Drafts(plan.req_ids, forest, num_tokens, np.ones(len(rows), np.bool_))
+        return Drafts(plan.req_ids, forest.at_most(most), num_tokens)
 
     def num_computed(self, req_ids: Sequence[str]) -> Int32s:
         """KV slots before this step's tokens, int32 [r]; right for requests that decode."""

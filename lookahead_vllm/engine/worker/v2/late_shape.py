@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.utils.platform_utils import is_uva_available
+from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.input_batch import expand_idx_mapping
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.tree import DraftForest
-from lookahead_vllm.verify.place import RequestTable, Split, StepRows, place
-from lookahead_vllm.verify.transfer import to_device
+from lookahead_vllm.verify.place import Placer, RequestTable, Split, StepRows, placer
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -89,7 +90,10 @@ class LateShape:
     slots: torch.Tensor
 
     _rows: StepRows
-    _table: RequestTable
+    _placer: Placer
+    _memory: Any
+    """Of `_split`, on the host and as the device reads it. It is written again only when the tokens
+    of the step that reads it have arrived."""
     _split: Split
 
     def __init__(self, runner: Any) -> None:
@@ -97,7 +101,6 @@ class LateShape:
         self._is_possible = self.is_open = self.awaits_drafts = False
         self.is_settled = True
         self.graph: BatchExecutionDescriptor | None = None
-        self._addresses: tuple[torch.Tensor, ...] = ()
 
     def use_buffers(self) -> None:
         """Call this once the runner has its KV cache."""
@@ -112,22 +115,24 @@ class LateShape:
             buffers.seq_lens,
             tables.slot_mappings,
         )
-        self._table = RequestTable(
+        table = RequestTable(
             states.num_computed_tokens.gpu,
             states.last_sampled_tokens,
             tuple(table.gpu for table in tables.block_tables),
             tuple(tables.block_sizes),
         )
-        if buffers.input_ids.device.type != "cpu":
-            self._addresses = self._table.addresses()
+        self._placer = placer(table, self._rows)
+        size = Split.size(len(self._rows.lengths), len(self._rows.ids))
+        memory = buffer_utils.UvaBuffer if is_uva_available() else buffer_utils.NonUvaBuffer
+        self._memory = memory(size, torch.int32)
 
     def warm_up(self) -> None:
         """Compile what a step launches, by a step without requests."""
-        split = Split.of(DraftForest.of([]), np.empty(0, np.int64), 0)
-        packed = to_device(split.packed, self._rows.ids.device)
-        entries = packed.new_empty(0, dtype=torch.int64)
+        split = Split.of(DraftForest.of([]), np.empty(0, np.int64), 0, self._memory.np)
+        packed = self._memory.uva(len(split.packed))
+        entries = torch.empty(0, dtype=torch.int64, device=packed.device)
         for lengths in (None, torch.zeros_like(self._rows.lengths)):
-            place(packed, 0, 0, entries, self._table, self._rows, 0, lengths, self._addresses)
+            self._placer.place(packed, 0, 0, entries, 0, lengths)
 
     # ---- before the tokens -----------------------------------------------------------------------
 
@@ -168,27 +173,20 @@ class LateShape:
     def split(self, drafts: Drafts) -> Split:
         """The rows of the step, in the order of the batch."""
         rows = drafts.rows_in(self.batch.req_ids)
-        self._split = Split.of(drafts.forest, rows, self.batch.num_reqs)
+        self._split = Split.of(drafts.forest, rows, self.batch.num_reqs, self._memory.np)
         return self._split
 
-    def place(
-        self,
-        packed: torch.Tensor,
-        num_filled: int,
-        tree_lengths: torch.Tensor | None = None,
-    ) -> None:
-        """Write the rows of the step to vLLM's buffers; `packed` is the split on the device."""
+    def place(self, num_filled: int, tree_lengths: torch.Tensor | None = None) -> None:
+        """Write the rows of the step to vLLM's buffers."""
         self.awaits_drafts = False
-        place(
-            packed,
-            self._split.num_requests,
-            self._split.num_rows,
+        packed, num_requests, num_rows = self._split
+        self._placer.place(
+            self._memory.uva(len(packed)),
+            num_requests,
+            num_rows,
             self.batch.idx_mapping,
-            self._table,
-            self._rows,
             num_filled,
             tree_lengths,
-            self._addresses,
         )
 
     def inputs(self) -> dict[str, torch.Tensor]:

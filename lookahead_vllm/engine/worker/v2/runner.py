@@ -393,8 +393,8 @@ class LookaheadRunner(_Base):
         """Replaces the model's: a step outside of graphs gets its drafts, and only their rows."""
         shape = self._shape
         if shape.awaits_drafts:
-            split = self._draft_late()
-            shape.place(to_device(split.packed, self.device), shape.batch.num_tokens_after_padding)
+            self._draft_late()
+            shape.place(shape.batch.num_tokens_after_padding)
             inputs |= shape.inputs()
             context = get_forward_context()
             context.is_padding = shape.is_padding()
@@ -407,10 +407,14 @@ class LookaheadRunner(_Base):
         shape = self._shape
         req_ids = shape.batch.req_ids
         drafts = self._drafts = self._draft(shape.scheduled, shape.most_nodes, req_ids)
-        split, self._step = shape.split(drafts), NO_DRAFTS
-        if drafts.forest.num_nodes:
-            self._step = drafts.in_batch(shape.batch.req_ids, np.diff(split.starts))
-        return split
+        return shape.split(drafts)
+
+    def _order_drafts(self, sizes: Int32s) -> DraftStep:
+        """The drafts of such a step, whose requests have `sizes` int32 [r] rows."""
+        self._step = NO_DRAFTS
+        if self._drafts.forest.num_nodes:
+            self._step = self._drafts.in_batch(self._shape.batch.req_ids, sizes)
+        return self._step
 
     def _build_metadata(self) -> dict[str, Any]:
         """Attention's metadata of a step outside of graphs."""
@@ -442,6 +446,8 @@ class LookaheadRunner(_Base):
             return
         assert not shape.awaits_drafts, "vLLM has run the model in another way"
         batch = self._batch = shape.exact_batch(self._drafts)
+        if shape.graph is None:
+            self._order_drafts(batch.num_scheduled_tokens)
         self._report = _report_of(self._drafts)
         self.rejection_sampler.rows = None
         if self._drafts.forest.num_nodes:

@@ -80,4 +80,4 @@ class WarmUpDrafts:
         if not forest.num_nodes:  # more requests than nodes
             return NO_DRAFTS
         num_tokens = np.array([computed[req_id] + 1 for req_id in req_ids], np.int64)
-        return Drafts(req_ids, forest, num_tokens, np.ones(len(forest), np.bool_))
+        return Drafts(req_ids, forest, num_tokens)
