@@ -90,6 +90,7 @@ class Simulation:
         job = Job(
             second_runner=method.second_runner,
             lookahead=method.lookahead,
+            proposer=method.proposer,
             batch_size=run.batch_size,
             nodes=run.nodes,
             device_ms=options.device_ms,

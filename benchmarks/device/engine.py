@@ -35,6 +35,8 @@ class Job:
 
     second_runner: bool
     lookahead: bool
+    proposer: str | None
+    """None for the one that lookahead chooses."""
     batch_size: int
     nodes: int
     """Of each request; with 0, the text has nothing to draft."""
@@ -84,6 +86,8 @@ def make_llm(job: Job) -> Any:
     speculation: dict[str, Any] = {}
     if job.lookahead:
         method: dict[str, Any] = {"method": "lookahead"}
+        if job.proposer:  # without a window, whose nodes a fixed budget would always send
+            method |= {"proposer": job.proposer, "window_size": 0}
         if job.nodes:
             method |= {"num_speculative_tokens": job.nodes, "budget": job.nodes}
         speculation["speculative_config"] = method

@@ -37,7 +37,8 @@ on the simulated device:
     plain_v1       plain vLLM, first model runner, synchronous steps
     plain_v2       plain vLLM, second model runner, asynchronous scheduling
     lookahead_v1   lookahead on the first runner
-    lookahead_v2   lookahead on the second runner
+    lookahead_v2   lookahead on the second runner; with --nodes above 0, from the trie
+    hybrid_v2      the same, from the trie and the model's choices
   nodes:
     0              the default options, and a text without patterns, in which no node pays
     4, 16, ...     up to that many nodes for each request in every step (`budget`), in a text

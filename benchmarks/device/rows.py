@@ -17,6 +17,8 @@ class Method(NamedTuple):
 
     second_runner: bool
     lookahead: bool
+    proposer: str | None = None
+    """None for the one that lookahead chooses."""
 
 
 METHODS = {
@@ -24,6 +26,7 @@ METHODS = {
     "plain_v2": Method(second_runner=True, lookahead=False),
     "lookahead_v1": Method(second_runner=False, lookahead=True),
     "lookahead_v2": Method(second_runner=True, lookahead=True),
+    "hybrid_v2": Method(second_runner=True, lookahead=True, proposer="hybrid"),
 }
 """V1 is vLLM's first model runner with synchronous steps, V2 the second with asynchronous ones."""
 

@@ -300,7 +300,7 @@ class DraftForest(Sequence[DraftTree]):
 
     def is_within(self, vocab_size: int) -> bool:
         """Whether all tokens are in a vocabulary of this size."""
-        return bool(((self.tokens >= 0) & (self.tokens < vocab_size)).all())
+        return bool(self.tokens.view(np.uint32).max(initial=0) < vocab_size)
 
     def faults(self, vocab_size: int, max_nodes: Int64s) -> Int64s:
         """int64 [t]: 0 for a valid tree, else a key of `_FAULTS`. `max_nodes` is int64 [t]."""
