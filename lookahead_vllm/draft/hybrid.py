@@ -9,13 +9,19 @@ import numpy as np
 from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.progress import NO_TEXT, EmittedTokens, Progress, WantedDrafts
+from lookahead_vllm.draft.progress import (
+    NO_TEXT,
+    EmittedTokens,
+    Progress,
+    WantedDrafts,
+    limit_trees,
+)
 from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
 from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverrides
 from lookahead_vllm.draft.sources import RECYCLED, WINDOW
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie.candidates import CHOICES
-from lookahead_vllm.draft.trie.growth import NODES, ROW
+from lookahead_vllm.draft.trie.growth import DEPTH, NODES, ROW
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.recycling import (
     NUM_CHOICES,
@@ -70,6 +76,8 @@ class HybridProposer(NGramTrieProposer):
         added."""
         self._awaited: tuple[ChoiceTrees, Verified] | None = None
         """What the model's choices in the step before a `draft` belong to."""
+        self._windows: tuple[Int64s, Int64s, Load] | None = None
+        """The arguments of `branch.choose` in a `draft` that may send combs."""
         super().__init__(options)
 
     @property
@@ -160,7 +168,8 @@ class HybridProposer(NGramTrieProposer):
         )
         forest = self._cut(self._grow(trees), limits, load)
         self._note_trees(trees[:, ROW], forest.sizes)
-        return self.branch.join(forest, windows, limits, self._max_nodes, cost)
+        nodes = np.array([limit.max_nodes for limit in limits], np.int64)
+        return self.branch.join(forest, windows, nodes, trees[:, DEPTH], self._max_nodes, cost)
 
     def _note_trees(self, rows: Int64s, sizes: Int64s) -> None:
         """Note that trees of these `sizes` were grown from the texts `rows`; both int64 [t]."""
@@ -174,21 +183,22 @@ class HybridProposer(NGramTrieProposer):
         contexts: Int64s,
         load: Load,
         verified: Verified | None,
-    ) -> bool:
-        """See NGramTrieProposer. A step that sends combs, or whose predecessor did, has no plan."""
-        self._awaited = None
+    ) -> None:
+        """See NGramTrieProposer."""
+        super().plan(request_ids, wanted, contexts, load, verified)
+        self._awaited = self._windows = None
+        self.needs_accepted = False
         if not self.num_choices:
-            if self._steps_without + 1 >= RETRY_STEPS:
-                return False
             self._steps_without += 1
-        else:
-            cost = self.cost if self.options.budget == "auto" else None
-            windows = self.branch.rows_of(request_ids, wanted.may_branch)
-            if not self.branch.skip_step(windows, contexts, cost, load):
-                return False
-            if verified is not None:
-                self._awaited = self._choice_trees(verified), verified
-        return super().plan(request_ids, wanted, contexts, load, verified)
+            if self._steps_without < RETRY_STEPS:
+                return
+            self._use_choices(True)
+        elif verified is not None:
+            self._awaited = self._choice_trees(verified), verified
+        cost = self.cost if self.options.budget == "auto" else None
+        windows = self.branch.rows_of(request_ids, wanted.may_branch)
+        if not self.branch.skip_step(windows, contexts, cost, load):
+            self._windows, self.needs_accepted = (windows, contexts, load), True
 
     def draft(
         self, progress: Progress, emitted: EmittedTokens, wanted: WantedDrafts, max_model_len: int
@@ -196,9 +206,23 @@ class HybridProposer(NGramTrieProposer):
         """See NGramTrieProposer. First keeps the choices that have arrived with the tokens."""
         if self._awaited is not None:
             self._recycle(*self._awaited)
-        forest, num_tokens = super().draft(progress, emitted, wanted, max_model_len)
-        self._drafted = progress.arrays.texts[wanted.rows], forest
-        return forest, num_tokens
+        if self._windows is None:
+            forest, num_tokens = super().draft(progress, emitted, wanted, max_model_len)
+            self._drafted = progress.arrays.texts[wanted.rows], forest.sizes
+            return forest, num_tokens
+        windows, contexts, load = self._windows
+        cost = self.cost if self.options.budget == "auto" else None
+        if self._awaited is not None:
+            _, verified = self._awaited
+            self.branch.iterate(verified, np.zeros(len(verified.forest), np.int32))
+        windows = self.branch.choose(windows, contexts, cost, load)
+        room = self._max_nodes - self.branch.comb_nodes(windows)
+        smaller = wanted._replace(max_nodes=np.minimum(wanted.max_nodes, room))
+        forest, num_tokens = super().draft(progress, emitted, smaller, max_model_len)
+        self._drafted = progress.arrays.texts[wanted.rows], forest.sizes
+        trees = limit_trees(progress.arrays[:], wanted[:], max_model_len)
+        limits = trees[:, NODES], trees[:, DEPTH]
+        return self.branch.join(forest, windows, *limits, self._max_nodes, cost), num_tokens
 
     def learn(self) -> None:
         """See NGramTrieProposer."""
@@ -206,9 +230,9 @@ class HybridProposer(NGramTrieProposer):
         if awaited is not None and self.cost is not None and self.options.budget == "auto":
             trees, verified = awaited
             self._judge(verified, trees.num_grown)
-        rows, forest = self._drafted
+        rows, sizes = self._drafted
         live = rows != NO_TEXT
-        self._note_trees(rows[live], forest.sizes[live])
+        self._note_trees(rows[live], sizes[live])
         super().learn()
 
     def finish(self, request_id: str) -> None:

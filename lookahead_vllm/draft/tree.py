@@ -123,6 +123,10 @@ _FAULTS = {
 }
 
 
+ForestFields = tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]
+"""The fields of a DraftForest."""
+
+
 class ForestArrays(NamedTuple):
     """The fields of a DraftForest, as kernels take them."""
 
@@ -191,9 +195,7 @@ class DraftForest(Sequence[DraftTree]):
         )
 
     @property
-    def arrays(
-        self,
-    ) -> tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]:
+    def arrays(self) -> ForestFields:
         """The fields of ForestArrays."""
         return self.tokens, self.parents, self.probs, self.depths, self.sources, self.firsts
 
@@ -220,7 +222,7 @@ class DraftForest(Sequence[DraftTree]):
     @cached_property
     def branching(self) -> NDArray[np.bool_]:
         """bool [t]: whether each tree has more than one branch."""
-        return _branching(self.parents, self.firsts)
+        return find_branching(self.parents, self.firsts)
 
     def cut(self, sizes: Int64s, chained: NDArray[np.bool_] | None = None) -> DraftForest:
         """Cut each tree to its first `sizes` nodes, int64 [t].
@@ -239,7 +241,7 @@ class DraftForest(Sequence[DraftTree]):
             if np.array_equal(sizes, self.sizes) and np.array_equal(trees, np.arange(len(self))):
                 return self
             chained = np.zeros(len(trees), np.bool_)
-        kept, parents, firsts = _take(self.parents, self.firsts, trees, sizes, chained)
+        kept, parents, firsts = take_nodes(self.parents, self.firsts, trees, sizes, chained)
         depths = self.depths[kept]
         return DraftForest(
             self.tokens[kept], parents, self.probs[kept], depths, self.sources[kept], firsts
@@ -308,9 +310,7 @@ class DraftForest(Sequence[DraftTree]):
 
 
 @kernel
-def first_nodes(
-    forest: ForestArrays, size: int
-) -> tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]:
+def first_nodes(forest: ForestArrays, size: int) -> ForestFields:
     """The fields of a DraftForest of `size` nodes, from arrays that may be longer."""
     return (
         forest.tokens[:size].copy(),
@@ -331,7 +331,8 @@ def _owners(firsts: Int64s) -> Int64s:
 
 
 @kernel
-def _branching(parents: Int32s, firsts: Int64s) -> NDArray[np.bool_]:
+def find_branching(parents: Int32s, firsts: Int64s) -> NDArray[np.bool_]:
+    """Whether each tree has more than one branch, bool [t]; arguments as in DraftForest."""
     branching = np.zeros(len(firsts) - 1, np.bool_)
     for tree in range(len(branching)):
         for place in range(firsts[tree + 1] - firsts[tree]):
@@ -340,10 +341,10 @@ def _branching(parents: Int32s, firsts: Int64s) -> NDArray[np.bool_]:
 
 
 @kernel
-def _take(
+def take_nodes(
     parents: Int32s, firsts: Int64s, trees: Int64s, sizes: Int64s, chained: NDArray[np.bool_]
 ) -> tuple[Int64s, Int32s, Int64s]:
-    """Returns the kept nodes int64 [m], their parents int32 [m], and `firsts` of the new forest."""
+    """As `DraftForest.take`; returns the kept nodes int64 [m], their parents and new `firsts`."""
     max_kept = sizes.sum()
     kept, new_parents = np.empty(max_kept, np.int64), np.empty(max_kept, np.int32)
     new_firsts = np.zeros(len(trees) + 1, np.int64)

@@ -9,7 +9,14 @@ from numpy.typing import NDArray
 
 from lookahead_vllm.draft.budget.cost import CostCurve, Load, StepCost, StepPrices, StepWork
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
-from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.draft.tree import (
+    DraftForest,
+    DraftTree,
+    ForestArrays,
+    ForestFields,
+    find_branching,
+    take_nodes,
+)
 
 PROBE_AFTER_STEPS = 16
 """After this many steps with drafts, a step without drafts may be run to refresh its cost."""
@@ -52,19 +59,49 @@ def allot(forest: DraftForest, contexts: Int64s, cost: StepCost, load: Load) -> 
         The step's other work.
     """
     prices = cost.prices(contexts, load, forest.num_nodes)
-    return allot_at(prices, forest, cost, len(forest) + load.decodes)
-
-
-def allot_at(prices: StepPrices, forest: DraftForest, cost: StepCost, decodes: int) -> Allotment:
-    """As `allot`; `prices` are those of `cost`, for at least as many nodes, and `decodes` requests
-    decode in the step."""
+    decodes = len(forest) + load.decodes
     sizes, chained, rate, min_prob = _allot(
-        forest.probs, forest.parents, forest.firsts, forest.branching, decodes, prices
+        forest.probs, forest.parents, forest.firsts, forest.branching, decodes, prices[:]
     )
-    too_slow = rate * prices.base < PROBE_BELOW_SPEEDUP * decodes
-    if cost.steps_since_plain >= PROBE_AFTER_STEPS and too_slow:
+    if is_probe_due(cost) and rate * prices.base < PROBE_BELOW_SPEEDUP * decodes:
         sizes = np.zeros_like(sizes)
     return Allotment(sizes, chained, rate, min_prob)
+
+
+def is_probe_due(cost: StepCost) -> bool:
+    """Whether a step without drafts may be run, to refresh its cost."""
+    return cost.steps_since_plain >= PROBE_AFTER_STEPS
+
+
+@kernel
+def cut_to_allotment(
+    forest: ForestArrays, decodes: int, prices: StepPrices, is_probe_due: bool
+) -> tuple[ForestFields, float, float]:
+    """Cut a forest as `allot` would; returns the fields of a DraftForest, `rate` and `min_prob`.
+
+    `decodes` requests decode in the step. The `prices` are for at least the forest's nodes.
+    """
+    forest = ForestArrays(*forest)
+    branching = find_branching(forest.parents, forest.firsts)
+    sizes, chained, rate, min_prob = _allot(
+        forest.probs, forest.parents, forest.firsts, branching, decodes, prices
+    )
+    if is_probe_due and rate * prices[0] < PROBE_BELOW_SPEEDUP * decodes:
+        sizes[:] = 0
+    trees = np.arange(len(sizes))
+    kept, parents, firsts = take_nodes(forest.parents, forest.firsts, trees, sizes, chained)
+    return (
+        (
+            forest.tokens[kept],
+            parents,
+            forest.probs[kept],
+            forest.depths[kept],
+            forest.sources[kept],
+            firsts,
+        ),
+        rate,
+        min_prob,
+    )
 
 
 def compile_budget() -> None:
@@ -73,6 +110,7 @@ def compile_budget() -> None:
     trees = DraftForest.of([DraftTree.chain([0])])
     allotment = allot(trees, np.array([1]), cost, Load())
     trees.cut(allotment.sizes, allotment.chained)
+    cut_to_allotment(trees.arrays, 1, cost.prices(np.array([1]), Load(), 1)[:], False)
     cost.observe(StepWork(1, 1, 0, 0.0, 0.0, 0.0), 1.0)
 
 

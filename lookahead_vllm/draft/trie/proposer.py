@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.budget.allot import allot_at, compile_budget
+from lookahead_vllm.draft.budget.allot import compile_budget, cut_to_allotment, is_probe_due
 from lookahead_vllm.draft.budget.cost import Load, StepCost, StepPrices
 from lookahead_vllm.draft.insertion import InsertionQueue
 from lookahead_vllm.draft.jit import Int32s, Int64s
@@ -124,12 +124,12 @@ class _LiveTexts:
 class _Plan(NamedTuple):
     """A step before its tokens are known."""
 
-    contexts: Int64s
-    """int64 [t]"""
     decodes: int
     """Requests that decode."""
-    prices: StepPrices | None
+    prices: StepPrices | None = None
     """None if its nodes are sent whatever they cost."""
+    price_beside_prompt: float = 0.0
+    """Of a node in a step that also reads a prompt."""
 
 
 class NGramTrieProposer:
@@ -146,6 +146,8 @@ class NGramTrieProposer:
 
     num_choices = 0
     wants_roots = False
+    needs_accepted = False
+    """Whether the next `draft` needs to know the accepted nodes of what is `verified`."""
     num_lines = 0
     """Size of the table of the model's choices, see `recycling.py`."""
 
@@ -282,23 +284,27 @@ class NGramTrieProposer:
         return self._cut_by_plan(forest)
 
     def _price(self, contexts: Int64s, load: Load, num_nodes: int) -> None:
-        prices = None
+        self._plan = _Plan(len(contexts) + load.decodes)
         if self.cost is not None and self.options.budget == "auto":
             prices = self.cost.prices(contexts, load, num_nodes)
-        self._plan = _Plan(contexts, len(contexts) + load.decodes, prices)
+            self._plan = self._plan._replace(
+                prices=prices, price_beside_prompt=self.cost.marginal(float(contexts.mean()))
+            )
 
     def _cut_by_plan(self, forest: DraftForest) -> DraftForest:
-        contexts, decodes, prices = self._plan
+        decodes, prices, price_beside_prompt = self._plan
         if self.cost is None or prices is None:
             return forest
         if not forest.num_nodes:
             self._min_prob /= 2  # no node reached it, so the next trees have less likely nodes
             return forest
-        allotment = allot_at(prices, forest, self.cost, decodes)
+        fields, rate, min_prob = cut_to_allotment(
+            forest.arrays, decodes, prices[:], is_probe_due(self.cost)
+        )
         # Nodes far below the probability that pays are not grown in the next step.
-        self._min_prob = allotment.min_prob / 2
-        self.min_prob_beside_prompt = allotment.rate * self.cost.marginal(contexts.mean())
-        return forest.cut(allotment.sizes, allotment.chained)
+        self._min_prob = min_prob / 2
+        self.min_prob_beside_prompt = rate * price_beside_prompt
+        return DraftForest(*fields)
 
     # ---- a step whose drafts the device waits for ------------------------------------------------
 
@@ -313,7 +319,7 @@ class NGramTrieProposer:
         contexts: Int64s,
         load: Load,
         verified: Verified | None,
-    ) -> bool:
+    ) -> None:
         """Prepare `draft` for the next step, before its tokens are known.
 
         Parameters
@@ -328,15 +334,11 @@ class NGramTrieProposer:
             The step's other work.
         verified
             Choices of the model that will arrive together with the tokens.
-
-        Returns
-        -------
-        bool
-            False if the step needs `extend`, `observe` and `propose`.
         """
-        most = np.minimum(wanted.max_nodes, self._max_nodes).sum()
-        self._price(contexts, load, int(most))
-        return True
+        most = int(np.minimum(wanted.max_nodes, self._max_nodes).sum())
+        self._plan = _Plan(0)
+        if most:
+            self._price(contexts, load, most)
 
     def draft(
         self, progress: Progress, emitted: EmittedTokens, wanted: WantedDrafts, max_model_len: int
@@ -368,7 +370,7 @@ class NGramTrieProposer:
     def learn(self) -> None:
         """Learn from the tokens of the last `draft`, and insert texts for a share of the step.
 
-        By now, the accepted nodes are marked in what was `verified` in the plan.
+        By now, the accepted nodes are marked in what the plan had `verified`.
         """
         self._learn_drafted()
         self.insertion.end_step()

@@ -11,7 +11,7 @@ from lookahead_vllm.draft.budget.allot import PROBE_AFTER_STEPS
 from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.options import SHIFTS, LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftLimits, Verified
+from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.request_overrides import RequestOverrides
 from lookahead_vllm.draft.sources import WINDOW
 from lookahead_vllm.draft.tree import UNKNOWN, DraftForest
@@ -143,11 +143,15 @@ class LookaheadBranch:
         self,
         forest: DraftForest,
         rows: Int64s,
-        limits: Sequence[DraftLimits],
-        max_nodes: int,
+        max_nodes: Int64s,
+        max_depths: Int64s,
+        most: int,
         cost: StepCost | None = None,
     ) -> DraftForest:
         """The trees, with the combs appended.
+
+        A tree has at most `max_nodes`, int64 [t], and at most `most` nodes, and `max_depths`
+        levels, int64 [t].
 
         If the trees are empty and a plain step is due, no comb is sent either.
         """
@@ -161,9 +165,8 @@ class LookaheadBranch:
         ):
             self._sent[present], self._stale[present] = False, True
             return forest
-        nodes = np.array([limit.max_nodes for limit in limits], np.int64).clip(0, max_nodes)
-        depths = np.array([limit.max_depth for limit in limits], np.int64)
-        return self.windows.append_combs(forest, rows, nodes, depths, COMB_PROB)
+        nodes = max_nodes.clip(0, most)
+        return self.windows.append_combs(forest, rows, nodes, max_depths, COMB_PROB)
 
     def iterate(self, verified: Verified, roots: Int32s) -> tuple[Int32s, Int64s]:
         """Advance the windows whose combs were verified; `roots` int32 [t] are the trees' roots.

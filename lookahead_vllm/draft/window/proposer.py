@@ -180,7 +180,9 @@ class JacobiWindowProposer:
             kept = forest.sizes
         for limit, tree_ranks, size in zip(limits, ranks, kept, strict=True):
             self._texts[limit.request_id].ranks = tree_ranks[:size]
-        return self.branch.join(forest, windows, limits, self._max_nodes, cost)
+        nodes = np.array([limit.max_nodes for limit in limits], np.int64)
+        depths = np.array([limit.max_depth for limit in limits], np.int64)
+        return self.branch.join(forest, windows, nodes, depths, self._max_nodes, cost)
 
     def finish(self, request_id: str) -> None:
         """See Proposer."""

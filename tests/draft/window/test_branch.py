@@ -33,8 +33,8 @@ def choose(branch, ids, cost, may_branch=True):
 
 
 def join(branch, ids, rows):
-    limits = [DraftLimits(i, 128, 64) for i in ids]
-    return branch.join(DraftForest.of([DraftTree.chain([])] * len(ids)), rows, limits, 128)
+    forest = DraftForest.of([DraftTree.chain([])] * len(ids))
+    return branch.join(forest, rows, np.full(len(ids), 128), np.full(len(ids), 64), 128)
 
 
 def verify(branch, ids, forest, lengths=0):

@@ -444,8 +444,7 @@ class LateDrafts:
         return _Plan(decoding, wanted, Load(prefill=prefill))
 
     def _prepare(self, plan: _Plan) -> NGramTrieProposer | None:
-        """Do what needs no tokens; returns the proposer if it drafts this step in compiled
-        calls."""
+        """Do what needs no tokens; returns the proposer if it drafts in compiled calls."""
         for step in self._steps:
             self._follow_new(step)
         compiled = self._compiled
@@ -455,8 +454,8 @@ class LateDrafts:
         self._catch_up()
         verified = self._steps[0].verified if self._steps else None
         contexts = self._progress.arrays.num_tokens[plan.wanted.rows]
-        is_planned = compiled.plan(plan.req_ids, plan.wanted, contexts, plan.load, verified)
-        return compiled if is_planned else None
+        compiled.plan(plan.req_ids, plan.wanted, contexts, plan.load, verified)
+        return compiled
 
     def _draft(
         self, compiled: NGramTrieProposer, plan: _Plan, step: _Step | None, most: int
@@ -466,6 +465,8 @@ class LateDrafts:
         emitted = _NOTHING_EMITTED if step is None else step.emitted
         drafts = None
         with drafter.surviving("draft"):
+            if step is not None and compiled.needs_accepted:
+                step.mark_accepted()
             forest, num_tokens = compiled.draft(
                 progress, emitted, plan.wanted, drafter.max_model_len
             )

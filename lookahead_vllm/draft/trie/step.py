@@ -1,0 +1,149 @@
+"""The compiled calls of a step: the tokens of the last one in, the trees of the next one out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.draft.progress import (
+    EmittedTokens,
+    ProgressArrays,
+    WantedDrafts,
+    count_tokens,
+    limit_trees,
+)
+from lookahead_vllm.draft.sources import ANSWERS, OWN
+from lookahead_vllm.draft.trie.acceptance_rate import RateArrays, learn_token, weight_set
+from lookahead_vllm.draft.trie.candidates import (
+    CHOICES,
+    KEYS,
+    MAX_CANDIDATES,
+    NUM_SPACES,
+    SLOTS,
+    find_candidates,
+    look_up,
+    new_candidates,
+)
+from lookahead_vllm.draft.trie.growth import Texts, TreeLimits, grow_all
+from lookahead_vllm.draft.trie.recycling import find_choices
+from lookahead_vllm.draft.trie.suffix import NUM_HASHES, NUM_SUFFIXES, WHOLE, Hashes, advance
+from lookahead_vllm.draft.trie.table import NO_SPACE, TrieArrays, count
+
+MAX_TOKENS_LEARNED = 64
+"""The most tokens of a step from which acceptance rates are learned, in about 0.1 ms. If there are
+more, only every second token counts, or every third, and so on."""
+
+
+class Emitted(NamedTuple):
+    """The output tokens of a step."""
+
+    rows: Int64s
+    """int64 [t]: the row of each text."""
+    tokens: Int32s
+    """int32 [n]: the tokens of all texts, one text after another."""
+    sizes: Int64s
+    """int64 [t]: the number of tokens of each text."""
+
+
+@kernel
+def extend(
+    trie: TrieArrays,
+    lines: Int32s,
+    texts: Texts,
+    emitted: Emitted,
+    learned: RateArrays,
+    inserts_output: bool,
+) -> None:
+    """Learn from the `emitted` tokens, insert them if `inserts_output`, and move the texts on."""
+    trie, texts, learned = TrieArrays(*trie), Texts(*texts), RateArrays(*learned)
+    emitted = Emitted(*emitted)
+    tokens = emitted.tokens
+    edges, live, counters = trie.edges, trie.live, trie.counters
+    next_hashes = np.empty(NUM_HASHES, np.uint64)
+    candidates = new_candidates()
+    evidence, longest, lookups = candidates.evidence, candidates.longest, candidates.lookups
+    learned_every = -(-len(tokens) // MAX_TOKENS_LEARNED)
+    end = 0
+    for i, row in enumerate(emitted.rows):
+        spaces, hashes = texts.spaces[row], texts.hashes[row]
+        first, end = end, end + emitted.sizes[i]
+        for at in range(first, end):
+            token = tokens[at]
+            look_up(trie, spaces, hashes, lookups, NUM_SUFFIXES)
+            if at % learned_every == 0:
+                size = find_candidates(trie.edges, spaces, candidates, MAX_CANDIDATES, NUM_SUFFIXES)
+                longest[CHOICES], size = find_choices(
+                    lines, spaces[CHOICES], hashes, evidence, size, MAX_CANDIDATES
+                )
+                weights = weight_set(longest, spaces)
+                learn_token(evidence, size, token, learned, weights)
+            for source in (OWN, ANSWERS):
+                if inserts_output and spaces[source] != NO_SPACE:
+                    for suffix in range(NUM_SUFFIXES):
+                        if source == OWN and suffix == WHOLE:
+                            continue
+                        key, slot = lookups[KEYS, source, suffix], lookups[SLOTS, source, suffix]
+                        count(edges, live, counters, key, slot, token)
+            advance(hashes, token, next_hashes)
+            hashes[:] = next_hashes
+
+
+@kernel
+def begin_step(
+    progress: ProgressArrays,
+    emitted: EmittedTokens,
+    wanted: WantedDrafts,
+    texts: Texts,
+    max_model_len: int,
+) -> tuple[Int64s, tuple[Hashes, Int32s], tuple[Int64s, Int32s, Int64s], Int64s]:
+    """Count the tokens of a step and move the texts on; returns the limits of the next trees.
+
+    Also returns what `extend` needs to learn from the tokens: the texts that have new ones, as
+    they were before, and the fields of Emitted; and the known tokens of each wanted request, int64
+    [t], 0 if it does not decode.
+    """
+    progress, emitted = ProgressArrays(*progress), EmittedTokens(*emitted)
+    wanted, texts = WantedDrafts(*wanted), Texts(*texts)
+    spans = count_tokens(progress, emitted)
+    sizes = spans[:, 1] - spans[:, 0]
+    has_new = np.flatnonzero(sizes)
+    hashes = np.empty((len(has_new), NUM_HASHES), np.uint64)
+    spaces = np.empty((len(has_new), NUM_SPACES), np.int32)
+    tokens = np.empty(sizes.sum(), np.int32)
+    next_hashes = np.empty(NUM_HASHES, np.uint64)
+    size = 0
+    for place, i in enumerate(has_new):
+        text = progress.texts[emitted.rows[i]]
+        hashes[place], spaces[place] = texts.hashes[text], texts.spaces[text]
+        for at in range(spans[i, 0], spans[i, 1]):
+            tokens[size] = token = emitted.tokens[i, at]
+            advance(texts.hashes[text], token, next_hashes)
+            texts.hashes[text] = next_hashes
+            size += 1
+    trees = limit_trees(progress, wanted, max_model_len)
+    num_tokens = np.where(progress.is_decoding, progress.num_tokens, 0)[wanted.rows]
+    return trees, (hashes, spaces), (np.arange(len(has_new)), tokens, sizes[has_new]), num_tokens
+
+
+Forest = tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]
+"""The fields of a DraftForest."""
+
+
+@kernel
+def begin_and_grow(
+    progress: ProgressArrays,
+    emitted: EmittedTokens,
+    wanted: WantedDrafts,
+    texts: Texts,
+    max_model_len: int,
+    trie: TrieArrays,
+    lines: Int32s,
+    learned: RateArrays,
+    limits: TreeLimits,
+) -> tuple[Forest, tuple[Hashes, Int32s], tuple[Int64s, Int32s, Int64s], Int64s]:
+    """As `begin_step`, but returns the trees instead of their limits."""
+    trees, before, new, num_tokens = begin_step(progress, emitted, wanted, texts, max_model_len)
+    return grow_all(trie, lines, texts, trees, learned, limits), before, new, num_tokens
