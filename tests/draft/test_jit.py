@@ -32,10 +32,10 @@ def test_modules_in_subfolders_are_hashed(tmp_path: Path, name: str) -> None:
 
 
 def test_a_compiled_kernel_is_cached_in_the_folder_named_by_the_hash() -> None:
-    from lookahead_vllm.draft.tree import _take
+    from lookahead_vllm.draft.tree import take_nodes
 
-    assert isinstance(_take, numba.core.dispatcher.Dispatcher)
-    assert str(_take._cache.cache_path).startswith(jit._folder())
+    assert isinstance(take_nodes, numba.core.dispatcher.Dispatcher)
+    assert str(take_nodes._cache.cache_path).startswith(jit._folder())
 
 
 def _twice(number: int) -> int:

@@ -215,10 +215,6 @@ class LookaheadDrafter:
         """Whether a live request is under a grammar."""
         return bool(self._with_grammar)
 
-    def has_grammar(self, request_id: str) -> bool:
-        """Whether the request is under a grammar."""
-        return request_id in self._with_grammar
-
     def live(self, request_id: str) -> LiveRequest | None:
         """The request's record; None if it gets no drafts.
 
@@ -315,14 +311,20 @@ class LookaheadDrafter:
         """
         if max_nodes is None:
             max_nodes = self.options.decoding_length
-        if self.reads_reasoning and live.request_id in self._with_grammar:
-            max_nodes = min(max_nodes, MAX_TOKENS_READ // num_tokens)
+        max_nodes = self.most_nodes_of(live.request_id, num_tokens, max_nodes)
         max_nodes = min(max_nodes, self.max_step_nodes, self.max_model_len - num_tokens - 1)
         max_depth = min(max_nodes, live.remaining - 1)
         if max_depth < 1:
             return None
         may_branch = may_branch and self.may_branch
         return DraftLimits(live.request_id, max_nodes, max_depth, may_branch, num_tokens)
+
+    def most_nodes_of(self, request_id: str, num_tokens: int, max_nodes: int) -> int:
+        """`max_nodes`, or fewer if vLLM reads the request's text at each node; it is `num_tokens`
+        long."""
+        if self.reads_reasoning and request_id in self._with_grammar:
+            return min(max_nodes, MAX_TOKENS_READ // num_tokens)
+        return max_nodes
 
     def grow(self, limits: Sequence[DraftLimits], load: Load) -> DraftForest:
         """Grow a tree for each request; it is empty if no node is worth its cost.

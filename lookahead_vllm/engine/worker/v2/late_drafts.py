@@ -36,11 +36,7 @@ from lookahead_vllm.draft.trie.growth import NODES
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.engine.messages import DraftsToVerify, packed
 from lookahead_vllm.engine.worker.draft_step import DraftStep
-from lookahead_vllm.engine.worker.drafter import (
-    MAX_TOKENS_READ,
-    LookaheadDrafter,
-    prompt_tokens,
-)
+from lookahead_vllm.engine.worker.drafter import LookaheadDrafter, prompt_tokens
 from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
 from lookahead_vllm.verify.acceptance import paths_of_tokens
 
@@ -433,10 +429,8 @@ class LateDrafts:
         rows = np.array([requests[req_id].row for req_id in decoding], np.int64)
         nodes = np.array([slots.get(req_id, 0) for req_id in decoding], np.int64)
         if drafter.reads_reasoning:
-            under = np.array([drafter.has_grammar(req_id) for req_id in decoding], np.bool_)
             lengths = self._progress.arrays.num_tokens[rows]
-            bounds = MAX_TOKENS_READ // np.maximum(lengths, 1)
-            nodes = np.where(under, np.minimum(nodes, bounds), nodes)
+            nodes[:] = list(map(drafter.most_nodes_of, decoding, lengths.tolist(), nodes.tolist()))
         may_branch = np.full(len(decoding), drafter.may_branch)
         if chains_only:
             may_branch &= [req_id not in chains_only for req_id in decoding]
