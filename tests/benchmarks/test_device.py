@@ -291,6 +291,7 @@ def test_a_part_of_the_pieces_begins_in_the_middle_of_one() -> None:
 JOB = Job(
     second_runner=False,
     lookahead=True,
+    proposer=None,
     batch_size=2,
     nodes=4,
     device_ms=6.0,

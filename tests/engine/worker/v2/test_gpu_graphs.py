@@ -507,7 +507,7 @@ def test_warming_up_fills_every_slot(may_branch: bool) -> None:
         scheduled_cached_reqs=cached,
     )
     found = drafts.grow(scheduled)
-    assert found.req_ids == ["b", "c"] and found.contexts.tolist() == [9, 4]
+    assert found.req_ids == ["b", "c"] and found.num_tokens.tolist() == [10, 5]
     assert found.forest.sizes.tolist() == [4, 1]
     assert found.forest.branching.tolist() == [may_branch, False]
     found.forest[0].check(10, 4)

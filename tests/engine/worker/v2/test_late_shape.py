@@ -14,10 +14,9 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from lookahead_vllm.engine.worker.gpu_attention import _TreeBuilder
-from lookahead_vllm.engine.worker.v2 import late_shape
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.late_shape import LateMetadata, LateShape
-from lookahead_vllm.verify.place import place
+from lookahead_vllm.verify.cpu.place import CPUPlacer
 from tests.support import graph_engine, v2_on_cpu
 from tests.support.driving import (
     drafter_of,
@@ -183,25 +182,30 @@ def test_prompts_and_grammars_wait_for_the_drafts(
 
 
 def _rows_that_keep_their_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(packed: Any, requests: int, rows: int, entries: Any, table: Any, out: Any,
-              *args: Any) -> None:  # fmt: skip
-        slots = out.slots.clone()
-        place(packed, requests, rows, entries, table, out, *args)
-        out.slots[:, rows:] = slots[:, rows:]
+    place = CPUPlacer.place
 
-    monkeypatch.setattr(late_shape, "place", wrong)
+    def wrong(self: Any, packed: Any, requests: int, rows: int, *args: Any) -> None:
+        slots = [own.copy() for *_, own in self._groups]
+        place(self, packed, requests, rows, *args)
+        for (*_, own), stale in zip(self._groups, slots, strict=True):
+            own[rows:] = stale[rows:]
+
+    monkeypatch.setattr(CPUPlacer, "place", wrong)
 
 
 def _stale_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*args: Any) -> None:
-        *_, rows, _, tree_lengths, _ = args
-        buffers = [b for b in (rows.lengths, tree_lengths) if b is not None]
+    place = CPUPlacer.place
+
+    def wrong(self: Any, *args: Any) -> None:
+        *_, tree_lengths = args
+        lengths = torch.from_numpy(self._written[-1])
+        buffers = [b for b in (lengths, tree_lengths) if b is not None]
         stale = [buffer.clone() for buffer in buffers]
-        place(*args)
+        place(self, *args)
         for buffer, values in zip(buffers, stale, strict=True):
             buffer.copy_(values)
 
-    monkeypatch.setattr(late_shape, "place", wrong)
+    monkeypatch.setattr(CPUPlacer, "place", wrong)
 
 
 def _one_graph_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
