@@ -163,6 +163,8 @@ def watch(pieces: HostPieces, core: Any) -> None:
     pieces.watch(getattr(runner, "model_state", None), "prepare_attn", "attention")
     for name in ("back_off", "commit", "grow", "draft"):
         pieces.watch(getattr(runner, "drafter", None), name, "draft")
+    for name in ("_learn_from", "_draft", "_grow"):
+        pieces.watch(getattr(runner, "_late", None), name, "draft")
 
 
 def measure(job: Job) -> Callable[[], Measurement]:
