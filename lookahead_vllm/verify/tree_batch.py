@@ -61,7 +61,7 @@ class TreeBatch:
         forest = DraftForest.of(trees)
         sizes = (forest.sizes + 1).astype(np.int32)
         words = (int(sizes.max(initial=1)) + 31) // 32
-        depths, masks = _lay_out(forest.parents, forest.depths, forest.firsts, words)
+        depths, masks = lay_out(forest.parents, forest.depths, forest.firsts, words)
         return cls(
             _int32(rows),
             _int32(starts),
@@ -104,7 +104,8 @@ class TreeBatch:
 
 
 @kernel
-def _lay_out(parents: Int32s, depths: Int32s, firsts: Int64s, words: int) -> tuple[Int32s, Int32s]:
+def lay_out(parents: Int32s, depths: Int32s, firsts: Int64s, words: int) -> tuple[Int32s, Int32s]:
+    """The `depths` and `masks` of a TreeBatch with these trees."""
     num_trees = len(firsts) - 1
     row_depths = np.zeros(len(parents) + num_trees, np.int32)
     masks = np.zeros((len(parents) + num_trees, words), np.int32)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
-from lookahead_vllm.draft.jit import Int32s, kernel
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.draft.tree import DraftForest, find_branching, take_nodes
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
 from lookahead_vllm.verify.transfer import staged
-
-if TYPE_CHECKING:
-    from lookahead_vllm.verify.tree_batch import TreeBatch
+from lookahead_vllm.verify.tree_batch import TreeBatch, lay_out
 
 ROWS_OF_A_TREE = 8
 """The expected tokens of a step for each of its trees; determines how a context is split."""
@@ -77,7 +74,8 @@ class FixedBatch:
             max(1, min(entries, num_tokens // ROWS_OF_A_TREE)),
         )
         self.num_trees = 0
-        self.fill(None)
+        none = np.empty(0, np.int64)
+        self.fill_from(DraftForest.of([]), none, none.astype(np.int32), none)
 
     def fill(self, trees: TreeBatch | None) -> None:
         """Write the trees of a step, in one asynchronous copy.
@@ -92,26 +90,40 @@ class FixedBatch:
         ValueError
             They do not fit.
         """
-        entries, *_, num_tokens = self._lengths
-        packed = np.zeros(len(self._packed), np.int32)
-        self.num_trees = 0 if trees is None else len(trees)
         columns, depths, masks = _NOTHING
         if trees is not None:
             fields = (trees.rows, trees.starts, trees.sizes, trees.contexts)
             columns = np.stack([field.numpy() for field in fields])
             depths, masks = trees.depths.numpy(), trees.masks.numpy()
-            largest, longest = columns[2:].max(axis=1).tolist()
-            if (
-                len(trees) > entries
-                or len(depths) > num_tokens
-                or largest > self.batch.max_size
-                or longest > self.batch.max_context
-            ):
-                raise ValueError(
-                    f"{len(trees)} trees of {len(depths)} rows, at most {largest} in one, after up "
-                    f"to {longest} tokens, do not fit into buffers of {self.batch.shape}"
-                )
-        _write(packed, entries, num_tokens, self._words, columns, depths, masks)
+        packed = np.zeros(len(self._packed), np.int32)
+        self._copy(packed, _write(packed, *self._limits, columns, depths, masks))
+
+    def fill_from(
+        self, forest: DraftForest, rows: Int64s, starts: Int32s, contexts: Int64s
+    ) -> None:
+        """As `fill`, with the branching trees of `forest`.
+
+        Parameters
+        ----------
+        forest
+            t trees, which need not branch.
+        rows, starts, contexts : [t]
+            As in TreeBatch.
+        """
+        packed = np.zeros(len(self._packed), np.int32)
+        nodes = forest.parents, forest.depths, forest.firsts
+        self._copy(packed, _write_forest(packed, *self._limits, *nodes, rows, starts, contexts))
+
+    @property
+    def _limits(self) -> tuple[int, int, int, int, int]:
+        """The entries, rows and words of a mask in the buffers; the largest tree and context."""
+        entries, *_, num_tokens = self._lengths
+        return entries, num_tokens, self._words, self.batch.max_size, self.batch.max_context
+
+    def _copy(self, packed: Int32s, num_trees: int) -> None:
+        if num_trees < 0:
+            raise ValueError(f"the trees of a step do not fit into buffers of {self.batch.shape}")
+        self.num_trees = num_trees
         self._packed.copy_(staged(packed, self._packed.device), non_blocking=True)
 
 
@@ -124,11 +136,13 @@ def _write(
     entries: int,
     num_tokens: int,
     words: int,
+    max_size: int,
+    max_context: int,
     columns: Int32s,
     depths: Int32s,
     masks: Int32s,
-) -> None:
-    """Lay out t trees of n rows in zeros.
+) -> int:
+    """Lay out t trees of n rows in zeros; returns t, or -1 if they do not fit.
 
     Parameters
     ----------
@@ -138,10 +152,15 @@ def _write(
     depths : int32 [n]
     masks : int32 [n, at most words]
     """
+    num_trees = columns.shape[1]
+    if num_trees > entries or len(depths) > num_tokens:
+        return -1
     row_depths = packed[5 * entries :]
     row_masks, tokens = row_depths[num_tokens:], row_depths[(1 + words) * num_tokens :]
     row = 0
-    for tree in range(columns.shape[1]):
+    for tree in range(num_trees):
+        if columns[2, tree] > max_size or columns[3, tree] > max_context:
+            return -1
         for column in range(4):
             packed[column * entries + tree] = columns[column, tree]
         packed[4 * entries + tree] = row
@@ -152,3 +171,33 @@ def _write(
                 row_masks[row * words + word] = masks[row, word]
             row += 1
     tokens[row:] = -1
+    return num_trees
+
+
+@kernel
+def _write_forest(
+    packed: Int32s,
+    entries: int,
+    num_tokens: int,
+    words: int,
+    max_size: int,
+    max_context: int,
+    parents: Int32s,
+    depths: Int32s,
+    firsts: Int64s,
+    rows: Int64s,
+    starts: Int32s,
+    contexts: Int64s,
+) -> int:
+    """As `_write`, for the branching trees of a forest."""
+    trees = np.flatnonzero(find_branching(parents, firsts))
+    sizes = firsts[trees + 1] - firsts[trees]
+    columns = np.empty((4, len(trees)), np.int32)
+    columns[0], columns[1] = rows[trees], starts[trees]
+    columns[2], columns[3] = sizes + 1, contexts[trees]
+    nodes, parents, firsts = take_nodes(
+        parents, firsts, trees, sizes, np.zeros(len(trees), np.bool_)
+    )
+    row_depths, masks = lay_out(parents, depths[nodes], firsts, words)
+    limits = entries, num_tokens, words, max_size, max_context
+    return _write(packed, *limits, columns, row_depths, masks)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
 from lookahead_vllm.verify.tree_batch import TreeBatch
@@ -62,6 +62,25 @@ def test_each_step_has_its_own_trees_at_the_same_addresses(
         assert fixed.batch.tokens.tolist() == used + [-1] * (num_tokens - len(used))
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_forest_fills_the_buffers_as_its_branching_trees_do(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    trees = [
+        random_tree(rng, size) if size % 2 else DraftTree.chain([0] * size)
+        for size in rng.integers(0, 12, 7)
+    ]
+    sizes = np.array([len(tree) + 1 for tree in trees])
+    rows, contexts = rng.permutation(20)[:7], rng.integers(0, 900, 7)
+    starts = (np.cumsum(sizes) - sizes).astype(np.int32)
+    fixed = FixedBatch(96, max_requests=8, max_size=40, max_context=1000, device="cpu")
+    fixed.fill_from(DraftForest.of(trees), rows, starts, contexts)
+    found, num_trees = fixed._packed.clone(), fixed.num_trees
+    chosen = [i for i, tree in enumerate(trees) if not tree.is_chain]
+    branching = [trees[i] for i in chosen]
+    fixed.fill(TreeBatch.build(branching, rows[chosen], starts[chosen], contexts[chosen]))
+    assert torch.equal(found, fixed._packed) and num_trees == fixed.num_trees == len(chosen)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_without_trees_no_row_is_written(impl: str) -> None:
     case = case_of(0, [4, 4])
@@ -94,5 +113,11 @@ def test_a_step_that_does_not_fit_is_refused(step: tuple[list[int], int, int]) -
     trees = [DraftTree.from_lists(range(n), [-1] * n) for n in sizes]
     starts = np.cumsum([0, *(n + 1 for n in sizes[:-1])])
     batch = TreeBatch.build(trees, range(len(sizes)), starts, [context] * len(sizes))
-    with pytest.raises(ValueError, match=r"do not fit into buffers of \{'requests'"):
+    refused = pytest.raises(ValueError, match=r"do not fit into buffers of \{'requests'")
+    with refused:
         fixed.fill(batch)
+    contexts = np.full(len(sizes), context)
+    with refused:
+        fixed.fill_from(
+            DraftForest.of(trees), np.arange(len(sizes)), starts.astype(np.int32), contexts
+        )

@@ -172,7 +172,6 @@ class GraphRunner(LookaheadRunner):
         desc = shape.graph = manager.smallest(split.num_requests, split.num_rows)
         is_plain = desc.max_query_len is None
         graph = self._graph = None if is_plain else self._buffers.get(desc.num_tokens)
-        step = self._order_drafts(np.diff(split.starts))
         if graph is None:
             shape.place(prepared.num_tokens)
             if not all(getattr(builder, "reads_buffers", False) for builder in self._builders):
@@ -180,7 +179,9 @@ class GraphRunner(LookaheadRunner):
                 self._give_trees(None)
                 self._metadata_of(self._batch, CUDAGraphMode.FULL)
         else:
-            graph.trees.fill(step.trees())
+            drafts, rows = self._drafts, shape.rows
+            starts, contexts = split.starts[rows], drafts.num_tokens - 1
+            graph.trees.fill_from(drafts.forest, rows, starts, contexts)
             shape.place(prepared.num_tokens, graph.seq_lens)
             for builder in self._builders:
                 builder.refresh(graph)

@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.input_batch import expand_idx_mapping
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from lookahead_vllm.draft.jit import Int32s
+from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.verify.place import Placer, RequestTable, Split, StepRows, placer
 
@@ -79,6 +79,8 @@ class LateShape:
         The step as vLLM has prepared it.
     graph : BatchExecutionDescriptor or None
         The graph that runs the step, if any.
+    rows : int64 [t]
+        The row of the batch of each of its trees.
     tables, slots
         The block tables and the KV slots of the step, which vLLM returned; views of its buffers.
     """
@@ -86,6 +88,7 @@ class LateShape:
     scheduled: SchedulerOutput
     most_nodes: int
     batch: InputBatch
+    rows: Int64s
     tables: tuple[torch.Tensor, ...]
     slots: torch.Tensor
 
@@ -172,8 +175,8 @@ class LateShape:
 
     def split(self, drafts: Drafts) -> Split:
         """The rows of the step, in the order of the batch."""
-        rows = drafts.rows_in(self.batch.req_ids)
-        self._split = Split.of(drafts.forest, rows, self.batch.num_reqs, self._memory.np)
+        self.rows = drafts.rows_in(self.batch.req_ids)
+        self._split = Split.of(drafts.forest, self.rows, self.batch.num_reqs, self._memory.np)
         return self._split
 
     def place(self, num_filled: int, tree_lengths: torch.Tensor | None = None) -> None:
@@ -211,7 +214,7 @@ class LateShape:
         sizes: Int32s = np.diff(self._split.starts)
         contexts = batch.num_computed_tokens_np.copy()  # an upper bound
         is_known = drafts.num_tokens > 0
-        contexts[drafts.rows_in(batch.req_ids)[is_known]] = drafts.num_tokens[is_known] - 1
+        contexts[self.rows[is_known]] = drafts.num_tokens[is_known] - 1
         lengths = np.zeros(padded_reqs, np.int32)
         lengths[:num_reqs] = contexts + sizes
         ends = self._rows.starts[: num_reqs + 1]  # every row has logits

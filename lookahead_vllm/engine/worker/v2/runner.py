@@ -409,13 +409,6 @@ class LookaheadRunner(_Base):
         drafts = self._drafts = self._draft(shape.scheduled, shape.most_nodes, req_ids)
         return shape.split(drafts)
 
-    def _order_drafts(self, sizes: Int32s) -> DraftStep:
-        """The drafts of such a step, whose requests have `sizes` int32 [r] rows."""
-        self._step = NO_DRAFTS
-        if self._drafts.forest.num_nodes:
-            self._step = self._drafts.in_batch(self._shape.batch.req_ids, sizes)
-        return self._step
-
     def _build_metadata(self) -> dict[str, Any]:
         """Attention's metadata of a step outside of graphs."""
         self._settle()
@@ -446,11 +439,10 @@ class LookaheadRunner(_Base):
             return
         assert not shape.awaits_drafts, "vLLM has run the model in another way"
         batch = self._batch = shape.exact_batch(self._drafts)
-        if shape.graph is None:
-            self._order_drafts(batch.num_scheduled_tokens)
         self._report = _report_of(self._drafts)
-        self.rejection_sampler.rows = None
+        self._step, self.rejection_sampler.rows = NO_DRAFTS, None
         if self._drafts.forest.num_nodes:
+            self._step = self._drafts.in_batch(batch.req_ids, batch.num_scheduled_tokens)
             self.rejection_sampler.rows = self._lay_out(self._step, batch, shape.slots)
 
     def _observe(self, logits: torch.Tensor, batch: InputBatch) -> None:
