@@ -9,7 +9,8 @@ from unittest import mock
 
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
-from lookahead_vllm.engine.worker.v2.late_drafts import Drafts, LateDrafts
+from lookahead_vllm.engine.worker.v2.drafts import Drafts
+from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
 from tests.fuzz.isolation import LeakDetector, request_index
 
 OnStep = Callable[[Any, Sequence[str]], None]

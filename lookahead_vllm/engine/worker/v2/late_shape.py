@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
-    from lookahead_vllm.engine.worker.v2.late_drafts import Drafts
+    from lookahead_vllm.engine.worker.v2.drafts import Drafts
 
 
 class LateMetadata(dict[str, Any]):

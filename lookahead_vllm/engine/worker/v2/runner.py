@@ -32,11 +32,11 @@ from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.step_clock import StepClock
 from lookahead_vllm.engine.worker.step_cost import CapturedTokens, begin_to_draft
-from lookahead_vllm.engine.worker.v2 import late_drafts
+from lookahead_vllm.engine.worker.v2.drafts import NO_TREES, Drafts
 from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
 from lookahead_vllm.engine.worker.v2.grammar_masks import GrowingMasks
-from lookahead_vllm.engine.worker.v2.late_drafts import Drafts, LateDrafts
+from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
 from lookahead_vllm.engine.worker.v2.late_shape import LateMetadata, LateShape
 from lookahead_vllm.engine.worker.v2.node_history import NodeHistory
 from lookahead_vllm.engine.worker.v2.node_rope import NodeRopeState
@@ -103,7 +103,7 @@ class LookaheadRunner(_Base):
         """Whether the shape of this step is known before its drafts, and what follows from it."""
         self._scheduled: SchedulerOutput
         """The scheduler's output of this step, with the slots that vLLM prepares."""
-        self._drafts: Drafts = late_drafts.NO_DRAFTS
+        self._drafts: Drafts = NO_TREES
         self._step = NO_DRAFTS
         """The drafts of this step, in the order of the batch."""
         self._dummy_step = NO_DRAFTS
@@ -274,7 +274,7 @@ class LookaheadRunner(_Base):
 
     def _forget_drafts(self) -> None:
         """Forget those of the step before."""
-        self._drafts, self._report = late_drafts.NO_DRAFTS, None
+        self._drafts, self._report = NO_TREES, None
         self.drafter.drafted_for.clear()
 
     def _draft(
@@ -284,7 +284,7 @@ class LookaheadRunner(_Base):
         order: Sequence[str] | None = None,
     ) -> Drafts:
         """The drafts of this step, the same on every rank; at most so many nodes in all."""
-        drafter, drafts = self.drafter, late_drafts.NO_DRAFTS
+        drafter, drafts = self.drafter, NO_TREES
         if drafter.is_drafting_rank:
             drafts = self._late.grow(scheduled, self._chains_only(scheduled), most, order)
             drafter.recorder.report.budgets.append(drafts.forest.num_nodes)

@@ -9,7 +9,7 @@ import numpy as np
 
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine.worker.v2.late_drafts import NO_DRAFTS, Drafts
+from lookahead_vllm.engine.worker.v2.drafts import NO_TREES, Drafts
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -67,7 +67,7 @@ class WarmUpDrafts:
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         req_ids = [req_id for req_id, own in slots.items() if own and req_id in computed]
         if not req_ids:
-            return NO_DRAFTS
+            return NO_TREES
         trees = []
         for req_id in req_ids:
             size = len(slots[req_id])
@@ -78,6 +78,6 @@ class WarmUpDrafts:
         max_nodes = self._max_nodes if most is None else min(most, self._max_nodes)
         forest = DraftForest.of(trees).at_most(max_nodes)
         if not forest.num_nodes:  # more requests than nodes
-            return NO_DRAFTS
+            return NO_TREES
         num_tokens = np.array([computed[req_id] + 1 for req_id in req_ids], np.int64)
         return Drafts(req_ids, forest, num_tokens)

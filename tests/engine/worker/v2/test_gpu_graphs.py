@@ -23,8 +23,9 @@ from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.worker import branching
 from lookahead_vllm.engine.worker.step_clock import StepClock
 from lookahead_vllm.engine.worker.step_cost import Batch
-from lookahead_vllm.engine.worker.v2 import gpu_worker, late_drafts, runner
+from lookahead_vllm.engine.worker.v2 import gpu_worker, runner
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager, sizes_with_drafts
+from lookahead_vllm.engine.worker.v2.drafts import NO_TREES
 from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker.v2.gpu_worker import GraphRunner
 from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
@@ -352,7 +353,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         made._shape = SimpleNamespace(
             use_buffers=lambda: None, begin=lambda scheduled: None, is_open=False
         )
-        made._drafts, made._dummy_step = late_drafts.NO_DRAFTS, runner.NO_DRAFTS
+        made._drafts, made._dummy_step = NO_TREES, runner.NO_DRAFTS
         made.is_profiling = settings.pop("is_profiling", False)
         for name, value in settings.items():
             setattr(made, name, value)
@@ -413,10 +414,10 @@ def test_a_step_tells_the_manager_whether_trees_branch(make: Callable[..., Any])
     made.__dict__["_forget_drafts"] = lambda: None
     for tree, branches in ((DraftTree.from_lists([1, 2], [-1, -1]), True),
                            (DraftTree.chain([1, 2]), False)):  # fmt: skip
-        made._drafts = late_drafts.NO_DRAFTS._replace(forest=DraftForest.of([tree]))
+        made._drafts = NO_TREES._replace(forest=DraftForest.of([tree]))
         made.gather_batch_req_state(None, False)
         assert made.cudagraph_manager.branches is branches
-    made._drafts = late_drafts.NO_DRAFTS
+    made._drafts = NO_TREES
     made.schedule_dummy_trees([DraftTree.from_lists([1, 2], [-1, -1])])
     made.gather_batch_req_state(None, True)
     assert made.cudagraph_manager.branches

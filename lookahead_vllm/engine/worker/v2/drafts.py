@@ -1,0 +1,63 @@
+"""The drafts of a step on the second runner, before they have a place in its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead_vllm.draft.jit import Int32s, Int64s
+from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.engine.messages import DraftsToVerify, packed
+from lookahead_vllm.engine.worker.draft_step import DraftStep
+
+
+class Drafts(NamedTuple):
+    """The drafts of one step; the drafting rank sends them to the other ranks."""
+
+    req_ids: Sequence[str]
+    """The requests of the step that decode."""
+    forest: DraftForest
+    """A tree for each of them, possibly without nodes."""
+    num_tokens: Int64s
+    """int64 [t]: the tokens of prompt and answer of each, the last one is the root; 0 if they are
+    not known."""
+    from_proposer: NDArray[np.bool_] | None = None
+    """bool [t]: which trees are the proposer's, None for all; the others were changed by a
+    grammar."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return packed(self)
+
+    def in_batch(self, req_ids: Sequence[str], num_tokens: Int32s) -> DraftStep:
+        """The trees with nodes in the order of the batch, whose requests have `num_tokens` int32
+        [r] rows."""
+        rows, forest, from_proposer = self.rows_in(req_ids), self.forest, self.from_proposer
+        if from_proposer is None:
+            from_proposer = np.ones(len(forest), np.bool_)
+        computed = np.zeros(len(req_ids), np.int32)
+        computed[rows] = self.num_tokens - 1
+        kept = np.flatnonzero(forest.sizes)
+        if len(kept) < len(forest):
+            forest = forest.take(kept, forest.sizes[kept])
+            rows, from_proposer = rows[kept], from_proposer[kept]
+        drafts = DraftsToVerify((), forest, from_proposer, {})
+        return DraftStep.of_scheduled(drafts, rows, num_tokens, computed)
+
+    def rows_in(self, req_ids: Sequence[str]) -> Int64s:
+        """The row of the batch of each tree's request, int64 [t]."""
+        if req_ids is self.req_ids:
+            return np.arange(len(req_ids))
+        row_of = {req_id: row for row, req_id in enumerate(req_ids)}
+        return np.array([row_of[req_id] for req_id in self.req_ids], np.int64)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of nodes of each request that has any."""
+        sizes = zip(self.req_ids, self.forest.sizes.tolist(), strict=True)
+        return {req_id: size for req_id, size in sizes if size}
+
+
+NO_TREES = Drafts((), DraftForest.of([]), np.empty(0, np.int64))
