@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead_vllm.draft.budget.allot import allot
+from lookahead_vllm.draft.budget.allot import allot, cut_to_allotment, is_probe_due
 from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
 from lookahead_vllm.draft.budget.cost import (
     MEMORY_SECONDS,
@@ -222,3 +222,28 @@ def test_without_graphs_nothing_changes(rows, curve, decodes, prefill):
     one, other = (allot(forest, contexts, cost, load) for cost in costs)
     assert one.sizes.tolist() == other.sizes.tolist()
     assert one[2:] == other[2:]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(probabilities, st.integers(0, 3000)), min_size=1, max_size=4),
+    curves,
+    st.tuples(graphs, graphs),
+    st.integers(0, 20),
+    st.integers(0, 30),
+)
+def test_prices_of_more_nodes_choose_the_same(requests, curve, captured, plain, more):
+    """On the second runner, they are made before it is known how many nodes there are."""
+    rows = [row for row, _ in requests]
+    contexts = np.array([context for _, context in requests])
+    cost = StepCost(curve, 1e-3, 1e-3, 2e-3, 0.1, captured=CapturedSizes(*captured))
+    forest, load = forest_of(*rows), Load(decodes=plain)
+    kept = allot(forest, contexts, cost, load)
+    prices = cost.prices(contexts, load, forest.num_nodes + more)
+    fields, rate, min_prob = cut_to_allotment(
+        forest.arrays, len(rows) + plain, prices[:], is_probe_due(cost)
+    )
+    cut = forest.cut(kept.sizes, kept.chained)
+    assert [own.tolist() for own in fields] == [own.tolist() for own in cut.arrays]
+    assert rate == kept.rate
+    assert min_prob <= kept.min_prob  # less where one more plateau takes the same time

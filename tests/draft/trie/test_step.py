@@ -1,0 +1,160 @@
+"""A step in compiled calls drafts, and then learns, what the calls of the protocol do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lookahead_vllm.draft.budget.cost import CostCurve, Load, StepCost
+from lookahead_vllm.draft.hybrid import HybridProposer
+from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.progress import EmittedTokens, Progress, WantedDrafts
+from lookahead_vllm.draft.proposer import DraftLimits, Verified
+from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from lookahead_vllm.draft.trie.suffix import advance
+
+REQUESTS = 20  # more than `MIN_SHARED_TREES`
+MAX_MODEL_LEN = 4000
+IDS = [str(i) for i in range(REQUESTS)]
+
+
+class Pair:
+    """Two proposers that get the same steps.
+
+    `late` gets them in compiled calls, as from the second runner. `other` gets them by the
+    protocol, but moves its texts on when the tokens arrive, and learns from them after drafting.
+    """
+
+    def __init__(self, kind: type[NGramTrieProposer], options: dict[str, Any]) -> None:
+        self.rng = np.random.default_rng(1)
+        settings = {"max_nodes": 1 << 16, "num_speculative_tokens": 24} | options
+        self.other, self.late = (kind(LookaheadOptions(**settings)) for _ in range(2))
+        self.progress = Progress()
+        self.lengths = self.rng.integers(20, 60, REQUESTS)
+        self.rows = np.array(
+            [self.progress.add(i, n) for i, n in zip(IDS, self.lengths.tolist(), strict=True)]
+        )
+        for one in (self.other, self.late):
+            one.insertion.seconds = np.inf
+            if options["budget"] == "auto":
+                one.cost = StepCost(CostCurve([1, 64, 512], [6.0, 6.4, 12.0]), 1e-6, 1e-6, 2e-6)
+        for request_id, row, length in zip(IDS, self.rows, self.lengths, strict=True):
+            prompt = self.text(length)
+            for one in (self.other, self.late):
+                one.start(request_id, prompt)
+            self.progress.follow(row, self.late.text_of(request_id), 1000, [])
+
+    def text(self, length: int) -> list[int]:
+        """A part of a loop."""
+        start = int(self.rng.integers(0, 40))
+        return [(start + i * (1 + i % 3)) % 40 for i in range(length)]
+
+    def step(self, before: DraftForest | None) -> list[DraftForest]:
+        """Learn from the step that verified the trees `before`; returns the next ones of both."""
+        bursts = {request_id: self.text(int(self.rng.integers(0, 4))) for request_id in IDS}
+        verified = None
+        if before is not None and self.late.num_choices:
+            verified = self.verify(before)
+        nodes, may_branch = self.rng.integers(0, 25, REQUESTS), self.rng.random(REQUESTS) < 0.8
+        contexts, load = self.lengths, Load()
+        self.lengths = contexts + [len(burst) for burst in bursts.values()]
+
+        tokens = np.zeros((REQUESTS, 4), np.int64)
+        for i, burst in enumerate(bursts.values()):
+            tokens[i, : len(burst)] = burst
+        counts = np.array([len(burst) for burst in bursts.values()], np.int32)
+        wanted = WantedDrafts(self.rows, nodes, may_branch)
+        self.late.plan(IDS, wanted, contexts, load, verified)
+        emitted = EmittedTokens(self.rows, tokens, counts)
+        late, num_tokens = self.late.draft(self.progress, emitted, wanted, MAX_MODEL_LEN)
+        self.late.learn()
+        is_decoding = self.progress.arrays.is_decoding[self.rows]
+        assert num_tokens.tolist() == np.where(is_decoding, self.lengths, 0).tolist()
+
+        unlearned = self.move_on({i: burst for i, burst in bursts.items() if burst})
+        if verified is not None:
+            self.other.observe(verified)
+        limits = [
+            DraftLimits(i, most, most, branch, context)
+            for i, most, branch, context in zip(
+                IDS, nodes.tolist(), may_branch.tolist(), contexts.tolist(), strict=True
+            )
+        ]
+        other = self.other.propose(limits, load)
+        self.other._extend(*unlearned)
+        return [late, other]
+
+    def move_on(self, bursts: dict[str, list[int]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Move the texts of `other` on; returns what it has to learn."""
+        texts = self.other._texts
+        rows = texts.rows_of(bursts)
+        before = texts.hashes[rows], texts.spaces[rows]
+        for row, burst in zip(rows, bursts.values(), strict=True):
+            for token in burst:
+                after = np.empty_like(texts.hashes[row])
+                advance(texts.hashes[row], token, after)
+                texts.hashes[row] = after
+        sizes = np.array([len(burst) for burst in bursts.values()])
+        tokens = np.array([token for burst in bursts.values() for token in burst], np.int32)
+        return before, (np.arange(len(rows)), tokens, sizes)
+
+    def verify(self, forest: DraftForest) -> Verified:
+        """Random choices; the first node of every second tree was accepted."""
+        t, n, k = len(forest), forest.num_nodes, self.late.num_choices
+        trees = np.flatnonzero(forest.sizes)[::2]
+        accepted, lengths = np.zeros(n, np.bool_), np.zeros(t, np.int64)
+        accepted[forest.firsts[trees]], lengths[trees] = True, 1
+        at_roots = self.rng.integers(0, 40, (t, k)).astype(np.int32)
+        at_nodes = self.rng.integers(0, 40, (n, k)).astype(np.int32)
+        gaps = self.rng.random((t + n, k)).astype(np.float32) * 4
+        return Verified(IDS, forest, at_roots, at_nodes, gaps, accepted, lengths)
+
+    def state(self, one: NGramTrieProposer) -> list[bytes]:
+        """All that a proposer has learned."""
+        texts = one._texts
+        tables = one.trie.edges, one._lines, texts.hashes, texts.spaces, *one.rate.arrays
+        return [table.tobytes() for table in tables]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (NGramTrieProposer, dict(budget=24)),
+        (NGramTrieProposer, dict(budget="auto")),
+        (HybridProposer, dict(budget=24, window_size=0, proposer="hybrid")),
+        (HybridProposer, dict(budget=24, window_size=2, proposer="hybrid")),
+        (HybridProposer, dict(budget="auto", proposer="hybrid", window_size=2)),
+    ],
+    ids=["trie", "trie, auto", "hybrid", "hybrid with a comb in every step", "hybrid, auto"],
+)
+def test_drafts_and_what_is_learned_are_the_same(
+    kind: type[NGramTrieProposer], options: dict[str, Any], threads: int
+) -> None:
+    pair = Pair(kind, options | {"draft_threads": threads})
+    num_nodes = num_branching = 0
+    before = None
+    for _ in range(30):
+        late, other = pair.step(before)
+        assert [own.tolist() for own in late.arrays] == [own.tolist() for own in other.arrays]
+        assert pair.state(pair.late) == pair.state(pair.other)
+        num_nodes += late.num_nodes
+        num_branching += int(late.branching.sum())
+        before = late
+    assert num_nodes > 1000 and num_branching > 50
+
+
+def test_what_a_request_has_said_is_learned_before_it_ends() -> None:
+    pair = Pair(NGramTrieProposer, {"budget": 24})
+    tokens = np.arange(100, 104)[None].repeat(REQUESTS, axis=0)
+    wanted = WantedDrafts(pair.rows, np.zeros(REQUESTS, np.int64), np.ones(REQUESTS, np.bool_))
+    pair.late.plan(IDS, wanted, pair.lengths, Load(), None)
+    counts = np.full(REQUESTS, 4, np.int32)
+    pair.late.draft(pair.progress, EmittedTokens(pair.rows, tokens, counts), wanted, MAX_MODEL_LEN)
+    pair.late.finish("0")
+    pair.late.start("again", [100, 101])
+    tree = pair.late.propose([DraftLimits("again", 2, 2)])[0]
+    assert tree.tokens.tolist() == [102, 103]
