@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.tree import DraftForest
-from lookahead_vllm.engine.messages import DraftsToVerify, packed
+from lookahead_vllm.engine.messages import DraftsToVerify
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 
 
@@ -29,7 +29,13 @@ class Drafts(NamedTuple):
     grammar."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return packed(self)
+        """Without probabilities and sources, which only the drafting rank needs, and as one byte
+        string, because the device waits for it."""
+        forest, count = self.forest, len(self.req_ids)
+        changed = np.zeros(count, np.bool_) if self.from_proposer is None else ~self.from_proposer
+        nodes = forest.tokens, forest.parents, forest.depths
+        fields = np.concatenate((forest.firsts, self.num_tokens, changed, *nodes)).astype(np.int32)
+        return _received, (list(self.req_ids), fields.tobytes())
 
     def in_batch(self, req_ids: Sequence[str], num_tokens: Int32s) -> DraftStep:
         """The trees with nodes in the order of the batch, whose requests have `num_tokens` int32
@@ -58,6 +64,19 @@ class Drafts(NamedTuple):
         """The number of nodes of each request that has any."""
         sizes = zip(self.req_ids, self.forest.sizes.tolist(), strict=True)
         return {req_id: size for req_id, size in sizes if size}
+
+
+def _received(req_ids: list[str], fields: bytes) -> Drafts:
+    t = len(req_ids)
+    values = np.frombuffer(bytearray(fields), np.int32)  # an array that can be written to
+    firsts, num_tokens = (
+        values[: t + 1].astype(np.int64),
+        values[t + 1 : 2 * t + 1].astype(np.int64),
+    )
+    tokens, parents, depths = values[3 * t + 1 :].reshape(3, -1)
+    probs, sources = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.uint8)
+    forest = DraftForest(tokens, parents, probs, depths, sources, firsts)
+    return Drafts(req_ids, forest, num_tokens, values[2 * t + 1 : 3 * t + 1] == 0)
 
 
 NO_TREES = Drafts((), DraftForest.of([]), np.empty(0, np.int64))

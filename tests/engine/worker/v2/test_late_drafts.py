@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,9 +15,11 @@ from vllm import SamplingParams, TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 
 from lookahead_vllm.draft.proposer import NoProposer
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS
 from lookahead_vllm.engine.worker.drafter import LiveRequest
 from lookahead_vllm.engine.worker.v2 import grammar_copies, late_drafts
+from lookahead_vllm.engine.worker.v2.drafts import Drafts
 from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 from tests.support.driving import drafter_of, engine
@@ -126,6 +129,23 @@ def test_the_device_does_not_wait_for_a_sleeping_thread(
     assert device.num_queries * 1e-6 < 20 * 0.3 * seconds + late_drafts.POLL_SECONDS
     assert max(delays(seconds / 3)[8:]) < 3e-6  # now steps are shorter
     assert max(delays(seconds)[1:]) < 51e-6
+
+
+@pytest.mark.parametrize("sizes", [[], [0, 3, 1], [4]])
+@pytest.mark.parametrize("has_grammar", [False, True])
+def test_other_ranks_get_the_trees(sizes: list[int], has_grammar: bool) -> None:
+    trees = [DraftTree.from_lists(range(n), [-1, *range(-1, n)][:n]) for n in sizes]
+    from_proposer = np.arange(len(sizes)) % 2 == 0 if has_grammar else None
+    ids = [str(i) for i in range(len(sizes))]
+    sent = Drafts(ids, DraftForest.of(trees), np.arange(len(sizes)) + 7, from_proposer)
+    received = pickle.loads(pickle.dumps(sent))
+    assert received.req_ids == ids and received.num_tokens.tolist() == sent.num_tokens.tolist()
+    for name in ("tokens", "parents", "depths", "firsts"):
+        own, other = getattr(sent.forest, name), getattr(received.forest, name)
+        assert own.tolist() == other.tolist() and own.dtype == other.dtype
+        assert other.flags.writeable  # numba would compile kernels for read-only arrays
+    expected = [True] * len(sizes) if from_proposer is None else from_proposer.tolist()
+    assert received.from_proposer.tolist() == expected
 
 
 @pytest.mark.parametrize("is_used_again", [False, True])
