@@ -169,7 +169,8 @@ class HybridProposer(NGramTrieProposer):
         forest = self._cut(self._grow(trees), limits, load)
         self._note_trees(trees[:, ROW], forest.sizes)
         nodes = np.array([limit.max_nodes for limit in limits], np.int64)
-        return self.branch.join(forest, windows, nodes, trees[:, DEPTH], self._max_nodes, cost)
+        depths = trees[:, DEPTH].copy()
+        return self.branch.join(forest, windows, nodes, depths, self._max_nodes, cost)
 
     def _note_trees(self, rows: Int64s, sizes: Int64s) -> None:
         """Note that trees of these `sizes` were grown from the texts `rows`; both int64 [t]."""
@@ -201,13 +202,18 @@ class HybridProposer(NGramTrieProposer):
             self._windows, self.needs_accepted = (windows, contexts, load), True
 
     def draft(
-        self, progress: Progress, emitted: EmittedTokens, wanted: WantedDrafts, max_model_len: int
+        self,
+        progress: Progress,
+        emitted: EmittedTokens,
+        spans: Int64s,
+        wanted: WantedDrafts,
+        max_model_len: int,
     ) -> tuple[DraftForest, Int64s]:
         """See NGramTrieProposer. First keeps the choices that have arrived with the tokens."""
         if self._awaited is not None:
             self._recycle(*self._awaited)
         if self._windows is None:
-            forest, num_tokens = super().draft(progress, emitted, wanted, max_model_len)
+            forest, num_tokens = super().draft(progress, emitted, spans, wanted, max_model_len)
             self._drafted = progress.arrays.texts[wanted.rows], forest.sizes
             return forest, num_tokens
         windows, contexts, load = self._windows
@@ -218,10 +224,10 @@ class HybridProposer(NGramTrieProposer):
         windows = self.branch.choose(windows, contexts, cost, load)
         room = self._max_nodes - self.branch.comb_nodes(windows)
         smaller = wanted._replace(max_nodes=np.minimum(wanted.max_nodes, room))
-        forest, num_tokens = super().draft(progress, emitted, smaller, max_model_len)
+        forest, num_tokens = super().draft(progress, emitted, spans, smaller, max_model_len)
         self._drafted = progress.arrays.texts[wanted.rows], forest.sizes
         trees = limit_trees(progress.arrays[:], wanted[:], max_model_len)
-        limits = trees[:, NODES], trees[:, DEPTH]
+        limits = trees[:, NODES].copy(), trees[:, DEPTH].copy()
         return self.branch.join(forest, windows, *limits, self._max_nodes, cost), num_tokens
 
     def learn(self) -> None:

@@ -37,7 +37,7 @@ class ProgressArrays(NamedTuple):
 
 
 class EmittedTokens(NamedTuple):
-    """The tokens of a step."""
+    """The tokens of a step, by request."""
 
     rows: Int64s
     """int64 [r]: the row of each request of the step, or GONE."""
@@ -137,6 +137,14 @@ def count_tokens(progress: ProgressArrays, emitted: EmittedTokens) -> Int64s:
                 break
         spans[i, 0], spans[i, 1] = first, end
     return spans
+
+
+def compile_progress() -> None:
+    """Compile the kernels, so that no request waits for the compiler."""
+    none, progress = np.empty(0, np.int64), Progress()
+    emitted = EmittedTokens(none, none.reshape(0, 1), np.empty(0, np.int32))
+    count_tokens(progress.arrays[:], emitted[:])
+    limit_trees(progress.arrays[:], WantedDrafts(none, none, np.empty(0, np.bool_))[:], 1)
 
 
 @kernel

@@ -15,7 +15,7 @@ from lookahead_vllm.draft.budget.cost import Load, StepCost, StepPrices
 from lookahead_vllm.draft.insertion import InsertionQueue
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.progress import EmittedTokens, Progress, WantedDrafts
+from lookahead_vllm.draft.progress import EmittedTokens, Progress, WantedDrafts, count_tokens
 from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
 from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverrides
 from lookahead_vllm.draft.request_rows import RequestRows
@@ -341,12 +341,18 @@ class NGramTrieProposer:
             self._price(contexts, load, most)
 
     def draft(
-        self, progress: Progress, emitted: EmittedTokens, wanted: WantedDrafts, max_model_len: int
+        self,
+        progress: Progress,
+        emitted: EmittedTokens,
+        spans: Int64s,
+        wanted: WantedDrafts,
+        max_model_len: int,
     ) -> tuple[DraftForest, Int64s]:
         """The trees of a step whose `plan` was made, in few compiled calls.
 
-        Counts the `emitted` tokens, and moves the texts on. What can be learned from the tokens
-        waits for `learn`, so the drafts do not know the n-grams that end in them.
+        Moves the texts on by the `emitted` tokens, of which `count_tokens` returned the `spans`.
+        What can be learned from them waits for `learn`, so the drafts do not know the n-grams that
+        end in them.
 
         Returns
         -------
@@ -356,7 +362,7 @@ class NGramTrieProposer:
         """
         self._learn_drafted()
         texts = self._texts.arrays
-        step = progress.arrays[:], emitted[:], wanted[:], texts, max_model_len
+        step = progress.arrays[:], emitted[:], spans, wanted[:], texts, max_model_len
         if self._threads is not None and len(wanted.rows) >= MIN_SHARED_TREES:
             trees, before, new, num_tokens = begin_step(*step)
             nodes = self._threads.grow_all(texts, trees, self._bounds)
@@ -474,7 +480,9 @@ class NGramTrieProposer:
         wanted = WantedDrafts(rows, rows, np.zeros(0, np.bool_))
         self._price(rows, NO_LOAD, 0)
         emitted = EmittedTokens(rows, rows.reshape(0, 1), counts)
-        self.draft(Progress(), emitted, wanted, 1)
+        spans = count_tokens(Progress().arrays[:], emitted[:])
+        self.draft(Progress(), emitted, spans, wanted, 1)
         self.learn()
         if self._threads is not None:
-            begin_step(Progress().arrays[:], emitted[:], wanted[:], self._texts.arrays, 1)
+            texts = self._texts.arrays
+            begin_step(Progress().arrays[:], emitted[:], spans, wanted[:], texts, 1)

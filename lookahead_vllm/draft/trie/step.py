@@ -12,7 +12,6 @@ from lookahead_vllm.draft.progress import (
     EmittedTokens,
     ProgressArrays,
     WantedDrafts,
-    count_tokens,
     limit_trees,
 )
 from lookahead_vllm.draft.sources import ANSWERS, OWN
@@ -95,19 +94,19 @@ def extend(
 def begin_step(
     progress: ProgressArrays,
     emitted: EmittedTokens,
+    spans: Int64s,
     wanted: WantedDrafts,
     texts: Texts,
     max_model_len: int,
 ) -> tuple[Int64s, tuple[Hashes, Int32s], tuple[Int64s, Int32s, Int64s], Int64s]:
-    """Count the tokens of a step and move the texts on; returns the limits of the next trees.
+    """Move the texts on by the counted tokens of a step; returns the limits of the next trees.
 
-    Also returns what `extend` needs to learn from the tokens: the texts that have new ones, as
-    they were before, and the fields of Emitted; and the known tokens of each wanted request, int64
-    [t], 0 if it does not decode.
+    `spans` are those of `count_tokens`. Also returns what `extend` needs to learn from the tokens:
+    the texts that have new ones, as they were before, and the fields of Emitted; and the known
+    tokens of each wanted request, int64 [t], 0 if it does not decode.
     """
     progress, emitted = ProgressArrays(*progress), EmittedTokens(*emitted)
     wanted, texts = WantedDrafts(*wanted), Texts(*texts)
-    spans = count_tokens(progress, emitted)
     sizes = spans[:, 1] - spans[:, 0]
     has_new = np.flatnonzero(sizes)
     hashes = np.empty((len(has_new), NUM_HASHES), np.uint64)
@@ -136,6 +135,7 @@ Forest = tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], I
 def begin_and_grow(
     progress: ProgressArrays,
     emitted: EmittedTokens,
+    spans: Int64s,
     wanted: WantedDrafts,
     texts: Texts,
     max_model_len: int,
@@ -145,5 +145,7 @@ def begin_and_grow(
     limits: TreeLimits,
 ) -> tuple[Forest, tuple[Hashes, Int32s], tuple[Int64s, Int32s, Int64s], Int64s]:
     """As `begin_step`, but returns the trees instead of their limits."""
-    trees, before, new, num_tokens = begin_step(progress, emitted, wanted, texts, max_model_len)
+    trees, before, new, num_tokens = begin_step(
+        progress, emitted, spans, wanted, texts, max_model_len
+    )
     return grow_all(trie, lines, texts, trees, learned, limits), before, new, num_tokens

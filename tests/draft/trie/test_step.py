@@ -10,7 +10,7 @@ import pytest
 from lookahead_vllm.draft.budget.cost import CostCurve, Load, StepCost
 from lookahead_vllm.draft.hybrid import HybridProposer
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.progress import EmittedTokens, Progress, WantedDrafts
+from lookahead_vllm.draft.progress import EmittedTokens, Progress, WantedDrafts, count_tokens
 from lookahead_vllm.draft.proposer import DraftLimits, Verified
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
@@ -69,7 +69,8 @@ class Pair:
         wanted = WantedDrafts(self.rows, nodes, may_branch)
         self.late.plan(IDS, wanted, contexts, load, verified)
         emitted = EmittedTokens(self.rows, tokens, counts)
-        late, num_tokens = self.late.draft(self.progress, emitted, wanted, MAX_MODEL_LEN)
+        spans = count_tokens(self.progress.arrays[:], emitted[:])
+        late, num_tokens = self.late.draft(self.progress, emitted, spans, wanted, MAX_MODEL_LEN)
         self.late.learn()
         is_decoding = self.progress.arrays.is_decoding[self.rows]
         assert num_tokens.tolist() == np.where(is_decoding, self.lengths, 0).tolist()
@@ -152,8 +153,9 @@ def test_what_a_request_has_said_is_learned_before_it_ends() -> None:
     tokens = np.arange(100, 104)[None].repeat(REQUESTS, axis=0)
     wanted = WantedDrafts(pair.rows, np.zeros(REQUESTS, np.int64), np.ones(REQUESTS, np.bool_))
     pair.late.plan(IDS, wanted, pair.lengths, Load(), None)
-    counts = np.full(REQUESTS, 4, np.int32)
-    pair.late.draft(pair.progress, EmittedTokens(pair.rows, tokens, counts), wanted, MAX_MODEL_LEN)
+    emitted = EmittedTokens(pair.rows, tokens, np.full(REQUESTS, 4, np.int32))
+    spans = count_tokens(pair.progress.arrays[:], emitted[:])
+    pair.late.draft(pair.progress, emitted, spans, wanted, MAX_MODEL_LEN)
     pair.late.finish("0")
     pair.late.start("again", [100, 101])
     tree = pair.late.propose([DraftLimits("again", 2, 2)])[0]

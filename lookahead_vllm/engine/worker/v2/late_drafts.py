@@ -26,6 +26,7 @@ from lookahead_vllm.draft.progress import (
     EmittedTokens,
     Progress,
     WantedDrafts,
+    compile_progress,
     count_tokens,
     limit_trees,
 )
@@ -142,6 +143,7 @@ class LateDrafts:
         self._drafter = drafter
         self._grammars = grammars
         self._progress = Progress()
+        compile_progress()
         self._requests: dict[str, _Request] = {}
         self._steps: deque[_Step] = deque()
         """In order; the last ones may still run."""
@@ -400,8 +402,10 @@ class LateDrafts:
         self._catch_up()
         verified = self._steps[0].verified if self._steps else None
         contexts = self._progress.arrays.num_tokens[plan.wanted.rows]
-        compiled.plan(plan.req_ids, plan.wanted, contexts, plan.load, verified)
-        return compiled
+        with self._drafter.surviving("draft"):
+            compiled.plan(plan.req_ids, plan.wanted, contexts, plan.load, verified)
+            return compiled
+        return None
 
     def _draft(
         self, compiled: NGramTrieProposer, plan: _Plan, step: _Step | None, most: int
@@ -409,12 +413,13 @@ class LateDrafts:
         """The drafts of a step for which the proposer is prepared, once the tokens have arrived."""
         drafter, progress = self._drafter, self._progress
         emitted = _NOTHING_EMITTED if step is None else step.emitted
+        spans = count_tokens(progress.arrays[:], emitted[:])
         drafts = None
         with drafter.surviving("draft"):
             if step is not None and compiled.needs_accepted:
                 step.mark_accepted()
             forest, num_tokens = compiled.draft(
-                progress, emitted, plan.wanted, drafter.max_model_len
+                progress, emitted, spans, plan.wanted, drafter.max_model_len
             )
             if not forest.is_within(drafter.vocab_size):
                 forest = drafter.checked(forest, plan.wanted.max_nodes)

@@ -13,6 +13,7 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from lookahead_vllm.draft.hybrid import HybridProposer
 from lookahead_vllm.engine.worker.gpu_attention import _TreeBuilder
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.late_shape import LateMetadata, LateShape
@@ -129,6 +130,28 @@ def test_the_tokens_are_plain_vllms(
             replays = [replay for replay in runner_of(llm).replays if replay.has_drafts]
             assert sum(replay.num_trees for replay in replays) > 50
             assert any(replay.num_tokens < replay.num_prepared for replay in replays)
+
+
+@pytest.mark.parametrize("name", ["plan", "_recycle", "_cut_by_plan", "learn"])
+def test_a_proposer_that_fails_in_the_middle_costs_drafts_alone(
+    name: str, llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = getattr(HybridProposer, name)
+    calls = 0
+
+    def failing(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 0:
+            raise RuntimeError("as planned")
+        return original(*args)
+
+    with lookahead("eager", llama, {"proposer": "hybrid", "budget": 6}) as llm:
+        monkeypatch.setattr(HybridProposer, name, failing)
+        assert answers_of(llm) == plain
+        counters = drafter_of(llm).counters
+        assert counters.failures > 10
+        counters.failures = 0  # they were planned
 
 
 def test_a_schedule_is_made_for_the_graph_that_runs(
