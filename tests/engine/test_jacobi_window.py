@@ -66,14 +66,14 @@ def test_every_step_equals_that_of_the_papers_algorithms(
     assert sum(len(b) < 24 for steps in expected.values() for b in steps) > len(SHAPES)
 
     emitted: dict[str, list[list[int]]] = {}
-    original = LookaheadDrafter.commit
+    original = LookaheadDrafter.learn
 
-    def commit(self: LookaheadDrafter, bursts: Any, *args: Any) -> None:
-        for live, burst in bursts:
-            emitted.setdefault(live.request_id, []).append(list(burst))
+    def learn(self: LookaheadDrafter, bursts: dict[str, list[int]], *args: Any) -> None:
+        for request_id, burst in bursts.items():
+            emitted.setdefault(request_id, []).append(burst)
         original(self, bursts, *args)
 
-    monkeypatch.setattr(LookaheadDrafter, "commit", commit)
+    monkeypatch.setattr(LookaheadDrafter, "learn", learn)
     for i, options in enumerate(SHAPES):
         lookahead = {
             "proposer": "jacobi_window",

@@ -11,7 +11,6 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.inputs import EmbedsPrompt, TokensPrompt
 
-from lookahead_vllm.draft.tree import DraftForest
 from tests.support.driving import drafter_of, engine, random_prompts, runner_of
 from tests.support.proposers import Recorder, record
 
@@ -56,16 +55,16 @@ def test_the_prompt_of_an_earlier_request_in_the_same_row_is_not_drafted(
     ]
     drafted: list[int] = []
     with engine(llama, {"budget": 8}, max_num_seqs=1, enable_prompt_embeds=True) as llm:
-        drafter = drafter_of(llm)
-        grow = drafter.grow
+        drafting = getattr(runner_of(llm), "_late", drafter_of(llm))
+        grow = drafting.grow
 
-        def recorded(*args: Any) -> DraftForest:
-            forest = grow(*args)
-            drafted.extend(forest.tokens.tolist())
-            return forest
+        def recorded(*args: Any) -> Any:
+            grown = grow(*args)
+            drafted.extend(getattr(grown, "forest", grown).tokens.tolist())
+            return grown
 
         answers(llm, [TokensPrompt(prompt_token_ids=prompt)], params[:1])
-        monkeypatch.setattr(drafter, "grow", recorded)
+        monkeypatch.setattr(drafting, "grow", recorded)
         answers(llm, [embedded(llm, random_prompts(1, 40)[0])], params[1:])
     assert drafted
     assert not set(drafted) & set(secret)

@@ -297,7 +297,7 @@ def test_every_node_has_its_source(llama: Path) -> None:
 
         generate(llm, prompt, SamplingParams(temperature=0, structured_outputs=forced))
         assert accepted_by_source()["grammar"] > 0
-    # Some text came again in its own request.
+        generate(llm, ECHO)  # text that comes again in its own request
     assert accepted_by_source()["own"] > 0
     assert accepted_by_source().total() == samples()["lookahead_vllm:nodes_accepted_total"]
 

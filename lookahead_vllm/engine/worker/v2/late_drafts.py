@@ -234,9 +234,9 @@ class LateDrafts:
         self._learn(wait)
         self._catch_up()
 
-    def _learn(self, wait: bool, but: int = 0) -> None:
-        """As `learn`, of all steps `but` the last ones."""
-        while len(self._steps) > but:
+    def _learn(self, wait: bool, kept: int = 0) -> None:
+        """As `learn`, of all steps but the last `kept` ones."""
+        while len(self._steps) > kept:
             step = self._steps[0]
             if wait:
                 self._wait(step)
@@ -398,7 +398,7 @@ class LateDrafts:
         compiled = self._compiled
         if compiled is None or self._grammars:
             return None
-        self._learn(wait=True, but=1)
+        self._learn(True, 1)
         self._catch_up()
         verified = self._steps[0].verified if self._steps else None
         contexts = self._progress.arrays.num_tokens[plan.wanted.rows]
