@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -166,6 +167,7 @@ class HybridProposer(NGramTrieProposer):
         trees[:, NODES] = np.minimum(
             trees[:, NODES], self._max_nodes - self.branch.comb_nodes(windows)
         )
+        self.insertion.end_step()
         forest = self._cut(self._grow(trees), limits, load)
         self._note_trees(trees[:, ROW], forest.sizes)
         nodes = np.array([limit.max_nodes for limit in limits], np.int64)
@@ -188,7 +190,7 @@ class HybridProposer(NGramTrieProposer):
         """See NGramTrieProposer."""
         super().plan(request_ids, wanted, contexts, load, verified)
         self._awaited = self._windows = None
-        self.needs_accepted = False
+        self._has_choices = self.needs_accepted = False
         if not self.num_choices:
             self._steps_without += 1
             if self._steps_without < RETRY_STEPS:
@@ -196,6 +198,7 @@ class HybridProposer(NGramTrieProposer):
             self._use_choices(True)
         elif verified is not None:
             self._awaited = self._choice_trees(verified), verified
+        self._has_choices = self._awaited is not None
         cost = self.cost if self.options.budget == "auto" else None
         windows = self.branch.rows_of(request_ids, wanted.may_branch)
         if not self.branch.skip_step(windows, contexts, cost, load):
@@ -209,9 +212,7 @@ class HybridProposer(NGramTrieProposer):
         wanted: WantedDrafts,
         max_model_len: int,
     ) -> tuple[DraftForest, Int64s]:
-        """See NGramTrieProposer. First keeps the choices that have arrived with the tokens."""
-        if self._awaited is not None:
-            self._recycle(*self._awaited)
+        """See NGramTrieProposer."""
         if self._windows is None:
             forest, num_tokens = super().draft(progress, emitted, spans, wanted, max_model_len)
             self._drafted = progress.arrays.texts[wanted.rows], forest.sizes
@@ -229,6 +230,13 @@ class HybridProposer(NGramTrieProposer):
         trees = limit_trees(progress.arrays[:], wanted[:], max_model_len)
         limits = trees[:, NODES].copy(), trees[:, DEPTH].copy()
         return self.branch.join(forest, windows, *limits, self._max_nodes, cost), num_tokens
+
+    def _keep_choices(self, before: tuple[Any, ...], new: tuple[Any, ...]) -> None:
+        if self._awaited is not None:
+            # Rates are learned first: the tokens were chosen from the new choices.
+            hashes, spaces = before
+            self._extend((hashes.copy(), spaces), new, inserts=False)
+            self._recycle(*self._awaited)
 
     def learn(self) -> None:
         """See NGramTrieProposer."""

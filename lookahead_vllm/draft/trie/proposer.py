@@ -146,6 +146,8 @@ class NGramTrieProposer:
 
     num_choices = 0
     wants_roots = False
+    _has_choices = False
+    """Whether choices of the model arrive with the tokens of the next `draft`."""
     needs_accepted = False
     """Whether the next `draft` needs to know the accepted nodes of what is `verified`."""
     num_lines = 0
@@ -168,9 +170,9 @@ class NGramTrieProposer:
         self._namespaces = Namespaces(self.trie)
         self._texts = _LiveTexts()
         self._plan: _Plan
-        self._unlearned: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
+        self._unlearned: tuple[tuple[Any, ...], tuple[Any, ...], bool] | None = None
         """The texts before the tokens of the last `draft`, and the tokens, as `extend` takes
-        them."""
+        them, and whether rates have to be learned from them."""
         self.insertion = InsertionQueue()
         """Prompts and references that are not in the trie yet."""
         self._threads: GrowthThreads | None = None
@@ -242,16 +244,23 @@ class NGramTrieProposer:
         )
         self._extend(self._texts.arrays, emitted)
 
-    def _extend(self, texts: tuple[Any, ...], emitted: tuple[Any, ...]) -> None:
-        """Learn from the `emitted` tokens, and move the `texts` on."""
-        inserts_output = self.options.sources in ("both", "output")
-        extend(self.trie.arrays, self._lines, texts, emitted, self.rate.arrays, inserts_output)
+    def _extend(
+        self,
+        texts: tuple[Any, ...],
+        emitted: tuple[Any, ...],
+        learns: bool = True,
+        inserts: bool = True,
+    ) -> None:
+        """Learn rates from the `emitted` tokens, insert them, and move the `texts` on."""
+        inserts &= self.options.sources in ("both", "output")
+        extend(self.trie.arrays, self._lines, texts, emitted, self.rate.arrays, learns, inserts)
 
     def observe(self, verified: Verified) -> None:
         """See Proposer. Does nothing: the trie learns only from emitted tokens."""
 
     def propose(self, limits: Sequence[DraftLimits], load: Load = NO_LOAD) -> DraftForest:
         """See Proposer."""
+        self.insertion.end_step()
         return self._cut(self._grow(self._trees_of(limits)), limits, load)
 
     def _trees_of(self, limits: Sequence[DraftLimits]) -> Int64s:
@@ -264,7 +273,6 @@ class NGramTrieProposer:
 
     def _grow(self, trees: Int64s) -> DraftForest:
         """The likeliest trees within the limits `trees`, int64 [t, 4]."""
-        self.insertion.end_step()
         texts = self._texts.arrays
         if self._threads is not None and len(trees) >= MIN_SHARED_TREES:
             return DraftForest(*self._threads.grow_all(texts, trees, self._bounds))
@@ -363,15 +371,22 @@ class NGramTrieProposer:
         self._learn_drafted()
         texts = self._texts.arrays
         step = progress.arrays[:], emitted[:], spans, wanted[:], texts, max_model_len
-        if self._threads is not None and len(wanted.rows) >= MIN_SHARED_TREES:
+        shares = self._threads is not None and len(wanted.rows) >= MIN_SHARED_TREES
+        if shares or self._has_choices:
             trees, before, new, num_tokens = begin_step(*step)
-            nodes = self._threads.grow_all(texts, trees, self._bounds)
+            self._keep_choices(before, new)
+            forest = self._grow(trees)
         else:
             nodes, before, new, num_tokens = begin_and_grow(
                 *step, self.trie.arrays, self._lines, self.rate.arrays, self._bounds
             )
-        self._unlearned = before, new
-        return self._cut_by_plan(DraftForest(*nodes)), num_tokens
+            forest = DraftForest(*nodes)
+        self._unlearned = before, new, not self._has_choices
+        return self._cut_by_plan(forest), num_tokens
+
+    def _keep_choices(self, before: tuple[Any, ...], new: tuple[Any, ...]) -> None:
+        """Keep the model's choices that arrived with the tokens `new` after the texts `before`, if
+        there are any."""
 
     def learn(self) -> None:
         """Learn from the tokens of the last `draft`, and insert texts for a share of the step.

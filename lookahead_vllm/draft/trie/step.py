@@ -54,9 +54,11 @@ def extend(
     texts: Texts,
     emitted: Emitted,
     learned: RateArrays,
-    inserts_output: bool,
+    learns: bool,
+    inserts: bool,
 ) -> None:
-    """Learn from the `emitted` tokens, insert them if `inserts_output`, and move the texts on."""
+    """Learn rates from the `emitted` tokens if `learns`, insert them if `inserts`, and move the
+    texts on."""
     trie, texts, learned = TrieArrays(*trie), Texts(*texts), RateArrays(*learned)
     emitted = Emitted(*emitted)
     tokens = emitted.tokens
@@ -72,7 +74,7 @@ def extend(
         for at in range(first, end):
             token = tokens[at]
             look_up(trie, spaces, hashes, lookups, NUM_SUFFIXES)
-            if at % learned_every == 0:
+            if learns and at % learned_every == 0:
                 size = find_candidates(trie.edges, spaces, candidates, MAX_CANDIDATES, NUM_SUFFIXES)
                 longest[CHOICES], size = find_choices(
                     lines, spaces[CHOICES], hashes, evidence, size, MAX_CANDIDATES
@@ -80,7 +82,7 @@ def extend(
                 weights = weight_set(longest, spaces)
                 learn_token(evidence, size, token, learned, weights)
             for source in (OWN, ANSWERS):
-                if inserts_output and spaces[source] != NO_SPACE:
+                if inserts and spaces[source] != NO_SPACE:
                     for suffix in range(NUM_SUFFIXES):
                         if source == OWN and suffix == WHOLE:
                             continue

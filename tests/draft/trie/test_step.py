@@ -13,6 +13,7 @@ from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.progress import EmittedTokens, Progress, WantedDrafts, count_tokens
 from lookahead_vllm.draft.proposer import DraftLimits, Verified
 from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.draft.trie.acceptance_rate import HITS
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.suffix import advance
 
@@ -52,12 +53,12 @@ class Pair:
         start = int(self.rng.integers(0, 40))
         return [(start + i * (1 + i % 3)) % 40 for i in range(length)]
 
-    def step(self, before: DraftForest | None) -> list[DraftForest]:
-        """Learn from the step that verified the trees `before`; returns the next ones of both."""
+    def step(self, sent: DraftForest | None) -> list[DraftForest]:
+        """Learn from the step that verified the trees `sent`; returns the next ones of both."""
         bursts = {request_id: self.text(int(self.rng.integers(0, 4))) for request_id in IDS}
         verified = None
-        if before is not None and self.late.num_choices:
-            verified = self.verify(before)
+        if sent is not None and self.late.num_choices:
+            verified = self.verify(sent)
         nodes, may_branch = self.rng.integers(0, 25, REQUESTS), self.rng.random(REQUESTS) < 0.8
         contexts, load = self.lengths, Load()
         self.lengths = contexts + [len(burst) for burst in bursts.values()]
@@ -75,8 +76,9 @@ class Pair:
         is_decoding = self.progress.arrays.is_decoding[self.rows]
         assert num_tokens.tolist() == np.where(is_decoding, self.lengths, 0).tolist()
 
-        unlearned = self.move_on({i: burst for i, burst in bursts.items() if burst})
-        if verified is not None:
+        before, new = self.move_on({i: burst for i, burst in bursts.items() if burst})
+        if verified is not None:  # rates are learned before the choices are known
+            self.other._extend((before[0].copy(), before[1]), new, inserts=False)
             self.other.observe(verified)
         limits = [
             DraftLimits(i, most, most, branch, context)
@@ -85,7 +87,7 @@ class Pair:
             )
         ]
         other = self.other.propose(limits, load)
-        self.other._extend(*unlearned)
+        self.other._extend(before, new, learns=verified is None)
         return [late, other]
 
     def move_on(self, bursts: dict[str, list[int]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -160,3 +162,24 @@ def test_what_a_request_has_said_is_learned_before_it_ends() -> None:
     pair.late.start("again", [100, 101])
     tree = pair.late.propose([DraftLimits("again", 2, 2)])[0]
     assert tree.tokens.tolist() == [102, 103]
+
+
+def test_choices_do_not_predict_the_tokens_that_were_chosen_from_them() -> None:
+    """No context comes twice, so the model's choices are of no use, and no rate says otherwise."""
+    pair = Pair(HybridProposer, dict(budget=4, window_size=0, proposer="hybrid"))
+    late, tokens = pair.late, np.arange(1000, 1000 + 60 * REQUESTS).reshape(60, REQUESTS, 1)
+    before = late.rate.trials.copy()
+    sent: DraftForest | None = None
+    wanted = WantedDrafts(pair.rows, np.full(REQUESTS, 4), np.ones(REQUESTS, np.bool_))
+    for step in tokens:
+        verified = None
+        if sent is not None:
+            verified = pair.verify(sent)
+            verified.at_roots[:, 0] = step[:, 0]  # which is why they were emitted
+        late.plan(IDS, wanted, pair.lengths, Load(), verified)
+        emitted = EmittedTokens(pair.rows, step, np.ones(REQUESTS, np.int32))
+        spans = count_tokens(pair.progress.arrays[:], emitted[:])
+        sent, _ = late.draft(pair.progress, emitted, spans, wanted, MAX_MODEL_LEN)
+        late.learn()
+    hits = late.rate.trials[:, HITS] - before[:, HITS]
+    assert not (hits > 0.5).any()
