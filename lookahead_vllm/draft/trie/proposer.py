@@ -495,9 +495,8 @@ class NGramTrieProposer:
         wanted = WantedDrafts(rows, rows, np.zeros(0, np.bool_))
         self._price(rows, NO_LOAD, 0)
         emitted = EmittedTokens(rows, rows.reshape(0, 1), counts)
-        spans = count_tokens(Progress().arrays[:], emitted[:])
+        arrays, texts = Progress().arrays[:], self._texts.arrays
+        spans = count_tokens(arrays, emitted[:])
+        begin_step(arrays, emitted[:], spans, wanted[:], texts, 1)
         self.draft(Progress(), emitted, spans, wanted, 1)
         self.learn()
-        if self._threads is not None:
-            texts = self._texts.arrays
-            begin_step(Progress().arrays[:], emitted[:], spans, wanted[:], texts, 1)
