@@ -190,7 +190,6 @@ class HybridProposer(NGramTrieProposer):
         """See NGramTrieProposer."""
         super().plan(request_ids, wanted, contexts, load, verified)
         self._awaited = self._windows = None
-        self._has_choices = self.needs_accepted = False
         if not self.num_choices:
             self._steps_without += 1
             if self._steps_without < RETRY_STEPS:
@@ -198,11 +197,17 @@ class HybridProposer(NGramTrieProposer):
             self._use_choices(True)
         elif verified is not None:
             self._awaited = self._choice_trees(verified), verified
-        self._has_choices = self._awaited is not None
         cost = self.cost if self.options.budget == "auto" else None
         windows = self.branch.rows_of(request_ids, wanted.may_branch)
         if not self.branch.skip_step(windows, contexts, cost, load):
-            self._windows, self.needs_accepted = (windows, contexts, load), True
+            self._windows = windows, contexts, load
+
+    def needs_accepted(self) -> bool:
+        """See NGramTrieProposer."""
+        return self._windows is not None
+
+    def _awaits_choices(self) -> bool:
+        return self._awaited is not None
 
     def draft(
         self,
@@ -232,11 +237,11 @@ class HybridProposer(NGramTrieProposer):
         return self.branch.join(forest, windows, *limits, self._max_nodes, cost), num_tokens
 
     def _keep_choices(self, before: tuple[Any, ...], new: tuple[Any, ...]) -> None:
-        if self._awaited is not None:
-            # Rates are learned first: the tokens were chosen from the new choices.
-            hashes, spaces = before
-            self._extend((hashes.copy(), spaces), new, inserts=False)
-            self._recycle(*self._awaited)
+        assert self._awaited is not None
+        # Rates are learned first: the tokens were chosen from the new choices.
+        hashes, spaces = before
+        self._extend((hashes.copy(), spaces), new, inserts=False)
+        self._recycle(*self._awaited)
 
     def learn(self) -> None:
         """See NGramTrieProposer."""

@@ -47,6 +47,11 @@ class EmittedTokens(NamedTuple):
     """int32 [r]: how many of its tokens each request has emitted."""
 
 
+NOTHING_EMITTED = EmittedTokens(
+    np.empty(0, np.int64), np.empty((0, 1), np.int64), np.empty(0, np.int32)
+)
+
+
 class WantedDrafts(NamedTuple):
     """The requests that may have drafts in a step."""
 
@@ -56,6 +61,9 @@ class WantedDrafts(NamedTuple):
     """int64 [t]"""
     may_branch: NDArray[np.bool_]
     """bool [t]"""
+
+
+NOTHING_WANTED = WantedDrafts(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.bool_))
 
 
 class Progress:
@@ -141,10 +149,9 @@ def count_tokens(progress: ProgressArrays, emitted: EmittedTokens) -> Int64s:
 
 def compile_progress() -> None:
     """Compile the kernels, so that no request waits for the compiler."""
-    none, progress = np.empty(0, np.int64), Progress()
-    emitted = EmittedTokens(none, none.reshape(0, 1), np.empty(0, np.int32))
-    count_tokens(progress.arrays[:], emitted[:])
-    limit_trees(progress.arrays[:], WantedDrafts(none, none, np.empty(0, np.bool_))[:], 1)
+    arrays = Progress().arrays[:]
+    count_tokens(arrays, NOTHING_EMITTED[:])
+    limit_trees(arrays, NOTHING_WANTED[:], 1)
 
 
 @kernel

@@ -15,7 +15,14 @@ from lookahead_vllm.draft.budget.cost import Load, StepCost, StepPrices
 from lookahead_vllm.draft.insertion import InsertionQueue
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.progress import EmittedTokens, Progress, WantedDrafts, count_tokens
+from lookahead_vllm.draft.progress import (
+    NOTHING_EMITTED,
+    NOTHING_WANTED,
+    EmittedTokens,
+    Progress,
+    WantedDrafts,
+    count_tokens,
+)
 from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
 from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverrides
 from lookahead_vllm.draft.request_rows import RequestRows
@@ -146,10 +153,6 @@ class NGramTrieProposer:
 
     num_choices = 0
     wants_roots = False
-    _has_choices = False
-    """Whether choices of the model arrive with the tokens of the next `draft`."""
-    needs_accepted = False
-    """Whether the next `draft` needs to know the accepted nodes of what is `verified`."""
     num_lines = 0
     """Size of the table of the model's choices, see `recycling.py`."""
 
@@ -348,6 +351,14 @@ class NGramTrieProposer:
         if most:
             self._price(contexts, load, most)
 
+    def needs_accepted(self) -> bool:
+        """Whether the next `draft` needs to know the accepted nodes of what is `verified`."""
+        return False
+
+    def _awaits_choices(self) -> bool:
+        """Whether choices of the model arrive with the tokens of the next `draft`."""
+        return False
+
     def draft(
         self,
         progress: Progress,
@@ -372,21 +383,22 @@ class NGramTrieProposer:
         texts = self._texts.arrays
         step = progress.arrays[:], emitted[:], spans, wanted[:], texts, max_model_len
         shares = self._threads is not None and len(wanted.rows) >= MIN_SHARED_TREES
-        if shares or self._has_choices:
+        awaits_choices = self._awaits_choices()
+        if shares or awaits_choices:
             trees, before, new, num_tokens = begin_step(*step)
-            self._keep_choices(before, new)
+            if awaits_choices:
+                self._keep_choices(before, new)
             forest = self._grow(trees)
         else:
             nodes, before, new, num_tokens = begin_and_grow(
                 *step, self.trie.arrays, self._lines, self.rate.arrays, self._bounds
             )
             forest = DraftForest(*nodes)
-        self._unlearned = before, new, not self._has_choices
+        self._unlearned = before, new, not awaits_choices
         return self._cut_by_plan(forest), num_tokens
 
     def _keep_choices(self, before: tuple[Any, ...], new: tuple[Any, ...]) -> None:
-        """Keep the model's choices that arrived with the tokens `new` after the texts `before`, if
-        there are any."""
+        """Keep the model's choices that arrived with the tokens `new` after the texts `before`."""
 
     def learn(self) -> None:
         """Learn from the tokens of the last `draft`, and insert texts for a share of the step.
@@ -491,12 +503,9 @@ class NGramTrieProposer:
         count_by_space(self.trie.edges[:0], np.ones(1, np.int64))
 
     def _compile_step(self) -> None:
-        rows, counts = np.zeros(0, np.int64), np.zeros(0, np.int32)
-        wanted = WantedDrafts(rows, rows, np.zeros(0, np.bool_))
-        self._price(rows, NO_LOAD, 0)
-        emitted = EmittedTokens(rows, rows.reshape(0, 1), counts)
         arrays, texts = Progress().arrays[:], self._texts.arrays
-        spans = count_tokens(arrays, emitted[:])
-        begin_step(arrays, emitted[:], spans, wanted[:], texts, 1)
-        self.draft(Progress(), emitted, spans, wanted, 1)
+        spans = count_tokens(arrays, NOTHING_EMITTED[:])
+        begin_step(arrays, NOTHING_EMITTED[:], spans, NOTHING_WANTED[:], texts, 1)
+        self._price(np.empty(0, np.int64), NO_LOAD, 0)
+        self.draft(Progress(), NOTHING_EMITTED, spans, NOTHING_WANTED, 1)
         self.learn()

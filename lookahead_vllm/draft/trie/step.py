@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.progress import (
@@ -15,6 +14,7 @@ from lookahead_vllm.draft.progress import (
     limit_trees,
 )
 from lookahead_vllm.draft.sources import ANSWERS, OWN
+from lookahead_vllm.draft.tree import ForestFields
 from lookahead_vllm.draft.trie.acceptance_rate import RateArrays, learn_token, weight_set
 from lookahead_vllm.draft.trie.candidates import (
     CHOICES,
@@ -129,10 +129,6 @@ def begin_step(
     return trees, (hashes, spaces), (np.arange(len(has_new)), tokens, sizes[has_new]), num_tokens
 
 
-Forest = tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]
-"""The fields of a DraftForest."""
-
-
 @kernel
 def begin_and_grow(
     progress: ProgressArrays,
@@ -145,7 +141,7 @@ def begin_and_grow(
     lines: Int32s,
     learned: RateArrays,
     limits: TreeLimits,
-) -> tuple[Forest, tuple[Hashes, Int32s], tuple[Int64s, Int32s, Int64s], Int64s]:
+) -> tuple[ForestFields, tuple[Hashes, Int32s], tuple[Int64s, Int32s, Int64s], Int64s]:
     """As `begin_step`, but returns the trees instead of their limits."""
     trees, before, new, num_tokens = begin_step(
         progress, emitted, spans, wanted, texts, max_model_len

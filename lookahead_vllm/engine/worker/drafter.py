@@ -296,28 +296,19 @@ class LookaheadDrafter:
             if verified is not None:
                 self.proposer.observe(verified)
 
-    def limits_of(
-        self,
-        live: LiveRequest,
-        num_tokens: int,
-        max_nodes: int | None = None,
-        may_branch: bool = True,
-    ) -> DraftLimits | None:
+    def limits_of(self, live: LiveRequest, num_tokens: int) -> DraftLimits | None:
         """Limits of the request's next tree; None if it can have no draft.
 
         Nodes take the KV slots after the `num_tokens` committed tokens. A tree of depth d emits up
-        to d + 1 tokens. Both stay within max_model_len. `max_nodes` and `may_branch` narrow the
-        limits that apply to every request.
+        to d + 1 tokens. Both stay within max_model_len.
         """
-        if max_nodes is None:
-            max_nodes = self.options.decoding_length
-        max_nodes = self.most_nodes_of(live.request_id, num_tokens, max_nodes)
+        most = self.options.decoding_length
+        max_nodes = self.most_nodes_of(live.request_id, num_tokens, most)
         max_nodes = min(max_nodes, self.max_step_nodes, self.max_model_len - num_tokens - 1)
         max_depth = min(max_nodes, live.remaining - 1)
         if max_depth < 1:
             return None
-        may_branch = may_branch and self.may_branch
-        return DraftLimits(live.request_id, max_nodes, max_depth, may_branch, num_tokens)
+        return DraftLimits(live.request_id, max_nodes, max_depth, self.may_branch, num_tokens)
 
     def most_nodes_of(self, request_id: str, num_tokens: int, max_nodes: int) -> int:
         """`max_nodes`, or fewer if vLLM reads the request's text at each node; it is `num_tokens`

@@ -23,6 +23,7 @@ from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.progress import (
     GONE,
     NO_TEXT,
+    NOTHING_EMITTED,
     EmittedTokens,
     Progress,
     WantedDrafts,
@@ -51,11 +52,6 @@ SLEEP_SHARE = 0.8
 """The drafting rank sleeps for so much of the shortest of the last steps before it polls."""
 POLL_SECONDS = 0.01
 """After this time of polling, it waits as vLLM does."""
-
-
-_NOTHING_EMITTED = EmittedTokens(
-    np.empty(0, np.int64), np.empty((0, 1), np.int64), np.empty(0, np.int32)
-)
 
 
 @dataclass
@@ -412,11 +408,11 @@ class LateDrafts:
     ) -> Drafts:
         """The drafts of a step for which the proposer is prepared, once the tokens have arrived."""
         drafter, progress = self._drafter, self._progress
-        emitted = _NOTHING_EMITTED if step is None else step.emitted
+        emitted = NOTHING_EMITTED if step is None else step.emitted
         spans = count_tokens(progress.arrays[:], emitted[:])
         drafts = None
         with drafter.surviving("draft"):
-            if step is not None and compiled.needs_accepted:
+            if step is not None and compiled.needs_accepted():
                 step.mark_accepted()
             forest, num_tokens = compiled.draft(
                 progress, emitted, spans, plan.wanted, drafter.max_model_len
