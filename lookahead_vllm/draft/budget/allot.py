@@ -41,11 +41,12 @@ class Allotment(NamedTuple):
 def allot(forest: DraftForest, contexts: Int64s, cost: StepCost, load: Load) -> Allotment:
     """Choose the nodes with which the step emits the most tokens per unit of time.
 
-    A step is expected to emit one token for each decoding request plus the sum of the
-    probabilities of its nodes. Dinkelbach's method maximises the quotient of that and the step's
-    time. A tree that is not worth its attention is cut to its best chain. After PROBE_AFTER_STEPS
-    steps with drafts, if the expected speed-up is below PROBE_BELOW_SPEEDUP, no node is sent, so
-    that the cost of a step without drafts is measured again.
+    A step is expected to emit one token for each decoding request plus the sum of the probabilities
+    of its nodes. Dinkelbach's method maximises the quotient of that and the step's time. Prompts in
+    the step count as further requests (`Load.progress`), since nodes delay them. A tree that is not
+    worth its attention is cut to its best chain. After PROBE_AFTER_STEPS steps with drafts, if the
+    expected speed-up is below PROBE_BELOW_SPEEDUP, no node is sent, so that the cost of a step
+    without drafts is measured again.
 
     Parameters
     ----------
@@ -59,11 +60,11 @@ def allot(forest: DraftForest, contexts: Int64s, cost: StepCost, load: Load) -> 
         The step's other work.
     """
     prices = cost.prices(contexts, load, forest.num_nodes)
-    decodes = len(forest) + load.decodes
+    progress = load.progress(len(forest))
     sizes, chained, rate, min_prob = _allot(
-        forest.probs, forest.parents, forest.firsts, forest.branching, decodes, prices[:]
+        forest.probs, forest.parents, forest.firsts, forest.branching, progress, prices[:]
     )
-    if is_probe_due(cost) and rate * prices.base < PROBE_BELOW_SPEEDUP * decodes:
+    if is_probe_due(cost) and rate * prices.base < PROBE_BELOW_SPEEDUP * progress:
         sizes = np.zeros_like(sizes)
     return Allotment(sizes, chained, rate, min_prob)
 
@@ -75,18 +76,18 @@ def is_probe_due(cost: StepCost) -> bool:
 
 @kernel
 def cut_to_allotment(
-    forest: ForestArrays, decodes: int, prices: StepPrices, is_probe_due: bool
+    forest: ForestArrays, progress: int, prices: StepPrices, is_probe_due: bool
 ) -> tuple[ForestFields, float, float]:
     """Cut a forest as `allot` would; returns the fields of a DraftForest, `rate` and `min_prob`.
 
-    `decodes` requests decode in the step. The `prices` are for at least the forest's nodes.
+    Without nodes, the step is worth `progress`. The `prices` are for at least the forest's nodes.
     """
     forest = ForestArrays(*forest)
     branching = find_branching(forest.parents, forest.firsts)
     sizes, chained, rate, min_prob = _allot(
-        forest.probs, forest.parents, forest.firsts, branching, decodes, prices
+        forest.probs, forest.parents, forest.firsts, branching, progress, prices
     )
-    if is_probe_due and rate * prices[0] < PROBE_BELOW_SPEEDUP * decodes:
+    if is_probe_due and rate * prices[0] < PROBE_BELOW_SPEEDUP * progress:
         sizes[:] = 0
     trees = np.arange(len(sizes))
     kept, parents, firsts = take_nodes(forest.parents, forest.firsts, trees, sizes, chained)
@@ -120,7 +121,7 @@ def _allot(
     parents: Int32s,
     firsts: Int64s,
     branching: NDArray[np.bool_],
-    decodes: int,
+    progress: int,
     prices: StepPrices,
 ) -> tuple[Int64s, NDArray[np.bool_], float, float]:
     """The fields of the Allotment."""
@@ -134,7 +135,7 @@ def _allot(
             costs[node] = tree[i] if branching[i] else chain[i]
         if branching[i]:
             costs[firsts[i]] += root[i]
-    rate = decodes / base
+    rate = progress / base
     best = 0
     gains = np.empty(num_nodes)
     order = np.arange(num_nodes)
@@ -144,9 +145,9 @@ def _allot(
             extra = tree[owners[node]] if branching[owners[node]] else chain[owners[node]]
             gains[node] = probs[node] - rate * extra
         order = np.argsort(-gains, kind="mergesort")
-        emitted, time = float(decodes), base
-        best, best_value = 0, decodes - rate * base
-        best_rate = decodes / base
+        emitted, time = float(progress), base
+        best, best_value = 0, progress - rate * base
+        best_rate = progress / base
         for k in range(num_nodes):
             emitted += probs[order[k]]
             time += costs[order[k]]

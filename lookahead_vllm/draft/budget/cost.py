@@ -30,6 +30,10 @@ MAX_SLOWDOWN = 3.0
 MIN_WEIGHT_SHARE = 0.2
 """No weight falls below this share of its value at start."""
 
+PROMPT_WEIGHT = 16
+"""A delay of a request that waits for its first token weighs as much as one of so many requests
+that decode. Measured in docs/experiments.md."""
+
 GAUSS_SEIDEL_SWEEPS = 30
 """The number of sweeps over the weights after each step."""
 
@@ -118,6 +122,12 @@ class Load(NamedTuple):
     """The sum of their context lengths, in tokens."""
     prefill: int = 0
     """Prompt tokens."""
+    prompts: int = 0
+    """Requests whose prompt tokens these are."""
+
+    def progress(self, trees: int) -> int:
+        """What the step is worth without nodes, in tokens, if `trees` requests may have drafts."""
+        return trees + self.decodes + PROMPT_WEIGHT * self.prompts
 
 
 class StepWork(NamedTuple):
@@ -307,14 +317,15 @@ class StepCost:
             chain, tree = chain / self.parts, tree / self.parts
         return StepPrices(base, forward, chain, tree, root, captured)
 
-    def marginal(self, context: float) -> float:
-        """The time that one more node adds to a step that is past the curve's last point.
+    def price_beside_prompt(self, contexts: Int64s, load: Load) -> float:
+        """What a node costs if the step begins to read one more prompt, on average.
 
-        It is without the slowdown, as in `prices`. `context` is the number of committed tokens of
-        the node's request.
+        That is the time that it adds past the curve's last point, without the slowdown, times what
+        a delay costs with that prompt over what it costs without. Parameters as in `prices`.
         """
         scale, _, _, _, node, _, causal, _ = self.weights.tolist()
-        return float(scale * self.curve.last_slope + node + causal * context) / self.parts
+        time = scale * self.curve.last_slope + node + causal * float(contexts.mean())
+        return float(time / self.parts * (1 + PROMPT_WEIGHT / load.progress(len(contexts))))
 
 
 @kernel

@@ -131,8 +131,8 @@ class _LiveTexts:
 class _Plan(NamedTuple):
     """A step before its tokens are known."""
 
-    decodes: int
-    """Requests that decode."""
+    progress: int
+    """What it is worth without nodes, see `Load.progress`."""
     prices: StepPrices | None = None
     """None if its nodes are sent whatever they cost."""
     price_beside_prompt: float = 0.0
@@ -295,22 +295,22 @@ class NGramTrieProposer:
         return self._cut_by_plan(forest)
 
     def _price(self, contexts: Int64s, load: Load, num_nodes: int) -> None:
-        self._plan = _Plan(len(contexts) + load.decodes)
+        self._plan = _Plan(load.progress(len(contexts)))
         if self.cost is not None and self.options.budget == "auto":
             prices = self.cost.prices(contexts, load, num_nodes)
             self._plan = self._plan._replace(
-                prices=prices, price_beside_prompt=self.cost.marginal(float(contexts.mean()))
+                prices=prices, price_beside_prompt=self.cost.price_beside_prompt(contexts, load)
             )
 
     def _cut_by_plan(self, forest: DraftForest) -> DraftForest:
-        decodes, prices, price_beside_prompt = self._plan
+        progress, prices, price_beside_prompt = self._plan
         if self.cost is None or prices is None:
             return forest
         if not forest.num_nodes:
             self._min_prob /= 2  # no node reached it, so the next trees have less likely nodes
             return forest
         fields, rate, min_prob = cut_to_allotment(
-            forest.arrays, decodes, prices[:], is_probe_due(self.cost)
+            forest.arrays, progress, prices[:], is_probe_due(self.cost)
         )
         # Nodes far below the probability that pays are not grown in the next step.
         self._min_prob = min_prob / 2

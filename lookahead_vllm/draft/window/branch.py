@@ -132,8 +132,8 @@ class LookaheadBranch:
         prices = cost.prices(contexts, load, num_nodes)
         attention = (prices.tree * nodes + prices.root * (nodes > 0)).sum()
         time = prices.forward[num_nodes] + float(attention)
-        decodes = len(contexts) + load.decodes
-        return self.worth * int((rows >= 0).sum()) > decodes / prices.base * time
+        rate = load.progress(len(contexts)) / prices.base
+        return self.worth * int((rows >= 0).sum()) > rate * time
 
     def comb_nodes(self, rows: Int64s) -> Int64s:
         """int64 [t]: the most nodes that the combs of these windows take."""

@@ -172,7 +172,8 @@ class JacobiWindowProposer:
         forest, ranks = self._grow(limits, max_nodes)
         if cost is not None and forest.num_nodes:
             allotment = allot(forest, contexts, cost, load)
-            self.min_prob_beside_prompt = allotment.rate * cost.marginal(contexts.mean())
+            price = cost.price_beside_prompt(contexts, load)
+            self.min_prob_beside_prompt = allotment.rate * price
             # A tree that is cut to a chain does not keep its first nodes.
             kept = np.where(allotment.chained, 0, allotment.sizes)
             forest = forest.cut(allotment.sizes, allotment.chained)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lookahead_vllm.draft.budget.allot import allot
 from lookahead_vllm.draft.budget.cost import (
     MEMORY_SECONDS,
+    PROMPT_WEIGHT,
     CostCurve,
     Load,
     StepCost,
@@ -85,6 +86,14 @@ def test_a_prompt_makes_nodes_dearer_but_its_own_time_is_not_charged_to_drafts()
     assert sizes([[0.9, 0.6, 0.12]], FLAT, Load(prefill=1000)) == [2]
 
 
+def test_a_request_that_waits_for_its_first_token_weighs_as_much_as_many_that_decode():
+    rows = [[0.9, 0.5], [0.9, 0.1], [0.9], [0.9]]
+    steep = CostCurve([1, 501], [1, 16])
+    assert sizes(rows, steep, Load(prefill=100)) == [2, 1, 1, 1]
+    assert sizes(rows, steep, Load(prefill=100, prompts=1)) == [1, 1, 1, 1]
+    assert sizes(rows, steep, Load(prefill=200, prompts=2)) == [0, 0, 0, 0]
+
+
 def test_a_long_context_makes_nodes_dearer():
     cost = StepCost(CostCurve([1, 64], [1.0, 1.01]), causal=1e-3, trees=1e-3)
     forest = chains([0.5, 0.4], [0.5, 0.4])
@@ -110,7 +119,8 @@ def test_devices_that_share_a_tree_send_more_nodes():
     for parts, expected in ((1, 1), (2, 2), (4, 3)):
         cost = StepCost(CostCurve([1, 64], [1.0, 1 + 63 * 0.3]), causal=2e-4, parts=parts)
         assert allot(forest, context, cost, Load()).sizes.tolist() == [expected]
-        assert cost.marginal(1000) == pytest.approx(0.5 / parts)
+        price = cost.price_beside_prompt(context, Load())
+        assert price == pytest.approx(0.5 / parts * (1 + PROMPT_WEIGHT))
 
 
 def test_no_requests_get_no_nodes():

@@ -433,7 +433,7 @@ class LookaheadRunner(_Base):
             emitted: list[tuple[LiveRequest, list[int]]] = []
             lengths: list[int] = []
             plain: list[int] = []
-            prefill = 0
+            prefill = prompts = 0
             num_tokens = batch.num_tokens_no_spec[: batch.num_reqs].tolist()
             for row, (request_id, tokens) in enumerate(
                 zip(batch.req_ids, sampled_token_ids, strict=True)
@@ -442,6 +442,7 @@ class LookaheadRunner(_Base):
                     computed = int(batch.num_computed_tokens_cpu[row])
                     computed += scheduler_output.num_scheduled_tokens[request_id]
                     prefill += num_tokens[row] - computed
+                    prompts += 1
                     continue
                 try:
                     live = drafter.live(request_id)
@@ -460,7 +461,8 @@ class LookaheadRunner(_Base):
                     limits.append(limit)
                 else:
                     plain.append(length)
-            load = Load(len(plain), sum(plain), min(prefill, self.max_num_tokens))
+            prefill = min(prefill, self.max_num_tokens)
+            load = Load(len(plain), sum(plain), prefill, prompts)
             drafts = drafter.draft(limits, load)
         self._could_draft = bool(limits)
         self._observe_step(scheduler_output)

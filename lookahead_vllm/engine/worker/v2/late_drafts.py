@@ -365,13 +365,14 @@ class LateDrafts:
     ) -> _Plan:
         """What is known of the step before the tokens of the one before."""
         drafter, requests = self._drafter, self._requests
-        prefill = 0
+        prefill = prompts = 0
         decoding: list[str] = []
         for req_id, num_tokens in scheduled.items():
             if req_id not in requests:
                 continue
             if num_tokens - slots.get(req_id, 0) > 1:
                 prefill += num_tokens
+                prompts += 1
             else:
                 decoding.append(req_id)
         if order is not None and len(order) == len(decoding):
@@ -385,7 +386,7 @@ class LateDrafts:
         if chains_only:
             may_branch &= [req_id not in chains_only for req_id in decoding]
         wanted = WantedDrafts(rows, np.minimum(nodes, drafter.max_step_nodes), may_branch)
-        return _Plan(decoding, wanted, Load(prefill=prefill))
+        return _Plan(decoding, wanted, Load(prefill=prefill, prompts=prompts))
 
     def _prepare(self, plan: _Plan) -> NGramTrieProposer | None:
         """Do what needs no tokens; returns the proposer if it drafts in compiled calls."""
