@@ -97,6 +97,7 @@ class Simulation:
             token_us=options.token_us,
             steps=options.steps,
             host_delay_ms=options.host_delay_ms,
+            waits=method.waits,
             clock=options.clock,
         )
         environment = {

@@ -44,6 +44,8 @@ class Job:
     token_us: float
     steps: int
     host_delay_ms: float
+    waits: bool
+    """Whether steps are prepared only when their drafts are known."""
     clock: str
     """One of CLOCKS."""
 
@@ -58,6 +60,8 @@ class Measurement:
     """What the host did in them: the mean of each piece."""
     step_ms: float
     """The median time from one step to the next."""
+    host_ms: float
+    """The CPU time of the engine's thread in a step, hidden behind the device or not."""
     nodes_sent: float
     """Nodes of a request in a step."""
     tokens_per_step: float
@@ -192,6 +196,8 @@ def measure(job: Job) -> Callable[[], Measurement]:
     if job.host_delay_ms:
         core.scheduler.schedule = delayed(core.scheduler.schedule, 1e-3 * job.host_delay_ms)
     watch(pieces, core)
+    if job.waits:
+        core.model_executor.driver_worker.worker.model_runner._shape.is_possible = False
 
     def run() -> Measurement:
         params = SamplingParams(
@@ -204,17 +210,22 @@ def measure(job: Job) -> Callable[[], Measurement]:
             steps.run()
         for _ in range(WARM_UP):
             steps.run()
-        first, before = len(device.launches), steps.num_tokens
+        first, before, begin = len(device.launches), steps.num_tokens, time.thread_time()
         for _ in range(job.steps):
             steps.run()
+        host_ms = 1e3 * (time.thread_time() - begin) / job.steps
         emitted = steps.num_tokens - before
-        return summary(job, device.launches[first - 1 :], pieces, emitted)
+        return summary(job, device.launches[first - 1 :], pieces, emitted, host_ms)
 
     return run
 
 
 def summary(
-    job: Job, launches: Sequence[Launch], pieces: HostPieces, num_tokens: int
+    job: Job,
+    launches: Sequence[Launch],
+    pieces: HostPieces,
+    num_tokens: int,
+    host_ms: float,
 ) -> Measurement:
     """The measurement of these launches; the first one only ends the wait before the next."""
     by_piece: dict[str, list[float]] = {}
@@ -233,6 +244,7 @@ def summary(
         waits=[1e6 * launch.wait for launch in launches[1:]],
         waits_by_piece={piece: fmean(times) for piece, times in by_piece.items()},
         step_ms=1e3 * median(b - a for a, b in pairwise(starts)),
+        host_ms=host_ms,
         nodes_sent=sum(launch.tokens for launch in launches[1:]) / requests - 1,
         tokens_per_step=num_tokens / (job.batch_size * job.steps),
         launches=[(1e3 * (one.start - start), 1e3 * (one.end - start)) for one in shown],

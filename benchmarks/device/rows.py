@@ -19,6 +19,8 @@ class Method(NamedTuple):
     lookahead: bool
     proposer: str | None = None
     """None for the one that lookahead chooses."""
+    waits: bool = False
+    """Whether its steps are prepared only when their drafts are known."""
 
 
 METHODS = {
@@ -27,6 +29,7 @@ METHODS = {
     "lookahead_v1": Method(second_runner=False, lookahead=True),
     "lookahead_v2": Method(second_runner=True, lookahead=True),
     "hybrid_v2": Method(second_runner=True, lookahead=True, proposer="hybrid"),
+    "waiting_v2": Method(second_runner=True, lookahead=True, waits=True),
 }
 """V1 is vLLM's first model runner with synchronous steps, V2 the second with asynchronous ones."""
 
@@ -48,6 +51,8 @@ class Row:
     by_piece_us: dict[str, float]
     """What the host did while the device waited; the sum is the mean."""
     step_ms: float
+    host_ms: float
+    """The CPU time of the host, hidden behind the device or not."""
     nodes_sent: float
     tokens_per_step: float
     steps: int
@@ -76,6 +81,7 @@ def make_row(method: str, batch_size: int, nodes: int, measured: Measurement) ->
         device_wait_mean_us=fmean(waits),
         by_piece_us=measured.waits_by_piece,
         step_ms=measured.step_ms,
+        host_ms=measured.host_ms,
         nodes_sent=measured.nodes_sent,
         tokens_per_step=measured.tokens_per_step,
         steps=len(waits),
@@ -141,10 +147,11 @@ def piece_table(rows: Sequence[Row]) -> str:
             f"{row.name}, batch {row.batch_size}",
             *(f"{row.by_piece_us[piece]:.0f}" for piece in pieces),
             f"{row.step_ms:.2f}",
+            f"{row.host_ms:.2f}",
             f"{row.nodes_sent:.1f}",
             f"{row.tokens_per_step:.2f}",
         ]
         for row in rows
     ]
-    head = ["the host meanwhile, µs, mean", *pieces, "step, ms", "nodes", "tokens/step"]
+    head = ["the host meanwhile, µs, mean", *pieces, "step, ms", "host, ms", "nodes", "tokens/step"]
     return markdown(head, body)

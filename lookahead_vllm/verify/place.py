@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-import numpy as np
 from torch import Tensor
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
@@ -16,6 +15,9 @@ from lookahead_vllm.draft.tree import DraftForest
 
 NO_SLOT = -1
 """The KV slot of a row that belongs to no request."""
+
+NOT_SPLIT = -1
+"""In place of the number of requests, if there are no rows to place."""
 
 
 class StepRows(NamedTuple):
@@ -50,18 +52,24 @@ class RequestTable(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How the n rows of a step are shared out to its r requests, in one array for the device."""
+    """How the rows of a step are shared out to its requests, in one array for the device.
+
+    Its parts have fixed places, so that a captured graph can read them.
+    """
 
     packed: Int32s
-    """int32 [2 * r + 1 + 2 * n]: the first row of each request, then n; whether its tree branches;
-    the token of each row, 0 at roots; its depth."""
-    num_requests: int
-    num_rows: int
+    """int32 [3 + 3 * m + 2 * t], with room for m requests and t rows: the number of requests r and
+    of rows n; the first row of each request, then n; whether its tree branches; its entry in the
+    table; the token of each row, 0 at roots; its depth."""
+    most_requests: int
+    """m."""
 
-    @classmethod
-    def of(
-        cls, forest: DraftForest, rows: Int64s, num_requests: int, memory: Int32s | None = None
-    ) -> Split:
+    @staticmethod
+    def size(most_requests: int, most_rows: int) -> int:
+        """The length of `packed`."""
+        return 3 + 3 * most_requests + 2 * most_rows
+
+    def write(self, forest: DraftForest, rows: Int64s, entries: Int64s) -> None:
         """One row for each root and each node.
 
         Parameters
@@ -69,27 +77,39 @@ class Split(NamedTuple):
         forest
             t trees.
         rows : int64 [t]
-            Each tree's request, from 0 to `num_requests` - 1; none occurs twice.
-        memory : int32 [at least `size`], optional
-            Where `packed` is written.
+            Each tree's request, from 0 to r - 1; none occurs twice.
+        entries : int64 [r]
+            The entry of each request in the table.
         """
-        num_rows = num_requests + forest.num_nodes
-        size = cls.size(num_requests, num_rows)
-        packed = np.empty(size, np.int32) if memory is None else memory[:size]
-        _pack(
-            forest.tokens, forest.parents, forest.depths, forest.firsts, rows, num_requests, packed
-        )
-        return cls(packed, num_requests, num_rows)
+        nodes = forest.tokens, forest.parents, forest.depths, forest.firsts
+        _pack(*nodes, rows, entries, self.packed, self.most_requests)
 
-    @staticmethod
-    def size(num_requests: int, num_rows: int) -> int:
-        """The length of `packed`."""
-        return 2 * num_requests + 1 + 2 * num_rows
+    def clear(self) -> None:
+        """The rows of the next step are written in another way: `place` leaves them alone."""
+        self.packed[0] = NOT_SPLIT
+
+    @property
+    def num_requests(self) -> int:
+        """r."""
+        return int(self.packed[0])
+
+    @property
+    def num_rows(self) -> int:
+        """n."""
+        return int(self.packed[1])
 
     @property
     def starts(self) -> Int32s:
         """int32 [r + 1]: the first row of each request, then n."""
-        return self.packed[: self.num_requests + 1]
+        return self.packed[2 : 3 + self.num_requests]
+
+
+@kernel
+def parts_of(packed: Int32s, most_requests: int) -> tuple[Int32s, Int32s, Int32s, Int32s, Int32s]:
+    """Views of `Split.packed`: starts, branches, entries, tokens, depths."""
+    m, t = most_requests, (len(packed) - 3 - 3 * most_requests) // 2
+    starts, rest = packed[2 : 3 + m], packed[3 + m :]
+    return starts, rest[:m], rest[m : 2 * m], rest[2 * m : 2 * m + t], rest[2 * m + t :]
 
 
 @kernel
@@ -99,14 +119,17 @@ def _pack(
     depths: Int32s,
     firsts: Int64s,
     rows: Int64s,
-    num_requests: int,
+    entries: Int64s,
     packed: Int32s,
+    most_requests: int,
 ) -> None:
+    starts, branches, own_entries, ids, row_depths = parts_of(packed, most_requests)
+    num_requests = len(entries)
     num_rows = num_requests + firsts[-1]
-    packed[:] = 0
-    starts, branches = packed[: num_requests + 1], packed[num_requests + 1 : 2 * num_requests + 1]
-    ids = packed[2 * num_requests + 1 : 2 * num_requests + 1 + num_rows]
-    row_depths = packed[2 * num_requests + 1 + num_rows :]
+    packed[0], packed[1] = num_requests, num_rows
+    own_entries[:num_requests] = entries
+    starts[: num_requests + 1], branches[:num_requests] = 0, 0
+    ids[:num_rows], row_depths[:num_rows] = 0, 0
     for tree in range(len(rows)):
         starts[rows[tree] + 1] = firsts[tree + 1] - firsts[tree]
     for request in range(num_requests):
@@ -126,28 +149,23 @@ class Placer(Protocol):
     def place(
         self,
         packed: Tensor,
-        num_requests: int,
-        num_rows: int,
-        entries: Tensor,
+        most_requests: int,
         num_filled: int,
         tree_lengths: Tensor | None = None,
     ) -> None:
-        """Write the rows of a step, and padding after them.
+        """Write the rows of a step, and padding after them; nothing if there is no `Split`.
 
         Rows of padding have token and position 0 and no KV slot, and belong to no request. All
-        starts and lengths are written.
+        starts and lengths are written. A captured graph may repeat the call for other steps.
 
         Parameters
         ----------
-        packed : int32 [2 * r + 1 + 2 * n]
-            As in `Split`, where the device can read it.
-        num_requests, num_rows
-            r and n.
-        entries : int64 [r]
-            The entry of each request in the table.
-        num_filled
-            The rows to write, at least n.
-        tree_lengths : int32 [at least r], optional
+        packed : int32
+            As in `Split`, where the device can read it. It has room for as many requests and rows
+            as the buffers of the step.
+        most_requests, num_filled
+            At least the requests r, and the rows to write, at least n.
+        tree_lengths : int32 [m], optional
             Written like the lengths, except that a request whose tree branches has only its rows.
         """
 

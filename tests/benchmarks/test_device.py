@@ -298,6 +298,7 @@ JOB = Job(
     token_us=0.0,
     steps=20,
     host_delay_ms=0.0,
+    waits=False,
     clock="cpu",
 )
 
@@ -316,7 +317,7 @@ def measured(device: SimulatedDevice, clock: FakeClock, number: int = 20) -> Mea
         device.launch(6 * MS, tokens=10)
         clock.work(1 * MS)  # hidden behind the forward pass
         device.synchronize()
-    return summary(JOB, device.launches, pieces, num_tokens=80)
+    return summary(JOB, device.launches, pieces, num_tokens=80, host_ms=2.5)
 
 
 def test_the_summary_of_a_run(device: SimulatedDevice, clock: FakeClock) -> None:

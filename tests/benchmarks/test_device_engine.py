@@ -37,6 +37,7 @@ def test_an_asynchronous_step_hides_the_host(by_method: dict[str, Any]) -> None:
     assert row["device_wait_us"] < 1e3 * DELAY_MS
     assert row["by_piece_us"]["schedule"] < 1e3 * DELAY_MS / 2
     assert row["step_ms"] >= DEVICE_MS
+    assert row["host_ms"] >= DELAY_MS
 
 
 def test_drafts_are_sent_and_accepted(by_method: dict[str, Any]) -> None:

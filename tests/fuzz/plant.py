@@ -17,7 +17,7 @@ from lookahead_vllm.engine.worker.v2 import sampler as second_sampler
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner as SecondRunner
 from lookahead_vllm.verify.cpu.kv_moves import KVMover
 from lookahead_vllm.verify.node_layout import NodeLayout
-from lookahead_vllm.verify.place import Split
+from lookahead_vllm.verify.place import Split, parts_of
 from lookahead_vllm.verify.seeded_draws import GeneratorStates
 from lookahead_vllm.verify.tree_batch import TreeBatch
 from lookahead_vllm.verify.walk import Walk
@@ -121,12 +121,11 @@ def _one_too_high(build: Any) -> Any:
     return wrong
 
 
-def _one_level_deeper(of: Any) -> Any:
-    def wrong(*args: Any) -> Split:
-        split: Split = of(*args)
-        depths = split.packed[-split.num_rows :]
+def _one_level_deeper(write: Any) -> Any:
+    def wrong(self: Split, *args: Any) -> None:
+        write(self, *args)
+        *_, depths = parts_of(self.packed, self.most_requests)
         depths += depths > 0
-        return split
 
     return wrong
 
@@ -147,7 +146,7 @@ BUGS: dict[str, list[Patch]] = {
         (SecondRunner, "_move", _remembered),
         (SecondRunner, "sample_tokens", _after_the_forward_pass),
     ],
-    "position": [(NodeLayout, "build", _one_too_high), (Split, "of", _one_level_deeper)],
+    "position": [(NodeLayout, "build", _one_too_high), (Split, "write", _one_level_deeper)],
 }
 """By name, see `command_line.PLANTS`."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -168,6 +169,8 @@ class GraphCPURunner(GraphRunner, model_runner.CPUModelRunner):
         self.replays = []
         manager = self.cudagraph_manager
         assert manager is not None
+        begin = manager.begin_graph
+        manager.begin_graph = partial(recorded_graphs.launch, begin)
 
         def model(**inputs: Any) -> torch.Tensor:
             output: torch.Tensor = self.model(**inputs)

@@ -31,7 +31,9 @@ class Case(NamedTuple):
         drafted = [row for row, tree in enumerate(self.trees) if len(tree)]
         order = drafted[::-1]  # of the forest, not of the batch
         forest = DraftForest.of([self.trees[row] for row in order])
-        return Split.of(forest, np.array(order, np.int64), len(self.trees))
+        split = Split(np.full(Split.size(ENTRIES, ROWS), STALE, np.int32), ENTRIES)
+        split.write(forest, np.array(order, np.int64), np.array(self.entries, np.int64))
+        return split
 
 
 def random_case(seed: int, most: int = 9, groups: int = 1, most_requests: int = ENTRIES) -> Case:
@@ -104,11 +106,11 @@ def check(case: Case, rows: StepRows, tree_lengths: torch.Tensor) -> None:
 
 def arguments_of(case: Case) -> tuple[Any, ...]:
     """The arguments of `place` but for the lengths of trees."""
-    split = case.split
-    assert len(split.packed) == Split.size(split.num_requests, split.num_rows)
-    packed, entries = torch.from_numpy(split.packed), torch.tensor(case.entries)
-    counts = split.num_requests, split.num_rows
-    return packed, *counts, entries, case.num_filled
+    return (
+        torch.from_numpy(case.split.packed),
+        len(case.trees) + case.num_filled % 2,
+        case.num_filled,
+    )
 
 
 def no_lengths() -> torch.Tensor:
@@ -122,6 +124,15 @@ def test_every_row_is_where_its_request_is(seed: int, groups: int) -> None:
     rows, lengths = stale_rows(groups), no_lengths()
     placer(case.table, rows).place(*arguments_of(case), lengths)
     check(case, rows, lengths)
+
+
+def test_rows_that_were_written_in_another_way_are_left_alone() -> None:
+    case, rows, lengths = random_case(3), stale_rows(1), no_lengths()
+    split = case.split
+    split.clear()
+    placer(case.table, rows).place(torch.from_numpy(split.packed), ENTRIES, ROWS, lengths)
+    for ours, before in zip((*rows, lengths), (*stale_rows(1), no_lengths()), strict=True):
+        assert ours.tolist() == before.tolist()
 
 
 def test_a_step_in_a_graph_without_trees_has_no_lengths_of_trees() -> None:

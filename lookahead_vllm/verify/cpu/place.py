@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
-from lookahead_vllm.verify.place import NO_SLOT, RequestTable, StepRows
+from lookahead_vllm.verify.place import NO_SLOT, RequestTable, StepRows, parts_of
 
 _NONE: Int32s = np.empty(0, np.int32)
 
@@ -26,27 +26,24 @@ class CPUPlacer:
     def place(
         self,
         packed: Tensor,
-        num_requests: int,
-        num_rows: int,
-        entries: Tensor,
+        most_requests: int,
         num_filled: int,
         tree_lengths: Tensor | None = None,
     ) -> None:
         """See `place.Placer`."""
-        split, own = packed.numpy(), entries.numpy()
+        split = packed.numpy()
+        if split[0] < 0:
+            return
         lengths = _NONE if tree_lengths is None else tree_lengths.numpy()
-        counts = num_requests, num_rows
-        _place(split, *counts, own, *self._read, *self._written, num_filled, lengths)
+        _place(split, *self._read, *self._written, num_filled, lengths)
+        room = len(self._written[-1])
         for blocks, size, slots in self._groups:
-            _map(split, *counts, own, self._read[0], blocks, size, slots[:num_filled])
+            _map(split, room, self._read[0], blocks, size, slots[:num_filled])
 
 
 @kernel
 def _place(
     packed: Int32s,
-    num_requests: int,
-    num_rows: int,
-    entries: Int64s,
     num_computed: Int32s,
     last_sampled: Int64s,
     ids: Int32s,
@@ -57,16 +54,15 @@ def _place(
     num_filled: int,
     tree_lengths: Int32s,
 ) -> None:
-    first = 2 * num_requests + 1
-    tokens, depths = packed[first : first + num_rows], packed[first + num_rows :]
+    num_requests, num_rows = packed[0], packed[1]
+    firsts, branches, entries, tokens, depths = parts_of(packed, len(lengths))
     for request in range(num_requests):
-        start, end = packed[request], packed[request + 1]
+        start, end = firsts[request], firsts[request + 1]
         context = num_computed[entries[request]]
         starts[request] = start
         lengths[request] = context + end - start
         if len(tree_lengths):
-            branches = packed[num_requests + 1 + request]
-            tree_lengths[request] = end - start + (0 if branches else context)
+            tree_lengths[request] = end - start + (0 if branches[request] else context)
         for row in range(start, end):
             ids[row] = tokens[row]
             positions[row] = context + depths[row]
@@ -83,17 +79,16 @@ def _place(
 @kernel
 def _map(
     packed: Int32s,
-    num_requests: int,
-    num_rows: int,
-    entries: Int64s,
+    most_requests: int,
     num_computed: Int32s,
     blocks: Int32s,
     block_size: int,
     slots: Int64s,
 ) -> None:
-    for request in range(num_requests):
-        entry, start = entries[request], packed[request]
-        for row in range(start, packed[request + 1]):
+    firsts, _, entries, _, _ = parts_of(packed, most_requests)
+    for request in range(packed[0]):
+        entry, start = entries[request], firsts[request]
+        for row in range(start, firsts[request + 1]):
             at = num_computed[entry] + row - start
             slots[row] = np.int64(blocks[entry, at // block_size]) * block_size + at % block_size
-    slots[num_rows:] = NO_SLOT
+    slots[packed[1] :] = NO_SLOT

@@ -20,8 +20,9 @@ _MIN_ROWS = 3  # of a branching tree: the root and two children
 class FixedBatch:
     """A `PagedBatch` of branching trees whose tensors never move.
 
-    All tensors are parts of one, so a step fills them in one copy. Entries without a tree have size
-    0, rows without a tree token -1.
+    All tensors are parts of one, so a step fills them in one copy, from host memory that never
+    moves either: a captured graph may contain the copy. Entries without a tree have size 0, rows
+    without a tree token -1.
 
     Parameters
     ----------
@@ -55,8 +56,10 @@ class FixedBatch:
         max_size = min(max_size, num_tokens)
         self._words = (max_size + 31) // 32
         self._lengths = [*[entries] * 5, num_tokens, num_tokens * self._words, num_tokens]
-        # `fill` writes every value before one is read.
-        self._packed = torch.empty(sum(self._lengths), dtype=torch.int32, device=device)
+        size = sum(self._lengths)
+        self._host = staged(torch.zeros(size, dtype=torch.int32), device)
+        """Written again only when the step that reads it has ended."""
+        self._packed = torch.empty(size, dtype=torch.int32, device=device)
         parts = self._packed.split(self._lengths)
         rows, starts, sizes, contexts, firsts, depths, masks, tokens = parts
         self.batch = PagedBatch(
@@ -75,7 +78,8 @@ class FixedBatch:
         )
         self.num_trees = 0
         none = np.empty(0, np.int64)
-        self.fill_from(DraftForest.of([]), none, none.astype(np.int32), none)
+        self.write(DraftForest.of([]), none, none.astype(np.int32), none)
+        self.upload()
 
     def fill(self, trees: TreeBatch | None) -> None:
         """Write the trees of a step, in one asynchronous copy.
@@ -95,13 +99,11 @@ class FixedBatch:
             fields = (trees.rows, trees.starts, trees.sizes, trees.contexts)
             columns = np.stack([field.numpy() for field in fields])
             depths, masks = trees.depths.numpy(), trees.masks.numpy()
-        packed = np.zeros(len(self._packed), np.int32)
-        self._copy(packed, _write(packed, *self._limits, columns, depths, masks))
+        self._note(_write(self._host.numpy(), *self._limits, columns, depths, masks))
+        self.upload()
 
-    def fill_from(
-        self, forest: DraftForest, rows: Int64s, starts: Int32s, contexts: Int64s
-    ) -> None:
-        """As `fill`, with the branching trees of `forest`.
+    def write(self, forest: DraftForest, rows: Int64s, starts: Int32s, contexts: Int64s) -> None:
+        """Write the branching trees of `forest` on the host; `upload` copies them.
 
         Parameters
         ----------
@@ -110,9 +112,13 @@ class FixedBatch:
         rows, starts, contexts : [t]
             As in TreeBatch.
         """
-        packed = np.zeros(len(self._packed), np.int32)
+        packed = self._host.numpy()
         nodes = forest.parents, forest.depths, forest.firsts
-        self._copy(packed, _write_forest(packed, *self._limits, *nodes, rows, starts, contexts))
+        self._note(_write_forest(packed, *self._limits, *nodes, rows, starts, contexts))
+
+    def upload(self) -> None:
+        """Copy what was written on the host, asynchronously."""
+        self._packed.copy_(self._host, non_blocking=True)
 
     @property
     def _limits(self) -> tuple[int, int, int, int, int]:
@@ -120,11 +126,10 @@ class FixedBatch:
         entries, *_, num_tokens = self._lengths
         return entries, num_tokens, self._words, self.batch.max_size, self.batch.max_context
 
-    def _copy(self, packed: Int32s, num_trees: int) -> None:
+    def _note(self, num_trees: int) -> None:
         if num_trees < 0:
             raise ValueError(f"the trees of a step do not fit into buffers of {self.batch.shape}")
         self.num_trees = num_trees
-        self._packed.copy_(staged(packed, self._packed.device), non_blocking=True)
 
 
 _NOTHING: tuple[Int32s, ...] = tuple(np.empty(shape, np.int32) for shape in ((4, 0), 0, (0, 1)))
@@ -142,7 +147,7 @@ def _write(
     depths: Int32s,
     masks: Int32s,
 ) -> int:
-    """Lay out t trees of n rows in zeros; returns t, or -1 if they do not fit.
+    """Lay out t trees of n rows; returns t, or -1 if they do not fit.
 
     Parameters
     ----------
@@ -155,6 +160,7 @@ def _write(
     num_trees = columns.shape[1]
     if num_trees > entries or len(depths) > num_tokens:
         return -1
+    packed[:] = 0
     row_depths = packed[5 * entries :]
     row_masks, tokens = row_depths[num_tokens:], row_depths[(1 + words) * num_tokens :]
     row = 0

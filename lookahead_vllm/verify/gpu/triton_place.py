@@ -10,7 +10,7 @@ from torch import Tensor
 from lookahead_vllm.verify.place import RequestTable, StepRows
 
 _BLOCK = 64
-_COUNTS = ["num_requests", "num_rows", "num_filled", "max_requests", "slots_stride"]
+_COUNTS = ["room_for_requests", "room_for_rows", "num_filled", "slots_stride"]
 _BUFFERS = ["packed", "ids", "positions", "is_padding", "starts", "lengths", "slots"]
 
 
@@ -30,64 +30,69 @@ class TritonPlacer:
     def place(
         self,
         packed: Tensor,
-        num_requests: int,
-        num_rows: int,
-        entries: Tensor,
+        most_requests: int,
         num_filled: int,
         tree_lengths: Tensor | None = None,
     ) -> None:
         """See `place.Placer`."""
         table, rows = self._table, self._rows
-        _place[(num_requests + 1,)](
-            packed, entries, table.num_computed, table.last_sampled, *self._addresses, *rows,
+        _place[(most_requests + 1,)](
+            packed, table.num_computed, table.last_sampled, *self._addresses, *rows,
             rows.slots.stride(0), rows.lengths if tree_lengths is None else tree_lengths,
-            num_requests, num_rows, num_filled, len(rows.lengths),
+            len(rows.lengths), len(rows.ids), num_filled,
             GROUPS=len(rows.slots), HAS_TREES=tree_lengths is not None, BLOCK=_BLOCK, num_warps=2,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_BUFFERS)
 def _place(
-    packed, entries, num_computed, last_sampled, blocks, block_strides, block_sizes,
+    packed, num_computed, last_sampled, blocks, block_strides, block_sizes,
     ids, positions, is_padding, starts, lengths, slots, slots_stride, tree_lengths,
-    num_requests, num_rows, num_filled, max_requests,
+    room_for_requests, room_for_rows, num_filled,
     GROUPS: tl.constexpr, HAS_TREES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for each request, and one for the padding."""
+    """One program for each request that there may be, and one for the padding."""
     request = tl.program_id(0)
     offset = tl.arange(0, BLOCK)
-    if request == num_requests:
-        for first in range(num_rows, num_filled, BLOCK):
-            row = first + offset
-            is_row = row < num_filled
-            tl.store(ids + row, 0, mask=is_row)
-            tl.store(positions + row, 0, mask=is_row)
-            tl.store(is_padding + row, 1, mask=is_row)
-            for group in tl.static_range(GROUPS):
-                tl.store(slots + group * slots_stride + row, -1, mask=is_row)
-        for first in range(num_requests, max_requests + 1, BLOCK):
-            at = first + offset
-            tl.store(starts + at, num_rows, mask=at <= max_requests)
-            tl.store(lengths + at, 0, mask=at < max_requests)
-            if HAS_TREES:
-                tl.store(tree_lengths + at, 0, mask=at < max_requests)
+    num_requests, num_rows = tl.load(packed), tl.load(packed + 1)
+    if request == tl.num_programs(0) - 1:
+        if num_requests >= 0:
+            for first in range(num_rows, num_filled, BLOCK):
+                row = first + offset
+                is_row = row < num_filled
+                tl.store(ids + row, 0, mask=is_row)
+                tl.store(positions + row, 0, mask=is_row)
+                tl.store(is_padding + row, 1, mask=is_row)
+                for group in tl.static_range(GROUPS):
+                    tl.store(slots + group * slots_stride + row, -1, mask=is_row)
+            for first in range(num_requests, room_for_requests + 1, BLOCK):
+                at = first + offset
+                tl.store(starts + at, num_rows, mask=at <= room_for_requests)
+                tl.store(lengths + at, 0, mask=at < room_for_requests)
+                if HAS_TREES:
+                    tl.store(tree_lengths + at, 0, mask=at < room_for_requests)
+        return
+    if request >= num_requests:
         return
 
-    start, end = tl.load(packed + request), tl.load(packed + request + 1)
-    entry = tl.load(entries + request)
+    firsts = packed + 2
+    branching = firsts + room_for_requests + 1
+    entries = branching + room_for_requests
+    tokens = entries + room_for_requests
+    start, end = tl.load(firsts + request), tl.load(firsts + request + 1)
+    entry = tl.load(entries + request).to(tl.int64)
     context = tl.load(num_computed + entry)
     tl.store(starts + request, start)
     tl.store(lengths + request, context + end - start)
     if HAS_TREES:
-        branches = tl.load(packed + num_requests + 1 + request)
+        branches = tl.load(branching + request)
         tl.store(tree_lengths + request, end - start + tl.where(branches != 0, 0, context))
-    tokens = packed + 2 * num_requests + 1
     root = tl.load(last_sampled + entry).to(tl.int32)
     for first in range(start, end, BLOCK):
         row = first + offset
         is_row = row < end
         token = tl.load(tokens + row, mask=is_row, other=0)
-        depth = tl.load(tokens + num_rows + row, mask=is_row, other=0)
+        depth = tl.load(tokens + room_for_rows + row, mask=is_row, other=0)
         tl.store(ids + row, tl.where(row == start, root, token), mask=is_row)
         tl.store(positions + row, (context + depth).to(tl.int64), mask=is_row)
         tl.store(is_padding + row, 0, mask=is_row)

@@ -73,7 +73,8 @@ def test_a_forest_fills_the_buffers_as_its_branching_trees_do(seed: int) -> None
     rows, contexts = rng.permutation(20)[:7], rng.integers(0, 900, 7)
     starts = (np.cumsum(sizes) - sizes).astype(np.int32)
     fixed = FixedBatch(96, max_requests=8, max_size=40, max_context=1000, device="cpu")
-    fixed.fill_from(DraftForest.of(trees), rows, starts, contexts)
+    fixed.write(DraftForest.of(trees), rows, starts, contexts)
+    fixed.upload()
     found, num_trees = fixed._packed.clone(), fixed.num_trees
     chosen = [i for i, tree in enumerate(trees) if not tree.is_chain]
     branching = [trees[i] for i in chosen]
@@ -118,6 +119,4 @@ def test_a_step_that_does_not_fit_is_refused(step: tuple[list[int], int, int]) -
         fixed.fill(batch)
     contexts = np.full(len(sizes), context)
     with refused:
-        fixed.fill_from(
-            DraftForest.of(trees), np.arange(len(sizes)), starts.astype(np.int32), contexts
-        )
+        fixed.write(DraftForest.of(trees), np.arange(len(sizes)), starts.astype(np.int32), contexts)

@@ -42,15 +42,24 @@ def sizes_with_drafts(captured: Sequence[int], most: int) -> list[int]:
 
 
 class _AnnouncedCapture(CudaGraphManager):
-    """Announces each graph before its inputs are prepared. List it after ModelCudaGraphManager."""
+    """Announces each graph before its inputs are prepared, and before its model is captured.
+
+    List it after ModelCudaGraphManager.
+    """
 
     before_capture: Callable[[BatchExecutionDescriptor], None]
+    before_model: Callable[[BatchExecutionDescriptor], None]
 
     def capture(self, create_forward_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         def create(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[..., None]:
             self.before_capture(desc)
             forward: Callable[..., None] = create_forward_fn(desc, warmup=warmup)
-            return forward
+
+            def run(*args: Any) -> None:
+                self.before_model(desc)
+                forward(*args)
+
+            return run
 
         super().capture(create, *args, **kwargs)
 
@@ -65,14 +74,18 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
     before_replay : callable
         Called with the graph that was chosen for a step, before it is replayed; returns the one
         that runs the step. Set by the runner.
+    begin_graph : callable
+        Called before the model while a graph for drafts is captured: what it launches is captured,
+        too. Set by the runner.
     """
 
     before_replay: Callable[[BatchExecutionDescriptor], BatchExecutionDescriptor] | None
+    begin_graph: Callable[[BatchExecutionDescriptor], None] | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.branches = False
-        self.before_replay = None
+        self.before_replay = self.begin_graph = None
         self._draft_graphs: dict[tuple[int, int], BatchExecutionDescriptor] = {}
         """By the number of tokens of a step, which may be less than the graph's, and the number of
         active adapters."""
@@ -128,6 +141,11 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
         """See `_AnnouncedCapture`."""
         if self._use_buffers is not None:
             self._use_buffers(desc.num_tokens if desc.max_query_len is not None else None)
+
+    def before_model(self, desc: BatchExecutionDescriptor) -> None:
+        """See `_AnnouncedCapture`."""
+        if self.begin_graph is not None and desc.max_query_len is not None:
+            self.begin_graph(desc)
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
         try:

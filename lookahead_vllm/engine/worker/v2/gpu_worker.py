@@ -76,7 +76,7 @@ class GraphRunner(LookaheadRunner):
             # All ranks must run the same kind of graph, and vLLM's graphs for any batch have no
             # tree attention.
             self._forbid_branches("cudagraph_mode is FULL, and there are several engines")
-        manager.before_replay = self._choose_graph
+        manager.before_replay, manager.begin_graph = self._choose_graph, self._begin_graph
         self._buffers = {}
         if reason := self._varlen_obstacle():
             logger.info_once("Lookahead runs steps with drafts in pieces: %s.", reason)
@@ -166,6 +166,8 @@ class GraphRunner(LookaheadRunner):
         """
         shape, manager = self._shape, self.cudagraph_manager
         if not shape.awaits_drafts:
+            if prepared.max_query_len is not None:  # the tokens of the step before have arrived
+                shape.clear()
             return prepared
         assert manager is not None
         split = self._draft_late()
@@ -181,12 +183,21 @@ class GraphRunner(LookaheadRunner):
         else:
             drafts, rows = self._drafts, shape.rows
             starts, contexts = split.starts[rows], drafts.num_tokens - 1
-            graph.trees.fill_from(drafts.forest, rows, starts, contexts)
-            shape.place(prepared.num_tokens, graph.seq_lens)
-            for builder in self._builders:
-                builder.refresh(graph)
+            graph.trees.write(drafts.forest, rows, starts, contexts)
         self._elapsed = self._clock.tick()
         return desc
+
+    def _begin_graph(self, desc: BatchExecutionDescriptor) -> None:
+        """Launch what a graph with trees does before the model; see `DraftGraphManager`.
+
+        So after a step's drafts are known, nothing but the graph has to be launched.
+        """
+        graph = self._buffers.get(desc.num_tokens)
+        if graph is not None:
+            graph.trees.upload()
+            self._shape.place_in_graph(desc, graph.seq_lens)
+            for builder in self._builders:
+                builder.refresh(graph)
 
     def prepare_inputs(
         self,

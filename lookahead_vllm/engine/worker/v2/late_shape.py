@@ -65,10 +65,12 @@ class LateShape:
 
     Attributes
     ----------
+    is_possible : bool
+        Whether this engine has such steps.
     is_open : bool
         Whether this step is such a step, from `begin` on.
     awaits_drafts : bool
-        Whether its drafts have not been placed yet.
+        Whether its drafts are not known yet.
     is_settled : bool
         Whether nothing is left to be made exact.
     scheduled : SchedulerOutput
@@ -97,18 +99,20 @@ class LateShape:
     _memory: Any
     """Of `_split`, on the host and as the device reads it. It is written again only when the tokens
     of the step that reads it have arrived."""
+    _packed: torch.Tensor
+    """The same, after the last step was split."""
     _split: Split
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._is_possible = self.is_open = self.awaits_drafts = False
+        self.is_possible = self.is_open = self.awaits_drafts = False
         self.is_settled = True
         self.graph: BatchExecutionDescriptor | None = None
 
     def use_buffers(self) -> None:
         """Call this once the runner has its KV cache."""
         runner = self._runner
-        self._is_possible = _is_possible(runner)
+        self.is_possible = _is_possible(runner)
         buffers, tables, states = runner.input_buffers, runner.block_tables, runner.req_states
         self._rows = StepRows(
             buffers.input_ids,
@@ -125,17 +129,20 @@ class LateShape:
             tuple(tables.block_sizes),
         )
         self._placer = placer(table, self._rows)
-        size = Split.size(len(self._rows.lengths), len(self._rows.ids))
+        most_requests = len(self._rows.lengths)
+        size = Split.size(most_requests, len(self._rows.ids))
         memory = buffer_utils.UvaBuffer if is_uva_available() else buffer_utils.NonUvaBuffer
         self._memory = memory(size, torch.int32)
+        self._split = Split(self._memory.np, most_requests)
+        self._split.clear()
 
     def warm_up(self) -> None:
         """Compile what a step launches, by a step without requests."""
-        split = Split.of(DraftForest.of([]), np.empty(0, np.int64), 0, self._memory.np)
-        packed = self._memory.uva(len(split.packed))
-        entries = torch.empty(0, dtype=torch.int64, device=packed.device)
+        none = np.empty(0, np.int64)
+        self._split.write(DraftForest.of([]), none, none)
         for lengths in (None, torch.zeros_like(self._rows.lengths)):
-            self._placer.place(packed, 0, 0, entries, 0, lengths)
+            self._placer.place(self._memory.uva(), 0, 0, lengths)
+        self._split.clear()
 
     # ---- before the tokens -----------------------------------------------------------------------
 
@@ -160,7 +167,7 @@ class LateShape:
 
     def _only_decodes(self, scheduled: SchedulerOutput) -> bool:
         if (
-            not self._is_possible
+            not self.is_possible
             or not scheduled.scheduled_spec_decode_tokens
             or scheduled.scheduled_new_reqs
             or scheduled.has_structured_output_requests
@@ -175,22 +182,25 @@ class LateShape:
 
     def split(self, drafts: Drafts) -> Split:
         """The rows of the step, in the order of the batch."""
+        self.awaits_drafts = False
         self.rows = drafts.rows_in(self.batch.req_ids)
-        self._split = Split.of(drafts.forest, self.rows, self.batch.num_reqs, self._memory.np)
+        self._split.write(drafts.forest, self.rows, self.batch.idx_mapping_np)
+        self._packed = self._memory.uva()
         return self._split
 
-    def place(self, num_filled: int, tree_lengths: torch.Tensor | None = None) -> None:
+    def place(self, num_filled: int) -> None:
         """Write the rows of the step to vLLM's buffers."""
-        self.awaits_drafts = False
-        packed, num_requests, num_rows = self._split
-        self._placer.place(
-            self._memory.uva(len(packed)),
-            num_requests,
-            num_rows,
-            self.batch.idx_mapping,
-            num_filled,
-            tree_lengths,
-        )
+        self._placer.place(self._packed, self.batch.num_reqs, num_filled)
+
+    def place_in_graph(self, graph: BatchExecutionDescriptor, tree_lengths: torch.Tensor) -> None:
+        """Call this while a graph is captured: it will write the rows of the step that it runs."""
+        most_requests = graph.num_reqs or graph.num_tokens
+        self._placer.place(self._memory.uva(), most_requests, graph.num_tokens, tree_lengths)
+
+    def clear(self) -> None:
+        """The next graph finds its rows in vLLM's buffers."""
+        self._split.clear()
+        self._memory.uva()
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """The model's inputs, without padding."""
@@ -206,12 +216,13 @@ class LateShape:
     def exact_batch(self, drafts: Drafts) -> InputBatch:
         """The batch with only the rows in use, and the padding of its graph."""
         self.is_settled = True
-        graph, batch, (_, num_reqs, num_rows) = self.graph, self.batch, self._split
+        graph, batch, split = self.graph, self.batch, self._split
+        num_reqs, num_rows = split.num_requests, split.num_rows
         padded_reqs = num_reqs if graph is None else graph.num_reqs or num_reqs
         padded = num_rows if graph is None else graph.num_tokens
         starts = np.full(padded_reqs + 1, num_rows, np.int32)
-        starts[: num_reqs + 1] = self._split.starts
-        sizes: Int32s = np.diff(self._split.starts)
+        starts[: num_reqs + 1] = split.starts
+        sizes: Int32s = np.diff(split.starts)
         contexts = batch.num_computed_tokens_np.copy()  # an upper bound
         is_known = drafts.num_tokens > 0
         contexts[self.rows[is_known]] = drafts.num_tokens[is_known] - 1

@@ -18,6 +18,7 @@ from lookahead_vllm.engine.worker.gpu_attention import _TreeBuilder
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.late_shape import LateMetadata, LateShape
 from lookahead_vllm.verify.cpu.place import CPUPlacer
+from lookahead_vllm.verify.place import parts_of
 from tests.support import graph_engine, v2_on_cpu
 from tests.support.driving import (
     drafter_of,
@@ -51,7 +52,7 @@ class Steps:
         self.placed: list[tuple[int, int]] = []
         """The rows of each early step, and those that vLLM had prepared."""
         shape = runner_of(llm)._shape
-        begin, write = shape.begin, shape.place
+        begin, split = shape.begin, shape.split
 
         def begins(scheduled: Any) -> Any:
             prepared = begin(scheduled)
@@ -59,12 +60,13 @@ class Steps:
             self.waiting += bool(scheduled.scheduled_spec_decode_tokens) and prepared is None
             return prepared
 
-        def placed(*args: Any) -> None:
-            self.placed.append((shape._split.num_rows, shape.batch.num_tokens))
-            write(*args)
+        def splits(drafts: Any) -> Any:
+            found = split(drafts)
+            self.placed.append((found.num_rows, shape.batch.num_tokens))
+            return found
 
         monkeypatch.setattr(shape, "begin", begins)
-        monkeypatch.setattr(shape, "place", placed)
+        monkeypatch.setattr(shape, "split", splits)
 
 
 @contextmanager
@@ -207,9 +209,10 @@ def test_prompts_and_grammars_wait_for_the_drafts(
 def _rows_that_keep_their_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     place = CPUPlacer.place
 
-    def wrong(self: Any, packed: Any, requests: int, rows: int, *args: Any) -> None:
+    def wrong(self: Any, packed: Any, *args: Any) -> None:
         slots = [own.copy() for *_, own in self._groups]
-        place(self, packed, requests, rows, *args)
+        place(self, packed, *args)
+        rows = max(int(packed[1]), 0)
         for (*_, own), stale in zip(self._groups, slots, strict=True):
             own[rows:] = stale[rows:]
 
@@ -220,7 +223,7 @@ def _stale_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     place = CPUPlacer.place
 
     def wrong(self: Any, *args: Any) -> None:
-        *_, tree_lengths = args
+        tree_lengths = args[3] if len(args) > 3 else None
         lengths = torch.from_numpy(self._written[-1])
         buffers = [b for b in (lengths, tree_lengths) if b is not None]
         stale = [buffer.clone() for buffer in buffers]
@@ -251,7 +254,8 @@ def _depths_of_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
         found = split(self, drafts)
         starts = found.starts
         places = np.arange(found.num_rows) - np.repeat(starts[:-1], np.diff(starts))
-        found.packed[-found.num_rows :] = places
+        *_, depths = parts_of(found.packed, found.most_requests)
+        depths[: found.num_rows] = places
         return found
 
     monkeypatch.setattr(LateShape, "split", wrong)
