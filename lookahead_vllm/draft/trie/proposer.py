@@ -296,7 +296,7 @@ class NGramTrieProposer:
 
     def _price(self, contexts: Int64s, load: Load, num_nodes: int) -> None:
         self._plan = _Plan(load.progress(len(contexts)))
-        if self.cost is not None and self.options.budget == "auto":
+        if self.cost is not None and self.options.budget == "auto" and len(contexts):
             prices = self.cost.prices(contexts, load, num_nodes)
             self._plan = self._plan._replace(
                 prices=prices, price_beside_prompt=self.cost.price_beside_prompt(contexts, load)
