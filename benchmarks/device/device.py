@@ -62,6 +62,7 @@ class ThreadClock:
     def __init__(self) -> None:
         self._thread = get_ident()
         self._slept = 0.0
+        self._sleep: Callable[[float], None] = time.sleep
 
     def now(self) -> float:
         """See Clock; RuntimeError on another thread, whose CPU time is a different one."""
@@ -73,13 +74,21 @@ class ThreadClock:
         """See Clock. Waking up takes no time."""
         rest = instant - self.now()
         if rest > 0:
-            time.sleep(rest)
+            self._sleep(rest)
             self._slept += max(0.0, instant - self.now())
 
     def install(self) -> None:
         """See Clock. Other threads keep the machine's clock."""
-        machine = time.perf_counter
+        machine, sleep = time.perf_counter, time.sleep
+
+        def sleep_here(seconds: Any) -> None:
+            if get_ident() == self._thread and seconds > 0:
+                self.sleep_until(self.now() + seconds)
+            else:
+                sleep(seconds)
+
         time.perf_counter = lambda: self.now() if get_ident() == self._thread else machine()
+        time.sleep = sleep_here
 
 
 class Launch(NamedTuple):

@@ -39,7 +39,7 @@ on the simulated device:
     lookahead_v1   lookahead on the first runner
     lookahead_v2   lookahead on the second runner; with --nodes above 0, from the trie
     hybrid_v2      the same, from the trie and the model's choices
-    waiting_v2     lookahead_v2 in steps that vLLM prepares only when the drafts are known: those with
+    waiting_v2     lookahead_v2 in steps that vLLM prepares only when the drafts are known: with
                    prompts, adapters, M-RoPE, prompt embeddings or several replicas
   nodes:
     0              the default options, and a text without patterns, in which no node pays
@@ -56,7 +56,8 @@ on the simulated device:
                    `prepare` is the runner's work before the forward pass, without `inputs` (tokens
                    and positions) and `attention` (its metadata), `sample` that after it, `draft`
                    learning and drafting, `wait` waking up
-    step, host     from one launch to the next; the host's work for it, hidden or not
+    step, host     from one launch to the next; the host's CPU time in it, hidden or not, with
+                   polling for the device at the end of a wait
     nodes, tokens/step
                    of a request in a step: nodes that were sent, tokens that were emitted
 

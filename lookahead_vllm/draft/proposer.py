@@ -70,6 +70,8 @@ class Proposer(Protocol):
     that pay."""
     min_prob_beside_prompt: float
     """The probability from which a node pays in a step that also prefills a prompt."""
+    pays: bool
+    """Whether the last trees were worth that their step waited for them."""
     num_choices: int
     """How many of the model's likeliest tokens at each node `observe` needs; 0 if it needs none.
 
@@ -124,6 +126,7 @@ class NoProposer:
 
     cost: StepCost | None = None
     min_prob_beside_prompt = 0.0
+    pays = False
     num_choices = 0
     wants_roots = False
 

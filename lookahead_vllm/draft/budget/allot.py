@@ -21,6 +21,9 @@ from lookahead_vllm.draft.tree import (
 PROBE_AFTER_STEPS = 16
 """After this many steps with drafts, a step without drafts may be run to refresh its cost."""
 
+PROBE_LATE_AFTER_STEPS = 64
+"""The same where drafts are grown late: some steps are run then that do not wait for any."""
+
 PROBE_BELOW_SPEEDUP = 1.3
 """Such a step is run if the drafts promise less than this many times the plain tokens per time."""
 
@@ -64,14 +67,26 @@ def allot(forest: DraftForest, contexts: Int64s, cost: StepCost, load: Load) -> 
     sizes, chained, rate, min_prob = _allot(
         forest.probs, forest.parents, forest.firsts, forest.branching, progress, prices[:]
     )
-    if is_probe_due(cost) and rate * prices.base < PROBE_BELOW_SPEEDUP * progress:
+    if is_probe_due(cost, load) and rate * prices.base < PROBE_BELOW_SPEEDUP * progress:
         sizes = np.zeros_like(sizes)
     return Allotment(sizes, chained, rate, min_prob)
 
 
-def is_probe_due(cost: StepCost) -> bool:
-    """Whether a step without drafts may be run, to refresh its cost."""
-    return cost.steps_since_plain >= PROBE_AFTER_STEPS
+def is_probe_due(cost: StepCost, load: Load) -> bool:
+    """Whether a step without drafts may be run, to refresh its cost.
+
+    A step that waits for its drafts in any case would tell nothing; see `is_worth_waiting`.
+    """
+    return cost.steps_since_plain >= PROBE_AFTER_STEPS and not load.waits
+
+
+def is_worth_waiting(cost: StepCost, speedup: float) -> bool:
+    """Whether steps should go on to wait for late drafts, if one has this `speedup`.
+
+    Every now and then, steps without drafts are run to refresh their cost, as in `is_probe_due`.
+    """
+    is_due = cost.steps_since_plain >= PROBE_LATE_AFTER_STEPS
+    return speedup >= (PROBE_BELOW_SPEEDUP if is_due else 1.0)
 
 
 @kernel

@@ -124,6 +124,8 @@ class Load(NamedTuple):
     """Prompt tokens."""
     prompts: int = 0
     """Requests whose prompt tokens these are."""
+    waits: bool = False
+    """Whether the step waits for its drafts, even if it gets none: they are grown late."""
 
     def progress(self, trees: int) -> int:
         """What the step is worth without nodes, in tokens, if `trees` requests may have drafts."""
@@ -144,13 +146,16 @@ class StepWork(NamedTuple):
     """Rows times context length, summed over requests without a tree or with a chain."""
     trees: float
     """Rows times context length, summed over requests with a branching tree."""
+    waits: bool = False
+    """Whether the device waited for drafts before the next step, even if that got none."""
 
 
 class StepPrices(NamedTuple):
     """The time of a step without drafts and prompts, and the time that draft nodes add to it."""
 
     base: float
-    """The step without nodes, its prompts left out: their time is not due to drafts."""
+    """The step without nodes, its prompts left out: their time is not due to drafts. If it waits
+    for drafts, with that."""
     forward: Floats
     """float64 [m]: the additional time of the forward pass with 0, 1, ..., m - 1 nodes in all. m is
     num_nodes + 1, or larger if `captured`: up to the end of the plateau that begins next."""
@@ -168,12 +173,12 @@ class StepCost:
     """Predicts the time of a step, and learns from the time of every real step.
 
     The prediction is a weighted sum of eight features, times the machine's slowdown. The features
-    are the forward pass by the curve, a constant, 1 if there are drafts, and requests, nodes,
-    context, causal and trees of StepWork. The slowdown is the mean of the last SPEED_STEPS steps:
-    it follows other programs and clock rates, which change every step alike. The weights are the
-    least-squares fit to the times over the slowdown of about the last MEMORY_SECONDS, with the
-    measurement at start as a prior: weights that these steps do not determine keep their values.
-    What pays depends on the weights alone.
+    are the forward pass by the curve, a constant, 1 if there are drafts or the step waited for
+    some, and requests, nodes, context, causal and trees of StepWork. The slowdown is the mean of
+    the last SPEED_STEPS steps: it follows other programs and clock rates, which change every step
+    alike. The weights are the least-squares fit to the times over the slowdown of about the last
+    MEMORY_SECONDS, with the measurement at start as a prior: weights that these steps do not
+    determine keep their values. What pays depends on the weights alone.
 
     Parameters
     ----------
@@ -231,8 +236,8 @@ class StepCost:
         self.slowdown = 1.0
         """How many times as long as by the weights the last steps took."""
         self.steps_since_plain = 0
-        """Steps with drafts since the last one without. The cost of drafts cannot be learned only
-        from steps with drafts."""
+        """Steps with drafts, or that waited for some, since the last one without. The cost of
+        drafts cannot be learned only from steps with drafts."""
         self.weights: Floats = self._start.copy()
 
     @property
@@ -249,7 +254,8 @@ class StepCost:
 
         `time` is in seconds, and so must be the curve.
         """
-        self.steps_since_plain = self.steps_since_plain + 1 if work.nodes else 0
+        has_drafts = work.nodes > 0 or work.waits
+        self.steps_since_plain = self.steps_since_plain + 1 if has_drafts else 0
         features = self._features(work)
         by_weights = float(self.weights @ features)
         predicted = self.slowdown * by_weights
@@ -276,7 +282,8 @@ class StepCost:
         else:
             curve = self._with_drafts if work.nodes else self._without_drafts
         forward = curve.between(work.tokens, work.tokens)[0]
-        return np.array([forward, 1.0, work.nodes > 0, *work[1:]])
+        _, *others, waits = work
+        return np.array([forward, 1.0, work.nodes > 0 or waits, *others])
 
     def prices(self, contexts: Int64s, load: Load, num_nodes: int) -> StepPrices:
         """The time of the step without drafts and prompts, and what up to `num_nodes` nodes add.
@@ -293,6 +300,7 @@ class StepCost:
             The largest number of nodes, of all requests together.
         """
         scale, fixed, drafts, request, node, read, causal, trees = self.weights.tolist()
+        waiting, drafts = (drafts, 0.0) if load.waits else (0.0, drafts)
         decodes = len(contexts) + load.decodes
         first = decodes + load.prefill
         last = first - -num_nodes // self.parts
@@ -305,6 +313,7 @@ class StepCost:
         base = (
             plain
             + fixed
+            + waiting
             + request * decodes
             + (read + causal) * (float(contexts.sum()) + load.context)
         )
@@ -316,6 +325,11 @@ class StepCost:
             forward = forward[-(-np.arange(num_nodes + 1) // self.parts)]
             chain, tree = chain / self.parts, tree / self.parts
         return StepPrices(base, forward, chain, tree, root, captured)
+
+    @property
+    def waiting(self) -> float:
+        """The time of waiting for late drafts, without the slowdown."""
+        return float(self.weights[2])
 
     def price_beside_prompt(self, contexts: Int64s, load: Load) -> float:
         """What a node costs if the step begins to read one more prompt, on average.

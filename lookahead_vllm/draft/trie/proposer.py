@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.budget.allot import compile_budget, cut_to_allotment, is_probe_due
+from lookahead_vllm.draft.budget.allot import (
+    compile_budget,
+    cut_to_allotment,
+    is_probe_due,
+    is_worth_waiting,
+)
 from lookahead_vllm.draft.budget.cost import Load, StepCost, StepPrices
 from lookahead_vllm.draft.insertion import InsertionQueue
 from lookahead_vllm.draft.jit import Int32s, Int64s
@@ -133,6 +138,9 @@ class _Plan(NamedTuple):
 
     progress: int
     """What it is worth without nodes, see `Load.progress`."""
+    may_probe: bool = False
+    plain_time: float = 0.0
+    """Its time if it had no nodes and waited for none."""
     prices: StepPrices | None = None
     """None if its nodes are sent whatever they cost."""
     price_beside_prompt: float = 0.0
@@ -160,6 +168,7 @@ class NGramTrieProposer:
         self.options = options
         self.cost: StepCost | None = None
         self.min_prob_beside_prompt = 0.0
+        self.pays = False
         max_nodes = options.max_nodes
         if options.max_bytes is not None:
             max_nodes = min(max_nodes, options.max_bytes // BYTES_PER_NODE)
@@ -298,24 +307,30 @@ class NGramTrieProposer:
         self._plan = _Plan(load.progress(len(contexts)))
         if self.cost is not None and self.options.budget == "auto" and len(contexts):
             prices = self.cost.prices(contexts, load, num_nodes)
-            self._plan = self._plan._replace(
-                prices=prices, price_beside_prompt=self.cost.price_beside_prompt(contexts, load)
+            self._plan = _Plan(
+                load.progress(len(contexts)),
+                is_probe_due(self.cost, load),
+                prices.base - (self.cost.waiting if load.waits else 0.0),
+                prices,
+                self.cost.price_beside_prompt(contexts, load),
             )
 
     def _cut_by_plan(self, forest: DraftForest) -> DraftForest:
-        progress, prices, price_beside_prompt = self._plan
+        progress, may_probe, plain_time, prices, price_beside_prompt = self._plan
+        self.pays = forest.num_nodes > 0
         if self.cost is None or prices is None:
             return forest
         if not forest.num_nodes:
             self._min_prob /= 2  # no node reached it, so the next trees have less likely nodes
             return forest
-        fields, rate, min_prob = cut_to_allotment(
-            forest.arrays, progress, prices[:], is_probe_due(self.cost)
-        )
+        fields, rate, min_prob = cut_to_allotment(forest.arrays, progress, prices[:], may_probe)
         # Nodes far below the probability that pays are not grown in the next step.
         self._min_prob = min_prob / 2
         self.min_prob_beside_prompt = rate * price_beside_prompt
-        return DraftForest(*fields)
+        forest = DraftForest(*fields)
+        speedup = rate * plain_time / progress
+        self.pays = forest.num_nodes > 0 and is_worth_waiting(self.cost, speedup)
+        return forest
 
     # ---- a step whose drafts the device waits for ------------------------------------------------
 

@@ -102,6 +102,7 @@ class JacobiWindowProposer:
         self.options = options = options.for_model(0)
         self.cost: StepCost | None = None
         self.min_prob_beside_prompt = 0.0
+        self.pays = False
         self.branch = LookaheadBranch(options)
         self._rates = _Rates(options.ngram_size)
         self._texts: dict[str, _Text] = {}
@@ -183,7 +184,9 @@ class JacobiWindowProposer:
             self._texts[limit.request_id].ranks = tree_ranks[:size]
         nodes = np.array([limit.max_nodes for limit in limits], np.int64)
         depths = np.array([limit.max_depth for limit in limits], np.int64)
-        return self.branch.join(forest, windows, nodes, depths, self._max_nodes, cost)
+        forest = self.branch.join(forest, windows, nodes, depths, self._max_nodes, cost)
+        self.pays = forest.num_nodes > 0
+        return forest
 
     def finish(self, request_id: str) -> None:
         """See Proposer."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead_vllm.draft.budget.allot import allot
+from lookahead_vllm.draft.budget.allot import allot, is_worth_waiting
 from lookahead_vllm.draft.budget.cost import (
     MEMORY_SECONDS,
     PROMPT_WEIGHT,
@@ -92,6 +92,34 @@ def test_a_request_that_waits_for_its_first_token_weighs_as_much_as_many_that_de
     assert sizes(rows, steep, Load(prefill=100)) == [2, 1, 1, 1]
     assert sizes(rows, steep, Load(prefill=100, prompts=1)) == [1, 1, 1, 1]
     assert sizes(rows, steep, Load(prefill=200, prompts=2)) == [0, 0, 0, 0]
+
+
+def test_nodes_of_a_step_that_waits_for_its_drafts_do_not_pay_for_the_waiting():
+    """It waits in any case; what pays for it is decided for further steps."""
+    cost = StepCost(CostCurve([1, 64], [1.0, 1.01]), drafts=0.5)
+    forest, contexts = chains([0.1]), np.zeros(1, np.int64)
+    assert allot(forest, contexts, cost, Load()).sizes.tolist() == [0]
+    waiting = allot(forest, contexts, cost, Load(waits=True))
+    assert waiting.sizes.tolist() == [1]
+    assert waiting.rate == pytest.approx(1.1 / 1.5, rel=0.01)
+
+
+def test_the_time_of_waiting_is_learned_from_steps_without_a_node():
+    cost = StepCost(CostCurve([1, 64], [1.0, 1.01]))
+    plain = StepWork(1, 1, 0, 0.0, 0.0, 0.0)
+    for i in range(200):
+        waits = i % 8 < 6
+        cost.observe(plain._replace(waits=waits), 1.3 if waits else 1.0)
+    assert cost.waiting == pytest.approx(0.3, abs=0.03)
+    assert cost.steps_since_plain == 0
+
+
+def test_steps_wait_for_drafts_while_these_make_them_faster():
+    cost = StepCost(CostCurve([1, 64], [1.0, 1.01]))
+    cost.steps_since_plain = 10
+    assert is_worth_waiting(cost, 1.01) and not is_worth_waiting(cost, 0.99)
+    cost.steps_since_plain = 64  # now steps without drafts are needed, unless much would be lost
+    assert not is_worth_waiting(cost, 1.2) and is_worth_waiting(cost, 1.4)
 
 
 def test_a_long_context_makes_nodes_dearer():

@@ -241,7 +241,7 @@ def test_prices_of_more_nodes_choose_the_same(requests, curve, captured, plain, 
     kept = allot(forest, contexts, cost, load)
     prices = cost.prices(contexts, load, forest.num_nodes + more)
     fields, rate, min_prob = cut_to_allotment(
-        forest.arrays, len(rows) + plain, prices[:], is_probe_due(cost)
+        forest.arrays, len(rows) + plain, prices[:], is_probe_due(cost, load)
     )
     cut = forest.cut(kept.sizes, kept.chained)
     assert [own.tolist() for own in fields] == [own.tolist() for own in cut.arrays]

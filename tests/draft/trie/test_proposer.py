@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
+from lookahead_vllm.draft.budget.cost import CostCurve, Load, StepCost
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.trie.acceptance_rate import AcceptanceRate
@@ -187,6 +187,17 @@ def test_a_fixed_budget_is_not_cut_by_cost():
         proposer.start("r", [10, 11, 10, 12, 10, 13, 10, 14, 10])
         sizes[budget] = len(draft(proposer, "r"))
     assert sizes == {"auto": 0, 3: 3}
+
+
+@pytest.mark.parametrize(("waiting", "pays"), [(0.0, True), (0.1, True), (30.0, False)])
+def test_sent_nodes_pay_if_they_were_worth_waiting_for(proposer, waiting, pays):
+    proposer.cost = StepCost(CostCurve([1, 64], [10, 11]), drafts=waiting)
+    proposer.start("r", [5, 6, 7, 8, 9, 5, 6])
+    proposer.extend({"r": [7]})
+    [tree] = proposer.propose([DraftLimits("r", 8, 8)], Load(waits=True))
+    assert len(tree) and proposer.pays == pays
+    proposer.propose([DraftLimits("r", 0, 0)], Load(waits=True))
+    assert not proposer.pays
 
 
 def test_a_cost_curve_set_later_cuts_the_next_trees(proposer):

@@ -354,7 +354,7 @@ class LateDrafts:
             return False
         most = self._drafter.options.decoding_length
         plan = self._plan(scheduled, dict.fromkeys(scheduled, most))
-        return bool(self._grow(plan, self._drafter.max_step_nodes).forest.num_nodes)
+        return self._grow(plan, self._drafter.max_step_nodes).pays
 
     def _plan(
         self,
@@ -386,7 +386,7 @@ class LateDrafts:
         if chains_only:
             may_branch &= [req_id not in chains_only for req_id in decoding]
         wanted = WantedDrafts(rows, np.minimum(nodes, drafter.max_step_nodes), may_branch)
-        return _Plan(decoding, wanted, Load(prefill=prefill, prompts=prompts))
+        return _Plan(decoding, wanted, Load(prefill=prefill, prompts=prompts, waits=True))
 
     def _prepare(self, plan: _Plan) -> NGramTrieProposer | None:
         """Do what needs no tokens; returns the proposer if it drafts in compiled calls."""
@@ -420,7 +420,8 @@ class LateDrafts:
             )
             if not forest.is_within(drafter.vocab_size):
                 forest = drafter.checked(forest, plan.wanted.max_nodes)
-            drafts = Drafts(plan.req_ids, forest.at_most(most), num_tokens)
+            forest = forest.at_most(most)
+            drafts = Drafts(plan.req_ids, forest, num_tokens, pays=compiled.pays)
         if step is not None:
             self._end(step)
         self._has_drafted = True
@@ -446,6 +447,7 @@ class LateDrafts:
         if not limits:
             return self._drafts_of(plan, None, most)
         forest = drafter.grow(limits, load)
+        pays = drafter.proposer.pays and forest.num_nodes > 0
         under_grammar = np.array([limit.request_id in self._grammars for limit in limits])
         if under_grammar.any():
             completed = [
@@ -453,10 +455,11 @@ class LateDrafts:
                 for limit, tree, is_under in zip(limits, forest, under_grammar, strict=True)
             ]
             forest = DraftForest.of(completed).at_most(drafter.max_step_nodes)
+            pays = forest.num_nodes > 0
         drafts = self._drafts_of(plan, forest.spread(is_drafted), most)
         from_proposer = np.ones(len(is_drafted), np.bool_)
         from_proposer[is_drafted] = ~under_grammar
-        return drafts._replace(from_proposer=from_proposer)
+        return drafts._replace(from_proposer=from_proposer, pays=pays)
 
     def _limits(self, wanted: WantedDrafts) -> Int64s:
         """The limits of the trees of a step, as `limit_trees` returns them."""

@@ -470,8 +470,8 @@ class LookaheadRunner(_Base):
         output = super().sample_tokens(grammar_output)
         if not isinstance(output, AsyncOutput) or not self.drafter.is_drafting_rank:
             return output
-        self._measure()
         late = self._late
+        self._measure(waited=self._report is not None)
         if self._report is None:
             scheduled = self._scheduled.num_scheduled_tokens
             self._report = LateReport({}, late.would_pay(scheduled))
@@ -488,15 +488,15 @@ class LookaheadRunner(_Base):
         forest = drafts.forest.take(drafted, drafts.forest.sizes[drafted])
         return messages.drafts_of([drafts.req_ids[i] for i in drafted.tolist()], forest)
 
-    def _measure(self) -> None:
-        """Measure the last step: the time from its launch to this one.
+    def _measure(self, waited: bool) -> None:
+        """Measure the last step: the time from its launch to this one, which `waited` for drafts.
 
         A step that is followed by the step of a new request is not measured.
         """
         elapsed, work, self._work = self._elapsed, self._work, None
         drafter, batch = self.drafter, self._batch
         if elapsed is not None and work is not None and not self._scheduled.scheduled_new_reqs:
-            drafter.observe_step(work, elapsed)
+            drafter.observe_step(work._replace(waits=waited), elapsed)
         if not batch.has_prefill:
             computed = self._late.num_computed(batch.req_ids)
             self._work = self._step.work(batch.num_scheduled_tokens, computed)
@@ -512,8 +512,7 @@ class LookaheadRunner(_Base):
 
 
 def _report_of(drafts: Drafts) -> LateReport:
-    sizes = drafts.sizes
-    return LateReport(sizes, bool(sizes))
+    return LateReport(drafts.sizes, drafts.pays)
 
 
 def _without_dense_texts(request_state: type, *args: Any, **kwargs: Any) -> Any:
