@@ -119,9 +119,9 @@ class LookaheadOptions:
     share : "none", "namespace" or "all"
         Which requests learn from each other's answers: none, those of one namespace, or all.
     cache_path : str or None
-        The file that keeps the cache when the server stops.
+        The file that keeps the cache for the next start.
     cache_interval : int or float
-        Seconds between two saves of that file, 0 to a week. 0 saves only when the server stops.
+        Seconds between two saves of that file, 0 to a week. 0 saves only when vLLM ends the worker.
     max_reference_tokens : int
         The maximum number of reference tokens of one request, 1 to 2**20. In a reference that is
         text, 4 bytes of UTF-8 count as a token.
@@ -152,7 +152,7 @@ class LookaheadOptions:
     parallel: int = _number(1, 1, MAX_PARALLEL)
     share: str = _words("namespace", SHARES)
     cache_path: str | None = _path()
-    cache_interval: float = _number(300, 0, WEEK_SECONDS, "a number of seconds")
+    cache_interval: float = _number(60, 0, WEEK_SECONDS, "a number of seconds")
     max_reference_tokens: int = _number(16_384, 1, 2**20)
     max_live_reference_tokens: int = _number(131_072, 1, 2**24)
     accept_references: bool = _switch(True)

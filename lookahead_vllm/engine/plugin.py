@@ -240,7 +240,6 @@ def _with_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
         from vllm.platforms import current_platform
 
         from lookahead_vllm import compilation, kernel_folder
-        from lookahead_vllm.engine import shutdown
         from lookahead_vllm.engine.front_end import requests
 
         options = config.requested_options(self)
@@ -249,8 +248,6 @@ def _with_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
         create = functools.partial(original, self, *args, **kwargs)
         vllm_config = config.make_config(self, options, create)
         requests.install()
-        if options.cache_path is not None:
-            shutdown.allow_time_to_end()
         return vllm_config
 
     return create_engine_config

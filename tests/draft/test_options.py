@@ -79,7 +79,7 @@ def test_options_round_trip_through_a_dict():
         ({"share": False}, ["=False was given", 'write "none"']),
         ({"cache_path": ""}, ["='' was given", "the path of a file", 'write "lookahead.cache"']),
         ({"cache_path": 3}, ["=3 was given", "the path of a file"]),
-        ({"cache_interval": -1}, ["=-1 was given", "from 0 to 604800", "write 300"]),
+        ({"cache_interval": -1}, ["=-1 was given", "from 0 to 604800", "write 60"]),
         ({"cache_interval": float("nan")}, ["=nan was given", "a number of seconds"]),
         ({"cache_interval": True}, ["=True was given", "a number of seconds"]),
         (

@@ -8,14 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lookahead_vllm import compilation, kernel_folder
 from lookahead_vllm.draft.options import LookaheadOptions
-from tests.ends.watch import is_alive
 from tests.support.compilers import quick_compiler
 
 ROOT = Path(__file__).parents[2]
@@ -120,9 +120,10 @@ def test_the_process_ends_without_an_error(shared_folder: Path) -> None:
 def test_the_process_ends_with_its_parent(folder: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", BEGINS]
-    pid = subprocess.run(command, check=True, env=env, stdout=subprocess.PIPE).stdout
-    while is_alive(int(pid)):
-        time.sleep(0.01)
+    pid = int(subprocess.run(command, check=True, env=env, stdout=subprocess.PIPE).stdout)
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
     with compilation._lock(compilation.fcntl.LOCK_SH) as is_free:
         assert is_free
     assert not list(folder.glob("compiled-*"))  # it ended before it was done

@@ -62,6 +62,7 @@ def test_two_engines_answer_as_plain_vllm_and_end_together(llama: Path, tmp_path
     flags = ("--enforce-eager", "--dtype", "float32", "--attention-backend", "CPU_MLA")
     flags += ("--max-model-len", "256", "--kv-cache-memory-bytes", "64M")
     flags += ("--data-parallel-size", str(ENGINES), "--speculative-config", json.dumps(lookahead))
+    flags += ("--shutdown-timeout", "60")  # vLLM kills the engines at once without it
     log = tmp_path / "log"
     environment = {"VLLM_CPU_OMP_THREADS_BIND": cores_of(ENGINES)}
     with running(llama, log, *flags, **environment) as (url, process):

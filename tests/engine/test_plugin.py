@@ -243,7 +243,7 @@ def test_registering_loads_few_modules() -> None:
 ASKED = """
 import sys
 from lookahead_vllm import kernel_folder
-from lookahead_vllm.engine import compatibility, config, shutdown
+from lookahead_vllm.engine import compatibility, config
 from lookahead_vllm.engine.front_end import requests, stat_logger
 sys.exit("numba" in sys.modules)
 """

@@ -5,10 +5,7 @@ The front-end, the engine's core and two ranks are processes of their own, as in
 
 from __future__ import annotations
 
-import ctypes
 import pickle
-import signal
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,9 +15,7 @@ import numpy as np
 import pytest
 from vllm import envs
 
-from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine import shutdown
 from lookahead_vllm.engine.messages import DraftsToVerify, ProposedDrafts, SentDraft
 from tests.support import ray_cluster
 from tests.support.driving import engine
@@ -39,18 +34,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     folder = tmp_path_factory.mktemp("ray")
     with pytest.MonkeyPatch.context() as patch, ray_cluster.running(folder, patch) as running:
         yield running
-
-
-def save_slowly(worker: Any) -> None:
-    """In a worker: the last save takes longer than Ray lets a process live after a SIGTERM."""
-    drafter = worker.model_runner.drafter
-    original = drafter.shutdown
-
-    def shut_down() -> None:
-        time.sleep(4)
-        original()
-
-    drafter.shutdown = shut_down
 
 
 @pytest.mark.slow
@@ -73,34 +56,12 @@ def test_ranks_verify_the_same_trees(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the tests call their functions
     envs.disable_envs_cache()  # an earlier engine of this process may have read them
-    cache = tmp_path / "learned.cache"
-    lookahead = {"proposer": "hybrid", "budget": "auto", "cache_path": str(cache)}
-    settings = {**two_ranks, **ON_RAY}
-    with engine(llama, {**lookahead, "cache_interval": 0}, **settings) as llm:
+    lookahead = {"proposer": "hybrid", "budget": "auto"}
+    with engine(llama, lookahead, **{**two_ranks, **ON_RAY}) as llm:
         assert len(cluster.ranks()) == 2
         check_lookahead(llm, plain_of_two_ranks)
-        assert not cache.exists()
-        llm.collective_rpc(save_slowly)
     cluster.wait_until_idle()
     assert len(list(tmp_path.glob("lookahead_step_cost/*"))) == 1
-    assert cache_file.count_ngrams(cache_file.load(cache)[0]) > 100
-
-
-def test_handler_of_python_replaces_one_in_c() -> None:
-    """Ray's handler of SIGTERM is one in C, which `signal.getsignal` does not show."""
-    received: list[int] = []
-    original = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-    try:
-        ignore, libc = 1, ctypes.CDLL(None)
-        libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-        libc.signal(signal.SIGTERM, ignore)
-        signal.raise_signal(signal.SIGTERM)
-        assert not received
-        shutdown._replace_handler_of_ray.__wrapped__()
-        signal.raise_signal(signal.SIGTERM)
-        assert received == [signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, original)
 
 
 TREE = DraftTree.from_lists([1, 2, 3], [-1, -1, 0])

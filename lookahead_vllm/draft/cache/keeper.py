@@ -52,7 +52,7 @@ class CacheKeeper:
     path : Path
         The file; its directory must exist.
     interval : float
-        Seconds between two saves; 0 saves only on `begin_to_save` and `close`.
+        Seconds between two saves; 0 saves only on `close`.
     tokenizer : str
         The `fingerprint` (cache/file.py) of the tokenizer in use.
     """
@@ -66,12 +66,11 @@ class CacheKeeper:
         self._saved_state = self._state_hash()
         self._last_error = ""
         """The error of the last save, empty if it succeeded."""
-        self._due = threading.Event()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        if self._may_save:
+        if self._may_save and interval:
             self._thread = threading.Thread(
-                target=self._save_when_due, name="lookahead-cache", daemon=True
+                target=self._save_regularly, name="lookahead-cache", daemon=True
             )
             self._thread.start()
 
@@ -111,16 +110,11 @@ class CacheKeeper:
         )
         return True
 
-    def begin_to_save(self) -> None:
-        """Start a background save now, without waiting for the interval or for the save."""
-        self._due.set()
-
     def close(self) -> None:
         """Stop the thread and save for the last time; further calls do nothing."""
         if self._closing.is_set():
             return
         self._closing.set()
-        self._due.set()
         if self._thread is not None:
             self._thread.join()
         self.save()
@@ -197,14 +191,10 @@ class CacheKeeper:
                 digest.update(array)  # type: ignore[arg-type]
         return digest.digest()
 
-    def _save_when_due(self) -> None:
+    def _save_regularly(self) -> None:
         # vLLM binds a CPU worker's threads to cores, and a new thread inherits one of them.
         if CPUS_AT_START:
             with suppress(OSError):  # a core may be offline by now
                 os.sched_setaffinity(0, CPUS_AT_START)
-        while True:
-            self._due.wait(self._interval or None)
-            self._due.clear()
-            if self._closing.is_set():
-                return
+        while not self._closing.wait(self._interval):
             self.save(PAUSE_SECONDS)

@@ -11,7 +11,7 @@ from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
-from lookahead_vllm.engine import config, messages, request_options, shutdown, step_report
+from lookahead_vllm.engine import config, messages, request_options, step_report
 from lookahead_vllm.engine.grammar import (
     GrammarTreeWalk,
     accept_tokens_one_by_one,
@@ -60,8 +60,6 @@ class LateDraftScheduler(AsyncScheduler):
         super().__init__(*args, **kwargs)
         accept_tokens_one_by_one()
         options = config.options_of(self.vllm_config)
-        if options.cache_path is not None:
-            shutdown.save_before_teardown()
         # Zero, so that vLLM reserves no slots itself and does not pad single-token requests.
         self.dynamic_sd_lookup = [0] * (self.max_num_running_reqs + 1)
         self._may_pause = options.budget == "auto"

@@ -13,10 +13,8 @@ from vllm.v1.request import RequestStatus
 from lookahead_vllm import compilation
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine import (
-    config,
     messages,
     request_options,
-    shutdown,
     step_report,
 )
 from lookahead_vllm.engine.grammar import (
@@ -45,8 +43,6 @@ class LookaheadScheduler(Scheduler):
         accept_tokens_one_by_one()
         compilation.wait()
         messages.compile_recall()
-        if config.options_of(self.vllm_config).cache_path is not None:
-            shutdown.save_before_teardown()
         # The same number for every batch size. Without this schedule, vLLM pads a request that has
         # one token to compute with placeholder drafts, and delays it until the padded draft fits.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)

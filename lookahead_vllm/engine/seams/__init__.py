@@ -11,7 +11,6 @@ from lookahead_vllm.engine.seams import (
     late_shape_v2,
     recurrent,
     scheduler,
-    shutdown,
     worker,
     worker_v1,
     worker_v2,
@@ -22,7 +21,6 @@ COMMON: tuple[Seam, ...] = (
     *config.SEAMS,
     *front_end.SEAMS,
     *scheduler.SEAMS,
-    *shutdown.SEAMS,
     *worker.SEAMS,
     *attention.SEAMS,
 )

@@ -20,7 +20,7 @@ from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.proposer import DraftLimits, NoProposer, Proposer, Verified
 from lookahead_vllm.draft.registry import make_proposer
 from lookahead_vllm.draft.tree import EMPTY_TREE, UNKNOWN, DraftForest, DraftTree, DraftTreeError
-from lookahead_vllm.engine import config, request_options, shutdown
+from lookahead_vllm.engine import config, request_options
 from lookahead_vllm.engine.messages import ProposedDrafts, SentDraft
 from lookahead_vllm.engine.request_options import RequestOptions
 from lookahead_vllm.engine.worker.cache import open_cache
@@ -168,8 +168,6 @@ class LookaheadDrafter:
         self.proposer.cost = cost
         self._cache = open_cache(vllm_config, self.options, self.proposer)
         self.recorder.follow(self.proposer)  # evictions before the restart are not counted again
-        if self._cache is not None:
-            shutdown.before_teardown(self.shutdown)
 
     @property
     def counters(self) -> Counters:
@@ -407,11 +405,6 @@ class LookaheadDrafter:
         predicted = cost.observe(work, elapsed)
         if elapsed <= max(STALL_SECONDS, STALL_SLOWDOWN * predicted):
             self.recorder.report.costs.append((predicted, elapsed))
-
-    def begin_to_save(self) -> None:
-        """Start to save the cache while the last requests run, because the engine ends soon."""
-        if self._cache is not None:
-            self._cache.begin_to_save()
 
     def shutdown(self) -> None:
         """Save the cache, if there is one, because the engine ends."""

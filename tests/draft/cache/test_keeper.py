@@ -151,22 +151,11 @@ def test_the_thread_runs_on_the_cores_of_the_process(path, number):
     assert result.stdout == "True True\n", result.stderr
 
 
-def test_a_background_save_can_be_started(path):
-    proposer = new_proposer()
-    keeper = keep(proposer, path)  # interval 0: no periodic saves
-    teach(proposer)
-    keeper.begin_to_save()
-    wait_for(path.exists)
-    keeper.close()
-    assert cache_file.count_ngrams(cache_file.load(path)[0]) == num_answers(proposer)
-
-
 def test_the_last_save_cancels_a_background_save(path, monkeypatch):
     monkeypatch.setattr(cache_keeper, "PAUSE_SECONDS", 3600)
     proposer = new_proposer()
-    keeper = keep(proposer, path)
+    keeper = keep(proposer, path, interval=0.01)
     teach(proposer)
-    keeper.begin_to_save()
     wait_for(lambda: list(path.parent.glob(".a.cache.*.tmp")))  # the background save is pausing
     saves = []
     replace = os.replace
