@@ -112,7 +112,11 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--traces", nargs="+", type=Path, required=True, help="files as scripts/simulate.py reads"
+        "--traces",
+        nargs="+",
+        type=Path,
+        required=True,
+        help="files for `lookahead-vllm simulate`",
     )
     parser.add_argument("--out", type=Path, default=priors.PATH, help="default: the package's file")
     parser.add_argument("--evaluate", action="store_true", help="measure, and write nothing")

@@ -93,7 +93,8 @@ def print_patches() -> None:
 
     patches = [seam for seam in SEAMS if seam.is_patch]
     print(
-        f"lookahead uses {len(SEAMS)} places of vLLM and patches {len(patches)} of them.\n"
+        f"lookahead replaces {len(patches)} places of vLLM, and extends "
+        f"{len(SEAMS) - len(patches)} by subclasses.\n"
         "`wrapped` ones stay replaced; `swapped` ones are replaced while one function runs.\n"
         "A process that does not enable lookahead has the patches of EngineArgs only.\n"
     )

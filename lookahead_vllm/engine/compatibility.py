@@ -1,118 +1,89 @@
 """Whether a release of vLLM has everything that lookahead uses of it.
 
-vLLM's sources are parsed, not imported: this takes one or two seconds, runs before any worker
-starts, and works on an unpacked wheel too (`check(root=...)`). An installed vLLM that has passed is
-not parsed again.
+An engine starts with a supported release, whose sources have been compared (`check`). The sources
+of another one, installed or not, are compared by `problems`: what lookahead replaces or overrides
+is in the table `seams/`; all else that it uses is read from its own code.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import hashlib
 import importlib.util
-from collections.abc import Collection, Iterator
-from contextlib import suppress
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
-from lookahead_vllm.engine.seams import BY_RUNNER, COMMON, Seam
-from lookahead_vllm.kernel_folder import cache_dir
+from lookahead_vllm.engine.seams import SEAMS, Seam
 
 SUPPORTED = ("0.32", "0.33")
 
+ENGINE = Path(__file__).parent
+
 
 class SeamError(RuntimeError):
-    """This vLLM release lacks something that lookahead uses; the message names it."""
+    """This release of vLLM is not supported."""
 
 
-def check(root: Path | None = None, runners: Collection[str] = tuple(BY_RUNNER)) -> None:
-    """Compare the seams, and all that `engine/` imports from vLLM, with vLLM's sources.
+def check() -> None:
+    """Raise SeamError, one sentence, if the installed vLLM is not of a supported release."""
+    release = _release(_package())
+    if release not in SUPPORTED:
+        raise SeamError(
+            f"this lookahead-vllm works with vLLM {' and '.join(SUPPORTED)}, and the installed "
+            f"vLLM is {release or 'of no release'}; install vllm=={SUPPORTED[-1]}.* or a "
+            "lookahead-vllm release made for yours"
+        )
+
+
+def problems(root: Path | None = None) -> Iterator[str]:
+    """What lookahead uses and a vLLM does not have, for instance "vllm.config has no VllmConfig".
 
     Parameters
     ----------
     root
-        Folder that holds the `vllm` package; the installed one by default.
-    runners
-        The model runners, "v1" and "v2", whose own seams are compared too.
-
-    Raises
-    ------
-    SeamError
-        One sentence: the first difference, and what to install.
+        Folder that holds the `vllm` package. By default the installed one, of which the table and
+        all imports are compared. In another one, every name that `engine/` uses and the installed
+        vLLM mentions has to be mentioned, too. The sources are parsed, not imported.
     """
-    verdict = _verdict(runners) if root is None else None
-    if verdict is not None and verdict.exists():
-        return
-    problem = next(problems(root, runners), None)
-    _parse.cache_clear()  # millions of objects, which slow down the garbage collections of a server
-    if problem is not None:
-        raise SeamError(
-            f"this lookahead-vllm works with vLLM {' and '.join(SUPPORTED)}, but in the installed "
-            f"vLLM {problem}; install vllm=={SUPPORTED[-1]}.* or a lookahead-vllm release made for "
-            "yours"
-        )
-    if verdict is not None:
-        with suppress(OSError):
-            verdict.touch(0o600)
-
-
-def _verdict(runners: Collection[str]) -> Path | None:
-    """The file that records that these sources were compared and nothing differed."""
-    package = _package(None)
-    seams = [*COMMON, *(seam for runner in runners for seam in BY_RUNNER[runner])]
-    files = {_file(package, seam.module) for seam in seams} - {None}
-    files |= {package / "_version.py", *ENGINE.rglob("*.py")}
-    try:
-        facts = [(str(file), *_size_and_time(file)) for file in sorted(filter(None, files))]
-        key = hashlib.sha256(repr((seams, facts)).encode()).hexdigest()
-        return cache_dir() / f"vllm-{key[:16]}.checked"
-    except OSError:
-        return None
-
-
-def _size_and_time(file: Path) -> tuple[int, int]:
-    status = file.stat()
-    return status.st_size, status.st_mtime_ns
-
-
-def problems(
-    root: Path | None = None, runners: Collection[str] = tuple(BY_RUNNER)
-) -> Iterator[str]:
-    """All differences, for instance "vllm.config.vllm has no VllmConfig"; see `check`."""
-    package = _package(root)
-    version = _version(package)
-    for seam in (*COMMON, *(seam for runner in runners for seam in BY_RUNNER[runner])):
-        if seam.releases and version not in seam.releases:
+    installed = _package()
+    package = installed if root is None else root / "vllm"
+    release = _release(package)
+    for seam in SEAMS:
+        if seam.releases and release not in seam.releases:
             continue
         if problem := _problem(package, seam):
             yield problem
-    others = [ENGINE / "worker" / runner for runner in BY_RUNNER if runner not in runners]
-    for module, name in sorted(_imported(without=others)):
+    for module, name in sorted(_imported()):
         path = _file(package, module)
         if path is None:
             yield f"there is no module {module}"
         elif name and not _offers(package, path, name):
             yield f"{module} has no {name}"
-
-
-def _package(root: Path | None) -> Path:
     if root is not None:
-        return root / "vllm"
+        gone = _mentioned(installed) - _mentioned(package)
+        for name, place in sorted(_used().items()):
+            if name in gone:
+                yield f"nothing is called {name} any more, which {place} uses"
+
+
+def _package() -> Path:
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise SeamError(f"vLLM is not installed; install vllm=={SUPPORTED[-1]}.*")
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def _version(package: Path) -> str | None:
+def _release(package: Path) -> str | None:
     """The release, for instance "0.33"; None for a checkout that was not built."""
     path = package / "_version.py"
-    if path.is_file():
-        for node in _parse(path).body:
-            value = node.value if isinstance(node, ast.Assign) else None
-            if isinstance(value, ast.Constant) and "__version__" in _bound(node):
-                return ".".join(str(value.value).split(".")[:2])
-    return None
+    if not path.is_file():
+        return None
+    found = re.search(r"__version__ = .*?'(\d+\.\d+)\.", path.read_text(encoding="utf-8"))
+    return found and found[1]
+
+
+# ---- the table -----------------------------------------------------------------------------------
 
 
 def _problem(package: Path, seam: Seam) -> str | None:
@@ -151,22 +122,62 @@ def _file(package: Path, module: str) -> Path | None:
     return next(filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py")), None)
 
 
-ENGINE = Path(__file__).parent
+# ---- what is imported, called and read -----------------------------------------------------------
 
 
-def _imported(folder: Path = ENGINE, without: Collection[Path] = ()) -> set[tuple[str, str]]:
-    """(module, name) of all imports from vLLM in files below `folder` and not in the folders
-    `without`; ("vllm.x", "") of a module that is imported as a whole."""
+def _imported(folder: Path = ENGINE) -> set[tuple[str, str]]:
+    """(module, name) of all imports from vLLM; ("vllm.x", "") of a whole module."""
     found: set[tuple[str, str]] = set()
     for path in folder.rglob("*.py"):
-        if path.parent in without:
-            continue
         for node in ast.walk(_parse(path)):
             if isinstance(node, ast.ImportFrom):
                 found.update((node.module or "", alias.name) for alias in node.names)
             elif isinstance(node, ast.Import):
                 found.update((alias.name, "") for alias in node.names)
     return {(module, name) for module, name in found if module.split(".")[0] == "vllm"}
+
+
+def _used() -> dict[str, str]:
+    """Where `engine/` uses each name of an object that may be vLLM's: an attribute, or a keyword of
+    a call, that is not defined in this package."""
+    trees = {path: _parse(path) for path in ENGINE.parent.rglob("*.py")}
+    ours = {name for tree in trees.values() for name in _defined(tree)}
+    found: dict[str, str] = {}
+    for path, tree in trees.items():
+        if not path.is_relative_to(ENGINE):
+            continue
+        for node in ast.walk(tree):
+            for name in set(_names(node)) - ours:
+                line = getattr(node, "lineno", 0)
+                found.setdefault(name, f"{path.relative_to(ENGINE.parent)}:{line}")
+    return found
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    """What a node of a syntax tree uses."""
+    if isinstance(node, ast.Attribute):
+        yield node.attr
+    elif isinstance(node, ast.Call):
+        yield from (keyword.arg for keyword in node.keywords if keyword.arg)
+        if getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
+            yield from (str(arg.value) for arg in node.args[1:2] if isinstance(arg, ast.Constant))
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    """Functions, classes and their members."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from (node.name, *_members(node))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+
+
+def _mentioned(package: Path) -> set[str]:
+    """Every word of the sources."""
+    words: set[str] = set()
+    for path in package.rglob("*.py"):
+        words.update(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+    return words
 
 
 def _offers(package: Path, path: Path, name: str) -> bool:

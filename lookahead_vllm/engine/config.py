@@ -489,9 +489,6 @@ def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> Non
             "namespaces and request options on; unset it, or leave lookahead out of the "
             "speculative config"
         )
-    from lookahead_vllm.engine import compatibility
-
-    compatibility.check(runners=(runner.name,))
     refusals = _REFUSALS + (_SECOND_RUNNER_REFUSALS if runner is SECOND_RUNNER else ())
     if options.parallel > 1:
         refusals += _PARALLEL_REFUSALS

@@ -236,7 +236,7 @@ def _with_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         from lookahead_vllm.engine import compatibility
 
-        compatibility.check(runners=())  # the runner is not known yet
+        compatibility.check()
         from vllm.platforms import current_platform
 
         from lookahead_vllm import compilation, kernel_folder

@@ -243,7 +243,7 @@ def test_all_patches_are_listed_and_nothing_else(capsys: pytest.CaptureFixture[s
     lines = capsys.readouterr().out.splitlines()
     listed = {line.split()[1] for line in lines if line.startswith(("wrapped ", "swapped "))}
     assert listed == {place for seam in SEAMS if seam.is_patch for place in seam.places}
-    assert f"patches {sum(seam.is_patch for seam in SEAMS)} of them" in lines[0]
+    assert f"replaces {sum(seam.is_patch for seam in SEAMS)} places" in lines[0]
     assert "vllm.engine.arg_utils.EngineArgs.create_engine_config" in listed
 
 

@@ -75,18 +75,3 @@ def test_without_a_known_command_the_status_is_2(
         main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("script", "error"),
-    [
-        (["warm_cache.py", "--texts", "a"], "lookahead-vllm cache build: error: "),
-        (["warm_cache.py", "--info", "/no/file"], "lookahead-vllm cache info: error: /no/file: No"),
-        (["simulate.py"], "lookahead-vllm simulate: error: the following arguments are required"),
-        (["check_seams.py", "/no"], "/no is no wheel, and no folder with the package `vllm`"),
-    ],
-)
-def test_scripts_call_the_command(script: list[str], error: str) -> None:
-    name, *arguments = script
-    finished = run(str(ROOT / "scripts" / name), *arguments)
-    assert finished.returncode == 2 and error in finished.stderr

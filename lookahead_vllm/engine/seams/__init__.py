@@ -1,14 +1,10 @@
-"""Every place where lookahead touches vLLM, one file per area (config, scheduler, attention, ...).
+"""Every place in vLLM that lookahead replaces or overrides, one file for each area.
 
-`compatibility.py` compares all of them with an installation of vLLM.
+What is only called, read or set is found in the code itself, see `compatibility.problems`.
 """
 
 from lookahead_vllm.engine.seams import (
-    attention,
-    config,
     front_end,
-    graphs_v2,
-    late_shape_v2,
     recurrent,
     scheduler,
     worker,
@@ -17,21 +13,13 @@ from lookahead_vllm.engine.seams import (
 )
 from lookahead_vllm.engine.seams.seam import Seam
 
-COMMON: tuple[Seam, ...] = (
-    *config.SEAMS,
+SEAMS: tuple[Seam, ...] = (
     *front_end.SEAMS,
     *scheduler.SEAMS,
     *worker.SEAMS,
-    *attention.SEAMS,
+    *worker_v1.SEAMS,
+    *recurrent.SEAMS,
+    *worker_v2.SEAMS,
 )
-"""Whichever model runner is used."""
 
-BY_RUNNER: dict[str, tuple[Seam, ...]] = {
-    "v1": (*worker_v1.SEAMS, *recurrent.SEAMS),
-    "v2": (*worker_v2.SEAMS, *graphs_v2.SEAMS, *late_shape_v2.SEAMS),
-}
-"""What only one of vLLM's model runners needs."""
-
-SEAMS: tuple[Seam, ...] = (*COMMON, *BY_RUNNER["v1"], *BY_RUNNER["v2"])
-
-__all__ = ["BY_RUNNER", "COMMON", "SEAMS", "Seam"]
+__all__ = ["SEAMS", "Seam"]

@@ -1,8 +1,8 @@
-"""The API server's process: requests before the engine sees them, and the metrics."""
+"""The API server's process: the configuration, requests before the engine sees them, metrics."""
 
 from __future__ import annotations
 
-from lookahead_vllm.engine.seams.seam import PUBLIC, Seam
+from lookahead_vllm.engine.seams.seam import Seam
 
 _PROCESSED = "plugins may process requests; NewRequestData has cache_salt"
 _STATS = "vLLM's stats have room for a plugin's"
@@ -12,6 +12,23 @@ _DROPPED = "vLLM counts the tokens of a step after it has looked for stop string
 _ENGINES = (("async_llm", "AsyncLLM"), ("llm_engine", "LLMEngine"))
 
 SEAMS = (
+    # The only two functions that are wrapped in processes without lookahead.
+    Seam(
+        "vllm.engine.arg_utils",
+        "EngineArgs.add_cli_args",
+        ("parser",),
+        "wrapped",
+        "adds --speculative-model and --num-speculative-tokens, aliases of --spec-*",
+        "vLLM lets plugins register flags",
+    ),
+    Seam(
+        "vllm.engine.arg_utils",
+        "EngineArgs.create_engine_config",
+        ("self",),
+        "wrapped",
+        "turns method 'lookahead' into one that vLLM has, and chooses our worker and scheduler",
+        "SpeculativeConfig.method is open to plugins",
+    ),
     # Requests: checked, tokenized, given their namespace (front_end/requests.py).
     Seam(
         "vllm.v1.engine.input_processor",
@@ -56,62 +73,6 @@ SEAMS = (
         "wrapped",
         "min_p and logit_bias work on trees, and are not refused",
         "vLLM serves them with speculation",
-    ),
-    Seam(
-        "vllm.v1.engine.__init__",
-        "EngineCoreRequest",
-        ("sampling_params", "lora_request", "cache_salt"),
-        "set",
-        "the parts of a namespace; sampling_params becomes a copy with other extra_args",
-        _PROCESSED,
-    ),
-    Seam(
-        "vllm.sampling_params",
-        "SamplingParams",
-        (
-            *("extra_args", "max_tokens", "min_tokens", "stop_token_ids", "eos_token_id"),
-            *("min_p", "logit_bias", "structured_outputs", "n"),
-            *("frequency_penalty", "presence_penalty", "repetition_penalty"),
-        ),
-        "set",
-        "a request's options; extra_args is changed in a copy",
-        PUBLIC,
-    ),
-    Seam("vllm.lora.request", "LoRARequest", ("lora_name",), "read", "part of a namespace", PUBLIC),
-    Seam(
-        "vllm.v1.engine.input_processor",
-        "InputProcessor",
-        ("vllm_config", "model_config", "renderer"),
-        "read",
-        "what a request is checked against",
-        _PROCESSED,
-    ),
-    *(
-        Seam(
-            f"vllm.v1.engine.{module}",
-            name,
-            ("vllm_config", "model_config", "renderer", "input_processor"),
-            "read",
-            "what a request is checked against",
-            _PROCESSED,
-        )
-        for module, name in _ENGINES
-    ),
-    Seam(
-        "vllm.renderers.base",
-        "BaseRenderer",
-        ("tokenizer", "tokenize_prompts", "tokenize_prompts_async"),
-        "called",
-        "tokenizes references as vLLM tokenizes prompts",
-        _PROCESSED,
-    ),
-    Seam(
-        "vllm.renderers.params",
-        "TokenizeParams",
-        ("max_total_tokens", "add_special_tokens"),
-        "called",
-        "how references are tokenized",
-        _PROCESSED,
     ),
     # Streams that a parser reads get one token at a time (front_end/streams.py).
     *(
@@ -163,46 +124,6 @@ SEAMS = (
         "a step's tokens of such a stream become an output each",
         _PARSERS,
     ),
-    Seam(
-        "vllm.v1.engine.output_processor",
-        "OutputProcessor",
-        ("request_states",),
-        "read",
-        "finds the collector of a request",
-        _PARSERS,
-    ),
-    Seam(
-        "vllm.v1.engine.output_processor",
-        "RequestState",
-        ("queue",),
-        "read",
-        "finds the collector of a request",
-        _PARSERS,
-    ),
-    Seam(
-        "vllm.v1.engine.__init__",
-        "EngineCoreOutput",
-        (
-            *("request_id", "new_token_ids", "new_logprobs", "new_sampling_mask"),
-            *("new_prompt_logprobs_tensors", "prompt_token_id_logprobs", "prefill_stats"),
-            *("events", "routed_experts", "finish_reason", "stop_reason"),
-            *("kv_transfer_params", "ec_transfer_params", "spec_decode_metrics"),
-        ),
-        "set",
-        "is copied for each of its tokens",
-        _PARSERS,
-    ),
-    *(
-        Seam(
-            "vllm.v1.outputs",
-            f"{name}.slice_request",
-            ("req_idx", "num_positions"),
-            "called",
-            "the rows of one token",
-            _PARSERS,
-        )
-        for name in ("LogprobsLists", "SamplingMaskLists")
-    ),
     # Metrics: a step's report arrives with its stats, at a logger beside vLLM's own
     # (front_end/stat_logger.py).
     Seam(
@@ -222,14 +143,6 @@ SEAMS = (
         _STATS,
     ),
     Seam(
-        "vllm.v1.engine.core_client",
-        "MPClient",
-        ("decoder",),
-        "read",
-        "is built from the global name EngineCoreOutputs, which is our subclass",
-        _STATS,
-    ),
-    Seam(
         "vllm.v1.metrics.loggers",
         "StatLoggerManager.__init__",
         ("vllm_config", "custom_stat_loggers"),
@@ -244,38 +157,6 @@ SEAMS = (
         ("req_state", "finish_reason", "iteration_stats"),
         "wrapped",
         "tokens that were dropped after a stop string do not count as generated",
-        _DROPPED,
-    ),
-    Seam(
-        "vllm.v1.engine.output_processor",
-        "RequestState",
-        ("stats", "detokenizer"),
-        "read",
-        "see above",
-        _DROPPED,
-    ),
-    Seam(
-        "vllm.v1.engine.detokenizer",
-        "IncrementalDetokenizer",
-        ("num_output_tokens",),
-        "called",
-        "see above",
-        _DROPPED,
-    ),
-    Seam(
-        "vllm.v1.metrics.stats",
-        "RequestStateStats",
-        ("num_generation_tokens",),
-        "set",
-        "see above",
-        _DROPPED,
-    ),
-    Seam(
-        "vllm.v1.metrics.stats",
-        "IterationStats",
-        ("num_generation_tokens",),
-        "set",
-        "see above",
         _DROPPED,
     ),
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
-Use: TypeAlias = Literal["wrapped", "swapped", "overridden", "called", "set", "read"]
-"""The strongest use that is made of a place:
+Use: TypeAlias = Literal["wrapped", "swapped", "overridden"]
+"""What is done to a place:
 
 wrapped
     `patches.patch` replaces it permanently.
@@ -13,15 +13,13 @@ swapped
     It is replaced while one function of vLLM runs (`patches.swapped`).
 overridden
     A subclass of ours overrides or extends it.
-called, set, read
-    A function is called or an object is made; attributes are written; attributes are only read.
 """
 
 PUBLIC = "never: it is public"
 
 
 class Seam(NamedTuple):
-    """One place in vLLM that lookahead replaces, overrides, calls or reads."""
+    """One place in vLLM that lookahead replaces or overrides."""
 
     module: str
     name: str

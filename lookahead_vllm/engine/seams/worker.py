@@ -1,8 +1,14 @@
-"""Workers, either model runner: what worker/ needs apart from attention."""
+"""Workers, either model runner: the worker on a CPU, attention backends."""
 
 from __future__ import annotations
 
-from lookahead_vllm.engine.seams.seam import PUBLIC, Seam
+from lookahead_vllm.engine.seams.seam import Seam
+
+_BACKENDS = "vllm.v1.attention.backends"
+_CPU = f"{_BACKENDS}.cpu_attn"
+_LATENT = "vllm.model_executor.layers.attention.mla_attention"
+_CUDA = (("flash_attn", "FlashAttention"), ("triton_attn", "TritonAttention"))
+_MASK = "attention metadata carries a mask for each request"
 
 SEAMS = (
     Seam(
@@ -13,89 +19,69 @@ SEAMS = (
         "makes our runner, measures the cost of a step",
         "the runner class can be configured",
     ),
+    # Any device, latent attention.
     Seam(
-        "vllm.v1.spec_decode.custom_class_proposer",
-        "create_custom_proposer",
-        ("vllm_config",),
-        "called",
-        "by the runner: makes our drafter from speculative_config.model",
-        "SpeculativeConfig.method is open to plugins",
+        _LATENT,
+        "MLACommonMetadataBuilder.build",
+        ("common_prefix_len", "common_attn_metadata", "fast_build"),
+        "wrapped",
+        "lays out the trees; vLLM's kernels get no context for them",
+        _MASK,
     ),
     Seam(
-        "vllm.v1.core.sched.output",
-        "NewRequestData",
-        (
-            *("req_id", "sampling_params", "prompt_token_ids", "prefill_token_ids"),
-            *("prompt_embeds", "prompt_is_token_ids", "mm_features"),
-        ),
-        "set",
-        "a new request; sampling_params becomes a copy without lookahead's options",
-        "custom proposers are notified of new requests",
+        _LATENT,
+        "MLAAttention.forward_impl",
+        ("q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata", "output"),
+        "wrapped",
+        "afterwards overwrites the rows of branching trees",
+        _MASK,
+    ),
+    # CPU.
+    Seam(
+        _CPU,
+        "CPUAttentionBackendImpl.forward",
+        ("query", "kv_cache", "attn_metadata", "output"),
+        "overridden",
+        "rows of a branching tree get tree attention, all others the native kernel",
+        "the native kernel takes a mask",
     ),
     Seam(
-        "vllm.multimodal.inputs",
-        "MultiModalFeatureSpec",
-        ("mm_position",),
-        "read",
-        "which tokens of a prompt stand for an image, and are no text",
-        "custom proposers are notified of new requests",
+        _CPU,
+        "CPUAttentionMetadataBuilder",
+        ("build", "isa", "_set_isa_to_layers"),
+        "overridden",
+        "carries the trees; isa is the layout of its layers' KV cache",
+        "the native kernel takes a mask",
     ),
-    Seam(
-        "vllm.multimodal.inputs",
-        "PlaceholderRange",
-        ("offset", "length", "is_embed"),
-        "read",
-        "see above",
-        "custom proposers are notified of new requests",
-    ),
-    Seam(
-        "vllm.tokenizers.registry",
-        "cached_tokenizer_from_config",
-        ("model_config",),
-        "called",
-        "a cache file belongs to one tokenizer",
-        "a tokenizer has an identity",
-    ),
-    Seam(
-        "vllm.triton_utils.dispatcher",
-        "_rebind_kernels",
-        ("overrides",),
-        "read",
-        "worked around: it fails once numba is loaded (drafter.py), with method ngram too",
-        "it ignores attributes that are not dicts",
-    ),
-    # The cost of a step.
-    Seam(
-        "vllm.distributed.parallel_state",
-        "GroupCoordinator.broadcast_object",
-        ("obj", "src"),
-        "called",
-        "all ranks run the same forward passes when the cost of a step is measured; all stages of "
-        "a pipeline decide together whether trees may branch",
-        "vLLM measures the cost of a step",
-    ),
-    Seam(
-        "vllm.distributed.parallel_state",
-        "get_pp_group",
-        (),
-        "called",
-        "a step costs what it costs in all stages of a pipeline, and the last one accepts",
-        PUBLIC,
-    ),
-    Seam(
-        "vllm.distributed.parallel_state",
-        "GroupCoordinator",
-        ("is_last_rank", "world_size"),
-        "read",
-        "the stages of a pipeline",
-        PUBLIC,
-    ),
-    Seam(
-        "vllm.model_executor.models.interfaces_base",
-        "VllmModelForTextGeneration",
-        ("compute_logits",),
-        "called",
-        "its time is part of a step's",
-        PUBLIC,
+    # CUDA.
+    *(
+        seam
+        for module, name in _CUDA
+        for seam in (
+            Seam(
+                f"{_BACKENDS}.{module}",
+                f"{name}Backend",
+                ("get_impl_cls", "get_builder_cls"),
+                "overridden",
+                "returns our subclasses of the implementation and the metadata builder",
+                _MASK,
+            ),
+            Seam(
+                f"{_BACKENDS}.{module}",
+                f"{name}MetadataBuilder.build",
+                ("common_prefix_len", "common_attn_metadata", "fast_build"),
+                "overridden",
+                "lays out the trees; vLLM's kernel gets no context for them",
+                _MASK,
+            ),
+            Seam(
+                f"{_BACKENDS}.{module}",
+                f"{name}Impl.forward",
+                ("query", "kv_cache", "attn_metadata", "output"),
+                "overridden",
+                "afterwards overwrites the rows of branching trees",
+                _MASK,
+            ),
+        )
     ),
 )

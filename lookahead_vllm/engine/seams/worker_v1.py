@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from lookahead_vllm.engine.seams.seam import PUBLIC, Seam
+from lookahead_vllm.engine.seams.seam import Seam
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
-_BATCH = "vllm.v1.worker.gpu_input_batch"
 _CLASS = "the runner class can be configured"
 _TREES = "custom proposers may return trees"
 _IDS = "custom proposers are called with request ids"
-_SAMPLED = "vLLM samples at the nodes of a tree"
-_BLOCKS = "vLLM frees blocks that hold only rejected tokens"
 _REPLICAS = "replicas of a model may share one engine"
-_MEASURED = "vLLM measures the cost of a step"
 
 SEAMS = (
     # Workers: each makes its runner from a global name.
@@ -47,66 +43,6 @@ SEAMS = (
         ("scheduler_output",),
         "overridden",
         "under lookahead parallelism: a rank runs its part of the step's drafts",
-        _REPLICAS,
-    ),
-    Seam(
-        "vllm.v1.core.sched.output",
-        "SchedulerOutput",
-        (
-            *("num_scheduled_tokens", "total_num_scheduled_tokens"),
-            "scheduled_spec_decode_tokens",
-        ),
-        "called",
-        "a copy for that rank",
-        _REPLICAS,
-    ),
-    Seam(
-        "vllm.v1.core.sched.output",
-        "GrammarOutput",
-        ("structured_output_request_ids", "grammar_bitmask"),
-        "read",
-        "the masks of that part",
-        _REPLICAS,
-    ),
-    Seam(
-        "vllm.distributed.parallel_state",
-        "init_model_parallel_group",
-        ("group_ranks", "local_rank", "backend", "group_name", "use_device_communicator"),
-        "called",
-        "the ranks of all replicas that have the same shard of the model",
-        _REPLICAS,
-    ),
-    Seam(
-        "vllm.distributed.parallel_state",
-        "GroupCoordinator",
-        ("ranks", "rank_in_group", "local_rank", "cpu_group", "device_group", "world_size"),
-        "read",
-        "where replicas exchange tokens and KV",
-        PUBLIC,
-    ),
-    Seam(
-        "vllm.config.parallel",
-        "ParallelConfig",
-        ("tensor_parallel_size", "world_size", "distributed_executor_backend"),
-        "set",
-        "vLLM starts the ranks of all replicas as those of tensor parallelism; in a worker's copy, "
-        "only the ranks of its own replica split weights",
-        _REPLICAS,
-    ),
-    Seam(
-        "vllm.sampling_params",
-        "SamplingParams",
-        ("logprobs", "logprob_token_ids", "thinking_token_budget"),
-        "read",
-        "requests whose drafts all replicas verify",
-        _REPLICAS,
-    ),
-    Seam(
-        "vllm.v1.outputs",
-        "LogprobsTensors",
-        ("logprob_token_ids", "logprobs", "selected_token_ranks"),
-        "called",
-        "the logprobs of all nodes, from those of a rank's own",
         _REPLICAS,
     ),
     Seam(
@@ -199,38 +135,6 @@ SEAMS = (
         "afterwards the KV tensors exist, and decide whether trees may branch",
         _TREES,
     ),
-    Seam(
-        _RUNNER,
-        "GPUModelRunner._dummy_run",
-        ("num_tokens", "force_attention", "profile_seq_lens", "skip_eplb", "uniform_decode"),
-        "called",
-        "measures the cost of a step by its tokens, requests and contexts",
-        _MEASURED,
-    ),
-    Seam(
-        _RUNNER,
-        "GPUModelRunner",
-        (
-            *("input_batch", "requests", "positions", "discard_request_mask", "kv_cache_config"),
-            *("drafter", "uses_mrope", "lora_config", "sampler", "speculative_config"),
-            *("model_config", "mrope_positions"),
-        ),
-        "read",
-        "the batch that is being verified",
-        _TREES,
-    ),
-    Seam(
-        _RUNNER,
-        "GPUModelRunner",
-        (
-            *("_attn_group_iterator", "_sync_device", "max_num_tokens", "model", "device"),
-            *("vllm_config", "cache_config", "compilation_config", "parallel_config"),
-            *("scheduler_config", "seq_lens"),
-        ),
-        "read",
-        "the batch and its attention",
-        _TREES,
-    ),
     # CUDA graphs.
     Seam(
         _RUNNER,
@@ -241,23 +145,6 @@ SEAMS = (
         "attention metadata carries a mask for each request",
     ),
     Seam(
-        _RUNNER,
-        "GPUModelRunner",
-        ("cudagraph_dispatcher", "uniform_decode_query_len"),
-        "set",
-        "1, in the dispatcher too: graphs of the whole model are for steps without drafts, and "
-        "piecewise graphs keep their sizes",
-        "decodes and other steps have two lists of capture sizes",
-    ),
-    Seam(
-        "vllm.v1.cudagraph_dispatcher",
-        "CudagraphDispatcher",
-        ("uniform_decode_query_len",),
-        "set",
-        "1, as the runner's",
-        "decodes and other steps have two lists of capture sizes",
-    ),
-    Seam(
         "vllm.v1.cudagraph_dispatcher",
         "CudagraphDispatcher.dispatch",
         ("invalid_modes",),
@@ -265,199 +152,7 @@ SEAMS = (
         "during _determine_batch_execution_and_padding of a step with trees",
         "attention metadata carries a mask for each request",
     ),
-    # The batch.
-    Seam(
-        _BATCH,
-        "InputBatch",
-        (
-            *("req_id_to_index", "req_ids", "num_reqs", "token_ids_cpu", "num_prompt_tokens"),
-            *("num_tokens_no_spec", "num_computed_tokens_cpu", "block_table", "generators"),
-            *("sampling_metadata", "thinking_budget_state_holder"),
-        ),
-        "read",
-        "the rows of the batch",
-        _TREES,
-    ),
-    Seam(
-        _BATCH,
-        "CachedRequestState",
-        (
-            *("prompt_token_ids", "prompt_is_token_ids", "sampling_params", "output_token_ids"),
-            *("block_ids", "mm_features", "num_tokens"),
-        ),
-        "read",
-        "the prompt and output of a request; the batch's rows hold leftovers of earlier requests "
-        "where this one has no token ids",
-        _IDS,
-    ),
-    Seam(
-        _BATCH,
-        "CachedRequestState",
-        ("block_ids", "sampling_params", "output_token_ids"),
-        "set",
-        "block_ids, without the blocks that were given back",
-        _BLOCKS,
-    ),
-    Seam(
-        _BATCH,
-        "InputBatch",
-        ("token_ids_cpu", "is_token_ids", "num_tokens_no_spec"),
-        "set",
-        "in a pipeline's earlier stages: the tokens of accepted nodes, of which vLLM sends them "
-        "only the last one",
-        "vLLM sends all tokens that a step emitted",
-    ),
-    Seam(
-        "vllm.v1.worker.block_table",
-        "MultiGroupBlockTable",
-        ("block_tables",),
-        "read",
-        "the block tables of all KV cache groups",
-        _BLOCKS,
-    ),
-    Seam(
-        "vllm.v1.worker.block_table",
-        "BlockTable",
-        ("block_size", "block_table", "num_blocks_per_row", "slot_mapping", "commit_block_table"),
-        "set",
-        "the rows of requests that gave blocks back; all rows while attention is measured",
-        _BLOCKS,
-    ),
-    Seam("vllm.v1.utils", "CpuGpuBuffer", ("np", "gpu"), "set", "buffers of the runner", _TREES),
-    Seam(
-        "vllm.v1.kv_cache_interface",
-        "KVCacheConfig",
-        ("kv_cache_groups", "num_blocks"),
-        "read",
-        "the KV cache",
-        _TREES,
-    ),
-    Seam(
-        "vllm.v1.kv_cache_interface",
-        "KVCacheGroupSpec",
-        ("layer_names", "kv_cache_spec"),
-        "read",
-        "the layers that share a block table, and the tokens of its blocks",
-        _TREES,
-    ),
-    Seam(
-        "vllm.v1.worker.utils",
-        "AttentionGroup",
-        ("backend", "layer_names", "get_metadata_builder"),
-        "read",
-        "the builders that get the trees",
-        _TREES,
-    ),
-    Seam(
-        "vllm.v1.spec_decode.metadata",
-        "SpecDecodeMetadata",
-        ("num_draft_tokens",),
-        "read",
-        "the number of nodes of each request",
-        _TREES,
-    ),
     # Sampling at nodes.
-    Seam(
-        "vllm.v1.outputs",
-        "SamplerOutput",
-        ("sampled_token_ids", "logprobs_tensors"),
-        "called",
-        "the choices at roots and nodes",
-        _SAMPLED,
-    ),
-    Seam(
-        "vllm.v1.sample.sampler",
-        "Sampler",
-        ("topk_topp_sampler", "use_fp64_gumbel"),
-        "set",
-        "topk_topp_sampler, see gumbel_sample",
-        _SAMPLED,
-    ),
-    Seam(
-        "vllm.v1.sample.ops.topk_topp_sampler",
-        "TopKTopPSampler",
-        ("logprobs_mode", "use_fp64_gumbel"),
-        "read",
-        "our sampler has the same results",
-        _SAMPLED,
-    ),
-    Seam(
-        "vllm.v1.worker.gpu.sample.gumbel",
-        "gumbel_sample",
-        (
-            *("logits", "expanded_idx_mapping", "temperature", "seed", "pos"),
-            *("apply_temperature", "is_drafting", "use_fp64"),
-        ),
-        "called",
-        "instead of the first runner's draws: seeded requests have the output that they have with "
-        "the second runner",
-        "lookahead runs on the second model runner",
-    ),
-    Seam(
-        "vllm.v1.core.sched.utils",
-        "check_stop",
-        ("request", "max_model_len"),
-        "called",
-        "a generator does not advance past the stop of a session's turn",
-        _SAMPLED,
-    ),
-    Seam(
-        "vllm.v1.request",
-        "Request",
-        (
-            *("sampling_params", "pooling_params", "output_token_ids", "num_output_tokens"),
-            *("num_tokens", "max_tokens"),
-        ),
-        "read",
-        "what check_stop reads, which is called with a stand-in",
-        _SAMPLED,
-    ),
-    Seam(
-        "vllm.v1.sample.metadata",
-        "SamplingMetadata",
-        ("max_num_logprobs",),
-        "read",
-        "the number of logprobs to return",
-        _SAMPLED,
-    ),
-    Seam(
-        "vllm.v1.sample.metadata",
-        "SamplingMetadata",
-        (
-            *("temperature", "top_p", "top_k", "generators", "no_penalties", "prompt_token_ids"),
-            *("frequency_penalties", "presence_penalties", "repetition_penalties"),
-            *("output_token_ids", "allowed_token_ids_mask", "bad_words_token_ids"),
-            *("logitsprocs", "logprob_token_ids", "spec_token_ids"),
-            "thinking_budget_state_holder",
-        ),
-        "called",
-        "copies, in which every field that has a row for each request has one for each node",
-        _SAMPLED,
-    ),
-    Seam(
-        "vllm.v1.sample.thinking_budget_state",
-        "ThinkingBudgetStateHolder",
-        ("_state", "cu_num_tokens", "_mask_capacity", "in_spec_mode"),
-        "set",
-        "in a copy, where each node starts from its parent's state",
-        _SAMPLED,
-    ),
-    Seam(
-        "vllm.v1.sample.thinking_budget_state",
-        "ThinkingBudgetStateHolder",
-        ("has_tracked_requests", "update_state", "apply_to_logits"),
-        "called",
-        "for the nodes of a step",
-        _SAMPLED,
-    ),
-    Seam(
-        "vllm.v1.sample.thinking_budget_state",
-        "ThinkingBudgetStateHolder",
-        ("think_start_token_ids", "think_end_token_ids"),
-        "read",
-        "a node scans as many tokens as the longest marker has",
-        _SAMPLED,
-    ),
     Seam(
         _RUNNER,
         "",
@@ -466,29 +161,5 @@ SEAMS = (
         "while a runner is made: the original leaves all processors but one out where drafts are "
         "verified",
         "vLLM serves them with speculation",
-    ),
-    Seam(
-        "vllm.v1.sample.logits_processor.__init__",
-        "build_logitsprocs",
-        ("vllm_config", "device", "is_pin_memory", "is_pooling_model", "custom_logitsprocs"),
-        "called",
-        "makes a second set of processors, for the nodes",
-        "vLLM serves them with speculation",
-    ),
-    Seam(
-        "vllm.v1.sample.logits_processor.interface",
-        "LogitsProcessor",
-        ("apply", "update_state"),
-        "called",
-        "for the nodes of a step",
-        "logits processors see draft tokens",
-    ),
-    Seam(
-        "vllm.v1.sample.logits_processor.interface",
-        "BatchUpdate",
-        ("batch_size", "removed", "added", "moved"),
-        "called",
-        "announces the nodes of a step to the second set",
-        "logits processors see draft tokens",
     ),
 )

@@ -1,18 +1,19 @@
-"""Workers, second model runner: the runner, its batch, sampling."""
+"""Workers, second model runner: the runner, its batch, sampling, graphs of steps with drafts."""
 
 from __future__ import annotations
 
 from lookahead_vllm.engine.seams.seam import PUBLIC, Seam
 
-_RUNNER = "vllm.v1.worker.gpu.model_runner"
+_GPU = "vllm.v1.worker.gpu"
+_RUNNER = f"{_GPU}.model_runner"
 _CLASS = "the runner class can be configured"
 _LATE = "vLLM asks for drafts at the start of the step that verifies them"
 _TREES = "custom proposers may return trees"
 _SAMPLED = "vLLM samples at the nodes of a tree"
-_BLOCKS = "vLLM frees blocks that hold only rejected tokens"
 _MEASURED = "vLLM measures the cost of a step"
-_SAMPLE = "vllm.v1.worker.gpu.sample"
-_PARENTS = "vLLM's processors get the parents of the rows"
+_SAMPLE = f"{_GPU}.sample"
+_GRAPHS = "vLLM captures graphs for steps with drafts of various lengths"
+_PREPARED = "vLLM prepares a step before the tokens of the step before have arrived"
 
 SEAMS = (
     # Workers: each makes its runner from a global name.
@@ -42,11 +43,7 @@ SEAMS = (
         "GPUModelRunner",
         (
             *("load_model", "initialize_kv_cache", "finish_requests", "update_requests"),
-            *("add_requests", "sampler", "rejection_sampler", "attn_groups", "block_tables"),
-            *("req_states", "device", "vllm_config", "model_config", "parallel_config"),
-            *("compilation_config", "scheduler_config", "kv_cache_config", "lora_config", "model"),
-            *("max_num_reqs", "max_num_tokens", "max_model_len", "take_draft_token_ids"),
-            *("shutdown", "model_state", "structured_outputs_worker"),
+            *("add_requests", "take_draft_token_ids", "shutdown"),
         ),
         "overridden",
         "announces requests to the drafter and learns from what has ended; gives a grammar's "
@@ -104,14 +101,6 @@ SEAMS = (
         _TREES,
     ),
     Seam(
-        "vllm.v1.worker.gpu.model_states.default",
-        "DefaultModelState",
-        ("rope_state",),
-        "read",
-        "the state of M-RoPE positions",
-        _TREES,
-    ),
-    Seam(
         _RUNNER,
         "GPUModelRunner.prepare_dummy_attn",
         ("input_batch",),
@@ -159,108 +148,6 @@ SEAMS = (
         "the masks of a step",
         _SAMPLED,
     ),
-    Seam(
-        "vllm.v1.outputs",
-        "LogprobsTensors",
-        ("cat",),
-        "called",
-        "logprobs of a step that was sampled in chunks",
-        _SAMPLED,
-    ),
-    Seam(
-        "vllm.v1.outputs",
-        "LogprobsTensors.cat",
-        ("cu_num_generated_tokens",),
-        "called",
-        "logprobs of a step that was sampled in chunks",
-        _SAMPLED,
-    ),
-    Seam(
-        _RUNNER,
-        "GPUModelRunner._dummy_run",
-        ("num_tokens", "context_len", "skip_eplb", "randomize_inputs"),
-        "called",
-        "runs the passes that are timed",
-        _MEASURED,
-    ),
-    Seam(
-        "vllm.v1.worker.gpu.async_utils",
-        "AsyncOutput",
-        ("copy_event", "sampled_token_ids", "num_sampled_tokens_np", "model_runner_output"),
-        "read",
-        "the tokens of a step, once the device is done with it",
-        _LATE,
-    ),
-    Seam(
-        "vllm.v1.worker.gpu.input_batch",
-        "InputBatch",
-        (
-            *("req_ids", "num_reqs", "num_scheduled_tokens", "cu_num_logits", "cu_num_logits_np"),
-            *("logits_indices", "positions", "input_ids", "has_prefill", "idx_mapping"),
-            *("idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos", "seq_lens"),
-            *("seq_lens_cpu_upper_bound", "is_padding"),
-        ),
-        "set",
-        "the rows of a step; the positions of nodes are set",
-        _TREES,
-    ),
-    Seam(
-        "vllm.v1.worker.gpu.input_batch",
-        "get_num_sampled_and_rejected",
-        ("num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_len"),
-        "called",
-        "the counts of a step with trees; none for an unfinished prompt",
-        _SAMPLED,
-    ),
-    Seam(
-        "vllm.v1.worker.gpu.states",
-        "RequestState",
-        ("req_id_to_index", "draft_tokens", "prefill_len", "num_computed_tokens_np"),
-        "set",
-        "the table of draft tokens, from which vLLM takes the input of a step; exact lengths",
-        _LATE,
-    ),
-    Seam(
-        "vllm.v1.worker.gpu.states",
-        "RequestState.__init__",
-        ("use_dense_all_token_ids",),
-        "called",
-        "false: our method's name in vLLM, ngram_gpu, would keep all texts on the device",
-        "SpeculativeConfig.method is open to plugins",
-    ),
-    Seam(
-        "vllm.v1.worker.gpu.block_table",
-        "BlockTables",
-        ("num_blocks",),
-        "set",
-        "the blocks that a request keeps when it gives some back",
-        _BLOCKS,
-    ),
-    Seam(
-        "vllm.v1.worker.utils",
-        "AttentionGroup",
-        ("layer_names", "get_metadata_builder"),
-        "called",
-        "the builders that get the trees",
-        _TREES,
-    ),
-    # Copies of grammars, for what they dictate.
-    Seam(
-        "vllm.v1.structured_output.__init__",
-        "StructuredOutputManager",
-        ("grammar_init", "accept_tokens", "clear_backend"),
-        "called",
-        "a second copy of each grammar on the drafting rank, one step ahead of the scheduler's",
-        "the scheduler sends a worker what the grammar dictates",
-    ),
-    Seam(
-        "vllm.v1.request",
-        "Request",
-        ("append_output_token_ids", "use_structured_output", "structured_output_request"),
-        "called",
-        "the text that a grammar's copy has read",
-        "the scheduler sends a worker what the grammar dictates",
-    ),
     # Sampling at nodes.
     Seam(
         f"{_SAMPLE}.sampler",
@@ -270,58 +157,7 @@ SEAMS = (
         "lets proposers observe the logits of a step; samples at all nodes of a step",
         _SAMPLED,
     ),
-    Seam(
-        f"{_SAMPLE}.sampler",
-        "Sampler.get_logprobs_dims",
-        ("idx_mapping_np",),
-        "called",
-        "how many logprobs the requests of a step need",
-        _SAMPLED,
-    ),
-    Seam(
-        f"{_SAMPLE}.sampler",
-        "Sampler.sample",
-        (
-            *("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos"),
-            *("input_ids", "expanded_local_pos", "seq_lens_upper_bound_np", "return_logprobs"),
-        ),
-        "called",
-        "draws at every root and node, by seed and position",
-        _SAMPLED,
-    ),
-    Seam(
-        f"{_SAMPLE}.logprob",
-        "compute_topk_scores",
-        (
-            *("logits", "num_logprobs", "sampled_token_ids", "cu_num_logits"),
-            *("logprob_token_ids_state", "expanded_idx_mapping", "max_per_req_token_ids"),
-            "logits_mode",
-        ),
-        "called",
-        "logprobs along the accepted path",
-        _SAMPLED,
-    ),
-    Seam(
-        f"{_SAMPLE}.output",
-        "SamplerOutput",
-        (
-            *("sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled"),
-            "num_rejected",
-        ),
-        "called",
-        "the output of a step with trees",
-        _SAMPLED,
-    ),
     # Sampling parameters that depend on a node's history.
-    Seam(
-        f"{_SAMPLE}.sampler",
-        "Sampler",
-        ("logits_processors", "thinking_budget_state", "needs_logits_processing"),
-        "set",
-        "processors that follow the parents of a step with branching trees, and share the state of "
-        "vLLM's",
-        _PARENTS,
-    ),
     Seam(
         f"{_SAMPLE}.logits_processor.interface",
         "LogitsProcessor",
@@ -331,84 +167,98 @@ SEAMS = (
         "records the requests that it concerns: these get chains",
         PUBLIC,
     ),
+    # CUDA (v2/gpu_worker.py): the worker, graphs of steps with drafts.
     Seam(
-        f"{_SAMPLE}.logits_processor.interface",
-        "LogitsContext",
-        ("expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "input_ids"),
-        "read",
-        "the rows of a step",
-        PUBLIC,
+        "vllm.v1.worker.gpu_worker",
+        "Worker",
+        ("compile_or_warm_up_model", "_make_model_runner", "model_runner"),
+        "overridden",
+        "makes our runner; compiles what a step with drafts needs, measures the cost of a step",
+        _CLASS,
     ),
     Seam(
-        f"{_SAMPLE}.logits_processor.interface",
-        "LogitsProcRequestState",
-        ("all_token_ids", "prompt_len", "total_len"),
-        "read",
-        "the texts that the history of a node begins with",
-        PUBLIC,
+        "vllm.v1.sample.ops.topk_topp_sampler",
+        "",
+        ("register_top_k_top_p_warmups",),
+        "swapped",
+        "while the model is loaded: for speculative decoding, 0.33 would compile many kernels",
+        "vLLM compiles fewer",
     ),
     Seam(
-        f"{_SAMPLE}.penalties",
-        "PenaltiesState",
+        _RUNNER,
+        "",
+        ("GPUModelRunner", "ModelCudaGraphManager"),
+        "swapped",
+        "our runner class while the worker makes its runner; a manager with graphs for drafts "
+        "while the runner makes it",
+        _GRAPHS,
+    ),
+    Seam(
+        _RUNNER,
+        "GPUModelRunner.initialize_kv_cache",
+        ("kv_cache_config", "is_profiling"),
+        "overridden",
+        "meanwhile decode_query_len is 1, so that steps without drafts have plain vLLM's graphs; "
+        "afterwards graphs for drafts are added",
+        _GRAPHS,
+    ),
+    Seam(
+        _RUNNER,
+        "GPUModelRunner._dummy_run",
+        ("num_tokens", "uniform_decode"),
+        "overridden",
+        "meanwhile decode_query_len is 1: an idle rank's batch has one token, as in plain vLLM",
+        _GRAPHS,
+    ),
+    Seam(
+        _RUNNER,
+        "GPUModelRunner.prepare_inputs",
+        ("batch_req_state", "batch_desc", "num_active_loras"),
+        "overridden",
+        "metadata of a step in a graph for drafts are built for the graph's bound",
+        _GRAPHS,
+    ),
+    Seam(
+        "vllm.v1.attention.backends.triton_attn",
+        "TritonAttentionMetadataBuilder.build_for_cudagraph_capture",
+        ("common_attn_metadata",),
+        "overridden",
+        "keeps the lengths of requests in a measured pass with trees",
+        _MEASURED,
+    ),
+    Seam(
+        f"{_GPU}.cudagraph_utils",
+        "CudaGraphManager.capture",
+        ("create_forward_fn",),
+        "overridden",
+        "announces each graph, so that the builders of metadata use its buffers",
+        _GRAPHS,
+    ),
+    Seam(
+        f"{_GPU}.cudagraph_utils",
+        "CudaGraphManager.dispatch",
         (
-            *("use_penalty", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-            *("prompt_bin_mask", "output_bin_counts"),
+            *("num_reqs", "num_tokens", "uniform_token_count", "num_active_loras"),
+            *("max_query_len", "num_ubatches"),
         ),
-        "read",
-        "penalties at nodes",
-        _PARENTS,
+        "overridden",
+        "chooses a graph for a step with drafts, and never one without tree attention for trees",
+        _GRAPHS,
     ),
     Seam(
-        f"{_SAMPLE}.bad_words",
-        "BadWordsState",
-        ("bad_word_token_ids", "bad_word_offsets", "num_bad_words", "req_states"),
-        "read",
-        "bad words at nodes",
-        _PARENTS,
+        f"{_GPU}.cudagraph_utils",
+        "ModelCudaGraphManager",
+        ("capture",),
+        "overridden",
+        "afterwards no builder uses buffers of a graph",
+        _GRAPHS,
     ),
     Seam(
-        f"{_SAMPLE}.logit_bias",
-        "LogitBiasState",
-        (),
-        "read",
-        "the only processor that needs no parents: min_tokens depends only on position",
-        _PARENTS,
-    ),
-    Seam(
-        f"{_SAMPLE}.thinking_budget",
-        "ThinkingBudgetState",
-        (
-            *("enabled", "use_thinking_budget", "thinking_token_budget", "req_states"),
-            *("cached_last_start", "cached_last_end", "cached_scan_pos"),
-            *("reasoning_start_token_ids", "natural_reasoning_end_token_ids"),
-            "reasoning_end_token_ids",
-        ),
-        "set",
-        "thinking budgets at nodes; the cached positions are updated as vLLM updates them",
-        _PARENTS,
-    ),
-    Seam(
-        "vllm.v1.worker.gpu.states",
-        "RequestState",
-        ("all_token_ids", "prompt_len", "total_len"),
-        "read",
-        "as in LogitsProcRequestState, for thinking budgets",
-        PUBLIC,
-    ),
-    Seam(
-        "vllm.v1.worker.gpu.buffer_utils",
-        "StagedWriteTensor",
-        ("gpu",),
-        "read",
-        "the device's part of the processors' state",
-        _PARENTS,
-    ),
-    Seam(
-        "vllm.v1.worker.gpu.buffer_utils",
-        "UvaBackedTensor",
-        ("gpu", "np"),
-        "read",
-        "the device's part of the processors' state",
-        _PARENTS,
+        f"{_GPU}.cudagraph_utils",
+        "ModelCudaGraphManager.run_fullgraph",
+        ("desc",),
+        "overridden",
+        "the drafts are placed before a graph is replayed, and choose the graph",
+        _PREPARED,
     ),
 )
