@@ -42,6 +42,8 @@ class StepReport:
     costs: list[tuple[float, float]] = field(default_factory=list)
     """(predicted, measured) seconds of each step that was predicted and measured. Time in
     which the engine does not run does not count."""
+    plain_seconds: float = 0.0
+    """The predicted time of the same steps without their drafts."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     """Wall time by part."""
     refused_trees: int = 0

@@ -149,6 +149,10 @@ class StepWork(NamedTuple):
     waits: bool = False
     """Whether the device waited for drafts before the next step, even if that got none."""
 
+    def without_drafts(self) -> StepWork:
+        """The same step, if no request had a draft."""
+        return StepWork(self.tokens - self.nodes, self.requests, 0, self.context, self.context, 0.0)
+
 
 class StepPrices(NamedTuple):
     """The time of a step without drafts and prompts, and the time that draft nodes add to it."""

@@ -8,10 +8,12 @@ logger is added where vLLM makes its own, which it does only if stats are enable
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutputs, core_client
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, StatLoggerManager
@@ -29,6 +31,11 @@ PREFIX = "lookahead_vllm:"
 LENGTH_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 NODE_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 ERROR_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10)
+
+SUMMARY_SECONDS = 60
+"""At least so much time lies between two summaries in the log."""
+
+logger = init_logger(f"vllm.{__name__}")
 
 _registered: dict[str, Counter | Gauge | Histogram] = {}
 """Our metrics in prometheus_client's registry, which the whole process shares."""
@@ -98,25 +105,75 @@ def unregister() -> None:
 
 
 class LookaheadStatLogger(AggregateStatLoggerBase):
-    """Counts the reports of all engines of this front-end."""
+    """Counts the reports of all engines of this front-end, and logs a summary every minute."""
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
         model = vllm_config.model_config.served_model_name
         self._engines = {index: EngineMetrics(model, index) for index in engine_indexes}
+        self._summary = Summary()
 
     def record(
         self,
         scheduler_stats: SchedulerStats | None,
-        iteration_stats: Any,
+        iteration_stats: IterationStats | None,
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
         report = getattr(scheduler_stats, "lookahead", None)
         if report is not None:
             self._engines[engine_idx].count(report)
+        self._summary.add(report, iteration_stats)
+
+    def log(self) -> None:
+        """Called every ten seconds by vLLM, unless nothing happens."""
+        seconds = time.monotonic() - self._summary.begin
+        if seconds >= SUMMARY_SECONDS:
+            if text := self._summary.text():
+                logger.info("Lookahead in the last %.0f s: %s.", seconds, text)
+            self._summary = Summary()
 
     def log_engine_initialized(self) -> None:
         """Log nothing."""
+
+
+class Summary:
+    """Whether drafts help: the numbers of some time, of all engines together."""
+
+    def __init__(self) -> None:
+        self.begin = time.monotonic()
+        self._steps = self._tokens = self._verified = self._accepted = 0
+        """The first two of requests that decode."""
+        self._seconds = self._plain_seconds = 0.0
+        """Of measured steps, and as predicted without drafts."""
+
+    def add(self, report: StepReport | None, stats: IterationStats | None) -> None:
+        """Count what a step reported, and the tokens that arrived with it."""
+        if stats is not None:
+            self._steps += len(stats.inter_token_latencies_iter)
+            first_tokens = len(stats.time_to_first_tokens_iter)
+            self._tokens += max(stats.num_generation_tokens - first_tokens, 0)
+        if report is not None:
+            self._verified += sum(report.verified)
+            self._accepted += sum(report.accepted)
+            self._seconds += sum(measured for _, measured in report.costs)
+            self._plain_seconds += report.plain_seconds
+
+    def text(self) -> str:
+        """For the log; empty if no request decoded."""
+        if not self._steps:
+            return ""
+        if not self._verified:
+            return "no draft was worth its cost"
+        length = self._tokens / self._steps
+        text = (
+            f"{length:.2f} tokens a step of a request, "
+            f"{self._accepted / self._verified:.0%} of {self._verified} draft tokens accepted"
+        )
+        if not self._plain_seconds:
+            return text
+        # One token at a time, the requests would have needed `length` times as many steps.
+        speedup = length * self._plain_seconds / self._seconds
+        return f"{text}, about {speedup:.2f} times as fast as without drafts"
 
 
 class EngineMetrics:

@@ -404,7 +404,9 @@ class LookaheadDrafter:
             return
         predicted = cost.observe(work, elapsed)
         if elapsed <= max(STALL_SECONDS, STALL_SLOWDOWN * predicted):
-            self.recorder.report.costs.append((predicted, elapsed))
+            report = self.recorder.report
+            report.costs.append((predicted, elapsed))
+            report.plain_seconds += cost.predict(work.without_drafts())
 
     def shutdown(self) -> None:
         """Save the cache, if there is one, because the engine ends."""

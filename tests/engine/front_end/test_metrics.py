@@ -110,6 +110,41 @@ def full_report() -> StepReport:
     return report
 
 
+# ---- the summary in the log ----------------------------------------------------------------------
+
+
+def tokens(first: int, later: int, steps: int) -> Any:
+    """vLLM's stats: first tokens, other tokens, and the steps of requests that emitted these."""
+    return SimpleNamespace(
+        num_generation_tokens=first + later,
+        time_to_first_tokens_iter=[0.1] * first,
+        inter_token_latencies_iter=[0.01] * steps,
+    )
+
+
+def test_a_summary_says_whether_drafts_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(stat_logger.logger, "info", lambda text, *args: said.append(text % args))
+    logger, report = stat_logger_of(0, 1), full_report()
+    report.plain_seconds = 0.015
+    logger.record(SchedulerStats(), tokens(3, 10, 10))
+    logger.log()
+    assert not said  # a minute is not over
+    with_report = step_report.with_report(SchedulerStats(), report)
+    logger.record(with_report, tokens(0, 15, 5), engine_idx=1)
+    monkeypatch.setattr(stat_logger, "SUMMARY_SECONDS", 0)
+    logger.log()
+    assert said.pop().endswith(
+        " s: 1.67 tokens a step of a request, 52% of 25 draft tokens accepted, "
+        "about 1.25 times as fast as without drafts."
+    )
+    logger.record(SchedulerStats(), tokens(3, 10, 10))
+    logger.log()
+    assert said.pop().endswith(" s: no draft was worth its cost.")
+    logger.log()
+    assert not said  # nothing has happened
+
+
 # ---- counting ------------------------------------------------------------------------------------
 
 
