@@ -14,14 +14,13 @@ import torch
 
 from benchmarks.device.device import (
     Event,
-    Launch,
     SimulatedDevice,
     Stream,
     ThreadClock,
     WallClock,
     unwritten,
 )
-from benchmarks.device.engine import Job, Measurement, Steps, delayed, summary, typical
+from benchmarks.device.engine import Job, Measurement, Steps, delayed, summary
 from benchmarks.device.pieces import OTHER, PIECES, WAIT, Change, HostPieces, cut, seconds_by_piece
 from benchmarks.device.text import VOCABULARY, Text, TextOnDevice
 
@@ -336,12 +335,6 @@ def test_the_summary_of_a_run(device: SimulatedDevice, clock: FakeClock) -> None
     assert np.ravel(result.launches) == pytest.approx([0, 6, 9, 15, 18, 24])
     assert result.changes[0][0] == 0.0
     assert [piece for _, piece in result.changes][1:5] == [WAIT, OTHER, "draft", OTHER]
-
-
-def test_the_picture_shows_typical_steps() -> None:
-    waits = [0.0, 5.0, 5.0, 1.0, 1.0, 1.0, 5.0, 0.0, 0.5]
-    launches = [Launch(i, i + 1, wait, 1) for i, wait in enumerate(waits)]
-    assert [launch.wait for launch in typical(launches)][1:] == [1.0, 1.0]
 
 
 class FakeCore:

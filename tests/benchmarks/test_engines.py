@@ -17,11 +17,9 @@ from benchmarks.engines import compare as bench
 from benchmarks.engines.generate import Generation, Turn, answer, warm_up_prompts
 from benchmarks.engines.profile import DecodeClock, decode_step, shares
 from benchmarks.engines.rows import Outcome, Row, Run, make_row
-from benchmarks.methods import KNOWN, MethodError, choose_methods
+from benchmarks.methods import KNOWN, choose_methods
 from benchmarks.prompts import PromptError, load_prompts
 from benchmarks.tables import (
-    category_tables,
-    main_table,
     profile_table,
     step_table,
     turn_table,
@@ -72,34 +70,8 @@ def test_methods_run_in_the_order_given_and_configs_join_them() -> None:
     assert choose_methods("none", [f"n4={config}"])["n4"] == json.loads(config)
 
 
-@pytest.mark.parametrize(
-    ("names", "configs", "message"),
-    [
-        ("none,foo", [], "no method 'foo'; there are none, ngram, suffix, lookahead"),
-        ("none,none", [], "given twice"),
-        (",", [], "name at least one of"),
-        ("none", ["n4"], "not NAME=JSON"),
-        ("none", ["n4={'a': 1}"], "--config n4: not JSON"),
-        ("none", ["n4=[]"], "a JSON object is expected"),
-        ("none", ["ngram={}"], "the name 'ngram' is taken"),
-    ],
-)
-def test_an_invalid_method_is_refused(names: str, configs: list[str], message: str) -> None:
-    with pytest.raises(MethodError, match=message):
-        choose_methods(names, configs)
-
-
 def options(*given: str) -> Any:
     return arguments.parser().parse_args(["--model", "m", "--prompts", "p.jsonl", *given])
-
-
-def test_the_command_line_is_read() -> None:
-    read = options(
-        "--batch-sizes", "8,1,8", "--engine-arg", "enforce_eager=true", "--engine-arg", "x=fp8"
-    )
-    assert read.batch_sizes == [8, 1]
-    assert dict(read.engine_arg) == {"enforce_eager": True, "x": "fp8"}
-    assert (read.max_tokens, read.repeat, read.check_exact) == (128, 1, False)
 
 
 def test_ranks_share_out_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,32 +90,6 @@ def test_ranks_share_out_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert binding(1, tensor_parallel=2) == "0,2|1"
     assert binding(2, tensor_parallel=2) == "0|1|2|0"
     assert binding(2, "--threads", "0|1") == "0|1"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--batch-sizes", "1,0"], "'0' is not a number of at least 1"),
-        (["--max-tokens", "-3"], "'-3' is not a number of at least 1"),
-        (["--engine-arg", "eager"], "is not KEY=VALUE"),
-        (["--engine-arg", "tp:enforce_eager=true"], "there is no method 'tp' here"),
-        (["--prompts", "/nowhere.jsonl"], "there is no file /nowhere.jsonl"),
-        (["--methods", "medusa"], "there is no method 'medusa'"),
-        (["--methods", "ngram", "--check-exact"], "add it to --methods"),
-        (["--json", "/nowhere/out.json"], "there is no folder /nowhere"),
-        (["--json", "/"], "/ is a folder"),
-        (["--plot", "out.xyz"], "the name must end in .png, .svg"),
-        (["--runner", "v1,v3"], "'v1,v3': write v1, v2 or v1,v2"),
-        (["--turns", "2,2,3", "--batch-sizes", "1,8"], "--turns: 3 numbers for 2 batch sizes"),
-    ],
-)
-def test_wrong_options_stop_before_any_engine_starts(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        bench.main(["--model", "m", "--prompts", "p.jsonl", *arguments])
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 def test_the_context_has_room_for_the_longest_prompt_and_its_answer(tmp_path: Path) -> None:
@@ -309,44 +255,6 @@ def test_a_request_that_ends_with_its_prefill_has_no_step() -> None:
 # Tables.
 
 
-def test_the_table_has_a_line_for_each_row_and_the_reasons_of_failures() -> None:
-    table = main_table([row("none", PLAIN), row(), row("suffix", None)], check_exact=True)
-    lines = table.splitlines()
-    assert len({len(line) for line in lines[:5]}) == 1  # aligned
-    cells = [cell.strip() for cell in lines[3].strip("|").split("|")]
-    assert cells == ["ngram", "1", "80%", "6.4", "2.00", "10", "3.00", "3.50", "3.00", "0"]
-    assert "failed" in lines[4]
-    assert lines[5] == "failed: suffix, batch 1: it broke"
-    assert "differing" not in main_table([row()], check_exact=False)
-
-
-def test_repeated_runs_show_their_spread() -> None:
-    rounds = [Outcome(run(*DRAFTED.generations, seconds=s)) for s in (4.0, 8.0)]
-    assert "6.0 (4.0–8.0)" in main_table([row(outcomes=rounds)], check_exact=False)
-
-
-def test_categories_are_shown_if_there_are_several() -> None:
-    tables = category_tables([row("none", PLAIN), row(), row("suffix", None), row(batch_size=8)])
-    assert "ngram, batch 8" in tables.split("\n\n")[0]
-    assert "ngram, batch 8" not in tables.split("\n\n")[1]
-    assert "suffix" not in tables
-    other = make_row("none", 2, [Outcome(PLAIN)], [PLAIN], ["qa", "chat"], False)
-    assert "none, batch 2" in category_tables([row("none", PLAIN), other])
-    alone = make_row("none", 1, [Outcome(PLAIN)], [PLAIN], ["all", "all"], False)
-    assert category_tables([alone]) == ""
-
-
-def test_the_json_holds_the_promised_keys() -> None:
-    promised = {
-        "method", "batch_size", "tokens_per_s", "ratio", "steps", "tokens_per_step",
-        "acceptance_length", "draft_tokens_per_step", "mismatches", "by_category",
-    }  # fmt: skip
-    for each in (row(), row(run=None)):
-        content = json.loads(json.dumps(each, allow_nan=False))
-        assert promised <= content.keys()
-        assert content["by_category"].keys() == {"qa", "code"}
-
-
 def test_the_profile_splits_a_step() -> None:
     seconds = {"draft": 1.0, "attention": 2.0, "verify": 0.5, "compaction": 0.5, "step": 10.0}
     assert shares(seconds) == {
@@ -397,16 +305,6 @@ def test_decode_steps_are_timed_where_they_follow_each_other(
     cells = [cell.strip() for cell in last.strip("|").split("|")]
     assert cells == ["ngram, batch 1", "3000.0", "1000.0", "66.7%"]
     assert step_table([row()]) == ""
-
-
-def test_a_picture_is_drawn_for_few_and_for_many_batch_sizes(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from benchmarks.engines.plot import plot
-
-    for sizes in ([1, 8], [1, 2, 4, 8, 16]):
-        rows = [row(name, r, s) for s in sizes for name, r in [("none", PLAIN), ("ngram", DRAFTED)]]
-        plot([*rows, row("suffix", None)], tmp_path / "out.png", "a model")
-        assert (tmp_path / "out.png").stat().st_size > 1000
 
 
 # Runs.
@@ -476,18 +374,6 @@ def test_engines_run_one_at_a_time_and_rounds_alternate_their_order(
     ]  # fmt: skip
     assert [row["prompts"] for row in written["rows"]] == [1, 1, 2, 2]
     assert written["meta"]["complete"] is True
-
-
-def test_categories_that_cannot_be_encoded_lose_no_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench, "FreshEngine", FakeEngine)
-    lines = [{"prompt_token_ids": [i], "category": name} for i, name in enumerate(["a\ud800", "b"])]
-    prompts, out = jsonl(tmp_path / "p.jsonl", *lines), tmp_path / "out.json"
-    options = ["--model", "m", "--prompts", str(prompts), "--methods", "none", "--json", str(out)]
-    assert bench.main([*options, "--batch-sizes", "1"]) == 0
-    assert r"a\ud800" in capsys.readouterr().out
-    assert json.loads(out.read_text())["rows"][0]["by_category"].keys() == {"a\ud800", "b"}
 
 
 def test_a_method_may_have_arguments_of_its_own(

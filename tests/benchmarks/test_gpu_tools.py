@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import accuracy, environment, gpu_kernels, plain, verdict
+from benchmarks.gpu import accuracy, environment, gpu_kernels, plain
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / "benchmarks" / "gpu"
@@ -30,13 +30,6 @@ def test_no_tool_hides_a_module_when_its_folder_is_on_the_path() -> None:
     stems = {path.stem for path in TOOLS.glob("*.py")} - {"__init__"}
     assert stems >= set(NAMES)
     assert not [stem for stem in stems if importlib.util.find_spec(stem) is not None]
-
-
-@pytest.mark.parametrize("name", ["gpu_kernels", "plain", "verdict"])
-def test_a_tool_without_arguments_prints_its_usage(name: str) -> None:
-    done = run_tool(name)
-    assert done.returncode == 1
-    assert f"python benchmarks/gpu/{name}.py" in done.stderr
 
 
 # Kernels.
@@ -194,36 +187,6 @@ def test_a_benchmark_ran_if_every_method_has_a_speed_and_is_exact_if_no_answer_d
         1,
         "lookahead: 2 of 12 answers differ\n",
     )
-
-
-def test_all_results_of_a_folder_are_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    timing = {
-        "requests": 8, "context": 1024, "nodes": 16, "floor": 0.01, "flash": 0.02, "triton": 0.03,
-    }  # fmt: skip
-    contents = {
-        "kernels": [{"error": 1.0, "bound": 2.0}, {"raised": "no"}, {"left_out": "no sinks"}],
-        "plain": {"default": {"code": 1, "seconds": 3.0}},
-        "timings": {"timings": [timing, {**timing, "flash": None}]},
-        "serve": {"output_throughput": 7.5},
-        "smol": {"rows": [bench_row(error="it broke")]},
-        "odd": [1],
-    }
-    for name, content in contents.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    (tmp_path / "torn.json").write_text("{")
-    assert verdict.tables(tmp_path) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "kernels: 3 cases, 1 wrong"
-    assert lines[1].startswith("odd.json: cannot be read")
-    assert lines[2].startswith("plain, level 'default': code 1, 3 s, tokens/s 0 alone, 0 of eight")
-    assert lines[3].startswith("serve: {'output_throughput': 7.5, 'mean_ttft_ms': None")
-    assert lines[4].startswith("smol: batch   8 lookahead       120 tokens/s, ratio 1.50, 2.00 tok")
-    assert lines[4].endswith("9.5 drafted, differing 0; it broke")
-    assert lines[5].endswith("flash 0.020, triton 0.030 ms, ratio 1.50")
-    assert lines[6].endswith("ratio nan")
-    assert lines[7].startswith("torn.json: cannot be read")
 
 
 # Libraries.

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.engines.fresh_engine import RunFailed
 from benchmarks.load import compare as script
-from benchmarks.load.report import Phase, by_phase, figures, plot, table
+from benchmarks.load.report import Phase, by_phase, figures
 from benchmarks.load.steps import BusyCore, Step, StepLog, play
 
 
@@ -158,39 +158,7 @@ RUNS = {
 }
 
 
-def test_the_table_has_a_line_for_each_phase_and_method() -> None:
-    text = table(RUNS, PHASES)
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    assert lines[2] == ["1: batch 1, 1 s", "none", "2", "4.0", "1.00", "100.0", "–", "–", "–"]
-    assert lines[3] == ["", "lookahead", "2", "6.0", "1.50", "100.0", "4.0", "80.0", "20 %"]
-    assert lines[4][0] == "2: batch 8, 2 s, busy core"
-    assert lines[5][1:5] == ["lookahead", "–", "0.0", "0.00"]
-
-
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    plot(RUNS, PHASES, tmp_path / "out.png", "a model")
-    assert (tmp_path / "out.png").stat().st_size > 1000
-
-
 # The command line.
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("1", "'1' is not a phase"),
-        ("1:0", "'1:0' is not a phase"),
-        ("1:5,8:5:idle", "'8:5:idle' is not a phase"),
-        ("0:5", "'0' is not a number of at least 1"),
-    ],
-)
-def test_an_invalid_phase_is_refused(
-    text: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        script.main(["--model", "m", "--prompts", "p.jsonl", "--phases", text])
-    assert message in capsys.readouterr().err
 
 
 def test_a_busy_core_has_a_process_that_computes() -> None:

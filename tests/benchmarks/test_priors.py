@@ -40,26 +40,3 @@ def test_it_measures_files_without_their_group(files, tmp_path, capsys):
     rows = capsys.readouterr().out.splitlines()
     assert [row.split("|")[2].strip() for row in rows[2:]] == ["a", "b", "mean"]
     assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [(".", "is a folder"), ("priors", "must end in .npz"), ("no/p.npz", "there is no folder")],
-)
-def test_a_file_that_cannot_be_written_is_refused_before_learning(
-    name, message, files, tmp_path, capsys
-):
-    assert main(["--traces", *files, "--out", str(tmp_path / name)]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--groups", "0"], "1 numbers for 2 files"),
-        (["--groups", "0,0", "--evaluate"], "at least two groups"),
-    ],
-)
-def test_wrong_groups_are_explained(files, arguments, message, capsys):
-    assert main(["--traces", *files, *arguments]) == 2
-    assert message in capsys.readouterr().err

@@ -143,29 +143,3 @@ def test_long_contexts_are_other_requests_up_to_the_length(shared: bool, tmp_pat
         others = [[*other.values()] for other in recorded if other is not trace]
         assert all([piece[:3], piece[3:]] in others for piece in pieces)
     assert (fronts[0] == fronts[1] == fronts[2]) is shared
-
-
-def test_a_folder_as_output_is_refused_before_files_are_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        make.main(["long", "--recorded", str(tmp_path / "no"), "--out", str(tmp_path)])
-    assert f"{tmp_path} is a folder" in capsys.readouterr().err
-
-
-def test_files_that_cannot_be_used_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one = {"prompt_token_ids": [1], "output_token_ids": [2]}
-    for lines, message in [
-        ([{"prompt_token_ids": [1]}], "line 1: `prompt_token_ids` and `output_token_ids` are"),
-        ([""], "is empty"),
-        (["{"], "line 1: it is not JSON"),
-        (["[1]"], "line 1: `prompt_token_ids` and `output_token_ids` are"),
-        ([{**one, "output_token_ids": "no"}], "line 1: `prompt_token_ids` and"),
-        ([one], "1 recorded requests are too few"),
-    ]:
-        path = jsonl(tmp_path / "in.jsonl", *lines)
-        with pytest.raises(SystemExit):
-            make.main(["long", "--recorded", str(path), "--out", str(tmp_path / "out.jsonl")])
-        assert message in capsys.readouterr().err

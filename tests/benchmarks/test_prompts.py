@@ -50,28 +50,6 @@ def test_a_bad_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
         load_prompts(path, no_tokenizer)
 
 
-def test_a_line_that_cannot_be_parsed_is_named(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "p.jsonl", {"prompt_token_ids": [1]})
-    good = path.read_bytes()
-    for content, message in [
-        (b"[" * 200_000, "p.jsonl, line 2: its values are nested too deeply"),
-        (b'{"prompt": "\xe9"}', "p.jsonl, line 2: it is not text in UTF-8"),
-    ]:
-        path.write_bytes(good + content)
-        with pytest.raises(PromptError, match=message):
-            load_prompts(path, no_tokenizer)
-    path.write_text('\ufeff{"prompt_token_ids": [1], "category": "a\u2028b"}\n', encoding="utf-8")
-    (prompt,) = load_prompts(path, no_tokenizer)
-    assert prompt.category == "a\u2028b"
-
-
-def test_a_missing_and_an_empty_file_are_named(tmp_path: Path) -> None:
-    with pytest.raises(PromptError, match="there is no file"):
-        load_prompts(tmp_path / "none.jsonl", no_tokenizer)
-    with pytest.raises(PromptError, match="is empty"):
-        load_prompts(jsonl(tmp_path / "p.jsonl", ""), no_tokenizer)
-
-
 @pytest.mark.parametrize(
     ("categories", "limit", "expected"),
     [

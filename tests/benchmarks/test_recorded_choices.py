@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.engines import compare as bench
-from benchmarks.engines.recorded_choices import Choices, ChoicesError, RecordedChoices, read
+from benchmarks.engines.recorded_choices import Choices, RecordedChoices
 from benchmarks.engines.target_guided import Guide, Nodes, parents_of
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from tests.support.files import jsonl
 
 PROMPTS = [[1, 10, 11], [1, 10, 12]]
 ANSWERS = [[20, 21, 22], [20, 21, 30]]
@@ -87,31 +84,3 @@ def test_the_recorded_token_is_the_largest_and_the_others_keep_their_gaps(
     assert top[2, :3].tolist() == [0, -0.0625, -0.5]
     assert logits[2].float().topk(3).indices.tolist() == [22, 44, 45]
     assert torch.equal(logits[[3, 4, 6]], own[[3, 4, 6]])  # nothing was recorded for them
-
-
-def test_files_that_do_not_fit_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "c.npz"
-    np.savez(path, ids=["x"], firsts=[0, 1], tokens=[[3, 4]], gaps=[[0.0, 1.0]])
-    assert read([path])["x"].tokens.tolist() == [[3, 4]]
-    with pytest.raises(ChoicesError, match=r"there is no file .*none\.npz"):
-        read([tmp_path / "none.npz"])
-    torn = tmp_path / "torn.npz"
-    torn.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(ChoicesError, match=r"torn\.npz was not written by scripts/record_choices"):
-        read([torn])
-    np.savez(torn, ids=["x"], firsts=[0, 2], tokens=[[3, 4]], gaps=[[0.0, 1.0]])
-    with pytest.raises(ChoicesError, match="do not fit together"):
-        read([torn])
-    line = {"id": "x", "prompt_token_ids": [1], "output_token_ids": [3, 4]}
-    prompts = jsonl(tmp_path / "p.jsonl", line)
-    command = ["--model", "m", "--prompts", str(prompts), "--choices", str(path)]
-    for more, message in [
-        ([], "add --target-guided"),
-        (["--target-guided"], "--choices has none for each token of the answer of the trace 'x'"),
-        (["--target-guided", "--runner", "v2", "--max-tokens", "1"], "--runner v1"),
-    ]:
-        with pytest.raises(SystemExit):
-            bench.main([*command, *more])
-        assert message in capsys.readouterr().err

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +11,6 @@ import pytest
 from benchmarks.request_parity.answers import Answer, assembled, compared
 from benchmarks.request_parity.endpoint import Endpoint, SampleError, of
 from benchmarks.request_parity.samples import SAMPLED, endpoints
-from benchmarks.request_parity.table import Row, document
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 ENDPOINTS = {endpoint.name: endpoint for endpoint in endpoints()}
 
@@ -235,37 +229,3 @@ def test_events_of_responses_are_joined() -> None:
     ours = assembled(events("ab", "c"))
     assert verdict_of(plain, planted(ours, "1/logprobs", ["a", "b", "c"])) == "equal"
     assert verdict_of(plain, assembled(events("ab", "d"))) == "differs"
-
-
-# ---- the table ----------------------------------------------------------------------------------
-
-
-def test_the_table_lists_values_by_verdict() -> None:
-    row = Row("stop", drafted=12, accepted=4)
-    for streamed in (False, True):
-        row.add('["a|b"]', streamed, "equal")
-        row.add("7", streamed, "refused by both")
-    row.add("null", False, "equal")
-    row.add("null", True, "differs")
-    text = document("# Title\n", {"/v1/x": [row, Row("store", known=False)]})
-    assert text.startswith(
-        "# Title\n\n## /v1/x\n\n2 options, 6 requests: 3 equal, 2 refused by both"
-    )
-    assert r'| `stop` | `["a\|b"]`, `null` in one piece | `7` | `null` streamed | 12 | 4 |' in text
-    assert "| `store` (OpenAI's) | – | – | – | 0 | 0 |" in text
-
-
-@pytest.mark.parametrize(
-    ("given", "status", "message"),
-    [
-        ("--help", 0, "compare_options.py --only stop --only n"),
-        ("--plain-url http://127.0.0.1:1", 2, "--plain-url and --lookahead-url go together"),
-        ("--out /no/such/folder/t.md", 2, "there is no folder /no/such/folder"),
-        ("--out /", 2, "--out: / is a folder"),
-    ],
-)
-def test_the_command_line_explains_itself(given: str, status: int, message: str) -> None:
-    command = [sys.executable, SCRIPTS / "compare_options.py", *given.split()]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == status
-    assert message in done.stdout + done.stderr

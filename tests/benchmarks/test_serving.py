@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.serving import compare as script
 from benchmarks.serving.arrivals import Latencies, Load, LoadFailed, bench_serve, write_requests
-from benchmarks.serving.latencies import Measured, conclusion, plot, table, verdict
+from benchmarks.serving.latencies import Measured, conclusion, table, verdict
 from benchmarks.serving.server import ServerError, free_port, is_free, serving
 
 
@@ -118,17 +118,6 @@ def test_the_table_compares_round_by_round() -> None:
     assert "in 2 figures: TPOT, mean at 0.50/s; TPOT, p99 at 0.50/s" in conclusion(measured)[0]
 
 
-def test_an_interrupted_run_is_shown_as_far_as_it_finished(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    measured: Measured = {
-        0.5: {"none": [latencies(10)], "lookahead": [latencies(8)]},
-        1.0: {"none": [latencies(10)], "lookahead": []},
-    }
-    assert "0.80" in table(measured) and "two rounds are needed" in conclusion(measured)[0]
-    plot(measured, tmp_path / "out.png", "a model")
-    assert (tmp_path / "out.png").stat().st_size > 1000
-
-
 # Whole runs.
 
 
@@ -169,34 +158,3 @@ def test_rounds_alternate_their_order_with_the_same_requests_and_new_salts(
     assert len(written["rates"][0]["rounds"]["lookahead"]) == 2
     assert "within the spread in 10" in capsys.readouterr().out
     assert all(is_free(int(port)) for port in names)
-
-
-def test_a_server_that_fails_stops_the_benchmark(
-    tmp_path: Path,
-    vllm: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run(tmp_path, monkeypatch, "--server-arg=--broken") == 1
-    assert "no such option" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rates", "1,-2"], "'1,-2' is not a list of numbers above 0"),
-        (["--methods", "lookahead"], "add it to --methods"),
-        (["--plot", "/nowhere/out.png"], "there is no folder /nowhere"),
-    ],
-)
-def test_wrong_options_stop_before_any_server_starts(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        run(tmp_path, monkeypatch, *arguments)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err

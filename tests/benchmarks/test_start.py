@@ -93,20 +93,3 @@ def test_a_server_that_does_not_start_loses_no_measurement(
     assert "the server did not start" in captured.err
     whole = re.search(r"^\| whole .*\|$", captured.out, re.M)
     assert whole and "–" in whole[0] and "none, warm" in captured.out
-
-
-def test_a_folder_as_output_is_refused_before_a_server_starts(
-    tmp_path: Path, vllm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        script.main(["--model", "m", "--json", str(tmp_path)])
-    assert f"{tmp_path} is a folder" in capsys.readouterr().err and not vllm.exists()
-
-
-def test_a_server_that_does_not_start_is_an_error(
-    vllm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert script.main(["--model", "m", "--server-arg=--broken"]) == 1
-    assert "the server did not start" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        script.main(["--model", "m", "--methods", "medusa"])

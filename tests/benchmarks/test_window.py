@@ -49,32 +49,3 @@ def test_s_is_tokens_a_step_without_the_prefills(prompts: Path) -> None:
     (row,) = measured.rows()
     assert row["S"] == 1.4 and row["nodes"] == 6 and row["by_category"] == {"qa": 2.0, "rag": 1.0}
     assert "| (5, 15, 15) | 1.40 |  1.96 |" in bench.table([row])
-
-
-def test_invalid_options_are_refused(
-    prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for more, message in (
-        (["--sets", "tables"], "'tables' is not one of table, sources, shifts, scaling, devices"),
-        (["--sets", "table", "--plot", str(tmp_path / "x.png")], "name it in --sets"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            bench.main(["--model", "m", "--prompts", str(prompts), *more])
-        assert ended.value.code == 2
-        assert message in capsys.readouterr().err
-
-
-def test_categories_that_cannot_be_encoded_lose_no_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(measured: bench.Measurement) -> None:
-        answers = [Generation([1] * 9, steps=4, draft_tokens=40)]
-        measured.turns["(5, 15, 15)"] = Turn(answers, 1.0, 1.0, "float32", {})
-
-    monkeypatch.setattr(bench.Measurement, "run", run)
-    prompts, out = tmp_path / "p.jsonl", tmp_path / "out.json"
-    prompts.write_text(json.dumps({"prompt_token_ids": [1], "category": "\ud800"}))
-    more = ["--sets", "table", "--json", str(out)]
-    assert bench.main(["--model", "m", "--prompts", str(prompts), *more]) == 0
-    assert r" \ud800 |" in capsys.readouterr().out
-    assert json.loads(out.read_text())["rows"][0]["by_category"] == {"\ud800": 2.0}
