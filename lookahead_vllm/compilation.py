@@ -104,7 +104,7 @@ def main(arguments: str) -> None:
             others.start()
         compile_verification()
         if options.proposer in PROPOSERS:
-            small = replace(options, max_nodes=1024, max_bytes=None, cache_path=None)
+            small = replace(options, max_nodes=1024, cache_path=None)
             make_proposer(small.for_device(on_cpu, len(CPUS_AT_START)).for_model(0))
         if others is not None:
             others.join()

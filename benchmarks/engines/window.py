@@ -45,8 +45,6 @@ def jacobi(
 ) -> Setting:
     """Lookahead Decoding with these (N, W, G), with room for all of its nodes."""
     prompt = ", with prompt" if more.get("pool_from_prompt") else ""
-    shift = f", shift {more['window_shift']}" if "window_shift" in more else ""
-    shift += _devices(more)
     config = {
         "method": "lookahead",
         "proposer": "jacobi_window",
@@ -57,7 +55,7 @@ def jacobi(
         "budget": 128,
         **more,
     }
-    return Setting(f"({ngram}, {window}, {guesses}){prompt}{shift}", config, paper)
+    return Setting(f"({ngram}, {window}, {guesses}){prompt}{_devices(more)}", config, paper)
 
 
 def tree(name: str, proposer: str, nodes: int = 64, **more: Any) -> Setting:
@@ -91,7 +89,6 @@ SETS = {
         tree("trie and recycled", "hybrid", window_size=0),
         tree("hybrid", "hybrid"),
     ],
-    "shifts": [jacobi(5, 15, 15, window_shift=shift) for shift in ("one", "hits", "paper")],
     "scaling": [jacobi(5, w, w) for w in (1, 2, 4, 8, 16)],
     "devices": [
         setting
@@ -116,7 +113,6 @@ examples:
 sets:
   table     the paper's Table 3: (N, W, G), with and without the prompt's n-grams in the pool
   sources   trees of 64 nodes from the trie, from the model's recycled choices, from a window
-  shifts    the ways to shift the window when several tokens are accepted at once
   scaling   W = G from 1 to 16, the paper's Figure 4
   devices   W = G = 2, and 16 nodes of hybrid, for each of 1, 2 and 4 devices: on as many replicas,
             and the same trees on one

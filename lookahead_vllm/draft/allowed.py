@@ -99,15 +99,12 @@ class Allowed:
         What its numbers or its texts are, in a message. Only "a number of seconds" has fractions.
     is_text
         Whether any text is allowed that is not empty.
-    whose
-        Whose limit the greatest number is, as in "the server's ".
     """
 
     words: tuple[str | bool | None, ...] = ()
     numbers: tuple[int, int] | None = None
     kind: str = "a whole number"
     is_text: bool = False
-    whose: str = ""
 
     def read(self, name: str, value: Any, instead: Any) -> Any:
         """The value that was meant by `value`, given for `name`.
@@ -140,7 +137,7 @@ class Allowed:
         if self.numbers is None:
             return f"one of {', '.join(map(str, words))}"
         low, high = self.numbers
-        options = [*map(json.dumps, words), f"{self.kind} from {low} to {self.whose}{high}"]
+        options = [*map(json.dumps, words), f"{self.kind} from {low} to {high}"]
         return " or ".join(options)
 
     def _read(self, value: Any) -> Any:

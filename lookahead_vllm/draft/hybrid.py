@@ -18,7 +18,6 @@ from lookahead_vllm.draft.progress import (
     limit_trees,
 )
 from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
-from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverrides
 from lookahead_vllm.draft.sources import RECYCLED, WINDOW
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie.candidates import CHOICES
@@ -31,7 +30,7 @@ from lookahead_vllm.draft.trie.recycling import (
     recycle,
 )
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES, Hashes
-from lookahead_vllm.draft.window.branch import LookaheadBranch, shape_for
+from lookahead_vllm.draft.window.branch import LookaheadBranch
 
 MIN_WORTH = 0.02
 """The model's choices are not used if they gain less, in tokens a step and request. To find, keep
@@ -92,14 +91,14 @@ class HybridProposer(NGramTrieProposer):
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
-        overrides: RequestOverrides = NO_OVERRIDES,
+        proposer: str | None = None,
     ) -> None:
         """See Proposer, and NGramTrieProposer."""
-        super().start(request_id, prompt, namespace, references, overrides)
+        super().start(request_id, prompt, namespace, references, proposer)
         self._root_hashes = self._texts.request_rows.resized(self._root_hashes)
         self._num_grown = self._texts.request_rows.resized(self._num_grown)
-        tokens = np.array(prompt, np.int32)
-        self.branch.start(request_id, tokens, shape_for(self.options, overrides))
+        if proposer != "ngram_trie":
+            self.branch.start(request_id, np.array(prompt, np.int32))
 
     def observe(self, verified: Verified) -> None:
         """See Proposer. Keeps the choices and moves the windows on."""

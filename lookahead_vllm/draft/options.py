@@ -23,7 +23,6 @@ from lookahead_vllm.draft.window.shape import (
 DRAFTS = ("hierarchical", "parallel", "single")
 SOURCES = ("both", "prompt", "output", "none")
 SHARES = ("none", "namespace", "all")
-SHIFTS = ("one", "hits", "paper")
 
 MAX_DECODING_LENGTH = 128
 
@@ -84,8 +83,6 @@ class LookaheadOptions:
     max_nodes : int
         The capacity of the trie in n-grams, for all prompts and answers together, at least 1024.
         An n-gram takes 16 bytes; all are allocated at start-up.
-    max_bytes : int or None
-        The same capacity in bytes, at least 16384; the smaller of the two applies.
     draft : "hierarchical", "parallel" or "single"
         The shape of a draft: branches merged into a tree, branches that share only the root, or
         one branch. Source: Lookahead (KDD 2024), section 4.1.
@@ -107,9 +104,6 @@ class LookaheadOptions:
         "jacobi_window". "auto" is W.
     pool_from_prompt : bool
         Whether the n-grams of the prompt are added to that pool.
-    window_shift : "one", "hits" or "paper"
-        How the window moves when a step accepts several tokens: as after one token, by as many
-        positions, or by as many levels (Algorithm 2).
     draft_threads : "auto" or int
         The threads that grow the trees of a step, 1 to 64. Drafts do not depend on it. "auto": 1
         if the model runs on the CPU, else a quarter of the cores, at most 4.
@@ -138,7 +132,6 @@ class LookaheadOptions:
     num_speculative_tokens: str | int = _number("auto", 1, MAX_DECODING_LENGTH)
     branch_length: int = _number(64, 1, 64)
     max_nodes: int = _number(4_000_000, 1024, 2**30 - 1)
-    max_bytes: int | None = _number(None, 16_384, 2**40)
     draft: str = _words("hierarchical", DRAFTS)
     sources: str = _words("both", SOURCES)
     proposer: str = "auto"
@@ -147,7 +140,6 @@ class LookaheadOptions:
     ngram_size: int = _number(PAPER_NGRAM_SIZE, 2, MAX_NGRAM_SIZE)
     guess_set_size: str | int = _number("auto", 1, MAX_GUESS_SET_SIZE)
     pool_from_prompt: bool = _switch(False)
-    window_shift: str = _words("one", SHIFTS)
     draft_threads: str | int = _number("auto", 1, MAX_DRAFT_THREADS)
     parallel: int = _number(1, 1, MAX_PARALLEL)
     share: str = _words("namespace", SHARES)

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.jit import Int32s, Int64s
-from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverrides
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
 
 NO_LOAD = Load()
@@ -85,7 +84,7 @@ class Proposer(Protocol):
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
-        overrides: RequestOverrides = NO_OVERRIDES,
+        proposer: str | None = None,
     ) -> None:
         """Start a request; one that is live already starts over.
 
@@ -98,8 +97,9 @@ class Proposer(Protocol):
             The request learns from the answers of its namespace only; None shares with none.
         references : Sequence[Sequence[int]]
             Texts from which the answer is likely to copy.
-        overrides : RequestOverrides
-            Options that differ from the server's.
+        proposer : str or None
+            "ngram_trie", "jacobi_window" or "hybrid", if it is another one than the server's
+            "hybrid".
         """
 
     def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:

@@ -21,9 +21,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 
 from lookahead_vllm.draft.allowed import Allowed, folded, nearest
-from lookahead_vllm.draft.options import LookaheadOptions, OptionError, allowed_values
-from lookahead_vllm.draft.registry import HAVE_WINDOW
-from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverrides
+from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.engine.config import KEY
 
 if TYPE_CHECKING:
@@ -31,7 +29,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
-NAMES = ("reference", "namespace", "enabled", *RequestOverrides._fields)
+NAMES = ("reference", "namespace", "enabled", "proposer")
+PROPOSERS = ("hybrid", "ngram_trie", "jacobi_window")
 FLAT = {f"{KEY}_{name}": name for name in NAMES}
 _FOLDED = {folded(name): name for name in (KEY, *FLAT)}
 """Keys of `extra_args` that are ours, as `folded` spells them."""
@@ -76,14 +75,14 @@ class RequestOptions:
         n-grams with those of the same namespace, and with none if it is None.
     enabled : bool
         False: no drafts, and nothing is learned from the request.
-    overrides : RequestOverrides
-        Its proposer, and the size of its lookahead branch.
+    proposer : str or None
+        One of PROPOSERS, in place of the server's "hybrid".
     """
 
     references: Sequence[Any] = ()
     namespace: str | None = None
     enabled: bool = True
-    overrides: RequestOverrides = NO_OVERRIDES
+    proposer: str | None = None
 
     @property
     def reference_tokens(self) -> int:
@@ -137,14 +136,8 @@ def parse_options(
         options["enabled"] = _read(allowed, spellings["enabled"], values["enabled"], True)
         if not options["enabled"]:
             options.pop("references", None)  # checked, but not used
-    overrides = {name: values[name] for name in RequestOverrides._fields if name in values}
-    if overrides:
-        options["overrides"] = RequestOverrides(
-            **{
-                name: _override(spellings[name], name, overrides[name], server)
-                for name in overrides
-            }
-        )
+    if "proposer" in values:
+        options["proposer"] = _proposer(spellings["proposer"], values["proposer"], server)
     return RequestOptions(**options)
 
 
@@ -166,7 +159,7 @@ def fields_for_worker(
             "reference": list(options.references),
             "namespace": options.namespace,
             "enabled": options.enabled,
-            **{k: v for k, v in options.overrides._asdict().items() if v is not None},
+            "proposer": options.proposer,
             MARK: b"",
         },
     }
@@ -222,23 +215,17 @@ def options_in_worker(
 
 def _from_fields(fields: dict[str, Any]) -> RequestOptions | None:
     """The options that `fields_for_worker` wrote; None if `fields` have another form."""
-    if not {"reference", "namespace", "enabled"} <= fields.keys():
+    if not set(NAMES) <= fields.keys():
         return None
-    references, namespace, enabled = (fields[k] for k in ("reference", "namespace", "enabled"))
+    references, namespace, enabled, proposer = (fields[name] for name in NAMES)
     if not (namespace is None or isinstance(namespace, str)) or not isinstance(enabled, bool):
         return None
     if not isinstance(references, list) or not all(map(_is_token_ids, references)):
         return None
-    overrides = RequestOverrides(**{name: fields.get(name) for name in RequestOverrides._fields})
-    for override, expected in zip(overrides, _OVERRIDE_TYPES, strict=True):
-        if override is not None and type(override) is not expected:
-            return None
+    if proposer is not None and proposer not in PROPOSERS:
+        return None
     arrays = [np.frombuffer(reference, "<i4") for reference in references]
-    return RequestOptions(arrays, namespace, enabled, overrides)
-
-
-_OVERRIDE_TYPES = (str, int, int, int, bool)
-"""The type of each field of `RequestOverrides`."""
+    return RequestOptions(arrays, namespace, enabled, proposer)
 
 
 def _is_token_ids(reference: Any) -> bool:
@@ -403,21 +390,15 @@ def _namespace(spelling: str, value: Any) -> str:
     return value
 
 
-def _override(spelling: str, name: str, value: Any, server: LookaheadOptions) -> Any:
-    if server.proposer not in HAVE_WINDOW or (name == "proposer" and server.proposer != "hybrid"):
+def _proposer(spelling: str, value: Any, server: LookaheadOptions) -> str:
+    if server.proposer != "hybrid":
         raise RequestError(
             f"{spelling}={reprlib.repr(value)} was given, but this server's proposer is "
             f"{server.proposer!r}; leave it out, or start the server with "
             '"proposer": "hybrid"'
         )
-    servers = getattr(server, name)
-    if name == "proposer":
-        return _read(Allowed(("hybrid", "ngram_trie", "jacobi_window")), spelling, value, servers)
-    allowed = allowed_values(name)
-    if allowed.numbers is not None:
-        numbers = (allowed.numbers[0], servers)
-        allowed = Allowed(numbers=numbers, whose="the server's ")
-    return _read(allowed, spelling, value, servers)
+    name: str = _read(Allowed(PROPOSERS), spelling, value, server.proposer)
+    return name
 
 
 def _read(allowed: Allowed, spelling: str, value: Any, instead: Any) -> Any:

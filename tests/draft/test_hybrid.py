@@ -11,7 +11,6 @@ from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.hybrid import HybridProposer
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftLimits, Verified
-from lookahead_vllm.draft.request_overrides import RequestOverrides
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.trie.candidates import CHOICES
 from lookahead_vllm.draft.trie.recycling import NUM_CHOICES
@@ -104,7 +103,7 @@ def test_without_choices_it_is_the_trie(monkeypatch: pytest.MonkeyPatch) -> None
     for proposer in (without, trie):
         proposer.insertion.seconds = math.inf
     without.start("a", text)
-    trie.start("a", text, overrides=RequestOverrides(proposer="ngram_trie"))
+    trie.start("a", text, proposer="ngram_trie")
     for token in text[:100]:
         grown = [proposer.propose(LIMITS)[0] for proposer in (without, trie)]
         np.testing.assert_array_equal(grown[0].tokens, grown[1].tokens)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.request_overrides import RequestOverrides
 from lookahead_vllm.engine.request_options import (
     RequestError,
     RequestOptions,
@@ -80,8 +79,8 @@ def test_every_spelling_is_read(
         ),
         ({"lookahead": {"references": "x"}}, ["['references'] was", "did you mean reference?"]),
         ({"lookahead": {"depth": 3}}, ["['depth'] was", "reference, namespace, enabled", "out"]),
-        ({"lookahead_window": 3}, ["lookahead_window was", "mean lookahead_window_size?"]),
-        ({"lookahead_window_size": 3}, ["proposer is 'auto'", '"proposer": "hybrid"']),
+        ({"lookahead_propose": "hybrid"}, ["did you mean lookahead_proposer?"]),
+        ({"lookahead_proposer": "hybrid"}, ["proposer is 'auto'", '"proposer": "hybrid"']),
         ({"lookahead": "off"}, ["lookahead='off' was", "a dict", '{"lookahead_enabled": false}']),
         ({"lookahead_enabled": "no"}, ["='no' was", "true or false", "write false"]),
         ({"lookahead": {"enabled": 2}}, ["['enabled']=2 was", "true or false"]),
@@ -123,51 +122,25 @@ def test_a_wrong_request_says_what_to_write(extra_args: dict[str, Any], parts: l
 HYBRID = LookaheadOptions(proposer="hybrid").for_model(7e9)
 
 
-@pytest.mark.parametrize(
-    ("extra_args", "expected"),
-    [
-        (
-            {"lookahead_window_size": 3.0},
-            RequestOverrides(window_size=3),
-        ),  # HTTP makes floats of numbers
-        ({"lookahead": {"window_size": 0}}, RequestOverrides(window_size=0)),
-        (
-            {"lookahead_ngram_size": 2, "lookahead_guess_set_size": 1},
-            RequestOverrides(None, None, 2, 1),
-        ),
-        ({"lookahead_pool_from_prompt": 1}, RequestOverrides(pool_from_prompt=True)),
-        ({"lookahead_window_size": "'3'"}, RequestOverrides(window_size=3)),
-        ({"lookahead": {"window-size": " 3.0 "}}, RequestOverrides(window_size=3)),
-        ({"lookahead_proposer": "Ngram-Trie"}, RequestOverrides("ngram_trie")),
-        ({"lookahead_proposer": "ngram_trie"}, RequestOverrides("ngram_trie")),
-    ],
-)
-def test_overrides_of_the_window_are_read(
-    extra_args: dict[str, Any], expected: RequestOverrides
-) -> None:
+@pytest.mark.parametrize("written", ["ngram_trie", "Ngram-Trie"])
+def test_a_request_chooses_its_proposer(written: str) -> None:
+    extra_args = {"lookahead_proposer": written}
     options = parse_options(extra_args, VOCAB, HYBRID)
-    assert options == RequestOptions(overrides=expected)
-    assert options_in_worker(fields_for_worker(extra_args, options))[0].overrides == expected
+    assert options == RequestOptions(proposer="ngram_trie")
+    in_worker, _ = options_in_worker(fields_for_worker(extra_args, options))
+    assert in_worker.proposer == "ngram_trie"
 
 
 @pytest.mark.parametrize(
-    ("extra_args", "parts"),
+    ("written", "parts"),
     [
-        ({"lookahead_window_size": 9}, ["=9 was", "from 0 to the server's 4", "write 4"]),
-        ({"lookahead_window_size": 2.5}, ["=2.5 was", "a whole number", "write 2"]),
-        ({"lookahead_window_size": "all"}, ["='all' was", "from 0 to the server's 4"]),
-        ({"lookahead_ngram_size": 1}, ["=1 was", "from 2 to the server's 5"]),
-        ({"lookahead_guess_set_size": True}, ["=True was", "a whole number from 1"]),
-        ({"lookahead_pool_from_prompt": "yes"}, ["='yes' was", "true or false", "write true"]),
-        ({"lookahead_window_size": "none"}, ["='none' was", "write 0"]),
-        ({"lookahead_window_size": "3 columns"}, ["='3 columns' was", "write 3"]),
-        ({"lookahead_proposer": "jacobi"}, ["='jacobi' was", 'write "jacobi_window"']),
-        ({"lookahead_proposer": "suffix"}, ["='suffix' was", "hybrid, ngram_trie, jacobi_window"]),
+        ("jacobi", ["='jacobi' was", 'write "jacobi_window"']),
+        ("suffix", ["='suffix' was", "hybrid, ngram_trie, jacobi_window"]),
     ],
 )
-def test_a_wrong_override_says_what_to_write(extra_args: dict[str, Any], parts: list[str]) -> None:
+def test_a_wrong_proposer_says_what_to_write(written: str, parts: list[str]) -> None:
     with pytest.raises(RequestError) as error:
-        parse_options(extra_args, VOCAB, HYBRID)
+        parse_options({"lookahead_proposer": written}, VOCAB, HYBRID)
     for part in parts:
         assert part in str(error.value)
     assert "\n" not in str(error.value)
@@ -271,9 +244,7 @@ ANYTHING: st.SearchStrategy[Any] = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner),
     max_leaves=8,
 )
-SENT = fields_for_worker(
-    None, RequestOptions((ids(5, 6),), "n", True, RequestOverrides("hybrid", 2, 3, 4, True))
-)
+SENT = fields_for_worker(None, RequestOptions((ids(5, 6),), "n", True, "hybrid"))
 
 
 @given(extra_args=ANYTHING | st.fixed_dictionaries({"lookahead": ANYTHING}))
@@ -289,14 +260,11 @@ def test_options_with_a_wrong_field_are_not_used(name: str, value: Any, gone: bo
     written = {k: v for k, v in SENT["lookahead"].items() if k != name}
     options, _ = options_in_worker({"lookahead": written if gone else {**written, name: value}})
     if options.namespace is not None or options.references:
-        assert name in RequestOverrides._fields or not gone
+        assert not gone
         assert isinstance(options.namespace, str | None)
         assert isinstance(options.enabled, bool)
         assert all(reference.dtype == np.int32 for reference in options.references)
-        kinds = {str: ("proposer",), bool: ("pool_from_prompt",)}
-        for override, given_value in options.overrides._asdict().items():
-            kind = next((kind for kind, names in kinds.items() if override in names), int)
-            assert given_value is None or type(given_value) is kind
+        assert options.proposer is None or isinstance(options.proposer, str)
     else:
         assert options == RequestOptions()
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.registry import HAVE_WINDOW
 from tests.fuzz.round import Request, Round
 from tests.support.parser_texts import tool_texts
@@ -170,11 +169,11 @@ def draw_round(
     # The HTTP client of over_http.py sends no references.
     if not http and draws.has("references", 0.4):
         _add_references(rng, requests, text)
-    if lookahead["proposer"] in HAVE_WINDOW:
-        server = LookaheadOptions.from_dict(lookahead).for_model(0)
+    if lookahead["proposer"] == "hybrid":
         for request in rng.sample(requests, len(requests) // 2):
-            request.features.add("request overrides")
-            request.params.setdefault("extra_args", {}).update(_overrides(rng, server))
+            request.features.add("a proposer of its own")
+            chosen = rng.choice(["hybrid", "ngram_trie", "jacobi_window"])
+            request.params.setdefault("extra_args", {})["lookahead_proposer"] = chosen
     # After a preemption, plain vLLM restarts its count of thinking tokens; and a prompt in chunks
     # would start again and again.
     may_reset = runner in ("v1", "v2") and not http and model not in HYBRIDS
@@ -281,7 +280,6 @@ def _draw_lookahead(draws: FeatureDraws) -> dict[str, Any]:
                 lookahead[option] = False
     if proposer in HAVE_WINDOW:
         lookahead["ngram_size"] = rng.choice([2, 3, 4, 5, 5])
-        lookahead["window_shift"] = rng.choice(["one", "hits", "paper"])
         lookahead["pool_from_prompt"] = rng.random() < 0.5
         if proposer == "hybrid":
             lookahead["sources"] = rng.choice(["both", "both", "prompt", "output", "none"])
@@ -349,19 +347,6 @@ def _add_sessions(
         room = (max_model_len - 8 - length) // (1 + len(request.turns))
         params["max_tokens"] = min(params["max_tokens"], room)
         params["min_tokens"] = min(params.get("min_tokens", 0), params["max_tokens"])
-
-
-def _overrides(rng: random.Random, server: LookaheadOptions) -> dict[str, Any]:
-    """Draw some of the options that one request may override, within the server's limits."""
-    overrides: dict[str, Any] = dict(
-        window_size=rng.randint(0, server.window.window_size),
-        ngram_size=rng.randint(2, server.ngram_size),
-        guess_set_size=rng.randint(1, int(server.guess_set_size)),
-        pool_from_prompt=rng.random() < 0.5,
-    )
-    if server.proposer == "hybrid":
-        overrides["proposer"] = rng.choice(["hybrid", "ngram_trie", "jacobi_window"])
-    return {f"lookahead_{name}": value for name, value in overrides.items() if rng.random() < 0.6}
 
 
 def _tenants(rng: random.Random, disjoint: bool) -> list[Tenant]:

@@ -187,7 +187,7 @@ VALUES: dict[str, str] = {
     "50,000 nested dicts": '{"a": ' * 50_000 + "5" + "}" * 50_000,
     "a list without an end": "[1, 2",
 }
-NAMES = ("reference", "namespace", "enabled", "proposer", "window_size", "pool_from_prompt")
+NAMES = ("reference", "namespace", "enabled", "proposer")
 STRANGE_NAMES: dict[str, str] = {
     "a name that is not known": "lookahead_depth",
     "a name with a dash": "lookahead-namespace",

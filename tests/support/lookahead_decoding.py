@@ -34,7 +34,6 @@ def tokens_by_step(
     ngram_size: int,
     guess_set_size: int,
     pool_from_prompt: bool = False,
-    shift: str = "one",
 ) -> list[list[int]]:
     """The tokens that each step emits if the model samples `answer`; the prefill is the first step.
 
@@ -109,11 +108,4 @@ def tokens_by_step(
             levels = [*levels[1:], new_level]
         else:
             levels = [level[1:] for level in levels] + [new_level[1:]]
-        if shift == "one":
-            continue
-        for _ in range(accepted):
-            if shift == "paper" and len(levels) == n - 1:
-                levels = [*levels[1:], [draw() for _ in levels[0]]]
-            else:
-                levels = [[*level[1:], draw()] for level in levels]
     return steps

@@ -12,7 +12,6 @@ from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
 from lookahead_vllm.draft.registry import PROPOSERS
-from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverrides
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 
 VOCAB = 128
@@ -46,7 +45,7 @@ class TestProposer:
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
-        overrides: RequestOverrides = NO_OVERRIDES,
+        proposer: str | None = None,
     ) -> None:
         self.prompts[request_id] = tuple(int(t) for t in prompt)
         self.outputs[request_id] = []
@@ -122,7 +121,7 @@ class Recorder(TestProposer):
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
-        overrides: RequestOverrides = NO_OVERRIDES,
+        proposer: str | None = None,
     ) -> None:
         super().start(request_id, prompt, namespace, references)
         self.STARTED.append(

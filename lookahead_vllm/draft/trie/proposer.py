@@ -29,7 +29,6 @@ from lookahead_vllm.draft.progress import (
     count_tokens,
 )
 from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
-from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverrides
 from lookahead_vllm.draft.request_rows import RequestRows
 from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
 from lookahead_vllm.draft.tree import DraftForest
@@ -63,7 +62,6 @@ from lookahead_vllm.draft.trie.suffix import (
     hashes_of,
 )
 from lookahead_vllm.draft.trie.table import (
-    BYTES_PER_NODE,
     NO_SPACE,
     Trie,
     count_by_space,
@@ -169,10 +167,7 @@ class NGramTrieProposer:
         self.cost: StepCost | None = None
         self.min_prob_beside_prompt = 0.0
         self.pays = False
-        max_nodes = options.max_nodes
-        if options.max_bytes is not None:
-            max_nodes = min(max_nodes, options.max_bytes // BYTES_PER_NODE)
-        self.trie = Trie(max_nodes)
+        self.trie = Trie(options.max_nodes)
         self.rate = AcceptanceRate(priors.load(NUM_RATES))
         self._lines = make_lines(self.num_lines)
         self._branching = _BRANCHING[options.draft]
@@ -209,7 +204,7 @@ class NGramTrieProposer:
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
-        overrides: RequestOverrides = NO_OVERRIDES,
+        proposer: str | None = None,
     ) -> None:
         """See Proposer. The whole prompt is indexed; an end of sequence in it is a token.
 
@@ -222,8 +217,8 @@ class NGramTrieProposer:
         row = self._texts.add(request_id)
         self._texts.hashes[row] = hashes = hashes_of(tokens)
         spaces = self._texts.spaces[row]
-        with_trie = self.options.sources != "none" and overrides.proposer != "jacobi_window"
-        with_choices = self.num_lines > 0 and overrides.proposer != "ngram_trie"
+        with_trie = self.options.sources != "none" and proposer != "jacobi_window"
+        with_choices = self.num_lines > 0 and proposer != "ngram_trie"
         if not (with_trie or with_choices):
             return
         own = shared = NO_SPACE

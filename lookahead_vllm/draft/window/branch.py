@@ -10,21 +10,14 @@ from numpy.typing import NDArray
 from lookahead_vllm.draft.budget.allot import PROBE_AFTER_STEPS
 from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.jit import Int32s, Int64s
-from lookahead_vllm.draft.options import SHIFTS, LookaheadOptions
+from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import Verified
-from lookahead_vllm.draft.request_overrides import RequestOverrides
 from lookahead_vllm.draft.sources import WINDOW
 from lookahead_vllm.draft.tree import UNKNOWN, DraftForest
 from lookahead_vllm.draft.window.grid import (
-    SHIFT_HITS,
-    SHIFT_LEVELS,
-    SHIFT_ONE,
     VerifiedCombs,
     Windows,
 )
-from lookahead_vllm.draft.window.shape import WindowShape
-
-_SHIFTS = dict(zip(SHIFTS, (SHIFT_ONE, SHIFT_HITS, SHIFT_LEVELS), strict=True))
 
 COMB_PROB = 0.0005
 """The probability of a node that only the comb adds. Such a node is sent for the model's choice at
@@ -57,19 +50,19 @@ class LookaheadBranch:
     def __init__(self, options: LookaheadOptions) -> None:
         self.windows = Windows(options.window)
         self.worth = PRIOR_TOKENS
-        self._shift = _SHIFTS[options.window_shift]
+        self._shape = options.window
         capacity = self.windows.request_rows.capacity
         self._sent = np.zeros(capacity, np.bool_)
         """The comb was sent and has not been verified."""
         self._stale = np.zeros(capacity, np.bool_)
         """A step passed without the comb, so the window no longer fits the text."""
 
-    def start(self, request_id: str, prompt: Int32s, shape: WindowShape) -> None:
+    def start(self, request_id: str, prompt: Int32s) -> None:
         """A request starts; it has no window if W = 0."""
         prompt = prompt[prompt != UNKNOWN]
-        if shape.window_size == 0 or len(prompt) == 0:
+        if self._shape.window_size == 0 or len(prompt) == 0:
             return
-        self.windows.start(request_id, prompt, shape)
+        self.windows.start(request_id, prompt, self._shape)
         self._sent = self.windows.request_rows.resized(self._sent)
         self._stale = self.windows.request_rows.resized(self._stale)
         row = self.windows.request_rows.rows_of([request_id])
@@ -191,17 +184,6 @@ class LookaheadBranch:
             forest.sizes[with_comb],
             verified.at_roots[with_comb, 0],
             np.ascontiguousarray(verified.at_nodes[:, 0]),
-            verified.lengths[with_comb],
         )
-        ngrams, owners = self.windows.iterate(rows, combs, self._shift)
+        ngrams, owners = self.windows.iterate(rows, combs)
         return ngrams, with_comb[owners]
-
-
-def shape_for(options: LookaheadOptions, overrides: RequestOverrides) -> WindowShape:
-    """The window of a request with these overrides, at most as large as the server's."""
-    size, ngram = options.window
-    if overrides.window_size is not None:
-        size = min(size, overrides.window_size)
-    if overrides.ngram_size is not None:
-        ngram = min(ngram, overrides.ngram_size)
-    return WindowShape(0 if overrides.proposer == "ngram_trie" else size, ngram)

@@ -22,10 +22,6 @@ from lookahead_vllm.draft.sources import WINDOW
 from lookahead_vllm.draft.tree import DraftForest, ForestArrays, first_nodes
 from lookahead_vllm.draft.window.shape import WindowShape, columns_of
 
-SHIFT_ONE, SHIFT_HITS, SHIFT_LEVELS = range(3)
-"""How the window moves when several tokens are accepted at once: as after one (the authors' code),
-by as many positions, or by as many levels (Algorithm 2)."""
-
 ROOT, ABSENT = -1, -2  # in `cells`, in addition to node indices
 
 _SIZE, _NGRAM, _FILLED = range(3)  # columns of `shapes`
@@ -55,8 +51,6 @@ class VerifiedCombs(NamedTuple):
     """int32 [t]: the likeliest token after each root."""
     at_nodes: Int32s
     """int32 [n]: the likeliest token after each node."""
-    num_accepted: Int64s
-    """int64 [t]: the accepted nodes of each tree."""
 
 
 class _WindowArrays(NamedTuple):
@@ -150,15 +144,16 @@ class Windows:
         limits = max_nodes, max_depths, np.float32(prob)
         return DraftForest(*_append_combs(forest.arrays, rows, limits, self._arrays))
 
-    def iterate(self, rows: Int64s, verified: VerifiedCombs, shift: int) -> tuple[Int32s, Int64s]:
+    def iterate(self, rows: Int64s, verified: VerifiedCombs) -> tuple[Int32s, Int64s]:
         """One Jacobi iteration of the windows `rows` int64 [t], whose combs were verified.
+
+        When several tokens were accepted at once, a window moves as after one, as in the authors'
+        code; by as many positions, or levels as in Algorithm 2, fewer tokens are accepted.
 
         Parameters
         ----------
         verified : VerifiedCombs
             The model's choices.
-        shift : int
-            SHIFT_ONE, SHIFT_HITS or SHIFT_LEVELS.
 
         Returns
         -------
@@ -166,7 +161,7 @@ class Windows:
             The n-grams of the columns of full windows, padded with -1, and the tree of each.
             Columns whose last cell was not verified have none.
         """
-        return _iterate(rows, tuple(verified), shift, self._arrays)
+        return _iterate(rows, tuple(verified), self._arrays)
 
 
 @kernel
@@ -242,7 +237,7 @@ def _append_combs(
 
 @kernel
 def _iterate(
-    rows: Int64s, verified: VerifiedCombs, shift: int, windows: _WindowArrays
+    rows: Int64s, verified: VerifiedCombs, windows: _WindowArrays
 ) -> tuple[Int32s, Int64s]:
     verified, windows = VerifiedCombs(*verified), _WindowArrays(*windows)
     tokens, shapes = windows.tokens, windows.shapes
@@ -283,17 +278,6 @@ def _iterate(
             window[filled, : columns - 1] = choices[1:]
             filled, columns = filled + 1, columns - 1
             shapes[row, _FILLED] = filled
-        if shift == SHIFT_ONE:
-            continue
-        for _ in range(min(verified.num_accepted[tree], tokens.shape[2])):
-            if shift == SHIFT_LEVELS and filled == ngram - 1:
-                for column in range(columns):
-                    choices[column] = _draw(windows, row)
-                _push_level(window, choices, columns, filled)
-            else:
-                for level in range(filled):
-                    window[level, : columns - 1] = window[level, 1:columns].copy()
-                    window[level, columns - 1] = _draw(windows, row)
     return ngrams[:num_ngrams], owners[:num_ngrams]
 
 

@@ -20,10 +20,9 @@ from lookahead_vllm.draft.insertion import InsertionQueue
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
-from lookahead_vllm.draft.request_overrides import NO_OVERRIDES, RequestOverrides
 from lookahead_vllm.draft.sources import OWN, REFERENCE, WINDOW
 from lookahead_vllm.draft.tree import DraftForest, ForestArrays, first_nodes
-from lookahead_vllm.draft.window.branch import LookaheadBranch, shape_for
+from lookahead_vllm.draft.window.branch import LookaheadBranch
 from lookahead_vllm.draft.window.pool import NGram, NGramPool, as_rows
 
 _RANKS = 16  # ranks with rates of their own; all later ranks share the last one
@@ -119,7 +118,7 @@ class JacobiWindowProposer:
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
-        overrides: RequestOverrides = NO_OVERRIDES,
+        proposer: str | None = None,
     ) -> None:
         """See Proposer. Adds references to the pool, and the prompt if `pool_from_prompt`.
 
@@ -127,20 +126,15 @@ class JacobiWindowProposer:
         """
         self.finish(request_id)
         options = self.options
-        shape = shape_for(options, overrides)
-        guess_set_size = int(options.guess_set_size)
-        if overrides.guess_set_size is not None:
-            guess_set_size = min(guess_set_size, overrides.guess_set_size)
         tokens = np.array(prompt, np.int32)
-        pool = NGramPool(shape.ngram_size, guess_set_size)
-        from_prompt = overrides.pool_from_prompt
-        if options.pool_from_prompt if from_prompt is None else from_prompt:
+        pool = NGramPool(options.ngram_size, int(options.guess_set_size))
+        if options.pool_from_prompt:
             self.insertion.add(request_id, pool.inserter(OWN), tokens)
         for reference in references:
             self.insertion.add(request_id, pool.inserter(REFERENCE), np.array(reference, np.int32))
         self.insertion.work()
-        self._texts[request_id] = _Text(pool, tokens[-shape.ngram_size :].tolist())
-        self.branch.start(request_id, tokens, shape)
+        self._texts[request_id] = _Text(pool, tokens[-options.ngram_size :].tolist())
+        self.branch.start(request_id, tokens)
 
     def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
         """See Proposer. Adds the n-grams that end in the new tokens to the pool."""

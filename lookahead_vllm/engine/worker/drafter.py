@@ -237,7 +237,7 @@ class LookaheadDrafter:
             if options.enabled:
                 with self.surviving("begin with a request"):
                     self.proposer.start(
-                        request_id, prompt, options.namespace, options.references, options.overrides
+                        request_id, prompt, options.namespace, options.references, options.proposer
                     )
                 remaining = self.max_model_len if params.max_tokens is None else params.max_tokens
                 stop_tokens = {params.eos_token_id, *(params.stop_token_ids or ())}

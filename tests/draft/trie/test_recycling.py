@@ -5,7 +5,6 @@ import numpy as np
 from lookahead_vllm.draft.hybrid import HybridProposer
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftLimits, Verified
-from lookahead_vllm.draft.request_overrides import RequestOverrides
 from lookahead_vllm.draft.sources import NAMES, RECYCLED, WINDOW
 from lookahead_vllm.draft.tree import UNKNOWN, DraftForest, DraftTree
 from lookahead_vllm.draft.trie.candidates import CHOSEN, TOKEN, new_candidates
@@ -164,7 +163,7 @@ def test_the_hybrid_tree_has_nodes_of_all_sources():
 def test_a_request_may_use_the_trie_alone():
     options = LookaheadOptions(proposer="hybrid", num_speculative_tokens=32, budget=32)
     proposer = HybridProposer(options)
-    proposer.start("r", [1, 2, 3, 1, 2], overrides=RequestOverrides(proposer="ngram_trie"))
+    proposer.start("r", [1, 2, 3, 1, 2], proposer="ngram_trie")
     proposer.extend({"r": [3]})
     proposer.last = 3
     for _ in range(5):

@@ -9,9 +9,8 @@ from lookahead_vllm.draft.budget.cost import CostCurve, StepCost, StepWork
 from lookahead_vllm.draft.hybrid import HybridProposer
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
-from lookahead_vllm.draft.request_overrides import RequestOverrides
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.draft.window.branch import NO_WINDOW, LookaheadBranch, shape_for
+from lookahead_vllm.draft.window.branch import NO_WINDOW, LookaheadBranch
 from lookahead_vllm.draft.window.proposer import JacobiWindowProposer
 
 OPTIONS = LookaheadOptions(proposer="jacobi_window", window_size=7, guess_set_size=7)
@@ -99,7 +98,6 @@ def test_a_plain_step_that_is_due_has_no_comb():
 
 def test_a_request_without_a_window_or_a_branching_tree_has_no_comb():
     branch = branch_of(["with"])
-    branch.start("without", PROMPT, shape_for(OPTIONS, RequestOverrides(window_size=0)))
     assert (choose(branch, ["with", "without"], None) >= 0).tolist() == [True, False]
     assert (choose(branch, ["with"], None, may_branch=False) == NO_WINDOW).all()
 
@@ -114,11 +112,6 @@ def test_the_window_of_a_comb_that_was_never_verified_starts_again():
     join(branch, ["r"], choose(branch, ["r"], None))  # and is not verified
     choose(branch, ["r"], None)
     assert windows.shapes[row].tolist() == [7, 5, 1]
-
-
-def test_a_request_s_window_is_at_most_the_server_s():
-    assert shape_for(OPTIONS, RequestOverrides(window_size=99, ngram_size=3)) == (7, 3)
-    assert shape_for(OPTIONS, RequestOverrides(proposer="ngram_trie")) == (0, 5)
 
 
 def test_the_proposer_keeps_to_each_request_s_limits():

@@ -8,9 +8,6 @@ from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.window.grid import (
     ABSENT,
     ROOT,
-    SHIFT_HITS,
-    SHIFT_LEVELS,
-    SHIFT_ONE,
     VerifiedCombs,
     Windows,
 )
@@ -105,7 +102,7 @@ def test_cells_beyond_the_limits_are_absent(max_nodes, max_depth):
     assert (cells == ABSENT).any()
 
 
-def iterate(windows, rows, tree, choose, lengths=0, shift=SHIFT_ONE):
+def iterate(windows, rows, tree, choose):
     """`choose(token)` is the model's choice after each token of the tree, and 0 is the root's."""
     verified = VerifiedCombs(
         roots=np.array([50], np.int32),
@@ -113,9 +110,8 @@ def iterate(windows, rows, tree, choose, lengths=0, shift=SHIFT_ONE):
         sizes=np.array([len(tree)]),
         at_roots=np.array([choose(0)], np.int32),
         at_nodes=np.array([choose(token) for token in tree.tokens.tolist()], np.int32),
-        num_accepted=np.array([lengths]),
     )
-    return windows.iterate(rows, verified, shift)
+    return windows.iterate(rows, verified)
 
 
 def test_an_iteration_gives_an_n_gram_in_each_column_and_the_next_level():
@@ -151,23 +147,6 @@ def test_the_levels_are_filled_one_a_step():
         ngrams, _ = iterate(windows, rows, tree, lambda token: token + 1000 + len(nodes))
         assert len(ngrams) == (4 if len(nodes) >= 3 else 0)
     assert nodes[0] == 4 + 4 - 3 and nodes[2:] == [3 * 4 - 1] * 2
-
-
-@pytest.mark.parametrize(
-    ("shift", "expected"),
-    [
-        (SHIFT_ONE, [[None, 5, 6], [7, 8, 9], [17, 18, 19]]),
-        (SHIFT_HITS, [[None, 6, None], [8, 9, None], [18, 19, None]]),
-        (SHIFT_LEVELS, [[None, 8, 9], [17, 18, 19], [None, None, None]]),
-    ],
-)
-def test_two_tokens_at_once_move_it_as_the_option_says(shift, expected):
-    windows, rows = full_window(WindowShape(3, 4), [[0, 2, 3], [4, 5, 6], [7, 8, 9]])
-    tree = add_comb(windows, rows, DraftTree.chain([]))
-    iterate(windows, rows, tree, lambda token: token + 10, lengths=1, shift=shift)
-    for level, tokens in zip(windows.tokens[rows[0], :, :3].tolist(), expected, strict=True):
-        for token, want in zip(level, tokens, strict=True):
-            assert want in (None, token)
 
 
 def test_cells_that_were_cut_give_no_n_gram():
