@@ -22,7 +22,7 @@ PROMPT = np.arange(5, 30, dtype=np.int32)
 def branch_of(ids, options=OPTIONS):
     branch = LookaheadBranch(options)
     for request_id in ids:
-        branch.start(request_id, PROMPT, options.window)
+        branch.start(request_id, PROMPT)
     return branch
 
 
