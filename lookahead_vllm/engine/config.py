@@ -190,9 +190,6 @@ def make_config(
 ) -> VllmConfig:
     """The engine's config with `options`, for the model runner that plain vLLM would choose.
 
-    On the second runner, drafts need asynchronous scheduling. Without it, the engine runs on the
-    first runner, with the second one's output.
-
     Parameters
     ----------
     create
@@ -211,27 +208,16 @@ def make_config(
     make = _Maker(args, create)
     if args.enable_lora:
         options = _within_lora_rows(make, options)
-    if wanted or (wanted is None and vllm_config.HAS_TRITON and args.async_scheduling is not False):
+    if wanted or (wanted is None and vllm_config.HAS_TRITON):
         config = make(SECOND_RUNNER, options)
         first_runner_reason = _needs_first_runner(config, options)
-        if (
-            config.use_v2_model_runner
-            and config.scheduler_config.async_scheduling
-            and not first_runner_reason
-        ):
+        if config.use_v2_model_runner and not first_runner_reason:
             apply(config, options, SECOND_RUNNER)
             return config
         if wanted and first_runner_reason:
             raise OptionError(
                 f"VLLM_USE_V2_MODEL_RUNNER=1 is set, but {first_runner_reason} lookahead runs only "
                 "on vLLM's first model runner; unset it, the output is the same"
-            )
-        if wanted:
-            raise OptionError(
-                "VLLM_USE_V2_MODEL_RUNNER=1 is set without asynchronous scheduling, which "
-                "lookahead needs on vLLM's second model runner; leave out --no-async-scheduling, "
-                "or unset VLLM_USE_V2_MODEL_RUNNER: on the first model runner, the output is the "
-                "same"
             )
     if args.async_scheduling:
         raise OptionError(

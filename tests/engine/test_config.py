@@ -416,10 +416,10 @@ LATE = "lookahead_vllm.engine.scheduler.late_scheduler.LateDraftScheduler"
     [
         (None, None, "v2"),
         (None, True, "v2"),
-        (None, False, "v1"),
+        (None, False, "v2"),
         ("1", None, "v2"),
         ("0", None, "v1"),
-        ("1", False, "on vLLM's second model runner; leave out --no-async-scheduling, or unset "),
+        ("1", False, "v2"),
         ("0", True, "--async-scheduling was given, but this engine runs vLLM's first model runner"),
     ],
 )
@@ -431,7 +431,6 @@ def test_the_runner_is_plain_vllms(
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The second one with asynchronous scheduling, else the first one, or a sentence."""
     if variable is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
     asked = dict(
@@ -447,7 +446,8 @@ def test_the_runner_is_plain_vllms(
         config = made(model, **asked)
         assert f".worker.{runner}." in config.parallel_config.worker_cls
         assert (config.scheduler_config.scheduler_cls == LATE) == (runner == "v2")
-        assert config.scheduler_config.async_scheduling == (runner == "v2")
+        is_asynchronous = runner == "v2" and asynchronous is not False
+        assert config.scheduler_config.async_scheduling == is_asynchronous
         assert config.use_v2_model_runner == (runner == "v2")
 
 

@@ -407,8 +407,6 @@ class Rounds:
             start = engine_elsewhere
             if round_.processes == "engine and worker":
                 stress["distributed_executor_backend"] = "mp"
-        elif lookahead and round_.runner == "second":
-            stress["async_scheduling"] = False  # then it runs on the first runner
         with start(model, lookahead, **{**settings, **stress}) as llm:
             if lookahead and "recompute" in round_.processes:
                 llm.collective_rpc("recompute")

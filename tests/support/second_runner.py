@@ -42,6 +42,10 @@ def enable(cheap_noise: bool = False) -> None:
     if cheap_noise:
         gumbel.gumbel_sample = _gumbel_sample
     topk_topp_sampler.HAS_TRITON = False  # the interpreter cannot run a loop of that kernel
+    from lookahead_vllm.engine import config
+
+    # As for a pipeline, under which lookahead has no second runner.
+    config._needs_first_runner = lambda *_: "where the kernels are interpreted"
 
 
 def _gumbel_sample(

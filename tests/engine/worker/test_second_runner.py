@@ -40,7 +40,7 @@ def test_same_tokens(extras: list[dict[str, Any]], llama: Path) -> None:
         vanilla = generate(plain, prompts, params)
     record(prompts, vanilla)
     lookahead = dict(proposer="hidden_path", budget=6, num_speculative_tokens=6)
-    with engine(llama, lookahead, async_scheduling=False) as llm:
+    with engine(llama, lookahead) as llm:
         assert not llm.llm_engine.vllm_config.use_v2_model_runner
         assert generate(llm, prompts, params) == vanilla
         counters = drafter_of(llm).counters

@@ -134,6 +134,18 @@ def test_the_tokens_are_plain_vllms(
             assert any(replay.num_tokens < replay.num_prepared for replay in replays)
 
 
+def test_steps_may_be_synchronous(
+    llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(PROMPTS, plain[2])
+    options = {"proposer": "hidden_path", "budget": 8}
+    with lookahead("eager", llama, options, async_scheduling=False) as llm:
+        steps = Steps(llm, monkeypatch)
+        assert answers_of(llm) == plain
+        assert steps.early > 3 * steps.waiting
+        assert drafter_of(llm).counters.branching_trees > 50
+
+
 @pytest.mark.parametrize("name", ["plan", "_recycle", "_cut_by_plan", "learn"])
 def test_a_proposer_that_fails_in_the_middle_costs_drafts_alone(
     name: str, llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
