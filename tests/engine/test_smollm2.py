@@ -94,10 +94,10 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
             "--num-speculative-tokens=6",
             "--speculative-config.budget=6",  # a fixed budget, so that slow machines draft too
             f"--speculative-config.cache_path={cache}",
+            "--speculative-config.cache_interval=5",
         ) as lookahead,
     ):
         yield plain, lookahead
-    # SIGTERM went to the whole process group, as Ctrl-C does; the cache was saved all the same.
     assert cache_file.read_header(cache).namespaces > 0
 
 
