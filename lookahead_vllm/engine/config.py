@@ -284,6 +284,9 @@ def _needs_first_runner(config: VllmConfig, options: LookaheadOptions) -> str | 
         return "under pipeline parallelism"
     if options.parallel > 1:
         return "under lookahead parallelism"
+    executor = config.parallel_config.distributed_executor_backend
+    if executor == "ray" and not config.scheduler_config.async_scheduling:
+        return "with a compiled graph of Ray"
     return None
 
 
