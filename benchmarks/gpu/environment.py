@@ -98,10 +98,13 @@ def both_runners() -> str:
 
 
 def lookahead() -> str:
-    importlib.import_module("lookahead_vllm.engine.compatibility").check()
+    compatibility = importlib.import_module("lookahead_vllm.engine.compatibility")
+    compatibility.check()
+    missing = list(compatibility.problems())
+    assert not missing, "; ".join(missing)
     for name in LOOKAHEAD:
         importlib.import_module(f"lookahead_vllm.engine.{name}")
-    return "loads; this vLLM has all that its table of seams names"
+    return "loads; this vLLM has all that it replaces or imports"
 
 
 def servers() -> str:
