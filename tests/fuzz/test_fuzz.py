@@ -110,7 +110,7 @@ def test_every_feature_is_drawn(runner: str) -> None:
         *(f"structured output, {k}" for k in ("json", "regex", "choice", "grammar", "xgrammar")),
         *(
             "structured output after reasoning",
-            "request overrides",
+            "a proposer of its own",
             "namespace",
             "cache salt",
             "reference",

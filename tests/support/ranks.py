@@ -100,11 +100,11 @@ def set_clock(worker: Any) -> None:
     if proposer.cost is not None:
         proposer.cost = StepCost(CostCurve([1, 1024], [0.010, 0.011]))
 
-    def observe_step(*args: Any) -> None:
+    def observe_step(*args: Any, **kwargs: Any) -> None:
         nonlocal now
         nodes = runner._work.nodes if runner._work else 0
         now += 0.010 * (1 + (not runner.drafter.is_drafting_rank) * nodes)
-        original(*args)
+        original(*args, **kwargs)
 
     runner._clock.clock = lambda: now
     runner._clock.pause = lambda seconds: None  # these are seconds of the real clock
