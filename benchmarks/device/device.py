@@ -79,13 +79,13 @@ class ThreadClock:
 
     def install(self) -> None:
         """See Clock. Other threads keep the machine's clock."""
-        machine, sleep = time.perf_counter, time.sleep
+        machine = time.perf_counter
 
         def sleep_here(seconds: Any) -> None:
             if get_ident() == self._thread and seconds > 0:
                 self.sleep_until(self.now() + seconds)
             else:
-                sleep(seconds)
+                self._sleep(seconds)
 
         time.perf_counter = lambda: self.now() if get_ident() == self._thread else machine()
         time.sleep = sleep_here

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.verify.place import NO_SLOT, RequestTable, Split, StepRows, placer
+from lookahead_vllm.verify.place import NO_SLOT, Placer, RequestTable, Split, StepRows, placer
 from tests.support.attention_cases import random_tree
 
 ENTRIES, ROWS = 7, 90
@@ -126,13 +127,18 @@ def test_every_row_is_where_its_request_is(seed: int, groups: int) -> None:
     check(case, rows, lengths)
 
 
-def test_rows_that_were_written_in_another_way_are_left_alone() -> None:
+def check_rows_of_no_split(make: Callable[[RequestTable, StepRows], Placer]) -> None:
+    """Rows that were written in another way are left alone."""
     case, rows, lengths = random_case(3), stale_rows(1), no_lengths()
     split = case.split
     split.clear()
-    placer(case.table, rows).place(torch.from_numpy(split.packed), ENTRIES, ROWS, lengths)
+    make(case.table, rows).place(torch.from_numpy(split.packed), ENTRIES, ROWS, lengths)
     for ours, before in zip((*rows, lengths), (*stale_rows(1), no_lengths()), strict=True):
         assert ours.tolist() == before.tolist()
+
+
+def test_rows_that_were_written_in_another_way_are_left_alone() -> None:
+    check_rows_of_no_split(placer)
 
 
 def test_a_step_in_a_graph_without_trees_has_no_lengths_of_trees() -> None:

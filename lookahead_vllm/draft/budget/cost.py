@@ -149,6 +149,11 @@ class StepWork(NamedTuple):
     waits: bool = False
     """Whether the device waited for drafts before the next step, even if that got none."""
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether the step has the cost of drafts: it has nodes, or the device waited for some."""
+        return self.nodes > 0 or self.waits
+
     def without_drafts(self) -> StepWork:
         """The same step, if no request had a draft."""
         return StepWork(self.tokens - self.nodes, self.requests, 0, self.context, self.context, 0.0)
@@ -258,8 +263,7 @@ class StepCost:
 
         `time` is in seconds, and so must be the curve.
         """
-        has_drafts = work.nodes > 0 or work.waits
-        self.steps_since_plain = self.steps_since_plain + 1 if has_drafts else 0
+        self.steps_since_plain = self.steps_since_plain + 1 if work.has_drafts else 0
         features = self._features(work)
         by_weights = float(self.weights @ features)
         predicted = self.slowdown * by_weights
@@ -286,8 +290,7 @@ class StepCost:
         else:
             curve = self._with_drafts if work.nodes else self._without_drafts
         forward = curve.between(work.tokens, work.tokens)[0]
-        _, *others, waits = work
-        return np.array([forward, 1.0, work.nodes > 0 or waits, *others])
+        return np.array([forward, 1.0, work.has_drafts, *work[1:-1]])
 
     def prices(self, contexts: Int64s, load: Load, num_nodes: int) -> StepPrices:
         """The time of the step without drafts and prompts, and what up to `num_nodes` nodes add.

@@ -299,11 +299,12 @@ class NGramTrieProposer:
         return self._cut_by_plan(forest)
 
     def _price(self, contexts: Int64s, load: Load, num_nodes: int) -> None:
-        self._plan = _Plan(load.progress(len(contexts)))
+        progress = load.progress(len(contexts))
+        self._plan = _Plan(progress)
         if self.cost is not None and self.options.budget == "auto" and len(contexts):
             prices = self.cost.prices(contexts, load, num_nodes)
             self._plan = _Plan(
-                load.progress(len(contexts)),
+                progress,
                 is_probe_due(self.cost, load),
                 prices.base - (self.cost.waiting if load.waits else 0.0),
                 prices,

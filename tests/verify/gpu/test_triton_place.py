@@ -9,10 +9,9 @@ import torch
 
 from tests.verify.gpu.test_triton_compiles import TOOLS, Launches, instructions_of, spills
 from tests.verify.test_place import (
-    ENTRIES,
-    ROWS,
     arguments_of,
     check,
+    check_rows_of_no_split,
     expected,
     no_lengths,
     random_case,
@@ -42,12 +41,7 @@ def test_every_row_is_where_its_request_is(seed: int, most: int, groups: int) ->
 def test_rows_that_were_written_in_another_way_are_left_alone() -> None:
     from lookahead_vllm.verify.gpu.triton_place import TritonPlacer
 
-    case, rows, lengths = random_case(3), stale_rows(1), no_lengths()
-    split = case.split
-    split.clear()
-    TritonPlacer(case.table, rows).place(torch.from_numpy(split.packed), ENTRIES, ROWS, lengths)
-    for ours, before in zip((*rows, lengths), (*stale_rows(1), no_lengths()), strict=True):
-        assert ours.tolist() == before.tolist()
+    check_rows_of_no_split(TritonPlacer)
 
 
 @interpreted
