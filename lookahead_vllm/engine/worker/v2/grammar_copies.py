@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from lookahead_vllm.draft.proposer import DraftLimits
-from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine.grammar import GrammarTreeWalk, accept_tokens_one_by_one
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ class GrammarCopies:
         return len(self._requests)
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether the request has a copy that has read all its tokens."""
-        return request_id in self._requests and request_id not in self._unread
+        """Whether the request has a grammar."""
+        return request_id in self._requests
 
     def start(self, new: NewRequestData) -> None:
         """Begin to compile the request's grammar, if it has one."""
@@ -72,7 +72,7 @@ class GrammarCopies:
             structured.grammar = error
 
     def advance(self, request_id: str, tokens: list[int]) -> None:
-        """Advance a grammar by emitted tokens; a copy that refuses them is dropped."""
+        """Advance a grammar by emitted tokens."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -82,21 +82,24 @@ class GrammarCopies:
         tokens = self._unread.pop(request_id, []) + tokens
         if self._manager is None or structured.grammar is None:
             self._unread[request_id] = tokens
-        elif isinstance(structured.grammar, Exception) or not self._manager.accept_tokens(
+        elif not isinstance(structured.grammar, Exception) and not self._manager.accept_tokens(
             request, tokens
         ):
-            del self._requests[request_id]
+            structured.grammar = ValueError(f"the grammar refuses one of {tokens}")
 
     def complete(self, limits: DraftLimits, tree: DraftTree) -> DraftTree:
-        """The draft without what the grammar forbids, and with what it dictates."""
-        assert self._manager is not None
-        walk = GrammarTreeWalk(
-            self._manager,
-            self._requests[limits.request_id],
-            tree,
-            limits.max_nodes,
-            limits.max_depth,
-        )
+        """The draft without what the grammar forbids, and with what it dictates.
+
+        Empty until the copy has read all tokens of its request: an option that forces tokens in
+        spite of the grammar, such as a thinking budget, would have a forbidden node accepted.
+        """
+        request = self._requests[limits.request_id]
+        structured = request.structured_output_request
+        assert structured is not None
+        grammar = None if limits.request_id in self._unread else structured.grammar
+        if self._manager is None or grammar is None or isinstance(grammar, Exception):
+            return EMPTY_TREE
+        walk = GrammarTreeWalk(self._manager, request, tree, limits.max_nodes, limits.max_depth)
         return walk.run().tree
 
     def finish(self, request_id: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from vllm import SamplingParams, TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 
-from lookahead_vllm.draft.proposer import NoProposer
+from lookahead_vllm.draft.proposer import DraftLimits, NoProposer
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS
 from lookahead_vllm.engine.worker.drafter import LiveRequest
@@ -25,7 +25,7 @@ from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 from tests.support.driving import drafter_of, engine
 
 
-def test_no_step_waits_for_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiled_grammar_there_is_no_draft_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     may_start = threading.Event()
 
     class Manager:
@@ -35,6 +35,7 @@ def test_no_step_waits_for_the_first_grammar(monkeypatch: pytest.MonkeyPatch) ->
 
         def grammar_init(self, request: Any) -> None:
             self.initialised.append(request.request_id)
+            request.structured_output_request.grammar = object()
 
         def clear_backend(self) -> None:
             self.initialised.clear()
@@ -47,10 +48,12 @@ def test_no_step_waits_for_the_first_grammar(monkeypatch: pytest.MonkeyPatch) ->
             req_id="r", prompt_token_ids=[1], prompt_embeds=None, sampling_params=params
         )
     )
+    limits, tree = DraftLimits("r", 4, 4, True, 1), DraftTree.from_lists([5], [-1])
+    assert not len(copies.complete(limits, tree))
     copies.advance("r", [5])
-    assert "r" not in copies  # its tokens wait for the grammar
     may_start.set()
     copies._compiling.submit(lambda: None).result()
+    assert not len(copies.complete(limits, tree))  # the grammar has not read the first token
     assert copies._manager.initialised == ["r"]  # type: ignore[union-attr]
     copies.shutdown()
 
