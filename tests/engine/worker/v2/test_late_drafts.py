@@ -25,7 +25,9 @@ from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 from tests.support.driving import drafter_of, engine
 
 
-def test_without_a_compiled_grammar_there_is_no_draft_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiled_grammar_there_is_no_draft_and_no_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     may_start = threading.Event()
 
     class Manager:
