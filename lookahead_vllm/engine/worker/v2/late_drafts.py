@@ -22,7 +22,6 @@ from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.progress import (
     GONE,
-    NO_TEXT,
     NOTHING_EMITTED,
     EmittedTokens,
     Progress,
@@ -427,7 +426,8 @@ class LateDrafts:
         self._has_drafted = True
         if drafter.proposer.wants_roots:
             arrays, rows = progress.arrays, plan.wanted.rows
-            is_drafted = (arrays.texts[rows] != NO_TEXT) & (arrays.num_repeated[rows] == 0)
+            # The text of a request that has ended stays behind its rows.
+            is_drafted = (arrays.remaining[rows] > 0) & (arrays.num_repeated[rows] == 0)
             drafter.drafted_for.update(compress(plan.req_ids, is_drafted.tolist()))
         return drafts or self._drafts_of(plan, None, most)
 

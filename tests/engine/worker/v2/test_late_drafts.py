@@ -22,7 +22,7 @@ from lookahead_vllm.engine.worker.v2 import grammar_copies, late_drafts
 from lookahead_vllm.engine.worker.v2.drafts import Drafts
 from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
-from tests.support.driving import drafter_of, engine
+from tests.support.driving import drafter_of, engine, generate, random_prompts
 
 
 def test_without_a_compiled_grammar_there_is_no_draft_and_no_wait(
@@ -218,3 +218,25 @@ def test_a_request_that_is_preempted_before_its_first_token_keeps_its_references
         while core.has_unfinished_requests():
             core.step()
         assert references == [1]
+
+
+@pytest.mark.parametrize("runner", ["v2"], indirect=True)
+def test_no_choices_are_kept_for_an_ended_request(
+    runner: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has rows in the steps in flight, but its text has ended before them."""
+    params = SamplingParams(max_tokens=40, temperature=1, seed=0, detokenize=False)
+    params.stop_token_ids = list(range(0, 128, 8))
+    remaining: list[int] = []
+    add_step = LateDrafts.add_step
+
+    def watched(self: LateDrafts, output: Any, drafts: Any, verified: Any) -> None:
+        arrays = self._progress.arrays
+        for req_id in () if verified is None else verified.request_ids:
+            remaining.append(int(arrays.remaining[self._requests[req_id].row]))
+        add_step(self, output, drafts, verified)
+
+    monkeypatch.setattr(LateDrafts, "add_step", watched)
+    with engine(llama, {"proposer": "hybrid", "budget": 8}) as llm:
+        generate(llm, random_prompts(12, 20), params)
+    assert len(remaining) > 50 and min(remaining) > 0
