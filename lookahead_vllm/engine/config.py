@@ -209,10 +209,10 @@ def make_config(
     if args.enable_lora:
         options = _within_lora_rows(make, options)
     if wanted or (wanted is None and vllm_config.HAS_TRITON):
-        config = make(SECOND_RUNNER, options)
+        config, own = _for_states(make, SECOND_RUNNER, options, caches_states)
         first_runner_reason = _needs_first_runner(config, options)
         if config.use_v2_model_runner and not first_runner_reason:
-            apply(config, options, SECOND_RUNNER)
+            apply(config, own, SECOND_RUNNER)
             return config
         if wanted and first_runner_reason:
             raise OptionError(
@@ -224,17 +224,28 @@ def make_config(
             "--async-scheduling was given, but this engine runs vLLM's first model runner, on "
             "which lookahead's steps are synchronous; leave it out"
         )
-    config = make(FIRST_RUNNER, options)
-    if config.model_config.is_hybrid:
-        requested, options = options, options.at_most(AUTO_RECURRENT_LENGTH)
-        caches_by_default = config.cache_config.mamba_cache_mode != "none"
-        if caches_by_default:
-            _refuse_cached_states(caches_states)
-            config = make(FIRST_RUNNER, options, enable_prefix_caching=False)
-        elif options != requested:
-            config = make(FIRST_RUNNER, options)
-    apply(config, options, FIRST_RUNNER)
+    config, own = _for_states(make, FIRST_RUNNER, options, caches_states)
+    apply(config, own, FIRST_RUNNER)
     return config
+
+
+def _for_states(
+    make: _Maker, runner: _Runner, options: LookaheadOptions, caches_states: bool
+) -> tuple[VllmConfig, LookaheadOptions]:
+    """vLLM's config and the options; drafts of recurrent layers are short, and states not cached.
+
+    `caches_states` says whether the user asked for a cache of states.
+    """
+    config = make(runner, options)
+    if not config.model_config.is_hybrid:
+        return config, options
+    shorter = options.at_most(AUTO_RECURRENT_LENGTH)
+    if config.cache_config.mamba_cache_mode != "none":
+        _refuse_cached_states(caches_states)
+        config = make(runner, shorter, enable_prefix_caching=False)
+    elif shorter != options:
+        config = make(runner, shorter)
+    return config, shorter
 
 
 class _Maker:
@@ -278,8 +289,6 @@ def _within_lora_rows(make: _Maker, options: LookaheadOptions) -> LookaheadOptio
 
 def _needs_first_runner(config: VllmConfig, options: LookaheadOptions) -> str | None:
     """Why this engine must run on vLLM's first model runner, or None."""
-    if config.model_config.is_hybrid:
-        return "for models with recurrent layers"
     if config.parallel_config.pipeline_parallel_size > 1:
         return "under pipeline parallelism"
     if options.parallel > 1:

@@ -36,6 +36,23 @@ class Walk(NamedTuple):
     moves. So entries that move nothing map the root to itself. Both are 0 in a request without
     rows."""
 
+    def places(self, cu_num_logits: Tensor) -> Tensor:
+        """The place of each row of a path among its request's rows, the root's being 0.
+
+        Parameters
+        ----------
+        cu_num_logits : int32 [r + 1]
+            That of the walk.
+
+        Returns
+        -------
+        int64 [r, width]
+            The first `num_sampled` entries of a request are those of its path; the others are any.
+        """
+        firsts = cu_num_logits[:-1, None].long()
+        columns = torch.arange(self.tokens.shape[1], device=firsts.device)
+        return self.order[(firsts + columns).clamp(max=len(self.order) - 1)] - firsts
+
 
 def walk(
     ids: Tensor,

@@ -470,12 +470,13 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_config("falcon_h1", tmp_path_factory.mktemp("config"), HYBRIDS)
 
 
-def test_recurrent_states_are_not_cached(hybrid: Path) -> None:
+def test_recurrent_states_are_not_cached(hybrid: Path, runner: str) -> None:
     """vLLM caches them by default; a user who asks for that is refused, once and for all."""
     args = EngineArgs(
         model=str(hybrid), skip_tokenizer_init=True, speculative_config={"method": "lookahead"}
     )
     for made_config in (args.create_engine_config(), args.create_engine_config()):
+        assert f".worker.{runner}." in made_config.parallel_config.worker_cls
         assert made_config.cache_config.mamba_cache_mode == "none"
         assert not made_config.cache_config.enable_prefix_caching
         assert made_config.speculative_config.num_speculative_tokens == 16
@@ -494,13 +495,3 @@ def test_with_lora_caching_is_refused_only_to_those_who_ask_for_it(
     assert made(model, **asked).cache_config.mamba_cache_mode == "none"
     with pytest.raises(OptionError, match="write --no-enable-prefix-caching"):
         made(model, enable_prefix_caching=True, **asked)
-
-
-def test_recurrent_layers_run_on_the_first_runner(
-    hybrid: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = dict(speculative_config={"method": "lookahead"}, enable_prefix_caching=False)
-    with v2_on_cpu.enabled():
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-        with pytest.raises(OptionError, match="only on vLLM's first model runner"):
-            made(hybrid, **asked)

@@ -123,6 +123,11 @@ def register() -> None:
     selector._cached_get_attn_backend.cache_clear()
 
 
+def replaces_recurrent_chains() -> bool:
+    """True: vLLM's kernels on a CPU are wrong for recurrent layers with drafts."""
+    return True
+
+
 replaces_chains = gpu_attention.replaces_chains
 unsupported_rows = gpu_attention.unsupported_rows
 

@@ -1,4 +1,4 @@
-"""Workers, first model runner: recurrent layers, which keep states instead of keys and values."""
+"""Workers: recurrent layers, which keep states instead of keys and values."""
 
 from __future__ import annotations
 
@@ -92,6 +92,22 @@ SEAMS = (
         "swapped",
         "while vLLM chooses the size of a block, because models leave num_spec out",
         _PAGES,
+    ),
+    Seam(
+        "vllm.v1.attention.backends.mamba_attn",
+        "BaseMambaAttentionMetadataBuilder.build_for_cudagraph_capture",
+        ("common_attn_metadata",),
+        "wrapped",
+        "also captures steps in which every request has one token, as plain vLLM does",
+        "under speculation, vLLM captures only steps of the longest drafts",
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.model_states.mamba_hybrid",
+        "MambaHybridModelState.prepare_attn",
+        ("input_batch",),
+        "overridden",
+        "on the runner's instance: adds the parents of the rows (worker/v2/runner.py)",
+        _NODES,
     ),
     # The first model runner (worker/v1/recurrent.py).
     Seam(

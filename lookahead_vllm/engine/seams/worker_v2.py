@@ -56,7 +56,7 @@ SEAMS = (
         ("scheduler_output", "dummy_run"),
         "overridden",
         "waits for the tokens of the last step, drafts, and goes on with a trimmed copy, unless "
-        "vLLM can prepare the step for all slots",
+        "vLLM can prepare the step for all slots; decode_query_len is 1 while vLLM sorts the batch",
         _LATE,
     ),
     Seam(

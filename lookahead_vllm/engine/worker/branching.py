@@ -11,9 +11,9 @@ from vllm.logger import init_logger
 from lookahead_vllm.engine.worker.pipeline import gather_from_stages
 from lookahead_vllm.engine.worker.recurrent import (
     LAYERS,
-    RecurrentMover,
     is_recurrent,
     kinds_of,
+    state_mover,
 )
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def kv_movers(
 ) -> list[Any]:
     """A mover for each KV cache group; it moves the KV of all layers with a cache of their own.
 
-    Groups of recurrent layers get a `RecurrentMover`.
+    Groups of recurrent layers get a `StateMover`.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ def kv_movers(
     for group in kv_cache_groups:
         own = [layers[name] for name in group.layer_names]
         if is_recurrent(own[0]):
-            movers.append(RecurrentMover(own))
+            movers.append(state_mover(own))
             continue
         # Layers that share their KV with an earlier one hold the same tensor.
         caches = {layer.kv_cache.data_ptr(): layer.kv_cache for layer in own}

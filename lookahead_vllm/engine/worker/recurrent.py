@@ -28,7 +28,7 @@ from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilde
 from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
 
-from lookahead_vllm.draft.jit import Int32s, Int64s
+from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine import config, patches
 from lookahead_vllm.engine.worker.draft_step import DraftStep
@@ -129,20 +129,22 @@ def _with_nodes(original: Callable[..., None]) -> Callable[..., None]:
 # ---- the step ------------------------------------------------------------------------------------
 
 
-def row_parents(step: DraftStep, places: Int64s) -> Int32s:
+def row_parents(step: DraftStep, starts: Int32s) -> Int32s:
     """The place of each token's parent among the tokens of its request.
 
     Parameters
     ----------
-    places : int64 [n]
-        The place of each token of the step among its request's.
+    starts : int32 [r + 1]
+        The first token of each request among the n tokens of the step, then n.
 
     Returns
     -------
     int32 [n]
         -1 for roots. Tokens of a prompt, and of a request without a draft, are chains.
     """
-    parents = (places - 1).astype(np.int32)
+    parents = np.arange(-1, starts[-1] - 1, dtype=np.int32) - np.repeat(
+        starts[:-1], np.diff(starts)
+    )
     forest = step.forest
     parents[step.starts[forest.owners] + 1 + forest.places] = forest.parents + 1
     return parents
@@ -163,34 +165,12 @@ def set_parents(metadata: Mapping[str, Any], parents: torch.Tensor) -> None:
             setattr(layer_metadata, PARENTS, parents)
 
 
-class RecurrentMover:
-    """Commits the states of accepted paths in the recurrent layers of one KV cache group."""
-
-    def __init__(self, layers: Sequence[Any]) -> None:
-        windows = [_window(layer.kv_cache[0]) for layer in layers]
-        states = [layer.kv_cache[1] for layer in layers if len(layer.kv_cache) > 1]
-        # A window has the entries that the kernel reads, and one more for each node.
-        width = windows[0].shape[2] - layers[0].num_spec + 1
-        self._mover = StateMover(states, windows, width)
-
-    def commit(self, step: DraftStep, paths: Int32s, block_table: torch.Tensor) -> None:
-        """Move the accepted states to where vLLM reads them in the next step.
-
-        Parameters
-        ----------
-        paths
-            As in `accepted_paths`.
-        block_table : int32 [requests, columns]
-            The state slots of the batch's requests.
-        """
-        device = block_table.device
-        rows = np.zeros((len(paths), 1 + paths.shape[1]), np.int32)
-        rows[:, 1:] = 1 + paths
-        lengths = 1 + (paths >= 0).sum(axis=1, dtype=np.int32)
-        columns = block_table[torch.from_numpy(step.rows).to(device)]
-        self._mover.commit(
-            columns, torch.from_numpy(rows).to(device), torch.from_numpy(lengths).to(device)
-        )
+def state_mover(layers: Sequence[Any]) -> StateMover:
+    """What commits accepted paths in the recurrent layers of one KV cache group."""
+    windows = [_window(layer.kv_cache[0]) for layer in layers]
+    states = [layer.kv_cache[1] for layer in layers if len(layer.kv_cache) > 1]
+    # A window has the entries that the kernel reads, and one more for each node.
+    return StateMover(states, windows, windows[0].shape[2] - layers[0].num_spec + 1)
 
 
 def _window(cache: torch.Tensor) -> torch.Tensor:

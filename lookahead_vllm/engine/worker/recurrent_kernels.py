@@ -15,10 +15,13 @@ from typing import Any, TypeVar
 import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba import mamba_mixer2
-from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata
+from vllm.v1.attention.backends.mamba_attn import (
+    BaseMambaAttentionMetadata,
+    BaseMambaAttentionMetadataBuilder,
+)
 
 from lookahead_vllm.engine import patches
-from lookahead_vllm.engine.worker.recurrent import PARENTS
+from lookahead_vllm.engine.worker.recurrent import PARENTS, count_nodes_in_pages
 from lookahead_vllm.verify import recurrence
 from lookahead_vllm.verify.recurrence import StateRows
 
@@ -26,9 +29,28 @@ Metadata = TypeVar("Metadata")
 
 
 def register() -> None:
-    """Patch Mamba 2, in a process that serves a model with recurrent layers."""
+    """Patch what both devices use, in a process that serves a model with recurrent layers."""
+    count_nodes_in_pages()
     patches.patch(mamba_mixer2, "causal_conv1d_update", convolution(trees_of_slots))
     patches.patch(mamba_mixer2, "selective_state_update", _mamba2)
+    builder = BaseMambaAttentionMetadataBuilder
+    patches.patch(builder, "build_for_cudagraph_capture", _with_single_tokens)
+
+
+def _with_single_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the metadata with which a graph is captured: also for steps without drafts.
+
+    Under speculation, vLLM captures only steps in which every request has the longest draft.
+    """
+
+    @functools.wraps(original)
+    def build(self: Any, common_attn_metadata: Any) -> Any:
+        if common_attn_metadata.max_query_len > 1:
+            return original(self, common_attn_metadata)
+        accepted = torch.diff(common_attn_metadata.query_start_loc)
+        return self.build(0, common_attn_metadata, num_accepted_tokens=accepted)
+
+    return build
 
 
 def _trees(state_indices: torch.Tensor) -> StateRows | None:

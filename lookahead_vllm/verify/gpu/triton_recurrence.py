@@ -362,7 +362,9 @@ def _gated_delta(
         tl.debug_barrier()  # the children of this row read what was stored
 
 
-@triton.jit(do_not_specialize_on_alignment=["columns", "paths", "lengths"])
+@triton.jit(
+    do_not_specialize=["path_row"], do_not_specialize_on_alignment=["columns", "paths", "lengths"]
+)
 def _move_states(
     columns, row_stride, step, paths, path_row, path_step, lengths,
     table, typed, slot_stride, size, ELEMENTS: tl.constexpr,
@@ -387,7 +389,8 @@ def _move_states(
 
 
 @triton.jit(
-    do_not_specialize=["most"], do_not_specialize_on_alignment=["columns", "paths", "lengths"]
+    do_not_specialize=["path_row", "most"],
+    do_not_specialize_on_alignment=["columns", "paths", "lengths"],
 )
 def _move_inputs(
     columns, row_stride, step, paths, path_row, path_step, lengths,

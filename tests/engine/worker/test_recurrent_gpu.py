@@ -10,10 +10,10 @@ import torch
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from lookahead_vllm.engine.worker import recurrent_kernels, recurrent_kernels_gpu
-from lookahead_vllm.engine.worker.recurrent import PARENTS, RecurrentMover
+from lookahead_vllm.engine.worker.recurrent import PARENTS
 from lookahead_vllm.engine.worker.v1 import gpu_worker
 from lookahead_vllm.verify import recurrence
-from lookahead_vllm.verify.recurrence import StateRows
+from lookahead_vllm.verify.recurrence import StateMover, StateRows
 
 ROWS = [0, 1, 2, 4, 5]
 """Of the step's six tokens; the fourth is a prompt's."""
@@ -95,7 +95,7 @@ def test_kernels_of_attention_are_compiled_beside_recurrent_layers(
     layers = {"a": "recurrent layer", "b": "attention"}
     runner.compilation_config = SimpleNamespace(static_forward_context=layers)
     runner._attn_group_iterator = lambda: [SimpleNamespace(layer_names=list(layers))]
-    runner._movers, runner.dtype = [object.__new__(RecurrentMover), "mover"], torch.bfloat16
+    runner._movers, runner.dtype = [object.__new__(StateMover), "mover"], torch.bfloat16
     runner.compile_kernels()
     assert compiled == [["attention"], ["mover"], torch.bfloat16]
 

@@ -152,6 +152,6 @@ def uses_stand_ins(worker: Any) -> bool:
     """For `collective_rpc`: whether this worker runs V2, with stand-ins."""
     from tests.support.v2_on_cpu.stand_in import STAND_INS, home_of
 
-    module, name = home_of("sample.gumbel._gumbel_sample_kernel")
-    is_replaced = getattr(module, name) is STAND_INS.get("sample.gumbel._gumbel_sample_kernel")
+    module, name = home_of("gpu.sample.gumbel._gumbel_sample_kernel")
+    is_replaced = getattr(module, name) is STAND_INS.get("gpu.sample.gumbel._gumbel_sample_kernel")
     return is_replaced and worker.use_v2_model_runner

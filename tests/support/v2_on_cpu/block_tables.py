@@ -36,7 +36,7 @@ def _integers_at(address: np.uint64, count: int) -> Array:
     return _bytes_at(address, count * 4).view(np.int32)
 
 
-@stand_in("buffer_utils._apply_write_kernel")
+@stand_in("gpu.buffer_utils._apply_write_kernel")
 def apply_writes(
     grid: Grid,
     target: Array,
@@ -94,7 +94,7 @@ def _write_groups(
         start = ends[write]
 
 
-@stand_in("block_table._gather_block_tables_kernel")
+@stand_in("gpu.block_table._gather_block_tables_kernel")
 def gather_block_tables(
     grid: Grid,
     slots: Array,
@@ -156,7 +156,7 @@ def _gather(
                 target[request * stride + i] = block
 
 
-@stand_in("block_table._compute_slot_mappings_kernel")
+@stand_in("gpu.block_table._compute_slot_mappings_kernel")
 def compute_slot_mappings(
     grid: Grid,
     max_tokens: int,
@@ -216,7 +216,7 @@ def _map_tokens(
     mapping[starts[num_requests] :] = pad
 
 
-@stand_in("model_states.prompt_embeds._apply_prompt_embeds_kernel", of_tensors=True)
+@stand_in("gpu.model_states.prompt_embeds._apply_prompt_embeds_kernel", of_tensors=True)
 def apply_prompt_embeds(
     grid: Grid,
     target: torch.Tensor,
@@ -257,3 +257,13 @@ def _overlay(
                 continue  # a token, which the model embeds
             row = _bytes_at(embeds[slot], lens[slot] * row_bytes)
             target[starts[request] + i - first, :] = row[i * row_bytes : (i + 1) * row_bytes]
+
+
+@stand_in("utils._zero_kv_blocks_kernel")
+@jit
+def zero_blocks(grid: Grid, addresses: Array, strides: Array, sizes: Array, blocks: Array) -> None:
+    """Strides and sizes count words of four bytes."""
+    for segment in range(grid[1]):
+        for block in blocks[: grid[0]]:
+            start = addresses[segment] + np.uint64(4 * strides[segment] * block)
+            _bytes_at(start, 4 * sizes[segment])[:] = 0

@@ -12,10 +12,11 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
+from vllm.v1.worker import utils
 from vllm.v1.worker.cpu import shm  # noqa: F401  first: it replaces what the others import
 from vllm.v1.worker.gpu import block_table, buffer_utils, input_batch, structured_outputs
 from vllm.v1.worker.gpu.mm import rope
-from vllm.v1.worker.gpu.model_states import prompt_embeds
+from vllm.v1.worker.gpu.model_states import mamba_hybrid, prompt_embeds
 from vllm.v1.worker.gpu.sample import (
     bad_words,
     gumbel,
@@ -118,7 +119,7 @@ def step_of(rng: torch.Generator, vocab: int = VOCAB) -> Step:
 # ---- inputs and output of a step -----------------------------------------------------------------
 
 
-@case("input_batch._prepare_prefill_inputs_kernel")
+@case("gpu.input_batch._prepare_prefill_inputs_kernel")
 def prepare_prefill_inputs(rng: torch.Generator) -> list[torch.Tensor]:
     step = step_of(rng)
     input_ids, following = integers(rng, 0, 9, 99), integers(rng, 0, 9, 3, SLOTS)
@@ -127,7 +128,7 @@ def prepare_prefill_inputs(rng: torch.Generator) -> list[torch.Tensor]:
     return [input_ids, following]
 
 
-@case("input_batch._prepare_pos_seq_lens_kernel")
+@case("gpu.input_batch._prepare_pos_seq_lens_kernel")
 def prepare_positions(rng: torch.Generator) -> list[torch.Tensor]:
     step = step_of(rng)
     positions, seq_lens = integers(rng, 0, 9, 99).long(), integers(rng, 0, 9, SLOTS)
@@ -137,7 +138,7 @@ def prepare_positions(rng: torch.Generator) -> list[torch.Tensor]:
     return [positions, seq_lens]
 
 
-@case("input_batch._combine_sampled_and_draft_tokens_kernel")
+@case("gpu.input_batch._combine_sampled_and_draft_tokens_kernel")
 def combine_sampled_and_draft_tokens(rng: torch.Generator) -> list[torch.Tensor]:
     step = step_of(rng)
     input_ids = integers(rng, 0, 9, 99)
@@ -155,21 +156,21 @@ def combine_sampled_and_draft_tokens(rng: torch.Generator) -> list[torch.Tensor]
     return [input_ids, rows]
 
 
-@case("input_batch._expand_idx_mapping_kernel")
+@case("gpu.input_batch._expand_idx_mapping_kernel")
 def expand_slots(rng: torch.Generator) -> list[torch.Tensor]:
     step = step_of(rng)
     rows = step.offsets.shape[0]
     return list(input_batch.expand_idx_mapping(step.slots, rows, step.first_logits, 5))
 
 
-@case("input_batch._get_num_sampled_and_rejected_kernel")
+@case("gpu.input_batch._get_num_sampled_and_rejected_kernel")
 def count_sampled_and_rejected(rng: torch.Generator) -> list[torch.Tensor]:
     step = step_of(rng)
     texts = step.seq_lens, step.first_logits, step.slots, step.prefill_lens
     return list(input_batch.get_num_sampled_and_rejected(torch.ones_like(step.slots), *texts))
 
 
-@case("input_batch._post_update_kernel")
+@case("gpu.input_batch._post_update_kernel")
 def commit(rng: torch.Generator) -> list[torch.Tensor]:
     step = step_of(rng)
     step.slots[2] = -1
@@ -195,14 +196,14 @@ def commit(rng: torch.Generator) -> list[torch.Tensor]:
     return [step.num_computed, last_sampled, counts, step.tokens, step.total_lens, drafts]
 
 
-@case("input_batch._post_update_num_computed_tokens_kernel")
+@case("gpu.input_batch._post_update_num_computed_tokens_kernel")
 def count_computed(rng: torch.Generator) -> list[torch.Tensor]:
     step = step_of(rng)
     input_batch.post_update_num_computed_tokens(step.slots, step.num_computed, step.starts)
     return [step.num_computed]
 
 
-@case("mm.rope._prepare_rope_positions_kernel")
+@case("gpu.mm.rope._prepare_rope_positions_kernel")
 def prepare_rope_positions(rng: torch.Generator) -> list[torch.Tensor]:
     step = step_of(rng)
     state = rope.RopeState(3, SLOTS, 99, LENGTH, CPU)
@@ -215,7 +216,7 @@ def prepare_rope_positions(rng: torch.Generator) -> list[torch.Tensor]:
 # ---- block tables --------------------------------------------------------------------------------
 
 
-@case("buffer_utils._apply_write_kernel")
+@case("gpu.buffer_utils._apply_write_kernel")
 def apply_writes(rng: torch.Generator) -> list[torch.Tensor]:
     whole = buffer_utils.StagedWriteTensor((SLOTS, 3000), torch.float32, CPU)
     groups = [buffer_utils.StagedWriteTensor((SLOTS, 30 + g), torch.int32, CPU) for g in range(3)]
@@ -247,7 +248,7 @@ def tables_of(rng: torch.Generator) -> block_table.BlockTables:
     return tables
 
 
-@case("block_table._gather_block_tables_kernel")
+@case("gpu.block_table._gather_block_tables_kernel")
 def gather_block_tables(rng: torch.Generator) -> list[torch.Tensor]:
     tables, step = tables_of(rng), step_of(rng)
     windows = {"num_computed_tokens": step.num_computed} if HAS_WINDOWS else {}
@@ -255,7 +256,7 @@ def gather_block_tables(rng: torch.Generator) -> list[torch.Tensor]:
     return tables.input_block_tables
 
 
-@case("block_table._compute_slot_mappings_kernel")
+@case("gpu.block_table._compute_slot_mappings_kernel")
 def compute_slot_mappings(rng: torch.Generator) -> list[torch.Tensor]:
     tables, step = tables_of(rng), step_of(rng)
     positions = integers(rng, 0, LENGTH, 99).long()
@@ -264,7 +265,43 @@ def compute_slot_mappings(rng: torch.Generator) -> list[torch.Tensor]:
     return [tables.slot_mappings]
 
 
-@case("model_states.prompt_embeds._apply_prompt_embeds_kernel")
+@case("utils._zero_kv_blocks_kernel")
+def zero_blocks(rng: torch.Generator) -> list[torch.Tensor]:
+    caches = [torch.randn(SLOTS, 2, size, generator=rng) for size in (40, 1100)]
+    pages = [cache[:, 0] for cache in caches]
+    words = torch.tensor([[page.stride(0), page.shape[1]] for page in pages])
+    utils._zero_kv_blocks_kernel[3, 2, 2](
+        torch.tensor([page.data_ptr() for page in pages], dtype=torch.uint64),
+        words[:, 0].contiguous(),
+        words[:, 1].contiguous(),
+        integers(rng, 0, SLOTS, 3).long(),
+        BLOCK_SIZE=1024,
+    )
+    return caches
+
+
+# ---- recurrent layers ----------------------------------------------------------------------------
+
+
+@case("gpu.model_states.mamba_hybrid._scatter_num_accepted_kernel")
+def scatter_num_accepted(rng: torch.Generator) -> list[torch.Tensor]:
+    accepted = integers(rng, 1, 9, SLOTS)
+    slots = torch.randperm(SLOTS, generator=rng)[:6].int()
+    slots[2] = -1
+    mamba_hybrid._scatter_num_accepted_kernel[(6,)](slots, integers(rng, 0, 9, 6), accepted)
+    return [accepted]
+
+
+@case("gpu.model_states.mamba_hybrid._fill_num_accepted_kernel")
+def fill_num_accepted(rng: torch.Generator) -> list[torch.Tensor]:
+    accepted = integers(rng, 1, 9, SLOTS)
+    slots = torch.randperm(SLOTS, generator=rng)[:6].int()
+    slots[2] = -1
+    mamba_hybrid._fill_num_accepted_kernel[(6,)](slots, accepted, 3)
+    return [accepted]
+
+
+@case("gpu.model_states.prompt_embeds._apply_prompt_embeds_kernel")
 def apply_prompt_embeds(rng: torch.Generator) -> list[torch.Tensor]:
     step, width = step_of(rng), 48
     state = prompt_embeds.PromptEmbedsState(SLOTS, width, torch.float32, CPU)
@@ -289,7 +326,7 @@ def apply_prompt_embeds(rng: torch.Generator) -> list[torch.Tensor]:
 # ---- logits --------------------------------------------------------------------------------------
 
 
-@case("sample.penalties._penalties_kernel")
+@case("gpu.sample.penalties._penalties_kernel")
 def apply_penalties(rng: torch.Generator) -> list[torch.Tensor]:
     step = step_of(rng)
     logits = logits_of(rng, step.offsets.shape[0])
@@ -308,7 +345,7 @@ def apply_penalties(rng: torch.Generator) -> list[torch.Tensor]:
     return [logits, counts]
 
 
-@case("sample.penalties._bincount_kernel")
+@case("gpu.sample.penalties._bincount_kernel")
 def count_tokens(rng: torch.Generator) -> list[torch.Tensor]:
     step = step_of(rng, vocab=100)
     bits, counts = integers(rng, 0, 9, SLOTS, 4), integers(rng, 0, 9, SLOTS, 100)
@@ -317,7 +354,7 @@ def count_tokens(rng: torch.Generator) -> list[torch.Tensor]:
     return [bits, counts]
 
 
-@case("sample.logit_bias._bias_kernel")
+@case("gpu.sample.logit_bias._bias_kernel")
 def apply_biases(rng: torch.Generator) -> list[torch.Tensor]:
     step = step_of(rng)
     results = []
@@ -348,7 +385,7 @@ def apply_biases(rng: torch.Generator) -> list[torch.Tensor]:
     return results
 
 
-@case("sample.bad_words._bad_words_kernel")
+@case("gpu.sample.bad_words._bad_words_kernel")
 def forbid_bad_words(rng: torch.Generator) -> list[torch.Tensor]:
     step = step_of(rng, vocab=3)
     logits = torch.randn(step.offsets.shape[0], 40, generator=rng)
@@ -371,7 +408,7 @@ def forbid_bad_words(rng: torch.Generator) -> list[torch.Tensor]:
     return [logits]
 
 
-@case("structured_outputs._apply_grammar_bitmask_kernel")
+@case("gpu.structured_outputs._apply_grammar_bitmask_kernel")
 def apply_grammar(rng: torch.Generator) -> list[torch.Tensor]:
     """Launched as in 0.33: four masks for each request, with or without that many rows."""
     step = step_of(rng)
@@ -396,8 +433,8 @@ def apply_grammar(rng: torch.Generator) -> list[torch.Tensor]:
     return results
 
 
-@case("sample.thinking_budget._update_committed_marker_cache_kernel")
-@case("sample.thinking_budget._thinking_budget_kernel")
+@case("gpu.sample.thinking_budget._update_committed_marker_cache_kernel")
+@case("gpu.sample.thinking_budget._thinking_budget_kernel")
 def spend_thinking_budgets(rng: torch.Generator) -> list[torch.Tensor]:
     """Two steps, the second with longer texts, or shorter ones after a preemption."""
     step = step_of(rng, vocab=4)
@@ -429,21 +466,21 @@ def spend_thinking_budgets(rng: torch.Generator) -> list[torch.Tensor]:
 # ---- draws and logprobs --------------------------------------------------------------------------
 
 
-@case("sample.gumbel._temperature_kernel")
+@case("gpu.sample.gumbel._temperature_kernel")
 def apply_temperature(rng: torch.Generator) -> list[torch.Tensor]:
     logits, slots = logits_of(rng, 7), integers(rng, 0, SLOTS, 7)
     gumbel.apply_temperature(logits, slots, choice(rng, [0.0, 1.0, 0.7, 1.9], SLOTS))
     return [logits]
 
 
-@case("sample.min_p._min_p_kernel")
+@case("gpu.sample.min_p._min_p_kernel")
 def apply_min_p(rng: torch.Generator) -> list[torch.Tensor]:
     logits = logits_of(rng, 7)
     min_p.apply_min_p(logits, integers(rng, 0, SLOTS, 7), choice(rng, [0.0, 0.1, 0.9], SLOTS))
     return [logits]
 
 
-@case("sample.gumbel._gumbel_sample_kernel")
+@case("gpu.sample.gumbel._gumbel_sample_kernel")
 def sample_with_noise(rng: torch.Generator) -> list[torch.Tensor]:
     """Greedy and random rows, of float32 and bfloat16; some rows have equal logits."""
     results = []
@@ -465,15 +502,15 @@ def sample_with_noise(rng: torch.Generator) -> list[torch.Tensor]:
     return results
 
 
-@case("sample.logprob._topk_log_softmax_kernel")
+@case("gpu.sample.logprob._topk_log_softmax_kernel")
 def log_softmax_of_ids(rng: torch.Generator) -> list[torch.Tensor]:
     ids = integers(rng, 0, VOCAB, 5, 7)
     logits = logits_of(rng, 5)
     return [logprob.compute_token_logprobs(x, ids) for x in (logits, logits.bfloat16())]
 
 
-@case("sample.logprob._fill_logprob_token_ids_kernel")
-@case("sample.logprob._ranks_kernel")
+@case("gpu.sample.logprob._fill_logprob_token_ids_kernel")
+@case("gpu.sample.logprob._ranks_kernel")
 def rank(rng: torch.Generator) -> list[torch.Tensor]:
     state = logprob.LogprobTokenIdsState(SLOTS, CPU)
     state.num_token_ids.gpu.copy_(integers(rng, 0, 5, SLOTS))
@@ -493,7 +530,7 @@ def rank(rng: torch.Generator) -> list[torch.Tensor]:
     return [t for s in scores for t in (s.logprob_token_ids, s.logprobs, s.selected_token_ranks)]
 
 
-@case("sample.prompt_logprob._prompt_logprobs_token_ids_kernel")
+@case("gpu.sample.prompt_logprob._prompt_logprobs_token_ids_kernel")
 def shift_prompt(rng: torch.Generator) -> list[torch.Tensor]:
     step = step_of(rng)
     texts = step.starts, step.slots, step.num_computed, step.tokens

@@ -12,7 +12,7 @@ import numpy as np
 from tests.support.v2_on_cpu.stand_in import Array, Grid, jit, stand_in
 
 
-@stand_in("input_batch._prepare_prefill_inputs_kernel")
+@stand_in("gpu.input_batch._prepare_prefill_inputs_kernel")
 @jit
 def prepare_prefill_inputs(
     grid: Grid,
@@ -41,7 +41,7 @@ def prepare_prefill_inputs(
             next_tokens[i * next_stride + slot] = tokens[first + length + i] if is_known else 0
 
 
-@stand_in("input_batch._prepare_pos_seq_lens_kernel")
+@stand_in("gpu.input_batch._prepare_pos_seq_lens_kernel")
 @jit
 def prepare_positions(
     grid: Grid,
@@ -62,7 +62,7 @@ def prepare_positions(
     seq_lens[num_requests:max_requests] = 0
 
 
-@stand_in("input_batch._combine_sampled_and_draft_tokens_kernel")
+@stand_in("gpu.input_batch._combine_sampled_and_draft_tokens_kernel")
 @jit
 def combine_sampled_and_draft_tokens(
     grid: Grid,
@@ -94,7 +94,7 @@ def combine_sampled_and_draft_tokens(
             input_ids[end - num_drafts + i] = drafts[slot * drafts_stride + i]
 
 
-@stand_in("input_batch._expand_idx_mapping_kernel")
+@stand_in("gpu.input_batch._expand_idx_mapping_kernel")
 @jit
 def expand_slots(
     grid: Grid, slots: Array, expanded_slots: Array, offsets: Array, first_logits: Array
@@ -106,7 +106,7 @@ def expand_slots(
             offsets[first + i] = i
 
 
-@stand_in("input_batch._get_num_sampled_and_rejected_kernel")
+@stand_in("gpu.input_batch._get_num_sampled_and_rejected_kernel")
 @jit
 def count_sampled_and_rejected(
     grid: Grid,
@@ -126,7 +126,7 @@ def count_sampled_and_rejected(
             num_rejected[request] = num_logits - num_sampled[request]
 
 
-@stand_in("input_batch._post_update_kernel")
+@stand_in("gpu.input_batch._post_update_kernel")
 def commit(
     grid: Grid,
     slots: Array,
@@ -205,14 +205,14 @@ def _advance(
         num_computed[slots[row]] += starts[row + 1] - starts[row] - num_rejected[row]
 
 
-@stand_in("input_batch._post_update_num_computed_tokens_kernel")
+@stand_in("gpu.input_batch._post_update_num_computed_tokens_kernel")
 @jit
 def count_computed(grid: Grid, slots: Array, num_computed: Array, starts: Array) -> None:
     for request in range(grid[0]):
         num_computed[slots[request]] += starts[request + 1] - starts[request]
 
 
-@stand_in("mm.rope._prepare_rope_positions_kernel")
+@stand_in("gpu.mm.rope._prepare_rope_positions_kernel")
 @jit
 def prepare_rope_positions(
     grid: Grid,
@@ -239,3 +239,19 @@ def prepare_rope_positions(
                     positions[at] = prompt_positions[given + i]
                 else:
                     positions[at] = first + i + deltas[slot]
+
+
+@stand_in("gpu.model_states.mamba_hybrid._scatter_num_accepted_kernel")
+@jit
+def scatter_num_accepted(grid: Grid, slots: Array, num_sampled: Array, accepted: Array) -> None:
+    for request in range(grid[0]):
+        if slots[request] >= 0:
+            accepted[slots[request]] = max(num_sampled[request], 1)
+
+
+@stand_in("gpu.model_states.mamba_hybrid._fill_num_accepted_kernel")
+@jit
+def fill_num_accepted(grid: Grid, slots: Array, accepted: Array, num_sampled: int) -> None:
+    for request in range(grid[0]):
+        if slots[request] >= 0:
+            accepted[slots[request]] = num_sampled

@@ -15,7 +15,7 @@ import torch
 from tests.support.v2_on_cpu.stand_in import Array, Grid, jit, memory, stand_in
 
 
-@stand_in("sample.penalties._penalties_kernel")
+@stand_in("gpu.sample.penalties._penalties_kernel")
 @jit
 def apply_penalties(
     grid: Grid,
@@ -57,7 +57,7 @@ def apply_penalties(
             in_output[token] -= 1
 
 
-@stand_in("sample.penalties._bincount_kernel")
+@stand_in("gpu.sample.penalties._bincount_kernel")
 @jit
 def count_tokens(
     grid: Grid,
@@ -81,7 +81,7 @@ def count_tokens(
             counts[slot * counts_stride + token] += 1
 
 
-@stand_in("sample.logit_bias._bias_kernel")
+@stand_in("gpu.sample.logit_bias._bias_kernel")
 def apply_biases(
     grid: Grid,
     logits: Array,
@@ -126,7 +126,7 @@ def _of_slot(table: Array, stride: int, slot: int, counts: Array) -> Array:
     return table[slot * stride : slot * stride + counts[slot]]
 
 
-@stand_in("sample.bad_words._bad_words_kernel")
+@stand_in("gpu.sample.bad_words._bad_words_kernel")
 @jit
 def forbid_bad_words(
     grid: Grid,
@@ -167,7 +167,7 @@ def forbid_bad_words(
                 logits[row * stride + word[-1]] = -np.inf
 
 
-@stand_in("structured_outputs._apply_grammar_bitmask_kernel", of_tensors=True)
+@stand_in("gpu.structured_outputs._apply_grammar_bitmask_kernel", of_tensors=True)
 def apply_grammar(
     grid: Grid,
     logits: torch.Tensor,

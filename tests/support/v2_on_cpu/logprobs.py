@@ -7,7 +7,7 @@ import torch
 from tests.support.v2_on_cpu.stand_in import Array, Grid, jit, stand_in
 
 
-@stand_in("sample.logprob._topk_log_softmax_kernel", of_tensors=True)
+@stand_in("gpu.sample.logprob._topk_log_softmax_kernel", of_tensors=True)
 def log_softmax_of_ids(
     grid: Grid,
     out: torch.Tensor,
@@ -23,7 +23,7 @@ def log_softmax_of_ids(
     out.copy_(values.gather(1, ids) - values.exp().sum(dim=1, keepdim=True).log())
 
 
-@stand_in("sample.logprob._ranks_kernel", of_tensors=True)
+@stand_in("gpu.sample.logprob._ranks_kernel", of_tensors=True)
 def count_at_least_as_likely(
     grid: Grid,
     ranks: torch.Tensor,
@@ -39,7 +39,7 @@ def count_at_least_as_likely(
     ranks.copy_((logits >= own).sum(dim=1) + num_padding * own[:, 0].isneginf())
 
 
-@stand_in("sample.logprob._fill_logprob_token_ids_kernel")
+@stand_in("gpu.sample.logprob._fill_logprob_token_ids_kernel")
 @jit
 def choose_ids(
     grid: Grid,
@@ -70,7 +70,7 @@ def choose_ids(
             is_valid[row * valid_stride + 1 + i] = True
 
 
-@stand_in("sample.prompt_logprob._prompt_logprobs_token_ids_kernel")
+@stand_in("gpu.sample.prompt_logprob._prompt_logprobs_token_ids_kernel")
 @jit
 def shift_prompt(
     grid: Grid,

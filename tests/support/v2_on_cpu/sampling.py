@@ -16,7 +16,7 @@ _inline = numba.njit(inline="always")
 _LN2 = np.float32(0.6931472)
 
 
-@stand_in("sample.gumbel._temperature_kernel")
+@stand_in("gpu.sample.gumbel._temperature_kernel")
 @jit
 def apply_temperature(
     grid: Grid, logits: Array, stride: int, slots: Array, temperatures: Array, vocab: int
@@ -29,7 +29,7 @@ def apply_temperature(
                 values[token] /= temperature
 
 
-@stand_in("sample.min_p._min_p_kernel")
+@stand_in("gpu.sample.min_p._min_p_kernel")
 @jit
 def apply_min_p(
     grid: Grid, logits: Array, stride: int, slots: Array, min_ps: Array, vocab: int
@@ -67,7 +67,7 @@ def _order(bits: np.int32) -> np.int32:
     return np.int32(key + (key == -1))
 
 
-@stand_in("sample.gumbel._gumbel_sample_kernel")
+@stand_in("gpu.sample.gumbel._gumbel_sample_kernel")
 def sample_with_noise(
     grid: Grid,
     winners: Array,

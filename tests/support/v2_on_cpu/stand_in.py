@@ -16,7 +16,7 @@ Array = NDArray[Any]
 Grid = tuple[int, ...]
 
 STAND_INS: dict[str, StandIn] = {}
-"""By the kernel's name below `vllm.v1.worker.gpu`, as in "sample.min_p._min_p_kernel"."""
+"""By the kernel's name below `vllm.v1.worker`, as in "gpu.sample.min_p._min_p_kernel"."""
 
 jit = numba.njit(cache=True, nogil=True, error_model="numpy")
 """Compiles a function and keeps it beside its file.
@@ -80,7 +80,7 @@ def stand_in(kernel: str, of_tensors: bool = False) -> Callable[[Any], Any]:
 def home_of(kernel: str) -> tuple[Any, str]:
     """The module of vLLM that holds a kernel of the table, and the kernel's name in it."""
     module, _, name = kernel.rpartition(".")
-    return importlib.import_module(f"vllm.v1.worker.gpu.{module}"), name
+    return importlib.import_module(f"vllm.v1.worker.{module}"), name
 
 
 def replace_kernels() -> None:

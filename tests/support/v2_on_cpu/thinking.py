@@ -10,7 +10,7 @@ import numpy as np
 from tests.support.v2_on_cpu.stand_in import Array, Grid, jit, stand_in
 
 
-@stand_in("sample.thinking_budget._update_committed_marker_cache_kernel")
+@stand_in("gpu.sample.thinking_budget._update_committed_marker_cache_kernel")
 @jit
 def find_markers(
     grid: Grid,
@@ -68,7 +68,7 @@ def _last_match(text: Array, marker: Array, first: int, end: int, default: int) 
     return default
 
 
-@stand_in("sample.thinking_budget._thinking_budget_kernel")
+@stand_in("gpu.sample.thinking_budget._thinking_budget_kernel")
 @jit
 def force_end_of_thinking(
     grid: Grid,

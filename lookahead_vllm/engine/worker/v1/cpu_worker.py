@@ -35,9 +35,8 @@ class LookaheadCPUWorker(cpu_worker.CPUWorker):
         super().__init__(vllm_config, *args, **kwargs)
         cpu_attention.register()
         if self.vllm_config.model_config.is_hybrid:
-            from lookahead_vllm.engine.worker import recurrent, recurrent_kernels_cpu
+            from lookahead_vllm.engine.worker import recurrent_kernels_cpu
 
-            recurrent.count_nodes_in_pages()
             recurrent_kernels_cpu.register()
 
     def init_device(self) -> None:

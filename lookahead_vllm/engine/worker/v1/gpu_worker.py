@@ -14,10 +14,11 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.worker import gpu_attention
-from lookahead_vllm.engine.worker.recurrent import RecurrentMover, is_recurrent
+from lookahead_vllm.engine.worker.recurrent import is_recurrent
 from lookahead_vllm.engine.worker.v1.replica_group import become_replica
 from lookahead_vllm.engine.worker.v1.replica_runner import ReplicaRunner
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
+from lookahead_vllm.verify.recurrence import StateMover
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,7 +41,7 @@ class LookaheadGPUModelRunner(LookaheadRunner, gpu_model_runner.GPUModelRunner):
             context = self.compilation_config.static_forward_context
             names = [n for group in self._attn_group_iterator() for n in group.layer_names]
             layers = [context[n] for n in names if not is_recurrent(context[n])]
-            movers = [mover for mover in self._movers if not isinstance(mover, RecurrentMover)]
+            movers = [mover for mover in self._movers if not isinstance(mover, StateMover)]
             gpu_attention.warm_up(layers, movers, self.dtype)
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,9 +85,8 @@ class LookaheadGPUWorker(Worker):
         super().__init__(vllm_config, *args, **kwargs)
         gpu_attention.register()
         if self.vllm_config.model_config.is_hybrid:
-            from lookahead_vllm.engine.worker import recurrent, recurrent_kernels_gpu
+            from lookahead_vllm.engine.worker import recurrent_kernels_gpu
 
-            recurrent.count_nodes_in_pages()
             recurrent_kernels_gpu.register()
 
     def _make_model_runner(self) -> Any:

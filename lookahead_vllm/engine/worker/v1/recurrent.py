@@ -11,11 +11,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from lookahead_vllm.draft.jit import Int64s
+from lookahead_vllm.draft.jit import Int32s, Int64s
+from lookahead_vllm.verify.recurrence import StateMover
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+
+    from lookahead_vllm.engine.worker.draft_step import DraftStep
 
 _NO_ROWS: Int64s = np.empty(0, np.int64)
 
@@ -79,6 +83,24 @@ class RecurrentRows:
     def end_step(self) -> None:
         """Forget the rows of the step."""
         self._resumed = _NO_ROWS
+
+
+def commit(mover: StateMover, step: DraftStep, paths: Int32s, block_table: torch.Tensor) -> None:
+    """Move the accepted states to where vLLM reads them in the next step.
+
+    Parameters
+    ----------
+    paths
+        As in `accepted_paths`.
+    block_table : int32 [requests, columns]
+        The state slots of the batch's requests.
+    """
+    device = block_table.device
+    places = np.zeros((len(paths), 1 + paths.shape[1]), np.int32)
+    places[:, 1:] = 1 + paths
+    lengths = 1 + (paths >= 0).sum(axis=1, dtype=np.int32)
+    columns = block_table[torch.from_numpy(step.rows).to(device)]
+    mover.commit(columns, torch.from_numpy(places).to(device), torch.from_numpy(lengths).to(device))
 
 
 def _resumed_rows(batch: Any, scheduler_output: SchedulerOutput) -> Int64s:

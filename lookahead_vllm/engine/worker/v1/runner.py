@@ -27,7 +27,7 @@ from lookahead_vllm.engine.worker.step_clock import StepClock
 from lookahead_vllm.engine.worker.step_cost import begin_to_draft
 from lookahead_vllm.engine.worker.v1 import blocks
 from lookahead_vllm.engine.worker.v1.forward_passes import RunnerPasses
-from lookahead_vllm.engine.worker.v1.recurrent import RecurrentRows
+from lookahead_vllm.engine.worker.v1.recurrent import RecurrentRows, commit
 from lookahead_vllm.engine.worker.v1.sampler import (
     Draws,
     NodeProcessors,
@@ -44,6 +44,7 @@ from lookahead_vllm.engine.worker.v1.sampler import (
 from lookahead_vllm.engine.worker.v1.seeded_sampler import SeededSampler
 from lookahead_vllm.engine.worker.v1.stages import earlier_stage
 from lookahead_vllm.verify.acceptance import accepted_paths, emitted_tokens
+from lookahead_vllm.verify.recurrence import StateMover
 from lookahead_vllm.verify.seeded_draws import GeneratorStates
 
 if TYPE_CHECKING:
@@ -235,7 +236,8 @@ class LookaheadRunner(_Base):
         if self._recurrent is not None:
             self._recurrent.end_step()
             if self._step.branches or self.attention.replaces_recurrent_chains():
-                parents = recurrent.row_parents(self._step, self.query_pos.np[:num_tokens])
+                starts = self.query_start_loc.np[: self.input_batch.num_reqs + 1]
+                parents = recurrent.row_parents(self._step, starts)
                 recurrent.set_parents(built[0], torch.from_numpy(parents).to(self.device))
         return built
 
@@ -384,8 +386,8 @@ class LookaheadRunner(_Base):
         for mover, table in zip(
             self._movers, self.input_batch.block_table.block_tables, strict=True
         ):
-            if isinstance(mover, recurrent.RecurrentMover):
-                mover.commit(step, paths, table.block_table.gpu)
+            if isinstance(mover, StateMover):
+                commit(mover, step, paths, table.block_table.gpu)
             else:
                 slots = table.slot_mapping.gpu
                 mover.move(slots[origins], slots[targets])

@@ -23,6 +23,10 @@ class LookaheadCPUWorker(cpu_worker.CPUWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         cpu_attention.register()
+        if self.vllm_config.model_config.is_hybrid:
+            from lookahead_vllm.engine.worker import recurrent_kernels_cpu
+
+            recurrent_kernels_cpu.register()
 
     def init_device(self) -> None:
         with patches.swapped(model_runner, "CPUModelRunner", LookaheadCPUModelRunner):

@@ -23,11 +23,13 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker import gpu_attention
 from lookahead_vllm.engine.worker.draft_step import DraftStep
+from lookahead_vllm.engine.worker.recurrent import is_recurrent
 from lookahead_vllm.engine.worker.step_cost import CapturedTokens
 from lookahead_vllm.engine.worker.tree_rows import GraphBuffers
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
+from lookahead_vllm.verify.recurrence import StateMover
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
 if TYPE_CHECKING:
@@ -262,15 +264,12 @@ class GraphRunner(LookaheadRunner):
         is_captured = batch.max_query_len is not None
         self._graph = self._buffers.get(batch.num_tokens_after_padding) if is_captured else None
 
-    def _set_trees(self, step: DraftStep) -> None:
-        trees = step.trees()
+    def _give_trees(self, trees: TreeBatch | None) -> None:
         if self._graph is not None:
             self._graph.trees.fill(trees)
-        self._give_trees(trees)
-
-    def _give_trees(self, trees: TreeBatch | None) -> None:
+        super()._give_trees(trees)
         for builder in self._builders:
-            builder.trees, builder.graph = trees, self._graph
+            builder.graph = self._graph
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
         # An idle rank runs one token in the steps of the others, as in plain vLLM.
@@ -289,8 +288,10 @@ class LookaheadGPUModelRunner(GraphRunner, model_runner.GPUModelRunner):
             layers = self.compilation_config.static_forward_context
             groups = chain.from_iterable(self.attn_groups)
             own = [layers[name] for group in groups for name in group.layer_names]
-            gpu_attention.warm_up(own, self._movers, self.dtype)
-            for mover in self._movers:
+            own = [layer for layer in own if not is_recurrent(layer)]
+            movers = [mover for mover in self._movers if not isinstance(mover, StateMover)]
+            gpu_attention.warm_up(own, movers, self.dtype)
+            for mover in movers:
                 first = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
                 mover.move_paths(first, first)
         self.compile_node_kernels()
@@ -304,6 +305,10 @@ class LookaheadGPUWorker(Worker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         gpu_attention.register()
+        if self.vllm_config.model_config.is_hybrid:
+            from lookahead_vllm.engine.worker import recurrent_kernels_gpu
+
+            recurrent_kernels_gpu.register()
 
     def _make_model_runner(self) -> Any:
         with patches.swapped(model_runner, "GPUModelRunner", LookaheadGPUModelRunner):

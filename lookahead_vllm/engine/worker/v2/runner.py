@@ -27,7 +27,7 @@ from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine import messages, patches, step_report
 from lookahead_vllm.engine.messages import LateReport
-from lookahead_vllm.engine.worker import branching
+from lookahead_vllm.engine.worker import branching, recurrent
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.step_clock import StepClock
@@ -51,6 +51,7 @@ from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
 from lookahead_vllm.verify import walk
 from lookahead_vllm.verify.node_layout import NodeLayout, compile_layout
 from lookahead_vllm.verify.place import Split
+from lookahead_vllm.verify.recurrence import StateMover
 from lookahead_vllm.verify.transfer import to_device
 from lookahead_vllm.verify.walk import Walk
 
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import DraftTokenIds
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as _Base
+
+    from lookahead_vllm.verify.tree_batch import TreeBatch
 else:
     _Base = object
 
@@ -125,6 +128,8 @@ class LookaheadRunner(_Base):
         """One for each KV cache group, where trees may branch."""
         self._builders: list[Any] = []
         """The builders of attention metadata."""
+        self._verifies = NO_DRAFTS
+        """The drafts in the next forward pass, of a step or a dummy run."""
         self._rope: NodeRopeState | None = None
         """Of a model with M-RoPE."""
 
@@ -137,6 +142,9 @@ class LookaheadRunner(_Base):
         ):
             super().load_model(*args, **kwargs)
         self._rope = getattr(self.model_state, "rope_state", None)
+        if self.model_config.is_hybrid:
+            prepare = self.model_state.prepare_attn
+            self.model_state.prepare_attn = partial(self._with_parents, prepare)
         if self.compilation_config.mode == CompilationMode.NONE:
             self.model.forward = partial(self._forward, self.model.forward)
         self._history = NodeHistory(self.sampler)
@@ -150,6 +158,9 @@ class LookaheadRunner(_Base):
         groups = list(chain.from_iterable(self.attn_groups))
         self._builders = [group.get_metadata_builder(0) for group in groups]
         self._movers = branching.decide(self, groups)
+        if self.model_config.is_hybrid:
+            layers = self.compilation_config.static_forward_context
+            recurrent.start(groups, layers, self.device, self.num_speculative_steps)
         self._shape.use_buffers()
 
     def compile_node_kernels(self) -> None:
@@ -236,7 +247,10 @@ class LookaheadRunner(_Base):
             prepared = self._shape.begin(scheduler_output)
             scheduler_output = prepared or self._fill_slots(scheduler_output)
             self._scheduled = scheduler_output
-        return super().gather_batch_req_state(scheduler_output, dummy_run)
+        # vLLM would put a prompt that has as many tokens as the longest draft before requests
+        # without drafts, and recurrent layers take what follows a prompt for prompts.
+        with patches.swapped(self, "decode_query_len", 1):
+            return super().gather_batch_req_state(scheduler_output, dummy_run)
 
     def most_late_nodes(self, num_reqs: int, slots: int) -> int:
         """How many nodes a step that only decodes may get after vLLM has prepared it.
@@ -358,10 +372,25 @@ class LookaheadRunner(_Base):
         return super().prepare_dummy_attn(input_batch, *args, **kwargs)
 
     def _set_trees(self, step: DraftStep) -> None:
-        """Give the builders of attention metadata the trees of this step."""
-        trees = step.trees(self.trees_of_chains)
+        """Give the layers the trees of the next forward pass."""
+        self._verifies = step
+        self._give_trees(step.trees(self.trees_of_chains))
+
+    def _give_trees(self, trees: TreeBatch | None) -> None:
+        """Give the builders of attention metadata what tree attention computes."""
         for builder in self._builders:
             builder.trees = trees
+
+    def _with_parents(
+        self, prepare: Callable[..., dict[str, Any]], batch: InputBatch, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Replaces the `prepare_attn` of a model with recurrent layers: they get the trees, too."""
+        metadata = prepare(batch, *args, **kwargs)
+        step = self._verifies
+        if step.branches or self.attention.replaces_recurrent_chains():
+            parents = recurrent.row_parents(step, batch.query_start_loc_np)
+            recurrent.set_parents(metadata, to_device(parents, self.device))
+        return metadata
 
     def _place(self, batch: InputBatch, slots: torch.Tensor) -> tuple[DraftStep, TreeRows | None]:
         """The drafts in the order of the batch; sets the nodes' positions."""
@@ -382,10 +411,17 @@ class LookaheadRunner(_Base):
         layout = NodeLayout.build(step.forest, step.rows, batch.cu_num_logits_np, self.device)
         return TreeRows(layout, partial(self._move, slots) if step.branches else None)
 
-    def _move(self, slots: torch.Tensor, path: Walk) -> None:
-        """Move the accepted nodes' KV to the slots right after the root's."""
-        for mover, own in zip(self._movers, slots, strict=True):
-            mover.move_paths(own[path.origins], own[path.targets])
+    def _move(self, slots: torch.Tensor, path: Walk, requests: slice, ends: torch.Tensor) -> None:
+        """Move the accepted nodes' KV to the slots right after the root's, and their states.
+
+        `path` is that of the batch's `requests`, from rows of logits that end at `ends`.
+        """
+        tables = self.block_tables.input_block_tables
+        for mover, own, table in zip(self._movers, slots, tables, strict=True):
+            if isinstance(mover, StateMover):
+                mover.commit(table[requests], path.places(ends), path.num_sampled)
+            else:
+                mover.move_paths(own[path.origins], own[path.targets])
 
     # ---- at the model call, in a step that vLLM has prepared for all slots -----------------------
 

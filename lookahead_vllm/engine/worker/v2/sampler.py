@@ -46,8 +46,8 @@ class TreeRows(NamedTuple):
     """What a step with drafts needs after its forward pass."""
 
     layout: NodeLayout
-    move: Callable[[Walk], None] | None
-    """Moves the KV of accepted nodes; None if all trees are chains."""
+    move: Callable[[Walk, slice, torch.Tensor], None] | None
+    """Moves the KV of accepted nodes, see `LookaheadRunner._move`; None if all trees are chains."""
 
 
 class Chunk(NamedTuple):
@@ -188,7 +188,7 @@ class NodeSampler:
             self.history.parents = None
         path = walk(ids, sampled, parents, ends, indices, layout.width)
         if step.move is not None:
-            step.move(path)
+            step.move(path, requests, ends)
         if logprobs is None:
             return _Emitted(path.tokens, path.num_sampled, None)
         num_logprobs, max_token_ids = logprobs

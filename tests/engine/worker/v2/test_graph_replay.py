@@ -35,6 +35,8 @@ from lookahead_vllm.verify.gpu.paged_attention import paged_attention
 from tests.support import driving, graph_engine, recorded_graphs, v2_on_cpu
 from tests.support.attention_cases import random_tree
 from tests.support.driving import random_prompts
+from tests.support.hybrid_models import HYBRIDS, use_float32_gated_delta
+from tests.support.models import WANDERING, save_config
 from tests.support.proposers import record
 from tests.support.recorded_graphs import launch
 
@@ -483,3 +485,27 @@ def test_an_engine_whose_graphs_are_replayed_gives_the_same_tokens(
                 assert driving.generate_staggered(llm, prompts) == staggered
                 # Steps without drafts have vLLM's graphs.
                 assert any(not replay.has_drafts for replay in runner.replays)
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next"])
+def test_recurrent_layers_run_in_graphs_without_drafts_and_eagerly_with_trees(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_float32_gated_delta()
+    model = save_config(name, tmp_path, HYBRIDS)
+    lookahead = {"proposer": "hidden_path", "num_speculative_tokens": 6, "budget": 6}
+    prompts = random_prompts(6, 30)
+    with v2_on_cpu.enabled():
+        with driving.engine(model, load_format=WANDERING) as plain:
+            vanilla = driving.generate(plain, prompts)
+        graph_engine.enable(monkeypatch)
+        record(prompts, vanilla)
+        without_drafts = driving.GREEDY.clone()
+        without_drafts.extra_args = {"lookahead": {"enabled": False}}
+        with driving.engine(model, lookahead, load_format=WANDERING) as llm:
+            assert driving.generate_staggered(llm, prompts) == vanilla
+            assert driving.drafter_of(llm).counters.moved_tokens > 20
+            replays = driving.runner_of(llm).replays
+            before = len(replays)
+            assert driving.generate_staggered(llm, prompts, without_drafts) == vanilla
+            assert len(replays) > before + 30
