@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu import model_runner
@@ -11,6 +11,9 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker import cpu_attention
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 class LookaheadCPUModelRunner(LookaheadRunner, model_runner.CPUModelRunner):
@@ -31,6 +34,10 @@ class LookaheadCPUWorker(cpu_worker.CPUWorker):
     def init_device(self) -> None:
         with patches.swapped(model_runner, "CPUModelRunner", LookaheadCPUModelRunner):
             super().init_device()
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        self.model_runner.draft_for_stages(scheduler_output)
+        return super().execute_model(scheduler_output)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         times = super().compile_or_warm_up_model()

@@ -67,6 +67,7 @@ class RunnerPasses:
             hidden, last = runner._dummy_run(
                 num_tokens, skip_eplb=True, randomize_inputs=True, **kwargs
             )
-        # vLLM has set the adapters for one row of logits a request.
-        runner.model.compute_logits(last if runner.lora_config else hidden[:num_tokens])
+        if runner.is_last_pp_rank:
+            # vLLM has set the adapters for one row of logits a request.
+            runner.model.compute_logits(last if runner.lora_config else hidden[:num_tokens])
         torch.accelerator.synchronize()

@@ -314,6 +314,10 @@ class LookaheadGPUWorker(Worker):
         with patches.swapped(model_runner, "GPUModelRunner", LookaheadGPUModelRunner):
             return super()._make_model_runner()
 
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        self.model_runner.draft_for_stages(scheduler_output)
+        return super().execute_model(scheduler_output)
+
     def compile_or_warm_up_model(self) -> CompilationTimes:
         runner = self.model_runner
         runner.compile_kernels()

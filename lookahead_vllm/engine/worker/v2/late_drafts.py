@@ -324,12 +324,13 @@ class LateDrafts:
         num_slots = {req_id: len(own) for req_id, own in slots.items()}
         plan = self._plan(scheduled.num_scheduled_tokens, num_slots, chains_only, order)
         most = min(self._drafter.max_step_nodes, sys.maxsize if most is None else most)
-        compiled = self._prepare(plan)
+        later = self._num_later(plan.wanted.rows)
+        compiled = self._prepare(plan, later)
         if compiled is None:
-            self._learn(wait=True)
+            self._learn(True, later)
             with self._drafter.recorder.timed("draft"):
                 return self._grow(plan, most)
-        step = self._steps[0] if self._steps else None
+        step = self._steps[0] if len(self._steps) > later else None
         if step is not None:
             self._wait(step)
         with self._drafter.recorder.timed("draft"):
@@ -387,16 +388,27 @@ class LateDrafts:
         wanted = WantedDrafts(rows, np.minimum(nodes, drafter.max_step_nodes), may_branch)
         return _Plan(decoding, wanted, Load(prefill=prefill, prompts=prompts, waits=True))
 
-    def _prepare(self, plan: _Plan) -> NGramTrieProposer | None:
-        """Do what needs no tokens; returns the proposer if it drafts in compiled calls."""
+    def _num_later(self, rows: Int64s) -> int:
+        """How many of the last steps have none of these requests: other stages of a pipeline
+        compute them, and their tokens are not awaited."""
+        for later, step in enumerate(reversed(self._steps)):
+            if np.isin(step.rows, rows).any():
+                return later
+        return len(self._steps)
+
+    def _prepare(self, plan: _Plan, later: int) -> NGramTrieProposer | None:
+        """Do what needs no tokens; returns the proposer if it drafts in compiled calls.
+
+        The last `later` steps are not awaited.
+        """
         for step in self._steps:
             self._follow_new(step)
         compiled = self._compiled
         if compiled is None or self._grammars:
             return None
-        self._learn(True, 1)
+        self._learn(True, later + 1)
         self._catch_up()
-        verified = self._steps[0].verified if self._steps else None
+        verified = self._steps[0].verified if len(self._steps) > later else None
         contexts = self._progress.arrays.num_tokens[plan.wanted.rows]
         with self._drafter.surviving("draft"):
             compiled.plan(plan.req_ids, plan.wanted, contexts, plan.load, verified)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.config import CompilationMode, CUDAGraphMode
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu import model_runner
@@ -47,6 +47,7 @@ from lookahead_vllm.engine.worker.v2.sampler import (
     max_chunk_rows,
 )
 from lookahead_vllm.engine.worker.v2.speculator import LateSpeculator
+from lookahead_vllm.engine.worker.v2.stages import ComputedTrees
 from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
 from lookahead_vllm.verify import walk
 from lookahead_vllm.verify.node_layout import NodeLayout, compile_layout
@@ -64,6 +65,10 @@ if TYPE_CHECKING:
     from lookahead_vllm.verify.tree_batch import TreeBatch
 else:
     _Base = object
+
+
+_TREES = "lookahead_trees"
+"""Attribute of what a pipeline stage awaits from the last one: the `ComputedTrees` of that step."""
 
 
 class LookaheadRunner(_Base):
@@ -130,6 +135,8 @@ class LookaheadRunner(_Base):
         """The builders of attention metadata."""
         self._verifies = NO_DRAFTS
         """The drafts in the next forward pass, of a step or a dummy run."""
+        self._computed: ComputedTrees | None = None
+        """The branching trees of this step, on a pipeline stage before the last one."""
         self._rope: NodeRopeState | None = None
         """Of a model with M-RoPE."""
 
@@ -147,9 +154,10 @@ class LookaheadRunner(_Base):
             self.model_state.prepare_attn = partial(self._with_parents, prepare)
         if self.compilation_config.mode == CompilationMode.NONE:
             self.model.forward = partial(self._forward, self.model.forward)
-        self._history = NodeHistory(self.sampler)
-        self.rejection_sampler.history = self._history
-        self.sampler.observe = self._observe
+        if self.is_last_pp_rank:  # the others do not sample
+            self._history = NodeHistory(self.sampler)
+            self.rejection_sampler.history = self._history
+            self.sampler.observe = self._observe
 
     # ---- what may branch -------------------------------------------------------------------------
 
@@ -168,7 +176,8 @@ class LookaheadRunner(_Base):
         self._shape.warm_up()
         compile_layout()
         walk.warm_up(self.decode_query_len, self.device)
-        self._history.warm_up(self.vocab_size, self.device)
+        if self.is_last_pp_rank:
+            self._history.warm_up(self.vocab_size, self.device)
 
     def warm_up_drafting(self) -> None:
         """Measure the cost of a step on this device."""
@@ -183,7 +192,9 @@ class LookaheadRunner(_Base):
         masks = self.structured_outputs_worker
         with (
             patches.swapped(self, "_late", drafts),
-            patches.swapped(masks, "apply_grammar_bitmask", masks.warm_up),
+            patches.swapped(masks, "apply_grammar_bitmask", masks.warm_up)
+            if self.is_last_pp_rank
+            else nullcontext(),
         ):
             yield
 
@@ -243,7 +254,8 @@ class LookaheadRunner(_Base):
     def gather_batch_req_state(self, scheduler_output: SchedulerOutput, dummy_run: bool) -> Any:
         if not dummy_run:
             self._clock.pause(messages.pause_before(scheduler_output))
-            self._forget_drafts()
+            if not self.use_pp:
+                self._forget_drafts()
             prepared = self._shape.begin(scheduler_output)
             scheduler_output = prepared or self._fill_slots(scheduler_output)
             self._scheduled = scheduler_output
@@ -272,7 +284,9 @@ class LookaheadRunner(_Base):
         counts = dict(scheduled.num_scheduled_tokens)
         for req_id, own in slots.items():
             counts[req_id] -= len(own)
-        drafts = self._drafts = self._draft(scheduled)  # waits for the step before
+        if not self.use_pp:
+            self._drafts = self._draft(scheduled)  # waits for the step before
+        drafts = self._drafts
         self._report = _report_of(drafts)
         if sizes := self._report.sizes:
             for req_id, size in sizes.items():
@@ -285,6 +299,30 @@ class LookaheadRunner(_Base):
             total_num_scheduled_tokens=sum(counts.values()),
             scheduled_spec_decode_tokens={i: slots[i][:n] for i, n in sizes.items()},
         )
+
+    def draft_for_stages(self, scheduled: SchedulerOutput) -> None:
+        """In a pipeline, draft before the step begins.
+
+        The worker of the last stage begins by waiting for the stage before it, which needs the
+        drafts.
+        """
+        if not self.use_pp:
+            return
+        self._forget_drafts()
+        if scheduled.scheduled_spec_decode_tokens:
+            stages = get_pp_group()
+            drafts = self._draft(scheduled) if stages.is_last_rank else None
+            self._drafts = stages.broadcast_object(drafts, src=stages.world_size - 1)
+
+    def update_pp_decode_requests(self) -> None:
+        """On the stages before the last one: also move the KV of what has been accepted."""
+        handler: Any = self.pp_handler
+        pending: Any = handler.queue[0] if handler is not None and handler.queue else None
+        super().update_pp_decode_requests()
+        if (trees := getattr(pending, _TREES, None)) is not None:
+            handler.main_stream.wait_event(pending.event)
+            now = handler.req_idx_gen_np[pending.idx_mapping_np]
+            trees.move(self._movers, pending.sampled_tokens, now != pending.gen_at_receive_np)
 
     def _forget_drafts(self) -> None:
         """Forget those of the step before."""
@@ -360,7 +398,11 @@ class LookaheadRunner(_Base):
         if shape.is_open:
             self._set_trees(NO_DRAFTS)
             return tables, slots
-        self._step, self.rejection_sampler.rows = self._place(input_batch, slots)
+        self._step, rows = self._place(input_batch, slots)
+        if self.is_last_pp_rank:
+            self.rejection_sampler.rows = rows
+        elif rows is not None and self._step.branches:
+            self._computed = ComputedTrees.of(rows.layout, input_batch, slots)
         self._set_trees(self._step)
         self._elapsed = self._clock.tick()
         return tables, slots
@@ -504,6 +546,9 @@ class LookaheadRunner(_Base):
             self._settle()
             self.execute_model_state = self.execute_model_state._replace(input_batch=self._batch)
         output = super().sample_tokens(grammar_output)
+        computed, self._computed = self._computed, None
+        if computed is not None and (pending := self.pp_handler.queue[-1]) is not None:
+            setattr(pending, _TREES, computed)
         if not isinstance(output, AsyncOutput) or not self.drafter.is_drafting_rank:
             return output
         late = self._late

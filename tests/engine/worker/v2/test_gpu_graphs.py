@@ -282,8 +282,8 @@ def test_ranks_agree_on_a_graph(monkeypatch: pytest.MonkeyPatch, mode: CUDAGraph
 class FakeBase:
     """What vLLM's runner does about graphs."""
 
-    model_config: Any = SimpleNamespace(use_mla=False)
-    dp_size = 1
+    model_config: Any = SimpleNamespace(use_mla=False, is_hybrid=False)
+    dp_size, use_pp, is_last_pp_rank = 1, False, True
     pcp_manager = None
     decode_query_len = LONGEST
     max_num_reqs = REQUESTS
@@ -384,7 +384,7 @@ def test_what_a_runner_captures(make: Callable[..., Any]) -> None:
         make(varlen=("Backend", None)),
         make(support=(AttentionCGSupport.UNIFORM_BATCH, "Encoder")),
         make(pcp_manager=object()),
-        make(model_config=SimpleNamespace(use_mla=True)),
+        make(model_config=SimpleNamespace(use_mla=True, is_hybrid=False)),
         make(mode=PIECEWISE),
     ):
         assert not captured_with_drafts(cannot) and not cannot._buffers

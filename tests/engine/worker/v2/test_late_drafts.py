@@ -14,6 +14,7 @@ import pytest
 from vllm import SamplingParams, TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 
+from lookahead_vllm.draft.progress import GONE
 from lookahead_vllm.draft.proposer import DraftLimits, NoProposer
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS
@@ -193,6 +194,16 @@ def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again: 
         late.start(new)
     late.learn()
     assert learned == [({"r": [5]}, verified), ({}, None)]
+
+
+def test_tokens_of_steps_in_other_stages_of_a_pipeline_are_not_awaited() -> None:
+    late = LateDrafts(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    late._steps.extend(
+        SimpleNamespace(rows=np.array(rows))  # type: ignore[misc]
+        for rows in ([1, 2], [GONE], [3, 4], [5])
+    )
+    waiting_for = [late._num_later(np.array(rows)) for rows in ([5, 1], [1, 3], [2], [7], [])]
+    assert waiting_for == [0, 1, 3, 4, 4]
 
 
 @pytest.mark.parametrize("runner", ["v2"], indirect=True)
