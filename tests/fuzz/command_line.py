@@ -57,7 +57,8 @@ shows too, in one of eight other batches or with one of 24 random changes to the
 logits, is counted as a tie and not as a mismatch.
 
 On the runner v2, steps are asynchronous, and vLLM's kernels have stand-ins for this CPU. In one
-of eight rounds there, lookahead's engine runs in other processes, and only outputs are compared.
+of eight rounds there, lookahead's engine runs in other processes, or in a pipeline of two stages,
+and only outputs are compared.
 
 Some rounds have streaming sessions of two to four turns, whose answers are compared turn by turn.
 
@@ -140,7 +141,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--models",
         metavar="A,B",
-        help="names from tests/support/models.py and hybrid_models.py (default: all of the first)",
+        help="names from tests/support/models.py and hybrid_models.py (default: all)",
     )
     add(
         "--plant",
@@ -201,7 +202,7 @@ def models_and_text(args: argparse.Namespace) -> tuple[list[str], list[int] | No
     from tests.support.hybrid_models import HYBRIDS
     from tests.support.models import TINY
 
-    models = args.models.split(",") if args.models else sorted(TINY)
+    models = args.models.split(",") if args.models else sorted(TINY) + sorted(HYBRIDS)
     if unknown := set(models) - TINY.keys() - HYBRIDS.keys():
         known = ", ".join([*sorted(TINY), *sorted(HYBRIDS)])
         sys.exit(f"--models: {', '.join(sorted(unknown))} not among {known}")

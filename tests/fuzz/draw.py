@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lookahead_vllm.draft.registry import HAVE_WINDOW
-from tests.fuzz.round import Request, Round
+from tests.fuzz.round import TWO_STAGES, Request, Round
 from tests.support.parser_texts import tool_texts
 
 VOCAB = 128
@@ -19,6 +19,8 @@ REFERENCE_LENGTHS = (1, 20, 100, 900)
 LATENT = ("deepseek_v2", "deepseek_v3")  # models with latent attention
 HYBRIDS = ("falcon_h1", "nemotron_h", "granite4", "zamba2", "lfm2", "qwen3_next")
 """Models with recurrent layers, see tests/support/hybrid_models.py."""
+IN_STAGES = ("llama", "mixtral", "qwen2", "qwen3")
+"""Models that also run in a pipeline."""
 
 TOOL_PARSERS = ("xlam", "pythonic", "llama3_json")
 """Parsers of formats without tokens of their own."""
@@ -135,7 +137,7 @@ def draw_round(
     http
         Both engines are servers.
     runner
-        See `Round`. Models with recurrent layers run on "v1" alone.
+        See `Round`. Models with recurrent layers do not run on "second", but on "v1".
     processes
         Whether lookahead's engine runs in other processes; by default, in every eighth round on V2.
     parallel
@@ -143,13 +145,14 @@ def draw_round(
     """
     rng = random.Random(seed)
     model = rng.choice(models)
-    runner = "v1" if model in HYBRIDS else runner
+    runner = "v1" if model in HYBRIDS and runner == "second" else runner
     features = {f"model {model}", f"runner {runner}"}
     draws = FeatureDraws(rng, features)
     tiny = text is None
     elsewhere = ""
     if runner == "v2" and (rng.random() < 0.125 if processes is None else processes):
-        elsewhere = rng.choice(["engine", "engine and worker"])
+        stages = [TWO_STAGES] * (model in IN_STAGES)
+        elsewhere = rng.choice(["engine", "engine and worker", *stages])
     elif parallel > 1:
         elsewhere = f"{parallel} replicas that {rng.choice(['send', 'recompute'])} KV"
     if elsewhere:

@@ -29,12 +29,12 @@ from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.engine.worker.step_recorder import Counters
 from tests.fuzz.isolation import Leak, LeakDetector
 from tests.fuzz.processes import counters_of, engine_elsewhere
-from tests.fuzz.round import Request, Round
+from tests.fuzz.round import TWO_STAGES, Request, Round
 from tests.fuzz.spies import branching_requests, recorded_drafts
 from tests.support import proposers, v2_on_cpu
 from tests.support.driving import drafter_of, engine, runner_of
 from tests.support.hybrid_models import ENGINE_SETTINGS, HYBRIDS, use_float32_gated_delta
-from tests.support.models import TINY, WANDERING, save_adapter, save_config
+from tests.support.models import TINY, WANDERING, save_adapter, save_config, save_tiny_model
 from tests.support.processors import NoRepeat, NoRepeatOnV2
 from tests.support.tokenizer import save_tokenizer
 
@@ -396,7 +396,11 @@ class Rounds:
         if "reasoning_config" in settings:
             settings["reasoning_config"] = ReasoningConfig(**settings["reasoning_config"])
         model = Path(round_.model)
-        if round_.model in CONFIGS:
+        if round_.processes == TWO_STAGES:  # each stage would draw weights of its own
+            folder = self._folder / "stages"
+            folder.mkdir(exist_ok=True)
+            model = save_tokenizer(save_tiny_model(round_.model, folder))
+        elif round_.model in CONFIGS:
             settings["load_format"] = WANDERING
             # With embeddings, vLLM adds a token to the tokenizer that it caches by path.
             folder = self._folder / ("embeddings" if "enable_prompt_embeds" in settings else "ids")
@@ -407,6 +411,8 @@ class Rounds:
             start = engine_elsewhere
             if round_.processes == "engine and worker":
                 stress["distributed_executor_backend"] = "mp"
+            if round_.processes == TWO_STAGES:
+                stress["pipeline_parallel_size"] = 2
         with start(model, lookahead, **{**settings, **stress}) as llm:
             if lookahead and "recompute" in round_.processes:
                 llm.collective_rpc("recompute")

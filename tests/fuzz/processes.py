@@ -49,10 +49,11 @@ def engine_elsewhere(model: Path, lookahead: dict[str, Any], **settings: Any) ->
     alone are in other processes.
     """
     replicas = lookahead.get("parallel", 1)
+    workers = max(replicas, settings.get("pipeline_parallel_size", 1))
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if replicas == 1 else "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_CPU_OMP_THREADS_BIND": cores_of(replicas),
+        "VLLM_CPU_OMP_THREADS_BIND": cores_of(workers),
     }
     extension = f"{__name__}.{WorkerExtension.__name__}"
     with (
@@ -70,8 +71,8 @@ def engine_elsewhere(model: Path, lookahead: dict[str, Any], **settings: Any) ->
 
 
 def counters_of(llm: LLM) -> Counters:
-    """The counters of an engine of `engine_elsewhere`; those of its first worker."""
-    counters, *_ = llm.collective_rpc("draft_counters")
+    """The counters of an engine of `engine_elsewhere`; those of the worker that drafts."""
+    counters = max(llm.collective_rpc("draft_counters"), key=lambda own: own["trees"])
     return Counters(**counters)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from lookahead_vllm.draft.tree import UNKNOWN
 
+TWO_STAGES = "two pipeline stages"
+
 
 @dataclass
 class Request:
@@ -66,7 +68,7 @@ class Round:
         uses V2 under Triton's interpreter, with synchronous steps, and lookahead uses V1.
     processes
         What has a process of its own in the lookahead engine: nothing if "", else "engine", "engine
-        and worker", or replicas.
+        and worker", TWO_STAGES, or replicas.
     """
 
     model: str
