@@ -289,8 +289,6 @@ def _within_lora_rows(make: _Maker, options: LookaheadOptions) -> LookaheadOptio
 
 def _needs_first_runner(config: VllmConfig, options: LookaheadOptions) -> str | None:
     """Why this engine must run on vLLM's first model runner, or None."""
-    if options.parallel > 1:
-        return "under lookahead parallelism"
     executor = config.parallel_config.distributed_executor_backend
     if executor == "ray" and not config.scheduler_config.async_scheduling:
         return "with a compiled graph of Ray"

@@ -15,7 +15,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.engine import config, plugin
-from lookahead_vllm.engine.worker.v1.replica_group import become_replica
+from lookahead_vllm.engine.worker.replicas import become_replica
 from tests.support import v2_on_cpu
 from tests.support.hybrid_models import HYBRIDS
 from tests.support.models import TINY, save_config, save_tiny_model

@@ -37,8 +37,11 @@ HYBRID = {"proposer": "hybrid", "num_speculative_tokens": 48, "budget": 24}
 HIDDEN = {"proposer": "hidden_path", "num_speculative_tokens": 16, "budget": 16}
 
 
+pytestmark = pytest.mark.usefixtures("shared_runner")
+
+
 @pytest.fixture(scope="module")
-def plain(llama: Path) -> Answers:
+def plain(llama: Path, shared_runner: str) -> Answers:
     """What plain vLLM answers on one rank."""
     with engine(llama) as llm:
         return plain_answers(llm)
@@ -72,10 +75,12 @@ def check_ranks(llm: LLM) -> None:
 
 
 def check_rank(first: Verified, other: Verified) -> None:
-    assert not other.drafts
+    assert not other.drafts and other.trees != first.trees
+    if not other.counters["trees"]:  # on V2, only the drafting rank counts
+        assert first.counters["moved_tokens"] and len(other.trees) > 20
+        return
     for name in ("trees", "branching_trees", "nodes", "accepted_nodes"):
         assert first.counters[name] == other.counters[name], name
-    assert other.trees != first.trees
     assert first.counters["moved_tokens"] and other.counters["moved_tokens"]
 
 
@@ -98,19 +103,20 @@ def recomputed_and_sent(worker: Any) -> tuple[int, int]:
     return runner.num_recomputed, getattr(runner, "num_sent", 0)
 
 
-def test_two_replicas(llama: Path, plain: Answers, tmp_path: Path) -> None:
+def test_two_replicas(llama: Path, plain: Answers, tmp_path: Path, shared_runner: str) -> None:
     with replicas(llama, 2, HYBRID, tmp_path) as llm:
-        for recomputes in (False, True):
+        for recomputes in (False, True)[: 1 + (shared_runner == "v1")]:
             if recomputes:
                 assert llm.collective_rpc(recomputed_and_sent) == [(0, 0)] * 2
                 llm.collective_rpc(recompute)
             assert generate_staggered(llm, PROMPTS, GREEDY) == plain.greedy
             assert generate(llm, PROMPTS, GREEDY) == plain.greedy
             assert generate(llm, PROMPTS, SEEDED) == plain.seeded
-        assert all(
-            recomputed > 20 and sent <= 3 * len(PROMPTS)  # when they end
-            for recomputed, sent in llm.collective_rpc(recomputed_and_sent)
-        )
+        if shared_runner == "v1":
+            assert all(
+                recomputed > 20 and sent <= 3 * len(PROMPTS)  # when they end
+                for recomputed, sent in llm.collective_rpc(recomputed_and_sent)
+            )
         assert generate_staggered(llm, PROMPTS, GREEDY, reset_every=3) == plain.greedy
         aborted = generate_staggered(llm, PROMPTS, GREEDY, abort=[1, 4])
         for i, (answer, whole) in enumerate(zip(aborted, plain.greedy, strict=True)):
@@ -133,6 +139,7 @@ def _cache_whole_answers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_update_request_with_output", update)
 
 
+@pytest.mark.parametrize("shared_runner", ["v1"], indirect=True)
 def test_the_next_turn_of_a_conversation(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +181,11 @@ def test_replicas_of_two_ranks_each(llama: Path, plain: Answers, tmp_path: Path)
 
 
 def test_preempted_requests_and_cached_prefixes(
-    llama: Path, plain: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path,
+    plain: Answers,
+    tmp_path: Path,
+    shared_runner: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     preempted: list[str] = []
     original = Scheduler._preempt_request
@@ -187,18 +198,19 @@ def test_preempted_requests_and_cached_prefixes(
     few = {"num_gpu_blocks_override": 12, "block_size": 32, "enable_prefix_caching": True}
     tight = {"max_num_seqs": 4, "max_num_batched_tokens": 100}  # no room to recompute in each step
     with replicas(llama, 2, HYBRID, tmp_path, **few, **tight) as llm:
-        for recomputes in (False, True):
+        for recomputes in (False, True)[: 1 + (shared_runner == "v1")]:
             if recomputes:
                 llm.collective_rpc(recompute)
             assert generate_staggered(llm, PROMPTS, GREEDY) == plain.greedy
             assert generate(llm, PROMPTS, SEEDED) == plain.seeded
         check_ranks(llm)
-        assert all(
+        assert shared_runner == "v2" or all(
             recomputed > 20 and sent for recomputed, sent in llm.collective_rpc(recomputed_and_sent)
         )
     assert preempted
 
 
+@pytest.mark.parametrize("shared_runner", ["v1"], indirect=True)
 def test_a_sliding_window_recomputes_nothing(tmp_path: Path) -> None:
     """The scheduler gives back blocks behind the window that a recomputed row would attend to."""
     model = save_tiny_model("mistral_window", tmp_path)

@@ -11,7 +11,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.worker import cpu_attention
-from lookahead_vllm.engine.worker.v1.replica_group import become_replica
+from lookahead_vllm.engine.worker.replicas import become_replica
 from lookahead_vllm.engine.worker.v1.replica_runner import ReplicaRunner
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 

@@ -15,7 +15,7 @@ from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.worker import gpu_attention
 from lookahead_vllm.engine.worker.recurrent import is_recurrent
-from lookahead_vllm.engine.worker.v1.replica_group import become_replica
+from lookahead_vllm.engine.worker.replicas import become_replica
 from lookahead_vllm.engine.worker.v1.replica_runner import ReplicaRunner
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
 from lookahead_vllm.verify.recurrence import StateMover

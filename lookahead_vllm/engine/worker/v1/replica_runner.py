@@ -27,18 +27,25 @@ from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.parts import ForestParts, cut_into_parts
 from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.engine import messages
-from lookahead_vllm.engine.grammar import joined_masks, split_masks
 from lookahead_vllm.engine.messages import DraftsToVerify
-from lookahead_vllm.engine.worker.draft_step import DraftStep, root_rows, split_rows
+from lookahead_vllm.engine.worker.draft_step import DraftStep, split_rows
+from lookahead_vllm.engine.worker.replicas import (
+    AcceptedKV,
+    ReplicaGroup,
+    Sampled,
+    exchange,
+    is_verified_whole,
+    masks_of_part,
+    move_and_send,
+    own_choices,
+)
 from lookahead_vllm.engine.worker.v1.blocks import slots_of
-from lookahead_vllm.engine.worker.v1.replica_group import ReplicaGroup
 from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
-from lookahead_vllm.engine.worker.v1.sampler import Draws, merged_logprobs, tokens_of
+from lookahead_vllm.engine.worker.v1.sampler import merged_logprobs, tokens_of
 from lookahead_vllm.verify.acceptance import accepted_paths, emitted_tokens
-from lookahead_vllm.verify.choices import Choices, top_choices
+from lookahead_vllm.verify.choices import Choices
 
 if TYPE_CHECKING:
-    from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 logger = init_logger(f"vllm.{__name__}")
@@ -64,22 +71,6 @@ class _MissingKV(NamedTuple):
     """The position of the next root."""
     sender: int
     """A rank that has all of them."""
-
-
-class _Sampled(NamedTuple):
-    """The tokens sampled on all ranks, in rows as if one rank had the logits of all nodes."""
-
-    at_roots: Int32s
-    """int32 [r]: a token for each request of the batch."""
-    at_nodes: Int32s
-    """int32 [n]: a token for each node of all trees."""
-    choices: Choices
-    """The model's choices at each of the r + n rows; without columns if the proposer needs none."""
-    num_nodes: Int64s
-    """int64 [r]: the number of nodes of each request of the batch."""
-    own_nodes: Int64s
-    """int64 [m]: the nodes that this rank has, among those of all trees, in the order of its own
-    logits."""
 
 
 class ReplicaRunner(LookaheadRunner):
@@ -239,44 +230,16 @@ class ReplicaRunner(LookaheadRunner):
         return again
 
     def _is_verified_whole(self, req_id: str) -> bool:
-        """Whether every rank verifies all nodes of the request's draft.
-
-        The first rank returns the logprobs of accepted nodes, and all ranks need their thinking
-        budgets.
-        """
-        params: SamplingParams | None = self.requests[req_id].sampling_params
-        return not self.drafter.may_branch or (
-            params is not None
-            and (
-                params.logprobs is not None
-                or bool(params.logprob_token_ids)
-                or params.thinking_token_budget is not None
-            )
-        )
+        """Whether every rank verifies all nodes of the request's draft."""
+        params = self.requests[req_id].sampling_params
+        return not self.drafter.may_branch or is_verified_whole(params)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         if grammar_output is not None:
-            grammar_output = self._masks_of_part(grammar_output, self._shared)
+            forest, req_ids = self._shared.drafts.forest, self._shared.drafts.req_ids
+            contains = self._shared.parts.contains[self._replicas.rank]
+            grammar_output = masks_of_part(grammar_output, forest, req_ids, contains)
         return super().sample_tokens(grammar_output)
-
-    def _masks_of_part(self, grammar: GrammarOutput, shared: _SharedDrafts) -> GrammarOutput:
-        req_ids, forest = grammar.structured_output_request_ids, shared.drafts.forest
-        contains = shared.parts.contains[self._replicas.rank]
-        own = {
-            req_id: contains[forest.firsts[tree] : forest.firsts[tree + 1]]
-            for tree, req_id in enumerate(shared.drafts.req_ids)
-        }
-        no_nodes = np.empty(0, np.bool_)
-        kept = [own.get(req_id, no_nodes) for req_id in req_ids]
-        masks = split_masks(grammar, [len(nodes) for nodes in kept])
-        return joined_masks(
-            req_ids,
-            [
-                mask[: 1 + len(nodes)][np.append(True, nodes)]
-                for mask, nodes in zip(masks, kept, strict=True)
-            ],
-            [int(nodes.sum()) for nodes in kept],
-        )
 
     # ---- what all ranks accept -------------------------------------------------------------------
 
@@ -287,9 +250,13 @@ class ReplicaRunner(LookaheadRunner):
         forest, rows = trees.forest, trees.rows
         self._count_budget(forest)
         with recorder.timed("verify"):
-            choices = self._own_choices(logits)
+            choices = own_choices(logits, self._num_choices)
             draws = self._draw(logits, num_nodes, step, trees)
-            every = self._exchange(shared, trees, draws, choices, num_nodes)
+            roots, nodes = split_rows(num_nodes)
+            sampled = np.empty(len(logits), np.int32)
+            sampled[roots], sampled[nodes] = tokens_of(draws.at_roots), tokens_of(draws.at_nodes)
+            req_ids = self.input_batch.req_ids
+            every = exchange(self._replicas, forest, rows, shared.parts, req_ids, sampled, choices)
             paths = accepted_paths(forest, every.at_roots[rows], every.at_nodes)
             tokens = emitted_tokens(forest, rows, paths, every.at_roots, every.at_nodes)
             draws.advance(rows, paths, tokens, self.model_config.max_model_len)
@@ -321,61 +288,7 @@ class ReplicaRunner(LookaheadRunner):
             drafts.forest, rows, nowhere, contexts, drafts.from_proposer, shared.before_roots
         )
 
-    def _own_choices(self, logits: torch.Tensor) -> Choices:
-        """The model's choices at each row of the logits, as many as the proposer needs."""
-        if self._num_choices:
-            return top_choices(logits, np.arange(len(logits)), self._num_choices)
-        none = len(logits), 0
-        return Choices(np.empty(none, np.int32), np.empty(none, np.float32))
-
-    def _exchange(
-        self,
-        shared: _SharedDrafts,
-        trees: DraftStep,
-        draws: Draws,
-        choices: Choices,
-        num_nodes: Int64s,
-    ) -> _Sampled:
-        """Exchange tokens: what each rank sampled at its nodes, and the first rank at the roots.
-
-        `choices` and `num_nodes`, int64 [r], belong to this rank's logits.
-        """
-        forest, (owners, contains) = trees.forest, shared.parts
-        all_nodes = np.zeros_like(num_nodes)
-        all_nodes[trees.rows] = forest.sizes
-        # Rows as if this rank had the logits of all nodes.
-        roots = root_rows(all_nodes)
-        nodes = roots[trees.rows][forest.owners] + 1 + forest.places
-        here = np.sort(np.concatenate([roots, nodes[contains[self._replicas.rank]]]))
-        k = self._num_choices
-        mine = np.empty((len(here), 1 + 2 * k), np.int32)
-        own_roots, own_rows = split_rows(num_nodes)
-        mine[own_roots, 0] = tokens_of(draws.at_roots)
-        mine[own_rows, 0] = tokens_of(draws.at_nodes)
-        mine[:, 1 : 1 + k] = choices.tokens
-        mine[:, 1 + k :] = choices.gaps.view(np.int32)
-        every = np.empty((len(roots) + len(nodes), mine.shape[1]), np.int32)
-        every[here] = mine
-        # Ranks may have the requests in different orders, because vLLM sorts them by their tokens.
-        req_ids = self.input_batch.req_ids
-        by_id = np.array(sorted(range(len(req_ids)), key=req_ids.__getitem__))
-        sent = [nodes[owners == rank] for rank in range(self._replicas.size)]
-        sent[0] = np.concatenate([roots[by_id], sent[0]])
-        received = self._replicas.gather(every[sent[self._replicas.rank]], [len(i) for i in sent])
-        for places, rows in zip(sent, received, strict=True):
-            every[places] = rows
-        index = np.full(len(every), -1)
-        index[nodes] = np.arange(len(nodes))
-        own_nodes = index[here]
-        return _Sampled(
-            every[roots, 0],
-            every[nodes, 0],
-            Choices(every[:, 1 : 1 + k], every[:, 1 + k :].view(np.float32)),
-            all_nodes,
-            own_nodes[own_nodes >= 0],
-        )
-
-    def _all_verified(self, trees: DraftStep, every: _Sampled) -> Verified | None:
+    def _all_verified(self, trees: DraftStep, every: Sampled) -> Verified | None:
         proposer = self.drafter.proposer
         if not proposer.num_choices:
             return None
@@ -389,30 +302,25 @@ class ReplicaRunner(LookaheadRunner):
 
     def _share_accepted(self, shared: _SharedDrafts, trees: DraftStep, paths: Int32s) -> None:
         """Move the accepted nodes' KV to the slots right after the roots, on all ranks."""
-        of_tree, depths = np.nonzero(paths >= 0)
-        forest, (owners, contains), rank = trees.forest, shared.parts, self._replicas.rank
-        nodes = forest.firsts[of_tree] + paths[of_tree, depths]
-        has = contains[rank][nodes]
-        places = np.full(forest.num_nodes, -1)
-        places[contains[rank]] = forest.keep(contains[rank]).places
-        after_roots = trees.contexts[of_tree] + 1
-        targets = after_roots + depths
-        origins = np.where(has, after_roots + places[nodes], targets)
-        # The owner of a path's last node has the whole path.
-        last = np.cumsum((paths >= 0).sum(axis=1))[of_tree] - 1
-        senders = owners[nodes[last]]
-        is_sent = ~contains[:, nodes].all(axis=0)
+        kv = AcceptedKV.of(trees.forest, shared.parts, paths, self._replicas.rank)
+        roots = trees.contexts[kv.trees]
+        is_sent = kv.is_missing
         if self.recompute_kv:
-            for tree in np.unique(of_tree[is_sent]).tolist():
-                path = of_tree == tree
+            for tree in np.unique(kv.trees[is_sent]).tolist():
+                path = kv.trees == tree
                 req_id = shared.drafts.req_ids[tree]
-                counts = (~contains[:, nodes[path]]).sum(axis=1)
-                end = int(after_roots[path][0] + path.sum())
-                self._missing_kv[req_id] = _MissingKV(counts, end, int(senders[path][0]))
+                counts = (~shared.parts.contains[:, kv.nodes[path]]).sum(axis=1)
+                end = int(roots[path][0] + 1 + path.sum())
+                self._missing_kv[req_id] = _MissingKV(counts, end, int(kv.senders[path][0]))
             is_sent = np.zeros_like(is_sent)
-        self.drafter.recorder.counters.moved_tokens += int((origins != targets).sum())
-        rows = trees.rows[of_tree]
-        self._move_and_send(rows, origins, targets, has, np.where(is_sent, senders, -1))
+        self.drafter.recorder.counters.moved_tokens += int((kv.origins != kv.targets).sum())
+        self._move_and_send(
+            trees.rows[kv.trees],
+            roots + kv.origins,
+            roots + kv.targets,
+            kv.has,
+            np.where(is_sent, kv.senders, -1),
+        )
 
     def _send(self, missing: Mapping[str, _MissingKV]) -> None:
         """Send each rank the KV that is missing on it."""
@@ -436,35 +344,13 @@ class ReplicaRunner(LookaheadRunner):
         has: NDArray[np.bool_],
         senders: Int64s,
     ) -> None:
-        """Move the KV of m tokens to their targets on ranks that have it; send it to the others.
+        """See `move_and_send`; `rows` int64 [m] of the batch have the tokens."""
+        tables = self.input_batch.block_table.block_tables
 
-        Parameters
-        ----------
-        rows : int64 [m]
-            The row of the batch of each token's request.
-        origins, targets : int64 [m]
-            Positions. KV that this rank receives is written to its target.
-        has : bool [m]
-            Whether this rank has the token's KV.
-        senders : int64 [m]
-            The rank that sends it, or -1.
-        """
-        if (senders < 0).all() and (origins == targets)[has].all():
-            return
-        for mover, table in zip(
-            self._movers, self.input_batch.block_table.block_tables, strict=True
-        ):
-            here, there = (slots_of(table, rows, places) for places in (origins, targets))
-            received = []
-            for sender in range(self._replicas.size):
-                entries = np.flatnonzero(senders == sender)
-                if len(entries):
-                    values = mover.read(here[entries])  # a receiver reads what it overwrites
-                    self._replicas.broadcast(values, sender)
-                    received.append((entries[~has[entries]], values[~has[entries]]))
-            mover.move(here[has].to(self.device), there[has].to(self.device))
-            for entries, values in received:
-                mover.write(there[entries], values)
+        def slots(group: int, positions: Int64s) -> torch.Tensor:
+            return slots_of(tables[group], rows, positions).to(self.device)
+
+        move_and_send(self._replicas, self._movers, slots, origins, targets, has, senders)
 
 
 def _spread(values: torch.Tensor, nodes: Int64s, num_nodes: int) -> torch.Tensor:

@@ -9,10 +9,14 @@ from vllm.v1.worker.cpu import model_runner
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from lookahead_vllm.engine import patches
+from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.worker import cpu_attention
+from lookahead_vllm.engine.worker.replicas import become_replica
+from lookahead_vllm.engine.worker.v2.replica_runner import ReplicaRunner
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
@@ -22,9 +26,14 @@ class LookaheadCPUModelRunner(LookaheadRunner, model_runner.CPUModelRunner):
     attention = cpu_attention
 
 
+class ReplicaCPUModelRunner(ReplicaRunner, LookaheadCPUModelRunner):
+    """vLLM's CPU runner with lookahead, under lookahead parallelism."""
+
+
 class LookaheadCPUWorker(cpu_worker.CPUWorker):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        become_replica(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
         cpu_attention.register()
         if self.vllm_config.model_config.is_hybrid:
             from lookahead_vllm.engine.worker import recurrent_kernels_cpu
@@ -32,7 +41,9 @@ class LookaheadCPUWorker(cpu_worker.CPUWorker):
             recurrent_kernels_cpu.register()
 
     def init_device(self) -> None:
-        with patches.swapped(model_runner, "CPUModelRunner", LookaheadCPUModelRunner):
+        is_replica = options_of(self.vllm_config).parallel > 1
+        runner = ReplicaCPUModelRunner if is_replica else LookaheadCPUModelRunner
+        with patches.swapped(model_runner, "CPUModelRunner", runner):
             super().init_device()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:

@@ -21,18 +21,22 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from lookahead_vllm.engine import patches
+from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.worker import gpu_attention
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.engine.worker.recurrent import is_recurrent
+from lookahead_vllm.engine.worker.replicas import become_replica
 from lookahead_vllm.engine.worker.step_cost import CapturedTokens
 from lookahead_vllm.engine.worker.tree_rows import GraphBuffers
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
+from lookahead_vllm.engine.worker.v2.replica_runner import ReplicaRunner
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
 from lookahead_vllm.verify.recurrence import StateMover
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -301,9 +305,14 @@ class LookaheadGPUModelRunner(GraphRunner, model_runner.GPUModelRunner):
         super().shutdown()
 
 
+class ReplicaGPUModelRunner(ReplicaRunner, LookaheadGPUModelRunner):
+    """vLLM's CUDA runner with lookahead, under lookahead parallelism."""
+
+
 class LookaheadGPUWorker(Worker):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        become_replica(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
         gpu_attention.register()
         if self.vllm_config.model_config.is_hybrid:
             from lookahead_vllm.engine.worker import recurrent_kernels_gpu
@@ -311,7 +320,9 @@ class LookaheadGPUWorker(Worker):
             recurrent_kernels_gpu.register()
 
     def _make_model_runner(self) -> Any:
-        with patches.swapped(model_runner, "GPUModelRunner", LookaheadGPUModelRunner):
+        is_replica = options_of(self.vllm_config).parallel > 1
+        runner = ReplicaGPUModelRunner if is_replica else LookaheadGPUModelRunner
+        with patches.swapped(model_runner, "GPUModelRunner", runner):
             return super()._make_model_runner()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:

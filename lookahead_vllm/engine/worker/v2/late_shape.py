@@ -283,6 +283,7 @@ def _is_possible(runner: Any) -> bool:
         and runner.model_state.rope_state is None
         and runner.lora_config is None  # adapters are laid out by the host, for each row
         and not runner.uses_inputs_embeds
+        and runner.drafter.options.parallel == 1  # replicas share the rows of a step
         and runner.dp_size == 1  # ranks agree on the size of a graph before it is known
         and parallel.pipeline_parallel_size == 1
         and parallel.decode_context_parallel_size == 1

@@ -94,6 +94,8 @@ class LookaheadRunner(_Base):
     """Whether the model computes the tokens of a dummy run as it computes those of a step."""
     dummies_have_drafts = False
     """Whether a dummy run in a graph has the requests of the dummy step with their contexts."""
+    node_sampler = NodeSampler
+    """Takes the place of vLLM's rejection sampler."""
     execute_model_state: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -143,7 +145,7 @@ class LookaheadRunner(_Base):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with (
             patches.swapped(model_runner, "Sampler", RootSampler),
-            patches.swapped(model_runner, "RejectionSampler", NodeSampler),
+            patches.swapped(model_runner, "RejectionSampler", self.node_sampler),
             patches.swapped(rope, "RopeState", NodeRopeState),
             patches.swapped(model_runner, "StructuredOutputsWorker", GrowingMasks),
         ):
@@ -287,8 +289,8 @@ class LookaheadRunner(_Base):
         if not self.use_pp:
             self._drafts = self._draft(scheduled)  # waits for the step before
         drafts = self._drafts
-        self._report = _report_of(drafts)
-        if sizes := self._report.sizes:
+        self._report = _report_of(self._all_drafts)
+        if sizes := drafts.sizes:
             for req_id, size in sizes.items():
                 counts[req_id] += size
             self._write_drafts(drafts, list(slots), rows)
@@ -323,6 +325,16 @@ class LookaheadRunner(_Base):
             handler.main_stream.wait_event(pending.event)
             now = handler.req_idx_gen_np[pending.idx_mapping_np]
             trees.move(self._movers, pending.sampled_tokens, now != pending.gen_at_receive_np)
+
+    @property
+    def _all_drafts(self) -> Drafts:
+        """The drafts of this step, on all ranks that share them."""
+        return self._drafts
+
+    @property
+    def _all_trees(self) -> DraftStep:
+        """The same, in the order of the batch."""
+        return self._step
 
     def _forget_drafts(self) -> None:
         """Forget those of the step before."""
@@ -558,13 +570,13 @@ class LookaheadRunner(_Base):
             self._report = LateReport({}, late.would_pay(scheduled))
             if late.could_draft(scheduled):
                 self.drafter.recorder.report.budgets.append(0)
-        late.add_step(output, self._step, self._verified)
+        late.add_step(output, self._all_trees, self._verified)
         messages.attach(output.model_runner_output, self._report)
         step_report.attach(output.model_runner_output, self.drafter.recorder.take_report())
         return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        drafts = self._drafts
+        drafts = self._all_drafts
         drafted = np.flatnonzero(drafts.forest.sizes)
         forest = drafts.forest.take(drafted, drafts.forest.sizes[drafted])
         return messages.drafts_of([drafts.req_ids[i] for i in drafted.tolist()], forest)

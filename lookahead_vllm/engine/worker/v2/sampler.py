@@ -101,6 +101,8 @@ class NodeSampler:
     """
 
     enable_adaptive_verification = False  # read by vLLM's warm-up
+    max_rows: int | None = None
+    """How many rows are sampled at once; None for as many as memory allows."""
 
     def __init__(self, sampler: RootSampler, *args: Any, **kwargs: Any) -> None:
         self.sampler = sampler
@@ -127,7 +129,9 @@ class NodeSampler:
         logprobs = sampler.get_logprobs_dims(batch.idx_mapping_np)
         parts = [
             self._verify(logits, batch, rows, chunk, logprobs)
-            for chunk in chunks_of(batch.cu_num_logits_np, max_chunk_rows(logits.shape[1]))
+            for chunk in chunks_of(
+                batch.cu_num_logits_np, self.max_rows or max_chunk_rows(logits.shape[1])
+            )
         ]
         tokens, counts, tensors = parts[0]
         if len(parts) > 1:
@@ -186,9 +190,7 @@ class NodeSampler:
             )
         finally:
             self.history.parents = None
-        path = walk(ids, sampled, parents, ends, indices, layout.width)
-        if step.move is not None:
-            step.move(path, requests, ends)
+        path = self._accept(sampled, ids, parents, ends, indices, step, requests)
         if logprobs is None:
             return _Emitted(path.tokens, path.num_sampled, None)
         num_logprobs, max_token_ids = logprobs
@@ -206,3 +208,19 @@ class NodeSampler:
             logits_mode=sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )
         return _Emitted(path.tokens, path.num_sampled, tensors)
+
+    def _accept(
+        self,
+        sampled: torch.Tensor,
+        ids: torch.Tensor,
+        parents: torch.Tensor,
+        ends: torch.Tensor,
+        indices: torch.Tensor,
+        step: TreeRows,
+        requests: slice,
+    ) -> Walk:
+        """Walk the trees of these requests, and move the KV of accepted nodes."""
+        path = walk(ids, sampled, parents, ends, indices, step.layout.width)
+        if step.move is not None:
+            step.move(path, requests, ends)
+        return path
