@@ -18,10 +18,10 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     first, step = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.sched_setaffinity(0, cores[first::step] or cores)
 
-if "SECOND_RUNNER" in os.environ:
-    from tests.support import second_runner
+if "TRITON_INTERPRETED" in os.environ:
+    from tests.support import triton_interpreter
 
-    second_runner.enable()
+    triton_interpreter.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,3 +155,38 @@ def test_a_folder_may_not_import_from_its_neighbours(folder: str, name: str) -> 
 def test_a_forbidden_import_is_detected(line: str, around: str) -> None:
     (forbidden,) = (n for n in imports(around.format(line)) if not is_allowed(n, ALLOWED["draft"]))
     assert forbidden
+
+
+FIRST_RUNNER_ALONE = {
+    *("lookahead_vllm.engine.scheduler.scheduler", "lookahead_vllm.verify.seeded_draws"),
+    *(f"{ENGINE}.worker.v1.{path.stem}" for path in (PACKAGE / "engine/worker/v1").glob("[a-z]*")),
+    f"{ENGINE}.worker.v1",
+}
+"""What `contributing.md` says to delete once vLLM's CPU build runs Model Runner V2."""
+
+_BOTH = """
+import sys
+
+def ours():
+    return {name for name in sys.modules if name.startswith("lookahead_vllm")}
+
+from lookahead_vllm.engine import plugin
+from lookahead_vllm.engine.front_end import requests
+from lookahead_vllm.engine.scheduler import late_scheduler
+from lookahead_vllm.engine.worker import recurrent_kernels_cpu
+from lookahead_vllm.engine.worker.v2 import cpu_worker, gpu_worker
+second = ours()
+from lookahead_vllm.engine.scheduler import scheduler
+from lookahead_vllm.engine.worker.v1 import cpu_worker
+print("only first:", *ours() - second)
+"""
+
+
+def test_model_runner_v2_needs_nothing_of_the_first_one() -> None:
+    pytest.importorskip("vllm")
+    done = subprocess.run([sys.executable, "-c", _BOTH], capture_output=True, text=True, check=True)
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("only first:"))
+    assert set(line.split()[2:]) == FIRST_RUNNER_ALONE
+    text = (ROOT / "docs/contributing.md").read_text(encoding="utf-8")
+    for part in ("engine/worker/v1/", "scheduler/scheduler.py", "verify/seeded_draws.py"):
+        assert f"{part}`" in text[text.index("## When vLLM drops its first model runner") :]

@@ -22,7 +22,7 @@ PACKAGES = (
 )
 RUNNERS = ("gpu_worker", "gpu_model_runner", "gpu.model_runner")
 LOOKAHEAD = (
-    *("plugin", "worker.v1.gpu_worker", "worker.v2.gpu_worker", "worker.gpu_attention"),
+    *("plugin", "worker.v2.gpu_worker", "worker.gpu_attention"),
     *("scheduler.scheduler", "scheduler.late_scheduler", "front_end.requests"),
 )
 MAX_ERROR = 0.05

@@ -19,7 +19,7 @@ from lookahead_vllm.draft.options import (
 from lookahead_vllm.draft.registry import PROPOSERS
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 KEY = "lookahead"
@@ -31,11 +31,13 @@ CLASSES = {path.rpartition(".")[2]: name for name, path in PROPOSERS.items()}
 
 DRAFTER_PATH = "lookahead_vllm.engine.worker.drafter.LookaheadDrafter"
 
+_GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
+
 WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "cpu_worker.LookaheadCPUWorker",
-    "vllm.v1.worker.gpu_worker.Worker": "gpu_worker.LookaheadGPUWorker",
+    _GPU_WORKER: "gpu_worker.LookaheadGPUWorker",
 }
-"""Our worker's module and class, the same in `worker/v1/` and `worker/v2/`, by vLLM's worker."""
+"""Our worker's module and class in `worker/v1/` and `worker/v2/`, by vLLM's worker."""
 
 REPLICA_EXECUTOR = "lookahead_vllm.engine.scheduler.replica_executor.ReplicaExecutor"
 
@@ -210,15 +212,9 @@ def make_config(
         options = _within_lora_rows(make, options)
     if wanted or (wanted is None and vllm_config.HAS_TRITON):
         config, own = _for_states(make, SECOND_RUNNER, options, caches_states)
-        first_runner_reason = _needs_first_runner(config, options)
-        if config.use_v2_model_runner and not first_runner_reason:
+        if config.use_v2_model_runner:
             apply(config, own, SECOND_RUNNER)
             return config
-        if wanted and first_runner_reason:
-            raise OptionError(
-                f"VLLM_USE_V2_MODEL_RUNNER=1 is set, but {first_runner_reason} lookahead runs only "
-                "on vLLM's first model runner; unset it, the output is the same"
-            )
     if args.async_scheduling:
         raise OptionError(
             "--async-scheduling was given, but this engine runs vLLM's first model runner, on "
@@ -285,14 +281,6 @@ def _within_lora_rows(make: _Maker, options: LookaheadOptions) -> LookaheadOptio
     vLLM requires this with LoRA."""
     scheduler = make.plain().scheduler_config
     return options.at_most(scheduler.max_num_batched_tokens // scheduler.max_num_seqs - 1)
-
-
-def _needs_first_runner(config: VllmConfig, options: LookaheadOptions) -> str | None:
-    """Why this engine must run on vLLM's first model runner, or None."""
-    executor = config.parallel_config.distributed_executor_backend
-    if executor == "ray" and not config.scheduler_config.async_scheduling:
-        return "with a compiled graph of Ray"
-    return None
 
 
 def _refuse_cached_states(was_requested: bool) -> None:
@@ -395,7 +383,30 @@ _REFUSALS = (
 )
 
 
+def _is_compiled_by_ray(parallel_config: ParallelConfig) -> bool:
+    """Whether the workers run in a compiled graph of Ray, which vLLM 0.33 has no more."""
+    from vllm import envs
+
+    in_ray = parallel_config.distributed_executor_backend == "ray"
+    return in_ray and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+
+
+_FIRST_RUNNER_REFUSALS = (
+    _Refusal(
+        lambda config: config.parallel_config.worker_cls == _GPU_WORKER,
+        "this engine would run vLLM's first model runner, on which lookahead serves CPUs alone; "
+        "unset VLLM_USE_V2_MODEL_RUNNER, and leave out what Model Runner V2 does not support, "
+        "which vLLM logs; or leave lookahead out of the speculative config",
+    ),
+)
+"""Beside `_REFUSALS`, on vLLM's first model runner."""
+
 _SECOND_RUNNER_REFUSALS = (
+    _Refusal(
+        lambda config: _is_compiled_by_ray(config.parallel_config),
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 is set, but lookahead does not run in a compiled graph "
+        "of Ray; unset it",
+    ),
     _Refusal(
         lambda config: bool(config.parallel_config.enable_batch_sharded_sampling),
         "enable_batch_sharded_sampling was given, with which no rank has the logits of all nodes; "
@@ -483,7 +494,8 @@ def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> Non
             "namespaces and request options on; unset it, or leave lookahead out of the "
             "speculative config"
         )
-    refusals = _REFUSALS + (_SECOND_RUNNER_REFUSALS if runner is SECOND_RUNNER else ())
+    second = runner is SECOND_RUNNER
+    refusals = _REFUSALS + (_SECOND_RUNNER_REFUSALS if second else _FIRST_RUNNER_REFUSALS)
     if options.parallel > 1:
         refusals += _PARALLEL_REFUSALS
     for refusal in refusals:

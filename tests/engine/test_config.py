@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -377,19 +378,15 @@ def test_a_draft_model_is_refused(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_replicas_get_ranks_as_tensor_parallelism_does(
-    tensor_parallel_size: int, model: Path, monkeypatch: pytest.MonkeyPatch
+    tensor_parallel_size: int, runner: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine starts them all; each worker splits the weights over its replica alone."""
     asked = dict(
         speculative_config={"method": "lookahead", "parallel": 3},
         tensor_parallel_size=tensor_parallel_size,
     )
-    with v2_on_cpu.enabled():
-        engine = made(model, **asked)
-        assert ".worker.v1." in engine.parallel_config.worker_cls
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-        with pytest.raises(OptionError, match=r"under lookahead parallelism .* first model runner"):
-            made(model, **asked)
+    engine = made(model, **asked)
+    assert f".worker.{runner}." in engine.parallel_config.worker_cls
     parallel = engine.parallel_config
     assert parallel.world_size == parallel.tensor_parallel_size == tensor_parallel_size
     sizes = []
@@ -449,6 +446,23 @@ def test_the_runner_is_plain_vllms(
         is_asynchronous = runner == "v2" and asynchronous is not False
         assert config.scheduler_config.async_scheduling == is_asynchronous
         assert config.use_v2_model_runner == (runner == "v2")
+
+
+def test_the_first_runner_serves_cpus_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config of a GPU is refused there; on Model Runner V2 it gets our GPU worker."""
+    original = CpuPlatform.check_and_update_config
+
+    def with_a_gpu_worker(cls: Any, vllm_config: Any) -> None:
+        original(vllm_config)
+        vllm_config.parallel_config.worker_cls = "vllm.v1.worker.gpu_worker.Worker"
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(with_a_gpu_worker))
+    asked = dict(speculative_config={"method": "lookahead"})
+    with pytest.raises(OptionError, match="serves CPUs alone; unset VLLM_USE_V2_MODEL_RUNNER"):
+        made(model, **asked)
+    with v2_on_cpu.enabled():
+        worker = made(model, **asked).parallel_config.worker_cls
+    assert worker == "lookahead_vllm.engine.worker.v2.gpu_worker.LookaheadGPUWorker"
 
 
 def test_the_second_runner_needs_triton(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu.mm.rope import RopeState
 
-from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
+from lookahead_vllm.engine.worker.v1.runner import SynchronousRunner
 from lookahead_vllm.engine.worker.v2.node_rope import NodeRopeState
 from lookahead_vllm.verify.cpu.kv_moves import LatentMover
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
@@ -125,7 +125,7 @@ def test_engine_settings_keep_the_output(
 
 
 def _linear_positions(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LookaheadRunner, "_shift_mrope", lambda *args: None)
+    patch.setattr(SynchronousRunner, "_shift_mrope", lambda *args: None)
     patch.setattr(NodeRopeState, "prepare_positions", RopeState.prepare_positions)
 
 

@@ -24,7 +24,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine import grammar
 from lookahead_vllm.engine.grammar import GrammarDraft, GrammarTreeWalk
-from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
+from lookahead_vllm.engine.worker.v1.runner import SynchronousRunner
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 from tests.support.models import TINY, WANDERING, save_config
 from tests.support.proposers import record
@@ -427,14 +427,14 @@ def test_a_walk_that_fails_leaves_the_grammar_where_it_was(
 def test_what_grammars_dictate_is_within_the_nodes_of_a_step(
     llama: Path, max_step_nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recall, nodes = LookaheadRunner._recall, []
+    recall, nodes = SynchronousRunner._recall, []
 
-    def recorded(self: LookaheadRunner, *args: Any) -> Any:
+    def recorded(self: SynchronousRunner, *args: Any) -> Any:
         step = recall(self, *args)
         nodes.append(step.forest.num_nodes)
         return step
 
-    monkeypatch.setattr(LookaheadRunner, "_recall", recorded)
+    monkeypatch.setattr(SynchronousRunner, "_recall", recorded)
     regex = "the name and the number of the person is [0-9]{3}"
     params = SamplingParams(
         temperature=0, max_tokens=60, structured_outputs=StructuredOutputsParams(regex=regex)

@@ -75,7 +75,6 @@ examples:
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 2 --runner v2 --plant late-move
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 5 --plant namespace
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 10 --http --ranks 2
-  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60 --second-runner
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60 --parallel 2
 """
 
@@ -130,13 +129,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         type=int,
         default=1,
         metavar="D",
-        help="lookahead parallelism: D replicas, in processes of their own, on the runner v1",
-    )
-    add(
-        "--second-runner",
-        action="store_true",
-        help="plain vLLM uses its second model runner, its default on GPUs, under Triton's "
-        "interpreter, which is about five times as slow",
+        help="lookahead parallelism: D replicas, in processes of their own",
     )
     add(
         "--models",
@@ -152,21 +145,14 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.plant and args.http:
         parser.error("--plant changes engines in this process, not servers; leave --http out")
-    if args.second_runner and args.http:
-        parser.error("--second-runner is for this process, not for servers; leave --http out")
-    if args.runner and (args.http or args.second_runner):
-        parser.error("--runner is for neither --http nor --second-runner")
+    if args.runner and args.http:
+        parser.error("--runner is not for --http")
     possible = PLANTS[args.plant][0] if args.plant else ("v1", "v2")
-    if args.parallel != 1 and (args.http or args.second_runner or args.runner or args.plant):
-        parser.error("--parallel is for the runner v1 in other processes; leave out what is not")
-    if args.parallel > 1:
-        possible = ("v1",)
-    if args.second_runner:
-        args.runners = ["second"]
-    else:
-        args.runners = args.runner or (["v1"] if args.http else [*possible])
-        if args.plant and not set(args.runners) <= set(possible):
-            parser.error(f"--plant {args.plant} is for --runner {','.join(possible)}")
+    if args.parallel != 1 and (args.http or args.plant):
+        parser.error("--parallel is for replicas in other processes; leave out what is not")
+    args.runners = args.runner or (["v1"] if args.http else [*possible])
+    if args.plant and not set(args.runners) <= set(possible):
+        parser.error(f"--plant {args.plant} is for --runner {','.join(possible)}")
     if args.mp and (args.runner != ["v2"] or args.plant):
         parser.error("--mp is for --runner v2, and bugs cannot be planted in other processes")
     if args.ranks < 1:
@@ -190,7 +176,6 @@ def repeat_command(seed: int, number: int, args: argparse.Namespace) -> str:
     command += f" --runner {','.join(args.runner)}" if args.runner else ""
     command += " --mp" if args.mp else ""
     command += f" --parallel {args.parallel}" if args.parallel != 1 else ""
-    command += " --second-runner" if args.second_runner else ""
     command += f" --plant {args.plant}" if args.plant else ""
     return f"\nrepeat it with:\n  {command}\n"
 
@@ -258,10 +243,6 @@ def main(argv: Sequence[str]) -> int:
         os.environ.setdefault(name, value)
     warnings.simplefilter("ignore")
     # vLLM is imported from here on, so that --help is fast.
-    if args.second_runner:
-        from tests.support import second_runner
-
-        second_runner.enable(cheap_noise=True)
     from tests.fuzz.plant import planted
 
     models, text = models_and_text(args)

@@ -137,7 +137,7 @@ def draw_round(
     http
         Both engines are servers.
     runner
-        See `Round`. Models with recurrent layers do not run on "second", but on "v1".
+        See `Round`.
     processes
         Whether lookahead's engine runs in other processes; by default, in every eighth round on V2.
     parallel
@@ -145,29 +145,27 @@ def draw_round(
     """
     rng = random.Random(seed)
     model = rng.choice(models)
-    runner = "v1" if model in HYBRIDS and runner == "second" else runner
     features = {f"model {model}", f"runner {runner}"}
     draws = FeatureDraws(rng, features)
     tiny = text is None
     elsewhere = ""
-    if runner == "v2" and (rng.random() < 0.125 if processes is None else processes):
+    if parallel > 1:
+        how = rng.choice(["send", "recompute"]) if runner == "v1" else "send"
+        elsewhere = f"{parallel} replicas that {how} KV"
+    elif runner == "v2" and (rng.random() < 0.125 if processes is None else processes):
         stages = [TWO_STAGES] * (model in IN_STAGES)
         elsewhere = rng.choice(["engine", "engine and worker", *stages])
-    elif parallel > 1:
-        elsewhere = f"{parallel} replicas that {rng.choice(['send', 'recompute'])} KV"
     if elsewhere:
         features.add(f"other processes: {elsewhere}")
     settings = _draw_settings(draws, model, tiny, http, runner)
     # After reasoning, a grammar and the rest of a longer end may leave no permitted token.
-    short_end = runner == "second" or (runner == "v2" and "reasoning_parser" in settings)
+    short_end = runner == "v2" and "reasoning_parser" in settings
     stress = _draw_stress(draws, model, settings, tiny, short_end)
     lookahead = _draw_lookahead(draws) | ({"parallel": parallel} if parallel > 1 else {})
     if "lora" in features and "chunked prefill" in features:
         # With LoRA, vLLM reserves room for all drafts.
         per_request = 1 + lookahead["num_speculative_tokens"]
         stress["max_num_batched_tokens"] = stress["max_num_seqs"] * per_request
-    if runner == "second" and "thinking" in features:
-        features.add("a single thought")
     requests = _draw_requests(draws, text, settings)
     # The HTTP client of over_http.py sends no references.
     if not http and draws.has("references", 0.4):
@@ -179,12 +177,11 @@ def draw_round(
             request.params.setdefault("extra_args", {})["lookahead_proposer"] = chosen
     # After a preemption, plain vLLM restarts its count of thinking tokens; and a prompt in chunks
     # would start again and again.
-    may_reset = runner in ("v1", "v2") and not http and model not in HYBRIDS
+    may_reset = not http and model not in HYBRIDS
     may_reset = may_reset and features.isdisjoint({"thinking", "chunked prefill"})
     reset_every = rng.choice([2, 5]) if draws.has("resets", 0.15 * may_reset) else 0
     # Sessions keep KV while they wait, and plain vLLM keeps the thinking tokens of earlier turns.
-    may_have_sessions = runner in ("v1", "v2") and not http
-    may_have_sessions &= features.isdisjoint({"thinking", "preemption", "resets"})
+    may_have_sessions = not http and features.isdisjoint({"thinking", "preemption", "resets"})
     if draws.has("sessions", 0.3 * may_have_sessions):
         _add_sessions(rng, requests, text, settings["max_model_len"])
     return Round(
@@ -206,15 +203,14 @@ def _draw_settings(
         settings["logprobs_mode"] = rng.choice(
             ["raw_logits", "processed_logprobs", "processed_logits"]
         )
-    # Under the interpreter, plain vLLM and lookahead use different runners: different interfaces.
-    has("custom_logits_processor", 0.0 if runner == "second" else 0.25)
+    has("custom_logits_processor", 0.25)
     lora = model == "llama" and not http and has("lora", 0.7)
     if lora:
         settings.update(enable_lora=True, max_loras=2, max_lora_rank=8)
     # With LoRA, vLLM's embedding layer cannot embed only some of a step's tokens.
     # And the embeddings of tokens are read from an engine of this process.
     elsewhere = any(feature.startswith("other processes") for feature in draws.features)
-    if not (http or elsewhere or lora or runner == "second") and has("prompt embeddings", 0.35):
+    if not (http or elsewhere or lora) and has("prompt embeddings", 0.35):
         settings["enable_prompt_embeds"] = True
     if has("structured output", 0.5):
         # Guidance has no room for the token that prompt embeddings add to the tokenizer, on V2 nor
@@ -226,7 +222,7 @@ def _draw_settings(
         backend = rng.choice(backends)
         draws.features.add(f"structured output, {backend}")
         settings["structured_outputs_config"] = {"backend": backend}
-        if tiny and runner != "second" and has("structured output after reasoning", 0.2):
+        if tiny and has("structured output after reasoning", 0.2):
             settings["reasoning_parser"] = "deepseek_r1"
     has("chosen_logprobs", 0.15)
     if http and has("parsers", 0.5):
@@ -483,5 +479,3 @@ def _draw_params(rng: random.Random, request: Request, features: set[str]) -> No
         params["min_tokens"] = params["max_tokens"]
     if "structured output after reasoning" in features:
         params["logit_bias"] = {**params.get("logit_bias", {}), END_OF_THINKING: 4.0}
-    if "a single thought" in features:  # a second start token resets only the second runner's count
-        params["logit_bias"] = {**params.get("logit_bias", {}), THINK: -100.0}

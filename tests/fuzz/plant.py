@@ -12,9 +12,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from lookahead_vllm.engine import request_options
 from lookahead_vllm.engine.scheduler.scheduler import LookaheadScheduler
-from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
+from lookahead_vllm.engine.worker.v1.runner import SynchronousRunner
 from lookahead_vllm.engine.worker.v2 import sampler as second_sampler
-from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner as SecondRunner
+from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 from lookahead_vllm.verify.cpu.kv_moves import KVMover
 from lookahead_vllm.verify.node_layout import NodeLayout
 from lookahead_vllm.verify.place import Split, parts_of
@@ -60,7 +60,7 @@ def _one_draw_ahead(generator_after: Any) -> Any:
 
 
 def _prompt_of_the_row(follow: Any) -> Any:
-    def wrong(self: LookaheadRunner, request_id: str) -> Any:
+    def wrong(self: SynchronousRunner, request_id: str) -> Any:
         batch, params = self.input_batch, self.requests[request_id].sampling_params
         row = batch.req_id_to_index[request_id]
         prompt = batch.token_ids_cpu[row, : batch.num_prompt_tokens[row]]
@@ -77,7 +77,7 @@ def _not_corrected(_: Any) -> Any:
 
 
 def _trimmed_in_place(fill_slots: Any) -> Any:
-    def wrong(self: SecondRunner, scheduled: Any) -> Any:
+    def wrong(self: LookaheadRunner, scheduled: Any) -> Any:
         vars(scheduled).update(vars(fill_slots(self, scheduled)))
         return scheduled
 
@@ -138,13 +138,13 @@ BUGS: dict[str, list[Patch]] = {
     "namespace": [(request_options, "shared_namespace", _one_namespace)],
     "kv": [(KVMover, "move", _moved_one_too_far)],
     "generator": [(GeneratorStates, "generator_after", _one_draw_ahead)],
-    "row": [(LookaheadRunner, "_follow", _prompt_of_the_row)],
+    "row": [(SynchronousRunner, "_follow", _prompt_of_the_row)],
     "turn": [(LookaheadScheduler, "_handle_stopped_request", _not_corrected)],
-    "trim-in-place": [(SecondRunner, "_fill_slots", _trimmed_in_place)],
+    "trim-in-place": [(LookaheadRunner, "_fill_slots", _trimmed_in_place)],
     "short-walk": [(second_sampler, "walk", _one_level_short)],
     "late-move": [
-        (SecondRunner, "_move", _remembered),
-        (SecondRunner, "sample_tokens", _after_the_forward_pass),
+        (LookaheadRunner, "_move", _remembered),
+        (LookaheadRunner, "sample_tokens", _after_the_forward_pass),
     ],
     "position": [(NodeLayout, "build", _one_too_high), (Split, "write", _one_level_deeper)],
 }

@@ -64,8 +64,7 @@ class Round:
     lookahead
         The speculative config.
     runner
-        The model runner of vLLM: "v1"; "v2", whose steps are asynchronous; or "second": plain vLLM
-        uses V2 under Triton's interpreter, with synchronous steps, and lookahead uses V1.
+        The model runner of vLLM: "v1", or "v2", whose steps are asynchronous.
     processes
         What has a process of its own in the lookahead engine: nothing if "", else "engine", "engine
         and worker", TWO_STAGES, or replicas.

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
-from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
+from lookahead_vllm.engine.worker.v1.runner import SynchronousRunner
 from lookahead_vllm.engine.worker.v2.drafts import Drafts
 from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
 from tests.fuzz.isolation import LeakDetector, request_index
@@ -28,7 +28,7 @@ def _replaced(*replacements: tuple[type, str, Callable[..., Any]]) -> Iterator[N
 @contextmanager
 def _steps(on_step: OnStep) -> Iterator[None]:
     """Call `on_step` with the drafts of every step that verifies some."""
-    recall, in_batch = LookaheadRunner._recall, Drafts.in_batch
+    recall, in_batch = SynchronousRunner._recall, Drafts.in_batch
 
     def recalled(self: Any, *args: Any, **kwargs: Any) -> Any:
         step = recall(self, *args, **kwargs)
@@ -40,7 +40,7 @@ def _steps(on_step: OnStep) -> Iterator[None]:
         on_step(step, req_ids)
         return step
 
-    with _replaced((LookaheadRunner, "_recall", recalled), (Drafts, "in_batch", placed)):
+    with _replaced((SynchronousRunner, "_recall", recalled), (Drafts, "in_batch", placed)):
         yield
 
 
@@ -60,7 +60,7 @@ def branching_requests() -> Iterator[set[int]]:
 @contextmanager
 def recorded_drafts(detector: LeakDetector) -> Iterator[None]:
     """Report the drafts and outputs of the engines in this process to `detector`."""
-    propose, commit = LookaheadRunner.propose_draft_token_ids, LookaheadDrafter.commit
+    propose, commit = SynchronousRunner.propose_draft_token_ids, LookaheadDrafter.commit
     end, start = LateDrafts._end, LateDrafts.start
 
     def add_drafts(step: Any, req_ids: Sequence[str]) -> None:
@@ -108,7 +108,7 @@ def recorded_drafts(detector: LeakDetector) -> Iterator[None]:
     with (
         _steps(add_drafts),
         _replaced(
-            (LookaheadRunner, "propose_draft_token_ids", proposed),
+            (SynchronousRunner, "propose_draft_token_ids", proposed),
             (LateDrafts, "_end", ended),
             (LateDrafts, "start", started),
             (LookaheadDrafter, "commit", committed),

@@ -200,7 +200,6 @@ def test_the_runners_take_turns() -> None:
     assert parse_args(["--runner", "both"]).runners == ["v1", "v2"]
     assert parse_args(["--runner", "v2", "--mp"]).runners == ["v2"]
     assert parse_args(["--plant", "late-move"]).runners == ["v2"]
-    assert parse_args(["--second-runner"]).runners == ["second"]
     assert parse_args(["--http"]).runners == ["v1"]
 
 

@@ -20,22 +20,6 @@ SEAMS = (
         "our runner class while the worker makes its runner",
         _CLASS,
     ),
-    Seam(
-        "vllm.v1.worker.gpu_worker",
-        "Worker",
-        ("init_device", "compile_or_warm_up_model", "_make_model_runner", "model_runner"),
-        "overridden",
-        "makes our runner, measures the cost of a step",
-        _CLASS,
-    ),
-    Seam(
-        _RUNNER,
-        "",
-        ("GPUModelRunner",),
-        "swapped",
-        "our runner class while the worker makes its runner",
-        _CLASS,
-    ),
     # The runner: from a scheduled draft to the next one.
     Seam(
         _RUNNER,
@@ -58,9 +42,8 @@ SEAMS = (
         "GPUModelRunner._prepare_inputs",
         ("scheduler_output", "num_scheduled_tokens"),
         "overridden",
-        "recalls each scheduled draft's tree and sets positions by depth; keeps the first result, "
-        "the tokens whose logits are computed; hides speculative_config in a step without drafts, "
-        "so that it costs as much as a plain one",
+        "recalls each scheduled draft's tree and sets positions by depth; hides speculative_config "
+        "in a step without drafts, so that it costs as much as a plain one",
         _TREES,
     ),
     Seam(
@@ -134,23 +117,6 @@ SEAMS = (
         "overridden",
         "afterwards the KV tensors exist, and decide whether trees may branch",
         _TREES,
-    ),
-    # CUDA graphs.
-    Seam(
-        _RUNNER,
-        "GPUModelRunner._determine_batch_execution_and_padding",
-        (),
-        "overridden",
-        "no CUDA graph of the whole model for a step with trees",
-        "attention metadata carries a mask for each request",
-    ),
-    Seam(
-        "vllm.v1.cudagraph_dispatcher",
-        "CudagraphDispatcher.dispatch",
-        ("invalid_modes",),
-        "swapped",
-        "during _determine_batch_execution_and_padding of a step with trees",
-        "attention metadata carries a mask for each request",
     ),
     # Sampling at nodes.
     Seam(

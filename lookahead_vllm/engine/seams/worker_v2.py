@@ -195,7 +195,7 @@ SEAMS = (
     Seam(
         "vllm.v1.worker.gpu_worker",
         "Worker",
-        ("compile_or_warm_up_model", "_make_model_runner", "model_runner"),
+        ("init_device", "compile_or_warm_up_model", "_make_model_runner", "model_runner"),
         "overridden",
         "makes our runner; compiles what a step with drafts needs, measures the cost of a step",
         _CLASS,

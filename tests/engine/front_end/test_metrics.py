@@ -30,7 +30,7 @@ from lookahead_vllm.engine.front_end.stat_logger import (
 )
 from lookahead_vllm.engine.step_report import PARTS, StepReport
 from lookahead_vllm.engine.worker.step_recorder import StepRecorder
-from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
+from lookahead_vllm.engine.worker.v1.runner import SynchronousRunner
 from tests.support import proposers  # noqa: F401  (registers them)
 from tests.support.driving import (
     GREEDY,
@@ -234,7 +234,7 @@ class Sampled:
         return self.output
 
 
-class Runner(LookaheadRunner, Sampled):
+class Runner(SynchronousRunner, Sampled):
     def __init__(self, recorder: StepRecorder) -> None:
         drafter = SimpleNamespace(backoff_left=0, proposed=lambda _: None, recorder=recorder)
         self.drafter = cast(Any, drafter)

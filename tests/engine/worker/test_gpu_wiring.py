@@ -14,16 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, ParallelConfig
+from vllm.config import ParallelConfig
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention, QueryLenSupport
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
-from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.attention.backend import AttentionType
 
-from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine.worker import branching, cpu_attention, gpu_attention
 from lookahead_vllm.engine.worker import latent_attention as worker_latent_attention
 from lookahead_vllm.engine.worker.branching import branching_obstacle
-from lookahead_vllm.engine.worker.v1 import gpu_worker
 from lookahead_vllm.verify import latent_attention
 from lookahead_vllm.verify.cpu.tree_attention import keys_and_values
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
@@ -185,60 +183,6 @@ def test_an_engine_on_the_cuda_path_gives_the_same_tokens(
         assert generate(llm, prompts) == vanilla
         assert drafter_of(llm).counters.moved_tokens > 20
     assert len(steps) > 10 and max(steps) > 1
-
-
-SIZES = [1, 2, 4, *range(8, 257, 8)]
-
-
-@pytest.fixture
-def runner() -> SimpleNamespace:
-    """What decides on graphs in a runner whose drafts have up to 64 nodes."""
-    graphs = CompilationConfig(
-        mode=CompilationMode.VLLM_COMPILE,
-        cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
-        cudagraph_capture_sizes=SIZES,
-        max_cudagraph_capture_size=SIZES[-1],
-    )
-    graphs.set_splitting_ops_for_v1(all2all_backend="")
-    config = SimpleNamespace(
-        compilation_config=graphs,
-        num_speculative_tokens=64,
-        lora_config=None,
-        scheduler_config=SimpleNamespace(max_num_seqs=64),
-    )
-    dispatcher = CudagraphDispatcher(config)
-    runner = SimpleNamespace(uniform_decode_query_len=65, cudagraph_dispatcher=dispatcher)
-    gpu_worker.capture_steps_without_drafts(runner)
-    # As vLLM's runner does when it has chosen a backend.
-    length = runner.uniform_decode_query_len
-    mode = graphs.resolve_cudagraph_mode_and_sizes(AttentionCGSupport.ALWAYS, None, length)
-    dispatcher.initialize_cudagraph_keys(mode, length)
-    return runner
-
-
-def graph_of(runner: Any, trees: list[DraftTree], uniform: bool) -> tuple[CUDAGraphMode, int]:
-    """How a step with these drafts runs, and the size to which it is padded."""
-    runner._step = SimpleNamespace(branches=DraftForest.of(trees).branching.any())
-    tokens = sum(1 + len(tree) for tree in trees)
-    mode, batch = gpu_worker.determine_in_pieces(
-        runner, lambda: runner.cudagraph_dispatcher.dispatch(tokens, uniform_decode=uniform)
-    )
-    return mode, batch.num_tokens
-
-
-def test_steps_without_drafts_run_the_graphs_of_plain_vllm(runner: SimpleNamespace) -> None:
-    for requests, size in ((1, 1), (3, 4), (8, 8), (33, 40)):
-        plain = [DraftTree.chain([])] * requests
-        assert graph_of(runner, plain, uniform=True) == (CUDAGraphMode.FULL, size)
-    chains = [DraftTree.chain([1, 2]), DraftTree.chain([])]
-    assert graph_of(runner, chains, uniform=False) == (CUDAGraphMode.PIECEWISE, 4)
-
-
-def test_steps_with_trees_run_no_graph_of_the_whole_model(runner: SimpleNamespace) -> None:
-    tree = DraftTree.from_lists([1, 2], [-1, -1])
-    assert graph_of(runner, [tree], uniform=True) == (CUDAGraphMode.PIECEWISE, 4)
-    # Afterwards everything is as it was.
-    assert graph_of(runner, [DraftTree.chain([])], uniform=True) == (CUDAGraphMode.FULL, 1)
 
 
 LAYER = SimpleNamespace(impl=SimpleNamespace())

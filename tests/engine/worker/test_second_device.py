@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.sampler import Sampler
 
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine.worker.draft_step import DraftStep
-from lookahead_vllm.engine.worker.step_recorder import StepRecorder
-from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
-from lookahead_vllm.engine.worker.v1.sampler import NodeProcessors
 from lookahead_vllm.verify.choices import top_choices
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
 from tests.support.attention_cases import PagedAttentionCase, random_tree
-from tests.support.second_device import DEVICE, OtherDeviceTensor, other_device
+from tests.support.second_device import other_device
 
 VOCABULARY, REQUESTS = 40, 4
 ROWS = np.array([0, 1, 3])
@@ -78,83 +71,6 @@ def metadata_of(kind: str, device: Any) -> SamplingMetadata:
         logitsprocs=LogitsProcessors(),
         logprob_token_ids={3: [1, 2]} if busy else None,
     )
-
-
-def sample(kind: str, logits: torch.Tensor, device: Any) -> tuple[list[Any], np.ndarray]:
-    params = SamplingParams(frequency_penalty=0.5 if kind == "everything" else 0.0)
-    requests = {
-        str(i): SimpleNamespace(
-            sampling_params=params, prompt_token_ids=[5, 5], output_token_ids=[7, 8]
-        )
-        for i in range(REQUESTS)
-    }
-    processors = SimpleNamespace(
-        rows_are_alike=lambda *args: NodeProcessors.rows_are_alike(processors, *args),
-        place=lambda nodes: LogitsProcessors(),
-        _concerns=lambda params: False,
-    )
-    runner: Any = SimpleNamespace(
-        requests=requests,
-        input_batch=SimpleNamespace(
-            req_ids=list(requests), sampling_metadata=metadata_of(kind, device)
-        ),
-        _node_processors=processors,
-        _seeded_sampler=None,
-        _sample_some=lambda *args: LookaheadRunner._sample_some(runner, *args),
-        _draw=lambda *args: LookaheadRunner._draw(runner, *args),
-        model_config=SimpleNamespace(max_model_len=100),
-        sampler=Sampler(),
-    )
-    draw = runner.sampler.topk_topp_sampler
-    draw.forward = draw.forward_native  # the CPU has one of its own
-    torch.manual_seed(0)
-    output, paths = LookaheadRunner._sample_trees(runner, logits.to(device), NUM_NODES, STEP)
-    parts = [output.sampled_token_ids, *(output.logprobs_tensors or ())]
-    assert all(part.device == torch.device(device) for part in parts if part is not None)
-    return [part.tolist() for part in parts if part is not None], paths
-
-
-@pytest.mark.parametrize("kind", ["greedy", "random", "everything"])
-def test_trees_are_sampled_on_the_device(kind: str) -> None:
-    logits = torch.randn(len(ROWS) + 1 + TREES.num_nodes, VOCABULARY)
-    # Let some nodes be right.
-    for root, tree in zip(STARTS, TREES, strict=True):
-        logits[root, tree.tokens[0]] = 99
-    here, paths = sample(kind, logits.clone(), "cpu")
-    with other_device() as device:
-        there, same_paths = sample(kind, logits.clone(), device)
-    assert there == here and (same_paths == paths).all()
-    if kind != "everything":
-        assert (paths[:, 0] == 0).all()
-
-
-def test_positions_and_moves_are_made_on_the_device() -> None:
-    positions = torch.arange(100)
-    mrope = torch.randint(100, (3, 100))
-    moved: list[torch.Tensor] = []
-    slots = torch.randperm(100)
-    paths = np.array([[0, 2], [1, -1], [-1, -1]], np.int32)
-    for device, scope in (("cpu", nullcontext()), (DEVICE, other_device())):
-        with scope:
-            table = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=slots.to(device)))
-            runner: Any = SimpleNamespace(
-                device=torch.device(device),
-                positions=positions.clone().to(device),
-                uses_mrope=True,
-                mrope_positions=SimpleNamespace(gpu=mrope.clone().to(device)),
-                drafter=SimpleNamespace(recorder=StepRecorder()),
-                _movers=[SimpleNamespace(move=lambda *ends: moved.extend(ends))],
-                input_batch=SimpleNamespace(block_table=SimpleNamespace(block_tables=[table])),
-            )
-            runner._shift_mrope = MethodType(LookaheadRunner._shift_mrope, runner)
-            LookaheadRunner._place(runner, STEP)
-            LookaheadRunner._move_accepted(runner, STEP, paths)
-            moved.extend((runner.positions, runner.mrope_positions.gpu))
-    here, there = moved[:4], moved[4:]
-    assert all(isinstance(tensor, OtherDeviceTensor) for tensor in there)
-    assert [t.tolist() for t in there] == [t.tolist() for t in here]
-    assert here[2][: STARTS[0] + 2].tolist() == [0, 11]
-    assert (here[3] - mrope == here[2] - positions).all()
 
 
 def test_choices_and_tree_attention_run_on_the_device() -> None:

@@ -51,9 +51,9 @@ def apply(step: Step, what: str) -> None:
 def vllm_kernels() -> Any:
     """vLLM's `sample` package, whose kernels the interpreter runs."""
     pytest.importorskip("vllm")
-    from tests.support import second_runner
+    from tests.support import triton_interpreter
 
-    second_runner.enable()
+    triton_interpreter.enable()
     from vllm.v1.worker.gpu.sample import bad_words, penalties, thinking_budget
 
     return penalties, bad_words, thinking_budget

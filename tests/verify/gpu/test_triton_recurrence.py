@@ -55,9 +55,9 @@ def vllm_kernels() -> Any:
     if not IS_INTERPRETED:
         pytest.skip("runs in another process")
     pytest.importorskip("vllm")
-    from tests.support import second_runner
+    from tests.support import triton_interpreter
 
-    second_runner.enable()
+    triton_interpreter.enable()
     from triton.runtime import driver
 
     target = SimpleNamespace(backend="cpu")  # which is asked for at import

@@ -12,20 +12,20 @@ from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.worker import cpu_attention
 from lookahead_vllm.engine.worker.replicas import become_replica
-from lookahead_vllm.engine.worker.v1.replica_runner import ReplicaRunner
-from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
+from lookahead_vllm.engine.worker.v1.replica_runner import SynchronousReplicaRunner
+from lookahead_vllm.engine.worker.v1.runner import SynchronousRunner
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-class LookaheadCPUModelRunner(LookaheadRunner, CPUModelRunner):
+class LookaheadCPUModelRunner(SynchronousRunner, CPUModelRunner):
     """vLLM's CPU runner with lookahead."""
 
     attention = cpu_attention
 
 
-class ReplicaCPUModelRunner(ReplicaRunner, LookaheadCPUModelRunner):
+class ReplicaCPUModelRunner(SynchronousReplicaRunner, LookaheadCPUModelRunner):
     """vLLM's CPU runner with lookahead, under lookahead parallelism."""
 
 
@@ -47,6 +47,5 @@ class LookaheadCPUWorker(cpu_worker.CPUWorker):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         times = super().compile_or_warm_up_model()
-        self.model_runner.compile_kernels()
         self.model_runner.warm_up_drafting()
         return times

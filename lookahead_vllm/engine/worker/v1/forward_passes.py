@@ -21,20 +21,16 @@ class RunnerPasses:
         self._runner = runner
 
     def captured_tokens(self) -> CapturedTokens:
-        """See `ForwardPasses`. Steps with drafts run in pieces, and so do hybrid models."""
-        config = self._runner.compilation_config
-        if not config.cudagraph_mode.has_full_cudagraphs() or self._runner.model_config.is_hybrid:
-            return CapturedTokens()
-        most = self._runner.scheduler_config.max_num_seqs
-        return CapturedTokens([s for s in sorted(config.cudagraph_capture_sizes) if s <= most])
+        """See `ForwardPasses`. There are no graphs on a CPU."""
+        return CapturedTokens()
 
     def decode(self, num_tokens: int, attends: bool) -> None:
         """See `ForwardPasses`."""
         self._run(num_tokens, force_attention=attends, profile_seq_lens=1)
 
     def decode_in_graph(self, num_tokens: int) -> None:
-        """See `ForwardPasses`."""
-        self._run(num_tokens, uniform_decode=True, profile_seq_lens=1)
+        """See `ForwardPasses`. Never called."""
+        raise NotImplementedError
 
     def drafts_in_graph(self, num_tokens: int) -> None:
         """See `ForwardPasses`. Never called."""

@@ -40,7 +40,7 @@ from lookahead_vllm.engine.worker.replicas import (
     own_choices,
 )
 from lookahead_vllm.engine.worker.v1.blocks import slots_of
-from lookahead_vllm.engine.worker.v1.runner import LookaheadRunner
+from lookahead_vllm.engine.worker.v1.runner import SynchronousRunner
 from lookahead_vllm.engine.worker.v1.sampler import merged_logprobs, tokens_of
 from lookahead_vllm.verify.acceptance import accepted_paths, emitted_tokens
 from lookahead_vllm.verify.choices import Choices
@@ -73,7 +73,7 @@ class _MissingKV(NamedTuple):
     """A rank that has all of them."""
 
 
-class ReplicaRunner(LookaheadRunner):
+class SynchronousReplicaRunner(SynchronousRunner):
     """Mixin for a lookahead runner that verifies a part of each step's draft trees."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

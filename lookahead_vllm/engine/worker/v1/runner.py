@@ -39,9 +39,7 @@ from lookahead_vllm.engine.worker.v1.sampler import (
     node_metadata,
     spread_metadata,
     tokens_of,
-    without_speculation,
 )
-from lookahead_vllm.engine.worker.v1.seeded_sampler import SeededSampler
 from lookahead_vllm.engine.worker.v1.stages import earlier_stage
 from lookahead_vllm.verify.acceptance import accepted_paths, emitted_tokens
 from lookahead_vllm.verify.recurrence import StateMover
@@ -57,11 +55,11 @@ else:
     _Base = object
 
 
-class LookaheadRunner(_Base):
-    """Mixin for vLLM's V1 model runners; list it first among the base classes."""
+class SynchronousRunner(_Base):
+    """Mixin for vLLM's V1 model runner, which serves CPUs; list it first among the base classes."""
 
     attention: ModuleType
-    """Tree attention on this device: `cpu_attention.py` or `gpu_attention.py`."""
+    """Tree attention: `cpu_attention.py`."""
     drafter: LookaheadDrafter
     speculative_config: SpeculativeConfig | None
     trees_of_chains = trees_of_singles = False  # see `branching.decide`
@@ -73,13 +71,6 @@ class LookaheadRunner(_Base):
             super().__init__(*args, **kwargs)
         self._earlier_stage = earlier_stage(self)
         """Set on pipeline stages before the last one, which do not sample."""
-        self._seeded_sampler: SeededSampler | None = None
-        """Set if plain vLLM would draw by position instead of from generators."""
-        if without_speculation(self.vllm_config).use_v2_model_runner:
-            self._seeded_sampler = SeededSampler(self.sampler.topk_topp_sampler)
-            self.sampler.topk_topp_sampler = self._seeded_sampler
-        self._logits_indices: torch.Tensor | None = None
-        """int64 [rows of logits]: the index among the step's tokens of the token of each row."""
         self._node_processors = NodeProcessors(
             self.vllm_config,
             self.device,
@@ -121,11 +112,6 @@ class LookaheadRunner(_Base):
             # Recurrent layers expect rows with drafts before all prompts, but vLLM uses the
             # smallest threshold of all layers.
             self.reorder_batch_threshold = 1 + self.num_spec_tokens
-
-    def compile_kernels(self) -> None:
-        """Compile what a step launches, so that no request waits for it."""
-        if self._seeded_sampler is not None:
-            self._seeded_sampler.warm_up(self.model_config.get_vocab_size(), self.device)
 
     def warm_up_drafting(self) -> None:
         """Measure the cost of a step on this device, and begin to draft."""
@@ -183,7 +169,6 @@ class LookaheadRunner(_Base):
                 prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         finally:
             self.speculative_config = config
-        self._logits_indices = prepared[0]
         self._step = step = self._recall(scheduler_output, num_scheduled_tokens)
         if not self.drafter.backoff_left:
             computed = self.input_batch.num_computed_tokens_cpu[: len(num_scheduled_tokens)]
@@ -247,10 +232,6 @@ class LookaheadRunner(_Base):
         self, logits: torch.Tensor, spec_decode_metadata: SpecDecodeMetadata | None
     ) -> SamplerOutput:
         step, self._step = self._step, NO_DRAFTS
-        if self._seeded_sampler is not None:
-            self._seeded_sampler.positions = (
-                self.positions[self._logits_indices] if self.input_batch.generators else None
-            )
         num_nodes = np.zeros(self.input_batch.num_reqs, np.int64)
         if spec_decode_metadata is not None and step.forest.num_nodes:
             num_nodes[:] = spec_decode_metadata.num_draft_tokens
@@ -325,7 +306,7 @@ class LookaheadRunner(_Base):
         roots, node_rows = split_rows(num_nodes)
         requests = [self.requests[i] for i in self.input_batch.req_ids]
         metadata = replace(self.input_batch.sampling_metadata, spec_token_ids=None)
-        no_generators = self._seeded_sampler is not None or not metadata.generators
+        no_generators = not metadata.generators
         has_nodes = step.forest.num_nodes > 0
         if has_nodes and no_generators and self._node_processors.rows_are_alike(metadata, requests):
             owners = np.repeat(np.arange(len(num_nodes)), num_nodes + 1)
@@ -369,12 +350,7 @@ class LookaheadRunner(_Base):
     ) -> SamplerOutput:
         """Sample these rows of the step's logits."""
         some = torch.from_numpy(rows).to(logits.device)
-        with (
-            self._seeded_sampler.of_rows(some)
-            if self._seeded_sampler is not None
-            else nullcontext()
-        ):
-            return self.sampler(logits[some], metadata)
+        return self.sampler(logits[some], metadata)
 
     def _move_accepted(self, step: DraftStep, paths: Int32s) -> None:
         """Move the accepted nodes' KV to the slots right after the root's, and their states."""
