@@ -19,6 +19,7 @@ from lookahead_vllm.engine import messages
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.engine.worker.v1 import stages
 from lookahead_vllm.engine.worker.v2 import stages as stages_v2
+from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 from lookahead_vllm.verify.node_layout import NodeLayout
 from tests.support.driving import engine, generate, generate_staggered
 from tests.support.ranks import (
@@ -175,6 +176,24 @@ def test_a_stage_moves_nothing_of_a_request_that_has_ended() -> None:
     movers = [SimpleNamespace(move_paths=move_paths)]
     trees.move(movers, tokens, np.array([False, True]))
     assert moved == [(102, 101), (103, 102)]
+
+
+@pytest.mark.parametrize(("width", "sent"), [(1, 1), (3, 7), (7, 7)])
+def test_the_stages_get_as_many_tokens_as_they_expect(width: int, sent: int) -> None:
+    """vLLM 0.33 asserts that a step with drafts has the width of the longest one."""
+
+    class Base:
+        use_pp, decode_query_len = True, 7
+
+        def sample(self) -> Any:
+            return SimpleNamespace(sampled_token_ids=torch.ones(2, width)), 1, 2
+
+    class Runner(LookaheadRunner, Base):  # type: ignore[misc]
+        def __init__(self) -> None: ...
+
+    output, *counts = Runner().sample()
+    assert output.sampled_token_ids.shape == (2, sent) and counts == [1, 2]
+    assert output.sampled_token_ids.sum() == 2 * width
 
 
 class Moved:

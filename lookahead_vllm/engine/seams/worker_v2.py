@@ -76,6 +76,15 @@ SEAMS = (
         _SAMPLED,
     ),
     Seam(
+        _RUNNER,
+        "GPUModelRunner.sample",
+        (),
+        "overridden",
+        "in a pipeline, pads the tokens to the width that vLLM 0.33 sends; between replicas, all "
+        "ranks get the same tokens",
+        _SAMPLED,
+    ),
+    Seam(
         f"{_GPU}.pp_utils",
         "PPHandler",
         ("queue", "main_stream", "req_idx_gen_np"),

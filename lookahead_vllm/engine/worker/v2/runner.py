@@ -535,6 +535,14 @@ class LookaheadRunner(_Base):
             self._step = self._drafts.in_batch(batch.req_ids, batch.num_scheduled_tokens)
             self.rejection_sampler.rows = self._lay_out(self._step, batch, shape.slots)
 
+    def sample(self, *args: Any) -> Any:
+        output, *counts = super().sample(*args)
+        tokens = output.sampled_token_ids
+        if self.use_pp and tokens.shape[1] > 1:  # the other stages expect the longest draft's
+            missing = self.decode_query_len - tokens.shape[1]
+            output.sampled_token_ids = torch.nn.functional.pad(tokens, (0, missing))
+        return output, *counts
+
     def _observe(self, logits: torch.Tensor, batch: InputBatch) -> None:
         """Start to copy the model's choices to the host, for proposers that need them."""
         drafter, step = self.drafter, self._step
