@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -385,10 +386,8 @@ _REFUSALS = (
 
 def _is_compiled_by_ray(parallel_config: ParallelConfig) -> bool:
     """Whether the workers run in a compiled graph of Ray, which vLLM 0.33 has no more."""
-    from vllm import envs
-
     in_ray = parallel_config.distributed_executor_backend == "ray"
-    return in_ray and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+    return in_ray and os.environ.get("VLLM_USE_RAY_V2_EXECUTOR_BACKEND") == "0"
 
 
 _FIRST_RUNNER_REFUSALS = (

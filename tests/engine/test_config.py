@@ -465,6 +465,15 @@ def test_the_first_runner_serves_cpus_alone(model: Path, monkeypatch: pytest.Mon
     assert worker == "lookahead_vllm.engine.worker.v2.gpu_worker.LookaheadGPUWorker"
 
 
+def test_a_compiled_graph_of_ray_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with v2_on_cpu.enabled():
+        engine = made(model, speculative_config={"method": "lookahead"})
+    engine.parallel_config.distributed_executor_backend = "ray"
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    with pytest.raises(OptionError, match="does not run in a compiled graph of Ray; unset it"):
+        config.apply(engine, config.options_of(engine), config.SECOND_RUNNER)
+
+
 def test_the_second_runner_needs_triton(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(ValueError, match="Model Runner V2 requires Triton"):
