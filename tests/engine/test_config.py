@@ -469,6 +469,8 @@ def test_a_compiled_graph_of_ray_is_refused(model: Path, monkeypatch: pytest.Mon
     with v2_on_cpu.enabled():
         engine = made(model, speculative_config={"method": "lookahead"})
     engine.parallel_config.distributed_executor_backend = "ray"
+    engine.parallel_config.worker_cls = "vllm.v1.worker.cpu_worker.CPUWorker"
+    engine.scheduler_config.scheduler_cls = None
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
     with pytest.raises(OptionError, match="does not run in a compiled graph of Ray; unset it"):
         config.apply(engine, config.options_of(engine), config.SECOND_RUNNER)
