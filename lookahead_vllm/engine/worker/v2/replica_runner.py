@@ -41,7 +41,7 @@ from lookahead_vllm.verify.transfer import to_device
 from lookahead_vllm.verify.walk import Walk
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
@@ -94,7 +94,6 @@ class ReplicaRunner(LookaheadRunner):
     # ---- this rank's part ------------------------------------------------------------------------
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
-        new: NewRequestData
         for new in scheduler_output.scheduled_new_reqs:
             self._verified_whole.discard(new.req_id)
             if is_verified_whole(new.sampling_params):
