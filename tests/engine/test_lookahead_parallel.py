@@ -163,6 +163,7 @@ def test_the_next_turn_of_a_conversation(
         assert all(sent for _, sent in llm.collective_rpc(recomputed_and_sent))
 
 
+@pytest.mark.parametrize("shared_runner", ["v2"], indirect=True)  # they exchange alike on V1
 def test_four_replicas(llama: Path, plain: Answers, tmp_path: Path) -> None:
     with replicas(llama, 4, HYBRID, tmp_path) as llm:
         assert generate(llm, PROMPTS, GREEDY) == plain.greedy
@@ -170,6 +171,7 @@ def test_four_replicas(llama: Path, plain: Answers, tmp_path: Path) -> None:
         check_ranks(llm)
 
 
+@pytest.mark.parametrize("shared_runner", ["v2"], indirect=True)  # they exchange alike on V1
 def test_replicas_of_two_ranks_each(llama: Path, plain: Answers, tmp_path: Path) -> None:
     with replicas(llama, 2, HYBRID, tmp_path, tensor_parallel_size=2) as llm:
         assert generate(llm, PROMPTS, GREEDY) == plain.greedy

@@ -119,6 +119,7 @@ def test_preempted_requests_and_cached_prefixes(
         assert 0 < first.counters["moved_tokens"] <= last.counters["moved_tokens"]
 
 
+@pytest.mark.parametrize("shared_runner", ["v2"], indirect=True)
 def test_chains(llama: Path, two_stages: dict[str, Any], plain: Answers) -> None:
     with pipeline(llama, two_stages, {"draft": "single", **FIXED}) as llm:
         assert is_exact(llm, plain)
