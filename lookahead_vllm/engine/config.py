@@ -308,7 +308,18 @@ class _Refusal(NamedTuple):
     """A template; `{config}` is the `VllmConfig`."""
 
 
+def _is_compiled_by_ray(parallel_config: ParallelConfig) -> bool:
+    """Whether the workers run in a compiled graph of Ray, which vLLM 0.33 has no more."""
+    in_ray = parallel_config.distributed_executor_backend == "ray"
+    return in_ray and os.environ.get("VLLM_USE_RAY_V2_EXECUTOR_BACKEND") == "0"
+
+
 _REFUSALS = (
+    _Refusal(
+        lambda config: _is_compiled_by_ray(config.parallel_config),
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 is set, but lookahead does not run in a compiled graph "
+        "of Ray; unset it",
+    ),
     _Refusal(
         lambda config: config.speculative_config.method not in _METHODS,
         "model {config.speculative_config.model!r} is a draft model, for which vLLM chooses the "
@@ -384,12 +395,6 @@ _REFUSALS = (
 )
 
 
-def _is_compiled_by_ray(parallel_config: ParallelConfig) -> bool:
-    """Whether the workers run in a compiled graph of Ray, which vLLM 0.33 has no more."""
-    in_ray = parallel_config.distributed_executor_backend == "ray"
-    return in_ray and os.environ.get("VLLM_USE_RAY_V2_EXECUTOR_BACKEND") == "0"
-
-
 _FIRST_RUNNER_REFUSALS = (
     _Refusal(
         lambda config: config.parallel_config.worker_cls == _GPU_WORKER,
@@ -401,11 +406,6 @@ _FIRST_RUNNER_REFUSALS = (
 """Beside `_REFUSALS`, on vLLM's first model runner."""
 
 _SECOND_RUNNER_REFUSALS = (
-    _Refusal(
-        lambda config: _is_compiled_by_ray(config.parallel_config),
-        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 is set, but lookahead does not run in a compiled graph "
-        "of Ray; unset it",
-    ),
     _Refusal(
         lambda config: bool(config.parallel_config.enable_batch_sharded_sampling),
         "enable_batch_sharded_sampling was given, with which no rank has the logits of all nodes; "

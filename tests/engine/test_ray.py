@@ -23,8 +23,6 @@ from tests.support.ranks import Answers, check_lookahead
 from tests.support.ray_cluster import RayCluster
 
 ON_RAY = {"distributed_executor_backend": "ray"}
-EXECUTORS = {"message queues": "1", "compiled graph": "0"}
-"""$VLLM_USE_RAY_V2_EXECUTOR_BACKEND of Ray's executors; vLLM 0.33 has the first alone."""
 
 
 @pytest.fixture(scope="module")
@@ -37,22 +35,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("runner", "executor"),
-    # The compiled graph is synchronous: lookahead runs on the first runner there.
-    [("v1", "compiled graph"), ("v2", "message queues")],
-    indirect=["runner"],
-)
+@pytest.mark.parametrize("runner", ["v2"], indirect=True)
 def test_ranks_verify_the_same_trees(
     llama: Path,
     tmp_path: Path,
     two_ranks: dict[str, Any],
     plain_of_two_ranks: Answers,
     cluster: RayCluster,
-    executor: str,
+    runner: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", EXECUTORS[executor])
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the tests call their functions
     envs.disable_envs_cache()  # an earlier engine of this process may have read them

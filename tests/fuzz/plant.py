@@ -97,17 +97,17 @@ def _one_level_short(walk: Any) -> Any:
 
 
 def _remembered(move: Any) -> Any:
-    def wrong(self: Any, slots: torch.Tensor, path: Walk) -> None:
-        self.late_move = slots.clone(), path, move
+    def wrong(self: Any, slots: torch.Tensor, *args: Any) -> None:
+        self.late_move = move, (slots.clone(), *args)
 
     return wrong
 
 
 def _after_the_forward_pass(sample_tokens: Any) -> Any:
     def wrong(self: Any, *args: Any) -> Any:
-        slots, path, move = vars(self).pop("late_move", (None, None, None))
+        move, moved = vars(self).pop("late_move", (None, ()))
         if move is not None:
-            move(self, slots, path)
+            move(self, *moved)
         return sample_tokens(self, *args)
 
     return wrong
