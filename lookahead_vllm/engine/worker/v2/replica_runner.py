@@ -173,21 +173,21 @@ class ReplicaRunner(LookaheadRunner):
 
     def _accept(self, sampled: torch.Tensor) -> Walk:
         """The accepted paths of all requests of the batch, given the tokens of this rank's rows."""
-        batch, whole, parts = self._batch, self._whole, self._parts
-        forest, rows = whole.forest, whole.rows_in(batch.req_ids)
+        batch, forest = self._batch, self._whole.forest
+        rows = self._whole.rows_in(batch.req_ids)
         assert self._choices is not None
         every = exchange(
             self._replicas,
             forest,
             rows,
-            parts,
+            self._parts,
             batch.req_ids,
             sampled.cpu().numpy().astype(np.int32),
             self._choices,
         )
         paths = accepted_paths(forest, every.at_roots[rows], every.at_nodes)
         tokens = emitted_tokens(forest, rows, paths, every.at_roots, every.at_nodes)
-        self._share_accepted(paths)
+        self._share_accepted(paths, rows)
         if self.drafter.proposer.num_choices:
             best, gaps = every.choices
             self._verified = self._whole_step.verified(
@@ -216,11 +216,11 @@ class ReplicaRunner(LookaheadRunner):
                 order[first : first + len(path)] = first + path
         return order
 
-    def _share_accepted(self, paths: Int32s) -> None:
+    def _share_accepted(self, paths: Int32s, rows: Int64s) -> None:
         """Move the accepted nodes' KV to the slots right after the roots, on all ranks."""
-        batch, whole = self._batch, self._whole
+        whole = self._whole
         kv = AcceptedKV.of(whole.forest, self._parts, paths, self._replicas.rank)
-        entries = batch.idx_mapping_np[whole.rows_in(batch.req_ids)][kv.trees]
+        entries = self._batch.idx_mapping_np[rows[kv.trees]]
         roots = whole.num_tokens[kv.trees] - 1
         tables = self.block_tables
 
