@@ -141,6 +141,9 @@ ENGINE_SETTINGS: dict[str, dict[str, Any]] = {
 """What an engine of a model needs beside the settings of every test."""
 
 
+_bfloat16_gated_delta = gdn_attention.cpu_gdn_attention_core
+
+
 def float32_gated_delta(
     mixed_qkv: torch.Tensor,
     b: torch.Tensor,
@@ -154,6 +157,8 @@ def float32_gated_delta(
     Gated Delta Networks (ICLR 2025), section 3, token by token.
     """
     context = get_forward_context()
+    if mixed_qkv.dtype == torch.bfloat16:
+        return _bfloat16_gated_delta(mixed_qkv, b, a, core_attn_out, layer_name)
     layer: Any = context.no_compile_layers[_resolve_layer_name(layer_name)]
     if context.attn_metadata is None:
         return

@@ -140,12 +140,14 @@ def _replace_kernels() -> None:
 
     # vLLM's search for kernels in all modules fails at numba's without this module's repair.
     import lookahead_vllm.engine.worker.drafter  # noqa: F401
+    from tests.support.hybrid_models import use_float32_gated_delta
     from tests.support.v2_on_cpu.stand_in import replace_kernels
 
     _set_has_triton(True)  # in the worker's module, too
     triton.next_power_of_2 = lambda n: 1 << max(n - 1, 0).bit_length()
     load_stand_ins()
     replace_kernels()
+    use_float32_gated_delta()
 
 
 def uses_stand_ins(worker: Any) -> bool:
