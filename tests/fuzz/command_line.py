@@ -57,8 +57,8 @@ shows too, in one of eight other batches or with one of 24 random changes to the
 logits, is counted as a tie and not as a mismatch.
 
 On the runner v2, steps are asynchronous, and vLLM's kernels have stand-ins for this CPU. In one
-of eight rounds there, lookahead's engine runs in other processes, or in a pipeline of two stages,
-and only outputs are compared.
+of eight rounds there, lookahead's engine and worker run in other processes, in a pipeline of two
+stages, or as two replicas, and only outputs are compared.
 
 Some rounds have streaming sessions of two to four turns, whose answers are compared turn by turn.
 
@@ -68,7 +68,7 @@ leak. A leak ends the run, too. Rounds with sessions are not checked for leaks.
 examples:
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60 --runner v2
-  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 20 --runner v2 --mp
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60 --runner v2 --elsewhere 0.5
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --seed 7 --round 12
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --models deepseek_v2,deepseek_v3,falcon_h1
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 2 --plant kv
@@ -100,9 +100,11 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         "those that the other options allow)",
     )
     add(
-        "--mp",
-        action="store_true",
-        help="with --runner v2: lookahead's engine runs in other processes in every round",
+        "--elsewhere",
+        type=float,
+        metavar="SHARE",
+        help="the share of the rounds on v2 in which lookahead's engine runs in other processes "
+        "(default: 0.125)",
     )
     add("--seed", type=int, help="of all rounds (default: a random one, which is printed)")
     add("--round", type=int, help="play this round only")
@@ -153,8 +155,12 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     args.runners = args.runner or (["v1"] if args.http else [*possible])
     if args.plant and not set(args.runners) <= set(possible):
         parser.error(f"--plant {args.plant} is for --runner {','.join(possible)}")
-    if args.mp and (args.runner != ["v2"] or args.plant):
-        parser.error("--mp is for --runner v2, and bugs cannot be planted in other processes")
+    if args.elsewhere is None:
+        args.elsewhere = 0.0 if args.plant else 0.125
+    elif not 0 <= args.elsewhere <= 1:
+        parser.error(f"--elsewhere {args.elsewhere} was given, but a share is between 0 and 1")
+    elif args.plant:
+        parser.error("bugs cannot be planted in other processes; leave --elsewhere out")
     if args.ranks < 1:
         parser.error(f"--ranks {args.ranks} was given, but a server has 1 or more")
     if args.ranks != 1 and not args.http:
@@ -174,7 +180,7 @@ def repeat_command(seed: int, number: int, args: argparse.Namespace) -> str:
     command += " --http" if args.http else ""
     command += f" --ranks {args.ranks}" if args.ranks != 1 else ""
     command += f" --runner {','.join(args.runner)}" if args.runner else ""
-    command += " --mp" if args.mp else ""
+    command += f" --elsewhere {args.elsewhere}" if args.elsewhere not in (0.0, 0.125) else ""
     command += f" --parallel {args.parallel}" if args.parallel != 1 else ""
     command += f" --plant {args.plant}" if args.plant else ""
     return f"\nrepeat it with:\n  {command}\n"
@@ -212,9 +218,8 @@ def play_rounds(
     player = Servers(folder, args.model, args.ranks) if args.http else Rounds(folder)
     while args.round is not None or time.monotonic() < deadline:
         runner = args.runners[number % len(args.runners)]
-        processes = False if args.plant else args.mp or None
         round_ = draw_round(
-            f"{seed}-{number}", models, text, args.http, runner, processes, args.parallel
+            f"{seed}-{number}", models, text, args.http, runner, args.elsewhere, args.parallel
         )
         try:
             played = player.compare(round_)

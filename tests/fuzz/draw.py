@@ -125,7 +125,7 @@ def draw_round(
     text: list[int] | None = None,
     http: bool = False,
     runner: str = "v1",
-    processes: bool | None = None,
+    elsewhere_share: float = 0.125,
     parallel: int = 1,
 ) -> Round:
     """Draw the round of this seed; equal arguments give equal rounds.
@@ -138,8 +138,8 @@ def draw_round(
         Both engines are servers.
     runner
         See `Round`.
-    processes
-        Whether lookahead's engine runs in other processes; by default, in every eighth round on V2.
+    elsewhere_share
+        On V2: the probability that lookahead's engine runs in other processes.
     parallel
         Lookahead's replicas; more than one have processes of their own.
     """
@@ -149,12 +149,16 @@ def draw_round(
     draws = FeatureDraws(rng, features)
     tiny = text is None
     elsewhere = ""
+    if parallel == 1 and runner == "v2" and rng.random() < elsewhere_share:
+        elsewhere = rng.choice(
+            ["engine and worker"]
+            + [TWO_STAGES] * (model in IN_STAGES)
+            + ["two replicas"] * (model not in HYBRIDS)
+        )
+        parallel = 2 if elsewhere == "two replicas" else 1
     if parallel > 1:
         how = rng.choice(["send", "recompute"]) if runner == "v1" else "send"
         elsewhere = f"{parallel} replicas that {how} KV"
-    elif runner == "v2" and (rng.random() < 0.125 if processes is None else processes):
-        stages = [TWO_STAGES] * (model in IN_STAGES)
-        elsewhere = rng.choice(["engine", "engine and worker", *stages])
     if elsewhere:
         features.add(f"other processes: {elsewhere}")
     settings = _draw_settings(draws, model, tiny, http, runner)

@@ -66,8 +66,8 @@ class Round:
     runner
         The model runner of vLLM: "v1", or "v2", whose steps are asynchronous.
     processes
-        What has a process of its own in the lookahead engine: nothing if "", else "engine", "engine
-        and worker", TWO_STAGES, or replicas.
+        What has a process of its own in the lookahead engine: nothing if "", else "engine and
+        worker", TWO_STAGES, or replicas.
     """
 
     model: str

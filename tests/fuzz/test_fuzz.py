@@ -132,7 +132,7 @@ def test_a_planted_bug_is_found(bug: str, runner: str, tmp_path: Path) -> None:
     rounds = Rounds(tmp_path)
     seed = 1 if bug in LEAKS else 4
     drawn = (
-        draw_round(f"{seed}-{number}", ["llama", "qwen3"], runner=runner, processes=False)
+        draw_round(f"{seed}-{number}", ["llama", "qwen3"], runner=runner, elsewhere_share=0)
         for number in itertools.count()
     )
     suitable = (
@@ -161,7 +161,7 @@ def test_a_planted_bug_is_found(bug: str, runner: str, tmp_path: Path) -> None:
 def test_nothing_is_found_without_a_planted_bug(runner: str, tmp_path: Path) -> None:
     rounds = Rounds(tmp_path)
     for number in itertools.count():
-        round_ = draw_round(f"2-{number}", ["llama", "qwen3"], runner=runner, processes=False)
+        round_ = draw_round(f"2-{number}", ["llama", "qwen3"], runner=runner, elsewhere_share=0)
         played = rounds.compare(round_)
         assert not played.differences and not played.leaks
         if len(played.branching) > 10:
@@ -170,7 +170,7 @@ def test_nothing_is_found_without_a_planted_bug(runner: str, tmp_path: Path) -> 
 
 def test_the_engine_may_run_in_other_processes(tmp_path: Path) -> None:
     drawn = (
-        draw_round(f"3-{n}", ["llama"], runner="v2", processes=True) for n in itertools.count()
+        draw_round(f"3-{n}", ["llama"], runner="v2", elsewhere_share=1) for n in itertools.count()
     )
     round_ = next(
         r
@@ -198,7 +198,7 @@ def test_a_run_without_drafts_fails() -> None:
 def test_the_runners_take_turns() -> None:
     assert parse_args([]).runners == ["v1", "v2"]
     assert parse_args(["--runner", "both"]).runners == ["v1", "v2"]
-    assert parse_args(["--runner", "v2", "--mp"]).runners == ["v2"]
+    assert parse_args(["--runner", "v2", "--elsewhere", "1"]).runners == ["v2"]
     assert parse_args(["--plant", "late-move"]).runners == ["v2"]
     assert parse_args(["--http"]).runners == ["v1"]
 
@@ -208,8 +208,8 @@ def test_the_runners_take_turns() -> None:
     [
         ["--runner", "v3"],
         ["--runner", "v1", "--plant", "late-move"],
-        ["--runner", "v1", "--mp"],
-        ["--runner", "v2", "--mp", "--plant", "mask"],
+        ["--elsewhere", "2"],
+        ["--elsewhere", "1", "--plant", "mask"],
         ["--runner", "v2", "--http"],
     ],
 )
