@@ -32,6 +32,13 @@ class NodeLayout(NamedTuple):
     depths: torch.Tensor
     width: int
 
+    @property
+    def shifts(self) -> torch.Tensor:
+        """How far each row is from its place in a chain of the same rows, int32 [n]: its depth
+        minus its place after the root."""
+        rows = torch.arange(len(self.roots), dtype=torch.int32, device=self.roots.device)
+        return self.depths - (rows - self.roots)
+
     @classmethod
     def build(
         cls, forest: DraftForest, rows: Int64s, cu_num_logits: Int32s, device: torch.device

@@ -7,7 +7,6 @@ written in torch for the cache layout of GPUs.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -118,24 +117,6 @@ class TreeAttentionBackend(CPUAttentionBackend):
         return TorchBuilder
 
 
-def register() -> None:
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{TreeAttentionBackend.__name__}")
-    selector._cached_get_attn_backend.cache_clear()
-
-
-def replaces_recurrent_chains() -> bool:
-    """True: vLLM's kernels on a CPU are wrong for recurrent layers with drafts."""
-    return True
-
-
-replaces_chains = gpu_attention.replaces_chains
-unsupported_rows = gpu_attention.unsupported_rows
-
-
-def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> None:
-    """None: every layer verifies trees."""
-
-
 class _Mover:
     def __init__(self, caches: Sequence[torch.Tensor]) -> None:
         self.caches = caches
@@ -147,8 +128,19 @@ class _Mover:
                 cache[target // size, :, target % size] = cache[source // size, :, source % size]
 
 
-def mover(kv_caches: Sequence[torch.Tensor], layer: Any) -> _Mover:
-    return _Mover(kv_caches)
+class TorchTreeAttention(gpu_attention.GPUTreeAttention):
+    replaces_recurrent_chains = True  # vLLM's kernels on a CPU are wrong there
+
+    def register(self) -> None:
+        name = f"{__name__}.{TreeAttentionBackend.__name__}"
+        register_backend(AttentionBackendEnum.CPU_ATTN, name)
+        selector._cached_get_attn_backend.cache_clear()
+
+    def obstacle(self, group: Any, layers: Sequence[Any], cache_dtype: str) -> None:
+        """None: every layer verifies trees."""
+
+    def mover(self, kv_caches: Sequence[torch.Tensor], layer: Any) -> Any:
+        return _Mover(kv_caches)
 
 
 class Replay(NamedTuple):
@@ -163,7 +155,7 @@ class Replay(NamedTuple):
 
 
 class GraphCPURunner(GraphRunner, model_runner.CPUModelRunner):
-    attention = sys.modules[__name__]
+    attention: Any = TorchTreeAttention()
     replays: list[Replay]
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
@@ -199,7 +191,8 @@ class GraphCPURunner(GraphRunner, model_runner.CPUModelRunner):
 
         def count(prepared: Any) -> Any:
             desc = choose(prepared)
-            trees = 0 if self._graph is None else self._graph.trees.num_trees
+            graph = self._buffers.get(desc.num_tokens) if desc.max_query_len else None
+            trees = 0 if graph is None else graph.trees.num_trees
             self.replays.append(
                 Replay(desc.num_tokens, desc.max_query_len is not None, trees, prepared.num_tokens)
             )
@@ -224,5 +217,4 @@ def enable(patch: pytest.MonkeyPatch, schedules: bool = False) -> None:
     patch.setattr(_Builder, "schedules", schedules)
     recorded_graphs.enable(patch)
     patch.setattr(cudagraph_utils, "set_forward_context", _noted_context)
-    patch.setattr(cpu_worker, "cpu_attention", sys.modules[__name__])
     patch.setattr(cpu_worker, "LookaheadCPUModelRunner", GraphCPURunner)

@@ -73,7 +73,7 @@ def record_trees(worker: Any) -> None:
 
     def recorded(*args: Any) -> Any:
         result = original(*args)
-        scheduled = args[0] if on_v2 else result
+        scheduled = result[0] if on_v2 else result
         forest = scheduled.forest
         if forest.num_nodes:
             arrays = (forest.tokens, forest.parents, forest.firsts, scheduled.rows)

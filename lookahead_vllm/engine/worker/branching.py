@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.logger import init_logger
 
@@ -19,56 +18,66 @@ from lookahead_vllm.engine.worker.recurrent import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from lookahead_vllm.engine.worker.attention import TreeAttention
+
 logger = init_logger(f"vllm.{__name__}")
 
 
-def decide(runner: Any, groups: Sequence[Any]) -> list[Any]:
+class Branching(NamedTuple):
+    """What the attention of an engine can verify."""
+
+    has_drafts: bool
+    """Whether requests with drafts can share a step with others; without it, there are none."""
+    may_branch: bool
+    movers: Sequence[Any]
+    """One for each KV cache group, where trees may branch; see `kv_movers`."""
+    of_chains: bool
+    """Whether tree attention also computes chains."""
+    of_singles: bool
+    """Whether it also computes requests that decode one token."""
+
+
+NOTHING_BRANCHES = Branching(True, False, (), False, False)
+
+
+def decide(
+    config: VllmConfig,
+    groups: Sequence[Any],
+    kv_cache_groups: Sequence[Any],
+    attention: TreeAttention,
+) -> Branching:
     """Decide whether trees may branch in this engine; if not, the reason is logged.
-
-    Sets `drafter.may_branch`, and whether tree attention also computes chains, `trees_of_chains`,
-    and requests that decode one token, `trees_of_singles`.
-
-    Parameters
-    ----------
-    runner
-        A lookahead runner with its KV cache.
-    groups
-        Its attention groups.
-
-    Returns
-    -------
-    list
-        The result of `kv_movers`; empty if trees may not branch.
-    """
-    if reason := runner.attention.unsupported_rows(groups):
-        logger.info_once("Lookahead drafts nothing here: %s.", reason)
-        runner.drafter.max_step_nodes = 0
-    obstacle = branching_obstacle(runner.vllm_config, groups, runner.attention)
-    if runner.vllm_config.parallel_config.pipeline_parallel_size > 1:
-        # Each stage has layers of its own.
-        obstacle = next(filter(None, gather_from_stages(obstacle)), None)
-    runner.drafter.may_branch = obstacle is None
-    is_latent = runner.model_config.use_mla
-    runner.trees_of_chains = obstacle is None and runner.attention.replaces_chains(is_latent)
-    runner.trees_of_singles = runner.trees_of_chains and not is_latent
-    if obstacle:
-        logger.info_once("Lookahead verifies chains, not trees, here: %s.", obstacle)
-        return []
-    layers = runner.compilation_config.static_forward_context
-    return kv_movers(layers, runner.kv_cache_config.kv_cache_groups, runner.attention)
-
-
-def branching_obstacle(
-    config: VllmConfig, groups: Sequence[Any], attention: ModuleType
-) -> str | None:
-    """Why this engine's attention cannot verify branching trees, or None if it can.
 
     Parameters
     ----------
     groups
         The runner's attention groups.
-    attention
-        Tree attention on this device: `cpu_attention` or `gpu_attention`.
+    kv_cache_groups
+        Those of its KV cache.
+    """
+    rows = attention.unsupported_rows(groups)
+    if rows:
+        logger.info_once("Lookahead drafts nothing here: %s.", rows)
+    obstacle = branching_obstacle(config, groups, attention)
+    if config.parallel_config.pipeline_parallel_size > 1:
+        # Each stage has layers of its own.
+        obstacle = next(filter(None, gather_from_stages(obstacle)), None)
+    if obstacle:
+        logger.info_once("Lookahead verifies chains, not trees, here: %s.", obstacle)
+        return NOTHING_BRANCHES._replace(has_drafts=not rows)
+    layers = config.compilation_config.static_forward_context
+    is_latent = config.model_config.use_mla
+    of_chains = attention.replaces_chains(is_latent)
+    movers = kv_movers(layers, kv_cache_groups, attention)
+    return Branching(not rows, True, movers, of_chains, of_chains and not is_latent)
+
+
+def branching_obstacle(
+    config: VllmConfig, groups: Sequence[Any], attention: TreeAttention
+) -> str | None:
+    """Why this engine's attention cannot verify branching trees, or None if it can.
+
+    `groups` are the runner's attention groups.
     """
     model, parallel = config.model_config, config.parallel_config
     multimodal = model.multimodal_config
@@ -93,12 +102,12 @@ def branching_obstacle(
             if others := kinds_of(own) - LAYERS:
                 return f"a node has no recurrent state in layers of {', '.join(sorted(others))}"
         elif reason := attention.obstacle(group, own, config.cache_config.cache_dtype):
-            return str(reason)
+            return reason
     return None
 
 
 def kv_movers(
-    layers: Mapping[str, Any], kv_cache_groups: Sequence[Any], attention: ModuleType
+    layers: Mapping[str, Any], kv_cache_groups: Sequence[Any], attention: TreeAttention
 ) -> list[Any]:
     """A mover for each KV cache group; it moves the KV of all layers with a cache of their own.
 

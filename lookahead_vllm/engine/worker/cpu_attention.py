@@ -19,8 +19,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from lookahead_vllm import compilation
 from lookahead_vllm.engine.worker import latent_attention
+from lookahead_vllm.engine.worker.attended import AttendedTrees, without_contexts
+from lookahead_vllm.engine.worker.attention import TreeAttention
 from lookahead_vllm.engine.worker.step_recorder import timed_attention
-from lookahead_vllm.engine.worker.tree_rows import without_contexts
 from lookahead_vllm.verify.cpu import native
 from lookahead_vllm.verify.cpu.kv_moves import KVMover, LatentMover, SlotMover
 from lookahead_vllm.verify.cpu.tree_attention import supported, tree_attention
@@ -40,12 +41,11 @@ class TreeAttentionMetadata(CPUAttentionMetadata):
 
 
 class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Adds the step's trees, which the runner sets, to the metadata."""
+    """Adds the step's trees to the metadata."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.isa: str
-        self.trees: TreeBatch | None = None
+    isa: str
+    attended = AttendedTrees()
+    """The runner's."""
 
     def build(
         self,
@@ -53,7 +53,7 @@ class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CPUAttentionMetadata:
-        trees = self.trees
+        trees = self.attended.trees
         if trees is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         without = without_contexts(common_attn_metadata, trees.rows, trees.sizes)
@@ -122,53 +122,49 @@ class TreeAttentionBackend(CPUAttentionBackend):
         return TreeAttentionMetadataBuilder
 
 
-def register() -> None:
-    """Replace vLLM's backend in a process that serves lookahead, and load the kernels."""
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{TreeAttentionBackend.__name__}")
-    latent_attention.register()
-    # A plain engine in this process may have selected the backend already.
-    selector._cached_get_attn_backend.cache_clear()
-    compilation.wait()
-    native.load()
+class CPUTreeAttention(TreeAttention):
+    """vLLM's backend for CPUs with compiled tree attention."""
 
+    replaces_recurrent_chains = True
 
-def replaces_recurrent_chains() -> bool:
-    """Whether lookahead's kernels also compute recurrent layers in steps with only chains."""
-    return True
+    def register(self) -> None:
+        """Also load the kernels."""
+        register_backend(
+            AttentionBackendEnum.CPU_ATTN, f"{__name__}.{TreeAttentionBackend.__name__}"
+        )
+        latent_attention.register()
+        # A plain engine in this process may have selected the backend already.
+        selector._cached_get_attn_backend.cache_clear()
+        compilation.wait()
+        native.load()
 
+    def replaces_chains(self, is_latent: bool) -> bool:
+        """See `TreeAttention`.
 
-def replaces_chains(is_latent: bool) -> bool:
-    """Whether tree attention computes all rows that decode, in place of vLLM's kernel.
+        The compiled kernel takes half of the time of vLLM's (docs/experiments.md). vLLM's latent
+        attention computes a chain as a prompt, which rounds differently from decode rows.
+        """
+        return is_latent or native.available()
 
-    The compiled kernel takes half of the time of vLLM's (docs/experiments.md). vLLM's latent
-    attention computes a chain as a prompt, which rounds differently from decode rows.
-    """
-    return is_latent or native.available()
+    def obstacle(self, group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
+        """See `TreeAttention`."""
+        if latent_attention.is_latent(layers):
+            return latent_attention.obstacle(group, layers, cache_dtype)
+        # Layers with another attention pattern (chunks, an encoder) use a backend derived from
+        # ours.
+        if group.backend is not TreeAttentionBackend:
+            return f"there is no tree attention for the backend {group.backend.__name__}"
+        builder = group.get_metadata_builder()
+        if builder.isa not in PACKED:
+            return f"the KV layout of instruction set {builder.isa!r} is unknown"
+        if cache_dtype.startswith("fp8"):
+            return "there is no tree attention over an fp8 KV cache"
+        if not supported(builder.head_dim, builder.dtype, builder.block_size, PACKED[builder.isa]):
+            return f"there is no tree attention for heads of {builder.head_dim} {builder.dtype}"
+        return None
 
-
-def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
-    """Why the layers of an attention group cannot verify branching trees, or None if they can."""
-    if latent_attention.is_latent(layers):
-        return latent_attention.obstacle(group, layers, cache_dtype)
-    # Layers with another attention pattern (chunks, an encoder) use a backend derived from ours.
-    if group.backend is not TreeAttentionBackend:
-        return f"there is no tree attention for the backend {group.backend.__name__}"
-    builder = group.get_metadata_builder()
-    if builder.isa not in PACKED:
-        return f"the KV layout of instruction set {builder.isa!r} is unknown"
-    if cache_dtype.startswith("fp8"):
-        return "there is no tree attention over an fp8 KV cache"
-    if not supported(builder.head_dim, builder.dtype, builder.block_size, PACKED[builder.isa]):
-        return f"there is no tree attention for heads of {builder.head_dim} {builder.dtype}"
-    return None
-
-
-def unsupported_rows(groups: Sequence[Any]) -> None:
-    """None: requests of different lengths share a step."""
-
-
-def mover(kv_caches: Sequence[torch.Tensor], layer: Any) -> SlotMover:
-    """The mover of a KV cache group; `layer` is one of its layers."""
-    if latent_attention.is_latent([layer]):
-        return LatentMover(kv_caches)
-    return KVMover(kv_caches, kv_caches[0].shape[2], packed=PACKED[layer.isa])
+    def mover(self, kv_caches: Sequence[torch.Tensor], layer: Any) -> SlotMover:
+        """See `TreeAttention`."""
+        if latent_attention.is_latent([layer]):
+            return LatentMover(kv_caches)
+        return KVMover(kv_caches, kv_caches[0].shape[2], packed=PACKED[layer.isa])

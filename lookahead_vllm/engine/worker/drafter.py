@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
     from lookahead_vllm.draft.cache.keeper import CacheKeeper
+    from lookahead_vllm.engine.worker.branching import Branching
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -108,7 +109,7 @@ class LookaheadDrafter:
     Attributes
     ----------
     may_branch : bool
-        Whether this engine's attention can verify branching trees; the runner sets it.
+        Whether this engine's attention can verify branching trees.
     is_drafting_rank : bool
         Whether this rank drafts.
     proposer : Proposer
@@ -155,6 +156,12 @@ class LookaheadDrafter:
         self.backoff_left = 0
         compilation.wait()
         compilation.compile_verification()
+
+    def use(self, branching: Branching) -> None:
+        """Draft what this engine's attention can verify."""
+        self.may_branch = branching.may_branch
+        if not branching.has_drafts:
+            self.max_step_nodes = 0
 
     def begin(self, vllm_config: VllmConfig, cost: StepCost | None) -> None:
         """Choose the proposer by the cost of a step, and make it on the rank that drafts.

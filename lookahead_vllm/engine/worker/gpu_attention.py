@@ -31,12 +31,16 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from lookahead_vllm.engine.worker import latent_attention
+from lookahead_vllm.engine.worker.attended import (
+    AttendedTrees,
+    GraphBuffers,
+    without_contexts,
+)
+from lookahead_vllm.engine.worker.attention import TreeAttention
 from lookahead_vllm.engine.worker.step_recorder import timed_attention
-from lookahead_vllm.engine.worker.tree_rows import GraphBuffers, without_contexts
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
 from lookahead_vllm.verify.gpu.triton_moves import PagedKVMovers
-from lookahead_vllm.verify.tree_batch import TreeBatch
 
 MAX_HEAD_SIZE = 256
 
@@ -48,12 +52,10 @@ else:
 
 
 class _TreeBuilder(_Builder):
-    """Adds the step's trees, which the runner sets, to the metadata."""
+    """Adds the step's trees to the metadata."""
 
-    trees: TreeBatch | None = None
-    graph: GraphBuffers | None = None
-    """Set by the runner if a captured graph runs the step or is being captured. It holds the step's
-    trees."""
+    attended = AttendedTrees()
+    """The runner's."""
 
     @property
     def reads_buffers(self) -> bool:
@@ -71,23 +73,24 @@ class _TreeBuilder(_Builder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Any:
-        if self.graph is not None:
-            batch, count = self.graph.trees.batch, self.graph.trees.num_trees
+        trees, graph = self.attended.trees, self.attended.graph
+        if graph is not None:
+            batch, count = graph.trees.batch, graph.trees.num_trees
             without = without_contexts(
                 common_attn_metadata,
                 batch.rows[:count],
                 batch.sizes[:count],
-                out=self.graph.seq_lens,
+                out=graph.seq_lens,
             )
-        elif self.trees is not None:
-            batch = PagedBatch.build(self.trees, self.device)
+        elif trees is not None:
+            batch = PagedBatch.build(trees, self.device)
             without = without_contexts(common_attn_metadata, batch.rows, batch.sizes)
         else:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         built = super().build(common_prefix_len, without, fast_build)
         built.trees = batch
-        if self.graph is not None:
-            self.graph.metadata.setdefault(self, built)  # the first one is that of the capture
+        if graph is not None:
+            graph.metadata.setdefault(self, built)  # the first one is that of the capture
         return built
 
 
@@ -188,7 +191,7 @@ class TreeTritonAttentionMetadataBuilder(_TreeBuilder, TritonAttentionMetadataBu
     """The Triton backend's metadata builder, with trees."""
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
-        if self.trees is None:
+        if self.attended.trees is None:
             return super().build_for_cudagraph_capture(common_attn_metadata)
         return self.build(0, common_attn_metadata)  # vLLM shortens all requests to one token
 
@@ -207,93 +210,94 @@ class TreeTritonAttentionBackend(TritonAttentionBackend):
         return TreeTritonAttentionMetadataBuilder
 
 
-def register() -> None:
-    """Replace vLLM's backends in a process that serves lookahead."""
-    for backend, ours in (
-        (AttentionBackendEnum.FLASH_ATTN, TreeFlashAttentionBackend),
-        (AttentionBackendEnum.TRITON_ATTN, TreeTritonAttentionBackend),
-    ):
-        register_backend(backend, f"{__name__}.{ours.__name__}")
-    latent_attention.register()
-    # Its workspace has a row for each token of the longest drafts of all requests.
-    triton_mla.TritonMLAMetadataBuilder.query_len_support = QueryLenSupport.SINGLE_ONLY
-    # A plain engine in this process may have selected the backend already.
-    selector._cached_get_attn_backend.cache_clear()
+class GPUTreeAttention(TreeAttention):
+    """vLLM's backends FlashAttention and Triton with paged tree attention."""
 
+    replaces_recurrent_chains = False
 
-def replaces_recurrent_chains() -> bool:
-    """Whether lookahead's kernels also compute recurrent layers in steps with only chains."""
-    return False
-
-
-def replaces_chains(is_latent: bool) -> bool:
-    """Whether tree attention also computes chains: never, because vLLM's kernels do."""
-    return False
-
-
-def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
-    """Why the layers of an attention group cannot verify branching trees, or None if they can."""
-    if latent_attention.is_latent(layers):
-        return latent_attention.obstacle(group, layers, cache_dtype)
-    # Layers with another attention pattern (chunks, an encoder) use a backend derived from ours.
-    if group.backend not in (TreeFlashAttentionBackend, TreeTritonAttentionBackend):
-        return (
-            f"there is no tree attention for the backend {group.backend.__name__}; FLASH_ATTN and "
-            "TRITON_ATTN have it (--attention-backend)"
-        )
-    builder = group.get_metadata_builder()
-    if is_quantized_kv_cache(cache_dtype) and cache_dtype not in ("fp8", "fp8_e4m3"):
-        return f"there is no tree attention over a KV cache of {cache_dtype}"
-    if builder.headdim > MAX_HEAD_SIZE:
-        return f"there is no tree attention for heads of {builder.headdim}"
-    config = builder.vllm_config.model_config
-    if config.rswa_window is not None or config.is_mm_prefix_lm:
-        return "rows attend to more than the rows before them"
-    scales = [getattr(layer, name, None) for layer in layers for name in ("_k_scale", "_v_scale")]
-    if any(scale is not None and scale.numel() > 1 for scale in scales):
-        return "its KV cache has a scale for each head"
-    if any(getattr(layer.impl, "use_alibi_sqrt", False) for layer in layers):
-        return "it uses the square root variant of ALiBi"
-    if any(getattr(layer.impl, "chunk_lookback", -1) > -1 for layer in layers):
-        return "rows attend to a chunk of the context"
-    return None
-
-
-def unsupported_rows(groups: Sequence[Any]) -> str | None:
-    """Why requests with drafts cannot share a step with others, or None if they can.
-
-    Most backends of latent attention compute decode rows only if all requests have equally many.
-    """
-    for group in groups:
-        builder = group.get_metadata_builder()
-        support = getattr(builder, "query_len_support", None)
-        if support is not None and support.name != "VARLEN":
-            return f"{group.backend.__name__} computes requests of different lengths as prompts"
-    return None
-
-
-def mover(kv_caches: Sequence[torch.Tensor], layer: Any) -> PagedKVMovers:
-    """The KV mover of a KV cache group; `layer` is one of its layers."""
-    if latent_attention.is_latent([layer]):
-        kv_caches = [cache.unsqueeze(1) for cache in kv_caches]  # the latents are one head
-    return PagedKVMovers(kv_caches)
-
-
-def warm_up(layers: Sequence[Any], movers: Sequence[PagedKVMovers], dtype: torch.dtype) -> None:
-    """Compile the kernels of a step with trees, so that no request waits for it."""
-    from lookahead_vllm.verify.gpu.triton_attention import warm_up_batches
-
-    for layer in tqdm(layers, "Compiling tree attention", disable=not is_global_first_rank()):
-        if latent_attention.is_latent([layer]):
-            latent_attention.warm_up(layer, dtype)
-            continue
-        impl, device = layer.impl, layer.kv_cache.device
-        query = torch.zeros(1, impl.num_heads, impl.head_size, dtype=dtype, device=device)
-        block_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-        for batch in warm_up_batches(
-            impl.num_heads, impl.num_kv_heads, impl.head_size, dtype, device
+    def register(self) -> None:
+        """See `TreeAttention`."""
+        for backend, ours in (
+            (AttentionBackendEnum.FLASH_ATTN, TreeFlashAttentionBackend),
+            (AttentionBackendEnum.TRITON_ATTN, TreeTritonAttentionBackend),
         ):
-            impl.attend_trees(layer, query, layer.kv_cache, query.clone(), block_table, batch)
-    for mover in movers:
-        first = torch.zeros(1, dtype=torch.int64, device=mover.device)
-        mover.move(first, first)  # onto itself
+            register_backend(backend, f"{__name__}.{ours.__name__}")
+        latent_attention.register()
+        # Its workspace has a row for each token of the longest drafts of all requests.
+        triton_mla.TritonMLAMetadataBuilder.query_len_support = QueryLenSupport.SINGLE_ONLY
+        # A plain engine in this process may have selected the backend already.
+        selector._cached_get_attn_backend.cache_clear()
+
+    def replaces_chains(self, is_latent: bool) -> bool:
+        """Whether tree attention also computes chains: never, because vLLM's kernels do."""
+        return False
+
+    def obstacle(self, group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
+        """See `TreeAttention`."""
+        if latent_attention.is_latent(layers):
+            return latent_attention.obstacle(group, layers, cache_dtype)
+        # Layers with another attention pattern (chunks, an encoder) use a backend derived from
+        # ours.
+        if group.backend not in (TreeFlashAttentionBackend, TreeTritonAttentionBackend):
+            return (
+                f"there is no tree attention for the backend {group.backend.__name__}; FLASH_ATTN "
+                "and TRITON_ATTN have it (--attention-backend)"
+            )
+        builder = group.get_metadata_builder()
+        if is_quantized_kv_cache(cache_dtype) and cache_dtype not in ("fp8", "fp8_e4m3"):
+            return f"there is no tree attention over a KV cache of {cache_dtype}"
+        if builder.headdim > MAX_HEAD_SIZE:
+            return f"there is no tree attention for heads of {builder.headdim}"
+        config = builder.vllm_config.model_config
+        if config.rswa_window is not None or config.is_mm_prefix_lm:
+            return "rows attend to more than the rows before them"
+        names = "_k_scale", "_v_scale"
+        scales = [getattr(layer, name, None) for layer in layers for name in names]
+        if any(scale is not None and scale.numel() > 1 for scale in scales):
+            return "its KV cache has a scale for each head"
+        if any(getattr(layer.impl, "use_alibi_sqrt", False) for layer in layers):
+            return "it uses the square root variant of ALiBi"
+        if any(getattr(layer.impl, "chunk_lookback", -1) > -1 for layer in layers):
+            return "rows attend to a chunk of the context"
+        return None
+
+    def unsupported_rows(self, groups: Sequence[Any]) -> str | None:
+        """See `TreeAttention`.
+
+        Most backends of latent attention compute decode rows only if all requests have equally
+        many.
+        """
+        for group in groups:
+            builder = group.get_metadata_builder()
+            support = getattr(builder, "query_len_support", None)
+            if support is not None and support.name != "VARLEN":
+                return f"{group.backend.__name__} computes requests of different lengths as prompts"
+        return None
+
+    def mover(self, kv_caches: Sequence[torch.Tensor], layer: Any) -> PagedKVMovers:
+        """See `TreeAttention`."""
+        if latent_attention.is_latent([layer]):
+            kv_caches = [cache.unsqueeze(1) for cache in kv_caches]  # the latents are one head
+        return PagedKVMovers(kv_caches)
+
+    def warm_up(
+        self, layers: Sequence[Any], movers: Sequence[PagedKVMovers], dtype: torch.dtype
+    ) -> None:
+        """Compile the kernels of a step with trees, so that no request waits for it."""
+        from lookahead_vllm.verify.gpu.triton_attention import warm_up_batches
+
+        for layer in tqdm(layers, "Compiling tree attention", disable=not is_global_first_rank()):
+            if latent_attention.is_latent([layer]):
+                latent_attention.warm_up(layer, dtype)
+                continue
+            impl, device = layer.impl, layer.kv_cache.device
+            query = torch.zeros(1, impl.num_heads, impl.head_size, dtype=dtype, device=device)
+            block_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+            for batch in warm_up_batches(
+                impl.num_heads, impl.num_kv_heads, impl.head_size, dtype, device
+            ):
+                impl.attend_trees(layer, query, layer.kv_cache, query.clone(), block_table, batch)
+        for mover in movers:
+            first = torch.zeros(1, dtype=torch.int64, device=mover.device)
+            mover.move(first, first)  # onto itself
+            mover.move_paths(first[None], first[None])

@@ -24,11 +24,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from lookahead_vllm.engine import patches
+from lookahead_vllm.engine.worker.attended import AttendedTrees, without_contexts
 from lookahead_vllm.engine.worker.step_recorder import timed_attention
-from lookahead_vllm.engine.worker.tree_rows import without_contexts
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
 from lookahead_vllm.verify.latent_attention import DecodeRows, decode_rows, latent_attention
-from lookahead_vllm.verify.tree_batch import TreeBatch
 
 
 class StepTrees(NamedTuple):
@@ -70,7 +69,7 @@ def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
 
 
 def _with_trees(build: Callable[..., MLACommonMetadata]) -> Callable[..., MLACommonMetadata]:
-    """`MLACommonMetadataBuilder.build`, which adds the trees that the runner has set."""
+    """`MLACommonMetadataBuilder.build`, which adds the step's trees."""
 
     def build_with_trees(
         self: Any,
@@ -83,7 +82,7 @@ def _with_trees(build: Callable[..., MLACommonMetadata]) -> Callable[..., MLACom
             # vLLM treats a request of one token after longer requests as a prompt, and reads its
             # length on the host, where the second runner counts the last step's drafts as tokens.
             common = replace(common, seq_lens_cpu_upper_bound=common.seq_lens)
-        trees: TreeBatch | None = getattr(self, "trees", None)
+        trees = getattr(self, "attended", AttendedTrees()).trees
         if trees is None:
             return build(self, common_prefix_len, common, fast_build)
         batch = PagedBatch.build(trees, self.device)

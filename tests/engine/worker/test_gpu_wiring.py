@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import AttentionType
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine.worker import branching, cpu_attention, gpu_attention
 from lookahead_vllm.engine.worker import latent_attention as worker_latent_attention
+from lookahead_vllm.engine.worker.attended import AttendedTrees
 from lookahead_vllm.engine.worker.branching import branching_obstacle
 from lookahead_vllm.verify import latent_attention
 from lookahead_vllm.verify.cpu.tree_attention import keys_and_values
@@ -87,7 +88,7 @@ def test_only_rows_of_trees_are_overwritten(layout: str, options: dict[str, Any]
     plain = builder.build(0, common)
     assert torch.equal(plain.seq_lens, lengths) and not hasattr(plain, "trees")
 
-    builder.trees = case.batch
+    builder.attended = AttendedTrees(case.batch)
     metadata = builder.build(0, common)
     # vLLM's own kernel is told that a tree has no context.
     rows = case.batch.rows.long()
@@ -136,11 +137,13 @@ def test_warming_up_runs_every_kind_of_batch_and_changes_nothing(
 
     monkeypatch.setattr(gpu_attention, "paged_attention", count)
     mover: Any = SimpleNamespace(
-        device=torch.device("cpu"), move=lambda *ends: moved.extend(end.tolist() for end in ends)
+        device=torch.device("cpu"),
+        move=lambda *ends: moved.extend(end.tolist() for end in ends),
+        move_paths=lambda *ends: moved.extend(end.tolist() for end in ends),
     )
-    gpu_attention.warm_up([layer, layer], [mover], case.dtype)
+    ON_GPU.warm_up([layer, layer], [mover], case.dtype)
     assert len(set(kinds)) * 2 == len(kinds) == 8  # 16 and 32 rows, split or not, in two layers
-    assert moved == [[0], [0]]
+    assert moved == [[0], [0], [[0]], [[0]]]
     assert torch.equal(before.view(torch.uint8), layer.kv_cache.view(torch.uint8))
 
 
@@ -186,6 +189,7 @@ def test_an_engine_on_the_cuda_path_gives_the_same_tokens(
 
 
 LAYER = SimpleNamespace(impl=SimpleNamespace())
+ON_GPU = gpu_attention.GPUTreeAttention()
 
 
 def group(
@@ -197,7 +201,7 @@ def group(
 
 
 def test_layers_without_tree_attention_get_chains() -> None:
-    obstacle = gpu_attention.obstacle
+    obstacle = ON_GPU.obstacle
     assert obstacle(group(), [LAYER], "auto") is None
     triton = group(gpu_attention.TreeTritonAttentionBackend)
     for cache in ("bfloat16", "fp8", "fp8_e4m3"):
@@ -247,7 +251,7 @@ def test_engines_that_verify_no_trees(setting: dict[str, Any], says: str | None)
         parallel_config=setting.get("parallel") or ParallelConfig(),
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
-    obstacle = branching_obstacle(config, [], gpu_attention)
+    obstacle = branching_obstacle(config, [], ON_GPU)
     assert obstacle is says is None or str(says) in str(obstacle)
 
 
@@ -290,7 +294,7 @@ def test_latent_layers_without_tree_attention_get_chains() -> None:
     case = SimpleNamespace(backend=PlainImpl, get_metadata_builder=lambda: builder)
     amx = latent_layer()
     del amx.W_UK_T
-    for attention in (cpu_attention, gpu_attention):
+    for attention in (cpu_attention.CPUTreeAttention(), ON_GPU):
         for cache in ("auto", "bfloat16", "fp8", "fp8_e4m3"):
             assert attention.obstacle(case, [latent_layer()], cache) is None
         for layer, cache, says in (
@@ -308,7 +312,7 @@ def test_latent_layers_without_tree_attention_get_chains() -> None:
 
 def test_latents_of_a_gpu_move_as_one_head() -> None:
     layer = latent_layer()
-    mover = gpu_attention.mover([layer.kv_cache], layer)
+    mover = ON_GPU.mover([layer.kv_cache], layer)
     assert isinstance(mover, PagedKVMovers)
     assert mover._movers[0]._kv_caches[0].shape == (4, 1, 16, 12)
 
@@ -323,7 +327,7 @@ def test_warming_up_latent_attention_changes_nothing(monkeypatch: pytest.MonkeyP
         latent_attention.latent_attention(*args, **options)
 
     monkeypatch.setattr(worker_latent_attention, "latent_attention", count)
-    gpu_attention.warm_up([layer], [], torch.float32)
+    ON_GPU.warm_up([layer], [], torch.float32)
     assert len(contexts) == 2 and torch.equal(before, layer.kv_cache)  # split or not
 
 
@@ -366,17 +370,11 @@ def test_latent_backends_that_need_equally_many_rows_get_no_drafts(
 ) -> None:
     builder = SimpleNamespace(query_len_support=QueryLenSupport[support])
     found = SimpleNamespace(backend=PlainImpl, get_metadata_builder=lambda: builder)
-    reason = gpu_attention.unsupported_rows([found])
+    reason = ON_GPU.unsupported_rows([found])
     assert reason is says or str(says) in str(reason)
-    assert not gpu_attention.unsupported_rows(
+    assert not ON_GPU.unsupported_rows(
         [SimpleNamespace(backend=PlainImpl, get_metadata_builder=SimpleNamespace)]
     )
     monkeypatch.setattr(branching, "branching_obstacle", lambda *_: "the test says so")
-    runner: Any = SimpleNamespace(
-        attention=gpu_attention,
-        drafter=SimpleNamespace(max_step_nodes=9),
-        vllm_config=SimpleNamespace(parallel_config=ParallelConfig()),
-        model_config=SimpleNamespace(use_mla=True),
-    )
-    branching.decide(runner, [found])
-    assert runner.drafter.max_step_nodes == (0 if says else 9)
+    config: Any = SimpleNamespace(parallel_config=ParallelConfig())
+    assert branching.decide(config, [found], [], ON_GPU).has_drafts is (says is None)

@@ -88,16 +88,17 @@ def test_kernels_of_attention_are_compiled_beside_recurrent_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiled: list[Any] = []
-    monkeypatch.setattr(gpu_worker.gpu_attention, "warm_up", lambda *args: compiled.extend(args))
+    attention = SimpleNamespace(warm_up=lambda *args: compiled.extend(args))
+    monkeypatch.setattr(gpu_worker.LookaheadGPUModelRunner, "attention", attention)
     monkeypatch.setattr(gpu_worker, "is_recurrent", lambda layer: layer == "recurrent layer")
     runner: Any = object.__new__(gpu_worker.LookaheadGPUModelRunner)
     runner.drafter = SimpleNamespace(may_branch=True)
     layers = {"a": "recurrent layer", "b": "attention"}
     runner.compilation_config = SimpleNamespace(static_forward_context=layers)
     runner.attn_groups = [[SimpleNamespace(layer_names=list(layers))]]
-    mover = SimpleNamespace(move_paths=lambda *_: None)
+    mover = object()
     runner._movers, runner.dtype = [object.__new__(StateMover), mover], torch.bfloat16
-    runner.device, runner.compile_node_kernels = torch.device("cpu"), lambda: None
+    runner.compile_node_kernels = lambda: None
     runner.compile_kernels()
     assert compiled == [["attention"], [mover], torch.bfloat16]
 

@@ -120,7 +120,7 @@ class SynchronousReplicaRunner(SynchronousRunner):
         slot = torch.zeros(1, dtype=torch.int64)  # vLLM's null block
         for _ in range(_TIMED_SENDS):
             begin = time.perf_counter()
-            for mover in self._movers:
+            for mover in self._branching.movers:
                 values = mover.read(slot)
                 self._replicas.broadcast(values, 0)
                 mover.write(slot, values)
@@ -350,7 +350,7 @@ class SynchronousReplicaRunner(SynchronousRunner):
         def slots(group: int, positions: Int64s) -> torch.Tensor:
             return slots_of(tables[group], rows, positions).to(self.device)
 
-        move_and_send(self._replicas, self._movers, slots, origins, targets, has, senders)
+        move_and_send(self._replicas, self._branching.movers, slots, origins, targets, has, senders)
 
 
 def _spread(values: torch.Tensor, nodes: Int64s, num_nodes: int) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +20,9 @@ from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine import messages, patches, step_report
 from lookahead_vllm.engine.worker import branching, recurrent
+from lookahead_vllm.engine.worker.attended import AttendedTrees
+from lookahead_vllm.engine.worker.attention import TreeAttention
+from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep, split_rows
 from lookahead_vllm.engine.worker.drafter import LiveRequest, LookaheadDrafter, prompt_tokens
 from lookahead_vllm.engine.worker.step_clock import StepClock
@@ -58,11 +60,9 @@ else:
 class SynchronousRunner(_Base):
     """Mixin for vLLM's V1 model runner, which serves CPUs; list it first among the base classes."""
 
-    attention: ModuleType
-    """Tree attention: `cpu_attention.py`."""
+    attention: TreeAttention
     drafter: LookaheadDrafter
     speculative_config: SpeculativeConfig | None
-    trees_of_chains = trees_of_singles = False  # see `branching.decide`
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         original = gpu_model_runner.build_logitsprocs
@@ -83,8 +83,8 @@ class SynchronousRunner(_Base):
         """The work of the current step; None if it reads a prompt."""
         self._verified: Verified | None = None
         """The model's choices in the current step, until they are passed to the proposer."""
-        self._movers: list[Any] = []
-        """One for each KV cache group, where trees may branch."""
+        self._branching = NOTHING_BRANCHES
+        self._attended = AttendedTrees()
         self._recurrent = RecurrentRows() if self.model_config.is_hybrid else None
         """Set if the model has recurrent layers."""
         self._clock = StepClock(overlaps=self.parallel_config.pipeline_parallel_size > 1)
@@ -104,7 +104,11 @@ class SynchronousRunner(_Base):
         if self._recurrent is not None:
             layers = self.compilation_config.static_forward_context
             recurrent.start(groups, layers, self.device, self.num_spec_tokens)
-        self._movers = branching.decide(self, groups)
+        for group in groups:
+            group.get_metadata_builder().attended = self._attended
+        cache_groups = self.kv_cache_config.kv_cache_groups
+        self._branching = branching.decide(self.vllm_config, groups, cache_groups, self.attention)
+        self.drafter.use(self._branching)
 
     def calculate_reorder_batch_threshold(self) -> None:
         super().calculate_reorder_batch_threshold()
@@ -196,7 +200,7 @@ class SynchronousRunner(_Base):
     ) -> DraftStep:
         """The drafts of this step."""
         drafts, batch = messages.to_verify(scheduler_output), self.input_batch
-        with_singles = self.trees_of_singles
+        with_singles = self._branching.of_singles
         if not drafts.req_ids and not (with_singles and (num_scheduled_tokens == 1).all()):
             return NO_DRAFTS
         rows = np.array([batch.req_id_to_index[req_id] for req_id in drafts.req_ids], np.int64)
@@ -207,20 +211,16 @@ class SynchronousRunner(_Base):
         return step
 
     def _build_attention_metadata(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        builders = []
-        if (trees := self._step.trees(self.trees_of_chains, self.trees_of_singles)) is not None:
-            builders = [g.get_metadata_builder() for g in self._attn_group_iterator()]
-        for builder in builders:
-            builder.trees = trees
+        found, attended = self._branching, self._attended
+        attended.trees = self._step.trees(found.of_chains, found.of_singles)
         try:
             with self._resumed_as_prompts():
                 built = super()._build_attention_metadata(num_tokens, *args, **kwargs)
         finally:
-            for builder in builders:
-                builder.trees = None
+            attended.trees = None
         if self._recurrent is not None:
             self._recurrent.end_step()
-            if self._step.branches or self.attention.replaces_recurrent_chains():
+            if self._step.branches or self.attention.replaces_recurrent_chains:
                 starts = self.query_start_loc.np[: self.input_batch.num_reqs + 1]
                 parents = recurrent.row_parents(self._step, starts)
                 recurrent.set_parents(built[0], torch.from_numpy(parents).to(self.device))
@@ -360,7 +360,7 @@ class SynchronousRunner(_Base):
         self.drafter.recorder.counters.moved_tokens += moves.shape[1]
         origins, targets = torch.from_numpy(moves).to(self.device)
         for mover, table in zip(
-            self._movers, self.input_batch.block_table.block_tables, strict=True
+            self._branching.movers, self.input_batch.block_table.block_tables, strict=True
         ):
             if isinstance(mover, StateMover):
                 commit(mover, step, paths, table.block_table.gpu)
@@ -482,5 +482,5 @@ class SynchronousRunner(_Base):
 
     def shutdown(self) -> None:
         self.drafter.shutdown()
-        self._movers = []  # they hold the KV caches
+        self._branching = NOTHING_BRANCHES  # its movers hold the KV caches
         super().shutdown()

@@ -105,7 +105,7 @@ def _move(
     positions = np.stack([np.concatenate(origins), np.concatenate(targets)])
     runner.drafter.recorder.counters.moved_tokens += positions.shape[1]
     for i, (mover, group) in enumerate(
-        zip(runner._movers, runner.kv_cache_config.kv_cache_groups, strict=True)
+        zip(runner._branching.movers, runner.kv_cache_config.kv_cache_groups, strict=True)
     ):
         size = group.kv_cache_spec.block_size
         blocks = np.array(

@@ -10,7 +10,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.config import options_of
-from lookahead_vllm.engine.worker import cpu_attention
+from lookahead_vllm.engine.worker.cpu_attention import CPUTreeAttention
 from lookahead_vllm.engine.worker.replicas import become_replica
 from lookahead_vllm.engine.worker.v2.replica_runner import ReplicaRunner
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class LookaheadCPUModelRunner(LookaheadRunner, model_runner.CPUModelRunner):
     """vLLM's CPU runner with lookahead."""
 
-    attention = cpu_attention
+    attention = CPUTreeAttention()
 
 
 class ReplicaCPUModelRunner(ReplicaRunner, LookaheadCPUModelRunner):
@@ -34,7 +34,7 @@ class LookaheadCPUWorker(cpu_worker.CPUWorker):
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         become_replica(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
-        cpu_attention.register()
+        LookaheadCPUModelRunner.attention.register()
         if self.vllm_config.model_config.is_hybrid:
             from lookahead_vllm.engine.worker import recurrent_kernels_cpu
 

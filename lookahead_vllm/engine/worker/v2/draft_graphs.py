@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker.step_cost import CapturedTokens
+from lookahead_vllm.engine.worker.v2.step_trees import StepTrees
 
 
 def sizes_with_drafts(captured: Sequence[int], most: int) -> list[int]:
@@ -65,12 +66,10 @@ class _AnnouncedCapture(CudaGraphManager):
 
 
 class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
-    """vLLM's manager with graphs for steps with drafts.
+    """vLLM's manager with graphs for steps with drafts; it reads the runner's `trees`.
 
     Attributes
     ----------
-    branches : bool
-        Whether a tree of the current step has more than one branch, or may have; set by the runner.
     before_replay : callable
         Called with the graph that was chosen for a step, before it is replayed; returns the one
         that runs the step. Set by the runner.
@@ -82,9 +81,9 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
     before_replay: Callable[[BatchExecutionDescriptor], BatchExecutionDescriptor] | None
     begin_graph: Callable[[BatchExecutionDescriptor], None] | None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, trees: StepTrees, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.branches = False
+        self._trees = trees
         self.before_replay = self.begin_graph = None
         self._draft_graphs: dict[tuple[int, int], BatchExecutionDescriptor] = {}
         """By the number of tokens of a step, which may be less than the graph's, and the number of
@@ -167,9 +166,9 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
     ) -> BatchExecutionDescriptor:
         """Find the graph for a step.
 
-        Data parallel ranks agree on the arguments, and must find the same graph. `branches` may
-        differ between ranks, but it counts only if vLLM's graphs take any batch, and then several
-        ranks have no branching trees.
+        Data parallel ranks agree on the arguments, and must find the same graph. Whether trees
+        branch may differ between ranks, but it counts only if vLLM's graphs take any batch, and
+        then several ranks have no branching trees.
         """
         any_batch = self.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL
         has_drafts = (
@@ -178,7 +177,7 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
             and max_query_len <= self._longest
             and num_ubatches == 1
         )
-        if self._graphs_captured and has_drafts and (self.branches or not any_batch):
+        if self._graphs_captured and has_drafts and (self._trees.branches or not any_batch):
             adapters = self._resolve_effective_loras(num_active_loras)
             desc = self._draft_graphs.get((num_tokens, adapters))
             if desc is not None:
@@ -191,7 +190,7 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
             max_query_len=max_query_len,
             num_ubatches=num_ubatches,
         )
-        if self.branches and desc.cg_mode == CUDAGraphMode.FULL:  # it has no tree attention
+        if self._trees.branches and desc.cg_mode == CUDAGraphMode.FULL:  # it has no tree attention
             return BatchExecutionDescriptor(
                 cg_mode=CUDAGraphMode.NONE,
                 num_tokens=num_tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -22,18 +23,17 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.config import options_of
-from lookahead_vllm.engine.worker import gpu_attention
-from lookahead_vllm.engine.worker.draft_step import DraftStep
+from lookahead_vllm.engine.worker.attended import GraphBuffers
+from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
+from lookahead_vllm.engine.worker.gpu_attention import GPUTreeAttention
 from lookahead_vllm.engine.worker.recurrent import is_recurrent
 from lookahead_vllm.engine.worker.replicas import become_replica
 from lookahead_vllm.engine.worker.step_cost import CapturedTokens
-from lookahead_vllm.engine.worker.tree_rows import GraphBuffers
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.replica_runner import ReplicaRunner
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
 from lookahead_vllm.verify.recurrence import StateMover
-from lookahead_vllm.verify.tree_batch import TreeBatch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,8 +55,6 @@ class GraphRunner(LookaheadRunner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._buffers: dict[int, GraphBuffers] = {}
         """The buffers of each graph, by its number of tokens, if trees may branch."""
-        self._graph: GraphBuffers | None = None
-        """The buffers of the graph that runs the current step."""
         super().__init__(*args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -73,7 +71,9 @@ class GraphRunner(LookaheadRunner):
         # Graphs for requests that all have the longest draft would be of no use.
         with (
             patches.swapped(self, "decode_query_len", 1),
-            patches.swapped(model_runner, "ModelCudaGraphManager", DraftGraphManager),
+            patches.swapped(
+                model_runner, "ModelCudaGraphManager", partial(DraftGraphManager, self.trees)
+            ),
         ):
             super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kwargs)
         manager = self.cudagraph_manager
@@ -92,13 +92,13 @@ class GraphRunner(LookaheadRunner):
         else:
             manager.add_draft_graphs(self.decode_query_len)
         if is_profiling:
-            self._movers = []  # they would keep these KV caches alive
+            self._movers = ()  # they would keep these KV caches alive
 
     def _forbid_branches(self, reason: str) -> None:
         if self.drafter.may_branch:
             logger.info_once("Lookahead verifies chains, not trees, here: %s.", reason)
         self.drafter.may_branch = False
-        self._movers = []
+        self._movers = ()
 
     def _varlen_obstacle(self) -> str | None:
         """Why no graph can run requests with various numbers of tokens, or None if one can."""
@@ -128,8 +128,8 @@ class GraphRunner(LookaheadRunner):
 
     def _use_buffers(self, num_tokens: int | None) -> None:
         """Called before a capture: the metadata builders use the buffers of this graph."""
-        self._graph = None if num_tokens is None else self._buffers[num_tokens]
-        self._set_trees(DraftStep.of_dummies([], 0))
+        self.trees.attended.graph = None if num_tokens is None else self._buffers[num_tokens]
+        self._attend(NO_DRAFTS)
 
     def without_full_graphs(self) -> AbstractContextManager[Any]:
         assert self.cudagraph_manager is not None
@@ -147,10 +147,9 @@ class GraphRunner(LookaheadRunner):
 
     def gather_batch_req_state(self, scheduler_output: SchedulerOutput, dummy_run: bool) -> Any:
         found = super().gather_batch_req_state(scheduler_output, dummy_run)
-        if self.cudagraph_manager is not None:
-            forest = (self._dummy_step if dummy_run else self._drafts).forest
-            may_branch = not dummy_run and self._shape.is_open and self.drafter.may_branch
-            self.cudagraph_manager.branches = may_branch or bool(forest.branching.any())
+        forest = (self._dummy_step if dummy_run else self.trees.drafts).forest
+        may_branch = not dummy_run and self._shape.is_open and self.drafter.may_branch
+        self.trees.branches = may_branch or bool(forest.branching.any())
         return found
 
     def most_late_nodes(self, num_reqs: int, slots: int) -> int:
@@ -170,7 +169,7 @@ class GraphRunner(LookaheadRunner):
         A step that vLLM has prepared for all slots gets its drafts here, and the smallest graph
         that holds them.
         """
-        shape, manager = self._shape, self.cudagraph_manager
+        shape, manager, trees = self._shape, self.cudagraph_manager, self.trees
         if not shape.awaits_drafts:
             if prepared.max_query_len is not None:  # the tokens of the step before have arrived
                 shape.clear()
@@ -179,15 +178,14 @@ class GraphRunner(LookaheadRunner):
         split = self._draft_late()
         desc = shape.graph = manager.smallest(split.num_requests, split.num_rows)
         is_plain = desc.max_query_len is None
-        graph = self._graph = None if is_plain else self._buffers.get(desc.num_tokens)
+        graph = None if is_plain else self._buffers.get(desc.num_tokens)
         if graph is None:
             shape.place(prepared.num_tokens)
             if not all(getattr(builder, "reads_buffers", False) for builder in self._builders):
                 self._settle()
-                self._give_trees(None)
                 self._metadata_of(self._batch, CUDAGraphMode.FULL)
         else:
-            drafts, rows = self._drafts, shape.rows
+            drafts, rows = trees.drafts, shape.rows
             starts, contexts = split.starts[rows], drafts.num_tokens - 1
             graph.trees.write(drafts.forest, rows, starts, contexts)
         self._elapsed = self._clock.tick()
@@ -221,10 +219,7 @@ class GraphRunner(LookaheadRunner):
         return batch
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:
-        if self._shape.is_open:
-            self._graph = None  # it is chosen at the model call
-        else:
-            self._choose_buffers(input_batch)
+        self._choose_buffers(None if self._shape.is_open else input_batch)
         return super().prepare_attn(input_batch)
 
     def prepare_dummy_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
@@ -264,16 +259,18 @@ class GraphRunner(LookaheadRunner):
             input_block_tables=tables,
         )
 
-    def _choose_buffers(self, batch: InputBatch) -> None:
-        is_captured = batch.max_query_len is not None
-        self._graph = self._buffers.get(batch.num_tokens_after_padding) if is_captured else None
+    def _choose_buffers(self, batch: InputBatch | None) -> None:
+        """The graph that runs this batch; None if it is chosen at the model call."""
+        graph = None
+        if batch is not None and batch.max_query_len is not None:
+            graph = self._buffers.get(batch.num_tokens_after_padding)
+        self.trees.attended.graph = graph
 
-    def _give_trees(self, trees: TreeBatch | None) -> None:
-        if self._graph is not None:
-            self._graph.trees.fill(trees)
-        super()._give_trees(trees)
-        for builder in self._builders:
-            builder.graph = self._graph
+    def _attend(self, step: DraftStep) -> None:
+        super()._attend(step)
+        attended = self.trees.attended
+        if attended.graph is not None:
+            attended.graph.trees.fill(attended.trees)
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
         # An idle rank runs one token in the steps of the others, as in plain vLLM.
@@ -284,7 +281,7 @@ class GraphRunner(LookaheadRunner):
 class LookaheadGPUModelRunner(GraphRunner, model_runner.GPUModelRunner):
     """vLLM's CUDA runner with lookahead."""
 
-    attention = gpu_attention
+    attention = GPUTreeAttention()
 
     def compile_kernels(self) -> None:
         """Compile every kernel that a step with drafts launches."""
@@ -294,10 +291,7 @@ class LookaheadGPUModelRunner(GraphRunner, model_runner.GPUModelRunner):
             own = [layers[name] for group in groups for name in group.layer_names]
             own = [layer for layer in own if not is_recurrent(layer)]
             movers = [mover for mover in self._movers if not isinstance(mover, StateMover)]
-            gpu_attention.warm_up(own, movers, self.dtype)
-            for mover in movers:
-                first = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-                mover.move_paths(first, first)
+            self.attention.warm_up(own, movers, self.dtype)
         self.compile_node_kernels()
 
     def shutdown(self) -> None:
@@ -313,7 +307,7 @@ class LookaheadGPUWorker(Worker):
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         become_replica(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
-        gpu_attention.register()
+        LookaheadGPUModelRunner.attention.register()
         if self.vllm_config.model_config.is_hybrid:
             from lookahead_vllm.engine.worker import recurrent_kernels_gpu
 

@@ -8,6 +8,8 @@ follow each row's parents (`verify/history.py`). vLLM's processors compute all o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,22 +38,33 @@ class NodeHistory:
     ----------
     sampler
         vLLM's; its processors are replaced.
-
-    Attributes
-    ----------
-    parents : int32 [n] on the device, or None
-        The row of the parent of each row that the sampler is called with; a root's is its own. The
-        runner sets it before each call. None: every request has a chain or no draft.
     """
 
     def __init__(self, sampler: Sampler) -> None:
         self.parents: torch.Tensor | None = None
+        """See `following`."""
         self._custom: list[_Custom] = []
         self._num_slots = len(sampler.needs_logits_processing)
         sampler.logits_processors = [self._replace(p) for p in sampler.logits_processors]
         self._thinking = _NodeThinking(sampler.thinking_budget_state, self)
         sampler.thinking_budget_state = self._thinking
         self._replaced = [p for p in sampler.logits_processors if isinstance(p, _Replaced)]
+
+    @contextmanager
+    def following(self, parents: torch.Tensor | None) -> Iterator[None]:
+        """In the block, the sampler is called with rows that have these parents.
+
+        Parameters
+        ----------
+        parents : int32 [n] on the device, or None
+            The row of each row's parent; a root's is its own. None: every request has a chain or no
+            draft.
+        """
+        self.parents = parents
+        try:
+            yield
+        finally:
+            self.parents = None
 
     def _replace(self, processor: LogitsProcessor) -> LogitsProcessor:
         if isinstance(processor, PenaltiesState):

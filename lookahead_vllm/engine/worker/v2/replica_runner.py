@@ -13,7 +13,7 @@ Source: Lookahead Decoding (ICML 2024), section 3.4.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from vllm.distributed.parallel_state import get_world_group
 
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.parts import ForestParts, cut_into_parts
-from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.replicas import (
     AcceptedKV,
     ReplicaGroup,
@@ -32,9 +31,10 @@ from lookahead_vllm.engine.worker.replicas import (
     move_and_send,
     own_choices,
 )
-from lookahead_vllm.engine.worker.v2.drafts import NO_TREES, Drafts
+from lookahead_vllm.engine.worker.v2.drafts import Drafts
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
-from lookahead_vllm.engine.worker.v2.sampler import NodeSampler, TreeRows
+from lookahead_vllm.engine.worker.v2.sampler import NodeSampler, RootSampler
+from lookahead_vllm.engine.worker.v2.step_trees import StepTrees
 from lookahead_vllm.verify.acceptance import accepted_paths, emitted_tokens
 from lookahead_vllm.verify.choices import Choices
 from lookahead_vllm.verify.transfer import to_device
@@ -46,36 +46,29 @@ if TYPE_CHECKING:
 
 
 class ReplicaSampler(NodeSampler):
-    """Samples at this rank's rows; the runner then finds the paths together with the other ranks.
+    """Samples at this rank's rows; then `accept`, `ReplicaRunner._accept`, finds the paths together
+    with the other ranks, and moves KV."""
 
-    Attributes
-    ----------
-    accept : callable
-        Set by the runner: `ReplicaRunner._accept`.
-    """
-
-    accept: Any
     max_rows = sys.maxsize
 
-    def _accept(self, sampled: torch.Tensor, *args: Any) -> Walk:
-        path: Walk = self.accept(sampled)
-        return path
+    def __init__(
+        self, sampler: RootSampler, trees: StepTrees, accept: Callable[[torch.Tensor], Walk]
+    ) -> None:
+        super().__init__(sampler, trees)
+        self._accept = accept
+
+    def _walk(self, sampled: torch.Tensor, *args: Any) -> Walk:
+        return self._accept(sampled)
 
 
 class ReplicaRunner(LookaheadRunner):
     """Mixin for a lookahead runner that verifies a part of each step's draft trees."""
 
-    node_sampler = ReplicaSampler
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._replicas = ReplicaGroup(self.drafter.options.parallel)
-        self._whole: Drafts = NO_TREES
-        """The drafts of this step on all ranks."""
         self._parts: ForestParts
-        """How the ranks share them."""
-        self._whole_step = NO_DRAFTS
-        """The same, in the order of the batch."""
+        """How the ranks share the trees of this step."""
         self._choices: Choices | None = None
         """The model's choices at this rank's rows."""
         self._num_choices = 0
@@ -83,9 +76,8 @@ class ReplicaRunner(LookaheadRunner):
         self._verified_whole: set[str] = set()
         """Requests whose drafts every rank verifies whole."""
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
-        self.rejection_sampler.accept = self._accept
+    def _make_node_sampler(self, sampler: RootSampler, *args: Any, **kwargs: Any) -> NodeSampler:
+        return ReplicaSampler(sampler, self.trees, self._accept)
 
     def warm_up_drafting(self) -> None:
         super().warm_up_drafting()
@@ -104,18 +96,9 @@ class ReplicaRunner(LookaheadRunner):
         super().finish_requests(scheduler_output)
         self._verified_whole -= scheduler_output.finished_req_ids
 
-    def _forget_drafts(self) -> None:
-        super()._forget_drafts()
-        self._whole = NO_TREES
-
-    def _draft(
-        self,
-        scheduled: SchedulerOutput,
-        most: int | None = None,
-        order: Sequence[str] | None = None,
-    ) -> Drafts:
-        drafts = super()._draft(scheduled, most, order)
-        whole = self._whole = get_world_group().broadcast_object(drafts, src=0)
+    def _take(self, drafts: Drafts) -> None:
+        whole = get_world_group().broadcast_object(drafts, src=0)
+        super()._take(whole)
         is_whole = [
             not self.drafter.may_branch or req_id in self._verified_whole
             for req_id in whole.req_ids
@@ -123,58 +106,50 @@ class ReplicaRunner(LookaheadRunner):
         self._parts = cut_into_parts(
             whole.forest, self._replicas.size, np.array(is_whole, np.bool_)
         )
-        return whole._replace(forest=whole.forest.keep(self._parts.contains[self._replicas.rank]))
-
-    @property
-    def _all_drafts(self) -> Drafts:
-        return self._whole
-
-    @property
-    def _all_trees(self) -> DraftStep:
-        return self._whole_step
+        own = whole.forest.keep(self._parts.contains[self._replicas.rank])
+        self.trees.drafts = whole._replace(forest=own)
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:
         batch: InputBatch = super().prepare_inputs(*args, **kwargs)
-        if self._whole.forest.num_nodes and not batch.num_draft_tokens:
+        if self.trees.whole.forest.num_nodes and not batch.num_draft_tokens:
             batch.num_draft_tokens = 1  # so that vLLM samples as on the ranks that have nodes
         return batch
 
-    def _place(self, batch: InputBatch, slots: torch.Tensor) -> tuple[DraftStep, TreeRows | None]:
-        if not self._whole.forest.num_nodes:
-            self._whole_step = NO_DRAFTS
-            return NO_DRAFTS, None
-        # As if this rank had all nodes.
+    def _place(self, batch: InputBatch, slots: torch.Tensor) -> None:
+        super()._place(batch, slots)
+        whole = self.trees.whole
         counts = batch.num_scheduled_tokens.copy()
-        counts[self._whole.rows_in(batch.req_ids)] = 1 + self._whole.forest.sizes
-        self._whole_step = self._whole.in_batch(batch.req_ids, counts)
-        step, rows = super()._place(batch, slots)
-        return step, self._lay_out(step, batch, slots) if rows is None else rows
+        counts[whole.rows_in(batch.req_ids)] = 1 + whole.forest.sizes  # as if it had all nodes
+        self.trees.whole_step = whole.in_batch(batch.req_ids, counts)
+
+    def _move(self, *args: Any) -> None:
+        """Nothing: `_accept` has moved all KV."""
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
-        if grammar_output is not None and self._whole.forest.num_nodes:
+        if grammar_output is not None and self.trees.whole.forest.num_nodes:
             contains = self._parts.contains[self._replicas.rank]
-            whole = self._whole
+            whole = self.trees.whole
             grammar_output = masks_of_part(grammar_output, whole.forest, whole.req_ids, contains)
         return super().sample_tokens(grammar_output)
 
     def sample(self, *args: Any) -> Any:
         output = super().sample(*args)
-        if not self._whole.forest.num_nodes:
+        if not self.trees.whole.forest.num_nodes:
             self._replicas.broadcast(output[0].sampled_token_ids, 0)
         return output
 
     # ---- what all ranks accept -------------------------------------------------------------------
 
     def _observe(self, logits: torch.Tensor, batch: InputBatch) -> None:
-        if self._whole.forest.num_nodes:
+        if self.trees.whole.forest.num_nodes:
             self._choices = own_choices(logits, self._num_choices)
         else:
             super()._observe(logits, batch)
 
     def _accept(self, sampled: torch.Tensor) -> Walk:
         """The accepted paths of all requests of the batch, given the tokens of this rank's rows."""
-        batch, forest = self._batch, self._whole.forest
-        rows = self._whole.rows_in(batch.req_ids)
+        batch, forest = self._batch, self.trees.whole.forest
+        rows = self.trees.whole.rows_in(batch.req_ids)
         assert self._choices is not None
         every = exchange(
             self._replicas,
@@ -190,7 +165,7 @@ class ReplicaRunner(LookaheadRunner):
         self._share_accepted(paths, rows)
         if self.drafter.proposer.num_choices:
             best, gaps = every.choices
-            self._verified = self._whole_step.verified(
+            self.trees.verified = self.trees.whole_step.verified(
                 lambda places: Choices(best[places], gaps[places]),
                 every.num_nodes,
                 batch.req_ids,
@@ -210,7 +185,7 @@ class ReplicaRunner(LookaheadRunner):
         firsts = self._batch.cu_num_logits_np
         order = np.arange(firsts[-1], dtype=np.int64)
         for tree, path in enumerate(paths):
-            if self._whole.req_ids[tree] in self._verified_whole:
+            if self.trees.whole.req_ids[tree] in self._verified_whole:
                 first = firsts[rows[tree]] + 1
                 path = path[path >= 0]
                 order[first : first + len(path)] = first + path
@@ -218,7 +193,7 @@ class ReplicaRunner(LookaheadRunner):
 
     def _share_accepted(self, paths: Int32s, rows: Int64s) -> None:
         """Move the accepted nodes' KV to the slots right after the roots, on all ranks."""
-        whole = self._whole
+        whole = self.trees.whole
         kv = AcceptedKV.of(whole.forest, self._parts, paths, self._replicas.rank)
         entries = self._batch.idx_mapping_np[rows[kv.trees]]
         roots = whole.num_tokens[kv.trees] - 1

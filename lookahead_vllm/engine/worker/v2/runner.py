@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,15 +18,14 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
-from vllm.v1.worker.gpu.mm import rope
 
 from lookahead_vllm.draft.budget.cost import StepWork
 from lookahead_vllm.draft.jit import Int32s
-from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine import messages, patches, step_report
 from lookahead_vllm.engine.messages import LateReport
 from lookahead_vllm.engine.worker import branching, recurrent
+from lookahead_vllm.engine.worker.attention import TreeAttention
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.step_clock import StepClock
@@ -38,16 +36,10 @@ from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
 from lookahead_vllm.engine.worker.v2.grammar_masks import GrowingMasks
 from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
 from lookahead_vllm.engine.worker.v2.late_shape import LateMetadata, LateShape
-from lookahead_vllm.engine.worker.v2.node_history import NodeHistory
-from lookahead_vllm.engine.worker.v2.node_rope import NodeRopeState
-from lookahead_vllm.engine.worker.v2.sampler import (
-    NodeSampler,
-    RootSampler,
-    TreeRows,
-    max_chunk_rows,
-)
+from lookahead_vllm.engine.worker.v2.sampler import NodeSampler, RootSampler, max_chunk_rows
 from lookahead_vllm.engine.worker.v2.speculator import LateSpeculator
 from lookahead_vllm.engine.worker.v2.stages import ComputedTrees
+from lookahead_vllm.engine.worker.v2.step_trees import StepTrees
 from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
 from lookahead_vllm.verify import walk
 from lookahead_vllm.verify.node_layout import NodeLayout, compile_layout
@@ -62,7 +54,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as _Base
 
-    from lookahead_vllm.verify.tree_batch import TreeBatch
 else:
     _Base = object
 
@@ -74,31 +65,34 @@ _TREES = "lookahead_trees"
 class LookaheadRunner(_Base):
     """Mixin for vLLM's V2 model runners; list it first among the base classes.
 
-    A step begins with vLLM's bookkeeping, which needs no tokens. Then there are two ways.
+    vLLM calls the stations of a step in this order. What they know of the step's trees is in
+    `trees`.
 
-    A step that only decodes is prepared by vLLM for all the slots that the scheduler reserved
-    (`gather_batch_req_state`, `prepare_inputs`, `prepare_attn`). At the model call, the drafting
-    rank waits for the tokens of the step before and drafts, and the rows that the drafts need are
-    written (`_forward`). After the launch, shapes are made exact (`_settle`). See
-    `late_shape.py`.
-
-    In any other step, the drafting rank waits at once, fills the slots, and the step goes on with a
-    copy of the scheduler's output that has only the slots in use (`_fill_slots`).
+    1. `finish_requests`, `add_requests`, `update_requests`: requests end and begin.
+    2. `gather_batch_req_state`: a step that only decodes is left as it is, for vLLM to prepare with
+       all its slots (`LateShape.begin`). Any other step waits for the tokens of the step before; it
+       goes on with a copy that has only the slots in use (`_fill_slots`).
+    3. `prepare_inputs`, `prepare_attn`: the nodes get their places (`_place`), and attention gets
+       the trees (`_attend`).
+    4. The model call, `_forward`, or in a graph `GraphRunner._choose_graph`: a step that is
+       prepared for all its slots waits and drafts only here, and one kernel writes its rows.
+    5. `sample_tokens`: after the launch, the shapes of such a step are made exact (`_settle`).
+    6. The sampler samples at all nodes, walks, and moves the KV of accepted nodes (`NodeSampler`).
+    7. `sample_tokens`: the output is kept for the next step's drafts (`LateDrafts.add_step`).
     """
 
-    attention: ModuleType
-    """Tree attention on this device: `cpu_attention.py` or `gpu_attention.py`."""
-    trees_of_chains = False
-    """Whether tree attention also verifies chains."""
+    attention: TreeAttention
+    """Tree attention on this device."""
+    _attends_chains = False
+    """Whether it also computes chains."""
     dummies_are_tokens = False
     """Whether the model computes the tokens of a dummy run as it computes those of a step."""
     dummies_have_drafts = False
     """Whether a dummy run in a graph has the requests of the dummy step with their contexts."""
-    node_sampler = NodeSampler
-    """Takes the place of vLLM's rejection sampler."""
     execute_model_state: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.trees = StepTrees()
         # For an n-gram method, vLLM would keep all texts on the device.
         sparse_states = partial(_without_dense_texts, model_runner.RequestState)
         with (
@@ -113,16 +107,10 @@ class LookaheadRunner(_Base):
         """Whether the shape of this step is known before its drafts, and what follows from it."""
         self._scheduled: SchedulerOutput
         """The scheduler's output of this step, with the slots that vLLM prepares."""
-        self._drafts: Drafts = NO_TREES
-        self._step = NO_DRAFTS
-        """The drafts of this step, in the order of the batch."""
         self._dummy_step = NO_DRAFTS
         """The drafts of dummy runs."""
-        self._verified: Verified | None = None
-        """The model's choices in this step, for proposers that need them."""
         self._num_logits: Int32s | None = None
         """The rows of logits of each request, until the step's adapters are set."""
-        self._report: LateReport | None = None
         self._batch: InputBatch
         """The batch of this step."""
         self._work: StepWork | None = None
@@ -131,35 +119,31 @@ class LookaheadRunner(_Base):
         """Ticks when a step is launched."""
         self._elapsed: float | None = None
         """Seconds from the launch of the step before to that of this one; None if unknown."""
-        self._movers: list[Any] = []
+        self._movers: Sequence[Any] = ()
         """One for each KV cache group, where trees may branch."""
         self._builders: list[Any] = []
         """The builders of attention metadata."""
-        self._verifies = NO_DRAFTS
+        self._attended_step = NO_DRAFTS
         """The drafts in the next forward pass, of a step or a dummy run."""
-        self._computed: ComputedTrees | None = None
-        """The branching trees of this step, on a pipeline stage before the last one."""
-        self._rope: NodeRopeState | None = None
-        """Of a model with M-RoPE."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with (
-            patches.swapped(model_runner, "Sampler", RootSampler),
-            patches.swapped(model_runner, "RejectionSampler", self.node_sampler),
-            patches.swapped(rope, "RopeState", NodeRopeState),
+            patches.swapped(model_runner, "Sampler", partial(RootSampler, self._observe)),
+            patches.swapped(model_runner, "RejectionSampler", self._make_node_sampler),
             patches.swapped(model_runner, "StructuredOutputsWorker", GrowingMasks),
         ):
             super().load_model(*args, **kwargs)
-        self._rope = getattr(self.model_state, "rope_state", None)
+        state = self.model_state
+        if getattr(state, "rope_state", None) is not None:
+            state.prepare_inputs = partial(self._with_depths, state.prepare_inputs)
         if self.model_config.is_hybrid:
-            prepare = self.model_state.prepare_attn
-            self.model_state.prepare_attn = partial(self._with_parents, prepare)
+            state.prepare_attn = partial(self._with_parents, state.prepare_attn)
         if self.compilation_config.mode == CompilationMode.NONE:
             self.model.forward = partial(self._forward, self.model.forward)
-        if self.is_last_pp_rank:  # the others do not sample
-            self._history = NodeHistory(self.sampler)
-            self.rejection_sampler.history = self._history
-            self.sampler.observe = self._observe
+
+    def _make_node_sampler(self, sampler: RootSampler, *args: Any, **kwargs: Any) -> NodeSampler:
+        """What takes the place of vLLM's rejection sampler."""
+        return NodeSampler(sampler, self.trees)
 
     # ---- what may branch -------------------------------------------------------------------------
 
@@ -167,7 +151,13 @@ class LookaheadRunner(_Base):
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         groups = list(chain.from_iterable(self.attn_groups))
         self._builders = [group.get_metadata_builder(0) for group in groups]
-        self._movers = branching.decide(self, groups)
+        for builder in self._builders:
+            builder.attended = self.trees.attended
+        found = branching.decide(
+            self.vllm_config, groups, self.kv_cache_config.kv_cache_groups, self.attention
+        )
+        self.drafter.use(found)
+        self._movers, self._attends_chains = found.movers, found.of_chains
         if self.model_config.is_hybrid:
             layers = self.compilation_config.static_forward_context
             recurrent.start(groups, layers, self.device, self.num_speculative_steps)
@@ -178,8 +168,8 @@ class LookaheadRunner(_Base):
         self._shape.warm_up()
         compile_layout()
         walk.warm_up(self.decode_query_len, self.device)
-        if self.is_last_pp_rank:
-            self._history.warm_up(self.vocab_size, self.device)
+        if self.is_last_pp_rank:  # the others do not sample
+            self.rejection_sampler.history.warm_up(self.vocab_size, self.device)
 
     def warm_up_drafting(self) -> None:
         """Measure the cost of a step on this device."""
@@ -257,7 +247,7 @@ class LookaheadRunner(_Base):
         if not dummy_run:
             self._clock.pause(messages.pause_before(scheduler_output))
             if not self.use_pp:
-                self._forget_drafts()
+                self._forget_trees()
             prepared = self._shape.begin(scheduler_output)
             scheduler_output = prepared or self._fill_slots(scheduler_output)
             self._scheduled = scheduler_output
@@ -287,9 +277,8 @@ class LookaheadRunner(_Base):
         for req_id, own in slots.items():
             counts[req_id] -= len(own)
         if not self.use_pp:
-            self._drafts = self._draft(scheduled)  # waits for the step before
-        drafts = self._drafts
-        self._report = _report_of(self._all_drafts)
+            self._draft(scheduled)  # waits for the step before
+        drafts = self.trees.drafts
         if sizes := drafts.sizes:
             for req_id, size in sizes.items():
                 counts[req_id] += size
@@ -310,11 +299,11 @@ class LookaheadRunner(_Base):
         """
         if not self.use_pp:
             return
-        self._forget_drafts()
+        self._forget_trees()
         if scheduled.scheduled_spec_decode_tokens:
             stages = get_pp_group()
-            drafts = self._draft(scheduled) if stages.is_last_rank else None
-            self._drafts = stages.broadcast_object(drafts, src=stages.world_size - 1)
+            drafts = self._grow(scheduled) if stages.is_last_rank else None
+            self._take(stages.broadcast_object(drafts, src=stages.world_size - 1))
 
     def update_pp_decode_requests(self) -> None:
         """On the stages before the last one: also move the KV of what has been accepted."""
@@ -326,22 +315,21 @@ class LookaheadRunner(_Base):
             now = handler.req_idx_gen_np[pending.idx_mapping_np]
             trees.move(self._movers, pending.sampled_tokens, now != pending.gen_at_receive_np)
 
-    @property
-    def _all_drafts(self) -> Drafts:
-        """The drafts of this step, on all ranks that share them."""
-        return self._drafts
-
-    @property
-    def _all_trees(self) -> DraftStep:
-        """The same, in the order of the batch."""
-        return self._step
-
-    def _forget_drafts(self) -> None:
+    def _forget_trees(self) -> None:
         """Forget those of the step before."""
-        self._drafts, self._report = NO_TREES, None
+        self.trees.forget()
         self.drafter.drafted_for.clear()
 
     def _draft(
+        self,
+        scheduled: SchedulerOutput,
+        most: int | None = None,
+        order: Sequence[str] | None = None,
+    ) -> None:
+        """Draft for this step; the arguments are those of `_grow`."""
+        self._take(self._grow(scheduled, most, order))
+
+    def _grow(
         self,
         scheduled: SchedulerOutput,
         most: int | None = None,
@@ -357,11 +345,18 @@ class LookaheadRunner(_Base):
             drafts = group.broadcast_object(drafts, src=0)
         return drafts
 
+    def _take(self, drafts: Drafts) -> None:
+        """These are the drafts of this step."""
+        trees = self.trees
+        trees.drafts = trees.whole = drafts
+        trees.report = LateReport(drafts.sizes, drafts.pays)
+
     def _chains_only(self, scheduled: SchedulerOutput) -> set[str]:
         """Requests with a custom logits processor, which takes the rows before a row as history."""
         index = self.req_states.req_id_to_index
         req_ids = list(scheduled.scheduled_spec_decode_tokens)
-        needed = self._history.needs_chain(np.array([index[req_id] for req_id in req_ids]))
+        history = self.rejection_sampler.history
+        needed = history.needs_chain(np.array([index[req_id] for req_id in req_ids]))
         return {req_ids[i] for i in np.flatnonzero(needed).tolist()}
 
     def _write_drafts(self, drafts: Drafts, with_slots: list[str], rows: torch.Tensor) -> None:
@@ -408,62 +403,64 @@ class LookaheadRunner(_Base):
         shape = self._shape
         shape.batch, shape.tables, shape.slots = input_batch, tables, slots
         if shape.is_open:
-            self._set_trees(NO_DRAFTS)
+            self._attend(NO_DRAFTS)
             return tables, slots
-        self._step, rows = self._place(input_batch, slots)
-        if self.is_last_pp_rank:
-            self.rejection_sampler.rows = rows
-        elif rows is not None and self._step.branches:
-            self._computed = ComputedTrees.of(rows.layout, input_batch, slots)
-        self._set_trees(self._step)
+        if self.trees.whole.forest.num_nodes:
+            self._place(input_batch, slots)
+        self._attend(self.trees.step)
         self._elapsed = self._clock.tick()
         return tables, slots
 
     def prepare_dummy_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
-        self._set_trees(self._dummy_step)
+        self._attend(self._dummy_step)
         if self.dummies_are_tokens:
             input_batch.is_padding.fill_(False)
         return super().prepare_dummy_attn(input_batch, *args, **kwargs)
 
-    def _set_trees(self, step: DraftStep) -> None:
-        """Give the layers the trees of the next forward pass."""
-        self._verifies = step
-        self._give_trees(step.trees(self.trees_of_chains))
-
-    def _give_trees(self, trees: TreeBatch | None) -> None:
-        """Give the builders of attention metadata what tree attention computes."""
-        for builder in self._builders:
-            builder.trees = trees
+    def _attend(self, step: DraftStep) -> None:
+        """Give attention the trees of the next forward pass, of a step or a dummy run."""
+        self._attended_step = step
+        self.trees.attended.trees = step.trees(self._attends_chains)
 
     def _with_parents(
         self, prepare: Callable[..., dict[str, Any]], batch: InputBatch, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """Replaces the `prepare_attn` of a model with recurrent layers: they get the trees, too."""
         metadata = prepare(batch, *args, **kwargs)
-        step = self._verifies
-        if step.branches or self.attention.replaces_recurrent_chains():
+        step = self._attended_step
+        if step.branches or self.attention.replaces_recurrent_chains:
             parents = recurrent.row_parents(step, batch.query_start_loc_np)
             recurrent.set_parents(metadata, to_device(parents, self.device))
         return metadata
 
-    def _place(self, batch: InputBatch, slots: torch.Tensor) -> tuple[DraftStep, TreeRows | None]:
-        """The drafts in the order of the batch; sets the nodes' positions."""
-        if not self._drafts.forest.num_nodes:
-            return NO_DRAFTS, None
-        step = self._drafts.in_batch(batch.req_ids, batch.num_scheduled_tokens)
-        rows = self._lay_out(step, batch, slots)
+    def _place(self, batch: InputBatch, slots: torch.Tensor) -> None:
+        """Find the drafts' rows of the batch, and set the nodes' positions."""
+        step, layout = self._lay_out(batch, slots)
         if step.branches:
-            layout, indices = rows.layout, batch.logits_indices
-            placed = batch.positions[indices[layout.roots.long()]] + layout.depths
-            if self._rope is not None:
-                self._rope.shifts = indices, placed - batch.positions[indices]
-            batch.positions[indices] = placed
-        return step, rows
+            batch.positions[batch.logits_indices] += layout.shifts
 
-    def _lay_out(self, step: DraftStep, batch: InputBatch, slots: torch.Tensor) -> TreeRows:
-        """What follows the forward pass of a step with drafts."""
+    def _with_depths(
+        self, prepare: Callable[..., dict[str, Any]], batch: InputBatch, *args: Any
+    ) -> dict[str, Any]:
+        """Replaces the `prepare_inputs` of a model with M-RoPE.
+
+        The positions of an answer are one range in all dimensions, so a node moves to its depth by
+        the same shift in each.
+        """
+        inputs, trees = prepare(batch, *args), self.trees
+        if trees.layout is not None and trees.step.branches:
+            inputs["positions"][:, batch.logits_indices] += trees.layout.shifts
+        return inputs
+
+    def _lay_out(self, batch: InputBatch, slots: torch.Tensor) -> tuple[DraftStep, NodeLayout]:
+        """Find the drafts' rows of the batch, and of its logits."""
+        trees = self.trees
+        step = trees.drafts.in_batch(batch.req_ids, batch.num_scheduled_tokens)
         layout = NodeLayout.build(step.forest, step.rows, batch.cu_num_logits_np, self.device)
-        return TreeRows(layout, partial(self._move, slots) if step.branches else None)
+        trees.step = trees.whole_step = step
+        trees.layout = layout
+        trees.move = partial(self._move, slots) if step.branches else None
+        return step, layout
 
     def _move(self, slots: torch.Tensor, path: Walk, requests: slice, ends: torch.Tensor) -> None:
         """Move the accepted nodes' KV to the slots right after the root's, and their states.
@@ -496,8 +493,8 @@ class LookaheadRunner(_Base):
         """Wait for the tokens of the step before, and draft; returns the rows of this step."""
         shape = self._shape
         req_ids = shape.batch.req_ids
-        drafts = self._drafts = self._draft(shape.scheduled, shape.most_nodes, req_ids)
-        return shape.split(drafts)
+        self._draft(shape.scheduled, shape.most_nodes, req_ids)
+        return shape.split(self.trees.drafts)
 
     def _build_metadata(self) -> dict[str, Any]:
         """Attention's metadata of a step outside of graphs."""
@@ -505,7 +502,7 @@ class LookaheadRunner(_Base):
         slots = self._shape.slots[:, : self._batch.num_tokens]
         by_layer = build_slot_mappings_by_layer(slots, self.kv_cache_config)
         get_forward_context().slot_mapping = by_layer
-        self._set_trees(self._step)
+        self._attend(self.trees.step)
         return self._metadata_of(self._batch, CUDAGraphMode.NONE)
 
     def _metadata_of(self, batch: InputBatch, mode: CUDAGraphMode) -> dict[str, Any]:
@@ -528,12 +525,9 @@ class LookaheadRunner(_Base):
         if shape.is_settled:
             return
         assert not shape.awaits_drafts, "vLLM has run the model in another way"
-        batch = self._batch = shape.exact_batch(self._drafts)
-        self._report = _report_of(self._drafts)
-        self._step, self.rejection_sampler.rows = NO_DRAFTS, None
-        if self._drafts.forest.num_nodes:
-            self._step = self._drafts.in_batch(batch.req_ids, batch.num_scheduled_tokens)
-            self.rejection_sampler.rows = self._lay_out(self._step, batch, shape.slots)
+        batch = self._batch = shape.exact_batch(self.trees.drafts)
+        if self.trees.drafts.forest.num_nodes:
+            self._lay_out(batch, shape.slots)
 
     def sample(self, *args: Any) -> Any:
         output, *counts = super().sample(*args)
@@ -545,13 +539,13 @@ class LookaheadRunner(_Base):
 
     def _observe(self, logits: torch.Tensor, batch: InputBatch) -> None:
         """Start to copy the model's choices to the host, for proposers that need them."""
-        drafter, step = self.drafter, self._step
+        drafter, step = self.drafter, self.trees.step
         num_choices = drafter.proposer.num_choices
         with_roots_of = drafter.drafted_for if drafter.proposer.wants_roots else ()
         if not num_choices or not (step.forest.num_nodes or with_roots_of):
             return
         sizes = np.diff(batch.cu_num_logits_np) - 1
-        self._verified = step.collect_choices(
+        self.trees.verified = step.collect_choices(
             logits,
             sizes.astype(np.int64),
             batch.req_ids,
@@ -561,30 +555,38 @@ class LookaheadRunner(_Base):
         )
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        self._verified = None
         if self._shape.is_open and self.execute_model_state is not None:
             self._settle()
             self.execute_model_state = self.execute_model_state._replace(input_batch=self._batch)
         output = super().sample_tokens(grammar_output)
-        computed, self._computed = self._computed, None
-        if computed is not None and (pending := self.pp_handler.queue[-1]) is not None:
-            setattr(pending, _TREES, computed)
+        if not self.is_last_pp_rank and self.trees.step.branches:
+            self._keep_trees()
         if not isinstance(output, AsyncOutput) or not self.drafter.is_drafting_rank:
             return output
-        late = self._late
-        self._measure(waited=self._report is not None)
-        if self._report is None:
+        late, trees = self._late, self.trees
+        self._measure(waited=trees.report is not None)
+        if trees.report is None:
             scheduled = self._scheduled.num_scheduled_tokens
-            self._report = LateReport({}, late.would_pay(scheduled))
+            trees.report = LateReport({}, late.would_pay(scheduled))
             if late.could_draft(scheduled):
                 self.drafter.recorder.report.budgets.append(0)
-        late.add_step(output, self._all_trees, self._verified)
-        messages.attach(output.model_runner_output, self._report)
+        late.add_step(output, trees.whole_step, trees.verified)
+        messages.attach(output.model_runner_output, trees.report)
         step_report.attach(output.model_runner_output, self.drafter.recorder.take_report())
         return output
 
+    def _keep_trees(self) -> None:
+        """On the stages before the last one: keep branching trees until their tokens arrive.
+
+        They are on what vLLM awaits, and read in `update_pp_decode_requests`.
+        """
+        layout, pending = self.trees.layout, self.pp_handler.queue[-1]
+        assert layout is not None
+        if pending is not None:
+            setattr(pending, _TREES, ComputedTrees.of(layout, self._batch, self._shape.slots))
+
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        drafts = self._all_drafts
+        drafts = self.trees.whole
         drafted = np.flatnonzero(drafts.forest.sizes)
         forest = drafts.forest.take(drafted, drafts.forest.sizes[drafted])
         return messages.drafts_of([drafts.req_ids[i] for i in drafted.tolist()], forest)
@@ -600,7 +602,7 @@ class LookaheadRunner(_Base):
             drafter.observe_step(work._replace(waits=waited), elapsed)
         if not batch.has_prefill:
             computed = self._late.num_computed(batch.req_ids)
-            self._work = self._step.work(batch.num_scheduled_tokens, computed)
+            self._work = self.trees.step.work(batch.num_scheduled_tokens, computed)
 
     def shutdown(self) -> None:
         try:
@@ -608,12 +610,8 @@ class LookaheadRunner(_Base):
         finally:  # the device may have failed
             self.drafter.shutdown()
             self._grammars.shutdown()
-            self._movers, self._builders = [], []  # they hold the KV caches
+            self._movers, self._builders = (), []  # they hold the KV caches
             super().shutdown()
-
-
-def _report_of(drafts: Drafts) -> LateReport:
-    return LateReport(drafts.sizes, drafts.pays)
 
 
 def _without_dense_texts(request_state: type, *args: Any, **kwargs: Any) -> Any:

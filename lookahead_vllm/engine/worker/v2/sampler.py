@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.engine.worker.v2.node_history import NodeHistory
-from lookahead_vllm.verify.node_layout import NodeLayout
+from lookahead_vllm.engine.worker.v2.step_trees import StepTrees
 from lookahead_vllm.verify.walk import Walk, walk
 
 MAX_CHUNK_BYTES = 256 << 20
@@ -34,20 +34,13 @@ Observe = Callable[[torch.Tensor, InputBatch], None]
 class RootSampler(Sampler):
     """vLLM's sampler, which first passes the logits of a step without drafts to `observe`."""
 
-    observe: Observe | None = None
+    def __init__(self, observe: Observe, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.observe = observe
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
-        if self.observe is not None:
-            self.observe(logits, input_batch)
+        self.observe(logits, input_batch)
         return super().__call__(logits, input_batch)
-
-
-class TreeRows(NamedTuple):
-    """What a step with drafts needs after its forward pass."""
-
-    layout: NodeLayout
-    move: Callable[[Walk, slice, torch.Tensor], None] | None
-    """Moves the KV of accepted nodes, see `LookaheadRunner._move`; None if all trees are chains."""
 
 
 class Chunk(NamedTuple):
@@ -98,18 +91,23 @@ class NodeSampler:
     ----------
     sampler
         Samples at every row.
+    trees
+        The runner's.
+
+    Attributes
+    ----------
+    history : NodeHistory
+        Lets the sampler's processors follow the parents of the rows.
     """
 
     enable_adaptive_verification = False  # read by vLLM's warm-up
     max_rows: int | None = None
     """How many rows are sampled at once; None for as many as memory allows."""
 
-    def __init__(self, sampler: RootSampler, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, sampler: RootSampler, trees: StepTrees) -> None:
         self.sampler = sampler
-        self.history: NodeHistory
-        """Set by the runner."""
-        self.rows: TreeRows | None = None
-        """The current step's rows; set by the runner."""
+        self.history = NodeHistory(sampler)
+        self._trees = trees
 
     def __call__(
         self,
@@ -118,17 +116,14 @@ class NodeSampler:
         draft_logits: torch.Tensor | None = None,
         invalid_drafts: torch.Tensor | None = None,
     ) -> SamplerOutput:
-        sampler, rows = self.sampler, self.rows
-        assert rows is not None
-        if sampler.observe is not None:
-            sampler.observe(logits, input_batch)
-        batch = input_batch
+        sampler, batch = self.sampler, input_batch
+        sampler.observe(logits, batch)
         num_nans = None
         if sampler.compute_nans:
             num_nans = get_num_nans(logits)[batch.cu_num_logits[:-1].long()]
         logprobs = sampler.get_logprobs_dims(batch.idx_mapping_np)
         parts = [
-            self._verify(logits, batch, rows, chunk, logprobs)
+            self._verify(logits, batch, chunk, logprobs)
             for chunk in chunks_of(
                 batch.cu_num_logits_np, self.max_rows or max_chunk_rows(logits.shape[1])
             )
@@ -160,7 +155,6 @@ class NodeSampler:
         self,
         logits: torch.Tensor,
         batch: InputBatch,
-        step: TreeRows,
         chunk: Chunk,
         logprobs: tuple[int, int] | None,
     ) -> _Emitted:
@@ -168,15 +162,15 @@ class NodeSampler:
 
         `logprobs` is what vLLM's `get_logprobs_dims` returns for the whole batch.
         """
-        sampler, layout, (requests, rows) = self.sampler, step.layout, chunk
+        sampler, layout, (requests, rows) = self.sampler, self._trees.layout, chunk
+        assert layout is not None
         logits, parents = logits[rows], layout.parents[rows]
         ends = batch.cu_num_logits[requests.start : requests.stop + 1]
         if rows.start:
             parents, ends = parents - rows.start, ends - rows.start
         indices, slots = batch.logits_indices[rows], batch.expanded_idx_mapping[rows]
         ids = batch.input_ids[indices]
-        self.history.parents = parents if step.move is not None else None
-        try:
+        with self.history.following(parents if self._trees.move is not None else None):
             sampled, processed = sampler.sample(
                 logits,
                 slots,
@@ -188,9 +182,9 @@ class NodeSampler:
                 batch.seq_lens_cpu_upper_bound.numpy()[requests],
                 return_logprobs=logprobs is not None,
             )
-        finally:
-            self.history.parents = None
-        path = self._accept(sampled, ids, parents, ends, indices, step, requests)
+        path = self._walk(sampled, ids, parents, ends, indices, layout.width)
+        if self._trees.move is not None:
+            self._trees.move(path, requests, ends)
         if logprobs is None:
             return _Emitted(path.tokens, path.num_sampled, None)
         num_logprobs, max_token_ids = logprobs
@@ -209,18 +203,14 @@ class NodeSampler:
         )
         return _Emitted(path.tokens, path.num_sampled, tensors)
 
-    def _accept(
+    def _walk(
         self,
         sampled: torch.Tensor,
         ids: torch.Tensor,
         parents: torch.Tensor,
         ends: torch.Tensor,
         indices: torch.Tensor,
-        step: TreeRows,
-        requests: slice,
+        width: int,
     ) -> Walk:
-        """Walk the trees of these requests, and move the KV of accepted nodes."""
-        path = walk(ids, sampled, parents, ends, indices, step.layout.width)
-        if step.move is not None:
-            step.move(path, requests, ends)
-        return path
+        """The accepted paths of these rows; the arguments are those of `walk`."""
+        return walk(ids, sampled, parents, ends, indices, width)

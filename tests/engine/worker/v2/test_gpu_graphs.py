@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.worker import branching
+from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.step_clock import StepClock
 from lookahead_vllm.engine.worker.step_cost import Batch
 from lookahead_vllm.engine.worker.v2 import gpu_worker, runner
@@ -28,6 +29,7 @@ from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager, size
 from lookahead_vllm.engine.worker.v2.drafts import NO_TREES
 from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker.v2.gpu_worker import GraphRunner
+from lookahead_vllm.engine.worker.v2.step_trees import StepTrees
 from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
 from tests.support import recorded_graphs
 
@@ -65,7 +67,12 @@ def manager_of(
     mode: CUDAGraphMode, may_branch: bool = True, adapters: list[int] | None = None
 ) -> DraftGraphManager:
     manager = DraftGraphManager(
-        config_of(mode), torch.device("cpu"), mode, decode_query_len=1, lora_capture_cases=adapters
+        StepTrees(),
+        config_of(mode),
+        torch.device("cpu"),
+        mode,
+        decode_query_len=1,
+        lora_capture_cases=adapters,
     )
     manager.add_draft_graphs(LONGEST, (lambda size: None) if may_branch else None)
     manager._graphs_captured = True
@@ -138,7 +145,7 @@ CHOICES: dict[CUDAGraphMode, dict[Step, tuple[CUDAGraphMode, int, bool]]] = {
 
 def dispatch(manager: Any, step: Step, adapters: int = 0) -> Any:
     if isinstance(manager, DraftGraphManager):
-        manager.branches = step.branches
+        manager._trees.branches = step.branches
     return manager.dispatch(
         step.requests, step.tokens, step.uniform, adapters, max_query_len=step.longest
     )
@@ -228,7 +235,7 @@ def agree(monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode, steps: list[Step
             dist = SimpleNamespace(all_reduce=lambda tensor, group: reduce(tensor))
             monkeypatch.setattr(dp_utils, "dist", dist)
         step = steps[rank]
-        managers[rank].branches = step.branches
+        managers[rank]._trees.branches = step.branches
         return dp_utils.dispatch_cg_and_sync_dp(
             managers[rank],
             step.requests,
@@ -298,10 +305,9 @@ class FakeBase:
 
         register_top_k_top_p_warmups()
         self.model_state, self.sampler = SimpleNamespace(), SimpleNamespace()
-        self.rejection_sampler = SimpleNamespace()
 
     def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False) -> None:
-        builder = SimpleNamespace(trees=None, graph=None)
+        builder = SimpleNamespace()
         group = SimpleNamespace(get_metadata_builder=lambda index: builder)
         self.builder, self.attn_groups, self.kv_cache_config = builder, [[group]], kv_cache_config
         self.cudagraph_manager = model_runner.ModelCudaGraphManager(
@@ -330,7 +336,11 @@ class Runner(GraphRunner, FakeBase):
     attention: Any = SimpleNamespace(
         replaces_chains=lambda is_latent: False, unsupported_rows=lambda groups: None
     )
-    vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=1))
+    vllm_config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        model_config=SimpleNamespace(use_mla=False),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
     device = torch.device("cpu")
 
 
@@ -348,12 +358,12 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         made.compilation_config = SimpleNamespace(
             static_forward_context={}, mode=CompilationMode.VLLM_COMPILE
         )
-        made.drafter = SimpleNamespace(may_branch=None)
-        made._buffers, made._graph, made._movers = {}, None, []
+        made.drafter = object.__new__(LookaheadDrafter)
+        made.trees, made._buffers = StepTrees(), {}
         made._shape = SimpleNamespace(
             use_buffers=lambda: None, begin=lambda scheduled: None, is_open=False
         )
-        made._drafts, made._dummy_step = NO_TREES, runner.NO_DRAFTS
+        made._dummy_step = runner.NO_DRAFTS
         made.is_profiling = settings.pop("is_profiling", False)
         for name, value in settings.items():
             setattr(made, name, value)
@@ -390,7 +400,7 @@ def test_what_a_runner_captures(make: Callable[..., Any]) -> None:
         assert not captured_with_drafts(cannot) and not cannot._buffers
         assert cannot.drafter.may_branch
     # vLLM's profile must not keep its caches.
-    assert make(is_profiling=True)._movers == []
+    assert not make(is_profiling=True)._movers
 
 
 def test_engines_that_share_graphs_for_any_batch_verify_chains(make: Callable[..., Any]) -> None:
@@ -411,16 +421,16 @@ def test_a_step_tells_the_manager_whether_trees_branch(make: Callable[..., Any])
     made = make(mode=FULL)
     made._clock = StepClock(overlaps=True)
     made.__dict__["_fill_slots"] = lambda scheduled: scheduled
-    made.__dict__["_forget_drafts"] = lambda: None
+    made.__dict__["_forget_trees"] = lambda: None
     for tree, branches in ((DraftTree.from_lists([1, 2], [-1, -1]), True),
                            (DraftTree.chain([1, 2]), False)):  # fmt: skip
-        made._drafts = NO_TREES._replace(forest=DraftForest.of([tree]))
+        made.trees.drafts = NO_TREES._replace(forest=DraftForest.of([tree]))
         made.gather_batch_req_state(None, False)
-        assert made.cudagraph_manager.branches is branches
-    made._drafts = NO_TREES
+        assert made.trees.branches is branches
+    made.trees.forget()
     made.schedule_dummy_trees([DraftTree.from_lists([1, 2], [-1, -1])])
     made.gather_batch_req_state(None, True)
-    assert made.cudagraph_manager.branches
+    assert made.trees.branches
 
 
 def test_sampling_compiles_no_more_at_start_up_than_plain_vllm(
@@ -432,7 +442,6 @@ def test_sampling_compiles_no_more_at_start_up_than_plain_vllm(
         registered.append(True)
 
     monkeypatch.setattr(topk_topp_sampler, "register_top_k_top_p_warmups", register)
-    monkeypatch.setattr(runner, "NodeHistory", lambda sampler: None)
     make().load_model()
     assert not registered and topk_topp_sampler.register_top_k_top_p_warmups is register
 
@@ -491,9 +500,7 @@ def test_only_steps_in_graphs_for_drafts_have_their_bound_and_buffers(
         assert batch.max_query_len == bound
         batch.num_tokens_after_padding = desc.num_tokens
         made._choose_buffers(batch)
-        assert made._graph is (made._buffers[8] if bound else None)
-        made._set_trees(runner.NO_DRAFTS)
-        assert made.builder.graph is made._graph
+        assert made.builder.attended.graph is (made._buffers[8] if bound else None)
 
 
 # ---- warming up ----------------------------------------------------------------------------------

@@ -27,10 +27,11 @@ from vllm.v1.worker.utils import AttentionGroup
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.messages import DraftsToVerify
 from lookahead_vllm.engine.worker import gpu_attention
+from lookahead_vllm.engine.worker.attended import GraphBuffers
 from lookahead_vllm.engine.worker.draft_step import DraftStep
-from lookahead_vllm.engine.worker.tree_rows import GraphBuffers
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.gpu_worker import GraphRunner
+from lookahead_vllm.engine.worker.v2.step_trees import StepTrees
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
 from tests.support import driving, graph_engine, recorded_graphs, v2_on_cpu
 from tests.support.attention_cases import random_tree
@@ -171,11 +172,16 @@ class Engine:
         self.model_state.prepare_attn = partial(DefaultModelState.prepare_attn, self.model_state)
         self.runner: Any = object.__new__(GraphRunner)
         self.runner._builders, self.runner.device = [self.builder], torch.device("cpu")
-        self.runner._buffers, self.runner._graph = {}, None
+        self.runner._buffers, self.runner.trees = {}, StepTrees()
+        self.builder.attended = self.runner.trees.attended
         self.runner.max_num_reqs, self.runner.decode_query_len = REQUESTS, LONGEST
         self.runner.max_model_len = self.model_state.max_model_len
         self.manager = DraftGraphManager(
-            config, torch.device("cpu"), compilation.cudagraph_mode, decode_query_len=1
+            self.runner.trees,
+            config,
+            torch.device("cpu"),
+            compilation.cudagraph_mode,
+            decode_query_len=1,
         )
         self.captured: dict[tuple[int, bool], Any] = {}
         """The metadata at the last capture of each number of tokens, with drafts and without."""
@@ -306,7 +312,7 @@ class Step:
         engine.poison(self.rng)
         batch = self.prepare(desc)
         runner._choose_buffers(batch)
-        runner._set_trees(self.step)
+        runner._attend(self.step)
         count = batch.num_tokens_after_padding if desc.cg_mode == CUDAGraphMode.FULL else None
         metadata = engine.model_state.prepare_attn(
             batch,
@@ -438,7 +444,7 @@ def test_a_measured_pass_with_trees_keeps_its_contexts(engine: Engine) -> None:
     desc = step.graph()
     batch = step.prepare(desc)
     engine.runner._choose_buffers(batch)
-    engine.runner._set_trees(step.step)
+    engine.runner._attend(step.step)
     metadata = engine.model_state.prepare_attn(
         batch, desc.cg_mode, (engine.block_table[: desc.num_reqs],),
         engine.slots[:, : desc.num_tokens], [[engine.group]], engine.kv_config, for_capture=True,

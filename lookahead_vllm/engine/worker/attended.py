@@ -1,8 +1,8 @@
-"""Metadata for vLLM's own kernels in steps with branching trees, on any device."""
+"""What tree attention computes in a forward pass, and what is left for vLLM's own kernels."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
+    from lookahead_vllm.verify.tree_batch import TreeBatch
 
 
 class GraphBuffers(NamedTuple):
@@ -23,6 +24,19 @@ class GraphBuffers(NamedTuple):
     branching trees have no context there."""
     metadata: dict[Any, Any]
     """What each builder made of the step that was captured; it refers to buffers only."""
+
+
+@dataclass
+class AttendedTrees:
+    """The trees of the next forward pass, for the builders of attention metadata.
+
+    A runner has one, fills it in before vLLM builds the metadata, and shares it with all builders.
+    """
+
+    trees: TreeBatch | None = None
+    """What tree attention computes; None if it computes nothing."""
+    graph: GraphBuffers | None = None
+    """The buffers that hold the same trees, if a graph with trees runs the pass or is captured."""
 
 
 def without_contexts(

@@ -1,0 +1,41 @@
+"""What the attention of a device tells the model runners, whatever the device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+
+class TreeAttention(ABC):
+    """Tree attention in vLLM's attention backends on one kind of device.
+
+    An attention group is vLLM's: layers with the same backend and the same kind of KV cache.
+
+    Attributes
+    ----------
+    replaces_recurrent_chains : bool
+        Whether lookahead's kernels also compute recurrent layers in steps with only chains.
+    """
+
+    replaces_recurrent_chains: bool
+
+    @abstractmethod
+    def register(self) -> None:
+        """Replace vLLM's backends in a process that serves lookahead."""
+
+    @abstractmethod
+    def replaces_chains(self, is_latent: bool) -> bool:
+        """Whether tree attention computes all rows that decode, in place of vLLM's kernel."""
+
+    @abstractmethod
+    def obstacle(self, group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
+        """Why the layers of a group cannot verify branching trees, or None if they can."""
+
+    @abstractmethod
+    def mover(self, kv_caches: Sequence[Any], layer: Any) -> Any:
+        """What moves KV in a KV cache group; `layer` is one of its layers."""
+
+    def unsupported_rows(self, groups: Sequence[Any]) -> str | None:
+        """Why requests with drafts cannot share a step with others, or None if they can."""
+        return None
