@@ -496,6 +496,11 @@ def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> Non
     second = runner is SECOND_RUNNER
     refusals = _REFUSALS + (_SECOND_RUNNER_REFUSALS if second else _FIRST_RUNNER_REFUSALS)
     if options.parallel > 1:
+        if not second:
+            raise OptionError(
+                "parallel was given, but on a CPU all replicas read their weights from one memory, "
+                "so they gain nothing; write tensor_parallel_size instead, or leave parallel out"
+            )
         refusals += _PARALLEL_REFUSALS
     for refusal in refusals:
         if refusal.applies(config):

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.worker.gpu.mm.rope import RopeState
 
 from lookahead_vllm.engine.worker.v1.runner import SynchronousRunner
-from lookahead_vllm.engine.worker.v2.node_rope import NodeRopeState
+from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 from lookahead_vllm.verify.cpu.kv_moves import LatentMover
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
 from tests.support.driving import (
@@ -126,7 +125,7 @@ def test_engine_settings_keep_the_output(
 
 def _linear_positions(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SynchronousRunner, "_shift_mrope", lambda *args: None)
-    patch.setattr(NodeRopeState, "prepare_positions", RopeState.prepare_positions)
+    patch.setattr(LookaheadRunner, "_with_depths", lambda self, prepare, *args: prepare(*args))
 
 
 def _causal_masks(patch: pytest.MonkeyPatch) -> None:

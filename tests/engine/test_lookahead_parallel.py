@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import RequestStatus
 
 from tests.fuzz.processes import WorkerExtension
+from tests.support import v2_on_cpu
 from tests.support.driving import engine, generate, generate_staggered, random_prompts
-from tests.support.models import save_tiny_model
 from tests.support.proposers import RECORDED, record
 from tests.support.ranks import (
     GREEDY,
@@ -37,11 +35,15 @@ HYBRID = {"proposer": "hybrid", "num_speculative_tokens": 48, "budget": 24}
 HIDDEN = {"proposer": "hidden_path", "num_speculative_tokens": 16, "budget": 16}
 
 
-pytestmark = pytest.mark.usefixtures("shared_runner")
+@pytest.fixture(scope="module", autouse=True)
+def second_runner() -> Iterator[None]:
+    """A CPU has lookahead parallelism in the tests alone."""
+    with v2_on_cpu.enabled():
+        yield
 
 
 @pytest.fixture(scope="module")
-def plain(llama: Path, shared_runner: str) -> Answers:
+def plain(llama: Path, second_runner: None) -> Answers:
     """What plain vLLM answers on one rank."""
     with engine(llama) as llm:
         return plain_answers(llm)
@@ -76,47 +78,13 @@ def check_ranks(llm: LLM) -> None:
 
 def check_rank(first: Verified, other: Verified) -> None:
     assert not other.drafts and other.trees != first.trees
-    if not other.counters["trees"]:  # on V2, only the drafting rank counts
-        assert first.counters["moved_tokens"] and len(other.trees) > 20
-        return
-    for name in ("trees", "branching_trees", "nodes", "accepted_nodes"):
-        assert first.counters[name] == other.counters[name], name
-    assert first.counters["moved_tokens"] and other.counters["moved_tokens"]
+    assert first.counters["moved_tokens"] and len(other.trees) > 20
 
 
-def recompute(worker: Any) -> None:
-    """In a worker: compute the KV of accepted nodes again, and count in which ways it comes."""
-    runner = worker.model_runner
-    worker.recompute()
-    runner.num_sent, original = 0, runner._send
-
-    def send(lacking: Any) -> None:
-        runner.num_sent += len(lacking)
-        original(lacking)
-
-    runner._send = send
-
-
-def recomputed_and_sent(worker: Any) -> tuple[int, int]:
-    """In a worker: tokens computed again, and requests whose KV could not be."""
-    runner = worker.model_runner
-    return runner.num_recomputed, getattr(runner, "num_sent", 0)
-
-
-def test_two_replicas(llama: Path, plain: Answers, tmp_path: Path, shared_runner: str) -> None:
+def test_two_replicas(llama: Path, plain: Answers, tmp_path: Path) -> None:
     with replicas(llama, 2, HYBRID, tmp_path) as llm:
-        for recomputes in (False, True)[: 1 + (shared_runner == "v1")]:
-            if recomputes:
-                assert llm.collective_rpc(recomputed_and_sent) == [(0, 0)] * 2
-                llm.collective_rpc(recompute)
-            assert generate_staggered(llm, PROMPTS, GREEDY) == plain.greedy
-            assert generate(llm, PROMPTS, GREEDY) == plain.greedy
-            assert generate(llm, PROMPTS, SEEDED) == plain.seeded
-        if shared_runner == "v1":
-            assert all(
-                recomputed > 20 and sent <= 3 * len(PROMPTS)  # when they end
-                for recomputed, sent in llm.collective_rpc(recomputed_and_sent)
-            )
+        assert generate_staggered(llm, PROMPTS, GREEDY) == plain.greedy
+        assert generate(llm, PROMPTS, SEEDED) == plain.seeded
         assert generate_staggered(llm, PROMPTS, GREEDY, reset_every=3) == plain.greedy
         aborted = generate_staggered(llm, PROMPTS, GREEDY, abort=[1, 4])
         for i, (answer, whole) in enumerate(zip(aborted, plain.greedy, strict=True)):
@@ -124,46 +92,6 @@ def test_two_replicas(llama: Path, plain: Answers, tmp_path: Path, shared_runner
         check_ranks(llm)
 
 
-def _cache_whole_answers(patch: pytest.MonkeyPatch) -> None:
-    """As vLLM 0.33 does: the last block of a request that ends is cached when it is full."""
-    original = Scheduler._update_request_with_output
-
-    def update(self: Any, request: Any, new: list[int], is_stale: bool = False) -> Any:
-        is_running, sampled = request.status == RequestStatus.RUNNING, len(new)
-        new, stopped = original(self, request, new, is_stale)
-        if is_running and not is_stale:
-            request.num_computed_tokens -= sampled - len(new)
-            self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
-        return new, stopped
-
-    patch.setattr(Scheduler, "_update_request_with_output", update)
-
-
-@pytest.mark.parametrize("shared_runner", ["v1"], indirect=True)
-def test_the_next_turn_of_a_conversation(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its cached prefix has the KV of the nodes that were accepted last, on all ranks."""
-    settings: dict[str, Any] = dict(enable_prefix_caching=True, block_size=32)
-    first_turn = [  # whose last computed token is the last of a block
-        SamplingParams(temperature=0, max_tokens=20 + (13 - len(p)) % 32, ignore_eos=True)
-        for p in PROMPTS
-    ]
-    with engine(llama, **settings) as llm:
-        first = generate(llm, PROMPTS, first_turn)
-        prompts = [[*p, *a, 5, 7, 9] for p, (a,) in zip(PROMPTS, first, strict=True)]
-        second = generate(llm, prompts, GREEDY)
-    record([*PROMPTS, *prompts], [*first, *second])
-    if vllm.__version__.startswith("0.32"):
-        _cache_whole_answers(monkeypatch)
-    with replicas(llama, 2, HIDDEN, tmp_path, **settings) as llm:
-        llm.collective_rpc(recompute)
-        assert generate(llm, PROMPTS, first_turn) == first
-        assert generate(llm, prompts, GREEDY) == second
-        assert all(sent for _, sent in llm.collective_rpc(recomputed_and_sent))
-
-
-@pytest.mark.parametrize("shared_runner", ["v2"], indirect=True)  # they exchange alike on V1
 def test_four_replicas(llama: Path, plain: Answers, tmp_path: Path) -> None:
     with replicas(llama, 4, HYBRID, tmp_path) as llm:
         assert generate(llm, PROMPTS, GREEDY) == plain.greedy
@@ -171,7 +99,6 @@ def test_four_replicas(llama: Path, plain: Answers, tmp_path: Path) -> None:
         check_ranks(llm)
 
 
-@pytest.mark.parametrize("shared_runner", ["v2"], indirect=True)  # they exchange alike on V1
 def test_replicas_of_two_ranks_each(llama: Path, plain: Answers, tmp_path: Path) -> None:
     with replicas(llama, 2, HYBRID, tmp_path, tensor_parallel_size=2) as llm:
         assert generate(llm, PROMPTS, GREEDY) == plain.greedy
@@ -186,7 +113,6 @@ def test_preempted_requests_and_cached_prefixes(
     llama: Path,
     plain: Answers,
     tmp_path: Path,
-    shared_runner: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     preempted: list[str] = []
@@ -198,32 +124,12 @@ def test_preempted_requests_and_cached_prefixes(
 
     monkeypatch.setattr(Scheduler, "_preempt_request", count)
     few = {"num_gpu_blocks_override": 12, "block_size": 32, "enable_prefix_caching": True}
-    tight = {"max_num_seqs": 4, "max_num_batched_tokens": 100}  # no room to recompute in each step
+    tight = {"max_num_seqs": 4, "max_num_batched_tokens": 100}
     with replicas(llama, 2, HYBRID, tmp_path, **few, **tight) as llm:
-        for recomputes in (False, True)[: 1 + (shared_runner == "v1")]:
-            if recomputes:
-                llm.collective_rpc(recompute)
-            assert generate_staggered(llm, PROMPTS, GREEDY) == plain.greedy
-            assert generate(llm, PROMPTS, SEEDED) == plain.seeded
+        assert generate_staggered(llm, PROMPTS, GREEDY) == plain.greedy
+        assert generate(llm, PROMPTS, SEEDED) == plain.seeded
         check_ranks(llm)
-        assert shared_runner == "v2" or all(
-            recomputed > 20 and sent for recomputed, sent in llm.collective_rpc(recomputed_and_sent)
-        )
     assert preempted
-
-
-@pytest.mark.parametrize("shared_runner", ["v1"], indirect=True)
-def test_a_sliding_window_recomputes_nothing(tmp_path: Path) -> None:
-    """The scheduler gives back blocks behind the window that a recomputed row would attend to."""
-    model = save_tiny_model("mistral_window", tmp_path)
-    with engine(model, block_size=32) as llm:
-        expected = generate(llm, PROMPTS, GREEDY)
-    with replicas(model, 2, HYBRID, tmp_path, block_size=32) as llm:
-        llm.collective_rpc(recompute)
-        assert generate_staggered(llm, PROMPTS, GREEDY) == expected
-        assert generate(llm, PROMPTS, GREEDY) == expected
-        check_ranks(llm)
-        assert llm.collective_rpc(recomputed_and_sent) == [(0, 0)] * 2
 
 
 THINK, END_OF_THINKING = 3, 4

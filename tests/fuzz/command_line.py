@@ -152,6 +152,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     possible = PLANTS[args.plant][0] if args.plant else ("v1", "v2")
     if args.parallel != 1 and (args.http or args.plant):
         parser.error("--parallel is for replicas in other processes; leave out what is not")
+    if args.parallel != 1:
+        possible = ("v2",)
     args.runners = args.runner or (["v1"] if args.http else [*possible])
     if args.plant and not set(args.runners) <= set(possible):
         parser.error(f"--plant {args.plant} is for --runner {','.join(possible)}")

@@ -153,12 +153,11 @@ def draw_round(
         elsewhere = rng.choice(
             ["engine and worker"]
             + [TWO_STAGES] * (model in IN_STAGES)
-            + ["two replicas"] * (model not in HYBRIDS)
+            + ["2 replicas"] * (model not in HYBRIDS)
         )
-        parallel = 2 if elsewhere == "two replicas" else 1
+        parallel = 2 if elsewhere == "2 replicas" else 1
     if parallel > 1:
-        how = rng.choice(["send", "recompute"]) if runner == "v1" else "send"
-        elsewhere = f"{parallel} replicas that {how} KV"
+        elsewhere = f"{parallel} replicas"
     if elsewhere:
         features.add(f"other processes: {elsewhere}")
     settings = _draw_settings(draws, model, tiny, http, runner)

@@ -414,8 +414,6 @@ class Rounds:
             if round_.processes == TWO_STAGES:
                 stress["pipeline_parallel_size"] = 2
         with start(model, lookahead, **{**settings, **stress}) as llm:
-            if lookahead and "recompute" in round_.processes:
-                llm.collective_rpc("recompute")
             yield llm
 
 

@@ -32,10 +32,6 @@ class WorkerExtension:
         proposers.RECORDED.clear()
         proposers.record(prompts, answers)
 
-    def recompute(self) -> None:
-        """Let a replica compute the KV of accepted nodes again where it can, whatever it costs."""
-        self.model_runner.recompute_kv = self.model_runner.can_recompute_kv
-
     def draft_counters(self) -> dict[str, int]:
         """The fields of `Counters`."""
         return vars(self.model_runner.drafter.counters)

@@ -8,7 +8,6 @@ _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _CLASS = "the runner class can be configured"
 _TREES = "custom proposers may return trees"
 _IDS = "custom proposers are called with request ids"
-_REPLICAS = "replicas of a model may share one engine"
 
 SEAMS = (
     # Workers: each makes its runner from a global name.
@@ -21,14 +20,6 @@ SEAMS = (
         _CLASS,
     ),
     # The runner: from a scheduled draft to the next one.
-    Seam(
-        _RUNNER,
-        "GPUModelRunner.execute_model",
-        ("scheduler_output",),
-        "overridden",
-        "under lookahead parallelism: a rank runs its part of the step's drafts",
-        _REPLICAS,
-    ),
     Seam(
         _RUNNER,
         "GPUModelRunner._update_states",

@@ -136,9 +136,6 @@ class Sampled(NamedTuple):
     """The model's choices at each of the r + n rows; without columns if the proposer needs none."""
     num_nodes: Int64s
     """int64 [r]: the number of nodes of each request of the batch."""
-    own_nodes: Int64s
-    """int64 [m]: the nodes that this rank has, among those of all trees, in the order of its own
-    logits."""
 
 
 def exchange(
@@ -181,15 +178,11 @@ def exchange(
     received = group.gather(every[sent[group.rank]], [len(i) for i in sent])
     for places, values in zip(sent, received, strict=True):
         every[places] = values
-    index = np.full(len(every), -1)
-    index[nodes] = np.arange(len(nodes))
-    own_nodes = index[here]
     return Sampled(
         every[roots, 0],
         every[nodes, 0],
         Choices(every[:, 1 : 1 + k], every[:, 1 + k :].view(np.float32)),
         all_nodes,
-        own_nodes[own_nodes >= 0],
     )
 
 
@@ -198,8 +191,6 @@ class AcceptedKV(NamedTuple):
 
     trees: Int64s
     """int64 [m]: the tree of each node."""
-    nodes: Int64s
-    """int64 [m]: the node."""
     has: NDArray[np.bool_]
     """bool [m]: whether this rank has computed it."""
     origins: Int64s
@@ -224,7 +215,6 @@ class AcceptedKV(NamedTuple):
         last = np.cumsum((paths >= 0).sum(axis=1))[trees] - 1
         return cls(
             trees,
-            nodes,
             has,
             1 + np.where(has, places[nodes], depths),
             1 + depths,

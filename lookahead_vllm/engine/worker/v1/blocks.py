@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
-from lookahead_vllm.draft.jit import Int64s
-
 
 def keep_first(runner: Any, request_id: str, counts: Sequence[int]) -> None:
     """Keep the first `counts` blocks of each KV cache group: the scheduler freed the others."""
@@ -20,13 +15,3 @@ def keep_first(runner: Any, request_id: str, counts: Sequence[int]) -> None:
         tables = runner.input_batch.block_table.block_tables
         for table, count in zip(tables, counts, strict=True):
             table.num_blocks_per_row[row] = count
-
-
-def slots_of(table: Any, rows: Int64s, positions: Int64s) -> torch.Tensor:
-    """The KV slots of positions int64 [m] of the requests in `rows`, int64 [m], on the host.
-
-    `table` is the block table of a KV cache group.
-    """
-    size = table.block_size
-    blocks = table.block_table.np[rows, positions // size].astype(np.int64)
-    return torch.from_numpy(blocks * size + positions % size)

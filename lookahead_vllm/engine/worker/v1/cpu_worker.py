@@ -9,10 +9,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from lookahead_vllm.engine import patches
-from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.worker.cpu_attention import CPUTreeAttention
-from lookahead_vllm.engine.worker.replicas import become_replica
-from lookahead_vllm.engine.worker.v1.replica_runner import SynchronousReplicaRunner
 from lookahead_vllm.engine.worker.v1.runner import SynchronousRunner
 
 if TYPE_CHECKING:
@@ -25,13 +22,8 @@ class LookaheadCPUModelRunner(SynchronousRunner, CPUModelRunner):
     attention = CPUTreeAttention()
 
 
-class ReplicaCPUModelRunner(SynchronousReplicaRunner, LookaheadCPUModelRunner):
-    """vLLM's CPU runner with lookahead, under lookahead parallelism."""
-
-
 class LookaheadCPUWorker(cpu_worker.CPUWorker):
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        become_replica(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
         LookaheadCPUModelRunner.attention.register()
         if self.vllm_config.model_config.is_hybrid:
@@ -40,9 +32,7 @@ class LookaheadCPUWorker(cpu_worker.CPUWorker):
             recurrent_kernels_cpu.register()
 
     def init_device(self) -> None:
-        is_replica = options_of(self.vllm_config).parallel > 1
-        runner = ReplicaCPUModelRunner if is_replica else LookaheadCPUModelRunner
-        with patches.swapped(cpu_worker, "CPUModelRunner", runner):
+        with patches.swapped(cpu_worker, "CPUModelRunner", LookaheadCPUModelRunner):
             super().init_device()
 
     def compile_or_warm_up_model(self) -> CompilationTimes:

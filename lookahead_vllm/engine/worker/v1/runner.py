@@ -292,23 +292,13 @@ class SynchronousRunner(_Base):
         logprobs = merged_logprobs(draws.at_roots, draws.at_nodes, forest, rows, paths)
         return SamplerOutput(torch.from_numpy(tokens).to(logits.device), logprobs), paths
 
-    def _draw(
-        self,
-        logits: torch.Tensor,
-        num_nodes: Int64s,
-        step: DraftStep,
-        trees: DraftStep | None = None,
-    ) -> Draws:
-        """Sample at every root and node; `logits` and `num_nodes` as in `_verify`.
-
-        Other ranks may sample at further nodes of the `trees`, of which `step` is a part.
-        """
+    def _draw(self, logits: torch.Tensor, num_nodes: Int64s, step: DraftStep) -> Draws:
+        """Sample at every root and node; the arguments are those of `_verify`."""
         roots, node_rows = split_rows(num_nodes)
         requests = [self.requests[i] for i in self.input_batch.req_ids]
         metadata = replace(self.input_batch.sampling_metadata, spec_token_ids=None)
         no_generators = not metadata.generators
-        has_nodes = step.forest.num_nodes > 0
-        if has_nodes and no_generators and self._node_processors.rows_are_alike(metadata, requests):
+        if no_generators and self._node_processors.rows_are_alike(metadata, requests):
             owners = np.repeat(np.arange(len(num_nodes)), num_nodes + 1)
             sampled = self.sampler(logits, spread_metadata(metadata, owners)).sampled_token_ids
             at_roots, at_nodes = (
@@ -317,21 +307,14 @@ class SynchronousRunner(_Base):
             )
             return Draws(at_roots, at_nodes)
         nodes = NodeRows(requests, step.forest, step.rows)
-        if has_nodes:
-            at_roots = self._sample_some(logits, roots, metadata)
-        else:
-            at_roots = super()._sample(logits, None)
+        at_roots = self._sample_some(logits, roots, metadata)
         states: dict[int, GeneratorStates] = {}
         if not no_generators:
-            with_states = nodes if trees is None else NodeRows(requests, trees.forest, trees.rows)
             states = generator_states_for(
-                self.sampler, metadata.generators, with_states, logits.shape[-1]
+                self.sampler, metadata.generators, nodes, logits.shape[-1]
             )
         holder = metadata.thinking_budget_state_holder
         thinking = None if holder is None else NodeThinking(holder, nodes)
-        if not has_nodes:
-            none = SamplerOutput(at_roots.sampled_token_ids[:0], None)
-            return Draws(at_roots, none, states, thinking, requests)
         at_nodes = self._sample_some(
             logits,
             node_rows,
