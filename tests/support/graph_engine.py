@@ -30,7 +30,7 @@ from vllm.v1.worker.gpu import cudagraph_utils
 
 from lookahead_vllm.engine.worker import gpu_attention
 from lookahead_vllm.engine.worker.v2 import cpu_worker
-from lookahead_vllm.engine.worker.v2.gpu_worker import GraphRunner
+from lookahead_vllm.engine.worker.v2.graph_runner import GraphRunner
 from tests.support import recorded_graphs
 
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128]

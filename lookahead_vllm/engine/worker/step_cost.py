@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +32,11 @@ from lookahead_vllm.draft.cache.file import set_aside
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine.worker.pipeline import gather_from_stages
 from lookahead_vllm.machine import cpu_name
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -121,7 +126,18 @@ class ForwardPasses(Protocol):
         """
 
 
-def begin_to_draft(runner: Any) -> None:
+class MeasuredRunner(Protocol):
+    """A model runner of vLLM with lookahead."""
+
+    vllm_config: VllmConfig
+    drafter: LookaheadDrafter
+    max_num_tokens: int
+
+    def forward_passes(self) -> ForwardPasses:
+        """Passes to measure the cost of a step with."""
+
+
+def begin_to_draft(runner: MeasuredRunner) -> None:
     """Start the drafter, with the cost of a step if the budget depends on it.
 
     Every rank must call this.
@@ -143,15 +159,9 @@ def begin_to_draft(runner: Any) -> None:
     )
 
 
-def step_cost(runner: Any) -> StepCost:
-    """The cost of a step of this engine's model, in seconds: from the cache, or measured.
-
-    Parameters
-    ----------
-    runner
-        A model runner of vLLM with a `drafter` and `forward_passes`.
-    """
-    path = _file_of(runner)
+def step_cost(runner: MeasuredRunner) -> StepCost:
+    """The cost of a step of this engine's model, in seconds: from the cache, or measured."""
+    path = _file_of(runner.vllm_config)
     is_first_rank = is_global_first_rank()
     facts = _broadcast(_read(path) if is_first_rank else None)
     if facts is None:
@@ -194,23 +204,25 @@ def _cost_of(facts: dict[str, Any]) -> StepCost:
     )
 
 
-def measure(runner: Any) -> dict[str, Any]:
+def measure(runner: MeasuredRunner) -> dict[str, Any]:
     """Time forward passes, logits included, then attention in chains and in trees; in seconds.
 
     CUDA graphs of the whole model are timed by themselves, with drafts and without.
     """
     deadline = time.perf_counter() + MAX_SECONDS
-    passes: ForwardPasses = runner.forward_passes()
+    passes = runner.forward_passes()
     captured = passes.captured_tokens()
-    limit = runner.scheduler_config.max_num_seqs, runner.max_num_tokens
+    config = runner.vllm_config
+    limit = config.scheduler_config.max_num_seqs, runner.max_num_tokens
+    max_model_len = config.model_config.max_model_len
     sizes = [size for size in SIZES if size <= limit[1]]
     batches = [b._replace(rows=min(b.rows, captured.longest or b.rows)) for b in BATCHES]
     batches = [b for b in batches if b.requests <= limit[0] and b.num_tokens <= limit[1]]
-    batches = [batch for batch in batches if batch.rows < runner.max_model_len]
+    batches = [batch for batch in batches if batch.rows < max_model_len]
     if not runner.drafter.may_branch:
         batches = [batch for batch in batches if not batch.trees]
     most_rows = max((batch.rows for batch in batches), default=0)
-    context = min(CONTEXT_TOKENS, runner.max_model_len - most_rows)
+    context = min(CONTEXT_TOKENS, max_model_len - most_rows)
     graphs = [
         (_about_doubling(captured.without_drafts), passes.decode_in_graph),
         (_about_doubling(captured.with_drafts), passes.drafts_in_graph),
@@ -320,15 +332,15 @@ def _fastest(run: Any) -> float:
     return sum(gather_from_stages(min(times)))  # a step runs through all stages
 
 
-def _file_of(runner: Any) -> Path:
+def _file_of(config: VllmConfig) -> Path:
     """The cache file, named by a hash of config, model, device and versions."""
     device = current_platform.get_device_name()
     if current_platform.is_cpu():
         device = f"{cpu_name()}, {torch.get_num_threads()} threads"
     key = [
-        runner.vllm_config.compute_hash(),
-        runner.model_config.model,
-        str(runner.model_config.dtype),
+        config.compute_hash(),
+        config.model_config.model,
+        str(config.model_config.dtype),
         device,
         torch.__version__,
         vllm.__version__,

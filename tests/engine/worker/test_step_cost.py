@@ -224,9 +224,11 @@ def test_no_pass_is_longer_than_max_model_len(
     )
     runner = SimpleNamespace(
         forward_passes=lambda: passes,
-        scheduler_config=SimpleNamespace(max_num_seqs=64),
+        vllm_config=SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=64),
+            model_config=SimpleNamespace(max_model_len=longest),
+        ),
         max_num_tokens=1024,
-        max_model_len=longest,
         drafter=SimpleNamespace(may_branch=True),
     )
     monkeypatch.setattr(step_cost, "is_global_first_rank", lambda: False)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.distributed.parallel_state import get_pp_group
 
 from lookahead_vllm.engine.worker.step_cost import Batch, CapturedTokens
+
+if TYPE_CHECKING:
+    from lookahead_vllm.engine.worker.v1.runner import SynchronousRunner
 
 
 class RunnerPasses:
@@ -17,7 +20,7 @@ class RunnerPasses:
 
     attends_in_graphs = False
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: SynchronousRunner) -> None:
         self._runner = runner
 
     def captured_tokens(self) -> CapturedTokens:

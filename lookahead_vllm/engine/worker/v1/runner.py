@@ -27,7 +27,6 @@ from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep, split_
 from lookahead_vllm.engine.worker.drafter import LiveRequest, LookaheadDrafter, prompt_tokens
 from lookahead_vllm.engine.worker.step_clock import StepClock
 from lookahead_vllm.engine.worker.step_cost import begin_to_draft
-from lookahead_vllm.engine.worker.v1 import blocks
 from lookahead_vllm.engine.worker.v1.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker.v1.recurrent import RecurrentRows, commit
 from lookahead_vllm.engine.worker.v1.sampler import (
@@ -144,13 +143,23 @@ class SynchronousRunner(_Base):
         if self._earlier_stage is not None:
             self._earlier_stage.settle(self, drafts.emitted)
         for request_id, counts in drafts.kept_blocks.items():
-            blocks.keep_first(self, request_id, counts)
+            self._keep_first_blocks(request_id, counts)
         if self._recurrent is None:
             return super()._update_states(scheduler_output)
         self._recurrent.remember(self.input_batch, scheduler_output)
         updated = super()._update_states(scheduler_output)
         self._recurrent.restore(self.input_batch, scheduler_output)
         return updated
+
+    def _keep_first_blocks(self, request_id: str, counts: Sequence[int]) -> None:
+        """Keep so many blocks of each KV cache group: the scheduler freed the others."""
+        for block_ids, count in zip(self.requests[request_id].block_ids, counts, strict=True):
+            del block_ids[count:]
+        row = self.input_batch.req_id_to_index.get(request_id)
+        if row is not None:
+            tables = self.input_batch.block_table.block_tables
+            for table, count in zip(tables, counts, strict=True):
+                table.num_blocks_per_row[row] = count
 
     def _may_reorder_batch(self, scheduler_output: SchedulerOutput) -> None:
         with self._resumed_as_prompts(scheduler_output):

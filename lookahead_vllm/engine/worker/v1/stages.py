@@ -8,7 +8,7 @@ before blocks are reassigned, they move the accepted nodes' KV.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from lookahead_vllm.engine.messages import Emitted
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.verify.acceptance import paths_of_tokens
+
+if TYPE_CHECKING:
+    from lookahead_vllm.engine.worker.v1.runner import SynchronousRunner
 
 
 class EarlierStage:
@@ -37,7 +40,7 @@ class EarlierStage:
         """Drop the draft of a request that has ended."""
         self._computed.pop(request_id, None)
 
-    def settle(self, runner: Any, emitted: Mapping[str, Emitted]) -> None:
+    def settle(self, runner: SynchronousRunner, emitted: Mapping[str, Emitted]) -> None:
         """Append the tokens of accepted nodes to their requests, and move their KV.
 
         vLLM sends this stage only the last token, as if the request had emitted one token.
@@ -74,7 +77,7 @@ class EarlierStage:
             _move(runner, requests, origins, targets)
 
 
-def earlier_stage(runner: Any) -> EarlierStage | None:
+def earlier_stage(runner: SynchronousRunner) -> EarlierStage | None:
     """The record of a stage before the last one; None on the last stage.
 
     Also gives the stage a drafter, because vLLM makes one only on the last stage.
@@ -97,7 +100,10 @@ def _append_to_row(batch: Any, req_id: str, tokens: list[int]) -> None:
 
 
 def _move(
-    runner: Any, requests: Sequence[Any], origins: Sequence[Int64s], targets: Sequence[Int64s]
+    runner: SynchronousRunner,
+    requests: Sequence[Any],
+    origins: Sequence[Int64s],
+    targets: Sequence[Int64s],
 ) -> None:
     """Move KV between these positions of each request, int64 [m], in all layers of the stage."""
     counts = [len(positions) for positions in origins]

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker.step_cost import Batch, CapturedTokens
 
+if TYPE_CHECKING:
+    from lookahead_vllm.engine.worker.v2.dummy_runs import DummyRuns
+
 
 class RunnerPasses:
     """See `ForwardPasses`."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: DummyRuns) -> None:
         self._runner = runner
         self.attends_in_graphs: bool = runner.attends_in_graphs()
 

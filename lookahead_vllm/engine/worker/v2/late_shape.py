@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from lookahead_vllm.engine.worker.v2.drafts import Drafts
+    from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 
 
 class LateMetadata(dict[str, Any]):
@@ -103,7 +104,7 @@ class LateShape:
     """The same, after the last step was split."""
     _split: Split
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: LookaheadRunner) -> None:
         self._runner = runner
         self.is_possible = self.is_open = self.awaits_drafts = False
         self.is_settled = True
@@ -275,7 +276,7 @@ def _cut(scheduled: SchedulerOutput, most: int) -> SchedulerOutput:
     )
 
 
-def _is_possible(runner: Any) -> bool:
+def _is_possible(runner: LookaheadRunner) -> bool:
     """Whether all that depends on the rows of a step is data that `place` writes."""
     config, parallel = runner.vllm_config, runner.parallel_config
     return (

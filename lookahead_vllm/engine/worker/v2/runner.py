@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -14,14 +12,12 @@ import torch
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.forward_context import get_forward_context
-from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
 from lookahead_vllm.draft.budget.cost import StepWork
 from lookahead_vllm.draft.jit import Int32s
-from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine import messages, patches, step_report
 from lookahead_vllm.engine.messages import LateReport
 from lookahead_vllm.engine.worker import branching, recurrent
@@ -29,20 +25,18 @@ from lookahead_vllm.engine.worker.attention import TreeAttention
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.step_clock import StepClock
-from lookahead_vllm.engine.worker.step_cost import CapturedTokens, begin_to_draft
 from lookahead_vllm.engine.worker.v2.drafts import NO_TREES, Drafts
-from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
+from lookahead_vllm.engine.worker.v2.dummy_runs import DummyRuns
 from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
 from lookahead_vllm.engine.worker.v2.grammar_masks import GrowingMasks
 from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
 from lookahead_vllm.engine.worker.v2.late_shape import LateMetadata, LateShape
-from lookahead_vllm.engine.worker.v2.sampler import NodeSampler, RootSampler, max_chunk_rows
+from lookahead_vllm.engine.worker.v2.sampler import NodeSampler, RootSampler
+from lookahead_vllm.engine.worker.v2.slots import filled, write_lengths, write_tokens
 from lookahead_vllm.engine.worker.v2.speculator import LateSpeculator
 from lookahead_vllm.engine.worker.v2.stages import ComputedTrees
 from lookahead_vllm.engine.worker.v2.step_trees import StepTrees
-from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
-from lookahead_vllm.verify import walk
-from lookahead_vllm.verify.node_layout import NodeLayout, compile_layout
+from lookahead_vllm.verify.node_layout import NodeLayout
 from lookahead_vllm.verify.place import Split
 from lookahead_vllm.verify.recurrence import StateMover
 from lookahead_vllm.verify.transfer import to_device
@@ -52,17 +46,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import DraftTokenIds
     from vllm.v1.worker.gpu.input_batch import InputBatch
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as _Base
-
-else:
-    _Base = object
-
 
 _TREES = "lookahead_trees"
 """Attribute of what a pipeline stage awaits from the last one: the `ComputedTrees` of that step."""
 
 
-class LookaheadRunner(_Base):
+class LookaheadRunner(DummyRuns):
     """Mixin for vLLM's V2 model runners; list it first among the base classes.
 
     vLLM calls the stations of a step in this order. What they know of the step's trees is in
@@ -85,10 +74,6 @@ class LookaheadRunner(_Base):
     """Tree attention on this device."""
     _attends_chains = False
     """Whether it also computes chains."""
-    dummies_are_tokens = False
-    """Whether the model computes the tokens of a dummy run as it computes those of a step."""
-    dummies_have_drafts = False
-    """Whether a dummy run in a graph has the requests of the dummy step with their contexts."""
     execute_model_state: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -107,8 +92,6 @@ class LookaheadRunner(_Base):
         """Whether the shape of this step is known before its drafts, and what follows from it."""
         self._scheduled: SchedulerOutput
         """The scheduler's output of this step, with the slots that vLLM prepares."""
-        self._dummy_step = NO_DRAFTS
-        """The drafts of dummy runs."""
         self._num_logits: Int32s | None = None
         """The rows of logits of each request, until the step's adapters are set."""
         self._batch: InputBatch
@@ -163,67 +146,7 @@ class LookaheadRunner(_Base):
             recurrent.start(groups, layers, self.device, self.num_speculative_steps)
         self._shape.use_buffers()
 
-    def compile_node_kernels(self) -> None:
-        """Compile the kernels that a step with drafts launches around the forward pass."""
-        self._shape.warm_up()
-        compile_layout()
-        walk.warm_up(self.decode_query_len, self.device)
-        if self.is_last_pp_rank:  # the others do not sample
-            self.rejection_sampler.history.warm_up(self.vocab_size, self.device)
-
-    def warm_up_drafting(self) -> None:
-        """Measure the cost of a step on this device."""
-        begin_to_draft(self)
-        set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
-
-    @contextmanager
-    def warming_up(self) -> Iterator[None]:
-        """In the block, vLLM's made-up requests get drafts, and nothing is learned from them."""
-        drafter = self.drafter
-        drafts = WarmUpDrafts(drafter.may_branch, drafter.max_step_nodes)
-        masks = self.structured_outputs_worker
-        with (
-            patches.swapped(self, "_late", drafts),
-            patches.swapped(masks, "apply_grammar_bitmask", masks.warm_up)
-            if self.is_last_pp_rank
-            else nullcontext(),
-        ):
-            yield
-
-    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
-        """Sample one row of each request, as vLLM does when it measures the memory that a step
-        needs, and allocate the logits of a step with the most nodes."""
-        super()._dummy_sampler_run(hidden_states)
-        rows = min(len(hidden_states) + self.drafter.max_step_nodes, self.max_num_tokens)
-        if self.lora_config is None:
-            zeros = hidden_states.new_zeros(rows, hidden_states.shape[1])
-            logits = self.model.compute_logits(zeros)
-        else:  # adapters are laid out for one row of logits a request
-            logits = torch.empty(rows, self.vocab_size, dtype=self.dtype, device=self.device)
-        chunk = logits[: max_chunk_rows(self.vocab_size)].float()
-        del logits, chunk
-
-    def forward_passes(self) -> RunnerPasses:
-        """Passes to measure the cost of a step with."""
-        return RunnerPasses(self)
-
-    def without_full_graphs(self) -> AbstractContextManager[Any]:
-        """In the block, steps run without CUDA graphs of the whole model."""
-        return nullcontext()
-
-    def attends_in_graphs(self) -> bool:
-        """Whether dummy runs in such graphs attend to their context."""
-        return True
-
-    def captured_tokens(self) -> CapturedTokens:
-        """The numbers of tokens for which there are such graphs."""
-        return CapturedTokens()
-
-    def schedule_dummy_trees(self, trees: Sequence[DraftTree], context: int = 0) -> None:
-        """Give the next dummy runs one request for each tree, with `context` committed tokens."""
-        self._dummy_step = DraftStep.of_dummies(trees, context)
-
-    # ---- draft, trim -----------------------------------------------------------------------------
+    # ---- draft -----------------------------------------------------------------------------------
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         if scheduler_output.finished_req_ids:
@@ -264,32 +187,18 @@ class LookaheadRunner(_Base):
         return slots if self.compilation_config.mode == CompilationMode.NONE else 0
 
     def _fill_slots(self, scheduled: SchedulerOutput) -> SchedulerOutput:
-        """The scheduler's output with drafts in place of slots, and without unused slots.
-
-        It is a copy: in the engine's own process, the scheduler still needs the original.
-        """
-        slots = scheduled.scheduled_spec_decode_tokens
+        """The scheduler's output with drafts in place of slots."""
+        slots, states = scheduled.scheduled_spec_decode_tokens, self.req_states
         if not slots:
             return scheduled
-        index = self.req_states.req_id_to_index
-        rows = to_device(torch.tensor([index[req_id] for req_id in slots]), self.device)
-        counts = dict(scheduled.num_scheduled_tokens)
-        for req_id, own in slots.items():
-            counts[req_id] -= len(own)
+        rows = torch.tensor([states.req_id_to_index[req_id] for req_id in slots])
+        rows = to_device(rows, self.device)
         if not self.use_pp:
             self._draft(scheduled)  # waits for the step before
         drafts = self.trees.drafts
-        if sizes := drafts.sizes:
-            for req_id, size in sizes.items():
-                counts[req_id] += size
-            self._write_drafts(drafts, list(slots), rows)
-        self._write_lengths(drafts)
-        return replace(
-            scheduled,
-            num_scheduled_tokens=counts,
-            total_num_scheduled_tokens=sum(counts.values()),
-            scheduled_spec_decode_tokens={i: slots[i][:n] for i, n in sizes.items()},
-        )
+        write_tokens(states, drafts, list(slots), rows)
+        write_lengths(states, drafts)
+        return filled(scheduled, drafts)
 
     def draft_for_stages(self, scheduled: SchedulerOutput) -> None:
         """In a pipeline, draft before the step begins.
@@ -359,29 +268,6 @@ class LookaheadRunner(_Base):
         needed = history.needs_chain(np.array([index[req_id] for req_id in req_ids]))
         return {req_ids[i] for i in np.flatnonzero(needed).tolist()}
 
-    def _write_drafts(self, drafts: Drafts, with_slots: list[str], rows: torch.Tensor) -> None:
-        """Copy the nodes' tokens to vLLM's table, from which it reads the step's input.
-
-        `rows` int64 [s] of the table belong to the requests `with_slots`.
-        """
-        forest = drafts.forest
-        place = {req_id: i for i, req_id in enumerate(with_slots)}
-        own = np.array([place.get(req_id, -1) for req_id in drafts.req_ids])  # -1: without nodes
-        tokens = np.zeros((len(with_slots), int(forest.sizes.max())), np.int64)
-        tokens[own[forest.owners], forest.places] = forest.tokens
-        table = self.req_states.draft_tokens
-        table[rows, : tokens.shape[1]] = to_device(tokens, table.device).to(table.dtype)
-
-    def _write_lengths(self, drafts: Drafts) -> None:
-        """Correct vLLM's lengths on the host, which count the slots of the step before as tokens.
-
-        Attention that computes the rows of a draft as a prompt reads the context's length there.
-        """
-        index = self.req_states.req_id_to_index
-        rows = np.array([index[req_id] for req_id in drafts.req_ids], np.int64)
-        is_known = drafts.num_tokens > 0
-        self.req_states.num_computed_tokens_np[rows[is_known]] = drafts.num_tokens[is_known] - 1
-
     # ---- place -----------------------------------------------------------------------------------
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
@@ -410,12 +296,6 @@ class LookaheadRunner(_Base):
         self._attend(self.trees.step)
         self._elapsed = self._clock.tick()
         return tables, slots
-
-    def prepare_dummy_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
-        self._attend(self._dummy_step)
-        if self.dummies_are_tokens:
-            input_batch.is_padding.fill_(False)
-        return super().prepare_dummy_attn(input_batch, *args, **kwargs)
 
     def _attend(self, step: DraftStep) -> None:
         """Give attention the trees of the next forward pass, of a step or a dummy run."""

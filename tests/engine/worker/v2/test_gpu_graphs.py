@@ -24,11 +24,11 @@ from lookahead_vllm.engine.worker import branching
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.step_clock import StepClock
 from lookahead_vllm.engine.worker.step_cost import Batch
-from lookahead_vllm.engine.worker.v2 import gpu_worker, runner
+from lookahead_vllm.engine.worker.v2 import graph_runner, runner
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager, sizes_with_drafts
 from lookahead_vllm.engine.worker.v2.drafts import NO_TREES
 from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
-from lookahead_vllm.engine.worker.v2.gpu_worker import GraphRunner
+from lookahead_vllm.engine.worker.v2.graph_runner import GraphRunner
 from lookahead_vllm.engine.worker.v2.step_trees import StepTrees
 from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
 from tests.support import recorded_graphs
@@ -351,7 +351,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         monkeypatch.setattr(branching, "branching_obstacle", lambda *_: reason)
         monkeypatch.setattr(branching, "kv_movers", lambda *_: ["mover"])
         check = "get_varlen_cudagraph_unsupported_backend"
-        monkeypatch.setattr(gpu_worker, check, lambda *_: varlen)
+        monkeypatch.setattr(graph_runner, check, lambda *_: varlen)
         made: Any = object.__new__(Runner)
         support = settings.pop("support", Runner.support)
         made.model_state = SimpleNamespace(get_additional_cg_support=lambda: support)

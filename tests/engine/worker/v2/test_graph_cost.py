@@ -72,9 +72,11 @@ def facts_of(monkeypatch: pytest.MonkeyPatch, passes: Passes) -> dict[str, Any]:
     monkeypatch.setattr(step_cost, "is_global_first_rank", lambda: False)
     measured: Any = SimpleNamespace(
         forward_passes=lambda: passes,
-        scheduler_config=SimpleNamespace(max_num_seqs=64),
+        vllm_config=SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=64),
+            model_config=SimpleNamespace(max_model_len=2048),
+        ),
         max_num_tokens=512,
-        max_model_len=2048,
         drafter=SimpleNamespace(may_branch=True),
     )
     return step_cost.measure(measured)

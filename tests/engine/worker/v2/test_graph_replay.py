@@ -30,7 +30,7 @@ from lookahead_vllm.engine.worker import gpu_attention
 from lookahead_vllm.engine.worker.attended import GraphBuffers
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
-from lookahead_vllm.engine.worker.v2.gpu_worker import GraphRunner
+from lookahead_vllm.engine.worker.v2.graph_runner import GraphRunner
 from lookahead_vllm.engine.worker.v2.step_trees import StepTrees
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
 from tests.support import driving, graph_engine, recorded_graphs, v2_on_cpu

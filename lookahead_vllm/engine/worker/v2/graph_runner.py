@@ -1,0 +1,268 @@
+"""Steps with drafts in captured graphs, on Model Runner V2. Not run on a GPU yet."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
+from vllm.v1.sample.ops import topk_topp_sampler
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
+from vllm.v1.worker.gpu.input_batch import set_dummy_context
+
+from lookahead_vllm.engine import patches
+from lookahead_vllm.engine.worker.attended import GraphBuffers
+from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
+from lookahead_vllm.engine.worker.step_cost import CapturedTokens
+from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
+from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
+from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class GraphRunner(LookaheadRunner):
+    """Mixin: steps with drafts run in captured graphs if the attention backends support it.
+
+    Steps without drafts keep plain vLLM's graphs.
+    """
+
+    cudagraph_manager: DraftGraphManager | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._buffers: dict[int, GraphBuffers] = {}
+        """The buffers of each graph, by its number of tokens, if trees may branch."""
+        super().__init__(*args, **kwargs)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        # With speculative decoding, vLLM 0.33 would compile some 90 kernels for top-k and top-p at
+        # start-up, for minutes. Roots and nodes are sampled like plain vLLM's rows, without them.
+        with patches.swapped(topk_topp_sampler, "register_top_k_top_p_warmups", lambda: None):
+            super().load_model(*args, **kwargs)
+
+    # ---- what is captured ------------------------------------------------------------------------
+
+    def initialize_kv_cache(
+        self, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any
+    ) -> None:
+        # Graphs for requests that all have the longest draft would be of no use.
+        with (
+            patches.swapped(self, "decode_query_len", 1),
+            patches.swapped(
+                model_runner, "ModelCudaGraphManager", partial(DraftGraphManager, self.trees)
+            ),
+        ):
+            super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kwargs)
+        manager = self.cudagraph_manager
+        assert manager is not None
+        if self.dp_size > 1 and manager.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL:
+            # All ranks must run the same kind of graph, and vLLM's graphs for any batch have no
+            # tree attention.
+            self._forbid_branches("cudagraph_mode is FULL, and there are several engines")
+        manager.before_replay, manager.begin_graph = self._choose_graph, self._begin_graph
+        self._buffers = {}
+        if reason := self._varlen_obstacle():
+            logger.info_once("Lookahead runs steps with drafts in pieces: %s.", reason)
+        elif self.drafter.may_branch:
+            sizes = manager.add_draft_graphs(self.decode_query_len, self._use_buffers)
+            self._make_buffers(sizes)
+        else:
+            manager.add_draft_graphs(self.decode_query_len)
+        if is_profiling:
+            self._movers = ()  # they would keep these KV caches alive
+
+    def _forbid_branches(self, reason: str) -> None:
+        if self.drafter.may_branch:
+            logger.info_once("Lookahead verifies chains, not trees, here: %s.", reason)
+        self.drafter.may_branch = False
+        self._movers = ()
+
+    def _varlen_obstacle(self) -> str | None:
+        """Why no graph can run requests with various numbers of tokens, or None if one can."""
+        if self.pcp_manager is not None:
+            return "prompts are split over ranks"
+        if self.drafter.may_branch and self.model_config.use_mla:
+            return "latent attention of trees has no fixed buffers"
+        support, backend = self.model_state.get_additional_cg_support()
+        if support != AttentionCGSupport.ALWAYS:
+            return f"{backend} does not support graphs of them"
+        unsupported = get_varlen_cudagraph_unsupported_backend(
+            self.attn_groups, self.vllm_config, self.decode_query_len
+        )
+        return unsupported and f"{unsupported[0]} does not support graphs of them"
+
+    def _make_buffers(self, sizes: list[int]) -> None:
+        seq_lens = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=self.device)
+        for size in sizes:
+            trees = FixedBatch(
+                size,
+                self.max_num_reqs,
+                self.decode_query_len,
+                self.max_model_len,
+                self.device,
+            )
+            self._buffers[size] = GraphBuffers(trees, seq_lens, {})
+
+    def _use_buffers(self, num_tokens: int | None) -> None:
+        """Called before a capture: the metadata builders use the buffers of this graph."""
+        self.trees.attended.graph = None if num_tokens is None else self._buffers[num_tokens]
+        self._attend(NO_DRAFTS)
+
+    def without_full_graphs(self) -> AbstractContextManager[Any]:
+        assert self.cudagraph_manager is not None
+        return self.cudagraph_manager.in_pieces()
+
+    def attends_in_graphs(self) -> bool:
+        # vLLM's Triton backend captures, and runs dummies, with a context of one token.
+        return not any(isinstance(b, TritonAttentionMetadataBuilder) for b in self._builders)
+
+    def captured_tokens(self) -> CapturedTokens:
+        assert self.cudagraph_manager is not None
+        return self.cudagraph_manager.captured_tokens()
+
+    # ---- a step ----------------------------------------------------------------------------------
+
+    def gather_batch_req_state(self, scheduler_output: SchedulerOutput, dummy_run: bool) -> Any:
+        found = super().gather_batch_req_state(scheduler_output, dummy_run)
+        forest = (self._dummy_step if dummy_run else self.trees.drafts).forest
+        may_branch = not dummy_run and self._shape.is_open and self.drafter.may_branch
+        self.trees.branches = may_branch or bool(forest.branching.any())
+        return found
+
+    def most_late_nodes(self, num_reqs: int, slots: int) -> int:
+        manager = self.cudagraph_manager
+        if manager is None:
+            return super().most_late_nodes(num_reqs, slots)
+        most = manager.most_draft_tokens() - num_reqs
+        # A fixed budget says how many nodes to send, in a graph or not.
+        if most >= slots or (most > 0 and self.drafter.options.budget == "auto"):
+            return most
+        is_eager = manager.cudagraph_mode.mixed_mode() == CUDAGraphMode.NONE
+        return super().most_late_nodes(num_reqs, slots) if is_eager else 0
+
+    def _choose_graph(self, prepared: BatchExecutionDescriptor) -> BatchExecutionDescriptor:
+        """The graph that runs a step; see `DraftGraphManager.before_replay`.
+
+        A step that vLLM has prepared for all slots gets its drafts here, and the smallest graph
+        that holds them.
+        """
+        shape, manager, trees = self._shape, self.cudagraph_manager, self.trees
+        if not shape.awaits_drafts:
+            if prepared.max_query_len is not None:  # the tokens of the step before have arrived
+                shape.clear()
+            return prepared
+        assert manager is not None
+        split = self._draft_late()
+        desc = shape.graph = manager.smallest(split.num_requests, split.num_rows)
+        is_plain = desc.max_query_len is None
+        graph = None if is_plain else self._buffers.get(desc.num_tokens)
+        if graph is None:
+            shape.place(prepared.num_tokens)
+            if not all(getattr(builder, "reads_buffers", False) for builder in self._builders):
+                self._settle()
+                self._metadata_of(self._batch, CUDAGraphMode.FULL)
+        else:
+            drafts, rows = trees.drafts, shape.rows
+            starts, contexts = split.starts[rows], drafts.num_tokens - 1
+            graph.trees.write(drafts.forest, rows, starts, contexts)
+        self._elapsed = self._clock.tick()
+        return desc
+
+    def _begin_graph(self, desc: BatchExecutionDescriptor) -> None:
+        """Launch what a graph with trees does before the model; see `DraftGraphManager`.
+
+        So after a step's drafts are known, nothing but the graph has to be launched.
+        """
+        graph = self._buffers.get(desc.num_tokens)
+        if graph is not None:
+            graph.trees.upload()
+            self._shape.place_in_graph(desc, graph.seq_lens)
+            for builder in self._builders:
+                builder.refresh(graph)
+
+    def prepare_inputs(
+        self,
+        scheduler_output: SchedulerOutput,
+        batch_req_state: Any,
+        batch_desc: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> InputBatch:
+        batch: InputBatch = super().prepare_inputs(
+            scheduler_output, batch_req_state, batch_desc, *args, **kwargs
+        )
+        # vLLM builds metadata for this bound. Only graphs for drafts have one.
+        batch.max_query_len = batch_desc.max_query_len
+        return batch
+
+    def prepare_attn(self, input_batch: InputBatch) -> Any:
+        self._choose_buffers(None if self._shape.is_open else input_batch)
+        return super().prepare_attn(input_batch)
+
+    def prepare_dummy_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
+        self._choose_buffers(input_batch)
+        tables, slots = super().prepare_dummy_attn(input_batch, *args, **kwargs)
+        if self.dummies_have_drafts:
+            self._lay_out_dummies(input_batch, tables)
+        return tables, slots
+
+    def _lay_out_dummies(self, batch: InputBatch, tables: tuple[torch.Tensor, ...]) -> None:
+        """Replace the requests with which vLLM has filled a graph by those of the dummy step."""
+        lengths = (self._dummy_step.forest.sizes + 1).astype(np.int32)
+        count, num_tokens = len(lengths), int(lengths.sum())
+        starts = np.full(batch.num_reqs_after_padding + 1, num_tokens, np.int32)
+        starts[: count + 1] = [0, *np.cumsum(lengths)]
+        batch.query_start_loc_np = starts
+        batch.query_start_loc.copy_(torch.from_numpy(starts))
+        seq_lens = torch.from_numpy(np.diff(starts))
+        batch.seq_lens.copy_(seq_lens)
+        batch.seq_lens_cpu_upper_bound = seq_lens
+        batch.num_reqs, batch.num_tokens, batch.num_scheduled_tokens = count, num_tokens, lengths
+        batch.logits_indices = batch.query_start_loc[1 : count + 1] - 1
+        without_padding = replace(
+            batch,
+            query_start_loc_np=starts[: count + 1],
+            seq_lens=batch.seq_lens[:count],
+            seq_lens_cpu_upper_bound=seq_lens[:count],
+            positions=batch.positions[:num_tokens],
+            max_query_len=None,
+        )
+        set_dummy_context(
+            without_padding,
+            self.block_tables,
+            int(self._dummy_step.contexts[0]),
+            self.kv_cache_config.num_blocks,
+            self.max_model_len,
+            input_block_tables=tables,
+        )
+
+    def _choose_buffers(self, batch: InputBatch | None) -> None:
+        """The graph that runs this batch; None if it is chosen at the model call."""
+        graph = None
+        if batch is not None and batch.max_query_len is not None:
+            graph = self._buffers.get(batch.num_tokens_after_padding)
+        self.trees.attended.graph = graph
+
+    def _attend(self, step: DraftStep) -> None:
+        super()._attend(step)
+        attended = self.trees.attended
+        if attended.graph is not None:
+            attended.graph.trees.fill(attended.trees)
+
+    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+        # An idle rank runs one token in the steps of the others, as in plain vLLM.
+        with patches.swapped(self, "decode_query_len", 1):
+            return super()._dummy_run(*args, **kwargs)
