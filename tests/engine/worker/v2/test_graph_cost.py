@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu import input_batch, model_runner
 
 from lookahead_vllm.draft.budget.cost import StepWork
 from lookahead_vllm.engine.worker import step_cost
-from lookahead_vllm.engine.worker.v2 import gpu_worker
+from lookahead_vllm.engine.worker.v2 import graph_runner
 from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
 from tests.support import graph_engine, v2_on_cpu
 from tests.support.driving import drafter_of, engine, runner_of
@@ -161,7 +161,7 @@ def test_an_engine_times_the_graphs_that_it_has_captured(
         set_dummy_context(batch, *args, **kwargs)
 
     monkeypatch.setattr(model_runner, "set_dummy_context", watched)
-    monkeypatch.setattr(gpu_worker, "set_dummy_context", watched)
+    monkeypatch.setattr(graph_runner, "set_dummy_context", watched)
     with v2_on_cpu.enabled(), engine(llama, {"proposer": "ngram_trie"}) as llm:
         captured = drafter_of(llm).proposer.cost.captured
         assert captured.without_drafts.sizes == [1, 2, 4, 8, 16]
