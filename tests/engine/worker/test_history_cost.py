@@ -18,7 +18,8 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine.worker.v1.sampler import NodeRows, NodeThinking, node_metadata
+from lookahead_vllm.engine.worker.v1.node_rows import NodeRows
+from lookahead_vllm.engine.worker.v1.sampler import NodeThinking, node_metadata
 from tests.support.attention_cases import random_tree
 
 MARKERS = [([0], [1]), ([0, 1], [1, 2]), ([0], [1, 1, 2]), ([2, 0, 2], [1])]

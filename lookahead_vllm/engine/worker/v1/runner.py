@@ -28,11 +28,11 @@ from lookahead_vllm.engine.worker.drafter import LiveRequest, LookaheadDrafter, 
 from lookahead_vllm.engine.worker.step_clock import StepClock
 from lookahead_vllm.engine.worker.step_cost import begin_to_draft
 from lookahead_vllm.engine.worker.v1.forward_passes import RunnerPasses
+from lookahead_vllm.engine.worker.v1.node_rows import NodeRows
 from lookahead_vllm.engine.worker.v1.recurrent import RecurrentRows, commit
 from lookahead_vllm.engine.worker.v1.sampler import (
     Draws,
     NodeProcessors,
-    NodeRows,
     NodeThinking,
     generator_states_for,
     keep_all_processors,
