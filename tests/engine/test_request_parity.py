@@ -38,9 +38,10 @@ SERVING = (
     *("--trust-request-chat-template", "--reasoning-config"),
     '{"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}',
 )
-LOOKAHEAD = ("--speculative-model=[lookahead]", "--num-speculative-tokens=6")
-FIXED_BUDGET = "--speculative-config.budget=6"  # so that slow machines draft too
-STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
+LOOKAHEAD = (
+    *("--speculative-model=[lookahead]", "--num-speculative-tokens=6"),
+    "--speculative-config.budget=6",  # fixed, so that slow machines draft too
+)
 
 
 class Sample(NamedTuple):
@@ -79,8 +80,8 @@ SAMPLED = {"temperature": 0.8, "seed": 7}
 COMMA, STOP, NEWLINE, AND = 19, 21, 5, 13  # of the tests' tokenizer
 ALLOWED = [COMMA, STOP, NEWLINE, *range(72, 98)]
 PROMPT = "The days of the week are Monday, Tuesday, Wednesday. Once more, the days of the week are"
-TABLE = "Write the multiplication table of 7."
-QUESTION = [{"role": "user", "content": TABLE}]
+TEXT = "Name three rivers, three times each."  # neither answer to it ends early
+QUESTION = [{"role": "user", "content": TEXT}]
 SHORT = [{"role": "user", "content": "Say yes."}]
 OPEN_ENDED = [*SHORT, {"role": "assistant", "content": "Yes, yes,"}]
 THINKING = [*QUESTION, {"role": "assistant", "content": "<think>Let me think about 7."}]
@@ -117,7 +118,7 @@ DAYS = {"structured_outputs": {"regex": r"Monday, Tuesday, (Sun|Satur)day\. (yes
 
 EVERYWHERE: dict[str, list[Any]] = {
     "model": [None, "no-such-model"],
-    "temperature": [0, of(1e-6, seed=7), of(0.8, seed=7), of(1.5, seed=8), unseeded(0.8), -1],
+    "temperature": [of(0.8, seed=7), unseeded(0.8), 0, of(1e-6, seed=7), of(1.5, seed=8), -1],
     "top_p": [of(0.5, **SAMPLED), 0.1, 2],
     "top_k": [of(5, **SAMPLED), of(1, **SAMPLED), of(0, **SAMPLED), 40, -2],
     "min_p": [of(0.1, **SAMPLED), 0.1, 1.5],
@@ -140,14 +141,14 @@ EVERYWHERE: dict[str, list[Any]] = {
     "request_id": [of("an-id", stream=False), of("another-id", stream=True)],
     "session_id": ["a-session"],
     "vllm_xargs": [
-        *({"someone": "else's"}, {"lookahead_namespace": "n"}, {"lookahead_reference": [TABLE]}),
+        *({"someone": "else's"}, {"lookahead_namespace": "n"}, {"lookahead_reference": [TEXT]}),
         *({"lookahead_enabled": 0}, {"nested": {"a": 1}}),
     ],
     "kv_transfer_params": [{}, {"a": 1}],
     "ec_transfer_params": [{}, {"a": 1}],
     "structured_outputs": [
-        *({"json": SCHEMA}, of({"json": json.dumps(SCHEMA)}, **SAMPLED), {"json_object": True}),
-        *({"regex": r"(\d{2}-){4}\d{2}"}, of({"regex": "[a-f ]{20}"}, **SAMPLED)),
+        *({"json": SCHEMA}, of({"regex": "[a-f ]{20}"}, **SAMPLED), {"json_object": True}),
+        *({"regex": r"(\d{2}-){4}\d{2}"}, of({"json": json.dumps(SCHEMA)}, **SAMPLED)),
         *({"choice": ["Monday", "Tuesday evening"]}, {"grammar": GRAMMAR}),
         *(of({"grammar": GRAMMAR}, **SAMPLED), {"structural_tag": json.dumps(TAG)}),
         *({"json": SCHEMA, "disable_any_whitespace": True}, {"regex": "("}, {"choice": []}),
@@ -195,6 +196,12 @@ GENERATING: dict[str, list[Any]] = {
     ],
 }
 
+
+def brief(samples: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The first two samples of each option; another endpoint has all of them."""
+    return {option: values[:2] for option, values in samples.items()}
+
+
 IDS = [72, 73, 74, 72, 73, 74]
 COMPLETIONS = EVERYWHERE | {
     **GENERATING,
@@ -241,8 +248,7 @@ def named(name: str) -> dict[str, Any]:
 
 LOGPROBS: dict[str, Any] = {"logprobs": True}
 PREDICTED = [{"type": "text", "text": "7 x 1 = 7"}]
-CHAT = EVERYWHERE | {
-    **GENERATING,
+CHAT = brief(EVERYWHERE | GENERATING) | {
     **calls(TOOLS, named("get_time"), named("no_such"), "max_tokens"),
     "messages": [QUESTION, DIALOGUE, SHORT, OPEN_ENDED, [], [{"content": "no role"}]],
     "logprobs": [True, False],
@@ -278,7 +284,7 @@ CHAT = EVERYWHERE | {
     "return_prompt_text": [True],
     # OpenAI's, which vLLM does not declare.
     "prediction": [
-        *({"type": "content", "content": "7 x 1 = 7\n7 x 2 = 14\n"}, "no prediction"),
+        {"type": "content", "content": "7 x 1 = 7\n7 x 2 = 14\n"},
         of({"type": "content", "content": PREDICTED}, **SAMPLED),
     ],
     "functions": [[FUNCTIONS[1]]],
@@ -288,9 +294,9 @@ CHAT = EVERYWHERE | {
 INCLUDED = {"include": ["message.output_text.logprobs"]}
 TEXT_SCHEMA = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA}}
 FLAT_NOBODY = {"type": "function", "name": "no_such"}
-RESPONSES = EVERYWHERE | {
+RESPONSES = brief(EVERYWHERE) | {
     **calls(FLAT_TOOLS, {"type": "function", "name": "get_time"}, FLAT_NOBODY, "max_output_tokens"),
-    "input": [TABLE, QUESTION, SHORT, OPEN_ENDED, "", 3],
+    "input": [TEXT, QUESTION, SHORT, OPEN_ENDED, "", 3],
     "background": [of(True, store=True), of(True, store=False), False],
     "include": [INCLUDED["include"], of(INCLUDED["include"], **SAMPLED), ["everything"]],
     "instructions": ["Answer in one line.", 7],
@@ -357,14 +363,14 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     folder = tmp_path_factory.mktemp("parity")
     model = save_tokenizer(save_tiny_model("llama", folder))
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setenv(STORE, "1")
+        patch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
 
         def start(name: str, *flags: str) -> str:
             return stack.enter_context(serve(model, folder / f"{name}.log", *SERVING, *flags))
 
         with ThreadPoolExecutor(2) as pool:
             plain = pool.submit(start, "plain")
-            lookahead = pool.submit(start, "lookahead", *LOOKAHEAD, FIXED_BUDGET)
+            lookahead = pool.submit(start, "lookahead", *LOOKAHEAD)
         yield [plain.result(), lookahead.result()]
 
 
@@ -410,23 +416,23 @@ def test_an_option_gives_the_same_answer(urls: list[str], path: str, option: str
                 ask(url, path, {"model": "m", "temperature": 0, **sample.setup})
         plain, ours = pool.map(lambda url: ask(url, path, body), urls)
         verdict, places = compared(plain, ours, sample.exact)
-        if verdict == "differs" and sample.exact:  # a near tie, if plain vLLM says it in a batch
+        if verdict == "differs" and sample.exact:  # a near tie, if plain vLLM says it alone
             verdict, _ = compared(ask(urls[0], path, body), ours)
         return [f"{json.dumps(body)}: {place}" for place in places if verdict == "differs"]
 
-    # A pool of its own for each server: all requests of an option run at the same time.
-    with ThreadPoolExecutor(32) as pool, ThreadPoolExecutor(8) as requests_of_option:
-        found = requests_of_option.map(lambda each: differences(*each), bodies(path, option))
+    with ThreadPoolExecutor(64) as pool, ThreadPoolExecutor(32) as comparisons:
+        found = comparisons.map(lambda each: differences(*each), bodies(path, option))
         assert [place for places in found for place in places] == []
 
 
 def test_drafts_are_accepted(urls: list[str]) -> None:
-    metrics = [f"{url}/metrics" for url in urls]
-    body = {"model": "m", "prompt": PROMPT, "max_tokens": 300, "temperature": 0}
-    ask(urls[1], "completions", {**body, "ignore_eos": True})
-    plain, ours = (draft_counters(requests.get(url, timeout=60).text) for url in metrics)
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": 99, "temperature": 0, "ignore_eos": True}
+    for url in (*urls, *urls):  # the second time, the trie has the answer
+        ask(url, "completions", body)
+    metrics = (requests.get(f"{url}/metrics", timeout=ANSWER_SECONDS).text for url in urls)
+    plain, (_, accepted) = map(draft_counters, metrics)
     assert plain == [0, 0]
-    assert ours[1] > 100
+    assert accepted > 50
 
 
 # The comparison itself.
