@@ -32,10 +32,8 @@ def test_a_line_holds_ids_or_text_or_messages_and_a_category_or_a_suite(tmp_path
     ("categories", "limit", "expected"),
     [
         ("aaabbb", 4, [0, 1, 3, 4]),
-        ("aaabbb", 3, [0, 1, 3]),
         ("abbbb", 4, [0, 1, 2, 3]),
         ("abc", 1, [0]),
-        ("abab", None, [0, 1, 2, 3]),
         ("ab", 9, [0, 1]),
     ],
 )

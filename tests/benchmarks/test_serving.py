@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,18 @@ import pytest
 from benchmarks.serving import compare as script
 from benchmarks.serving.arrivals import Latencies, Load, LoadFailed, bench_serve
 from benchmarks.serving.latencies import Measured, conclusion, table, verdict
-from benchmarks.serving.server import free_port, is_free, serving
+from benchmarks.serving.server import is_free
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install the fake; returns the file to which it writes its calls."""
+    path = tmp_path / "vllm"
+    fake = (Path(__file__).parents[1] / "support" / "fake_vllm.py").read_text()
+    path.write_text(f"#!{sys.executable}\n{fake}")
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    return tmp_path / "calls"
 
 
 def clients(calls: Path) -> list[dict[str, str]]:
@@ -35,18 +47,6 @@ def test_a_load_that_is_not_answered_is_an_error(
         load = Load(2, concurrency=8, seed=seed)
         bench_serve("http://x", "m", tmp_path / "requests", load, 16, "s", tmp_path / "log")
     assert clients(vllm)[0]["--max-concurrency"] == "8"
-
-
-# A server.
-
-
-def test_a_server_lives_as_long_as_its_block(tmp_path: Path, vllm: Path) -> None:
-    port = free_port()
-    command = ["vllm", "serve", "m", "--port", str(port)]
-    with pytest.raises(KeyError), serving(command, port, tmp_path / "log") as url:
-        assert url == f"http://127.0.0.1:{port}" and not is_free(port)
-        raise KeyError
-    assert is_free(port)
 
 
 # Tables.
@@ -123,3 +123,4 @@ def test_rounds_alternate_their_order_with_the_same_requests_and_new_salts(
     written = json.loads(out.read_text())
     assert [rate["requests_per_s"] for rate in written["rates"]] == [1, 18]
     assert len(written["rates"][0]["rounds"]["lookahead"]) == 2
+    assert all(is_free(int(port)) for port in names)
