@@ -8,34 +8,17 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from benchmarks.cores import share_out
 from benchmarks.engines.fresh_engine import cpu_runtime, is_cpu_build
 from benchmarks.methods import KNOWN, SpeculativeConfig
 from lookahead_vllm.cli.arguments import positive
 from lookahead_vllm.machine import CPUS_AT_START
-from lookahead_vllm.simulation.drafters import key_value
 
 PROMPT_LINES = """\
 a line of the prompts:
   {"prompt_token_ids": [1, 9690, ...], "category": "qa"}
   or `prompt` (text) or `messages` (a chat) in place of the ids; the category is optional."""
-
-
-def engine_arg(text: str) -> tuple[str, Any]:
-    """Parse `KEY=VALUE`; a value that is not JSON is taken as a string."""
-    pair = key_value(text)
-    if pair is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, as in enforce_eager=true")
-    return pair
-
-
-def method_arg(text: str) -> tuple[str, Any]:
-    """Parse `[METHOD:]KEY=VALUE`; the result's key keeps the method."""
-    method, separator, _ = text.partition("=")[0].rpartition(":")
-    key, value = engine_arg(text.removeprefix(method + separator))
-    return method + separator + key, value
 
 
 def engine_parser(description: str | None, epilog: str, methods: str) -> argparse.ArgumentParser:
@@ -84,22 +67,6 @@ def engine_parser(description: str | None, epilog: str, methods: str) -> argpars
         help="VLLM_CPU_OMP_THREADS_BIND: auto, nobind, or cores as in 0-7 (default: vLLM's, auto)",
     )
     return result
-
-
-def add_engine_arg(result: argparse.ArgumentParser, by_method: bool = False) -> None:
-    """Add --engine-arg, for benchmarks that use `vllm.LLM`.
-
-    With `by_method`, the key may have a method's name and a colon before it.
-    """
-    whose = "every method, or for METHOD alone" if by_method else "every method"
-    result.add_argument(
-        "--engine-arg",
-        action="append",
-        type=method_arg if by_method else engine_arg,
-        default=[],
-        metavar="[METHOD:]KEY=VALUE" if by_method else "KEY=VALUE",
-        help=f"a further argument of `vllm.LLM`, for {whose}; repeatable",
-    )
 
 
 def kv_cache_bytes(options: argparse.Namespace) -> int | None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Learn the acceptance rates that a new trie starts from, or measure what they bring."""
+"""Learn the acceptance rates that a new trie starts from."""
 
 import sys
 from pathlib import Path

@@ -15,18 +15,10 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks.device import engine, timeline
+from benchmarks.device import engine, step_overhead
 from benchmarks.device.engine import Job, Measurement
-from benchmarks.device.options import OptionsError, check, cpu_arguments, is_simulated, parser
-from benchmarks.device.rows import (
-    METHODS,
-    Row,
-    difference_table,
-    make_row,
-    piece_table,
-    wait_table,
-)
-from benchmarks.engines import step_overhead
+from benchmarks.device.options import OptionsError, check, is_simulated, parser
+from benchmarks.device.rows import METHODS, Row, make_row, table
 from benchmarks.engines.fresh_engine import FreshEngine, RunFailed, cpu_runtime
 
 
@@ -57,8 +49,6 @@ class Simulation:
         self.options = options
         self.rows: list[Row] = []
         self.failed: list[str] = []
-        self.pictured: dict[str, Measurement] = {}
-        """Measurements of the largest batch size, by the name of their row."""
         self.folder = Path(tempfile.mkdtemp(prefix="lookahead-device-"))
         """Logs, and the cache of vLLM that the engines share."""
 
@@ -81,8 +71,6 @@ class Simulation:
                     bar.write(f"{run.name} failed: {error}\n  log: {self.log(run)}", sys.stderr)
                     continue
                 self.rows.append(make_row(run.method, run.batch_size, run.nodes, measured))
-                if run.batch_size == max(self.options.batch_sizes):
-                    self.pictured[self.rows[-1].name] = measured
 
     def measure(self, run: Run) -> Measurement:
         """Start an engine and measure its steps; RunFailed if it fails."""
@@ -98,7 +86,6 @@ class Simulation:
             steps=options.steps,
             host_delay_ms=options.host_delay_ms,
             waits=method.waits,
-            clock=options.clock,
         )
         environment = {
             **cpu_runtime(os.environ),
@@ -122,20 +109,12 @@ class Simulation:
         return self.folder / f"{run.method}-{run.batch_size}-{run.nodes}.log"
 
     def report(self) -> None:
-        """Print the tables of the finished runs; write the JSON and the picture."""
-        options = self.options
+        """Print the table of the finished runs; write the JSON."""
         if self.rows:
-            tables = [wait_table(self.rows), difference_table(self.rows), piece_table(self.rows)]
-            print("\n\n".join(filter(None, tables)))
-        if options.json:
-            rows = [row.to_dict() for row in self.rows]
-            options.json.write_text(json.dumps(rows, indent=1) + "\n")
-        if options.timeline and self.pictured:
-            title = (
-                f"Steps of {max(options.batch_sizes)} requests on a simulated device "
-                f"({options.device_ms:g} ms and {options.token_us:g} µs a token)"
-            )
-            timeline.draw(self.pictured, options.timeline, title)
+            print(table(self.rows))
+        if self.options.json:
+            rows = [asdict(row) for row in self.rows]
+            self.options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
     def clean_up(self) -> None:
         """Delete the folder, unless a run failed."""
@@ -148,11 +127,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     command_line = parser()
     options: Any = command_line.parse_args(argv)
     try:
-        if not is_simulated(options):
-            return step_overhead.main(cpu_arguments(options))
         check(options)
     except OptionsError as error:
         command_line.error(str(error))
+    if not is_simulated(options):
+        return step_overhead.run(options)
     from benchmarks.command_line import interrupted  # loads numba, see `step_overhead.measure`
 
     simulation = Simulation(options)

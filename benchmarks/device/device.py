@@ -11,48 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from threading import Lock, get_ident
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-SPIN_SECONDS = 300e-6
-"""The host polls the clock for this long at the end of a wait, because sleeps end late."""
 
-
-class Clock(Protocol):
-    """The host's clock."""
-
-    def now(self) -> float:
-        """The current instant, in seconds."""
-
-    def sleep_until(self, instant: float) -> None:
-        """Return at `instant`, and not before."""
-
-    def install(self) -> None:
-        """Let this process measure times by this clock (`time.perf_counter`)."""
-
-
-class WallClock:
-    """The machine's clock: what other programs take from the host counts, too."""
-
-    def now(self) -> float:
-        """See Clock."""
-        return time.perf_counter()
-
-    def sleep_until(self, instant: float) -> None:
-        """See Clock. Only the last part of the wait uses the core."""
-        rest = instant - time.perf_counter()
-        if rest > SPIN_SECONDS:
-            time.sleep(rest - SPIN_SECONDS)
-        while time.perf_counter() < instant:
-            time.sleep(0)  # gives the GIL to other threads
-
-    def install(self) -> None:
-        """See Clock. It is that clock."""
-
-
-class ThreadClock:
+class HostClock:
     """The CPU time of the thread that made it, plus the time that this thread slept here.
 
     Other programs do not count, nor does the time in which the thread is blocked elsewhere. It
@@ -65,20 +30,20 @@ class ThreadClock:
         self._sleep: Callable[[float], None] = time.sleep
 
     def now(self) -> float:
-        """See Clock; RuntimeError on another thread, whose CPU time is a different one."""
+        """The current instant, in seconds; RuntimeError on another thread."""
         if get_ident() != self._thread:
-            raise RuntimeError("--clock cpu follows one thread, but another one uses the device")
+            raise RuntimeError("the clock follows one thread, but another one uses the device")
         return time.thread_time() + self._slept
 
     def sleep_until(self, instant: float) -> None:
-        """See Clock. Waking up takes no time."""
+        """Return at `instant`, and not before. Waking up takes no time."""
         rest = instant - self.now()
         if rest > 0:
             self._sleep(rest)
             self._slept += max(0.0, instant - self.now())
 
     def install(self) -> None:
-        """See Clock. Other threads keep the machine's clock."""
+        """Let this thread measure times (`time.perf_counter`) and sleep by this clock."""
         machine = time.perf_counter
 
         def sleep_here(seconds: Any) -> None:
@@ -116,7 +81,7 @@ class SimulatedDevice:
 
     Parameters
     ----------
-    clock : Clock
+    clock : HostClock
         Of the host; the device's times are in its seconds.
 
     Attributes
@@ -125,15 +90,12 @@ class SimulatedDevice:
         In the order in which they were launched.
     current : Stream
         The stream of `launch` and `copy_to_host`.
-    on_wait : callable
-        Called as `on_wait(True)` when the host begins to wait, `on_wait(False)` when it goes on.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: HostClock) -> None:
         self.clock = clock
         self.launches: list[Launch] = []
         self.current = self.main = Stream(self)
-        self.on_wait: Callable[[bool], None] = lambda _: None
         self._idle_since: float | None = None
         self._copies: list[Copy] = []
         self._lock = Lock()
@@ -161,9 +123,7 @@ class SimulatedDevice:
     def wait_until(self, instant: float) -> None:
         """Let the host wait until the device has reached `instant`."""
         if self.clock.now() < instant:
-            self.on_wait(True)
             self.clock.sleep_until(instant)
-            self.on_wait(False)
         self._deliver()
 
     def has_reached(self, instant: float) -> bool:

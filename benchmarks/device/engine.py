@@ -13,20 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
-from benchmarks.device.device import Clock, Launch, SimulatedDevice, ThreadClock, WallClock
-from benchmarks.device.pieces import PIECES, HostPieces, cut, seconds_by_piece
+from benchmarks.device.device import HostClock, Launch, SimulatedDevice
+from benchmarks.device.step_overhead import LLAMA
 from benchmarks.device.text import MAX_POSITIONS, VOCABULARY, Text
 from benchmarks.engines.engine_process import Emit, answer_questions
-from benchmarks.engines.step_overhead import LLAMA
 
 PROMPT_TOKENS, WARM_UP = 300, 100
 MAX_TOKENS = MAX_POSITIONS - PROMPT_TOKENS - 1
-TIMELINE_STEPS = 3
-
-CLOCKS: dict[str, Callable[[], Clock]] = {"cpu": ThreadClock, "wall": WallClock}
 
 
 @dataclass(frozen=True)
@@ -46,8 +42,6 @@ class Job:
     host_delay_ms: float
     waits: bool
     """Whether steps are prepared only when their drafts are known."""
-    clock: str
-    """One of CLOCKS."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +50,6 @@ class Measurement:
 
     waits: list[float]
     """Idle times of the device before each step."""
-    waits_by_piece: dict[str, float]
-    """What the host did in them: the mean of each piece."""
     step_ms: float
     """The median time from one step to the next."""
     host_ms: float
@@ -66,10 +58,6 @@ class Measurement:
     """Nodes of a request in a step."""
     tokens_per_step: float
     """Emitted tokens of a request in a step."""
-    launches: list[tuple[float, float]]
-    """Start and end of some consecutive steps on the device, in ms."""
-    changes: list[tuple[float, str]]
-    """What the host did meanwhile: the begin of each piece, in ms."""
 
 
 def make_llm(job: Job) -> Any:
@@ -153,31 +141,11 @@ def delayed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
     return call
 
 
-def watch(pieces: HostPieces, core: Any) -> None:
-    """Record the pieces of a step. A method that a runner does not have is no piece of it."""
-    pieces.watch(core.scheduler, "schedule", "schedule")
-    pieces.watch(core.scheduler, "update_from_output", "update")
-    pieces.watch(core.model_executor, "execute_model", "prepare")
-    pieces.watch(core.model_executor, "sample_tokens", "sample")
-    runner = core.model_executor.driver_worker.worker.model_runner
-    for name in ("_prepare_inputs", "prepare_inputs"):
-        pieces.watch(runner, name, "inputs")
-    for name in ("_build_attention_metadata", "prepare_attn"):
-        pieces.watch(runner, name, "attention")
-    pieces.watch(getattr(runner, "model_state", None), "prepare_attn", "attention")
-    for name in ("back_off", "commit", "grow", "draft"):
-        pieces.watch(getattr(runner, "drafter", None), name, "draft")
-    for name in ("_learn_from", "_draft", "_grow"):
-        pieces.watch(getattr(runner, "_late", None), name, "draft")
-
-
 def measure(job: Job) -> Callable[[], Measurement]:
     """Start an engine; returns the function that runs and measures its steps."""
-    clock = CLOCKS[job.clock]()
+    clock = HostClock()
     clock.install()  # lookahead decides by the times that it measures
     device = SimulatedDevice(clock)
-    pieces = HostPieces(clock.now)
-    device.on_wait = pieces.watch_wait
     if job.second_runner:
         importlib.import_module("tests.support.v2_on_cpu").enable(asynchronous=True)
     from vllm import SamplingParams, TokensPrompt
@@ -190,12 +158,11 @@ def measure(job: Job) -> Callable[[], Measurement]:
     def seconds_of(num_tokens: int) -> float:
         return 1e-3 * job.device_ms + 1e-6 * job.token_us * num_tokens
 
-    stand_ins.register_model(device, pieces, text, seconds_of)
+    stand_ins.register_model(device, text, seconds_of)
     engine: Any = make_llm(job).llm_engine
     core = engine.engine_core.engine_core
     if job.host_delay_ms:
         core.scheduler.schedule = delayed(core.scheduler.schedule, 1e-3 * job.host_delay_ms)
-    watch(pieces, core)
     if job.waits:
         core.model_executor.driver_worker.worker.model_runner._shape.is_possible = False
 
@@ -215,57 +182,21 @@ def measure(job: Job) -> Callable[[], Measurement]:
             steps.run()
         host_ms = 1e3 * (time.thread_time() - begin) / job.steps
         emitted = steps.num_tokens - before
-        return summary(job, device.launches[first - 1 :], pieces, emitted, host_ms)
+        return summary(job, device.launches[first - 1 :], emitted, host_ms)
 
     return run
 
 
-def summary(
-    job: Job,
-    launches: Sequence[Launch],
-    pieces: HostPieces,
-    num_tokens: int,
-    host_ms: float,
-) -> Measurement:
+def summary(job: Job, launches: Sequence[Launch], num_tokens: int, host_ms: float) -> Measurement:
     """The measurement of these launches; the first one only ends the wait before the next."""
-    by_piece: dict[str, list[float]] = {}
-    for before, launch in pairwise(launches):
-        during = {}
-        if launch.wait:
-            during = seconds_by_piece(pieces.between(before.end, launch.start), launch.start)
-        for piece in PIECES:
-            by_piece.setdefault(piece, []).append(1e6 * during.get(piece, 0.0))
-    shown = typical(launches)
-    start, end = shown[0].start, shown[-1].end
-    num_launches = len(launches) - 1
-    requests = job.batch_size * num_launches
-    starts = [launch.start for launch in launches]
+    requests = job.batch_size * (len(launches) - 1)
     return Measurement(
         waits=[1e6 * launch.wait for launch in launches[1:]],
-        waits_by_piece={piece: fmean(times) for piece, times in by_piece.items()},
-        step_ms=1e3 * median(b - a for a, b in pairwise(starts)),
+        step_ms=1e3 * median(after.start - launch.start for launch, after in pairwise(launches)),
         host_ms=host_ms,
         nodes_sent=sum(launch.tokens for launch in launches[1:]) / requests - 1,
         tokens_per_step=num_tokens / (job.batch_size * job.steps),
-        launches=[(1e3 * (one.start - start), 1e3 * (one.end - start)) for one in shown],
-        changes=[
-            (1e3 * (change.instant - start), change.piece)
-            for change in cut(pieces.changes, start, end)
-        ],
     )
-
-
-def typical(launches: Sequence[Launch]) -> Sequence[Launch]:
-    """The consecutive launches whose waits are closest to the median's, for a picture."""
-    middle = median(launch.wait for launch in launches[1:])
-    firsts = range(max(len(launches) - TIMELINE_STEPS, 0) + 1)
-
-    def distance(first: int) -> float:
-        part = launches[first + 1 : first + TIMELINE_STEPS]
-        return sum(abs(launch.wait - middle) for launch in part)
-
-    best = min(firsts, key=distance)
-    return launches[best : best + TIMELINE_STEPS]
 
 
 def run(job: dict[str, Any], questions: Iterator[Any], emit: Emit) -> None:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
-from benchmarks.device.engine import CLOCKS
+from benchmarks.device import step_overhead
 from benchmarks.device.rows import METHODS
-from benchmarks.device.timeline import FILE_TYPES
-from benchmarks.engines import step_overhead
 from lookahead_vllm.cli.arguments import check_output, positive, positives
 from lookahead_vllm.draft.options import MAX_DECODING_LENGTH
-
-BATCH_SIZES, NODES = [1, 8, 32, 64], [0, 4, 16]
-DEVICE_MS, TOKEN_US, STEPS = 6.0, 10.0, 200
-MIN_STEPS, MAX_BATCH_SIZE = 10, 1024
 
 DESCRIPTION = """\
 Measure what lookahead adds to a step outside the model, on a very small model: as time on a CPU,
@@ -46,25 +40,19 @@ on the simulated device:
     4, 16, ...     up to that many nodes for each request in every step (`budget`), in a text
                    with patterns, of which about two tokens in three can be predicted
 
-  figures, in microseconds a step, over --steps steps after a warm-up; all requests decode:
-    device waits   from the end of a forward pass on the device to the launch of the next one; 0
-                   if that was launched before. JSON: `device_wait_us` is the median
-    longer than plain
-                   the difference to plain vLLM on the same runner
-    the host meanwhile
-                   what the host did while the device waited; the sum is the mean of the waits.
-                   `prepare` is the runner's work before the forward pass, without `inputs` (tokens
-                   and positions) and `attention` (its metadata), `sample` that after it, `draft`
-                   learning and drafting, `wait` waking up
-    step, host     from one launch to the next; the host's CPU time in it, hidden or not, with
-                   polling for the device at the end of a wait
+  columns, over --steps steps after a warm-up; all requests decode:
+    device waits   microseconds from the end of a forward pass on the device to the launch of the
+                   next one; 0 if that was launched before
+    longer         the median of the waits minus that of plain vLLM on the same runner
+    step, host     milliseconds from one launch to the next, and the host's CPU time in it, hidden
+                   or not
     nodes, tokens/step
                    of a request in a step: nodes that were sent, tokens that were emitted
 
   what counts as what:
     The host's time is the CPU time of the engine's thread, which sleeps while it waits for the
     device: other programs on the machine do not count. The engine measures its steps by the same
-    clock. On an idle machine --clock wall gives the same, and the latency of waking up.
+    clock.
     The device's time is that of the forward pass alone. Everything else that a GPU would do
     (sampling, matching, KV moves, the kernels that prepare inputs) runs on the host, in the same
     way for all methods. After the launch of a forward pass this work is hidden behind it, as on
@@ -73,8 +61,7 @@ on the simulated device:
     layer), clients, and the API server.
 
 examples:
-  scripts/cpu_env.sh python scripts/bench_step.py --runner v2 --device-ms 6 \\
-      --json device.json --timeline device.svg
+  scripts/cpu_env.sh python scripts/bench_step.py --runner v2 --device-ms 6 --json device.json
 
   what 2 ms more of host work cost: 2 ms in a synchronous step, nothing in an asynchronous one
       --device-ms 6 --methods plain_v1,plain_v2 --batch-sizes 8 --host-delay-ms 2
@@ -82,31 +69,20 @@ examples:
 The exit status is 0, or 1 if an engine failed, 2 for wrong options, 130 after Ctrl-C.
 """
 
-SIMULATION_ONLY = ("methods", "token_us", "steps", "clock", "host_delay_ms", "timeline")
+ON_A_CPU: dict[str, Any] = {"batch_sizes": [1, 16, 64], "nodes": [16]}
+ON_THE_DEVICE: dict[str, Any] = {
+    "batch_sizes": [1, 8, 32, 64],
+    "nodes": [0, 4, 16],
+    "device_ms": 6.0,
+    "token_us": 10.0,
+    "steps": 200,
+    "host_delay_ms": 0.0,
+}
+MIN_STEPS = 10
 
 
 class OptionsError(ValueError):
     """Wrong options; the message says what to write instead."""
-
-
-def milliseconds(text: str) -> float:
-    """A number from 0.1 to 1000."""
-    return _number(text, 0.1, 1000)
-
-
-def small_time(text: str) -> float:
-    """A number from 0 to 1000."""
-    return _number(text, 0, 1000)
-
-
-def _number(text: str, low: float, high: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not low <= value <= high:  # a NaN is refused too
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low:g} to {high:g}")
-    return value
 
 
 def numbers_of_nodes(text: str) -> list[int]:
@@ -137,19 +113,14 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+    def defaults(name: str) -> str:
+        on_a_cpu, on_the_device = (",".join(map(str, d[name])) for d in (ON_A_CPU, ON_THE_DEVICE))
+        return f"default: {on_a_cpu} on a CPU, {on_the_device} on the simulated device"
+
     add = result.add_argument
-    add(
-        "--batch-sizes",
-        type=positives,
-        metavar="N,M",
-        help=f"default: 1,16,64 on a CPU, {_listed(BATCH_SIZES)} on the simulated device",
-    )
-    add(
-        "--nodes",
-        type=numbers_of_nodes,
-        metavar="N",
-        help=f"of each draft; default: 16 on a CPU, {_listed(NODES)} on the simulated device",
-    )
+    add("--batch-sizes", type=positives, metavar="N,M", help=defaults("batch_sizes"))
+    add("--nodes", type=numbers_of_nodes, metavar="N", help=f"of each draft; {defaults('nodes')}")
     add("--json", type=Path, metavar="OUT.json", help="write everything there")
     add("--one", nargs=2, metavar=("SIZE", "METHOD"), help=argparse.SUPPRESS)
     add = result.add_argument_group("the simulated device").add_argument
@@ -159,42 +130,22 @@ def parser() -> argparse.ArgumentParser:
         help="v2: the simulated device with all methods; v1: with those of the first runner, or "
         "without --device-ms, the measurement on a CPU (default)",
     )
-    add(
-        "--device-ms",
-        type=milliseconds,
-        metavar="MS",
-        help=f"the time of a forward pass (default: {DEVICE_MS:g})",
-    )
+    add("--device-ms", type=float, metavar="MS", help="the time of a forward pass (default: 6)")
     add(
         "--token-us",
-        type=small_time,
+        type=float,
         metavar="US",
-        help=f"what each token adds to it, in microseconds (default: {TOKEN_US:g})",
+        help="what each token adds to it, in microseconds (default: 10)",
     )
     add("--methods", type=method_names, metavar="A,B", help=f"any of {', '.join(METHODS)}")
-    add("--steps", type=positive, metavar="N", help=f"measured steps (default: {STEPS})")
-    add(
-        "--clock",
-        choices=tuple(CLOCKS),
-        help="of the host: its CPU time (default), so that other programs do not count, or wall",
-    )
+    add("--steps", type=positive, metavar="N", help="measured steps (default: 200)")
     add(
         "--host-delay-ms",
-        type=small_time,
+        type=float,
         metavar="MS",
         help="keep the host busy for this time before each step, to see what that costs",
     )
-    add(
-        "--timeline",
-        type=Path,
-        metavar="OUT.svg",
-        help="draw some steps of the largest batch size there, as .svg or .png",
-    )
     return result
-
-
-def _listed(numbers: list[int]) -> str:
-    return ",".join(map(str, numbers))
 
 
 def is_simulated(options: argparse.Namespace) -> bool:
@@ -202,84 +153,41 @@ def is_simulated(options: argparse.Namespace) -> bool:
     return options.device_ms is not None or options.runner == "v2"
 
 
-def cpu_arguments(options: argparse.Namespace) -> list[str]:
-    """The command line of `step_overhead` for these options.
-
-    Raises
-    ------
-    OptionsError
-        An option is for the simulated device alone.
-    """
-    for name in SIMULATION_ONLY:
-        if getattr(options, name) is not None:
-            flag = "--" + name.replace("_", "-")
-            raise OptionsError(f"{flag} is for the simulated device; add --device-ms {DEVICE_MS:g}")
-    result: list[str] = []
-    if options.batch_sizes is not None:
-        result += ["--batch-sizes", _listed(options.batch_sizes)]
-    if options.nodes is not None:
-        if len(options.nodes) > 1 or options.nodes[0] < 1:
-            raise OptionsError(
-                f"--nodes {_listed(options.nodes)} is for the simulated device; add --device-ms "
-                f"{DEVICE_MS:g}, or write one number of at least 1"
-            )
-        result += ["--nodes", str(options.nodes[0])]
-    if options.json is not None:
-        result += ["--json", str(options.json)]
-    if options.one is not None:
-        result += ["--one", *options.one]
-    return result
-
-
 def check(options: argparse.Namespace) -> None:
-    """Fill in the simulated device's defaults.
+    """Fill in the defaults of the measurement that is asked for.
 
     Raises
     ------
     OptionsError
         Something cannot be measured or written.
     """
-    of_runner = [
-        name
-        for name, method in METHODS.items()
-        if options.runner != "v1" or not method.second_runner
-    ]
-    defaults = dict(
-        batch_sizes=BATCH_SIZES,
-        nodes=NODES,
-        device_ms=DEVICE_MS,
-        token_us=TOKEN_US,
-        methods=of_runner,
-        steps=STEPS,
-        clock=next(iter(CLOCKS)),
-        host_delay_ms=0.0,
-    )
-    for name, value in defaults.items():
+    simulated = is_simulated(options)
+    if options.json:
+        check_output(options.json, OptionsError)
+    if not simulated:
+        for name in ("methods", "token_us", "steps", "host_delay_ms"):
+            if getattr(options, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise OptionsError(f"{flag} is for the simulated device; add --device-ms 6")
+    for name, value in (ON_THE_DEVICE if simulated else ON_A_CPU).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
+    if simulated:
+        _check_methods(options)
+    elif len(options.nodes) > 1 or options.nodes[0] < 1:
+        raise OptionsError("--nodes: on a CPU, write one number of at least 1")
+
+
+def _check_methods(options: argparse.Namespace) -> None:
+    first_only = options.runner == "v1"
+    possible = [name for name, m in METHODS.items() if not (first_only and m.second_runner)]
+    options.methods = options.methods or possible
     for name in options.methods:
-        if name not in of_runner:
+        if name not in possible:
             raise OptionsError(f"{name} does not run with --runner v1; leave --runner out")
     if options.steps < MIN_STEPS:
         raise OptionsError(
             f"--steps {options.steps} is too few for a median; write {MIN_STEPS} or more"
         )
-    if max(options.batch_sizes) > MAX_BATCH_SIZE:
-        raise OptionsError(
-            f"--batch-sizes {max(options.batch_sizes)} is too many; write up to {MAX_BATCH_SIZE}"
-        )
-    _check_files(options)
-
-
-def _check_files(options: argparse.Namespace) -> None:
-    for path in filter(None, (options.json, options.timeline)):
-        check_output(path, OptionsError)
-    if not options.timeline:
-        return
-    if options.timeline.suffix not in FILE_TYPES:
-        types = " or ".join(FILE_TYPES)
-        raise OptionsError(f"--timeline {options.timeline}: the name must end in {types}")
-    try:
-        version("matplotlib")
-    except PackageNotFoundError:
-        raise OptionsError("--timeline needs matplotlib: pip install matplotlib") from None
+    if not options.device_ms > 0 or min(options.token_us, options.host_delay_ms) < 0:
+        raise OptionsError("--device-ms must be above 0, --token-us and --host-delay-ms at least 0")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
-from benchmarks.command_line import PROMPT_LINES, add_engine_arg, engine_parser
+from benchmarks.command_line import PROMPT_LINES, engine_parser
 from benchmarks.methods import KNOWN
 from lookahead_vllm.cli.arguments import positive, positives
+from lookahead_vllm.simulation.drafters import key_value
 
 EPILOG = f"""\
 examples:
@@ -142,8 +144,28 @@ def parser() -> argparse.ArgumentParser:
         help="default: what the longest prompt needs",
     )
     add("--prefix-caching", action="store_true", help="let methods share the KV of equal prefixes")
-    add_engine_arg(result, by_method=True)
+    add(
+        "--engine-arg",
+        action="append",
+        type=engine_arg,
+        default=[],
+        metavar="[METHOD:]KEY=VALUE",
+        help="a further argument of `vllm.LLM`, for every method or for METHOD alone; repeatable",
+    )
     return result
+
+
+def engine_arg(text: str) -> tuple[str, Any]:
+    """Parse `[METHOD:]KEY=VALUE`; the result's key keeps the method.
+
+    A value that is not JSON is taken as a string.
+    """
+    method, separator, _ = text.partition("=")[0].rpartition(":")
+    pair = key_value(text.removeprefix(method + separator))
+    if pair is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, as in enforce_eager=true")
+    key, value = pair
+    return method + separator + key, value
 
 
 def limits(text: str) -> list[int]:

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import xformers_attention
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention, reference_paged_attention
 from lookahead_vllm.verify.gpu.paged_batch import CAUSAL, PagedBatch, PagedCall
 
 DEVICE = "cuda"
-IMPLS = ("torch", "triton", "xformers")
+IMPLS = ("torch", "triton")
 MAX_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 """Allowed distance of a row from float64, relative to the row's length."""
 FP8_FACTOR = 4
@@ -139,10 +138,7 @@ class Case:
 
     def run(self, impl: str) -> None:
         """Write `output`; ValueError where the implementation cannot do this case."""
-        if impl == "xformers":
-            xformers_attention.attend(self.call)
-        else:
-            paged_attention(**self.call._asdict(), impl=impl)  # type: ignore[arg-type]
+        paged_attention(**self.call._asdict(), impl=impl)  # type: ignore[arg-type]
 
     def error(self, impl: str) -> float:
         """The largest distance of a row from float64, relative to the row's length."""

@@ -29,8 +29,8 @@ Three parts, each of which can be left out:
   kernels   every implementation against attention by the book in float64, over a grid of dtypes,
             head sizes, trees, contexts, cache layouts and options; unused slots hold NaN
   timings   milliseconds a call, one layer, replayed from a CUDA graph: FlashAttention on a chain of
-            as many tokens, then trees with triton, xformers and torch; `floor` is the time that
-            reading the K/V once takes at the bandwidth that a copy reaches here
+            as many tokens, then trees with triton and torch; `floor` is the time that reading the
+            K/V once takes at the bandwidth that a copy reaches here
   bench     scripts/bench.py with the model that --model names, where vLLM with CUDA is installed
 
 FlashAttention is vLLM's or the package flash-attn, over the same pages; where neither is installed,

@@ -9,7 +9,6 @@ cases are right.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -31,13 +30,10 @@ def check_share(number: int, processes: int) -> Iterator[dict[str, Any]]:
     from benchmarks.gpu.accuracy import accuracy_row
     from benchmarks.gpu.case import IMPLS, kernel_cases
 
-    has_xformers = importlib.util.find_spec("xformers") is not None
     for index, (name, case) in enumerate(kernel_cases()):
         if index % processes != number:
             continue
         for impl in IMPLS:
-            if impl == "xformers" and not has_xformers:
-                continue
             try:
                 row = accuracy_row(name, case, impl)
             except Exception as error:

@@ -2,8 +2,6 @@
 
 The chain has as many rows as the tree, so the ratio is the cost of a tree over that of a chain.
 The kernels take turns, and the best round of each counts, to leave out noise of the machine.
-
-With --growth it times the growth of trees instead, see `benchmarks/kernels/tree_growth.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from benchmarks.kernels.tree_growth import print_growth
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.verify.cpu.tree_attention import tree_attention
 from lookahead_vllm.verify.tree_batch import TreeBatch
@@ -115,18 +112,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="number of KV caches, used in turn")
     parser.add_argument("--seconds", type=float, default=0.5, help="time for a line of the table")
     parser.add_argument("--threads", type=int, help="torch threads")
-    growth = parser.add_argument_group("the growth of trees, instead of attention")
-    growth.add_argument("--growth", action="store_true", help="measure it, without a model")
-    growth.add_argument("--trees", type=int, nargs="+", default=[1, 8, 64], help="of a step")
-    growth.add_argument("--nodes", type=int, default=16, help="of each tree, at most")
-    growth.add_argument(
-        "--draft-threads", type=int, nargs="+", default=[1, 2, 4], help="begin with 1"
-    )
-    growth.add_argument("--steps", type=int, default=400, help="timed steps")
     args = parser.parse_args()
-    if args.growth:
-        print_growth(args.trees, args.nodes, args.draft_threads, args.steps)
-        return
     if args.threads:
         torch.set_num_threads(args.threads)
 

@@ -202,7 +202,7 @@ def _maker(spec: str, has_choices: bool) -> Make:
     if name == "jacobi_window":
         raise OptionError(
             "it learns from the model's choices at the cells of its window, which a recording does "
-            "not have; measure it with scripts/bench_window.py"
+            "not have; measure it with scripts/bench.py"
         )
     if name in HAVE_WINDOW and not has_choices:
         raise OptionError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,34 +10,6 @@ from typing import Any
 import pytest
 
 from benchmarks.engines import fresh_engine
-
-
-def test_the_reason_of_a_failure_is_the_engine_s_own(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text(
-        "WARNING 1-1 [a.py:1] ValueError: not this\n"
-        "(EngineCore pid=1) ERROR 1-1 [core.py:9] Traceback (most recent call last):\n"
-        "(EngineCore pid=1) ERROR 1-1 [core.py:9] ImportError: Arctic Inference is required\n"
-        "RuntimeError: Engine core initialization failed. See root cause above.\n"
-    )
-    died = "RuntimeError: Engine core initialization failed. See root cause above."
-    failure = fresh_engine.failure
-    assert failure(died, 1, log) == "ImportError: Arctic Inference is required"
-    assert failure("ValueError: bad\n  value", 1, log) == "ValueError: bad value"
-    assert "signal 9" in failure("", -9, log)
-
-
-def gone(pid: int) -> bool:
-    """Wait until a killed process has ended; False after two minutes."""
-    status = Path(f"/proc/{pid}/status")
-    for _ in range(1200):
-        try:
-            if "State:\tZ" in status.read_text():
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.1)
-    return False
 
 
 @pytest.fixture
@@ -83,37 +54,3 @@ def test_an_engine_that_dies_is_reported(tmp_path: Path, script: Any) -> None:
     ):
         engine.wait_until_ready()
     assert (tmp_path / "log").read_text() == "it hurts\n"
-
-    reason = '{"event": "failed", "reason": "ValueError: no room"}'
-    script(f"""echo '{{"event": "ready"}}'; read line; echo '{reason}'; exit 1""")
-    with (
-        pytest.raises(fresh_engine.RunFailed, match="no room"),
-        engine_of(tmp_path / "log") as engine,
-    ):
-        engine.wait_until_ready()
-        engine.ask([0])
-
-
-def test_an_interrupted_engine_is_ended(tmp_path: Path, script: Any) -> None:
-    script(f"""sleep 600 & echo $! > {tmp_path}/pid; echo '{{"event": "warm-up"}}'; wait""")
-
-    def interrupt(event: dict[str, Any]) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt), engine_of(tmp_path / "log", interrupt) as engine:
-        engine.wait_until_ready()
-    assert gone(int((tmp_path / "pid").read_text()))
-
-
-def test_the_cpu_runtime_is_preloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "lib").mkdir()
-    library = tmp_path / "lib" / "libiomp5.so"
-    library.touch()
-    monkeypatch.setattr(fresh_engine.sys, "prefix", str(tmp_path))
-    monkeypatch.setattr(fresh_engine.sys, "platform", "linux")
-    monkeypatch.setattr(fresh_engine, "is_cpu_build", lambda: True)
-    assert str(library) in fresh_engine.cpu_runtime({})["LD_PRELOAD"].split(":")
-    kept = fresh_engine.cpu_runtime({"LD_PRELOAD": "/x/libgomp.so.1"})["LD_PRELOAD"]
-    assert kept.split(":")[0] == "/x/libgomp.so.1" and "libiomp5" not in kept
-    monkeypatch.setattr(fresh_engine, "is_cpu_build", lambda: False)
-    assert fresh_engine.cpu_runtime({"LD_PRELOAD": "/x/libgomp.so.1"}) == {}

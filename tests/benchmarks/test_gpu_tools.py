@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.gpu import accuracy, environment, gpu_kernels, plain
+from benchmarks.gpu import accuracy, case, environment, gpu_kernels, plain
+from benchmarks.gpu.case import depths_and_masks, tree_parents
+from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.verify.gpu.paged_batch import CAUSAL
+from lookahead_vllm.verify.tree_batch import TreeBatch
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / "benchmarks" / "gpu"
@@ -51,7 +56,7 @@ class Case:
 
 
 CASES = [
-    ("good", Case(xformers=ValueError("no sinks"))),
+    ("good", Case()),
     ("wrong", Case(triton=0.5)),
     ("nan", Case(triton=float("nan"))),
     ("broken", Case(triton=RuntimeError("illegal address"))),
@@ -63,152 +68,56 @@ def test_kernels_are_checked_in_shares_and_go_on_after_an_error(
 ) -> None:
     monkeypatch.setattr("benchmarks.gpu.case.kernel_cases", lambda: iter(CASES))
     shares = [list(gpu_kernels.check_share(number, 2)) for number in range(2)]
-    assert [{row["case"] for row in rows} for rows in shares] == [
-        {"good", "nan"},
-        {"wrong", "broken"},
-    ]
+    cases = [{row["case"] for row in rows} for rows in shares]
+    assert cases == [{"good", "nan"}, {"wrong", "broken"}]
     rows = [row for share in shares for row in share]
     wrong = [(row["case"], row["impl"]) for row in rows if accuracy.is_wrong(row)]
     assert sorted(wrong) == [("broken", "triton"), ("nan", "triton"), ("wrong", "triton")]
     assert not gpu_kernels.report(rows, failed=0)
-    printed = capsys.readouterr().out
-    assert "WRONG: triton, wrong: 5.00e-01, where 1e-02 is allowed" in printed
-    assert "WRONG: triton, broken: RuntimeError: illegal address" in printed
-    assert "torch: 4 cases, the largest error at 0.10 of what is allowed" in printed
+    assert "WRONG: triton, broken: RuntimeError: illegal address" in capsys.readouterr().out
     good = [row for row in rows if row["impl"] == "torch"]
-    assert gpu_kernels.report(good, failed=0)
-    assert not gpu_kernels.report(good, failed=1)
-    assert not gpu_kernels.report([], failed=0)
-
-
-def test_rows_are_written_as_soon_as_they_are_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ends_early() -> Iterator[Any]:
-        yield from CASES[:2]
-        raise SystemExit("the machine's time is over")
-
-    out = tmp_path / "share"
-    results: dict[str, Any] = {}
-    monkeypatch.setattr("benchmarks.gpu.case.kernel_cases", ends_early)
-    with pytest.raises(SystemExit):
-        gpu_kernels.main([str(ROOT), str(out), "1", "0"])
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {row["case"] for row in rows} == {"good", "wrong"}
-    monkeypatch.setattr(accuracy, "kernel_cases", ends_early)
-    with pytest.raises(SystemExit):
-        accuracy.check_kernels(results)
-    assert {row["case"] for row in results["kernels"]} == {"good", "wrong"}
-
-
-def test_check_kernels_reports_what_is_wrong_and_left_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(accuracy, "kernel_cases", lambda: iter(CASES[:2]))
-    results: dict[str, Any] = {}
-    assert not accuracy.check_kernels(results)
-    assert len(results["kernels"]) == 6
-    printed = capsys.readouterr().out
-    assert "xformers: 1 cases right to within 0.10 of what is allowed, 1 left out" in printed
-    monkeypatch.setattr(accuracy, "kernel_cases", lambda: iter(CASES[:1]))
-    assert accuracy.check_kernels(results)
+    assert gpu_kernels.report(good, failed=0) and not gpu_kernels.report(good, failed=1)
 
 
 # Plain vLLM.
 
 
-def test_a_level_is_written_as_lines_and_the_next_one_follows_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_level_follows_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, level_file = tmp_path / "out.json", tmp_path / "level"
-    tried = []
 
     def try_level(name: str, argv: Any) -> int | str:
-        tried.append(name)
-        if name != "no compilation":
-            return "too slow" if name == "default" else 1
+        if name != "first runner":
+            return "too slow"
         out.write_text(json.dumps({"text": "hello"}))
         return 0
 
     monkeypatch.setattr(plain, "try_level", try_level)
-    arguments = ["model", str(tmp_path / "prompts"), str(level_file), str(out)]
-    assert plain.main(arguments) == 0
-    assert tried == ["default", "first runner", "triton attention", "no compilation"]
-    assert level_file.read_text() == (
-        'compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}\n'
-    )
+    assert plain.main(["model", str(tmp_path / "prompts"), str(level_file), str(out)]) == 0
+    assert level_file.read_text() == "env VLLM_USE_V2_MODEL_RUNNER=0\n"
     results = json.loads(out.read_text())
-    assert results["default"]["code"] == "too slow"
-    assert results["no compilation"]["text"] == "hello"
-    assert plain.level_lines(plain.LEVELS["first runner"]) == "env VLLM_USE_V2_MODEL_RUNNER=0\n"
-    assert plain.level_lines({}) == ""
-    monkeypatch.setattr(plain, "try_level", lambda name, argv: 1)
-    assert plain.main(arguments) == 1
-
-
-def test_engine_arguments_follow_the_folder(tmp_path: Path) -> None:
-    args = plain.engine_args(str(tmp_path), {"enforce_eager": True})
-    assert args["load_format"] == "dummy" and args["skip_tokenizer_init"] and args["enforce_eager"]
-    (tmp_path / "model.safetensors").touch()
-    (tmp_path / "tokenizer.json").touch()
-    assert not {"load_format", "skip_tokenizer_init"} & plain.engine_args(str(tmp_path), {}).keys()
-
-
-def test_answers_are_compared_up_to_their_first_difference() -> None:
-    assert plain.common_prefix([1, 2, 3, 4], [1, 2, 9, 4]) == 2
-    assert plain.common_prefix([1, 2], [1, 2, 3]) == 2
+    assert results["default"]["code"] == "too slow" and results["first runner"]["text"] == "hello"
 
 
 # Results.
 
 
-def bench_row(**changes: Any) -> dict[str, Any]:
-    row = {
-        "method": "lookahead", "batch_size": 8, "tokens_per_s": 120.4, "ratio": 1.5, "prompts": 12,
-        "tokens_per_step": 2.0, "draft_tokens_per_step": 9.5, "mismatches": 0, "error": None,
-    }  # fmt: skip
-    return {**row, **changes}
-
-
-def test_a_benchmark_ran_if_every_method_has_a_speed_and_is_exact_if_no_answer_differs(
-    tmp_path: Path,
-) -> None:
-    def status(command: str, *rows: dict[str, Any]) -> tuple[int, str]:
+def test_a_benchmark_is_exact_if_every_method_ran_and_no_answer_differs(tmp_path: Path) -> None:
+    def status(command: str, **changes: Any) -> int:
+        row = {"method": "ngram", "batch_size": 8, "tokens_per_s": 9.5, "prompts": 12}
         path = tmp_path / "bench.json"
-        path.write_text(json.dumps({"rows": rows}))
-        done = run_tool("verdict", command, str(path))
-        return done.returncode, done.stdout
+        path.write_text(json.dumps({"rows": [{**row, "mismatches": 0, **changes}]}))
+        return run_tool("verdict", command, str(path)).returncode
 
-    assert status("ran", bench_row()) == status("exact", bench_row()) == (0, "")
-    failed = status("ran", bench_row(), bench_row(method="ngram", tokens_per_s=None))
-    assert failed == (1, "did not run: ngram, batch 8\n")
-    assert status("ran", bench_row(mismatches=2))[0] == 0
-    assert status("exact", bench_row(mismatches=2)) == (
-        1,
-        "lookahead: 2 of 12 answers differ\n",
-    )
-
-
-# Libraries.
-
-
-def test_the_environment_reports_each_check(capsys: pytest.CaptureFixture[str]) -> None:
-    def fails() -> str:
-        raise ImportError("undefined symbol")
-
-    assert environment.passes("numba", environment.numba_compiles)
-    assert not environment.passes("vllm", fails)
-    printed = capsys.readouterr().out
-    assert "well    numba: a sum of 45" in printed
-    assert "FAILED  vllm: ImportError: undefined symbol" in printed
+    assert status("ran") == status("ran", mismatches=2) == status("exact") == 0
+    assert status("ran", tokens_per_s=None) == status("exact", mismatches=2) == 1
 
 
 def test_the_modules_that_are_loaded_exist() -> None:
-    for name in environment.RUNNERS:
-        assert importlib.util.find_spec(f"vllm.v1.worker.{name}")
-    assert "worker.v2.gpu_worker" in environment.LOOKAHEAD
-    for name in environment.LOOKAHEAD:
-        assert importlib.util.find_spec(f"lookahead_vllm.engine.{name}")
+    names = [f"vllm.v1.worker.{name}" for name in environment.RUNNERS]
+    names += [f"lookahead_vllm.engine.{name}" for name in environment.LOOKAHEAD]
+    for package, _, rest in (name.partition(".") for name in names):
+        [folder] = importlib.util.find_spec(package).submodule_search_locations
+        assert Path(folder, f"{rest.replace('.', '/')}.py").is_file(), rest
 
 
 # The tests on a GPU.
@@ -224,3 +133,47 @@ def test_on_a_gpu_sets_the_environment_of_what_it_runs(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     # No model runner: the rounds and tests of the second one would run on the first.
     assert done.stdout == "ieee None --minutes 2\n", done.stderr
+
+
+# The inputs of gpu_check.py.
+
+
+@pytest.mark.parametrize("nodes", [0, 1, 30, 31, 32, 128])
+def test_masks_and_depths_are_those_of_the_engine(nodes: int) -> None:
+    parents = tree_parents(nodes, random.Random(nodes))
+    tree = DraftTree.from_lists(range(nodes), parents)
+    batch = TreeBatch.build([tree], [0], [0], [0])
+    depths, masks = depths_and_masks(parents, batch.masks.shape[1])
+    assert depths == batch.depths.tolist() and masks == batch.masks.tolist()
+
+
+def test_every_case_is_checked_against_attention_by_the_book(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(case, "DEVICE", "cpu")
+    options = {"sliding_window": 40, "logits_soft_cap": 5.0, "alibi_slopes": True, "sinks": True}
+    mixed = case.Case([70, 0, 9], [33, 5, 12], causal=(2,), dtype=torch.float32, options=options)
+    assert mixed.batch.firsts.tolist() == [0, 34, CAUSAL]
+    assert mixed.error("torch") < mixed.max_error == 1e-5
+    assert case.Case([20], [9], fp8=True, heads_first=True).error("torch") < 1e-2
+
+
+def test_it_needs_only_torch_and_triton_and_reports_a_missing_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    script = str(ROOT / "scripts" / "gpu_check.py")
+    program = f"""
+import runpy, sys
+
+class Others:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("vllm", "numba", "llvmlite", "transformers", "matplotlib"):
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Others())
+sys.argv = [{script!r}]
+runpy.run_path({script!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "there is no CUDA device here" in done.stderr

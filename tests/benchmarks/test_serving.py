@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.serving import compare as script
-from benchmarks.serving.arrivals import Latencies, Load, LoadFailed, bench_serve, write_requests
+from benchmarks.serving.arrivals import Latencies, Load, LoadFailed, bench_serve
 from benchmarks.serving.latencies import Measured, conclusion, table, verdict
-from benchmarks.serving.server import ServerError, free_port, is_free, serving
+from benchmarks.serving.server import is_free
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install the fake; returns the file to which it writes its calls."""
+    path = tmp_path / "vllm"
+    fake = (Path(__file__).parents[1] / "support" / "fake_vllm.py").read_text()
+    path.write_text(f"#!{sys.executable}\n{fake}")
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    return tmp_path / "calls"
 
 
 def clients(calls: Path) -> list[dict[str, str]]:
@@ -25,25 +37,6 @@ def latencies(tpot: float, tokens_per_s: float = 50.0) -> Latencies:
     }  # fmt: skip
 
 
-# A client.
-
-
-def test_a_load_is_sent_greedily_and_with_a_salt(tmp_path: Path, vllm: Path) -> None:
-    requests = tmp_path / "requests.json"
-    write_requests(["one", "two"], requests)
-    assert [turns["conversations"][0]["value"] for turns in json.loads(requests.read_text())] == [
-        "one",
-        "two",
-    ]
-    load = Load(2, rate=0.5, seed=3)
-    found = bench_serve("http://x", "m", requests, load, 16, "round 1", tmp_path / "log")
-    assert found["tpot_p99"] == 5 and found["tokens_per_s"] == 50 and found["requests_per_s"] == 2
-    (given,) = clients(vllm)
-    assert json.loads(given["--extra-body"]) == {"cache_salt": "round 1"}
-    assert (given["--request-rate"], given["--temperature"], given["--seed"]) == ("0.5", "0", "3")
-    assert "--max-concurrency" not in given
-
-
 @pytest.mark.parametrize(
     ("seed", "message"), [(13, "status 1.*\n.*unlucky"), (12, "1 of 2 requests were not answered")]
 )
@@ -54,26 +47,6 @@ def test_a_load_that_is_not_answered_is_an_error(
         load = Load(2, concurrency=8, seed=seed)
         bench_serve("http://x", "m", tmp_path / "requests", load, 16, "s", tmp_path / "log")
     assert clients(vllm)[0]["--max-concurrency"] == "8"
-
-
-# A server.
-
-
-def test_a_server_lives_as_long_as_its_block(tmp_path: Path, vllm: Path) -> None:
-    port = free_port()
-    command = ["vllm", "serve", "m", "--port", str(port)]
-    with pytest.raises(KeyError), serving(command, port, tmp_path / "log") as url:
-        assert url == f"http://127.0.0.1:{port}" and not is_free(port)
-        raise KeyError
-    assert is_free(port)
-
-
-def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path, vllm: Path) -> None:
-    with (
-        pytest.raises(ServerError, match="no such option"),
-        serving(["vllm", "serve", "--broken"], free_port(), tmp_path / "log"),
-    ):
-        pass
 
 
 # Tables.
@@ -110,10 +83,6 @@ def test_the_table_compares_round_by_round() -> None:
         "0.50", "TPOT, mean, ms", "15.0 (10.0–20.0)", "12.2 (8.0–16.4)", "0.81 (0.80–0.82)",
         "better",
     ]  # fmt: skip
-    assert conclusion(measured) == [
-        "lookahead is worse than plain vLLM by more than the spread in none of the figures "
-        "(better in 2, within the spread in 3)"
-    ]
     measured[0.5]["lookahead"][:] = [latencies(11), latencies(22.2)]  # type: ignore[index]
     assert "in 2 figures: TPOT, mean at 0.50/s; TPOT, p99 at 0.50/s" in conclusion(measured)[0]
 
@@ -132,10 +101,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int
 
 
 def test_rounds_alternate_their_order_with_the_same_requests_and_new_salts(
-    tmp_path: Path,
-    vllm: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, vllm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out.json"
     arguments = ["--rounds", "2", "--seconds", "2", "--loads", "0.5,9", "--json", str(out)]
@@ -153,8 +119,8 @@ def test_rounds_alternate_their_order_with_the_same_requests_and_new_salts(
     assert sent[0]["--seed"] == sent[4]["--seed"] != sent[2]["--seed"]
     salts = [given["--extra-body"] for given in sent]
     assert len(set(salts)) == 4 and salts[0] == salts[1]
+    assert {given["--temperature"] for given in sent} == {"0"}
     written = json.loads(out.read_text())
     assert [rate["requests_per_s"] for rate in written["rates"]] == [1, 18]
     assert len(written["rates"][0]["rounds"]["lookahead"]) == 2
-    assert "within the spread in 10" in capsys.readouterr().out
     assert all(is_free(int(port)) for port in names)

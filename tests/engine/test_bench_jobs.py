@@ -1,17 +1,23 @@
-"""A benchmark's job, in an engine of a tiny model."""
+"""The benchmarks' jobs, in an engine of a tiny model."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers as hf
 from vllm import SamplingParams
 
 from benchmarks.engines.generate import Job, run
 from benchmarks.engines.target_guided import follow
+from benchmarks.learning.choices import main
+from lookahead_vllm.simulation.choices import load_choices
 from tests.support.driving import drafter_of, engine, generate, random_prompts
+from tests.support.files import jsonl
 
 
 def test_the_requests_of_a_job_bring_their_references(
@@ -79,3 +85,36 @@ def test_proposers_hear_recorded_choices_and_the_answer_stays_the_recorded_one(
         if proposer:
             assert drafter_of(llm).counters.accepted_nodes > 20
             assert drafter_of(llm).counters.branching_trees > 5
+
+
+def test_recorded_choices_are_the_models_likeliest_tokens(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    # The first is longer than a chunk, which ends within its prompt and within its answer.
+    texts = {"a": rng.integers(3, 128, 150), "b": rng.integers(3, 128, 20)}
+    lines = [
+        {"id": i, "prompt_token_ids": t[:-12].tolist(), "output_token_ids": t[-12:].tolist()}
+        for i, t in texts.items()
+    ]
+    traces = jsonl(tmp_path / "t.jsonl", *lines)
+    command = ["--model", str(llama), "--traces", str(traces), "--out", str(tmp_path)]
+    command += ["--dtype", "float32", "--chunk-tokens", "48", "--kv-cache-gib", "0.05"]
+    with ExitStack() as stack:
+
+        def start(model: str, **args: Any) -> Any:
+            return stack.enter_context(engine(Path(model), **args))
+
+        monkeypatch.setattr("vllm.LLM", start)
+        assert main(command) == 0
+
+    recorded = load_choices(tmp_path / "t.choices.npz")
+    assert list(recorded) == ["a", "b"]
+    reference = hf.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    for name, text in texts.items():
+        with torch.no_grad():
+            logits = reference(torch.from_numpy(text)[None]).logits[0, -13:-1]
+        best = logits.topk(8)
+        assert recorded[name].tokens.tolist() == best.indices.tolist()
+        gaps = best.values[:, :1] - best.values
+        np.testing.assert_allclose(recorded[name].gaps, gaps, rtol=2e-3, atol=1e-3)

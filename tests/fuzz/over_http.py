@@ -13,11 +13,11 @@ import requests
 from openai import APIError, APIStatusError, OpenAI
 from transformers import AutoTokenizer
 
-from benchmarks.request_parity.answers import Answer, assembled, compared, draft_counters
 from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.engine.worker.step_recorder import Counters
 from tests.fuzz.play import Difference, Played
 from tests.fuzz.round import Request, Round
+from tests.support.http_answers import Answer, assembled, compared, draft_counters
 from tests.support.models import save_tiny_model
 from tests.support.parser_texts import FUNCTIONS
 from tests.support.servers import cores_of, serve

@@ -176,7 +176,7 @@ def test_listed_proposers_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> N
     [
         ("", "name at least one"),
         ("ngram_tri", "no such proposer; did you mean 'ngram_trie'?"),
-        ("jacobi_window", "measure it with scripts/bench_window.py"),
+        ("jacobi_window", "measure it with scripts/bench.py"),
         ("hybrid", "pass the files to --choices"),
         ("medusa", "no such proposer; there are ngram_trie, "),
         ("ngram_trie,ngram_trie", "given twice"),

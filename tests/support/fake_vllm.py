@@ -1,5 +1,5 @@
-"""A stand-in for the command `vllm`: `serve` logs the phases of its start and answers everything
-with status 200, and `bench` writes fixed figures.
+"""A stand-in for the command `vllm`: `serve` answers everything with status 200, and `bench` writes
+fixed figures.
 
 Both append their arguments to the file `calls` in the folder of this script. Tests run a copy, see
 tests/benchmarks/test_serving.py.
@@ -17,8 +17,6 @@ class HealthHandler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
 
-    do_POST = do_GET
-
 
 def record_call(call: str) -> None:
     with Path(__file__).with_name("calls").open("a") as calls:
@@ -26,15 +24,9 @@ def record_call(call: str) -> None:
 
 
 def serve(arguments: list[str]) -> None:
-    if "--broken" in arguments:
-        sys.exit("no such option")
     port = int(arguments[arguments.index("--port") + 1])
     has_lookahead = "--speculative-config" in arguments
     record_call(f"serve {port} {'lookahead' if has_lookahead else 'none'}")
-    print("INFO non-default args: {}", flush=True)
-    if has_lookahead:
-        print("INFO Lookahead: a forward pass costs, in ms, 1 tokens 2", flush=True)
-    print("INFO:     Application startup complete.", flush=True)
     HTTPServer(("127.0.0.1", port), HealthHandler).serve_forever()
 
 

@@ -10,13 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.engines.stopwatch import Stopwatch
-from lookahead_vllm.cli.arguments import check_output, positive, positives
 from lookahead_vllm.simulation.markdown import markdown
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_step.py"
@@ -57,22 +55,6 @@ LLAMA = dict(
 )
 PROMPT_TOKENS, STEPS, WARM_UP = 300, 60, 20
 NOISE = 0.2  # standard deviation, added to logits of about 1
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    result = argparse.ArgumentParser(
-        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    result.add_argument(
-        "--batch-sizes", type=positives, default=[1, 16, 64], metavar="N,M", help="default: 1,16,64"
-    )
-    result.add_argument(
-        "--nodes", type=positive, default=16, metavar="N", help="of each draft (default: 16)"
-    )
-    result.add_argument("--json", type=Path, metavar="OUT.json", help="write everything there")
-    result.add_argument("--one", nargs=2, metavar=("SIZE", "METHOD"), help=argparse.SUPPRESS)
-    return result
 
 
 def make_llm(size: int, nodes: int, lookahead: bool) -> Any:
@@ -182,31 +164,25 @@ def measure(size: int, nodes: int, lookahead: bool) -> dict[str, float]:
     return result
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(options: argparse.Namespace) -> int:
     """Measure each batch size; returns 1 if an engine failed."""
-    arguments = parser()
-    options = arguments.parse_args(argv)
-    if options.json:
-        try:
-            check_output(options.json, ValueError)
-        except ValueError as error:
-            arguments.error(str(error))
+    [nodes] = options.nodes
     if options.one:
         size, method = options.one
-        print(json.dumps(measure(int(size), options.nodes, method == "lookahead")))
+        print(json.dumps(measure(int(size), nodes, method == "lookahead")))
         return 0
     rows: list[dict[str, float]] = []
     for size in options.batch_sizes:
         measured: dict[str, dict[str, float]] = {}
         for method in ("plain", "lookahead"):
-            command = [sys.executable, str(SCRIPT), "--nodes", str(options.nodes)]
-            run = subprocess.run(
+            command = [sys.executable, str(SCRIPT), "--nodes", str(nodes)]
+            done = subprocess.run(
                 [*command, "--one", str(size), method], capture_output=True, text=True, check=False
             )
-            if run.returncode:
-                print(run.stderr[-3000:], file=sys.stderr)
+            if done.returncode:
+                print(done.stderr[-3000:], file=sys.stderr)
                 return 1
-            measured[method] = json.loads(run.stdout.splitlines()[-1])
+            measured[method] = json.loads(done.stdout.splitlines()[-1])
         plain, ours = measured["plain"]["outside"], measured["lookahead"].pop("outside")
         rows.append(
             {"batch": size, "plain": plain, "lookahead": ours, "added": ours - plain}

@@ -1,7 +1,6 @@
 """Read and compare two servers' answers to the same request.
 
-An answer is the JSON that the `openai` client returns. The chunks of a stream are joined first,
-because a step of speculation sends several tokens in one chunk.
+The chunks of a stream are joined first, because a step of speculation sends several tokens in one.
 """
 
 from __future__ import annotations
@@ -12,20 +11,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 Verdict: TypeAlias = Literal["equal", "refused by both", "differs"]
-VERDICTS: tuple[Verdict, ...] = ("equal", "refused by both", "differs")
 
 DROPPED = {
-    "id": "drawn at random for every answer, item and tool call",
-    "item_id": "as `id`, in the events of a stream",
-    "call_id": "as `id`, of the Responses endpoint's function calls",
-    "created": "the time",
-    "created_at": "the time",
-    "completed_at": "the time",
-    "system_fingerprint": "has a hash of the server's options, and speculation is one of them",
-    "sequence_number": "counts a stream's events, and a step of several tokens sends fewer",
-    "rank": "of a prompt token's alternatives: two of (almost) equal logprob may swap",
+    *("id", "item_id", "call_id"),  # drawn at random
+    *("created", "created_at", "completed_at"),  # times
+    "system_fingerprint",  # has a hash of the server's options, and speculation is one of them
+    "sequence_number",  # counts a stream's events, and a step of several tokens sends fewer
+    "rank",  # of a prompt token's alternatives: two of (almost) equal logprob may swap
 }
-"""Fields that are not compared, and why."""
+"""Fields that are not compared."""
 
 TOLERANCE = 1e-3
 """Allowed difference of logprobs: float32 sums depend on how many tokens share a step."""
@@ -39,24 +33,13 @@ ALTERNATIVES = {"top_logprobs", "prompt_logprobs"}
 
 @dataclass(frozen=True)
 class Answer:
-    """One server's answer.
-
-    Attributes
-    ----------
-    status : int
-        The HTTP status.
-    content : Any
-        The JSON, of a stream the joined chunks; None for an error.
-    error : Any
-        The error's JSON; a stream may report one after a status of 200.
-    """
+    """One server's answer."""
 
     status: int
     content: Any = None
+    """The JSON, of a stream the joined chunks; None for an error."""
     error: Any = None
-
-
-# ---- reading ------------------------------------------------------------------------------------
+    """The error's JSON; a stream may report one after a status of 200."""
 
 
 def assembled(chunks: Sequence[Mapping[str, Any]]) -> Any:
@@ -107,9 +90,6 @@ def draft_counters(metrics: str) -> list[int]:
         rf"^vllm:spec_decode_num_{name}_tokens_total\S* (\S+)$" for name in ("draft", "accepted")
     )
     return [int(sum(map(float, re.findall(p, metrics, re.MULTILINE)))) for p in patterns]
-
-
-# ---- comparing ----------------------------------------------------------------------------------
 
 
 def compared(plain: Answer, ours: Answer, exact: bool = True) -> tuple[Verdict, list[str]]:

@@ -1,1 +1,0 @@
-"""A load that changes during a run, measured step by step."""

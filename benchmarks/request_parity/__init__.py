@@ -1,1 +1,0 @@
-"""Request options of vLLM's OpenAI server, compared with and without lookahead."""

@@ -1,1 +1,0 @@
-"""The time from a command to the first answer."""
