@@ -20,8 +20,6 @@ from lookahead_vllm.simulation.rivals import (
     PromptLookup,
     PromptLookupOptions,
     Suffix,
-    SuffixAutomaton,
-    SuffixAutomatonOptions,
     SuffixOptions,
 )
 from lookahead_vllm.simulation.traces import Int32s
@@ -51,10 +49,6 @@ class Drafter(Protocol):
 
     def finish(self, request_id: str) -> None:
         """End the request."""
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory that the caches hold now, in bytes."""
 
 
 Make = Callable[[int, CostCurve | None], Drafter]
@@ -94,11 +88,6 @@ class Lookahead:
         """Return the draft, which is a tree already."""
         return draft
 
-    @property
-    def num_bytes(self) -> int:
-        """The proposer's `num_bytes`, 0 if it has none."""
-        return int(getattr(self.proposer, "num_bytes", 0))
-
 
 class Rival(NamedTuple):
     """Another project's drafter, its options and a description."""
@@ -108,46 +97,23 @@ class Rival(NamedTuple):
     about: str
 
 
-def _suffix_tree(factor: float, offset: float, min_prob: float, depth: int = 24) -> Rival:
-    return Rival(
-        partial(
-            SuffixOptions,
-            use_tree_spec=True,
-            max_spec_factor=factor,
-            max_spec_offset=offset,
-            min_token_prob=min_prob,
-            max_tree_depth=depth,
-        ),
-        Suffix,
-        f"arctic-inference's trees: factor {factor:g}, offset {offset:g}, least probability "
-        f"{min_prob:g}, depth {depth}",
-    )
-
-
 RIVALS = {
     "prompt_lookup": Rival(
         PromptLookupOptions, PromptLookup, "vLLM's `ngram`, with the lengths of scripts/bench.py"
     ),
-    "suffix_automaton": Rival(
-        SuffixAutomatonOptions,
-        SuffixAutomaton,
-        "TensorRT-LLM's suffix automata, with a pool of 1024 requests",
+    "suffix": Rival(SuffixOptions, Suffix, "arctic-inference's chains, vLLM's defaults"),
+    "suffix_tree": Rival(
+        partial(
+            SuffixOptions,
+            use_tree_spec=True,
+            max_spec_factor=8,
+            max_spec_offset=4,
+            min_token_prob=0.02,
+        ),
+        Suffix,
+        "its trees: factor 8, offset 4, least probability 0.02",
     ),
-    "suffix": Rival(
-        SuffixOptions, Suffix, "arctic-inference's chains, vLLM's defaults (brings suffix_tree)"
-    ),
-    "suffix_tree": _suffix_tree(8, 4, 0.02),
-    "suffix_tree_f2": _suffix_tree(2, 1, 0.1),
-    "suffix_tree_f4": _suffix_tree(4, 2, 0.05),
-    "suffix_tree_f16": _suffix_tree(16, 8, 0.01),
-    "suffix_tree_d64": _suffix_tree(8, 4, 0.02, depth=64),
 }
-
-GROUPS = {
-    "suffix": ["suffix", "suffix_tree"],
-    "suffix_sweep": [name for name in RIVALS if RIVALS[name].drafter is Suffix],
-}
-"""Names that stand for several drafters."""
 
 OURS = [name for name in PROPOSERS if name != "jacobi_window"]
 
@@ -157,7 +123,7 @@ def describe() -> str:
     ours = dict.fromkeys(OURS, "of this package")
     ours["hybrid"] += ", without its window: needs --choices"
     rivals = {name: rival.about for name, rival in RIVALS.items()}
-    lines = {**ours, **rivals, "suffix_sweep": "all of arctic-inference's above"}
+    lines = {**ours, **rivals}
     width = max(map(len, lines))
     return "\n".join(f"{name.ljust(width)}  {about}" for name, about in lines.items())
 
@@ -181,9 +147,9 @@ def choose_drafters(names: str, has_choices: bool = False) -> dict[str, Make]:
     if not given:
         raise OptionError("--proposers: name at least one, as in ngram_trie,prompt_lookup,suffix")
     chosen: dict[str, Make] = {}
-    for spec in [spec for name in given for spec in GROUPS.get(name, [name])]:
+    for spec in given:
         if spec in chosen:
-            raise OptionError(f"--proposers: {spec} is given twice, or is part of another name")
+            raise OptionError(f"--proposers: {spec} is given twice")
         try:
             chosen[spec] = _maker(spec, has_choices)
         except OptionError as error:
@@ -220,8 +186,7 @@ def _maker(spec: str, has_choices: bool) -> Make:
                 raise OptionError(f"{key} is the simulator's to set; leave it out")
         LookaheadOptions.from_dict(settings_of)
         return partial(Lookahead, settings_of)
-    choices = list(dict.fromkeys([*OURS, *RIVALS, *GROUPS]))
-    raise OptionError(f"there is no such proposer; {_hint(name, choices)}")
+    raise OptionError(f"there is no such proposer; {_hint(name, [*OURS, *RIVALS])}")
 
 
 def _hint(given: str, choices: Sequence[str]) -> str:

@@ -46,7 +46,6 @@ class Played:
     """The time of each call of `propose`."""
     update_ns: list[float] = field(default_factory=list)
     """The time of each call of `extend`, and of `observe`, divided by its number of tokens."""
-    start_ns: int = 0
 
 
 class Figures(TypedDict):
@@ -58,10 +57,8 @@ class Figures(TypedDict):
         Draft tokens per decode step; steps without a draft count.
     propose_us_p50, propose_us_p99
         Microseconds per call of `propose`.
-    update_us_p50, update_us_p99
+    update_us_p50
         Microseconds per token of a call of `extend`, and of `observe`.
-    start_us_p50
-        Microseconds per call of `start`, which gets the prompt.
     tokens, steps
         Tokens emitted by decode steps, and the number of these steps.
     speedup
@@ -73,34 +70,16 @@ class Figures(TypedDict):
     propose_us_p50: float | None
     propose_us_p99: float | None
     update_us_p50: float
-    update_us_p99: float
-    start_us_p50: float
     tokens: int
     steps: int
     speedup: float | None
 
 
-class FileFigures(Figures):
-    """The figures of a file.
-
-    bytes
-        The memory of the drafter's caches after the file.
-    bytes_per_cached_token
-        The memory after the filling, per token of the filling.
-    """
-
-    bytes: int
-    bytes_per_cached_token: float | None
-
-
-class Entry(FileFigures):
-    """The figures of one drafter with one budget in one mode, pooled over the files.
-
-    Files share no cache; `bytes` and `bytes_per_cached_token` are the maxima over the files.
-    """
+class Entry(Figures):
+    """The figures of one drafter with one budget in one mode, pooled over the files."""
 
     by_category: dict[str, Figures]
-    by_file: dict[str, FileFigures]
+    by_file: dict[str, Figures]
 
 
 def play(drafter: Drafter, trace: Trace, request_id: str, budget: int) -> Played:
@@ -118,9 +97,7 @@ def play(drafter: Drafter, trace: Trace, request_id: str, budget: int) -> Played
     text = np.concatenate((trace.prompt, trace.output))
     answer = trace.output.tolist()
     expected = np.append(trace.output, -1)  # -1 agrees with no token beyond the end
-    before = perf_counter_ns()
     drafter.start(request_id, trace.prompt)
-    played.start_ns = perf_counter_ns() - before
     done, new_tokens = 0, answer[:1]
     verified: Verified | None = None
     while True:
@@ -183,7 +160,6 @@ def simulate(
     modes: Sequence[Mode],
     *,
     curve: CostCurve | None = None,
-    filling: Sequence[Trace] = (),
     advance: Advance = lambda tokens: None,
 ) -> dict[Mode, Entry]:
     """Replay every file, each with a new drafter, and return the figures by mode.
@@ -201,8 +177,6 @@ def simulate(
         "replay": all traces, after all were replayed once.
     curve : CostCurve, optional
         The cost of a step, for the simulated speed-up.
-    filling : Sequence[Trace]
-        Requests that fill every cache before the first trace.
     advance : callable
         Called with the number of output tokens just replayed, except in the warm-up.
     """
@@ -211,30 +185,16 @@ def simulate(
         play(warm_up_drafter, trace, f"warm-up-{i}", budget)
     del warm_up_drafter
     played: dict[Mode, list[list[Played]]] = {mode: [] for mode in modes}
-    by_file: dict[Mode, dict[str, FileFigures]] = {mode: {} for mode in modes}
+    by_file: dict[Mode, dict[str, Figures]] = {mode: {} for mode in modes}
     for file in files:
         drafter = make()
-        for i, trace in enumerate(filling):
-            drafter.start(f"filling-{i}", trace.prompt)
-            drafter.extend(f"filling-{i}", trace.output.tolist())
-            drafter.finish(f"filling-{i}")
-            advance(len(trace.output))
-        filled = sum(len(trace.output) for trace in filling)
-        per_token = drafter.num_bytes / filled if filled else None
-
         first = _play_all(drafter, file, budget, 1, advance)
         by_mode: dict[Mode, list[Played]] = {"cold": first, "warm": first[len(first) // 2 :]}
-        num_bytes = dict.fromkeys(("cold", "warm"), drafter.num_bytes)
         if "replay" in modes:
             by_mode["replay"] = _play_all(drafter, file, budget, 2, advance)
-            num_bytes["replay"] = drafter.num_bytes
         for mode in modes:
             played[mode].append(by_mode[mode])
-            by_file[mode][str(file.path)] = {
-                **figures(by_mode[mode], curve),
-                "bytes": num_bytes[mode],
-                "bytes_per_cached_token": per_token,
-            }
+            by_file[mode][str(file.path)] = figures(by_mode[mode], curve)
     return {mode: _entry(played[mode], by_file[mode], curve) for mode in modes}
 
 
@@ -266,8 +226,6 @@ def figures(played: Sequence[Played], curve: CostCurve | None = None) -> Figures
         "propose_us_p50": _microseconds(propose, 50) if propose else None,
         "propose_us_p99": _microseconds(propose, 99) if propose else None,
         "update_us_p50": _microseconds(update, 50),
-        "update_us_p99": _microseconds(update, 99),
-        "start_us_p50": _microseconds([one.start_ns for one in played], 50),
         "tokens": tokens,
         "steps": len(nodes),
         "speedup": float(tokens * curve(1) / curve(1 + nodes).sum()) if curve else None,
@@ -275,17 +233,14 @@ def figures(played: Sequence[Played], curve: CostCurve | None = None) -> Figures
 
 
 def _entry(
-    files: Sequence[Sequence[Played]], by_file: dict[str, FileFigures], curve: CostCurve | None
+    files: Sequence[Sequence[Played]], by_file: dict[str, Figures], curve: CostCurve | None
 ) -> Entry:
     everything = [one for file in files for one in file]
     categories: dict[str, list[Played]] = {}
     for one in everything:
         categories.setdefault(one.category, []).append(one)
-    per_token = [file["bytes_per_cached_token"] for file in by_file.values()]
     return {
         **figures(everything, curve),
-        "bytes": max(file["bytes"] for file in by_file.values()),
-        "bytes_per_cached_token": max((value for value in per_token if value), default=None),
         "by_category": {name: figures(some, curve) for name, some in categories.items()},
         "by_file": by_file,
     }

@@ -67,77 +67,21 @@ def test_choices_of_other_traces_are_refused(
         with_choices(TraceFile(tmp_path / "t.jsonl", [trace([5, 6])], 0), [path], 8)
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "t.choices.npz"
-    path.write_text("no zip")
-    with pytest.raises(TraceError, match=r"was not written by scripts/record_choices\.py"):
-        load_choices(path)
-    np.savez(path, ids=["a"])
-    with pytest.raises(TraceError, match=r"was not written by scripts/record_choices\.py"):
-        load_choices(path)
-    np.savez(path, ids=["a"], firsts=[0, 3], tokens=np.zeros((2, 8)), gaps=np.zeros((2, 8)))
-    with pytest.raises(TraceError, match="do not fit together"):
-        load_choices(path)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"ids": np.array(["a", "b"])}, r"ids \(2,\), firsts \(2,\), .* do not fit together"),
-        ({"ids": np.array([["a"]])}, "do not fit together"),
-        ({"ids": np.array([1])}, "ids cannot be int64"),
-        ({"firsts": np.array(2)}, "do not fit together"),
-        ({"firsts": np.array([], np.int64)}, "do not fit together"),
-        ({"firsts": np.array([1, 2])}, "do not fit together"),
-        ({"firsts": np.array([0, 2.0])}, "firsts cannot be float64"),
-        ({"ids": np.array(["a", "b"]), "firsts": np.array([0, 3, 2])}, "firsts must rise"),
-        ({"tokens": np.zeros((2, 8))}, "tokens cannot be float64"),
-        ({"tokens": np.full((2, 8), 2**31)}, "tokens be token ids"),
-        ({"tokens": np.full((2, 8), -1)}, "tokens be token ids"),
-        ({"tokens": np.zeros((2, 8), object)}, "was not written by scripts"),
-        ({"gaps": np.zeros((2, 3))}, "do not fit together"),
-        ({"gaps": np.zeros((2, 8), "U1")}, "gaps cannot be <U1"),
-    ],
-)
-def test_arrays_that_do_not_fit_are_refused(
-    change: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    path = save(tmp_path / "t.choices.npz", a=[5, 6])
-    with np.load(path) as file:
-        arrays = {name: file[name] for name in file.files}
-    np.savez(path, **{**arrays, **change})
-    with pytest.raises(TraceError, match=message):
-        load_choices(path)
-
-
-def test_damaged_files_are_refused(tmp_path: Path) -> None:
+def test_other_files_and_torn_ones_are_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "t.choices.npz", a=[5, 6], b=[7, 8, 9])
     whole = path.read_bytes()
-    damaged = [whole[:size] for size in range(0, len(whole), 50)]
-    rng = random.Random(0)
-    for _ in range(200):
-        place, bit = rng.randrange(len(whole)), 1 << rng.randrange(8)
-        damaged.append(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
-    for content in damaged:
+    np.savez(tmp_path / "less.npz", ids=["a"])
+    less = (tmp_path / "less.npz").read_bytes()
+    for content in (b"no zip", less, *(whole[:size] for size in range(0, len(whole), 50))):
         path.write_bytes(content)
-        try:
-            found = load_choices(path)
-        except TraceError as error:
-            assert str(path) in str(error) and "\n" not in str(error)
-        else:  # some bits say nothing, as those of a date
-            tokens = {name: one.tokens[:, 0].tolist() for name, one in found.items()}
-            assert tokens == {"a": [5, 6], "b": [7, 8, 9]}
-    with path.open("wb") as file:
-        np.save(file, np.zeros(3))
-    with pytest.raises(TraceError, match="was not written by"):
-        load_choices(path)
+        with pytest.raises(TraceError, match=r"was not written by scripts/record_choices\.py"):
+            load_choices(path)
 
 
 class Listener:
     """A drafter that proposes the given trees, one a step, and logs what it learns."""
 
     num_choices = 8
-    num_bytes = 0
 
     def __init__(self, *trees: DraftTree) -> None:
         self.trees = list(trees)
