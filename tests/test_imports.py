@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "engine/seams": {f"{ENGINE}.seams", "vllm"},
     "simulation": {
-        *("numpy", "matplotlib", "arctic_inference"),
+        *("numpy", "arctic_inference"),
         *(DRAFT, f"{VERIFY}.*", "lookahead_vllm.simulation"),
     },
     "cli": {"numpy", "tqdm", "torch", "vllm", "transformers", PACKAGE.name},

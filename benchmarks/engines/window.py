@@ -84,8 +84,6 @@ SETS = {
     ],
     "sources": [
         tree("trie", "ngram_trie"),
-        tree("recycled alone", "hybrid", sources="none", window_size=0),
-        tree("recycled and window", "hybrid", sources="none"),
         tree("trie and recycled", "hybrid", window_size=0),
         tree("hybrid", "hybrid"),
     ],

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from lookahead_vllm.cli.arguments import check_output, escape_unprintable
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     if not options.evaluate:
         trials = learn(files, options.seed).trials
-        learned = priors.save(trials[:, HITS], trials[:, TRIALS], options.out)
+        learned = save(trials, options.out)
         size = options.out.stat().st_size
         print(f"{options.out}: {len(learned.indices)} of {len(trials)} rates, {size} bytes")
         return 0
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
     for group in sorted(set(groups)):
         others = [f for f, g in zip(files, groups, strict=True) if g != group]
         trials = learn(others, options.seed).trials
-        learned_without[group] = priors.of_trials(trials[:, HITS], trials[:, TRIALS])
+        learned_without[group] = priors_of(trials)
     print("| nodes | file | first 1000 tokens | with priors | long run | with priors |")
     print("| --: | :-- | --: | --: | --: | --: |")
     for budget in options.budget:
@@ -155,6 +156,21 @@ def learn(files: Sequence[TraceFile], seed: int) -> AcceptanceRate:
     for part in tqdm(parts, "Learning", unit="part", leave=False):
         _play_all(_drafter(TRAINING_NODES, rate), part, TRAINING_NODES)
     return rate
+
+
+def priors_of(trials: NDArray[np.float32]) -> priors.Priors:
+    """The shares of rates with enough `trials`, float32 [num_rates, 2], rounded as in a file."""
+    indices = np.flatnonzero(trials[:, TRIALS] >= priors.TRIALS)
+    shares = (trials[indices, HITS] / trials[indices, TRIALS]).astype(np.float16)
+    return priors.Priors(indices.astype(np.uint16), shares.astype(np.float32))
+
+
+def save(trials: NDArray[np.float32], path: Path) -> priors.Priors:
+    """Write the priors, and return what `priors.load` will return."""
+    learned = priors_of(trials)
+    shares = learned.shares.astype(np.float16)
+    np.savez_compressed(path, num_rates=len(trials), indices=learned.indices, shares=shares)
+    return learned
 
 
 def measure(file: TraceFile, budget: int, learned: priors.Priors | None) -> Edl:

@@ -15,9 +15,7 @@ from tqdm import tqdm
 from lookahead_vllm.cli.arguments import check_output, positive
 from lookahead_vllm.draft.budget.cost import CostCurve
 from lookahead_vllm.draft.options import OptionError
-from lookahead_vllm.draft.trie.recycling import NUM_CHOICES
 from lookahead_vllm.machine import versions
-from lookahead_vllm.simulation.choices import with_choices
 from lookahead_vllm.simulation.drafters import Make, choose_drafters, describe
 from lookahead_vllm.simulation.replay import MODES, Mode, passes, simulate
 from lookahead_vllm.simulation.rivals import has_arctic_inference
@@ -45,13 +43,10 @@ proposers:
 %s
   Settings make another proposer: ngram_trie:branch_length=8:max_nodes=50000,
   suffix:max_tree_depth=64, prompt_lookup:prompt_lookup_min=3.
-  hybrid learns from the model's choices at the roots and at the accepted nodes. The choices at
-  rejected nodes were not recorded, so it recycles fewer than in an engine, and the cells of its
-  window cannot be replayed. Its EDL here is a lower bound of what it recycles.
+  hybrid and jacobi_window learn from the model's choices, which a recording does not have.
 
 modes:
   cold    all traces of a file, in order, starting with an empty cache
-  warm    the traces of the file's second half, after those of its first half
   replay  all traces of a file, after all of them were played once (as new requests)
   Each file has its own cache; the overall figures pool the steps of all files.
 
@@ -61,7 +56,7 @@ columns:
               token; steps without a draft count
   nodes       draft tokens per decode step
   propose µs  one call of `propose`: median and 99th percentile
-  update µs   one call of `extend` (and of `observe`), divided by the number of its tokens: median
+  update µs   one call of `extend` divided by the number of its tokens: median
   speed-up    with --cost-curve: tokens * t(1), divided by the sum of t(1 + nodes) over all steps
   The JSON has these and more as results[proposer][budget][mode] = {edl, nodes,
   propose_us_p50, propose_us_p99, update_us_p50, by_category, by_file, ...}.
@@ -101,14 +96,6 @@ def parser() -> argparse.ArgumentParser:
         default=[8, 16, 32, 64],
         metavar="N,M",
         help="maximum of nodes in a tree, 1 to 128 (default: 8,16,32,64)",
-    )
-    add(
-        "--choices",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE.npz",
-        help="NAME.choices.npz for each NAME.jsonl: what scripts/record_choices.py has recorded",
     )
     add("--mode", type=modes, default=["cold"], metavar="A,B", help="default: cold; see below")
     add("--limit", type=positive, metavar="N", help="the first N traces of each file")
@@ -178,13 +165,11 @@ class Simulation:
             check_output(options.json, OptionError)
         self.options = options
         names = default_proposers() if options.proposers is None else options.proposers
-        self.makers: dict[str, Make] = choose_drafters(names, bool(options.choices))
+        self.makers: dict[str, Make] = choose_drafters(names)
         self.files: list[TraceFile] = [
             load_traces(path, options.limit, options.shuffle, options.no_loops)
             for path in dict.fromkeys(options.traces)
         ]
-        if options.choices:
-            self.files = [with_choices(file, options.choices, NUM_CHOICES) for file in self.files]
         self.results: Results = {}
         self.complete = False
 

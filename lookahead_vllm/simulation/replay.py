@@ -16,15 +16,14 @@ from typing import Literal, TypedDict
 import numpy as np
 
 from lookahead_vllm.draft.budget.cost import CostCurve
-from lookahead_vllm.draft.jit import Int32s
-from lookahead_vllm.draft.proposer import DraftLimits, Verified
-from lookahead_vllm.draft.tree import EMPTY_TREE, UNKNOWN, DraftForest, DraftTree
+from lookahead_vllm.draft.proposer import DraftLimits
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest
 from lookahead_vllm.simulation.drafters import Drafter
-from lookahead_vllm.simulation.traces import AnswerChoices, Trace, TraceFile
+from lookahead_vllm.simulation.traces import Trace, TraceFile
 from lookahead_vllm.verify.acceptance import accepted_paths
 
-Mode = Literal["cold", "warm", "replay"]
-MODES: tuple[Mode, ...] = ("cold", "warm", "replay")
+Mode = Literal["cold", "replay"]
+MODES: tuple[Mode, ...] = ("cold", "replay")
 
 WARM_UP_TRACES = 3
 """The number of traces replayed first with a separate drafter, so that no timed call compiles."""
@@ -45,7 +44,7 @@ class Played:
     propose_ns: list[int] = field(default_factory=list)
     """The time of each call of `propose`."""
     update_ns: list[float] = field(default_factory=list)
-    """The time of each call of `extend`, and of `observe`, divided by its number of tokens."""
+    """The time of each call of `extend`, divided by its number of tokens."""
 
 
 class Figures(TypedDict):
@@ -58,7 +57,7 @@ class Figures(TypedDict):
     propose_us_p50, propose_us_p99
         Microseconds per call of `propose`.
     update_us_p50
-        Microseconds per token of a call of `extend`, and of `observe`.
+        Microseconds per token of a call of `extend`.
     tokens, steps
         Tokens emitted by decode steps, and the number of these steps.
     speedup
@@ -89,9 +88,6 @@ def play(drafter: Drafter, trace: Trace, request_id: str, budget: int) -> Played
     nodes, accepts its longest path that agrees with the recorded output, and commits that path and
     the bonus token. A path ends at least one token before the output, which leaves the bonus
     token: deeper nodes are not sent, and the last token has no draft.
-
-    If the trace has choices, a drafter that learns from them gets those at the root and at the
-    accepted nodes. What the model would have chosen at other nodes is UNKNOWN.
     """
     played = Played(trace.category)
     text = np.concatenate((trace.prompt, trace.output))
@@ -99,18 +95,15 @@ def play(drafter: Drafter, trace: Trace, request_id: str, budget: int) -> Played
     expected = np.append(trace.output, -1)  # -1 agrees with no token beyond the end
     drafter.start(request_id, trace.prompt)
     done, new_tokens = 0, answer[:1]
-    verified: Verified | None = None
     while True:
         before = perf_counter_ns()
         drafter.extend(request_id, new_tokens)
-        if verified is not None:
-            drafter.observe(verified)
         played.update_ns.append((perf_counter_ns() - before) / len(new_tokens))
         done += len(new_tokens)
         if done == len(answer):
             break
         max_depth = min(budget, len(answer) - done - 1)
-        tree, verified = EMPTY_TREE, None
+        tree = EMPTY_TREE
         if max_depth > 0:
             limit = DraftLimits(request_id, budget, max_depth)
             context = text[: len(trace.prompt) + done]
@@ -122,35 +115,10 @@ def play(drafter: Drafter, trace: Trace, request_id: str, budget: int) -> Played
         choices = expected[np.minimum(done + np.append(0, tree.depths), len(answer))]
         path = accepted_paths(DraftForest.of([tree]), choices[:1], choices[1:])[0]
         new_tokens = answer[done : done + len(path) + 1]  # a slice, so never past the end
-        if trace.choices is not None and drafter.num_choices and max_depth > 0:
-            verified = _verified(request_id, tree, path, trace.choices, done)
         played.tokens += len(new_tokens)
         played.nodes.append(int((tree.depths <= max_depth).sum()))
     drafter.finish(request_id)
     return played
-
-
-def _verified(
-    request_id: str, tree: DraftTree, path: Int32s, choices: AnswerChoices, done: int
-) -> Verified:
-    """The choices at a tree's root, output token `done` - 1, and at the nodes of its path."""
-    n, end = len(tree), done + 1 + len(path)
-    num_choices = choices.tokens.shape[1]
-    at_nodes = np.full((n, num_choices), UNKNOWN, np.int32)
-    at_nodes[path] = choices.tokens[done + 1 : end]
-    gaps = np.zeros((1 + n, num_choices), np.float32)
-    gaps[0], gaps[1 + path] = choices.gaps[done], choices.gaps[done + 1 : end]
-    accepted = np.zeros(n, np.bool_)
-    accepted[path] = True
-    return Verified(
-        [request_id],
-        DraftForest.of([tree]),
-        choices.tokens[done : done + 1],
-        at_nodes,
-        gaps,
-        accepted,
-        np.array([len(path)], np.int64),
-    )
 
 
 def simulate(
@@ -173,8 +141,7 @@ def simulate(
     files : Sequence[TraceFile]
         The traces; each file starts from an empty cache.
     modes : Sequence[Mode]
-        "cold": all traces of a file, in order. "warm": those of the second half, after the first.
-        "replay": all traces, after all were replayed once.
+        "cold": all traces of a file, in order. "replay": after all were replayed once.
     curve : CostCurve, optional
         The cost of a step, for the simulated speed-up.
     advance : callable
@@ -188,8 +155,7 @@ def simulate(
     by_file: dict[Mode, dict[str, Figures]] = {mode: {} for mode in modes}
     for file in files:
         drafter = make()
-        first = _play_all(drafter, file, budget, 1, advance)
-        by_mode: dict[Mode, list[Played]] = {"cold": first, "warm": first[len(first) // 2 :]}
+        by_mode: dict[Mode, list[Played]] = {"cold": _play_all(drafter, file, budget, 1, advance)}
         if "replay" in modes:
             by_mode["replay"] = _play_all(drafter, file, budget, 2, advance)
         for mode in modes:

@@ -9,18 +9,9 @@ from typing import Any
 import numpy as np
 
 from lookahead_vllm.draft.options import OptionError
-from lookahead_vllm.draft.proposer import DraftLimits, Verified
+from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.simulation.traces import Int32s
-
-
-class _TextOnly:
-    """A drafter that learns only from texts."""
-
-    num_choices = 0
-
-    def observe(self, verified: Verified) -> None:
-        """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,7 @@ def look_up(context: Int32s, longest: int, shortest: int, max_tokens: int) -> In
     return context[found : found + max_tokens] if found >= 0 else context[:0]
 
 
-class PromptLookup(_TextOnly):
+class PromptLookup:
     """vLLM's `ngram`: drafts a chain from the request's own text, and keeps no cache."""
 
     def __init__(self, options: PromptLookupOptions) -> None:
@@ -108,13 +99,6 @@ class SuffixOptions:
     min_token_prob: float = 0.1
     use_tree_spec: bool = False
 
-    def __post_init__(self) -> None:
-        for name in ("max_spec_factor", "max_spec_offset", "min_token_prob"):
-            if not getattr(self, name) >= 0:
-                raise OptionError(f"{name}={getattr(self, name)!r} was given, but it must be >= 0")
-        if self.max_tree_depth < 1 or not 1 <= self.max_cached_requests < 2**31:
-            raise OptionError("max_tree_depth and max_cached_requests must be at least 1")
-
 
 def has_arctic_inference() -> bool:
     """Whether the package of `Suffix` is installed."""
@@ -125,7 +109,7 @@ def has_arctic_inference() -> bool:
     return True
 
 
-class Suffix(_TextOnly):
+class Suffix:
     """arctic-inference's suffix decoding, called as vLLM's `suffix_decoding.py` calls it.
 
     Raises

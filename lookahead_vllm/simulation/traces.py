@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +19,6 @@ class TraceError(ValueError):
     """The traces cannot be used; the message names the file, the line and what is expected."""
 
 
-class AnswerChoices(NamedTuple):
-    """A model's likeliest tokens at the positions of an answer of m tokens."""
-
-    tokens: Int32s
-    """int32 [m, k]: row j has the k likeliest tokens in place of output token j, best first."""
-    gaps: NDArray[np.float16]
-    """float16 [m, k]: the best token's logit minus each one's."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
     """A recorded generation: `prompt` and `output` are int32; `category` is `suite/category`."""
@@ -36,7 +27,6 @@ class Trace:
     output: Int32s
     category: str
     id: str = ""
-    choices: AnswerChoices | None = None
 
 
 @dataclass(frozen=True, slots=True)

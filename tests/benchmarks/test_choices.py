@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers as hf
 
-from lookahead_vllm.simulation.choices import load_choices
+from benchmarks.learning.choices_file import AnswerChoices, load_choices, save_choices
+from lookahead_vllm.simulation.traces import TraceError
 from tests.support.files import jsonl
 from tests.support.models import save_tiny_model
 
@@ -51,3 +53,14 @@ def test_they_are_the_models_likeliest_tokens_at_each_position(tmp_path: Path) -
         np.testing.assert_allclose(recorded[id].gaps, gaps, rtol=2e-3, atol=1e-3)
     with np.load(path) as file:
         assert (str(file["model"]), str(file["dtype"])) == ("llama", "float32")
+
+
+def test_other_files_and_torn_ones_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.choices.npz"
+    one = AnswerChoices(np.zeros((2, 8), np.int32), np.zeros((2, 8), np.float16))
+    save_choices(path, ["a", "b"], [one, one], "m", "float32")
+    whole = path.read_bytes()
+    for content in (b"no zip", *(whole[:size] for size in range(0, len(whole), 50))):
+        path.write_bytes(content)
+        with pytest.raises(TraceError, match=r"was not written by scripts/record_choices\.py"):
+            load_choices(path)

@@ -18,7 +18,7 @@ from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.simulation import replay as simulating
 from lookahead_vllm.simulation.drafters import choose_drafters
 from lookahead_vllm.simulation.replay import figures, passes, play, simulate
-from lookahead_vllm.simulation.tables import by_file, overall_table, parts_table
+from lookahead_vllm.simulation.tables import by_file
 from lookahead_vllm.simulation.traces import Trace, TraceFile
 from tests.support.files import jsonl
 
@@ -34,8 +34,6 @@ def file_of(*traces: Trace, name: str = "f.jsonl") -> TraceFile:
 class Scripted:
     """A drafter that proposes the given trees, one a step, and logs its calls."""
 
-    num_choices = 0
-
     def __init__(self, *trees: DraftTree) -> None:
         self.trees = list(trees)
         self.log: list[Any] = []
@@ -45,9 +43,6 @@ class Scripted:
 
     def extend(self, request_id: str, tokens: list[int]) -> None:
         self.log.append(tokens)
-
-    def observe(self, verified: Any) -> None:
-        self.log.append(verified)
 
     def propose(self, limit: Any, context: Any) -> DraftTree:
         self.log.append((limit.max_nodes, limit.max_depth, context.tolist()))
@@ -130,7 +125,7 @@ def test_the_speed_up_weighs_every_step_by_its_cost() -> None:
 # Modes.
 
 
-def test_warm_measures_the_second_half_and_replay_a_second_pass() -> None:
+def test_replay_measures_a_second_pass() -> None:
     file = file_of(*(trace([1], [2, 3, 4], name) for name in "abcde"))
     made: list[Scripted] = []
 
@@ -139,10 +134,9 @@ def test_warm_measures_the_second_half_and_replay_a_second_pass() -> None:
         return made[-1]
 
     advances: list[int] = []
-    found = simulate(make, 4, [file], ["cold", "warm", "replay"], advance=advances.append)
+    found = simulate(make, 4, [file], ["cold", "replay"], advance=advances.append)
     assert {mode: list(entry["by_category"]) for mode, entry in found.items()} == {
         "cold": list("abcde"),
-        "warm": list("cde"),
         "replay": list("abcde"),
     }
     _, drafter = made  # the first one warmed up
@@ -259,14 +253,6 @@ def test_the_json_is_written_where_nothing_can_be_printed(
     assert json.loads(out.read_text())["meta"]["complete"]
 
 
-def test_tables_distinguish_files_of_one_name() -> None:
-    files = [file_of(trace([1], [2, 3]), name=name) for name in ("a/t.jsonl", "b/t.jsonl")]
-    found = {"x": {"8": simulate(Scripted, 8, files, ["cold"])}}
-    table = parts_table(found, "EDL", by_file)
-    assert "a/t.jsonl" in table and "b/t.jsonl" in table and "1.00 (0.0)" in table
-    assert "speed-up" not in overall_table(found)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -277,7 +263,7 @@ def test_tables_distinguish_files_of_one_name() -> None:
         (["--traces", "SHORT", "--no-loops"], "of 2 traces, 1 loop (--no-loops) and 1 have"),
         (["--budget", "0"], "'0' is not a number from 1 to 128"),
         (["--budget", "16,129"], "'129' is not a number from 1 to 128"),
-        (["--mode", "hot"], "'hot' is not one of cold, warm, replay"),
+        (["--mode", "hot"], "'hot' is not one of cold, replay"),
         (["--limit", "0"], "'0' is not a number of at least 1"),
         (["--proposers", "ngram"], "did you mean 'ngram_trie'?"),
         (["--cost-curve", "1:2,1:3"], "is not TOKENS:MS"),
@@ -285,8 +271,7 @@ def test_tables_distinguish_files_of_one_name() -> None:
         (["--json", "/nowhere/out.json"], "there is no folder /nowhere"),
         (["--json", "/"], "/ is a folder; write the name of a file in it"),
         (["--json", "x" * 300], "cannot be written: File name too long"),
-        (["--choices", "/nowhere/t.choices.npz"], "there is no file /nowhere/t.choices.npz"),
-        (["--proposers", "hybrid"], "record them with scripts/record_choices.py"),
+        (["--proposers", "hybrid"], "measure it with scripts/bench_window.py"),
     ],
 )
 def test_wrong_options_get_one_sentence(

@@ -103,7 +103,6 @@ def test_a_proposer_has_the_settings_of_its_name_and_the_simulators_budget() -> 
         ("", "name at least one"),
         ("ngram_tri", "no such proposer; did you mean 'ngram_trie'?"),
         ("jacobi_window", "measure it with scripts/bench_window.py"),
-        ("hybrid", "pass the files to --choices"),
         ("medusa", "no such proposer; there are ngram_trie, "),
         ("ngram_trie,ngram_trie", "given twice"),
         ("ngram_trie:branch_length", "'branch_length' is not KEY=VALUE"),

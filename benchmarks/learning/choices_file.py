@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lookahead_vllm.simulation.traces import AnswerChoices, TraceError, TraceFile
+from lookahead_vllm.simulation.traces import TraceError
 
 SUFFIX = ".choices.npz"
+
+
+class AnswerChoices(NamedTuple):
+    """A model's likeliest tokens at the positions of an answer of m tokens."""
+
+    tokens: NDArray[np.int32]
+    """int32 [m, k]: row j has the k likeliest tokens in place of output token j, best first."""
+    gaps: NDArray[np.float16]
+    """float16 [m, k]: the best token's logit minus each one's."""
 
 
 def save_choices(
@@ -54,35 +64,3 @@ def load_choices(path: Path) -> dict[str, AnswerChoices]:
         raise TraceError(
             f"--choices: {path} was not written by scripts/record_choices.py ({reason})"
         ) from None
-
-
-def with_choices(file: TraceFile, paths: Sequence[Path], num_choices: int) -> TraceFile:
-    """The file's traces with the recorded choices, `num_choices` at each position.
-
-    `paths` has the files of choices; those of NAME.jsonl are in NAME.choices.npz.
-
-    Raises
-    ------
-    TraceError
-        The choices of a trace are missing, too few, or those of another answer.
-    """
-    path = next((path for path in paths if path.name == file.path.stem + SUFFIX), None)
-    if path is None:
-        raise TraceError(f"--choices: no file is named {file.path.stem + SUFFIX}, for {file.path}")
-    recorded = load_choices(path)
-    traces = []
-    for trace in file.traces:
-        if trace.id not in recorded:
-            raise TraceError(
-                f"--choices: {path} has none of trace {trace.id!r}; record more traces, or leave "
-                f"this one out: it has {len(recorded)}, and --limit takes the first ones"
-            )
-        tokens, gaps = recorded[trace.id]
-        if len(tokens) != len(trace.output) or tokens.shape[1] < num_choices:
-            raise TraceError(
-                f"--choices: {path} has {tokens.shape[1]} choices at {len(tokens)} positions of "
-                f"trace {trace.id!r}, where {num_choices} at {len(trace.output)} are needed"
-            )
-        choices = AnswerChoices(tokens[:, :num_choices], gaps[:, :num_choices])
-        traces.append(replace(trace, choices=choices))
-    return replace(file, traces=traces)
