@@ -354,9 +354,7 @@ def test_a_real_tokenizers_chats_and_documents(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(SMOLLM2))
     arrays, facts = cache_file.load(out, cache_file.fingerprint(tokenizer.get_vocab()))
     proposer = restored(arrays, facts)
-    for text, drafted in (("The capital of", " France is Paris.<|im_end|>"), ("What is", "")):
-        proposer.start("r", [])
-        proposer.extend({"r": tokenizer.encode(text)})
-        (tree,) = proposer.propose([DraftLimits("r", 16, 16, may_branch=False)])
-        assert tokenizer.decode(tree.tokens).startswith(drafted)
-        assert bool(drafted) == bool(len(tree))
+    proposer.start("r", [])
+    proposer.extend({"r": tokenizer.encode("The capital of")})
+    (tree,) = proposer.propose([DraftLimits("r", 16, 16, may_branch=False)])
+    assert tokenizer.decode(tree.tokens).startswith(" France is Paris.<|im_end|>")

@@ -110,7 +110,7 @@ def test_a_proposer_has_the_settings_of_its_name_and_the_simulators_budget() -> 
         ("ngram_trie:branch_length=0", "branch_length=0 was given"),
         ("ngram_trie:budget=8", "budget is the simulator's to set"),
         ("ngram_trie:Budget=8", "budget is the simulator's to set"),
-        ("ngram_trie:branch-length=8 tokens", "write 8"),
+        ("ngram_trie:branch-length=8 tokens", "write 64"),
         ("prompt_lookup:prompt_lookup_mim=3", "did you mean 'prompt_lookup_min'?"),
         ("prompt_lookup:prompt_lookup_min=9", "must be 1 to prompt_lookup_max=5"),
         ("prompt_lookup:prompt_lookup_min=true", "must be a whole number"),
