@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.simulation.choices import load_choices
+from benchmarks.learning.choices_file import load_choices
 from lookahead_vllm.simulation.traces import TraceError
 
 Context: TypeAlias = tuple[int, ...]

@@ -14,11 +14,10 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.command_line import kv_cache_bytes
+from benchmarks.learning.choices_file import SUFFIX, AnswerChoices, save_choices
 from lookahead_vllm.cli.arguments import check_output, escape_unprintable, positive
 from lookahead_vllm.draft.trie.recycling import NUM_CHOICES
-from lookahead_vllm.simulation.choices import SUFFIX, save_choices
 from lookahead_vllm.simulation.traces import (
-    AnswerChoices,
     Trace,
     TraceError,
     TraceFile,
@@ -46,7 +45,7 @@ the files, FOLDER/NAME.choices.npz for NAME.jsonl; t traces, n output tokens, k 
   gaps    float16 [n, k]  the best token's logit minus each one's
   model, dtype            str: the model's name, and the type that it was computed in
 
-`simulate --choices FILE.choices.npz` replays them. The exit status is 0, 1 if vLLM fails, 2 for
+`bench.py --choices FILE.choices.npz` reads them. The exit status is 0, 1 if vLLM fails, 2 for
 wrong options or traces.
 """
 

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from lookahead_vllm.cli.arguments import check_output, escape_unprintable
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"learn_priors: {error}", file=sys.stderr)
         return 2
     trials = learn(files, options.seed).trials
-    learned = priors.save(trials[:, HITS], trials[:, TRIALS], options.out)
+    learned = save(trials, options.out)
     size = options.out.stat().st_size
     print(f"{options.out}: {len(learned.indices)} of {len(trials)} rates, {size} bytes")
     return 0
@@ -82,6 +84,17 @@ def learn(files: Sequence[TraceFile], seed: int) -> AcceptanceRate:
         for i, trace in enumerate(part):
             play(drafter, trace, str(i), TRAINING_NODES)
     return rate
+
+
+def save(trials: NDArray[np.float32], path: Path) -> priors.Priors:
+    """Write the shares of rates with enough `trials`, float32 [num_rates, 2], rounded to halves.
+
+    Returns what `priors.load` will return.
+    """
+    indices = np.flatnonzero(trials[:, TRIALS] >= priors.TRIALS).astype(np.uint16)
+    shares = (trials[indices, HITS] / trials[indices, TRIALS]).astype(np.float16)
+    np.savez_compressed(path, num_rates=len(trials), indices=indices, shares=shares)
+    return priors.Priors(indices, shares.astype(np.float32))
 
 
 def _parts(traces: Sequence[Trace]) -> Iterator[list[Trace]]:

@@ -6,25 +6,29 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from lookahead_vllm.cli.arguments import check_output, ngrams
 from lookahead_vllm.draft.cache import file as cache_file
-from lookahead_vllm.draft.cache.file import CacheFileError
-from lookahead_vllm.draft.cache.report import describe, restored
 from lookahead_vllm.draft.cache.warming import TextError, learn, read_texts
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
+from lookahead_vllm.draft.trie.namespaces import digest_of
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from lookahead_vllm.kept_file import RefusedFileError
+
+MAX_NAMESPACES = 20
+"""The number of namespaces that `info` lists."""
 
 EPILOG = """\
 examples:
   lookahead-vllm cache build --model MODEL --texts manual.txt answers.jsonl --out warm.cache
   vllm serve MODEL --speculative-config '{"method": "lookahead", "cache_path": "warm.cache"}'
-  lookahead-vllm cache info warm.cache --model MODEL
+  lookahead-vllm cache info warm.cache
 
 The exit status is 0, 2 for wrong options, texts or files, 130 after Ctrl-C.
 """
@@ -85,9 +89,6 @@ def parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help=line, description=line)
     info.set_defaults(run=print_info, error=info.error)
     info.add_argument("out", type=Path, metavar="FILE", help="the cache file")
-    info.add_argument(
-        "--model", help="as for vllm serve; also print the most frequent n-grams as text"
-    )
     return result
 
 
@@ -121,13 +122,56 @@ def full_namespace(name: str) -> str:
 
 def print_info(options: argparse.Namespace) -> None:
     """`cache info`."""
-    if options.model is None:
-        print(describe(options.out))
-        return
-    tokenizer = load_tokenizer(options.model)
-    vocabulary = tokenizer.get_vocab()
-    fingerprint = cache_file.fingerprint(vocabulary)
-    print(describe(options.out, fingerprint, max(vocabulary.values()) + 1, tokenizer.decode))
+    path: Path = options.out
+    header = cache_file.read_header(path)
+    arrays, facts = cache_file.load(path)
+    pruned = restored(arrays, facts).trie.num_pruned
+    sizes = cache_file.sizes_of_spaces(arrays)
+    total, capacity = sum(sizes.values()), len(arrays["edges"])
+    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, intact")
+    print(f"made        {_date(header.created)}, by lookahead-vllm {header.release}")
+    print(f"tokenizer   {header.tokenizer}")
+    print(
+        f"n-grams     {total} of at most {capacity} ({total / capacity:.1%}); "
+        f"{pruned} were pruned so far"
+    )
+    print(f"namespaces  {header.namespaces}")
+    namespaces = sorted(facts["namespaces"].items(), key=lambda item: -sizes.get(item[1], 0))
+    for digest, space in namespaces[:MAX_NAMESPACES]:
+        name = "   (the one without a name)" if digest == digest_of("") else ""
+        print(f"  {digest}  {sizes.get(space, 0):>10} n-grams{name}")
+    if len(namespaces) > MAX_NAMESPACES:
+        print(f"  and {len(namespaces) - MAX_NAMESPACES} smaller ones")
+
+
+def _date(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return "at no valid date"
+
+
+def restored(arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> NGramTrieProposer:
+    """A proposer with the contents of a cache file, as `cache.file.load` returns them.
+
+    Raises
+    ------
+    RefusedFileError
+        They do not fit this release.
+    """
+    if "edges" not in arrays:
+        raise RefusedFileError("it holds no n-grams of lookahead: its edges are missing")
+    options = {"max_nodes": len(arrays["edges"]), "share": facts.get("share", "namespace")}
+    try:
+        proposer = NGramTrieProposer(LookaheadOptions.from_dict(options))
+        proposer.restore(arrays, facts)
+        return proposer
+    except OptionError as error:
+        raise RefusedFileError(
+            f"it was made with options that this release of lookahead refuses: {error}"
+        ) from None
+    except ValueError as error:
+        raise RefusedFileError(str(error)) from None
 
 
 def make_proposer(options: argparse.Namespace, fingerprint: str) -> NGramTrieProposer:
@@ -135,7 +179,7 @@ def make_proposer(options: argparse.Namespace, fingerprint: str) -> NGramTriePro
 
     Raises
     ------
-    UsageError, CacheFileError, OptionError, OSError
+    UsageError, RefusedFileError, OptionError, OSError
     """
     if options.add:
         arrays, facts = cache_file.load(options.out, fingerprint)
@@ -212,7 +256,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     try:
         options.run(options)
-    except CacheFileError as error:
+    except RefusedFileError as error:
         options.error(f"{options.out}: {error}")
     except OSError as error:
         options.error(f"{error.filename or options.out}: {error.strerror or error}")

@@ -7,17 +7,15 @@ import json
 import sys
 from collections.abc import Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from lookahead_vllm.cli.arguments import check_outputs, positive
+from lookahead_vllm.cli.arguments import check_output, positive
 from lookahead_vllm.draft.budget.cost import CostCurve
 from lookahead_vllm.draft.options import OptionError
-from lookahead_vllm.draft.trie.recycling import NUM_CHOICES
-from lookahead_vllm.simulation.choices import with_choices
+from lookahead_vllm.machine import versions
 from lookahead_vllm.simulation.drafters import Make, choose_drafters, describe
 from lookahead_vllm.simulation.replay import MODES, Mode, passes, simulate
 from lookahead_vllm.simulation.rivals import has_arctic_inference
@@ -28,30 +26,27 @@ from lookahead_vllm.simulation.tables import (
     overall_table,
     parts_table,
 )
-from lookahead_vllm.simulation.traces import Trace, TraceError, TraceFile, load_traces, resample
+from lookahead_vllm.simulation.traces import TraceError, TraceFile, load_traces
 
 EPILOG = """\
 example:
   lookahead-vllm simulate --traces *_reference.jsonl \\
       --proposers ngram_trie,prompt_lookup,suffix --budget 16,32 --mode cold,replay \\
-      --json out.json --plot out.png
+      --json out.json
 
 a line of the traces:
   {"prompt_token_ids": [1, 9690, ...], "output_token_ids": [504, ...],
    "suite": "spec_bench", "category": "qa", "loops": false}
   The last three may be missing.
 
-proposers, as --list prints them:
+proposers:
 %s
   Settings make another proposer: ngram_trie:branch_length=8:max_nodes=50000,
   suffix:max_tree_depth=64, prompt_lookup:prompt_lookup_min=3.
-  hybrid learns from the model's choices at the roots and at the accepted nodes. The choices at
-  rejected nodes were not recorded, so it recycles fewer than in an engine, and the cells of its
-  window cannot be replayed. Its EDL here is a lower bound of what it recycles.
+  hybrid and jacobi_window learn from the model's choices, which a recording does not have.
 
 modes:
   cold    all traces of a file, in order, starting with an empty cache
-  warm    the traces of the file's second half, after those of its first half
   replay  all traces of a file, after all of them were played once (as new requests)
   Each file has its own cache; the overall figures pool the steps of all files.
 
@@ -61,16 +56,10 @@ columns:
               token; steps without a draft count
   nodes       draft tokens per decode step
   propose µs  one call of `propose`: median and 99th percentile
-  update µs   one call of `extend` (and of `observe`), divided by the number of its tokens: median
-  MB          bytes held after the file was played; the maximum over the files. For proposers of
-              this package, the size that they report for their caches. For suffix, the bytes that
-              malloc gets back when the cache is freed (measured in a fork, headers included), or,
-              where malloc does not report it, arctic-inference's own estimate. prompt_lookup
-              stores nothing
-  bytes/token with --fill: bytes held after the generated answers, divided by their tokens
+  update µs   one call of `extend` divided by the number of its tokens: median
   speed-up    with --cost-curve: tokens * t(1), divided by the sum of t(1 + nodes) over all steps
   The JSON has these and more as results[proposer][budget][mode] = {edl, nodes,
-  propose_us_p50, propose_us_p99, update_us_p50, bytes, by_category, by_file, ...}.
+  propose_us_p50, propose_us_p99, update_us_p50, by_category, by_file, ...}.
 
 method:
   Requests run one at a time. The prefill produces the first output token, so that token is no
@@ -79,22 +68,9 @@ method:
   deeper nodes of any proposer are not sent. Times are those of the proposer's calls, in this
   process, with garbage collection off, after a warm-up on another instance; those of prompt_lookup
   are of a NumPy version of vLLM's kernel.
-  --fill generates answers of 200 to 300 tokens, with prompts of 50, from the outputs of all files:
-  each token is one that follows the last two somewhere in them, drawn with a fixed seed. Every
-  cache learns them first. suffix forgets requests above max_cached_requests and ngram_trie nodes
-  above max_nodes, which lowers bytes/token. Use it for times and bytes only: the EDL after it
-  means little, because the answers are made of the traces.
 
 The exit status is 0, 2 for wrong options or traces, 130 after Ctrl-C.
 """
-
-
-class ListProposers(argparse.Action):
-    """`--list`: print the proposers and exit."""
-
-    def __call__(self, arguments: argparse.ArgumentParser, *args: Any) -> None:
-        print(describe())
-        arguments.exit()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -114,21 +90,12 @@ def parser() -> argparse.ArgumentParser:
         help="default: ngram_trie,prompt_lookup,suffix; suffix only where arctic-inference is "
         "installed",
     )
-    add("--list", nargs=0, action=ListProposers, help="print the proposers and exit")
     add(
         "--budget",
         type=budgets,
         default=[8, 16, 32, 64],
         metavar="N,M",
         help="maximum of nodes in a tree, 1 to 128 (default: 8,16,32,64)",
-    )
-    add(
-        "--choices",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE.npz",
-        help="NAME.choices.npz for each NAME.jsonl: what scripts/record_choices.py has recorded",
     )
     add("--mode", type=modes, default=["cold"], metavar="A,B", help="default: cold; see below")
     add("--limit", type=positive, metavar="N", help="the first N traces of each file")
@@ -138,7 +105,6 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="first leave out traces with `loops: true`, whose answers repeat without end",
     )
-    add("--fill", type=positive, metavar="N", help="first fill every cache with N generated tokens")
     add(
         "--cost-curve",
         type=cost_curve,
@@ -147,7 +113,6 @@ def parser() -> argparse.ArgumentParser:
         "then send only nodes that are worth their cost, and the speed-up is computed",
     )
     add("--json", type=Path, metavar="OUT.json", help="write all results to this file")
-    add("--plot", type=Path, metavar="OUT.png", help="plot EDL over nodes")
     return result
 
 
@@ -196,30 +161,24 @@ class Simulation:
     """The proposers and traces of one call, and the results so far."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        check_outputs(options, OptionError)
+        if options.json:
+            check_output(options.json, OptionError)
         self.options = options
         names = default_proposers() if options.proposers is None else options.proposers
-        self.makers: dict[str, Make] = choose_drafters(names, bool(options.choices))
+        self.makers: dict[str, Make] = choose_drafters(names)
         self.files: list[TraceFile] = [
             load_traces(path, options.limit, options.shuffle, options.no_loops)
             for path in dict.fromkeys(options.traces)
         ]
-        if options.choices:
-            self.files = [with_choices(file, options.choices, NUM_CHOICES) for file in self.files]
         self.results: Results = {}
         self.complete = False
 
     def run(self) -> None:
         """Replay every file with every proposer and budget."""
-        filled = self.options.fill or 0
         tokens = sum(file.num_tokens for file in self.files) * passes(self.options.mode)
-        tokens += filled * len(self.files)
         runs = [(name, budget) for name in self.makers for budget in self.options.budget]
         form = "{desc} |{bar}| {percentage:3.0f} %, {elapsed}, {remaining} left"
-        tqdm.monitor_interval = 0  # no thread, because measuring memory forks
-        with tqdm(total=filled + tokens * len(runs), bar_format=form) as bar:
-            bar.set_description("generating answers" if filled else "starting")
-            filling = self._filling(bar)
+        with tqdm(total=tokens * len(runs), bar_format=form) as bar:
             for name, budget in runs:
                 bar.set_description(f"{name}, {budget}")
                 curve = self.options.cost_curve
@@ -229,26 +188,14 @@ class Simulation:
                     self.files,
                     self.options.mode,
                     curve=curve,
-                    filling=filling,
                     advance=bar.update,
                 )
         self.complete = True
 
-    def _filling(self, bar: Any) -> list[Trace]:
-        traces = [trace for file in self.files for trace in file.traces]
-        return resample(traces, self.options.fill or 0, advance=bar.update)
-
     def meta(self, argv: Sequence[str]) -> dict[str, Any]:
         """Versions, inputs and arguments: what it takes to repeat this run."""
-        names = ("lookahead-vllm", "arctic-inference", "numpy", "numba")
-        found = {}
-        for name in names:
-            try:
-                found[name] = version(name)
-            except PackageNotFoundError:
-                continue
         return {
-            "versions": found,
+            "versions": versions(),
             "files": {
                 str(file.path): {
                     "traces": len(file.traces),
@@ -263,7 +210,7 @@ class Simulation:
 
 
 def report(simulation: Simulation, argv: Sequence[str]) -> None:
-    """Write the JSON of the finished runs, print their tables, and draw the plot."""
+    """Write the JSON of the finished runs, and print their tables."""
     options, results = simulation.options, simulation.results
     if results and options.json:
         content = {"meta": simulation.meta(argv), "results": results}
@@ -280,10 +227,6 @@ def report(simulation: Simulation, argv: Sequence[str]) -> None:
     ]
     for table in filter(None, tables):
         print(f"\n{table}")
-    if options.plot:
-        from lookahead_vllm.simulation.plot import plot
-
-        plot(results, options.plot)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -23,15 +23,9 @@ _SUFFIXES = {
 }
 """As in vLLM's flags, which read 4m as 4000000 and 4M as 4194304."""
 
-_SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-_QUANTITY = re.compile(r"([-+]?\d[\d_,.]*(?:e[-+]?\d+)?)\s*([a-z]*)")
-
 _YES = {"yes", "y", "on", "enabled", "enable", "true", "1"}
 _NO = {"no", "n", "off", "disabled", "disable", "never", "false", "none", "null", "0"}
-_SYNONYMS = {
-    **{"tree": "hierarchical", "chain": "single", "branch": "single"},
-    **{"answer": "output", "answers": "output", "everyone": "all", "1": "one"},
-}
+_SYNONYMS = {"tree": "hierarchical", "chain": "single", "branch": "single", "everyone": "all"}
 
 _LONGEST_NAME = 60
 """Nothing is similar to a longer one."""
@@ -178,32 +172,12 @@ class Allowed:
             yield from (False, "none", None, 0)
         if self.is_text and isinstance(value, Real) and not isinstance(value, bool):
             yield f"./{value}"
-        if (number := self._quantity(str(value).strip(_BLANKS_AND_QUOTES).casefold())) is not None:
-            yield number
         words = {word: word for word in self.words if isinstance(word, str)}
         if True in self.words:
             words |= {"true": "true", "false": "false"}
         words |= {word: meant for word, meant in _SYNONYMS.items() if meant in words}
         if isinstance(value, str | int | float) and (word := nearest(value, words)) is not None:
             yield words[word]
-
-    def _quantity(self, text: str) -> int | None:
-        """The whole number that a text such as "4,000,000", "64 MiB" or "5 min" begins with."""
-        if (found := _QUANTITY.fullmatch(text)) is None:
-            return None
-        digits, unit = found.groups()
-        if re.fullmatch(r".*,\d{3}", digits):
-            digits = digits.replace(",", "")
-        number = _number(digits.replace(",", "."))
-        if self.kind != "a whole number":
-            scale = _SECONDS.get(unit[:1], 1)
-        elif unit[:1] in ("k", "m", "g"):
-            scale = _SUFFIXES[unit[0].upper() if unit[1:] in ("i", "ib") else unit[0]]
-        else:
-            scale = 1
-        with suppress(TypeError, ValueError, OverflowError):
-            return int(number * scale)  # type: ignore[operator]  # None has no product
-        return None
 
 
 def _number(value: Any, with_suffixes: bool = False) -> int | float | None:

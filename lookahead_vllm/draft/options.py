@@ -20,8 +20,7 @@ from lookahead_vllm.draft.window.shape import (
     paper_window_size,
 )
 
-DRAFTS = ("hierarchical", "parallel", "single")
-SOURCES = ("both", "prompt", "output", "none")
+DRAFTS = ("hierarchical", "single")
 SHARES = ("none", "namespace", "all")
 
 MAX_DECODING_LENGTH = 128
@@ -67,73 +66,54 @@ def _path() -> Any:
 
 @dataclass(frozen=True)
 class LookaheadOptions:
-    """The options of lookahead decoding; a wrong value raises OptionError.
+    """The options of lookahead decoding, described in docs/configuration.md.
 
-    A value may be spelled as `Allowed` reads it. The fields hold the values below.
+    A value may be spelled as `Allowed` reads it; a wrong one raises OptionError.
 
     Attributes
     ----------
     num_speculative_tokens : "auto" or int
-        The decoding length: the maximum number of nodes of one draft tree, 1 to 128. "auto": 64;
-        for "jacobi_window" the nodes of both its branches. It is 16 for a model with recurrent
-        layers, which keeps a state for each node. With LoRA, it is the number that fits into a step
-        for all requests. A `budget` that is a number also limits it.
+        The decoding length: the maximum number of nodes of one draft tree. "auto": 64, 16 for a
+        model with recurrent layers; for "jacobi_window" the nodes of both its branches.
     branch_length : int
-        The maximum length of a branch below the root, in tokens, 1 to 64.
+        The maximum length of a branch below the root, in tokens.
     max_nodes : int
-        The capacity of the trie in n-grams, for all prompts and answers together, at least 1024.
-        An n-gram takes 16 bytes; all are allocated at start-up.
-    draft : "hierarchical", "parallel" or "single"
-        The shape of a draft: branches merged into a tree, branches that share only the root, or
-        one branch. Source: Lookahead (KDD 2024), section 4.1.
-    sources : "both", "prompt", "output" or "none"
-        The texts that are inserted into the trie. Source: the same paper, section 5.4.
+        The capacity of the trie in n-grams of 16 bytes.
+    draft : "hierarchical" or "single"
+        Whether branches are merged into a tree, or there is only one. Source: Lookahead (KDD 2024),
+        section 4.1.
     proposer : "auto" or str
-        The proposer that grows the trees, a key of `registry.PROPOSERS`. "auto": "hybrid" where
-        tokens in a step are nearly free, else "ngram_trie".
+        A key of `registry.PROPOSERS`. "auto": "hybrid" where tokens in a step are nearly free, else
+        "ngram_trie".
     budget : "auto" or int
-        "auto": each step sends only the nodes that pay for themselves, by the measured cost of a
-        step. A number: each step sends up to that many nodes for each request, whatever they cost.
-    window_size : "auto" or int
-        W of the lookahead branch, 0 to 128; 0 disables the branch. "auto": by the size of the
-        model, as in Lookahead Decoding (ICML 2024), Table 4, as far as the nodes suffice.
-    ngram_size : int
-        N of the lookahead branch, 2 to 16; 2 is Jacobi decoding.
-    guess_set_size : "auto" or int
-        G, 1 to 128: the maximum number of candidates that a step takes from the pool of
-        "jacobi_window". "auto" is W.
+        "auto": each step sends only the nodes that pay for themselves. A number: up to that many
+        for each request, whatever they cost.
+    window_size, ngram_size, guess_set_size : "auto" or int
+        W, N and G of the lookahead branch; W = 0 disables it. "auto": W by the size of the model,
+        as in Lookahead Decoding (ICML 2024), Table 4, as far as the nodes suffice; G is W.
     pool_from_prompt : bool
-        Whether the n-grams of the prompt are added to that pool.
+        Whether the n-grams of the prompt are added to the pool of "jacobi_window".
     draft_threads : "auto" or int
-        The threads that grow the trees of a step, 1 to 64. Drafts do not depend on it. "auto": 1
-        if the model runs on the CPU, else a quarter of the cores, at most 4.
+        The threads that grow the trees of a step. Drafts do not depend on it.
     parallel : int
-        Replicas of the model that verify one step together, 1 to 8, each a part of the nodes.
+        Replicas of the model that verify one step together, each a part of the nodes.
         Source: Lookahead Decoding (ICML 2024), section 3.4.
     share : "none", "namespace" or "all"
-        Which requests learn from each other's answers: none, those of one namespace, or all.
-    cache_path : str or None
-        The file that keeps the cache for the next start.
-    cache_interval : int or float
-        Seconds between two saves of that file, 0 to a week. 0 saves only when vLLM ends the worker.
-    max_reference_tokens : int
-        The maximum number of reference tokens of one request, 1 to 2**20. In a reference that is
-        text, 4 bytes of UTF-8 count as a token.
-    max_live_reference_tokens : int
-        The maximum for all live requests of one API server together, 1 to 2**24. The default
-        fills half of a trie of the default size.
-    accept_references : bool
-        Whether requests may bring references. False ignores these.
-    accept_namespaces : bool
-        Whether requests may name their namespace. False derives it from the LoRA adapter and
-        cache_salt only.
+        Which requests learn from each other's answers.
+    cache_path, cache_interval : str or None, int or float
+        The file that keeps the cache for the next start; seconds between two saves, 0 for none
+        before the end.
+    max_reference_tokens, max_live_reference_tokens : int
+        The maximum number of reference tokens of one request, and of all live requests of one API
+        server. In a reference that is text, 4 bytes of UTF-8 count as a token.
+    accept_references, accept_namespaces : bool
+        Whether requests may bring references, and name their namespace. False ignores these.
     """
 
     num_speculative_tokens: str | int = _number("auto", 1, MAX_DECODING_LENGTH)
     branch_length: int = _number(64, 1, 64)
     max_nodes: int = _number(4_000_000, 1024, 2**30 - 1)
     draft: str = _words("hierarchical", DRAFTS)
-    sources: str = _words("both", SOURCES)
     proposer: str = "auto"
     budget: str | int = _number("auto", 1, MAX_DECODING_LENGTH)
     window_size: str | int = _number("auto", 0, MAX_WINDOW_SIZE)

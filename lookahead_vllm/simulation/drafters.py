@@ -13,15 +13,13 @@ from typing import Any, NamedTuple, Protocol, cast
 from lookahead_vllm.draft.allowed import folded
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
-from lookahead_vllm.draft.proposer import DraftLimits, Verified
+from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.registry import HAVE_WINDOW, PROPOSERS, make_proposer
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.simulation.rivals import (
     PromptLookup,
     PromptLookupOptions,
     Suffix,
-    SuffixAutomaton,
-    SuffixAutomatonOptions,
     SuffixOptions,
 )
 from lookahead_vllm.simulation.traces import Int32s
@@ -30,18 +28,11 @@ from lookahead_vllm.simulation.traces import Int32s
 class Drafter(Protocol):
     """The simulator's interface to a proposer. It times all but `tree`."""
 
-    @property
-    def num_choices(self) -> int:
-        """The model's choices at each node that `observe` takes now; 0 if it takes none."""
-
     def start(self, request_id: str, prompt: Int32s) -> None:
         """Start a request."""
 
     def extend(self, request_id: str, tokens: list[int]) -> None:
         """Append output tokens to the request."""
-
-    def observe(self, verified: Verified) -> None:
-        """Learn from the model's choices. Not called if `num_choices` is 0."""
 
     def propose(self, limit: DraftLimits, context: Int32s) -> Any:
         """Draft in the drafter's own format; `context` is the text so far, int32 [n]."""
@@ -51,10 +42,6 @@ class Drafter(Protocol):
 
     def finish(self, request_id: str) -> None:
         """End the request."""
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory that the caches hold now, in bytes."""
 
 
 Make = Callable[[int, CostCurve | None], Drafter]
@@ -73,14 +60,8 @@ class Lookahead:
         self.proposer.cost = None if curve is None else StepCost(curve)
         # Without a time limit, each prompt is inserted at once and results do not depend on speed.
         cast(Any, self.proposer).insertion.seconds = math.inf
-        self.observe: Callable[[Verified], None] = self.proposer.observe
         self.start: Callable[[str, Any], None] = self.proposer.start
         self.finish: Callable[[str], None] = self.proposer.finish
-
-    @property
-    def num_choices(self) -> int:
-        """The proposer's, which may change."""
-        return self.proposer.num_choices
 
     def extend(self, request_id: str, tokens: list[int]) -> None:
         """Append output tokens to the request."""
@@ -94,11 +75,6 @@ class Lookahead:
         """Return the draft, which is a tree already."""
         return draft
 
-    @property
-    def num_bytes(self) -> int:
-        """The proposer's `num_bytes`, 0 if it has none."""
-        return int(getattr(self.proposer, "num_bytes", 0))
-
 
 class Rival(NamedTuple):
     """Another project's drafter, its options and a description."""
@@ -108,69 +84,43 @@ class Rival(NamedTuple):
     about: str
 
 
-def _suffix_tree(factor: float, offset: float, min_prob: float, depth: int = 24) -> Rival:
-    return Rival(
-        partial(
-            SuffixOptions,
-            use_tree_spec=True,
-            max_spec_factor=factor,
-            max_spec_offset=offset,
-            min_token_prob=min_prob,
-            max_tree_depth=depth,
-        ),
-        Suffix,
-        f"arctic-inference's trees: factor {factor:g}, offset {offset:g}, least probability "
-        f"{min_prob:g}, depth {depth}",
-    )
-
-
 RIVALS = {
     "prompt_lookup": Rival(
         PromptLookupOptions, PromptLookup, "vLLM's `ngram`, with the lengths of scripts/bench.py"
     ),
-    "suffix_automaton": Rival(
-        SuffixAutomatonOptions,
-        SuffixAutomaton,
-        "TensorRT-LLM's suffix automata, with a pool of 1024 requests",
+    "suffix": Rival(SuffixOptions, Suffix, "arctic-inference's chains, vLLM's defaults"),
+    "suffix_tree": Rival(
+        partial(
+            SuffixOptions,
+            use_tree_spec=True,
+            max_spec_factor=8.0,
+            max_spec_offset=4.0,
+            min_token_prob=0.02,
+        ),
+        Suffix,
+        "its trees: factor 8, offset 4, least probability 0.02",
     ),
-    "suffix": Rival(
-        SuffixOptions, Suffix, "arctic-inference's chains, vLLM's defaults (brings suffix_tree)"
-    ),
-    "suffix_tree": _suffix_tree(8, 4, 0.02),
-    "suffix_tree_f2": _suffix_tree(2, 1, 0.1),
-    "suffix_tree_f4": _suffix_tree(4, 2, 0.05),
-    "suffix_tree_f16": _suffix_tree(16, 8, 0.01),
-    "suffix_tree_d64": _suffix_tree(8, 4, 0.02, depth=64),
 }
 
-GROUPS = {
-    "suffix": ["suffix", "suffix_tree"],
-    "suffix_sweep": [name for name in RIVALS if RIVALS[name].drafter is Suffix],
-}
-"""Names that stand for several drafters."""
-
-OURS = [name for name in PROPOSERS if name != "jacobi_window"]
+OURS = [name for name in PROPOSERS if name not in HAVE_WINDOW]
 
 
 def describe() -> str:
     """List the names, one on each line, with a description."""
     ours = dict.fromkeys(OURS, "of this package")
-    ours["hybrid"] += ", without its window: needs --choices"
     rivals = {name: rival.about for name, rival in RIVALS.items()}
-    lines = {**ours, **rivals, "suffix_sweep": "all of arctic-inference's above"}
+    lines = {**ours, **rivals}
     width = max(map(len, lines))
     return "\n".join(f"{name.ljust(width)}  {about}" for name, about in lines.items())
 
 
-def choose_drafters(names: str, has_choices: bool = False) -> dict[str, Make]:
+def choose_drafters(names: str) -> dict[str, Make]:
     """Parse the names of the drafters to simulate, in order.
 
     Parameters
     ----------
     names : str
         Names separated by commas, each possibly with settings, as in `ngram_trie:branch_length=8`.
-    has_choices : bool
-        Whether the traces have choices, which some proposers need.
 
     Raises
     ------
@@ -181,17 +131,17 @@ def choose_drafters(names: str, has_choices: bool = False) -> dict[str, Make]:
     if not given:
         raise OptionError("--proposers: name at least one, as in ngram_trie,prompt_lookup,suffix")
     chosen: dict[str, Make] = {}
-    for spec in [spec for name in given for spec in GROUPS.get(name, [name])]:
+    for spec in given:
         if spec in chosen:
-            raise OptionError(f"--proposers: {spec} is given twice, or is part of another name")
+            raise OptionError(f"--proposers: {spec} is given twice")
         try:
-            chosen[spec] = _maker(spec, has_choices)
+            chosen[spec] = _maker(spec)
         except OptionError as error:
             raise OptionError(f"--proposers: {spec}: {error}") from None
     return chosen
 
 
-def _maker(spec: str, has_choices: bool) -> Make:
+def _maker(spec: str) -> Make:
     name, *settings = spec.split(":")
     given = dict(_setting(text) for text in settings)
     if name in RIVALS:
@@ -199,29 +149,19 @@ def _maker(spec: str, has_choices: bool) -> Make:
         options = _options(rival.options, given)
         rival.drafter(options)  # raises if the rival is not installed
         return lambda budget, curve: rival.drafter(options)
-    if name == "jacobi_window":
+    if name in HAVE_WINDOW:
         raise OptionError(
-            "it learns from the model's choices at the cells of its window, which a recording does "
-            "not have; measure it with scripts/bench.py"
-        )
-    if name in HAVE_WINDOW and not has_choices:
-        raise OptionError(
-            "it learns from the model's choices; record them with scripts/record_choices.py and "
-            "pass the files to --choices"
+            "it learns from the model's choices, which a recording does not have; measure it with "
+            "scripts/bench.py"
         )
     if name in OURS:
-        fixed = ["num_speculative_tokens", "budget", "proposer"]
-        settings_of = {"proposer": name, **given}
-        if name in HAVE_WINDOW:
-            fixed.append("window_size")
-            settings_of["window_size"] = 0
-        for key in fixed:
+        for key in ("num_speculative_tokens", "budget", "proposer"):
             if folded(key) in map(folded, given):
                 raise OptionError(f"{key} is the simulator's to set; leave it out")
+        settings_of = {"proposer": name, **given}
         LookaheadOptions.from_dict(settings_of)
         return partial(Lookahead, settings_of)
-    choices = list(dict.fromkeys([*OURS, *RIVALS, *GROUPS]))
-    raise OptionError(f"there is no such proposer; {_hint(name, choices)}")
+    raise OptionError(f"there is no such proposer; {_hint(name, [*OURS, *RIVALS])}")
 
 
 def _hint(given: str, choices: Sequence[str]) -> str:

@@ -16,15 +16,14 @@ from typing import Literal, TypedDict
 import numpy as np
 
 from lookahead_vllm.draft.budget.cost import CostCurve
-from lookahead_vllm.draft.jit import Int32s
-from lookahead_vllm.draft.proposer import DraftLimits, Verified
-from lookahead_vllm.draft.tree import EMPTY_TREE, UNKNOWN, DraftForest, DraftTree
+from lookahead_vllm.draft.proposer import DraftLimits
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest
 from lookahead_vllm.simulation.drafters import Drafter
-from lookahead_vllm.simulation.traces import AnswerChoices, Trace, TraceFile
+from lookahead_vllm.simulation.traces import Trace, TraceFile
 from lookahead_vllm.verify.acceptance import accepted_paths
 
-Mode = Literal["cold", "warm", "replay"]
-MODES: tuple[Mode, ...] = ("cold", "warm", "replay")
+Mode = Literal["cold", "replay"]
+MODES: tuple[Mode, ...] = ("cold", "replay")
 
 WARM_UP_TRACES = 3
 """The number of traces replayed first with a separate drafter, so that no timed call compiles."""
@@ -45,8 +44,7 @@ class Played:
     propose_ns: list[int] = field(default_factory=list)
     """The time of each call of `propose`."""
     update_ns: list[float] = field(default_factory=list)
-    """The time of each call of `extend`, and of `observe`, divided by its number of tokens."""
-    start_ns: int = 0
+    """The time of each call of `extend`, divided by its number of tokens."""
 
 
 class Figures(TypedDict):
@@ -58,10 +56,8 @@ class Figures(TypedDict):
         Draft tokens per decode step; steps without a draft count.
     propose_us_p50, propose_us_p99
         Microseconds per call of `propose`.
-    update_us_p50, update_us_p99
-        Microseconds per token of a call of `extend`, and of `observe`.
-    start_us_p50
-        Microseconds per call of `start`, which gets the prompt.
+    update_us_p50
+        Microseconds per token of a call of `extend`.
     tokens, steps
         Tokens emitted by decode steps, and the number of these steps.
     speedup
@@ -73,34 +69,16 @@ class Figures(TypedDict):
     propose_us_p50: float | None
     propose_us_p99: float | None
     update_us_p50: float
-    update_us_p99: float
-    start_us_p50: float
     tokens: int
     steps: int
     speedup: float | None
 
 
-class FileFigures(Figures):
-    """The figures of a file.
-
-    bytes
-        The memory of the drafter's caches after the file.
-    bytes_per_cached_token
-        The memory after the filling, per token of the filling.
-    """
-
-    bytes: int
-    bytes_per_cached_token: float | None
-
-
-class Entry(FileFigures):
-    """The figures of one drafter with one budget in one mode, pooled over the files.
-
-    Files share no cache; `bytes` and `bytes_per_cached_token` are the maxima over the files.
-    """
+class Entry(Figures):
+    """The figures of one drafter with one budget in one mode, pooled over the files."""
 
     by_category: dict[str, Figures]
-    by_file: dict[str, FileFigures]
+    by_file: dict[str, Figures]
 
 
 def play(drafter: Drafter, trace: Trace, request_id: str, budget: int) -> Played:
@@ -110,30 +88,22 @@ def play(drafter: Drafter, trace: Trace, request_id: str, budget: int) -> Played
     nodes, accepts its longest path that agrees with the recorded output, and commits that path and
     the bonus token. A path ends at least one token before the output, which leaves the bonus
     token: deeper nodes are not sent, and the last token has no draft.
-
-    If the trace has choices, a drafter that learns from them gets those at the root and at the
-    accepted nodes. What the model would have chosen at other nodes is UNKNOWN.
     """
     played = Played(trace.category)
     text = np.concatenate((trace.prompt, trace.output))
     answer = trace.output.tolist()
     expected = np.append(trace.output, -1)  # -1 agrees with no token beyond the end
-    before = perf_counter_ns()
     drafter.start(request_id, trace.prompt)
-    played.start_ns = perf_counter_ns() - before
     done, new_tokens = 0, answer[:1]
-    verified: Verified | None = None
     while True:
         before = perf_counter_ns()
         drafter.extend(request_id, new_tokens)
-        if verified is not None:
-            drafter.observe(verified)
         played.update_ns.append((perf_counter_ns() - before) / len(new_tokens))
         done += len(new_tokens)
         if done == len(answer):
             break
         max_depth = min(budget, len(answer) - done - 1)
-        tree, verified = EMPTY_TREE, None
+        tree = EMPTY_TREE
         if max_depth > 0:
             limit = DraftLimits(request_id, budget, max_depth)
             context = text[: len(trace.prompt) + done]
@@ -145,35 +115,10 @@ def play(drafter: Drafter, trace: Trace, request_id: str, budget: int) -> Played
         choices = expected[np.minimum(done + np.append(0, tree.depths), len(answer))]
         path = accepted_paths(DraftForest.of([tree]), choices[:1], choices[1:])[0]
         new_tokens = answer[done : done + len(path) + 1]  # a slice, so never past the end
-        if trace.choices is not None and drafter.num_choices and max_depth > 0:
-            verified = _verified(request_id, tree, path, trace.choices, done)
         played.tokens += len(new_tokens)
         played.nodes.append(int((tree.depths <= max_depth).sum()))
     drafter.finish(request_id)
     return played
-
-
-def _verified(
-    request_id: str, tree: DraftTree, path: Int32s, choices: AnswerChoices, done: int
-) -> Verified:
-    """The choices at a tree's root, output token `done` - 1, and at the nodes of its path."""
-    n, end = len(tree), done + 1 + len(path)
-    num_choices = choices.tokens.shape[1]
-    at_nodes = np.full((n, num_choices), UNKNOWN, np.int32)
-    at_nodes[path] = choices.tokens[done + 1 : end]
-    gaps = np.zeros((1 + n, num_choices), np.float32)
-    gaps[0], gaps[1 + path] = choices.gaps[done], choices.gaps[done + 1 : end]
-    accepted = np.zeros(n, np.bool_)
-    accepted[path] = True
-    return Verified(
-        [request_id],
-        DraftForest.of([tree]),
-        choices.tokens[done : done + 1],
-        at_nodes,
-        gaps,
-        accepted,
-        np.array([len(path)], np.int64),
-    )
 
 
 def simulate(
@@ -183,7 +128,6 @@ def simulate(
     modes: Sequence[Mode],
     *,
     curve: CostCurve | None = None,
-    filling: Sequence[Trace] = (),
     advance: Advance = lambda tokens: None,
 ) -> dict[Mode, Entry]:
     """Replay every file, each with a new drafter, and return the figures by mode.
@@ -197,12 +141,9 @@ def simulate(
     files : Sequence[TraceFile]
         The traces; each file starts from an empty cache.
     modes : Sequence[Mode]
-        "cold": all traces of a file, in order. "warm": those of the second half, after the first.
-        "replay": all traces, after all were replayed once.
+        "cold": all traces of a file, in order. "replay": after all were replayed once.
     curve : CostCurve, optional
         The cost of a step, for the simulated speed-up.
-    filling : Sequence[Trace]
-        Requests that fill every cache before the first trace.
     advance : callable
         Called with the number of output tokens just replayed, except in the warm-up.
     """
@@ -211,30 +152,15 @@ def simulate(
         play(warm_up_drafter, trace, f"warm-up-{i}", budget)
     del warm_up_drafter
     played: dict[Mode, list[list[Played]]] = {mode: [] for mode in modes}
-    by_file: dict[Mode, dict[str, FileFigures]] = {mode: {} for mode in modes}
+    by_file: dict[Mode, dict[str, Figures]] = {mode: {} for mode in modes}
     for file in files:
         drafter = make()
-        for i, trace in enumerate(filling):
-            drafter.start(f"filling-{i}", trace.prompt)
-            drafter.extend(f"filling-{i}", trace.output.tolist())
-            drafter.finish(f"filling-{i}")
-            advance(len(trace.output))
-        filled = sum(len(trace.output) for trace in filling)
-        per_token = drafter.num_bytes / filled if filled else None
-
-        first = _play_all(drafter, file, budget, 1, advance)
-        by_mode: dict[Mode, list[Played]] = {"cold": first, "warm": first[len(first) // 2 :]}
-        num_bytes = dict.fromkeys(("cold", "warm"), drafter.num_bytes)
+        by_mode: dict[Mode, list[Played]] = {"cold": _play_all(drafter, file, budget, 1, advance)}
         if "replay" in modes:
             by_mode["replay"] = _play_all(drafter, file, budget, 2, advance)
-            num_bytes["replay"] = drafter.num_bytes
         for mode in modes:
             played[mode].append(by_mode[mode])
-            by_file[mode][str(file.path)] = {
-                **figures(by_mode[mode], curve),
-                "bytes": num_bytes[mode],
-                "bytes_per_cached_token": per_token,
-            }
+            by_file[mode][str(file.path)] = figures(by_mode[mode], curve)
     return {mode: _entry(played[mode], by_file[mode], curve) for mode in modes}
 
 
@@ -266,8 +192,6 @@ def figures(played: Sequence[Played], curve: CostCurve | None = None) -> Figures
         "propose_us_p50": _microseconds(propose, 50) if propose else None,
         "propose_us_p99": _microseconds(propose, 99) if propose else None,
         "update_us_p50": _microseconds(update, 50),
-        "update_us_p99": _microseconds(update, 99),
-        "start_us_p50": _microseconds([one.start_ns for one in played], 50),
         "tokens": tokens,
         "steps": len(nodes),
         "speedup": float(tokens * curve(1) / curve(1 + nodes).sum()) if curve else None,
@@ -275,17 +199,14 @@ def figures(played: Sequence[Played], curve: CostCurve | None = None) -> Figures
 
 
 def _entry(
-    files: Sequence[Sequence[Played]], by_file: dict[str, FileFigures], curve: CostCurve | None
+    files: Sequence[Sequence[Played]], by_file: dict[str, Figures], curve: CostCurve | None
 ) -> Entry:
     everything = [one for file in files for one in file]
     categories: dict[str, list[Played]] = {}
     for one in everything:
         categories.setdefault(one.category, []).append(one)
-    per_token = [file["bytes_per_cached_token"] for file in by_file.values()]
     return {
         **figures(everything, curve),
-        "bytes": max(file["bytes"] for file in by_file.values()),
-        "bytes_per_cached_token": max((value for value in per_token if value), default=None),
         "by_category": {name: figures(some, curve) for name, some in categories.items()},
         "by_file": by_file,
     }

@@ -1,28 +1,17 @@
-"""Other drafters without a draft model: prompt lookup, suffix automata, arctic-inference."""
+"""Other drafters without a draft model: prompt lookup and arctic-inference."""
 
 from __future__ import annotations
 
 import importlib
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from lookahead_vllm.draft.options import OptionError
-from lookahead_vllm.draft.proposer import DraftLimits, Verified
+from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.tree import DraftTree
-from lookahead_vllm.simulation.heap import bytes_released_by
 from lookahead_vllm.simulation.traces import Int32s
-
-
-class _TextOnly:
-    """A drafter that learns only from texts."""
-
-    num_choices = 0
-
-    def observe(self, verified: Verified) -> None:
-        """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +61,8 @@ def look_up(context: Int32s, longest: int, shortest: int, max_tokens: int) -> In
     return context[found : found + max_tokens] if found >= 0 else context[:0]
 
 
-class PromptLookup(_TextOnly):
+class PromptLookup:
     """vLLM's `ngram`: drafts a chain from the request's own text, and keeps no cache."""
-
-    num_bytes = 0
 
     def __init__(self, options: PromptLookupOptions) -> None:
         self.options = options
@@ -102,88 +89,6 @@ class PromptLookup(_TextOnly):
 
 
 @dataclass(frozen=True)
-class SuffixAutomatonOptions:
-    """The options of TensorRT-LLM's `SADecodingConfig`; there, the pool has 64 requests."""
-
-    pool: int = 1024
-    """The most ended requests that are searched, the latest ones."""
-    longest: int = 64
-    """The most tokens of a match."""
-    latest: bool = False
-    """Of equally long matches, the last one counts, not TensorRT-LLM's choice, the first one."""
-
-    def __post_init__(self) -> None:
-        for name in ("pool", "longest"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name}={getattr(self, name)} was given, but it must be >= 1")
-
-
-class SuffixAutomaton(_TextOnly):
-    """TensorRT-LLM's suffix automata with a global pool: drafts what followed the longest match.
-
-    An automaton finds the longest end of the text that occurred before, in this request's prompt
-    and answer or in those of ended requests; here, a search does. Of equally long matches, the
-    request's own counts. The draft is a chain.
-    """
-
-    _SEPARATOR = np.full(1, -1, np.int32)
-
-    def __init__(self, options: SuffixAutomatonOptions) -> None:
-        self.options = options
-        self._ended: deque[Int32s] = deque(maxlen=options.pool)
-        """Each with a separator at its end."""
-        self._pool = self._SEPARATOR
-        self._live: dict[str, list[Int32s]] = {}
-
-    def start(self, request_id: str, prompt: Int32s) -> None:
-        """Keep the prompt."""
-        self._live[request_id] = [prompt]
-
-    def extend(self, request_id: str, tokens: list[int]) -> None:
-        """Keep the tokens."""
-        self._live[request_id].append(np.array(tokens, np.int32))
-
-    def propose(self, limit: DraftLimits, context: Int32s) -> Int32s:
-        """The chain's tokens, int32 [at most limit.max_depth]."""
-        found, length = context[:0], 0
-        for text in (context[:-1], self._pool):
-            longer, at = self._longest_match(text, context)
-            if longer > length:
-                found, length = (context if text is not self._pool else text)[at:], longer
-        draft = found[: limit.max_depth]
-        ends = np.flatnonzero(draft == self._SEPARATOR)
-        return draft[: ends[0]] if len(ends) else draft
-
-    def _longest_match(self, text: Int32s, context: Int32s) -> tuple[int, int]:
-        """The length of the longest match of `context`'s end, and where its continuation begins."""
-        last = len(context) - 1
-        length, at = 0, 0
-        ends = np.flatnonzero(text == context[last])
-        while len(ends):
-            length, at = length + 1, int(ends[-1 if self.options.latest else 0]) + 1
-            if length == min(self.options.longest, len(context)):
-                break
-            ends = ends[ends >= length]
-            ends = ends[text[ends - length] == context[last - length]]
-        return length, at
-
-    def tree(self, draft: Int32s) -> DraftTree:
-        """Convert the draft to a tree."""
-        return DraftTree.chain(draft.tolist())
-
-    def finish(self, request_id: str) -> None:
-        """Move the text to the pool."""
-        text = self._live.pop(request_id)
-        self._ended.append(np.concatenate([*text, self._SEPARATOR]))
-        self._pool = np.concatenate(self._ended)
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the texts; automata take more."""
-        return int(self._pool.nbytes)
-
-
-@dataclass(frozen=True)
 class SuffixOptions:
     """The arguments of arctic-inference; the defaults are those of vLLM's `suffix`."""
 
@@ -193,13 +98,6 @@ class SuffixOptions:
     max_spec_offset: float = 0.0
     min_token_prob: float = 0.1
     use_tree_spec: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("max_spec_factor", "max_spec_offset", "min_token_prob"):
-            if not getattr(self, name) >= 0:
-                raise OptionError(f"{name}={getattr(self, name)!r} was given, but it must be >= 0")
-        if self.max_tree_depth < 1 or not 1 <= self.max_cached_requests < 2**31:
-            raise OptionError("max_tree_depth and max_cached_requests must be at least 1")
 
 
 def has_arctic_inference() -> bool:
@@ -211,7 +109,7 @@ def has_arctic_inference() -> bool:
     return True
 
 
-class Suffix(_TextOnly):
+class Suffix:
     """arctic-inference's suffix decoding, called as vLLM's `suffix_decoding.py` calls it.
 
     Raises
@@ -259,12 +157,3 @@ class Suffix(_TextOnly):
     def finish(self, request_id: str) -> None:
         """Drop the prompt's suffix tree; the answer stays in the other one."""
         self._cache.stop_request(request_id)
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that the cache has from malloc, or its own estimate if these are unknown."""
-        released = bytes_released_by(self._release)
-        return self._cache._global_tree.estimate_memory() if released is None else released
-
-    def _release(self) -> None:
-        self._cache = None

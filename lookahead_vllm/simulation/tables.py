@@ -24,11 +24,10 @@ def lines(results: Results) -> list[tuple[str, str, Mode, Entry]]:
 
 def overall_table(results: Results) -> str:
     """A table with a line for each proposer, budget and mode."""
-    head = ["proposer", "budget", "mode", "EDL", "nodes", "propose µs", "p99", "update µs", "MB"]
+    head = ["proposer", "budget", "mode", "EDL", "nodes", "propose µs", "p99", "update µs"]
     entries = lines(results)
-    filled = any(entry["bytes_per_cached_token"] is not None for *_, entry in entries)
     has_speedup = any(entry["speedup"] is not None for *_, entry in entries)
-    head += ["bytes/token"] * filled + ["speed-up"] * has_speedup
+    head += ["speed-up"] * has_speedup
     body = []
     for proposer, budget, mode, entry in entries:
         line = [
@@ -40,9 +39,7 @@ def overall_table(results: Results) -> str:
             number(entry["propose_us_p50"], 1),
             number(entry["propose_us_p99"], 1),
             number(entry["update_us_p50"], 2),
-            number(entry["bytes"] / 1e6, 1),
         ]
-        line += [number(entry["bytes_per_cached_token"], 0)] * filled
         body.append(line + [number(entry["speedup"])] * has_speedup)
     return markdown(head, body)
 

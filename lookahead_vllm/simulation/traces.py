@@ -1,12 +1,11 @@
-"""Traces: recorded generations, read from JSON lines, and synthetic ones made from them."""
+"""Traces: recorded generations, read from JSON lines."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,24 +14,9 @@ from lookahead_vllm.json_lines import are_token_ids, read_json_lines
 
 Int32s = NDArray[np.int32]
 
-PROMPT_TOKENS = 50
-"""The length of a synthetic trace's prompt."""
-
-ANSWER_TOKENS = (200, 300)
-"""The minimum and maximum length of a synthetic trace's output."""
-
 
 class TraceError(ValueError):
     """The traces cannot be used; the message names the file, the line and what is expected."""
-
-
-class AnswerChoices(NamedTuple):
-    """A model's likeliest tokens at the positions of an answer of m tokens."""
-
-    tokens: Int32s
-    """int32 [m, k]: row j has the k likeliest tokens in place of output token j, best first."""
-    gaps: NDArray[np.float16]
-    """float16 [m, k]: the best token's logit minus each one's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +27,6 @@ class Trace:
     output: Int32s
     category: str
     id: str = ""
-    choices: AnswerChoices | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,41 +110,3 @@ def _token_ids(place: str, line: dict[str, Any], key: str) -> Int32s:
     if not are_token_ids(ids):
         raise TraceError(f"{place}: `{key}` must be a list of token ids")
     return np.array(ids, dtype=np.int32)
-
-
-def resample(
-    traces: Sequence[Trace],
-    num_tokens: int,
-    seed: int = 0,
-    advance: Callable[[int], None] = lambda tokens: None,
-) -> list[Trace]:
-    """Make synthetic traces with `num_tokens` output tokens in total.
-
-    The outputs follow a Markov chain of order 2, estimated from the recorded outputs. An output
-    starts with the first two tokens of a recorded one, and again where the chain has no follower.
-    Outputs have ANSWER_TOKENS tokens, prompts up to PROMPT_TOKENS tokens of a recorded one.
-    `advance` is called with the number of tokens just made.
-    """
-    followers: dict[tuple[int, int], list[int]] = {}
-    outputs = [trace.output.tolist() for trace in traces]
-    for output in outputs:
-        for i in range(2, len(output)):
-            followers.setdefault((output[i - 2], output[i - 1]), []).append(output[i])
-    rng = random.Random(seed)
-    made: list[Trace] = []
-    while num_tokens > 0:
-        length = min(num_tokens, rng.randint(*ANSWER_TOKENS))
-        answer: list[int] = []
-        while len(answer) < length:
-            choices = followers.get((answer[-2], answer[-1])) if answer else None
-            if choices:
-                answer.append(choices[int(rng.random() * len(choices))])
-            else:
-                answer += rng.choice(outputs)[:2]
-        source = rng.choice(traces).prompt
-        start = rng.randint(0, max(0, len(source) - PROMPT_TOKENS))
-        prompt = source[start : start + PROMPT_TOKENS]
-        made.append(Trace(prompt, np.array(answer[:length], dtype=np.int32), "made up"))
-        num_tokens -= length
-        advance(length)
-    return made

@@ -13,10 +13,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lookahead_vllm.cli.cache import main, make_proposer
+from lookahead_vllm.cli.cache import load_tokenizer, main, make_proposer, restored
 from lookahead_vllm.cli.main import main as main_command
 from lookahead_vllm.draft.cache import file as cache_file
-from lookahead_vllm.draft.cache import report as cache_report
 from lookahead_vllm.draft.cache.warming import TextError, learn, read_texts
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftLimits
@@ -117,9 +116,6 @@ def test_progress_adds_up_to_the_bytes_of_the_file(tmp_path: Path, tokenizer: An
     ("content", "message"),
     [
         ('{"text": "w1"}\n{"text": 3}\n', "a.jsonl, line 2: an object with `text`"),
-        ("[1]\n", "line 1: an object with `text`"),
-        ("{}\n", "line 1: an object with `text`"),
-        ('{"prompt": "w1"}\n', "line 1: an object with `text`"),
         ("\n{w1\n", "line 2: it is not JSON"),
         ('{"output_token_ids": [1, -1]}\n', "`output_token_ids` must be a list of token ids"),
         ('{"output_token_ids": [1], "prompt_token_ids": "w1"}\n', "`prompt_token_ids` must be"),
@@ -131,9 +127,7 @@ def test_progress_adds_up_to_the_bytes_of_the_file(tmp_path: Path, tokenizer: An
             "the chat template refuses it: no role",
         ),
         (b"\xff\xfe\n", "is not text in UTF-8"),
-        ('{"text": "w1"}\n' + "[" * 200_000, "line 2: its values are nested too deeply"),
         ('{"text": "w1 \\ud800"}\n', r"line 1: its text has half of a surrogate pair, \ud800"),
-        ('{"prompt": "\\udfff", "response": "w1"}\n', r"half of a surrogate pair, \udfff"),
         (
             '{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant"}]}\n',
             r"line 1: its text has half of a surrogate pair, \ud800",
@@ -221,17 +215,6 @@ def test_add_extends_the_file_and_keeps_its_ngrams(
     assert drafted(cache, tokenizer, "w51 w52", '[null, null, "team-a"]')[:1] == ids("w53")
 
 
-def test_pruned_ngrams_are_counted(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = [{"output_token_ids": [i * j % 60 + 4 for j in range(1, 90)]} for i in range(1, 60)]
-    path = write(tmp_path / "a.jsonl", *lines)
-    options = ["--texts", str(path), "--out", str(tmp_path / "c"), "--max-nodes", "1024"]
-    assert main(["build", "--model", str(model), *options]) == 0
-    printed = capsys.readouterr().out
-    assert "n-grams were pruned, for there were more" in printed and "--max-nodes" in printed
-
-
 def test_info_prints_the_contents_of_a_file(
     cache: Path, model: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,51 +226,26 @@ def test_info_prints_the_contents_of_a_file(
         "intact",
         cache_file.fingerprint(tokenizer.get_vocab()),
         f"n-grams     {held} of at most 8192",
-        "1: 100.0%",
         f"{digest_of('')}  {held:>10} n-grams   (the one without a name)",
     ):
         assert part in plain
-    more = write(cache.with_name("b.jsonl"), *[{"text": "w30 w31 w32 w33"}] * 5)
-    options = ["--texts", str(more), "--out", str(cache), "--add"]
-    assert main(["build", "--model", str(model), *options]) == 0
-    assert main(["info", str(cache), "--model", str(model)]) == 0
-    assert "5 x 'w30 w31 w32 w33'" in capsys.readouterr().out
-
-
-def test_frequent_ngrams_are_as_long_as_they_are_frequent() -> None:
-    proposer = NGramTrieProposer(LookaheadOptions(max_nodes=8192))
-    for first, times in ((10, 6), (20, 3)):
-        for i in range(times):
-            proposer.start("r", [])
-            proposer.extend({"r": [first, first + 1, first + 2, 40 + i]})
-    space = proposer.snapshot()[1]["namespaces"][digest_of("")]
-    found = cache_report.frequent_ngrams(proposer.trie, space, 64)
-    assert found == [([10, 11, 12], 6), ([20, 21, 22], 3)]
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ("build", "the following arguments are required: --model, --texts, --out"),
-        ("build --model {model} --texts {text}", "are required: --out"),
         ("", "are required: COMMAND"),
-        ("info", "are required: FILE"),
         (
             "build --model {model} --texts {text} {there}/no --out {there}/c",
             "there is no file {there}/no",
         ),
         ("build --model {there} --texts {text} --out {there}/c", "no tokenizer could be loaded"),
-        ("build --model org/name --texts {text} --out {there}/c", "the name of a model"),
-        (
-            "build --model {there}/no --texts {text} --out {there}/c",
-            "no tokenizer could be loaded from {there}/no",
-        ),
         (
             "build --model {model} --texts {text} --out {there}/no/c",
             "there is no folder {there}/no",
         ),
         ("build --model {model} --texts {text} --out {there}", "{there} is a folder"),
-        ("build --model {model} --texts {text} --out {there} --add", "{there} is a folder"),
         ("build --model {model} --texts {text} --out {text}", "a.txt exists; write --add"),
         (
             "build --model {model} --texts {text} --out {text} --add",
@@ -326,9 +284,7 @@ def test_a_wrong_command_line_gets_one_sentence(
     [
         (lambda a, f: f.update(suffixes=[1, 2]), "it holds n-grams of other lengths"),
         (lambda a, f: f.update(share="odd"), "it was made with options that this release"),
-        (lambda a, f: a.update(edges=a["edges"][:100]), "it was made with options that this"),
         (lambda a, f: a.update(edges=a["edges"].astype(float)), "its edges are (dtype('float64')"),
-        (lambda a, f: a.update(weights=a["weights"][:1]), "its weights are (dtype('float32'), (1,"),
         (lambda a, f: a.pop("trials"), "its trials are None, where"),
         (lambda a, f: a.pop("edges"), "its edges are missing"),
     ],
@@ -359,16 +315,6 @@ def test_a_file_that_does_not_fit_this_release_gets_one_sentence(
     assert f"error: {cache}: it" in error_line and message in error_line
 
 
-def test_info_prints_a_file_with_an_impossible_date(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arrays, facts = cache_file.load(cache)
-    monkeypatch.setattr("time.time", lambda: float("inf"))
-    cache_file.save(cache, arrays, facts, "a")
-    assert main(["info", str(cache)]) == 0
-    assert "made        at no valid date" in capsys.readouterr().out
-
-
 def test_info_prints_names_that_cannot_be_encoded(
     cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -378,17 +324,6 @@ def test_info_prints_names_that_cannot_be_encoded(
     assert main_command(["cache", "info", str(cache)]) == 0
     printed = capsys.readouterr().out
     assert r"tokenizer   a\udfffb" in printed and r"\ud800" in printed
-
-
-def test_a_link_to_nowhere_is_refused_before_texts_are_learned(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = write(tmp_path / "a.jsonl", {"text": 3})
-    (tmp_path / "c").symlink_to(tmp_path / "gone" / "c")
-    options = ["--texts", str(text), "--out", str(tmp_path / "c")]
-    with pytest.raises(SystemExit):
-        main(["build", "--model", str(model), *options])
-    assert f"there is no folder {tmp_path / 'gone'}" in capsys.readouterr().err
 
 
 def test_ctrl_c_writes_nothing(
@@ -407,9 +342,7 @@ def test_ctrl_c_writes_nothing(
 
 
 @pytest.mark.model
-def test_a_real_tokenizers_chats_and_documents(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_real_tokenizers_chats_and_documents(tmp_path: Path) -> None:
     chat = [
         {"role": "user", "content": "What is the capital of France?"},
         {"role": "assistant", "content": "The capital of France is Paris."},
@@ -418,7 +351,10 @@ def test_a_real_tokenizers_chats_and_documents(
     out = tmp_path / "warm.cache"
     given = ["build", "--model", str(SMOLLM2), "--max-nodes", "65536"]
     assert main([*given, "--texts", str(path), "--out", str(out)]) == 0
-    assert main(["info", str(out), "--model", str(SMOLLM2)]) == 0
-    printed = capsys.readouterr().out
-    assert "The capital of France is Paris.<|im_end|>" in printed
-    assert "What is" not in printed
+    tokenizer = load_tokenizer(str(SMOLLM2))
+    arrays, facts = cache_file.load(out, cache_file.fingerprint(tokenizer.get_vocab()))
+    proposer = restored(arrays, facts)
+    proposer.start("r", [])
+    proposer.extend({"r": tokenizer.encode("The capital of")})
+    (tree,) = proposer.propose([DraftLimits("r", 16, 16, may_branch=False)])
+    assert tokenizer.decode(tree.tokens).startswith(" France is Paris.<|im_end|>")

@@ -76,13 +76,7 @@ def near_misses(value: Any, allowed: Allowed) -> list[Any]:
     if isinstance(value, bool):
         found += [["no", "off", "disabled"], ["yes", "on", "enabled"]][value]
         found.append(f"{value}e")
-    elif isinstance(value, int):
-        found += [f"{value} x"]
-        if value >= 1000:
-            found.append(f"{value:,}")
-        if allowed.kind == "a whole number" and value > 0:
-            found += [f"{value}.5", value + 0.5] if value != (allowed.numbers or [0])[1] else []
-    elif not allowed.is_text:
+    elif not isinstance(value, int) and not allowed.is_text:
         found += [f"{value}s", f"the {value}", value[:-1] + value[-1] * 2]
     return [given for given in found if given not in ("none", "None")]
 
@@ -100,24 +94,17 @@ def test_a_near_miss_is_told_the_value_that_was_meant(name: str, value: Any) -> 
 @pytest.mark.parametrize(
     ("name", "given", "meant"),
     [
-        ("proposer", "ngram", "ngram_trie"),
         ("proposer", "trie", "ngram_trie"),
         ("proposer", "jacobi", "jacobi_window"),
         ("proposer", "lookahead_vllm.HybridProposer", "hybrid"),
         ("draft", "chain", "single"),
         ("draft", "tree", "hierarchical"),
-        ("sources", "answers", "output"),
-        ("sources", False, "none"),
         ("share", "off", "none"),
+        ("share", False, "none"),
         ("window_size", "none", 0),
         ("accept_references", "none", False),
-        ("cache_interval", "5 min", 300),
-        ("cache_interval", "1.5h", 5400),
         ("cache_interval", "off", 0),
         ("cache_path", 5, "./5"),
-        ("max_nodes", "4MB", 4_000_000),
-        ("max_nodes", "4 million", 4_000_000),
-        ("max_nodes", "1.5k", 1500),
     ],
 )
 def test_a_likely_meaning_is_told(name: str, given: Any, meant: Any) -> None:

@@ -196,12 +196,3 @@ def test_a_forked_process_does_all_tasks_itself():
     assert ended and os.waitstatus_to_exitcode(status) == 0
     assert offer_often(done, sizes, helpers.shared, 2) == 0  # the parent's threads still help
     helpers.stop()
-
-
-def test_a_process_ends_while_its_threads_wait():
-    run_apart(
-        "done = np.zeros(4, np.int64)\n"
-        "helpers = HelperThreads(3, help_counting, done)\n"
-        "assert offer_often(done, np.array([4, 2]), helpers.shared, 3) == 0\n"
-        "print('ends')\n"
-    )

@@ -21,6 +21,7 @@ from lookahead_vllm.draft.cache import keeper
 from lookahead_vllm.draft.cache.keeper import CacheKeeper
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from lookahead_vllm.kept_file import RefusedFileError
 from tests.hostile.report import Report
 
 TOKENIZER = cache_file.fingerprint({"a": 0})
@@ -300,7 +301,7 @@ def faults_with(name: str, folder: Path) -> list[str]:
     if not saves_nothing:
         try:
             cache_file.load(path, TOKENIZER)
-        except (cache_file.CacheFileError, OSError) as error:
+        except (RefusedFileError, OSError) as error:
             faults.append(f"the learned answer was not saved, and there was no warning: {error!r}")
     notes = [*cache_folder.rglob("notes")]
     if any(note.read_text() != "notes of mine" for note in notes):

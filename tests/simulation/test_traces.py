@@ -1,25 +1,15 @@
-"""Recorded generations: read, filtered, and recombined."""
+"""Recorded generations: read and filtered."""
 
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from lookahead_vllm.simulation.traces import Trace, TraceError, TraceFile, load_traces, resample
+from lookahead_vllm.simulation.traces import TraceError, load_traces
 from tests.support.files import jsonl
-
-
-def trace(prompt: list[int], output: list[int], category: str = "s/c") -> Trace:
-    return Trace(np.array(prompt, np.int32), np.array(output, np.int32), category)
-
-
-def file_of(*traces: Trace, name: str = "f.jsonl") -> TraceFile:
-    return TraceFile(Path(name), list(traces), too_short=0)
 
 
 def line(output: list[int], **more: Any) -> dict[str, Any]:
@@ -95,24 +85,3 @@ def test_a_file_that_cannot_be_opened_is_named(
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(TraceError, match="cannot be read: Permission denied"):
         load_traces(path)
-
-
-def test_generated_answers_recombine_the_outputs() -> None:
-    rng = random.Random(0)
-    outputs = [[rng.randrange(8) for _ in range(300)] for _ in range(5)]
-    recorded = [trace(list(range(200)), output) for output in outputs]
-    advances: list[int] = []
-    made = resample(recorded, 2000, seed=1, advance=advances.append)
-    assert sum(len(one.output) for one in made) == sum(advances) == 2000
-    assert all(200 <= len(one.output) <= 300 for one in made[:-1])
-    assert {len(one.prompt) for one in made} == {50}
-    seen = {tuple(o[i : i + 3]) for o in outputs for i in range(298)}
-    assert {
-        tuple(o[i : i + 3]) for m in made if (o := m.output.tolist()) for i in range(98)
-    } <= seen
-    whole = {tuple(o[i : i + 20]) for o in outputs for i in range(281)}
-    assert tuple(made[0].output[50:70].tolist()) not in whole
-    again = resample(recorded, 2000, seed=1)
-    assert all((a.output == b.output).all() for a, b in zip(made, again, strict=True))
-    with_ends = resample([trace([1], [3, 4]), trace([1], [5, 6])], 500)  # dead ends at once
-    assert sum(len(one.output) for one in with_ends) == 500

@@ -12,8 +12,35 @@ from lookahead_vllm.draft.trie import acceptance_rate as learned
 from lookahead_vllm.draft.trie.candidates import MAX_CANDIDATES
 from lookahead_vllm.draft.trie.growth import MIN_CANDIDATES, MIN_PROBABILITY, MIN_SPARSE_PROBABILITY
 from lookahead_vllm.draft.trie.suffix import NUM_CONTIGUOUS, NUM_SPARSE, NUM_SUFFIXES, ORDERS, WHOLE
+from lookahead_vllm.draft.trie.table import (
+    COUNT_SHIFT,
+    MAX_UINT16,
+    SLOTS_PER_LINE,
+    TOKEN_MASK,
+    USE,
+    TrieArrays,
+    locate,
+    matches,
+    region_of,
+    spaces_of,
+)
 
 SUFFIXES = range(NUM_SUFFIXES)
+
+
+def found_after(trie, space, hashes, suffix):
+    """What followed a suffix in a Trie and how often, as (token, count), the latest first."""
+    first, lines = region_of(TrieArrays(*trie.arrays), space)
+    key, slot = locate(first, lines, space, hashes, suffix)
+    matching = matches(trie.edges, key, slot)
+    uses = trie.edges[slot : slot + SLOTS_PER_LINE, USE].tolist()
+    found = [use for i, use in enumerate(uses) if matching >> i & 1]
+    return [(use & TOKEN_MASK, use >> COUNT_SHIFT & MAX_UINT16) for use in found]
+
+
+def count_edges(trie):
+    """The number of edges of a Trie in spaces that are not eliminated."""
+    return sum(space > 0 or trie.is_live(space) for space in spaces_of(trie.edges).tolist())
 
 
 def context(text, suffix):

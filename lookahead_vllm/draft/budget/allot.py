@@ -29,47 +29,39 @@ PROBE_BELOW_SPEEDUP = 1.3
 
 
 class Allotment(NamedTuple):
-    """The nodes of each tree that a step sends."""
+    """The nodes that a step sends."""
 
-    sizes: Int64s
-    """int64 [t]: the number of nodes, taken from the front of each tree."""
-    chained: NDArray[np.bool_]
-    """bool [t]: whether only the best chain among these nodes is sent."""
+    forest: DraftForest
+    kept: Int64s
+    """int64 [n]: the index of each node in the forest from which it was taken."""
     rate: float
     """The expected number of tokens per unit of time."""
     min_prob: float
     """The probability below which no further node would have been sent; 0 if all are sent."""
 
 
-def allot(forest: DraftForest, contexts: Int64s, cost: StepCost, load: Load) -> Allotment:
+def allot(forest: DraftForest, progress: int, prices: StepPrices, may_probe: bool) -> Allotment:
     """Choose the nodes with which the step emits the most tokens per unit of time.
 
     A step is expected to emit one token for each decoding request plus the sum of the probabilities
-    of its nodes. Dinkelbach's method maximises the quotient of that and the step's time. Prompts in
-    the step count as further requests (`Load.progress`), since nodes delay them. A tree that is not
-    worth its attention is cut to its best chain. After PROBE_AFTER_STEPS steps with drafts, if the
-    expected speed-up is below PROBE_BELOW_SPEEDUP, no node is sent, so that the cost of a step
-    without drafts is measured again.
+    of its nodes. Dinkelbach's method maximises the quotient of that and the step's time. A tree
+    that is not worth its attention is cut to its best chain.
 
     Parameters
     ----------
     forest : DraftForest
         Trees whose `probs` never rise from one node to the next.
-    contexts : int64 [t]
-        The committed tokens of each tree's request.
-    cost : StepCost
-        The cost model of a step.
-    load : Load
-        The step's other work.
+    progress : int
+        What the step is worth without nodes, `Load.progress`. Prompts in the step count as further
+        requests there, since nodes delay them.
+    prices : StepPrices
+        For at least the forest's nodes.
+    may_probe : bool
+        Whether no node is sent if the expected speed-up is below PROBE_BELOW_SPEEDUP; see
+        `is_probe_due`.
     """
-    prices = cost.prices(contexts, load, forest.num_nodes)
-    progress = load.progress(len(forest))
-    sizes, chained, rate, min_prob = _allot(
-        forest.probs, forest.parents, forest.firsts, forest.branching, progress, prices[:]
-    )
-    if is_probe_due(cost, load) and rate * prices.base < PROBE_BELOW_SPEEDUP * progress:
-        sizes = np.zeros_like(sizes)
-    return Allotment(sizes, chained, rate, min_prob)
+    fields, kept, rate, min_prob = _cut(forest.arrays, progress, prices[:], may_probe)
+    return Allotment(DraftForest(*fields), kept, rate, min_prob)
 
 
 def is_probe_due(cost: StepCost, load: Load) -> bool:
@@ -90,19 +82,16 @@ def is_worth_waiting(cost: StepCost, speedup: float) -> bool:
 
 
 @kernel
-def cut_to_allotment(
-    forest: ForestArrays, progress: int, prices: StepPrices, is_probe_due: bool
-) -> tuple[ForestFields, float, float]:
-    """Cut a forest as `allot` would; returns the fields of a DraftForest, `rate` and `min_prob`.
-
-    Without nodes, the step is worth `progress`. The `prices` are for at least the forest's nodes.
-    """
+def _cut(
+    forest: ForestArrays, progress: int, prices: StepPrices, may_probe: bool
+) -> tuple[ForestFields, Int64s, float, float]:
+    """The fields of the forest of the Allotment, and its other fields."""
     forest = ForestArrays(*forest)
     branching = find_branching(forest.parents, forest.firsts)
     sizes, chained, rate, min_prob = _allot(
         forest.probs, forest.parents, forest.firsts, branching, progress, prices
     )
-    if is_probe_due and rate * prices[0] < PROBE_BELOW_SPEEDUP * progress:
+    if may_probe and rate * prices[0] < PROBE_BELOW_SPEEDUP * progress:
         sizes[:] = 0
     trees = np.arange(len(sizes))
     kept, parents, firsts = take_nodes(forest.parents, forest.firsts, trees, sizes, chained)
@@ -115,6 +104,7 @@ def cut_to_allotment(
             forest.sources[kept],
             firsts,
         ),
+        kept,
         rate,
         min_prob,
     )
@@ -124,9 +114,7 @@ def compile_budget() -> None:
     """Compile the kernels of this package, so that no request waits for the compiler."""
     cost = StepCost(CostCurve([1], [1.0]))
     trees = DraftForest.of([DraftTree.chain([0])])
-    allotment = allot(trees, np.array([1]), cost, Load())
-    trees.cut(allotment.sizes, allotment.chained)
-    cut_to_allotment(trees.arrays, 1, cost.prices(np.array([1]), Load(), 1)[:], False)
+    allot(trees, 1, cost.prices(np.array([1]), Load(), 1), False)
     cost.observe(StepWork(1, 1, 0, 0.0, 0.0, 0.0), 1.0)
 
 
@@ -139,8 +127,9 @@ def _allot(
     progress: int,
     prices: StepPrices,
 ) -> tuple[Int64s, NDArray[np.bool_], float, float]:
-    """The fields of the Allotment."""
-    base, forward, chain, tree, root, captured = prices
+    """The nodes taken from the front of each tree, int64 [t]; whether only the best chain among
+    them is sent, bool [t]; `rate` and `min_prob` of the Allotment."""
+    base, _, forward, chain, tree, root, captured = prices
     num_nodes, num_trees = len(probs), len(firsts) - 1
     owners = np.empty(num_nodes, np.int64)
     costs = np.empty(num_nodes)

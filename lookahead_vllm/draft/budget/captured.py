@@ -26,22 +26,11 @@ class GraphTimes:
     times : Sequence[float]
         The cost of a pass in each graph, above 0, in the unit of the cost curve. Attention to the
         context is left out, as in the curve.
-
-    Raises
-    ------
-    ValueError
-        `sizes` or `times` are not as above, or differ in length.
     """
 
     def __init__(self, sizes: Sequence[int] = (), times: Sequence[float] = ()) -> None:
         self.sizes = list(sizes)
         self.times = np.maximum.accumulate(np.asarray(times, dtype=np.float64))
-        if len(self.sizes) != len(self.times):
-            raise ValueError(f"{len(self.sizes)} graphs and {len(self.times)} times do not match")
-        if (np.diff(self.sizes, prepend=0) <= 0).any() or not (
-            np.isfinite(self.times).all() and (self.times > 0).all()
-        ):
-            raise ValueError(f"the sizes of graphs must rise and their times be above 0: {self}")
 
     @property
     def largest(self) -> int:

@@ -163,8 +163,9 @@ class StepPrices(NamedTuple):
     """The time of a step without drafts and prompts, and the time that draft nodes add to it."""
 
     base: float
-    """The step without nodes, its prompts left out: their time is not due to drafts. If it waits
-    for drafts, with that."""
+    """The step without nodes, its prompts left out: their time is not due to drafts."""
+    waiting: float
+    """The part of `base` for which the step waits for its drafts."""
     forward: Floats
     """float64 [m]: the additional time of the forward pass with 0, 1, ..., m - 1 nodes in all. m is
     num_nodes + 1, or larger if `captured`: up to the end of the plateau that begins next."""
@@ -331,12 +332,7 @@ class StepCost:
         if self.parts > 1:  # the largest part takes the longest
             forward = forward[-(-np.arange(num_nodes + 1) // self.parts)]
             chain, tree = chain / self.parts, tree / self.parts
-        return StepPrices(base, forward, chain, tree, root, captured)
-
-    @property
-    def waiting(self) -> float:
-        """The time of waiting for late drafts, without the slowdown."""
-        return float(self.weights[2])
+        return StepPrices(base, waiting, forward, chain, tree, root, captured)
 
     def price_beside_prompt(self, contexts: Int64s, load: Load) -> float:
         """What a node costs if the step begins to read one more prompt, on average.

@@ -1,4 +1,4 @@
-"""The format of the cache file. Saves are atomic, and every read verifies digests.
+"""The format of the cache file. Every read verifies digests.
 
 The file consists of, in order:
 
@@ -11,15 +11,10 @@ truncated, extended or changed is refused.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import math
 import os
-import re
-import secrets
-import stat
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +26,7 @@ from numpy.typing import NDArray
 
 from lookahead_vllm import __version__
 from lookahead_vllm.draft.trie.table import spaces_of
+from lookahead_vllm.kept_file import RefusedFileError, reading, replacing
 
 MAGIC = b"LAHCACHE"
 VERSION = 5
@@ -41,17 +37,10 @@ CHUNK_BYTES = 1 << 20
 
 MAX_HEADER_BYTES = 64 << 20
 
-MAX_REFUSED_FILES = 3
-"""The number of refused files that are kept beside a cache."""
-
 _PREFIX = struct.Struct("<8sII")
 _DIGEST_BYTES = 16
 _DTYPES = {np.dtype(code).str for code in "bhiqBHIQefd"}
 _NOT_A_CACHE = "it is not a cache of lookahead"
-
-
-class CacheFileError(ValueError):
-    """The file is refused; the message is one sentence about it that begins with `it`."""
 
 
 class ArrayHeader(NamedTuple):
@@ -60,11 +49,6 @@ class ArrayHeader(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the array in bytes, without its digest."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 class Header(NamedTuple):
@@ -99,6 +83,13 @@ def _bytes_of(token: str | bytes) -> bytes:
 def fingerprint_without_tokenizer(model: str, vocab_size: int) -> str:
     """The fingerprint used if no tokenizer is loaded; it never equals that of a vocabulary."""
     return "model-" + hashlib.blake2b(f"{vocab_size} {model}".encode(), digest_size=16).hexdigest()
+
+
+def sizes_of_spaces(arrays: Mapping[str, NDArray[Any]]) -> dict[int, int]:
+    """The number of n-grams of answers in each space of a snapshot that has some."""
+    spaces = spaces_of(arrays["edges"])
+    found, sizes = np.unique(spaces[spaces > 0], return_counts=True)
+    return dict(zip(found.tolist(), sizes.tolist(), strict=True))
 
 
 def count_ngrams(arrays: Mapping[str, NDArray[Any]]) -> int:
@@ -147,28 +138,16 @@ def save(
         The file could not be written; an existing one is unchanged.
     """
     header = _pack_header(arrays, facts, tokenizer)
-    _remove_leftovers(path)
-    descriptor, temporary = _create_beside(path)
-    try:
-        with open(descriptor, "wb") as file:
-            digest = hashlib.blake2b(header, digest_size=_DIGEST_BYTES)
-            file.write(header + digest.digest())
-            for name, array in arrays.items():
-                for chunk in _copied_chunks(array, leave_out_private=name == "edges"):
-                    digest.update(chunk)
-                    file.write(chunk)
-                    after_chunk()
-                file.write(digest.digest())
-            file.flush()
-            os.fsync(file.fileno())
-            size = file.tell()
-            os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    _sync_directory(path.parent)
-    return size
+    with replacing(path) as file:
+        digest = hashlib.blake2b(header, digest_size=_DIGEST_BYTES)
+        file.write(header + digest.digest())
+        for name, array in arrays.items():
+            for chunk in _copied_chunks(array, leave_out_private=name == "edges"):
+                digest.update(chunk)
+                file.write(chunk)
+                after_chunk()
+            file.write(digest.digest())
+        return file.tell()
 
 
 def _pack_header(
@@ -207,84 +186,6 @@ def _copied_chunks(array: NDArray[Any], leave_out_private: bool) -> Iterator[mem
         yield chunk
 
 
-def _temporary_names(path: Path) -> re.Pattern[str]:
-    return re.compile(rf"\.{re.escape(path.name)}\.\d+-[0-9a-f]{{8}}\.tmp")
-
-
-def _create_beside(path: Path) -> tuple[int, Path]:
-    """Create a temporary file, locked so that no other save removes it as a leftover."""
-    while True:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with contextlib.suppress(OSError):  # the file system may not have locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(temporary)):
-                return descriptor, temporary
-        os.close(descriptor)  # another save removed the file before it was locked
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Remove temporary files of killed saves: those that no live process has locked."""
-    names = _temporary_names(path)
-    for name in filter(names.fullmatch, os.listdir(path.parent)):
-        with contextlib.suppress(OSError):
-            descriptor = os.open(path.with_name(name), os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(path.with_name(name))
-            finally:
-                os.close(descriptor)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # not every file system can sync a directory
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def set_aside(path: Path) -> Path:
-    """Rename a refused file to an unused name, which is returned.
-
-    The latest MAX_REFUSED_FILES such files are kept; older ones are removed.
-
-    Raises
-    ------
-    OSError
-        The file could not be renamed.
-    """
-    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    refused = _refused_files(path)
-    last = max((number for other, number, _ in refused if other == stamp), default=0)
-    for number in range(last + 1, last + 1000):
-        suffix = f"-{number}" if number > 1 else ""
-        target = path.with_name(f"{path.name}.refused-{stamp}{suffix}")
-        try:
-            os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-        except FileExistsError:
-            continue
-        try:
-            os.rename(path, target)
-        except OSError:
-            target.unlink()
-            raise
-        for _, _, name in refused[: -MAX_REFUSED_FILES + 1]:
-            with contextlib.suppress(OSError):
-                path.with_name(name).unlink()
-        return target
-    raise FileExistsError(f"there are too many files {path.name}.refused-{stamp}")
-
-
-def _refused_files(path: Path) -> list[tuple[str, int, str]]:
-    """The time, the number within that second, and the name of each refused file, oldest first."""
-    pattern = re.compile(rf"{re.escape(path.name)}\.refused-(\d{{8}}T\d{{6}}Z)(?:-(\d+))?")
-    matches = filter(None, map(pattern.fullmatch, os.listdir(path.parent)))
-    return sorted((match[1], int(match[2] or 1), match[0]) for match in matches)
-
-
 # ---- reading -------------------------------------------------------------------------------------
 
 
@@ -302,19 +203,15 @@ def load(
 
     Raises
     ------
-    CacheFileError
-        The file is damaged, is no cache, has another format or tokenizer, or belongs to a user
-        other than this one and root.
+    RefusedFileError
+        As `kept_file.reading`, or it is damaged, is no cache, or has another format or tokenizer.
     OSError
         The file is missing or cannot be read.
     """
-    with _open(path) as file:
-        owner, user = os.fstat(file.fileno()).st_uid, os.geteuid()
-        if owner not in (user, 0):
-            raise CacheFileError(f"it belongs to user {owner}, and this server runs as user {user}")
+    with reading(path) as file:
         header, digest = _read_header(file)
         if tokenizer is not None and header.tokenizer != tokenizer:
-            raise CacheFileError(
+            raise RefusedFileError(
                 "it was made with another tokenizer, so that its token ids mean other tokens "
                 f"(fingerprint {header.tokenizer}, not {tokenizer})"
             )
@@ -325,10 +222,10 @@ def load(
             for start in range(0, len(content), CHUNK_BYTES):
                 part = content[start : start + CHUNK_BYTES]
                 if file.readinto(part) != len(part):  # type: ignore[attr-defined]
-                    raise CacheFileError("it became shorter while it was read")
+                    raise RefusedFileError("it became shorter while it was read")
                 digest.update(part)
             if file.read(_DIGEST_BYTES) != digest.digest():
-                raise CacheFileError(f"it is damaged: its {entry.name} are not what was written")
+                raise RefusedFileError(f"it is damaged: its {entry.name} are not what was written")
             arrays[entry.name] = array
     return arrays, header.facts
 
@@ -338,23 +235,11 @@ def read_header(path: Path) -> Header:
 
     Raises
     ------
-    CacheFileError, OSError
+    RefusedFileError, OSError
         As `load`.
     """
-    with _open(path) as file:
+    with reading(path) as file:
         return _read_header(file)[0]
-
-
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[BinaryIO]:
-    def opener(name: str, flags: int) -> int:
-        # Without O_NONBLOCK, opening a pipe would wait for a writer.
-        return os.open(name, flags | os.O_NONBLOCK)
-
-    with open(path, "rb", opener=opener) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise CacheFileError("it is not a regular file")
-        yield file
 
 
 def _read_header(file: BinaryIO) -> tuple[Header, Any]:
@@ -362,28 +247,29 @@ def _read_header(file: BinaryIO) -> tuple[Header, Any]:
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(_PREFIX.size)
     if not prefix.startswith(MAGIC):
-        raise CacheFileError("it is empty" if not prefix else _NOT_A_CACHE)
+        raise RefusedFileError("it is empty" if not prefix else _NOT_A_CACHE)
     if len(prefix) < _PREFIX.size:
-        raise CacheFileError("it is cut off")
+        raise RefusedFileError("it is cut off")
     _, version, length = _PREFIX.unpack(prefix)
     if version != VERSION:
-        raise CacheFileError(
+        raise RefusedFileError(
             f"it is of format {version}, and this release of lookahead reads format {VERSION}"
         )
     # Nothing is allocated from a length that the size of the file contradicts.
     if length > MAX_HEADER_BYTES or length > size - _PREFIX.size - _DIGEST_BYTES:
-        raise CacheFileError("it is cut off, or damaged: its header is longer than the file")
+        raise RefusedFileError("it is cut off, or damaged: its header is longer than the file")
     text = file.read(length)
     digest = hashlib.blake2b(prefix + text, digest_size=_DIGEST_BYTES)
     if file.read(_DIGEST_BYTES) != digest.digest():
-        raise CacheFileError("it is damaged: its header is not what was written")
+        raise RefusedFileError("it is damaged: its header is not what was written")
     try:
         header = _parse_header(json.loads(text), size)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CacheFileError(f"{_NOT_A_CACHE}: its header makes no sense") from None
-    needed = file.tell() + sum(entry.num_bytes + _DIGEST_BYTES for entry in header.arrays)
+        raise RefusedFileError(f"{_NOT_A_CACHE}: its header makes no sense") from None
+    sizes = [math.prod(entry.shape) * np.dtype(entry.dtype).itemsize for entry in header.arrays]
+    needed = file.tell() + sum(sizes) + _DIGEST_BYTES * len(sizes)
     if size != needed:
-        raise CacheFileError(f"it has {size} bytes where its header needs {needed}")
+        raise RefusedFileError(f"it has {size} bytes where its header needs {needed}")
     return header, digest
 
 

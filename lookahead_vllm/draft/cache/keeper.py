@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.cache import file as cache_file
-from lookahead_vllm.draft.cache.file import CacheFileError
+from lookahead_vllm.kept_file import RefusedFileError, set_aside
 from lookahead_vllm.machine import CPUS_AT_START
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -122,22 +122,16 @@ class CacheKeeper:
     def _load(self) -> bool:
         """Load the file, and return whether it may be saved."""
         start = time.perf_counter()
-        may_write = os.access(self.path.parent, os.W_OK | os.X_OK)
-        if not may_write:
-            logger.warning(
-                "Lookahead keeps nothing of what it learns: files in %s cannot be made.",
-                self.path.parent.absolute(),
-            )
         try:
             arrays, facts = cache_file.load(self.path, self._tokenizer)
             self._restore(arrays, facts)
         except FileNotFoundError:
             logger.info("Lookahead starts cold: there is no cache %s yet.", self.path)
-            return may_write
+            return True
         except PermissionError as error:  # the file belongs to another user
             logger.warning("Lookahead starts cold and saves nothing: %s.", error)
             return False
-        except (CacheFileError, OSError, ValueError) as error:
+        except (OSError, ValueError) as error:
             return self._set_aside(error)
         logger.info(
             "Lookahead starts warm: %d n-grams in %d namespaces from %s, in %.1f s.",
@@ -146,12 +140,12 @@ class CacheKeeper:
             self.path,
             time.perf_counter() - start,
         )
-        return may_write
+        return True
 
     def _restore(self, arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> None:
         capacity = len(self._proposer.snapshot()[0]["edges"])
         if (saved := len(arrays.get("edges", ()))) != capacity:
-            raise CacheFileError(
+            raise RefusedFileError(
                 f"it was made for max_nodes={saved}, and this server has max_nodes={capacity}"
             )
         self._proposer.restore(arrays, facts)
@@ -159,7 +153,7 @@ class CacheKeeper:
     def _set_aside(self, error: Exception) -> bool:
         """Rename the refused file, and return whether a new one may be saved."""
         try:
-            target = cache_file.set_aside(self.path)
+            target = set_aside(self.path)
         except FileNotFoundError:  # another server has renamed it
             target = None
         except OSError as rename_error:

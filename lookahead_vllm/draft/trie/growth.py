@@ -48,11 +48,8 @@ MIN_CANDIDATES = 6
 MIN_SPARSE_PROBABILITY = 0.2
 """Sparse suffixes are looked up for nodes at least this likely."""
 
-SINGLE, PARALLEL, HIERARCHICAL = range(3)
-"""Where a tree may branch: nowhere, only at the root, everywhere."""
 
-
-class Texts(NamedTuple):
+class TextArrays(NamedTuple):
     """The arrays of the live texts, a row for each."""
 
     hashes: Hashes
@@ -67,12 +64,12 @@ ROW, NODES, DEPTH, MAY_BRANCH = range(4)
 
 
 class TreeLimits(NamedTuple):
-    """How large any tree may be and where it may branch."""
+    """How large any tree may be."""
 
     max_nodes: int
     max_depth: int
-    branching: int
-    """SINGLE, PARALLEL or HIERARCHICAL."""
+    may_branch: int
+    """0: all trees are chains. Else 1."""
     min_prob: float
     """Nodes less likely than this are left out."""
 
@@ -90,17 +87,17 @@ class Nodes(NamedTuple):
 
 @kernel
 def bounds_of(tree: Int64s, limits: TreeLimits) -> tuple[int, int, int]:
-    """The max_nodes, max_depth and branching of one tree."""
+    """The max_nodes and max_depth of one tree, and whether it may branch, 0 or 1."""
     max_nodes = max(min(tree[NODES], limits.max_nodes), 0)
     max_depth = max(min(tree[DEPTH], limits.max_depth), 0)
-    return max_nodes, max_depth, limits.branching if tree[MAY_BRANCH] else SINGLE
+    return max_nodes, max_depth, min(tree[MAY_BRANCH], limits.may_branch)
 
 
 @kernel
 def grow_all(
     trie: TrieArrays,
     lines: Int32s,
-    texts: Texts,
+    texts: TextArrays,
     trees: Int64s,
     learned: RateArrays,
     limits: TreeLimits,
@@ -109,7 +106,7 @@ def grow_all(
 
     `lines` are those of `recycling.py`; there may be none.
     """
-    trie, texts, learned = TrieArrays(*trie), Texts(*texts), RateArrays(*learned)
+    trie, texts, learned = TrieArrays(*trie), TextArrays(*texts), RateArrays(*learned)
     limits = TreeLimits(*limits)
     capacity, largest = 0, 0
     for i in range(len(trees)):
@@ -176,13 +173,13 @@ def grow(
 ) -> int:
     """Grow one tree: take the likeliest node, add its candidates, repeat; returns its size.
 
-    `limits` are the tree's max_nodes, max_depth and branching. Row 0 of `hashes` uint64
+    `limits` are those of `bounds_of`. Row 0 of `hashes` uint64
     [max_nodes + 1, NUM_HASHES] is the root's, row i + 1 becomes that of node i. Fills `nodes`:
     parents before children, probabilities falling or equal. A node's probability is its parent's
     times the learned acceptance rate of its evidence, scaled down where siblings would add up to
     more than their parent.
     """
-    max_nodes, max_depth, branching = limits
+    max_nodes, max_depth, may_branch = limits
     evidence, longest = candidates.evidence, candidates.longest
     fields, probs, sources = nodes.fields, nodes.probs, nodes.sources
     # A bud is a node that may be taken next. The buds come after the nodes, likeliest first.
@@ -215,10 +212,9 @@ def grow(
                     scale = (np.float32(1) - shares[best]) / (total - shares[best])
                 else:
                     scale = best_scale = np.float32(1) / total
-            only_best = branching == SINGLE or (branching == PARALLEL and here >= 0)
             for i in range(num_found):
                 likely = prob * shares[i] * (best_scale if i == best else scale)
-                if likely < min_prob or (only_best and i != best):
+                if likely < min_prob or (i != best and not may_branch):
                     continue
                 if size + num_buds < max_nodes:
                     num_buds += 1

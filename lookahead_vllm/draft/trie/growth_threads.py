@@ -31,7 +31,7 @@ from lookahead_vllm.draft.trie.growth import (
     MIN_PROBABILITY,
     ROW,
     Nodes,
-    Texts,
+    TextArrays,
     TreeLimits,
     bounds_of,
     grow,
@@ -53,7 +53,7 @@ class _Trees(NamedTuple):
     spaces: Int32s
     """int32 [capacity, NUM_SPACES]: of the texts."""
     limits: Int64s
-    """int64 [capacity, 3]: max_nodes, max_depth and branching."""
+    """int64 [capacity, 3]: those of `bounds_of`."""
     min_prob: Float32s
     """float32 [1]: of all trees."""
     fields: Int32s
@@ -179,21 +179,21 @@ def _grow_together(
     trees: _Trees,
     shared: Int64s,
     num_helpers: int,
-    texts: Texts,
+    texts: TextArrays,
     wanted: Int64s,
     limits: TreeLimits,
 ) -> tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]:
     """Grow all trees together with the helpers; returns the fields of a DraftForest."""
     trie, learned, trees = TrieArrays(*trie), RateArrays(*learned), _Trees(*trees)
-    texts, limits = Texts(*texts), TreeLimits(*limits)
+    texts, limits = TextArrays(*texts), TreeLimits(*limits)
     num_trees = len(wanted)
     for i in range(num_trees):
         trees.hashes[i] = texts.hashes[wanted[i, ROW]]
         trees.spaces[i] = texts.spaces[wanted[i, ROW]]
-        max_nodes, max_depth, branching = bounds_of(wanted[i], limits)
+        max_nodes, max_depth, may_branch = bounds_of(wanted[i], limits)
         trees.limits[i, 0] = max_nodes
         trees.limits[i, 1] = max_depth
-        trees.limits[i, 2] = branching
+        trees.limits[i, 2] = may_branch
     trees.min_prob[0] = max(limits.min_prob, MIN_PROBABILITY)
     hashes = np.empty((trees.probs.shape[1] + 1, NUM_HASHES), np.uint64)
     candidates = new_candidates()

@@ -46,24 +46,3 @@ def load(num_rates: int, path: Path = PATH) -> Priors | None:
                 f"{num_rates}; delete it and run scripts/learn_priors.py"
             )
         return Priors(file["indices"], file["shares"].astype(np.float32))
-
-
-def of_trials(hits: NDArray[np.float32], trials: NDArray[np.float32]) -> Priors:
-    """The shares of the rates with enough trials, rounded as in a file.
-
-    Parameters
-    ----------
-    hits, trials : float32 [num_rates]
-        As an `AcceptanceRate` has counted them.
-    """
-    indices = np.flatnonzero(trials >= TRIALS)
-    shares = (hits[indices] / trials[indices]).astype(np.float16)
-    return Priors(indices.astype(np.uint16), shares.astype(np.float32))
-
-
-def save(hits: NDArray[np.float32], trials: NDArray[np.float32], path: Path = PATH) -> Priors:
-    """Write the priors `of_trials`; returns what `load` will return."""
-    priors = of_trials(hits, trials)
-    shares = priors.shares.astype(np.float16)
-    np.savez_compressed(path, num_rates=len(trials), indices=priors.indices, shares=shares)
-    return priors

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.budget.allot import (
+    allot,
     compile_budget,
-    cut_to_allotment,
     is_probe_due,
     is_worth_waiting,
 )
@@ -33,21 +33,9 @@ from lookahead_vllm.draft.request_rows import RequestRows
 from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie import priors
-from lookahead_vllm.draft.trie.acceptance_rate import (
-    MAX_WEIGHT,
-    NUM_RATES,
-    AcceptanceRate,
-)
-from lookahead_vllm.draft.trie.candidates import (
-    CHOICES,
-    NUM_SPACES,
-)
-from lookahead_vllm.draft.trie.growth import (
-    HIERARCHICAL,
-    PARALLEL,
-    SINGLE,
-    grow_all,
-)
+from lookahead_vllm.draft.trie.acceptance_rate import MAX_WEIGHT, NUM_RATES, AcceptanceRate
+from lookahead_vllm.draft.trie.candidates import CHOICES, NUM_SPACES
+from lookahead_vllm.draft.trie.growth import grow_all
 from lookahead_vllm.draft.trie.growth_threads import MIN_SHARED_TREES, GrowthThreads
 from lookahead_vllm.draft.trie.namespaces import Namespaces
 from lookahead_vllm.draft.trie.recycling import make_lines
@@ -61,19 +49,13 @@ from lookahead_vllm.draft.trie.suffix import (
     empty_hashes,
     hashes_of,
 )
-from lookahead_vllm.draft.trie.table import (
-    NO_SPACE,
-    Trie,
-    count_by_space,
-)
+from lookahead_vllm.draft.trie.table import NO_SPACE, Trie, count_by_space
 
 EXPECTED_ANSWER_TOKENS = 2048
 """A private space has slots for twice as many tokens; after that, its oldest edges are replaced."""
 
 SUFFIXES = [*ORDERS, -NUM_SPARSE, PROMPT_END]
 """Identifies the n-grams of a snapshot: the lengths of the suffixes."""
-
-_BRANCHING = {"single": SINGLE, "parallel": PARALLEL, "hierarchical": HIERARCHICAL}
 
 
 class _LiveTexts:
@@ -95,7 +77,7 @@ class _LiveTexts:
 
     @property
     def arrays(self) -> tuple[Hashes, Int32s]:
-        """The fields of Texts."""
+        """The fields of TextArrays."""
         return self.hashes, self.spaces
 
     def add(self, request_id: str) -> int:
@@ -137,8 +119,6 @@ class _Plan(NamedTuple):
     progress: int
     """What it is worth without nodes, see `Load.progress`."""
     may_probe: bool = False
-    plain_time: float = 0.0
-    """Its time if it had no nodes and waited for none."""
     prices: StepPrices | None = None
     """None if its nodes are sent whatever they cost."""
     price_beside_prompt: float = 0.0
@@ -159,18 +139,16 @@ class NGramTrieProposer:
 
     num_choices = 0
     wants_roots = False
-    num_lines = 0
-    """Size of the table of the model's choices, see `recycling.py`."""
 
-    def __init__(self, options: LookaheadOptions) -> None:
+    def __init__(self, options: LookaheadOptions, num_lines: int = 0) -> None:
         self.options = options
         self.cost: StepCost | None = None
         self.min_prob_beside_prompt = 0.0
         self.pays = False
         self.trie = Trie(options.max_nodes)
         self.rate = AcceptanceRate(priors.load(NUM_RATES))
-        self._lines = make_lines(self.num_lines)
-        self._branching = _BRANCHING[options.draft]
+        self._lines = make_lines(num_lines)
+        """The table of the model's choices, see `recycling.py`."""
         self._max_nodes = options.max_nodes_per_tree
         self._min_prob = 0.0
         """Nodes less likely than this are not grown: sending them would not pay."""
@@ -196,7 +174,7 @@ class NGramTrieProposer:
     @property
     def num_bytes(self) -> int:
         """The memory of the tables, which is constant."""
-        return self.trie.num_bytes + self.rate.num_bytes
+        return self.trie.num_bytes + self.rate.num_bytes + self._lines.nbytes
 
     def start(
         self,
@@ -217,10 +195,8 @@ class NGramTrieProposer:
         row = self._texts.add(request_id)
         self._texts.hashes[row] = hashes = hashes_of(tokens)
         spaces = self._texts.spaces[row]
-        with_trie = self.options.sources != "none" and proposer != "jacobi_window"
-        with_choices = self.num_lines > 0 and proposer != "ngram_trie"
-        if not (with_trie or with_choices):
-            return
+        with_trie = proposer != "jacobi_window"
+        with_choices = len(self._lines) > 0 and proposer != "ngram_trie"
         own = shared = NO_SPACE
         if namespace is not None:
             shared = self._namespaces.space_of(namespace, self._texts.shared_spaces)
@@ -237,8 +213,7 @@ class NGramTrieProposer:
         for reference in texts:
             for source in (REFERENCE, OWN):
                 self._insert_later(row, int(spaces[source]), hashes.copy(), reference)
-        if self.options.sources != "output":
-            self._insert_later(row, own, empty_hashes(), tokens)
+        self._insert_later(row, own, empty_hashes(), tokens)
         self.insertion.work()
 
     def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
@@ -259,7 +234,6 @@ class NGramTrieProposer:
         inserts: bool = True,
     ) -> None:
         """Learn rates from the `emitted` tokens, insert them, and move the `texts` on."""
-        inserts &= self.options.sources in ("both", "output")
         extend(self.trie.arrays, self._lines, texts, emitted, self.rate.arrays, learns, inserts)
 
     def observe(self, verified: Verified) -> None:
@@ -290,7 +264,8 @@ class NGramTrieProposer:
     @property
     def _bounds(self) -> tuple[int, int, int, float]:
         """The fields of TreeLimits."""
-        return self._max_nodes, self.options.branch_length, self._branching, self._min_prob
+        may_branch = int(self.options.draft == "hierarchical")
+        return self._max_nodes, self.options.branch_length, may_branch, self._min_prob
 
     def _cut(self, forest: DraftForest, limits: Sequence[DraftLimits], load: Load) -> DraftForest:
         """These trees, cut to the nodes that are worth their cost."""
@@ -298,33 +273,36 @@ class NGramTrieProposer:
         self._price(contexts, load, forest.num_nodes)
         return self._cut_by_plan(forest)
 
+    @property
+    def _cost(self) -> StepCost | None:
+        """The cost of a step; None if nodes are sent whatever they cost."""
+        return self.cost if self.options.budget == "auto" else None
+
     def _price(self, contexts: Int64s, load: Load, num_nodes: int) -> None:
         progress = load.progress(len(contexts))
         self._plan = _Plan(progress)
-        if self.cost is not None and self.options.budget == "auto" and len(contexts):
-            prices = self.cost.prices(contexts, load, num_nodes)
+        cost = self._cost
+        if cost is not None and len(contexts):
             self._plan = _Plan(
                 progress,
-                is_probe_due(self.cost, load),
-                prices.base - (self.cost.waiting if load.waits else 0.0),
-                prices,
-                self.cost.price_beside_prompt(contexts, load),
+                is_probe_due(cost, load),
+                cost.prices(contexts, load, num_nodes),
+                cost.price_beside_prompt(contexts, load),
             )
 
     def _cut_by_plan(self, forest: DraftForest) -> DraftForest:
-        progress, may_probe, plain_time, prices, price_beside_prompt = self._plan
+        progress, may_probe, prices, price_beside_prompt = self._plan
         self.pays = forest.num_nodes > 0
         if self.cost is None or prices is None:
             return forest
         if not forest.num_nodes:
             self._min_prob /= 2  # no node reached it, so the next trees have less likely nodes
             return forest
-        fields, rate, min_prob = cut_to_allotment(forest.arrays, progress, prices[:], may_probe)
+        forest, _, rate, min_prob = allot(forest, progress, prices, may_probe)
         # Nodes far below the probability that pays are not grown in the next step.
         self._min_prob = min_prob / 2
         self.min_prob_beside_prompt = rate * price_beside_prompt
-        forest = DraftForest(*fields)
-        speedup = rate * plain_time / progress
+        speedup = rate * (prices.base - prices.waiting) / progress
         self.pays = forest.num_nodes > 0 and is_worth_waiting(self.cost, speedup)
         return forest
 
@@ -366,10 +344,6 @@ class NGramTrieProposer:
         """Whether the next `draft` needs to know the accepted nodes of what is `verified`."""
         return False
 
-    def _awaits_choices(self) -> bool:
-        """Whether choices of the model arrive with the tokens of the next `draft`."""
-        return False
-
     def draft(
         self,
         progress: Progress,
@@ -391,25 +365,22 @@ class NGramTrieProposer:
             does not decode.
         """
         self._learn_drafted()
-        texts = self._texts.arrays
-        step = progress.arrays[:], emitted[:], spans, wanted[:], texts, max_model_len
-        shares = self._threads is not None and len(wanted.rows) >= MIN_SHARED_TREES
-        awaits_choices = self._awaits_choices()
-        if shares or awaits_choices:
+        step = progress.arrays[:], emitted[:], spans, wanted[:], self._texts.arrays, max_model_len
+        forest, num_tokens = self._begin_and_grow(step, len(wanted.rows))
+        return self._cut_by_plan(forest), num_tokens
+
+    def _begin_and_grow(self, step: tuple[Any, ...], num_trees: int) -> tuple[DraftForest, Int64s]:
+        """Move the texts on, and grow the next trees; `step` has the arguments of `begin_step`."""
+        if self._threads is not None and num_trees >= MIN_SHARED_TREES:
             trees, before, new, num_tokens = begin_step(*step)
-            if awaits_choices:
-                self._keep_choices(before, new)
             forest = self._grow(trees)
         else:
             nodes, before, new, num_tokens = begin_and_grow(
                 *step, self.trie.arrays, self._lines, self.rate.arrays, self._bounds
             )
             forest = DraftForest(*nodes)
-        self._unlearned = before, new, not awaits_choices
-        return self._cut_by_plan(forest), num_tokens
-
-    def _keep_choices(self, before: tuple[Any, ...], new: tuple[Any, ...]) -> None:
-        """Keep the model's choices that arrived with the tokens `new` after the texts `before`."""
+        self._unlearned = before, new, True
+        return forest, num_tokens
 
     def learn(self) -> None:
         """Learn from the tokens of the last `draft`, and insert texts for a share of the step.
@@ -447,22 +418,6 @@ class NGramTrieProposer:
         }
         facts = {"namespaces": self._namespaces.to_dict(), "suffixes": SUFFIXES}
         return arrays, {**facts, "share": self.options.share}
-
-    @classmethod
-    def of_snapshot(
-        cls, arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]
-    ) -> NGramTrieProposer:
-        """A proposer with the contents of a snapshot, and the options that it was made with.
-
-        Raises
-        ------
-        ValueError
-            As `restore`.
-        """
-        options = {"max_nodes": len(arrays["edges"]), "share": facts.get("share", "namespace")}
-        proposer = cls(LookaheadOptions.from_dict(options))
-        proposer.restore(arrays, facts)
-        return proposer
 
     def restore(self, arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> None:
         """Replace what was learned with a snapshot, whose live requests are not live here.

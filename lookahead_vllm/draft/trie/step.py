@@ -26,7 +26,7 @@ from lookahead_vllm.draft.trie.candidates import (
     look_up,
     new_candidates,
 )
-from lookahead_vllm.draft.trie.growth import Texts, TreeLimits, grow_all
+from lookahead_vllm.draft.trie.growth import TextArrays, TreeLimits, grow_all
 from lookahead_vllm.draft.trie.recycling import find_choices
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES, NUM_SUFFIXES, WHOLE, Hashes, advance
 from lookahead_vllm.draft.trie.table import NO_SPACE, TrieArrays, count
@@ -36,7 +36,7 @@ MAX_TOKENS_LEARNED = 64
 more, only every second token counts, or every third, and so on."""
 
 
-class Emitted(NamedTuple):
+class NewTokens(NamedTuple):
     """The output tokens of a step."""
 
     rows: Int64s
@@ -51,26 +51,26 @@ class Emitted(NamedTuple):
 def extend(
     trie: TrieArrays,
     lines: Int32s,
-    texts: Texts,
-    emitted: Emitted,
+    texts: TextArrays,
+    new: NewTokens,
     learned: RateArrays,
     learns: bool,
     inserts: bool,
 ) -> None:
-    """Learn rates from the `emitted` tokens if `learns`, insert them if `inserts`, and move the
-    texts on."""
-    trie, texts, learned = TrieArrays(*trie), Texts(*texts), RateArrays(*learned)
-    emitted = Emitted(*emitted)
-    tokens = emitted.tokens
+    """Learn rates from the `new` tokens if `learns`, insert them if `inserts`, and move the texts
+    on."""
+    trie, texts, learned = TrieArrays(*trie), TextArrays(*texts), RateArrays(*learned)
+    new = NewTokens(*new)
+    tokens = new.tokens
     edges, live, counters = trie.edges, trie.live, trie.counters
     next_hashes = np.empty(NUM_HASHES, np.uint64)
     candidates = new_candidates()
     evidence, longest, lookups = candidates.evidence, candidates.longest, candidates.lookups
     learned_every = -(-len(tokens) // MAX_TOKENS_LEARNED)
     end = 0
-    for i, row in enumerate(emitted.rows):
+    for i, row in enumerate(new.rows):
         spaces, hashes = texts.spaces[row], texts.hashes[row]
-        first, end = end, end + emitted.sizes[i]
+        first, end = end, end + new.sizes[i]
         for at in range(first, end):
             token = tokens[at]
             look_up(trie, spaces, hashes, lookups, NUM_SUFFIXES)
@@ -98,17 +98,17 @@ def begin_step(
     emitted: EmittedTokens,
     spans: Int64s,
     wanted: WantedDrafts,
-    texts: Texts,
+    texts: TextArrays,
     max_model_len: int,
 ) -> tuple[Int64s, tuple[Hashes, Int32s], tuple[Int64s, Int32s, Int64s], Int64s]:
     """Move the texts on by the counted tokens of a step; returns the limits of the next trees.
 
     `spans` are those of `count_tokens`. Also returns what `extend` needs to learn from the tokens:
-    the texts that have new ones, as they were before, and the fields of Emitted; and the known
+    the texts that have new ones, as they were before, and the fields of NewTokens; and the known
     tokens of each wanted request, int64 [t], 0 if it does not decode.
     """
     progress, emitted = ProgressArrays(*progress), EmittedTokens(*emitted)
-    wanted, texts = WantedDrafts(*wanted), Texts(*texts)
+    wanted, texts = WantedDrafts(*wanted), TextArrays(*texts)
     sizes = spans[:, 1] - spans[:, 0]
     has_new = np.flatnonzero(sizes)
     hashes = np.empty((len(has_new), NUM_HASHES), np.uint64)
@@ -135,7 +135,7 @@ def begin_and_grow(
     emitted: EmittedTokens,
     spans: Int64s,
     wanted: WantedDrafts,
-    texts: Texts,
+    texts: TextArrays,
     max_model_len: int,
     trie: TrieArrays,
     lines: Int32s,

@@ -40,7 +40,6 @@ MAX_SPACE = 2**31 - 1
 NO_SPACE = 0
 """The space without edges: nothing is inserted into it and nothing is found in it."""
 
-BYTES_PER_NODE = 16
 SLOTS_PER_LINE = 4
 """A suffix has all its edges in one line of 64 bytes, and so at most 4."""
 
@@ -125,12 +124,6 @@ class Trie:
         """Count the filled slots again: a cache file leaves out the edges of live requests."""
         self.counters[FILLED] = np.count_nonzero(self.edges[:, KEY])
 
-    def count_edges(self) -> int:
-        """The number of edges in spaces that are not eliminated. Reads every slot."""
-        spaces = spaces_of(self.edges)
-        alive = (spaces > 0) | ((spaces < 0) & (self.live[-spaces % MAX_LIVE_SPACES, 0] == spaces))
-        return int(alive.sum())
-
     def new_shared(self) -> int:
         """A space for answers. Its edges stay until they are pruned.
 
@@ -175,15 +168,6 @@ class Trie:
         """
         _insert_text(self.arrays, space, hashes, tokens, with_whole)
 
-    def followers(self, space: int, hashes: Hashes, suffix: int) -> list[tuple[int, int]]:
-        """The tokens that followed the suffix and how often each did, the latest first."""
-        first, lines = region_of(TrieArrays(*self.arrays), space)
-        key, slot = locate(first, lines, space, hashes, suffix)
-        matching = matches(self.edges, key, slot)
-        uses = self.edges[slot : slot + SLOTS_PER_LINE, USE].tolist()
-        found = [use for i, use in enumerate(uses) if matching >> i & 1]
-        return [(use & TOKEN_MASK, use >> COUNT_SHIFT & MAX_UINT16) for use in found]
-
 
 def spaces_of(edges: Int64s) -> Int32s:
     """The space of each edge: above 0 for answers, below 0 for private ones, 0 for empty slots."""
@@ -213,11 +197,6 @@ def count_by_space(edges: Int64s, spaces: Int64s) -> Int64s:
                     break
                 at = (at + 1) & (size - 1)
     return counts
-
-
-def counts_of(edges: Int64s) -> Int64s:
-    """How often each edge was followed, int64 [max_nodes]."""
-    return edges[:, USE] >> COUNT_SHIFT & MAX_UINT16
 
 
 @kernel

@@ -14,10 +14,7 @@ from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.sources import WINDOW
 from lookahead_vllm.draft.tree import UNKNOWN, DraftForest
-from lookahead_vllm.draft.window.grid import (
-    VerifiedCombs,
-    Windows,
-)
+from lookahead_vllm.draft.window.grid import VerifiedCombs, Windows
 
 COMB_PROB = 0.0005
 """The probability of a node that only the comb adds. Such a node is sent for the model's choice at
@@ -50,7 +47,7 @@ class LookaheadBranch:
     def __init__(self, options: LookaheadOptions) -> None:
         self.windows = Windows(options.window)
         self.worth = PRIOR_TOKENS
-        self._shape = options.window
+        self._has_window = options.window.window_size > 0
         capacity = self.windows.request_rows.capacity
         self._sent = np.zeros(capacity, np.bool_)
         """The comb was sent and has not been verified."""
@@ -60,9 +57,9 @@ class LookaheadBranch:
     def start(self, request_id: str, prompt: Int32s) -> None:
         """A request starts; it has no window if W = 0."""
         prompt = prompt[prompt != UNKNOWN]
-        if self._shape.window_size == 0 or len(prompt) == 0:
+        if not self._has_window or len(prompt) == 0:
             return
-        self.windows.start(request_id, prompt, self._shape)
+        self.windows.start(request_id, prompt)
         self._sent = self.windows.request_rows.resized(self._sent)
         self._stale = self.windows.request_rows.resized(self._stale)
         row = self.windows.request_rows.rows_of([request_id])

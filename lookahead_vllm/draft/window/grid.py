@@ -24,7 +24,6 @@ from lookahead_vllm.draft.window.shape import WindowShape, columns_of
 
 ROOT, ABSENT = -1, -2  # in `cells`, in addition to node indices
 
-_SIZE, _NGRAM, _FILLED = range(3)  # columns of `shapes`
 _NUM_SEEDS = 64  # tokens of a prompt from which guesses are drawn
 _MULTIPLIER, _INCREMENT = np.uint64(6364136223846793005), np.uint64(1442695040888963407)
 
@@ -58,7 +57,7 @@ class _WindowArrays(NamedTuple):
 
     tokens: Int32s
     cells: Int32s
-    shapes: Int32s
+    filled: Int32s
     seeds: Int32s
     """int32 [capacity, 1 + _NUM_SEEDS]: the number of seeds, then the seeds."""
     draws: NDArray[np.uint64]
@@ -66,52 +65,46 @@ class _WindowArrays(NamedTuple):
 
 
 class Windows:
-    """The windows of the live requests, each of its own shape and at its own phase.
-
-    Parameters
-    ----------
-    max_shape : WindowShape
-        The most columns and levels that a window may have.
+    """The windows of the live requests, all of one shape, each at its own phase.
 
     Attributes
     ----------
     tokens : int32 [capacity, N - 1, W + N - 2]
-        The guess in each level and column; W and N are the largest that are allowed. Column 0 of
-        level 0 is the root: `_iterate` fills it in, and it is never drawn or sent.
+        The guess in each level and column. Column 0 of level 0 is the root: `_iterate` fills it in,
+        and it is never drawn or sent.
     cells : int32 [capacity, N - 1, W + N - 2]
         The node of each guess in the tree that was sent last; ROOT, or ABSENT.
-    shapes : int32 [capacity, 3]
-        W, N, and the number of filled levels.
+    filled : int32 [capacity]
+        The number of filled levels.
     """
 
-    def __init__(self, max_shape: WindowShape) -> None:
+    def __init__(self, shape: WindowShape) -> None:
         self.request_rows = RequestRows()
-        capacity, levels = self.request_rows.capacity, max_shape.ngram_size - 1
-        columns = columns_of(*max_shape, 1)
+        capacity, levels = self.request_rows.capacity, shape.ngram_size - 1
+        columns = columns_of(*shape, 1)
         self.tokens: Int32s = np.zeros((capacity, levels, columns), np.int32)
         self.cells: Int32s = np.full((capacity, levels, columns), ABSENT, np.int32)
-        self.shapes: Int32s = np.zeros((capacity, 3), np.int32)
+        self.filled: Int32s = np.zeros(capacity, np.int32)
         self._seeds: Int32s = np.zeros((capacity, _NUM_SEEDS + 1), np.int32)
         self._draws: NDArray[np.uint64] = np.zeros(capacity, np.uint64)
 
     @property
     def _arrays(self) -> tuple[Int32s, Int32s, Int32s, Int32s, NDArray[np.uint64]]:
         """The fields of _WindowArrays."""
-        return self.tokens, self.cells, self.shapes, self._seeds, self._draws
+        return self.tokens, self.cells, self.filled, self._seeds, self._draws
 
-    def start(self, request_id: str, prompt: Int32s, shape: WindowShape) -> None:
+    def start(self, request_id: str, prompt: Int32s) -> None:
         """Add a window whose level 0 is drawn from the prompt int32 [n]."""
         row = self.request_rows.add(request_id)
         resized = self.request_rows.resized
         self.tokens, self.cells = resized(self.tokens), resized(self.cells)
-        self.shapes, self._seeds = resized(self.shapes), resized(self._seeds)
+        self.filled, self._seeds = resized(self.filled), resized(self._seeds)
         self._draws = resized(self._draws)
         num_seeds = min(_NUM_SEEDS, len(prompt))
         seeds = prompt[np.linspace(0, len(prompt) - 1, num_seeds).astype(np.int64)]
         self._seeds[row, 0] = num_seeds
         self._seeds[row, 1 : 1 + num_seeds] = seeds
         self._draws[row] = 1
-        self.shapes[row] = *shape, 0
         self.restart(np.array([row]))
 
     def finish(self, request_id: str) -> None:
@@ -124,8 +117,8 @@ class Windows:
 
     def comb_nodes(self, rows: Int64s) -> Int64s:
         """int64 [t]: the nodes of each window's comb as it is now; 0 for a row below 0."""
-        size, ngram, filled = self.shapes[rows].astype(np.int64).T
-        return np.where(rows < 0, 0, filled * columns_of(size, ngram, filled) - 1)
+        filled = self.filled[rows].astype(np.int64)
+        return np.where(rows < 0, 0, filled * (self.tokens.shape[2] + 1 - filled) - 1)
 
     def append_combs(
         self,
@@ -158,8 +151,8 @@ class Windows:
         Returns
         -------
         int32 [m, N], int64 [m]
-            The n-grams of the columns of full windows, padded with -1, and the tree of each.
-            Columns whose last cell was not verified have none.
+            The n-grams of the columns of full windows, and the tree of each. Columns whose last
+            cell was not verified have none.
         """
         return _iterate(rows, tuple(verified), self._arrays)
 
@@ -175,10 +168,9 @@ def _draw(windows: _WindowArrays, row: int) -> np.int32:
 @kernel
 def _restart(rows: Int64s, windows: _WindowArrays) -> None:
     windows = _WindowArrays(*windows)
-    shapes = windows.shapes
     for row in rows:
-        shapes[row, _FILLED] = 1
-        for column in range(1, shapes[row, _SIZE] + shapes[row, _NGRAM] - 2):
+        windows.filled[row] = 1
+        for column in range(1, windows.tokens.shape[2]):
             windows.tokens[row, 0, column] = _draw(windows, row)
 
 
@@ -187,11 +179,11 @@ def _append_combs(
     forest: ForestArrays, rows: Int64s, limits: _CombLimits, windows: _WindowArrays
 ) -> tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]:
     forest, limits, windows = ForestArrays(*forest), _CombLimits(*limits), _WindowArrays(*windows)
-    guesses, cells, shapes = windows.tokens, windows.cells, windows.shapes
+    guesses, cells = windows.tokens, windows.cells
     capacity = len(forest.tokens)
     for row in rows:
         if row >= 0:
-            capacity += shapes[row, _FILLED] * (guesses.shape[2])
+            capacity += windows.filled[row] * guesses.shape[2]
     tokens, parents = np.empty(capacity, np.int32), np.empty(capacity, np.int32)
     depths, probs = np.empty(capacity, np.int32), np.empty(capacity, np.float32)
     sources = np.empty(capacity, np.uint8)
@@ -206,8 +198,8 @@ def _append_combs(
             end += 1
         if row >= 0:
             prob = limits.prob if end == first else min(limits.prob, probs[end - 1])
-            filled = shapes[row, _FILLED]
-            columns = shapes[row, _SIZE] + shapes[row, _NGRAM] - 1 - filled
+            filled = windows.filled[row]
+            columns = guesses.shape[2] + 1 - filled
             cells[row] = ABSENT
             cells[row, 0, 0] = ROOT
             for level in range(filled):
@@ -240,19 +232,17 @@ def _iterate(
     rows: Int64s, verified: VerifiedCombs, windows: _WindowArrays
 ) -> tuple[Int32s, Int64s]:
     verified, windows = VerifiedCombs(*verified), _WindowArrays(*windows)
-    tokens, shapes = windows.tokens, windows.shapes
-    capacity = 0
-    for row in rows:
-        capacity += shapes[row, _SIZE]
-    ngrams = np.full((capacity, tokens.shape[1] + 1), -1, np.int32)
+    tokens = windows.tokens
+    levels = tokens.shape[1]
+    capacity = len(rows) * (tokens.shape[2] + 1 - levels)  # W for each
+    ngrams = np.empty((capacity, levels + 1), np.int32)
     owners = np.empty(capacity, np.int64)
     num_ngrams = 0
     for tree, row in enumerate(rows):
-        size, ngram = shapes[row, _SIZE], shapes[row, _NGRAM]
-        filled = shapes[row, _FILLED]
-        columns = size + ngram - 1 - filled
+        filled = windows.filled[row]
+        columns = tokens.shape[2] + 1 - filled
         window, last = tokens[row], windows.cells[row, filled - 1]
-        full = filled == ngram - 1
+        full = filled == levels
         window[0, 0] = verified.roots[tree]
         choices = np.empty(columns, np.int32)
         for column in range(columns):
@@ -265,25 +255,24 @@ def _iterate(
                 choices[column] = _draw(windows, row)
                 continue
             if full:
-                ngrams[num_ngrams, : ngram - 1] = window[: ngram - 1, column]
-                ngrams[num_ngrams, ngram - 1] = choices[column]
+                ngrams[num_ngrams, :levels] = window[:, column]
+                ngrams[num_ngrams, levels] = choices[column]
                 owners[num_ngrams] = tree
                 num_ngrams += 1
         if full:
-            _push_level(window, choices, columns, filled)
+            _push_level(window, choices, columns)
         else:
             # The text is a token longer, so the filled levels move on by a column.
             for level in range(filled):
                 window[level, : columns - 1] = window[level, 1:columns].copy()
             window[filled, : columns - 1] = choices[1:]
-            filled, columns = filled + 1, columns - 1
-            shapes[row, _FILLED] = filled
+            windows.filled[row] = filled + 1
     return ngrams[:num_ngrams], owners[:num_ngrams]
 
 
 @kernel
-def _push_level(window: Int32s, choices: Int32s, columns: int, levels: int) -> None:
+def _push_level(window: Int32s, choices: Int32s, columns: int) -> None:
     """Remove the oldest level and append `choices` as the newest."""
-    for level in range(levels - 1):
+    for level in range(len(window) - 1):
         window[level, :columns] = window[level + 1, :columns]
-    window[levels - 1, :columns] = choices[:columns]
+    window[-1, :columns] = choices[:columns]

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.tree import UNKNOWN
 
@@ -77,11 +75,3 @@ class NGramPool:
     def candidates(self, first: int) -> Iterator[tuple[NGram, int]]:
         """The tokens that followed `first`, the latest added first, each with its source."""
         return reversed(self._followers.get(first, {}).items())
-
-
-def as_rows(chains: Sequence[NGram], width: int) -> Int32s:
-    """int32 [c, width]: a row for each chain, padded with -1."""
-    rows = np.full((len(chains), width), -1, np.int32)
-    for row, tokens in zip(rows, chains, strict=True):
-        row[: len(tokens)] = tokens
-    return rows

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.budget.allot import allot, compile_budget
+from lookahead_vllm.draft.budget.allot import allot, compile_budget, is_probe_due
 from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.insertion import InsertionQueue
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
@@ -23,7 +23,7 @@ from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
 from lookahead_vllm.draft.sources import OWN, REFERENCE, WINDOW
 from lookahead_vllm.draft.tree import DraftForest, ForestArrays, first_nodes
 from lookahead_vllm.draft.window.branch import LookaheadBranch
-from lookahead_vllm.draft.window.pool import NGram, NGramPool, as_rows
+from lookahead_vllm.draft.window.pool import NGram, NGramPool
 
 _RANKS = 16  # ranks with rates of their own; all later ranks share the last one
 _PRIOR_RATE, _PRIOR_TRIALS = 0.3, 4.0
@@ -66,7 +66,7 @@ class _Candidates(NamedTuple):
     """The candidates of a step: n-grams without their first tokens."""
 
     tokens: Int32s
-    """int32 [c, N - 1], padded with -1."""
+    """int32 [c, N - 1]"""
     sources: NDArray[np.uint8]
     """uint8 [c]"""
     counts: Int64s
@@ -152,7 +152,7 @@ class JacobiWindowProposer:
         ngrams, owners = self.branch.iterate(verified, roots)
         for (first, *rest), owner in zip(ngrams.tolist(), owners.tolist(), strict=True):
             pool = self._texts[verified.request_ids[owner]].pool
-            pool.add(first, tuple(rest[: pool.ngram_size - 1]), WINDOW)
+            pool.add(first, tuple(rest), WINDOW)
         self._learn(verified)
 
     def propose(self, limits: Sequence[DraftLimits], load: Load = NO_LOAD) -> DraftForest:
@@ -166,16 +166,13 @@ class JacobiWindowProposer:
         max_nodes = self._max_nodes - self.branch.comb_nodes(windows)
         forest, ranks = self._grow(limits, max_nodes)
         if cost is not None and forest.num_nodes:
-            allotment = allot(forest, contexts, cost, load)
-            price = cost.price_beside_prompt(contexts, load)
-            self.min_prob_beside_prompt = allotment.rate * price
-            # A tree that is cut to a chain does not keep its first nodes.
-            kept = np.where(allotment.chained, 0, allotment.sizes)
-            forest = forest.cut(allotment.sizes, allotment.chained)
-        else:
-            kept = forest.sizes
-        for limit, tree_ranks, size in zip(limits, ranks, kept, strict=True):
-            self._texts[limit.request_id].ranks = tree_ranks[:size]
+            prices = cost.prices(contexts, load, forest.num_nodes)
+            progress = load.progress(len(forest))
+            forest, kept, rate, _ = allot(forest, progress, prices, is_probe_due(cost, load))
+            ranks = ranks[kept]
+            self.min_prob_beside_prompt = rate * cost.price_beside_prompt(contexts, load)
+        for limit, (first, end) in zip(limits, pairwise(forest.firsts), strict=True):
+            self._texts[limit.request_id].ranks = ranks[first:end]
         nodes = np.array([limit.max_nodes for limit in limits], np.int64)
         depths = np.array([limit.max_depth for limit in limits], np.int64)
         forest = self.branch.join(forest, windows, nodes, depths, self._max_nodes, cost)
@@ -191,10 +188,10 @@ class JacobiWindowProposer:
 
     def _grow(
         self, limits: Sequence[DraftLimits], max_nodes: Int64s
-    ) -> tuple[DraftForest, list[NDArray[np.uint8]]]:
+    ) -> tuple[DraftForest, NDArray[np.uint8]]:
         """The verification branch: for each request at most G n-grams with shared prefixes merged.
 
-        Also returns the ranks of each tree's nodes, uint8 [n].
+        Also returns the ranks of the nodes, uint8 [n].
         """
         chains: list[NGram] = []
         sources: list[int] = []
@@ -209,7 +206,7 @@ class JacobiWindowProposer:
         allowed = np.array([limit.max_nodes for limit in limits], np.int64)
         *fields, ranks = _merge(
             (
-                as_rows(chains, self.options.ngram_size - 1),
+                np.array(chains, np.int32).reshape(-1, self.options.ngram_size - 1),
                 np.array(sources, np.uint8),
                 np.array(counts, np.int64),
             ),
@@ -220,8 +217,7 @@ class JacobiWindowProposer:
             ),
             self._rates.rates,
         )
-        forest = DraftForest(*fields)
-        return forest, [ranks[first:end] for first, end in pairwise(forest.firsts)]
+        return DraftForest(*fields), ranks
 
     def _learn(self, verified: Verified) -> None:
         forest = verified.forest
@@ -282,8 +278,6 @@ def _merge(
             parent = -1
             for depth in range(1, min(chains.shape[1], limits.max_depths[tree]) + 1):
                 token = chains[chain + rank, depth - 1]
-                if token < 0:
-                    break
                 here = -1
                 for node in range(parent + 1, size):
                     if nodes[1, node] == parent and nodes[0, node] == token:

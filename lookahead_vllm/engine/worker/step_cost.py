@@ -28,9 +28,9 @@ from vllm.platforms import current_platform
 from lookahead_vllm import __version__
 from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
-from lookahead_vllm.draft.cache.file import set_aside
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine.worker.pipeline import gather_from_stages
+from lookahead_vllm.kept_file import replacing, set_aside
 from lookahead_vllm.machine import cpu_name
 
 if TYPE_CHECKING:
@@ -380,16 +380,12 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _write(path: Path, facts: dict[str, Any]) -> None:
     """Cache a measurement, and delete the oldest files."""
-    new = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        new.touch(0o600)
-        new.write_text(json.dumps(facts))
-        new.replace(path)
+        with replacing(path) as new:
+            new.write(json.dumps(facts).encode())
         files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
         for file in files[:-MAX_FILES]:
             file.unlink(missing_ok=True)
     except OSError as error:
-        with suppress(OSError):
-            new.unlink()
         logger.warning("Lookahead: the cost of a step could not be kept in %s: %s.", path, error)

@@ -88,17 +88,6 @@ def test_the_cache_is_saved_only_after_learning(path):
     assert path.stat().st_ino != first.st_ino
 
 
-def test_an_idle_server_does_not_write(path):
-    proposer = new_proposer()
-    teach(proposer)
-    keep(proposer, path).close()
-    assert not path.exists()  # nothing was learned after the start
-    cache_file.save(path, *proposer.snapshot(), TOKENIZER)
-    before = path.stat().st_ino
-    keep(new_proposer(), path).close()
-    assert path.stat().st_ino == before
-
-
 def test_a_thread_saves_at_every_interval_until_close(path):
     proposer = new_proposer()
     keeper = keep(proposer, path, interval=0.01)
@@ -164,11 +153,45 @@ def test_the_last_save_cancels_a_background_save(path, monkeypatch):
     assert len(saves) == 1 and os.listdir(path.parent) == ["a.cache"]
 
 
-def refused(path, log, says, **changes):
-    """Start with a file that is refused, learn and close."""
+def other_ngrams(path):
+    arrays, facts = new_proposer().snapshot()
+    cache_file.save(path, arrays, {**facts, "suffixes": [1, 2]}, TOKENIZER)
+
+
+def all_namespaces(path):
+    shared = new_proposer(share="all")
+    teach(shared)
+    cache_file.save(path, *shared.snapshot(), TOKENIZER)
+    keep(restored := new_proposer(share="all"), path).close()
+    assert num_answers(restored) > 0
+
+
+def torn(path):
+    cache_file.save(path, *new_proposer().snapshot(), TOKENIZER)
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+REFUSED = {
+    "bytes where its header needs": torn,
+    "it is not a cache of lookahead": lambda path: path.write_text("notes of mine"),
+    "with another tokenizer": lambda path: cache_file.save(path, *new_proposer().snapshot(), "b"),
+    "made for max_nodes=8192, and this server has max_nodes=4096": lambda path: cache_file.save(
+        path, *new_proposer(8192).snapshot(), TOKENIZER
+    ),
+    "n-grams of other lengths": other_ngrams,
+    "saved with share='all', without namespaces, and this server has share=": all_namespaces,
+    "made for max_nodes=0": lambda path: cache_file.save(
+        path, {"other": np.zeros(3)}, {"namespaces": {}}, TOKENIZER
+    ),
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_a_file_that_is_refused_is_set_aside(path, log, says):
+    REFUSED[says](path)
     content = path.read_bytes()
     proposer = new_proposer()
-    keeper = keep(proposer, path, **changes)
+    keeper = keep(proposer, path)
     assert num_answers(proposer) == 0 and not path.exists()
     (aside,) = path.parent.glob("a.cache.refused-*")
     assert aside.read_bytes() == content
@@ -176,63 +199,8 @@ def refused(path, log, says, **changes):
     assert says in warning and str(aside) in warning and "starts cold" in warning
     teach(proposer)
     keeper.close()
-    cache_file.load(path, changes.get("tokenizer", TOKENIZER))
+    cache_file.load(path, TOKENIZER)
     assert aside.read_bytes() == content
-
-
-def test_a_torn_file_is_set_aside(path, log):
-    cache_file.save(path, *new_proposer().snapshot(), TOKENIZER)
-    path.write_bytes(path.read_bytes()[:-1000])
-    refused(path, log, "bytes where its header needs")
-
-
-def test_a_foreign_file_is_set_aside(path, log):
-    path.write_text("notes of mine")
-    refused(path, log, "it is not a cache of lookahead")
-
-
-def test_another_models_file_is_set_aside(path, log):
-    cache_file.save(path, *new_proposer().snapshot(), TOKENIZER)
-    refused(path, log, "with another tokenizer", tokenizer=cache_file.fingerprint({"b": 0}))
-
-
-def test_a_file_of_another_size_says_what_to_write(path, log):
-    cache_file.save(path, *new_proposer(8192).snapshot(), TOKENIZER)
-    refused(path, log, "made for max_nodes=8192, and this server has max_nodes=4096")
-
-
-def test_a_file_of_other_ngrams_is_set_aside(path, log):
-    arrays, facts = new_proposer().snapshot()
-    cache_file.save(path, arrays, {**facts, "suffixes": [1, 2]}, TOKENIZER)
-    refused(path, log, "n-grams of other lengths")
-
-
-def test_answers_of_all_namespaces_do_not_become_those_of_one(path, log):
-    shared = new_proposer(share="all")
-    teach(shared)
-    cache_file.save(path, *shared.snapshot(), TOKENIZER)
-    keep(restored := new_proposer(share="all"), path).close()
-    assert num_answers(restored) > 0
-    refused(path, log, "saved with share='all', without namespaces, and this server has share=")
-
-
-def test_a_file_without_edges_is_set_aside(path, log):
-    cache_file.save(path, {"other": np.zeros(3)}, {"namespaces": {}}, TOKENIZER)
-    refused(path, log, "made for max_nodes=0")
-
-
-def test_an_unwritable_folder_is_logged_once(path, log, monkeypatch):
-    cache_file.save(path, *new_proposer().snapshot(), TOKENIZER)
-    monkeypatch.setattr(os, "access", lambda *_: False)  # as root, a mode of 0 would not do
-    proposer = new_proposer()
-    keeper = keep(proposer, path)
-    for first in (100, 200):
-        teach(proposer, first)
-        keeper.save()
-    keeper.close()
-    (warning,) = [r.getMessage() for r in log.records if r.levelno == logging.WARNING]
-    assert "keeps nothing" in warning and str(path.parent) in warning
-    assert "starts warm" in log.text
 
 
 def test_a_file_of_another_user_is_left_alone(path, log, monkeypatch):
@@ -275,7 +243,7 @@ def test_a_failed_save_is_retried(path, log, monkeypatch):
     keeper = keep(proposer, path)
     teach(proposer)
     with monkeypatch.context() as patch:
-        patch.setattr(cache_file.os, "fsync", no_space)
+        patch.setattr("lookahead_vllm.kept_file.os.fsync", no_space)
         assert not keeper.save() and not keeper.save()
     assert log.text.count("could not be saved") == 1 and "No space left" in log.text
     assert keeper.save() and path.exists()

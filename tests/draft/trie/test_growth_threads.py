@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead_vllm.draft.hybrid import HybridProposer
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftLimits, Verified
 from lookahead_vllm.draft.trie import growth_threads
 from lookahead_vllm.draft.trie.growth_threads import MIN_SHARED_TREES
+from lookahead_vllm.draft.trie.hybrid import HybridProposer
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 
 THREADS = (1, 2, 4)
@@ -68,7 +68,7 @@ def random_limits(rng, request_ids):
 @given(st.integers(0, 2**32 - 1), st.integers(1, 90), st.integers(2, 40))
 def test_the_forest_is_the_same_for_any_number_of_threads(kind, seed, num_requests, vocabulary):
     rng = np.random.default_rng(seed)
-    draft = str(rng.choice(["hierarchical", "parallel", "single"]))
+    draft = str(rng.choice(["hierarchical", "single"]))
     options = {"proposer": "hybrid"} if kind is HybridProposer else {}
     proposers = [make(kind, threads, draft=draft, **options) for threads in THREADS]
     requests = [f"r{i}" for i in range(num_requests)]
@@ -120,32 +120,6 @@ def test_few_trees_are_grown_by_one_thread_and_many_by_several(_shared_calls):
         forest = proposer.propose(limits[:count])
         assert len(forest) == count and (forest.sizes > 0).all()
     assert _shared_calls == [MIN_SHARED_TREES, 64, 65, 200]
-
-
-def test_learned_rates_are_the_same_over_many_steps(_shared_calls):
-    """Texts repeat, so that many rates are learned and trees are long."""
-    rng = np.random.default_rng(5)
-    proposers = [make(NGramTrieProposer, threads) for threads in THREADS]
-    pool = [rng.integers(0, 500, 30).tolist() for _ in range(20)]
-    requests = [f"r{i}" for i in range(64)]
-    for request_id in requests:
-        prompt = [token for i in rng.integers(0, 20, 4) for token in pool[i]]
-        for proposer in proposers:
-            proposer.insertion.seconds = float("inf")
-            proposer.start(request_id, prompt)
-    sizes = []
-    for step in range(120):
-        text = step // 10
-        emitted = {r: pool[(i + text) % 20][step % 10 * 3 :][:3] for i, r in enumerate(requests)}
-        limits = [DraftLimits(request_id, 16, 16) for request_id in requests]
-        forests = []
-        for proposer in proposers:
-            proposer.extend(emitted)
-            forests.append(proposer.propose(limits))
-        assert contents(forests[1]) == contents(forests[0]) == contents(forests[2])
-        sizes.append(forests[0].num_nodes)
-    assert len({tuple(learned(proposer)) for proposer in proposers}) == 1
-    assert np.mean(sizes) > 64 * 4 and len(_shared_calls) > 2 * 120
 
 
 def test_another_process_loads_the_compiled_kernels():

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from benchmarks.learning.priors import save
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.trie import priors
 from lookahead_vllm.draft.trie.acceptance_rate import HITS, NUM_RATES, TRIALS, AcceptanceRate
@@ -29,10 +30,10 @@ def test_the_packages_priors_are_a_proposers_first_rates():
 
 
 def test_rates_with_enough_trials_are_saved(tmp_path):
-    hits, trials = np.zeros((2, NUM_RATES), np.float32)
-    hits[7], trials[7] = 30, 40
-    hits[9], trials[9] = 15, priors.TRIALS - 1
-    saved = priors.save(hits, trials, tmp_path / "a.npz")
+    trials = np.zeros((NUM_RATES, 2), np.float32)
+    trials[7] = 30, 40
+    trials[9] = 15, priors.TRIALS - 1
+    saved = save(trials, tmp_path / "a.npz")
     loaded = priors.load(NUM_RATES, tmp_path / "a.npz")
     assert saved.indices.tolist() == loaded.indices.tolist() == [7]
     assert loaded.shares.tolist() == [0.75]
@@ -42,7 +43,7 @@ def test_rates_with_enough_trials_are_saved(tmp_path):
 
 
 def test_priors_of_another_layout_are_refused(tmp_path):
-    priors.save(np.ones(5, np.float32), np.full(5, 50, np.float32), tmp_path / "a.npz")
+    save(np.full((5, 2), 50, np.float32), tmp_path / "a.npz")
     with pytest.raises(ValueError, match=r"5 rates.*delete it and run scripts/learn_priors.py"):
         priors.load(NUM_RATES, tmp_path / "a.npz")
     assert priors.load(NUM_RATES, tmp_path / "none.npz") is None

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from lookahead_vllm.draft.hybrid import HybridProposer
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftLimits, Verified
 from lookahead_vllm.draft.sources import NAMES, RECYCLED, WINDOW
 from lookahead_vllm.draft.tree import UNKNOWN, DraftForest, DraftTree
 from lookahead_vllm.draft.trie.candidates import CHOSEN, TOKEN, new_candidates
+from lookahead_vllm.draft.trie.hybrid import HybridProposer
 from lookahead_vllm.draft.trie.recycling import (
     NUM_CHOICES,
     ChoiceTrees,
@@ -18,6 +18,7 @@ from lookahead_vllm.draft.trie.recycling import (
     recycle,
 )
 from lookahead_vllm.draft.trie.suffix import hashes_of
+from tests.support.reference_trie import count_edges
 
 
 def ids(*tokens):
@@ -143,11 +144,10 @@ def step(proposer, request_id, choose, max_nodes=32):
 
 def test_the_hybrid_tree_has_nodes_of_all_sources():
     options = LookaheadOptions(
-        proposer="hybrid", window_size=4, ngram_size=3, num_speculative_tokens=32, budget=32,
-        sources="none",
-    )  # fmt: skip
+        proposer="hybrid", window_size=4, ngram_size=3, num_speculative_tokens=32, budget=32
+    )
     proposer = HybridProposer(options)
-    proposer.start("r", [1, 2, 3])
+    proposer.start("r", [1, 2, 3], proposer="jacobi_window")
     proposer.extend({"r": [4]})
     proposer.last = 4
     sources = np.zeros(len(NAMES), int)
@@ -172,4 +172,4 @@ def test_a_request_may_use_the_trie_alone():
 
 
 def test_the_request_that_compiles_the_kernels_leaves_no_edge():
-    assert HybridProposer(LookaheadOptions(proposer="hybrid")).trie.count_edges() == 0
+    assert count_edges(HybridProposer(LookaheadOptions(proposer="hybrid")).trie) == 0

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from lookahead_vllm.draft.budget.cost import CostCurve, Load, StepCost
-from lookahead_vllm.draft.hybrid import HybridProposer
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.progress import EmittedTokens, Progress, WantedDrafts, count_tokens
 from lookahead_vllm.draft.proposer import DraftLimits, Verified
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie.acceptance_rate import HITS
+from lookahead_vllm.draft.trie.hybrid import HybridProposer
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.suffix import advance
 

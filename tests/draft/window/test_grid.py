@@ -47,9 +47,9 @@ the two n-grams that are verified.
 def full_window(shape, levels):
     """One window with these levels, int [N - 1, W], all filled."""
     windows = Windows(shape)
-    windows.start("r", np.array([1, 2, 3], np.int32), shape)
+    windows.start("r", np.array([1, 2, 3], np.int32))
     (row,) = windows.request_rows.rows_of(["r"])
-    windows.shapes[row, 2] = shape.ngram_size - 1
+    windows.filled[row] = shape.ngram_size - 1
     windows.tokens[row, :, : shape.window_size] = levels
     return windows, np.array([row])
 
@@ -136,9 +136,8 @@ def test_a_window_of_one_level_is_jacobi_decoding():
 
 
 def test_the_levels_are_filled_one_a_step():
-    shape = WindowShape(4, 4)
-    windows = Windows(shape)
-    windows.start("r", np.arange(20, 30, dtype=np.int32), shape)
+    windows = Windows(WindowShape(4, 4))
+    windows.start("r", np.arange(20, 30, dtype=np.int32))
     rows = windows.request_rows.rows_of(["r"])
     nodes = []
     for _ in range(4):
@@ -154,21 +153,6 @@ def test_cells_that_were_cut_give_no_n_gram():
     tree = add_comb(windows, rows, DraftTree.chain([]), max_nodes=3)
     ngrams, _ = iterate(windows, rows, tree, lambda token: token + 10)
     assert ngrams.tolist() == [[50, 4, 14]]
-
-
-def test_windows_of_all_shapes_share_a_table_that_grows():
-    windows = Windows(WindowShape(6, 5))
-    ids = [str(i) for i in range(200)]
-    for i, request_id in enumerate(ids):
-        shape = WindowShape(1 + i % 6, 2 + i % 4)
-        windows.start(request_id, np.arange(3, 30, dtype=np.int32), shape)
-    rows = windows.request_rows.rows_of(ids)
-    limits = np.full(200, 128)
-    forest = windows.append_combs(
-        DraftForest.of([DraftTree.chain([])] * 200), rows, limits, limits, 1
-    )
-    assert not forest.faults(30, limits).any()
-    assert (forest.sizes <= windows.comb_nodes(rows)).all()
 
 
 def test_the_paper_s_sizes():

@@ -14,7 +14,7 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
-from lookahead_vllm.draft.hybrid import HybridProposer
+from lookahead_vllm.draft.trie.hybrid import HybridProposer
 from lookahead_vllm.engine.worker.gpu_attention import _TreeBuilder
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.late_shape import LateMetadata, LateShape

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lookahead_vllm.draft import hybrid
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
-from lookahead_vllm.draft.hybrid import HybridProposer
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftLimits, Verified
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.draft.trie import hybrid
 from lookahead_vllm.draft.trie.candidates import CHOICES
+from lookahead_vllm.draft.trie.hybrid import HybridProposer
 from lookahead_vllm.draft.trie.recycling import NUM_CHOICES
 
 OPTIONS = LookaheadOptions(proposer="hybrid", max_nodes=8192)
@@ -50,9 +50,9 @@ def step(proposer: HybridProposer, token: int) -> int:
 
 
 def proposer_where_a_token_costs(cost: float) -> HybridProposer:
-    proposer = HybridProposer(LookaheadOptions(proposer="hybrid", max_nodes=8192, sources="none"))
+    proposer = HybridProposer(OPTIONS)
     proposer.cost = StepCost(CostCurve([1, 2, 128], [1.0, 1.0 + cost, 1.0 + 127 * cost]))
-    proposer.start("a", [1000])
+    proposer.start("a", [1000], proposer="jacobi_window")  # so nothing comes from the trie
     return proposer
 
 

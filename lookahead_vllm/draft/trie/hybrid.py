@@ -23,12 +23,8 @@ from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie.candidates import CHOICES
 from lookahead_vllm.draft.trie.growth import DEPTH, NODES, ROW
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
-from lookahead_vllm.draft.trie.recycling import (
-    NUM_CHOICES,
-    NUM_LINES,
-    ChoiceTrees,
-    recycle,
-)
+from lookahead_vllm.draft.trie.recycling import NUM_CHOICES, NUM_LINES, ChoiceTrees, recycle
+from lookahead_vllm.draft.trie.step import begin_step
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES, Hashes
 from lookahead_vllm.draft.window.branch import LookaheadBranch
 
@@ -61,8 +57,6 @@ class HybridProposer(NGramTrieProposer):
         The gain from the choices, in tokens a step and request.
     """
 
-    num_lines = NUM_LINES
-
     def __init__(self, options: LookaheadOptions) -> None:
         options = options.for_model(0)
         self.branch = LookaheadBranch(options)
@@ -78,12 +72,7 @@ class HybridProposer(NGramTrieProposer):
         """What the model's choices in the step before a `draft` belong to."""
         self._windows: tuple[Int64s, Int64s, Load] | None = None
         """The arguments of `branch.choose` in a `draft` that may send combs."""
-        super().__init__(options)
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory of the tables, which is constant."""
-        return super().num_bytes + self._lines.nbytes
+        super().__init__(options, NUM_LINES)
 
     def start(
         self,
@@ -107,8 +96,7 @@ class HybridProposer(NGramTrieProposer):
         trees = self._choice_trees(verified)
         self._recycle(trees, verified)
         self.branch.iterate(verified, np.zeros(len(verified.forest), np.int32))
-        if self.cost is not None and self.options.budget == "auto":
-            self._judge(verified, trees.num_grown)
+        self._judge(verified, trees.num_grown)
 
     def _recycle(self, trees: ChoiceTrees, verified: Verified) -> None:
         choices = verified.at_roots, verified.at_nodes, verified.gaps
@@ -130,8 +118,11 @@ class HybridProposer(NGramTrieProposer):
     def _judge(self, verified: Verified, num_grown: Int64s) -> None:
         """Learn the gain from the choices of this step, and stop using them if it is too small.
 
-        `num_grown` int64 [t]: in each tree, nodes from this index on are only cells of a window.
+        With a fixed budget, they are always used. `num_grown` int64 [t]: in each tree, nodes from
+        this index on are only cells of a window.
         """
+        if self._cost is None:
+            return
         forest = verified.forest
         from_choices = (forest.sources == RECYCLED) | (forest.sources == WINDOW)
         from_choices &= forest.places < num_grown[forest.owners]
@@ -150,15 +141,20 @@ class HybridProposer(NGramTrieProposer):
         else:
             self._steps_without = 0
 
+    def _try_again(self) -> None:
+        """Count a step without choices; after RETRY_STEPS of them, use choices again."""
+        self._steps_without += 1
+        if self._steps_without >= RETRY_STEPS:
+            self._use_choices(True)
+
     def propose(self, limits: Sequence[DraftLimits], load: Load = NO_LOAD) -> DraftForest:
         """See Proposer."""
         if not self.num_choices:
-            self._steps_without += 1
-            if self._steps_without < RETRY_STEPS:
-                return super().propose(limits, load)
-            self._use_choices(True)
+            self._try_again()
+        if not self.num_choices:
+            return super().propose(limits, load)
         contexts = np.array([limit.context for limit in limits], np.int64)
-        cost = self.cost if self.options.budget == "auto" else None
+        cost = self._cost
         may_branch = np.array([limit.may_branch for limit in limits], np.bool_)
         windows = self.branch.rows_of([limit.request_id for limit in limits], may_branch)
         windows = self.branch.choose(windows, contexts, cost, load)
@@ -190,23 +186,18 @@ class HybridProposer(NGramTrieProposer):
         super().plan(request_ids, wanted, contexts, load, verified)
         self._awaited = self._windows = None
         if not self.num_choices:
-            self._steps_without += 1
-            if self._steps_without < RETRY_STEPS:
-                return
-            self._use_choices(True)
+            self._try_again()
         elif verified is not None:
             self._awaited = self._choice_trees(verified), verified
-        cost = self.cost if self.options.budget == "auto" else None
+        if not self.num_choices:
+            return
         windows = self.branch.rows_of(request_ids, wanted.may_branch)
-        if not self.branch.skip_step(windows, contexts, cost, load):
+        if not self.branch.skip_step(windows, contexts, self._cost, load):
             self._windows = windows, contexts, load
 
     def needs_accepted(self) -> bool:
         """See NGramTrieProposer."""
         return self._windows is not None
-
-    def _awaits_choices(self) -> bool:
-        return self._awaited is not None
 
     def draft(
         self,
@@ -222,7 +213,7 @@ class HybridProposer(NGramTrieProposer):
             self._drafted = progress.arrays.texts[wanted.rows], forest.sizes
             return forest, num_tokens
         windows, contexts, load = self._windows
-        cost = self.cost if self.options.budget == "auto" else None
+        cost = self._cost
         if self._awaited is not None:
             _, verified = self._awaited
             self.branch.iterate(verified, np.zeros(len(verified.forest), np.int32))
@@ -235,17 +226,20 @@ class HybridProposer(NGramTrieProposer):
         limits = trees[:, NODES].copy(), trees[:, DEPTH].copy()
         return self.branch.join(forest, windows, *limits, self._max_nodes, cost), num_tokens
 
-    def _keep_choices(self, before: tuple[Any, ...], new: tuple[Any, ...]) -> None:
-        assert self._awaited is not None
+    def _begin_and_grow(self, step: tuple[Any, ...], num_trees: int) -> tuple[DraftForest, Int64s]:
+        if self._awaited is None:
+            return super()._begin_and_grow(step, num_trees)
+        trees, (hashes, spaces), new, num_tokens = begin_step(*step)
         # Rates are learned first: the tokens were chosen from the new choices.
-        hashes, spaces = before
         self._extend((hashes.copy(), spaces), new, inserts=False)
         self._recycle(*self._awaited)
+        self._unlearned = (hashes, spaces), new, False
+        return self._grow(trees), num_tokens
 
     def learn(self) -> None:
         """See NGramTrieProposer."""
         awaited, self._awaited = self._awaited, None
-        if awaited is not None and self.cost is not None and self.options.budget == "auto":
+        if awaited is not None:
             trees, verified = awaited
             self._judge(verified, trees.num_grown)
         rows, sizes = self._drafted
