@@ -15,7 +15,7 @@ import torch
 from vllm.distributed.parallel_state import get_pp_group
 
 from lookahead_vllm.draft.jit import Int64s
-from lookahead_vllm.engine.messages import Emitted
+from lookahead_vllm.engine.messages import StageUpdate
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.verify.acceptance import paths_of_tokens
@@ -37,7 +37,7 @@ class EarlierStage:
         """Drop the draft of a request that has ended."""
         self._computed.pop(request_id, None)
 
-    def settle(self, runner: Any, emitted: Mapping[str, Emitted]) -> None:
+    def settle(self, runner: Any, emitted: Mapping[str, StageUpdate]) -> None:
         """Append the tokens of accepted nodes to their requests, and move their KV.
 
         vLLM sends this stage only the last token, as if the request had emitted one token.
