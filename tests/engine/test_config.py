@@ -100,7 +100,7 @@ def test_flags_and_files_arrive_as_vllm_parses_them(model: Path, tmp_path: Path)
         assert config.options_of(made_config) == options
     for more in ([], ["--num-speculative-tokens=auto"], ["--num-speculative-tokens=64.0"]):
         made_config = from_cli(model, "--speculative-model=[lookahead]", *more)
-        assert config.options_of(made_config) == LookaheadOptions()
+        assert config.options_of(made_config).decoding_length == 64
         assert made_config.speculative_config.num_speculative_tokens == 64
 
 
@@ -364,11 +364,11 @@ def test_the_runner_is_plain_vllms(
     asked = dict(async_scheduling=asynchronous, enable_lora=lora)
     with v2_on_cpu.enabled():
         config = made(model, speculative_config={"method": "lookahead"}, **asked)
+        assert config.use_v2_model_runner == (runner == "v2")
     assert f".worker.{runner}." in config.parallel_config.worker_cls
     assert (config.scheduler_config.scheduler_cls == LATE) == (runner == "v2")
     is_asynchronous = runner == "v2" and asynchronous is not False
     assert config.scheduler_config.async_scheduling == is_asynchronous
-    assert config.use_v2_model_runner == (runner == "v2")
 
 
 def test_steps_of_the_first_runner_are_synchronous(model: Path) -> None:
