@@ -147,43 +147,36 @@ def test_every_port_is_published_to_this_machine_alone() -> None:
     assert not [name for env in environments for name in env if "ANONYMOUS" in name]
 
 
-def test_compose_yaml_alone_publishes_locally_and_takes_a_key(docker_compose: list[str]) -> None:
-    config = effective(docker_compose, "compose.yaml")
-    here = "127.0.0.1"
-    assert published(config) == {
-        "server-gpu": [(here, "8000")],
-        "server-cpu": [(here, "8000")],
-        "prometheus": [(here, "9090")],
-        "grafana": [(here, "3000")],
-    }
-    assert config["services"]["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"] == "admin"
-    config = effective(docker_compose, "compose.yaml", VLLM_API_KEY="k", GRAFANA_PASSWORD="p")
-    for name, variable, value in (
-        ("server-gpu", "VLLM_API_KEY", "k"),
-        ("server-cpu", "VLLM_API_KEY", "k"),
-        ("grafana", "GF_SECURITY_ADMIN_PASSWORD", "p"),
-    ):
-        assert config["services"][name]["environment"][variable] == value
+LOCAL = {
+    "server-gpu": [("127.0.0.1", "8000")],
+    "server-cpu": [("127.0.0.1", "8000")],
+    "prometheus": [("127.0.0.1", "9090")],
+    "grafana": [("127.0.0.1", "3000")],
+}
 
 
-def test_compose_open_yaml_needs_a_key_and_a_password(docker_compose: list[str]) -> None:
-    files = ("compose.yaml", "compose.open.yaml")
-    assert "write VLLM_API_KEY=" in effective(docker_compose, *files, GRAFANA_PASSWORD="p")
-    assert "write GRAFANA_PASSWORD=" in effective(docker_compose, *files, VLLM_API_KEY="k")
+def test_only_compose_open_yaml_publishes_and_needs_secrets(docker_compose: list[str]) -> None:
     secrets = dict(VLLM_API_KEY="k", GRAFANA_PASSWORD="p")
-    for bind, address in (("", "0.0.0.0"), ("10.0.0.7", "10.0.0.7")):
+    closed, opened = ("compose.yaml",), ("compose.yaml", "compose.open.yaml")
+    assert published(effective(docker_compose, *closed)) == LOCAL
+    assert "write VLLM_API_KEY=" in effective(docker_compose, *opened, GRAFANA_PASSWORD="p")
+    assert "write GRAFANA_PASSWORD=" in effective(docker_compose, *opened, VLLM_API_KEY="k")
+    for files, bind, address in (
+        (closed, "", "127.0.0.1"),
+        (opened, "", "0.0.0.0"),
+        (opened, "10.0.0.7", "10.0.0.7"),
+    ):
         config = effective(docker_compose, *files, BIND=bind, **secrets)
-        assert published(config) == {
-            "server-gpu": [(address, "8000")],
-            "server-cpu": [(address, "8000")],
-            "prometheus": [("127.0.0.1", "9090")],
-            "grafana": [(address, "3000")],
-        }
-        for name in ("server-gpu", "server-cpu"):
-            assert config["services"][name]["environment"]["VLLM_API_KEY"] == "k"
-            assert config["services"][name]["environment"]["LOOKAHEAD_VLLM_CACHE"]
-        password = config["services"]["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"]
-        assert password == "p"
+        outside = {
+            name: [(address, port) for _, port in ports] for name, ports in LOCAL.items()
+        } | {"prometheus": LOCAL["prometheus"]}
+        assert published(config) == outside
+        for name, variable, value in (
+            ("server-gpu", "VLLM_API_KEY", "k"),
+            ("server-cpu", "VLLM_API_KEY", "k"),
+            ("grafana", "GF_SECURITY_ADMIN_PASSWORD", "p"),
+        ):
+            assert config["services"][name]["environment"][variable] == value
 
 
 def test_compose_builds_and_mounts_existing_files(docker_compose: list[str]) -> None:

@@ -49,7 +49,6 @@ ALLOWED: dict[str, set[str]] = {
         *("numpy", "torch", "vllm", "tqdm"),
         *(DRAFT, VERIFY, f"{ENGINE}.*", f"{ENGINE}.worker.*", f"{ENGINE}.worker.v2"),
     },
-    "engine/seams": {f"{ENGINE}.seams", "vllm"},
     "simulation": {
         *("numpy", "arctic_inference"),
         *(DRAFT, f"{VERIFY}.*", "lookahead_vllm.simulation"),

@@ -5,9 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
+import tempfile
 import textwrap
+import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
+
+from lookahead_vllm.cli import findings
+from lookahead_vllm.engine import compatibility
+from lookahead_vllm.engine.seams import SEAMS
 
 EPILOG = """\
 The rows are `ok`, `note` (works, but slower than it could be, or untested) or `FAILS` (lookahead
@@ -25,13 +33,21 @@ arguments.
 """
 TITLE_WIDTH = 18
 STATUS_WIDTH = 7
+_DAMAGED = (
+    *(OSError, EOFError, RuntimeError, SyntaxError, ValueError),
+    *(zipfile.BadZipFile, zlib.error),
+)
+"""What reading a damaged wheel raises."""
 
 
 def _release(text: str) -> Path:
-    """Argument type: see `check_seams.release`, which is imported only if it is needed."""
-    from lookahead_vllm.cli import check_seams
-
-    return check_seams.release(text)
+    """Argument type: a wheel of vLLM, or a folder that holds the package `vllm`."""
+    path = Path(text)
+    if not (zipfile.is_zipfile(path) or (path / "vllm").is_dir()):
+        raise argparse.ArgumentTypeError(
+            f"{path} is no wheel, and no folder with the package `vllm` in it"
+        )
+    return path
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,8 +85,6 @@ def print_row(title: str, status: str, text: str) -> None:
 
 def check_machine() -> int:
     """Print the table and the verdict; 0 if no row fails, else 1."""
-    from lookahead_vllm.cli import findings
-
     failed, noted = [], []
     for row in findings.rows():
         finding = findings.look(row)
@@ -89,8 +103,6 @@ def check_machine() -> int:
 
 def print_patches() -> None:
     """Every place that lookahead replaces in vLLM, with its purpose."""
-    from lookahead_vllm.engine.seams import SEAMS
-
     patches = [seam for seam in SEAMS if seam.is_patch]
     print(
         f"lookahead replaces {len(patches)} places of vLLM, and extends "
@@ -101,10 +113,39 @@ def print_patches() -> None:
     for seam in patches:
         for place in seam.places:
             print(f"{seam.use:8} {place}")
-        releases = f" (only vLLM {', '.join(seam.releases)})" if seam.releases else ""
-        lines = [f"{seam.why}{releases}", f"until {seam.until}"]
-        for line in lines:
+        release = f" (only vLLM {seam.release})" if seam.release else ""
+        for line in (f"{seam.why}{release}", f"until {seam.until}"):
             print(textwrap.fill(line, 100, initial_indent=" " * 9, subsequent_indent=" " * 9))
+
+
+def compare(place: Path) -> list[str]:
+    """One sentence for each thing that lookahead uses of vLLM and this release lacks.
+
+    The sources are read, which cannot tell whether they still do the same: a release is supported
+    once the tests pass with it.
+    """
+    if place.is_dir():
+        return list(compatibility.problems(place))
+    with zipfile.ZipFile(place) as wheel, tempfile.TemporaryDirectory() as folder:
+        sources = [name for name in wheel.namelist() if name.endswith(".py")]
+        wheel.extractall(folder, sources)
+        return list(compatibility.problems(Path(folder)))
+
+
+def compare_all(places: Sequence[Path]) -> int:
+    """Print the differences of each release; 1 if there are any, 2 if one is damaged, else 0."""
+    found = 0
+    for place in places:
+        try:
+            missing = compare(place)
+        except _DAMAGED as error:
+            print(f"{place} cannot be read, and may be damaged: {error}", file=sys.stderr)
+            return 2
+        found += len(missing)
+        print(f"{place.name}: {len(missing)} differences")
+        for problem in missing:
+            print(f"  {problem}")
+    return 1 if found else 0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -113,9 +154,7 @@ def main(argv: Sequence[str]) -> int:
     options = arguments.parse_args(argv)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
     if options.wheel:
-        from lookahead_vllm.cli import check_seams
-
-        return check_seams.report(options.wheel)
+        return compare_all(options.wheel)
     if options.patches:
         print_patches()
         return 0

@@ -7,12 +7,11 @@ import importlib.util
 import logging
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -47,7 +46,6 @@ class Row(NamedTuple):
 
 def rows() -> Iterator[Row]:
     """The rows that apply here. Those that need vLLM are left out where it is not installed."""
-    yield Row("Python", find_python)
     yield Row("lookahead-vllm", find_package)
     yield Row("vLLM", find_vllm)
     if importlib.util.find_spec("vllm") is not None:
@@ -63,7 +61,6 @@ def rows() -> Iterator[Row]:
             yield Row("Triton", find_triton)
             yield Row("float32", find_float32)
         if device_type() == "cpu":
-            yield Row("C++ compiler", find_compiler)
             yield Row("compiled kernels", find_compiled_kernels)
             yield Row("preloads", find_preloads)
 
@@ -93,36 +90,31 @@ def logged_warnings(name: str) -> Iterator[list[str]]:
     """Collect the warnings of a logger instead of printing them."""
     messages: list[str] = []
 
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
+    def keep(record: logging.LogRecord) -> bool:
+        messages.append(record.getMessage())
+        return False
 
-    logger, handler = logging.getLogger(name), Collector(logging.WARNING)
-    level, propagate = logger.level, logger.propagate
+    logger = logging.getLogger(name)
+    level = logger.level
     logger.setLevel(logging.WARNING)
-    logger.propagate = False
-    logger.addHandler(handler)
+    logger.addFilter(keep)
     try:
         yield messages
     finally:
-        logger.removeHandler(handler)
+        logger.removeFilter(keep)
         logger.setLevel(level)
-        logger.propagate = propagate
 
 
 # ---- the installation ----------------------------------------------------------------------------
 
 
-def find_python() -> Finding:
-    return Finding("ok", f"{platform.python_version()}, {sys.executable}")
-
-
 def find_package() -> Finding:
     folder = Path(lookahead_vllm.__file__).parent
-    try:
-        return Finding("ok", f"{version('lookahead-vllm')}, {folder}")
-    except PackageNotFoundError:
-        return Finding("FAILS", f"{folder} is not installed; run pip install --no-deps .")
+    return Finding(
+        "ok",
+        f"{lookahead_vllm.__version__}, {folder}; Python {platform.python_version()}, "
+        f"{sys.executable}",
+    )
 
 
 def find_vllm() -> Finding:
@@ -185,24 +177,13 @@ def find_device() -> Finding:
     kind = str(current_platform.device_type or "")
     if kind == "cpu":
         count = len(machine.CPUS_AT_START) or os.cpu_count()
-        instructions = [
-            name
-            for name, supported in (
-                ("AVX2", torch.cpu._is_avx2_supported),
-                ("AVX-512", torch.cpu._is_avx512_supported),
-                ("AVX512-BF16", torch.cpu._is_avx512_bf16_supported),
-                ("AMX", torch.cpu._is_amx_tile_supported),
-            )
-            if supported()
-        ]
-        sets = ", ".join(instructions) or platform.machine()
-        return Finding("ok", f"CPU: {machine.cpu_name()}, {count} cores, {sets}")
+        return Finding("ok", f"CPU: {machine.cpu_name()}, {count} cores")
     if kind == "cuda" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         text = (
             f"{torch.cuda.device_count()} x {properties.name}, compute capability "
             f"{properties.major}.{properties.minor}, {properties.total_memory / 2**30:.0f} GiB, "
-            f"driver {driver()}, torch {torch.__version__}"
+            f"torch {torch.__version__}"
         )
         if torch.version.hip:
             return Finding("note", f"{text}; lookahead is untested on ROCm")
@@ -211,16 +192,6 @@ def find_device() -> Finding:
         )
     name = f"the device {kind!r}" if kind else "no device"
     return Finding("FAILS", f"vLLM finds {name}; lookahead runs on CUDA and on CPUs")
-
-
-def driver() -> str:
-    """The version of NVIDIA's driver, as nvidia-smi prints it."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return output.strip().splitlines()[0]
 
 
 def find_runner() -> Finding:
@@ -246,11 +217,7 @@ def find_runner() -> Finding:
 
 def find_attention() -> Finding:
     """The attention backend of a usual model: bfloat16, heads of 128."""
-    if device_type() == "cpu":
-        return find_cpu_attention()
-    if device_type() == "cuda":
-        return find_gpu_attention()
-    return Finding("note", "unknown for this device")
+    return find_cpu_attention() if device_type() == "cpu" else find_gpu_attention()
 
 
 def find_cpu_attention() -> Finding:
@@ -341,19 +308,6 @@ def find_float32() -> Finding:
         "vLLM's Triton attention rounds float32 to TF32, with and without lookahead; where float32 "
         "answers have to be equal, set TRITON_F32_DEFAULT=ieee",
     )
-
-
-def find_compiler() -> Finding:
-    from lookahead_vllm.verify.cpu import native
-
-    compiler = native._compiler()
-    if compiler is None:
-        return Finding(
-            "note", "none (g++, c++ or $CXX); tree attention runs on plain torch, slower"
-        )
-    command = [compiler, "--version"]
-    line = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    return Finding("ok", f"{compiler}: {line[0]}" if line else compiler)
 
 
 def find_compiled_kernels() -> Finding:

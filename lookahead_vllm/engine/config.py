@@ -20,7 +20,7 @@ from lookahead_vllm.draft.options import (
 from lookahead_vllm.draft.registry import PROPOSERS
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 KEY = "lookahead"
@@ -41,6 +41,8 @@ WORKERS = {
 """Our worker's module and class in `worker/v1/` and `worker/v2/`, by vLLM's worker."""
 
 REPLICA_EXECUTOR = "lookahead_vllm.engine.scheduler.replica_executor.ReplicaExecutor"
+
+_LEAVE_OUT = "leave lookahead out of the speculative config"
 
 MAMBA_1_HYBRIDS = ("jamba",)
 """Types of models with attention and Mamba 1 layers."""
@@ -91,11 +93,10 @@ def requests_lookahead(args: Any) -> bool:
     return any(_is_lookahead(name) or _is_class(name) for name in names)
 
 
-def refuse_dropped(configs: Sequence[Any], args: Any, is_dotted: bool) -> None:
+def refuse_dropped(configs: Sequence[Any], args: Any) -> None:
     """Refuse several --speculative-config if vLLM, which reads the last one, drops some of ours.
 
-    A config that requests a method replaces those before it, for instance a file's, unless it
-    `is_dotted`: such flags look as if they added options.
+    A config that requests a method replaces those before it, for instance a file's.
 
     Raises
     ------
@@ -106,9 +107,7 @@ def refuse_dropped(configs: Sequence[Any], args: Any, is_dotted: bool) -> None:
     requested = [args, *(SimpleNamespace(speculative_config=config) for config in dropped)]
     read = {folded(key) for key in last}
     lost = [key for config in dropped for key in config if folded(key) not in read]
-    flags = [getattr(args, name, None) for name in ("spec_method", "spec_model")]
-    is_complete = not read.isdisjoint(("method", "model")) or any(flags)
-    if lost and (is_dotted or not is_complete) and any(map(requests_lookahead, requested)):
+    if lost and read.isdisjoint(("method", "model")) and any(map(requests_lookahead, requested)):
         merged = {key: value for config in (*dropped, last) for key, value in config.items()}
         raise OptionError(
             f"--speculative-config was given {len(configs)} times, as JSON, as "
@@ -177,15 +176,14 @@ def requested_options(args: EngineArgs) -> LookaheadOptions:
 
 def _proposer_of(model: str) -> str:
     """The proposer whose class is `model`."""
-    name = model.rpartition(".")[2]
-    for known, proposer in CLASSES.items():
-        if folded(known) == folded(name):
-            return proposer
-    raise OptionError(
-        f"model {model!r} was given, but lookahead's classes are "
-        f"{', '.join(PACKAGE + known for known in CLASSES)}; "
-        f'write "{PACKAGE}{nearest(name, CLASSES) or next(iter(CLASSES))}", or leave model out'
-    )
+    name = nearest(model.rpartition(".")[2], CLASSES)
+    if name is None or f"{PACKAGE}{name}" != model:
+        raise OptionError(
+            f"model {model!r} was given, but lookahead's classes are "
+            f"{', '.join(PACKAGE + known for known in CLASSES)}; "
+            f'write "{PACKAGE}{name or next(iter(CLASSES))}", or leave model out'
+        )
+    return CLASSES[name]
 
 
 def make_config(
@@ -290,7 +288,7 @@ def _refuse_cached_states(was_requested: bool) -> None:
         raise OptionError(
             "prefix caching was requested, but for a model with recurrent layers lookahead needs "
             "mamba_cache_mode='none', which has no caching; write --no-enable-prefix-caching, or "
-            "leave lookahead out of the speculative config"
+            f"{_LEAVE_OUT}"
         )
     from vllm.logger import init_logger
 
@@ -300,181 +298,131 @@ def _refuse_cached_states(was_requested: bool) -> None:
     )
 
 
-class _Refusal(NamedTuple):
-    """An engine config that lookahead does not serve."""
-
-    applies: Callable[[VllmConfig], bool]
-    message: str
-    """A template; `{config}` is the `VllmConfig`."""
-
-
-def _is_compiled_by_ray(parallel_config: ParallelConfig) -> bool:
-    """Whether the workers run in a compiled graph of Ray, which vLLM 0.33 has no more."""
-    in_ray = parallel_config.distributed_executor_backend == "ray"
-    return in_ray and os.environ.get("VLLM_USE_RAY_V2_EXECUTOR_BACKEND") == "0"
+def _refusals(config: VllmConfig, runner: _Runner, options: LookaheadOptions) -> dict[str, bool]:
+    """What lookahead does not serve exactly, in a sentence each, and whether `config` has it."""
+    tables = [_of_settings(config), _of_models(config)]
+    if runner is SECOND_RUNNER:
+        tables.append(_of_the_second_runner(config))
+    else:
+        tables.append(_of_the_first_runner(config, options))
+    if options.parallel > 1:
+        tables.append(_beside_replicas(config))
+    return {sentence: applies for table in tables for sentence, applies in table.items()}
 
 
-_REFUSALS = (
-    _Refusal(
-        lambda config: _is_compiled_by_ray(config.parallel_config),
+def _of_settings(config: VllmConfig) -> dict[str, bool]:
+    parallel, speculation = config.parallel_config, config.speculative_config
+    executor, worker = parallel.distributed_executor_backend, parallel.worker_cls
+    scheduler, model = config.scheduler_config.scheduler_cls, config.model_config.model
+    is_compiled_by_ray = os.environ.get("VLLM_USE_RAY_V2_EXECUTOR_BACKEND") == "0"
+    return {
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 is set, but lookahead does not run in a compiled graph "
-        "of Ray; unset it",
-    ),
-    _Refusal(
-        lambda config: config.speculative_config.method not in _METHODS,
-        "model {config.speculative_config.model!r} is a draft model, for which vLLM chooses the "
-        "method {config.speculative_config.method!r} and serves {config.model_config.model!r}; "
-        "write that model instead, or leave lookahead out of the speculative config",
-    ),
-    _Refusal(
-        lambda config: (
-            config.parallel_config.distributed_executor_backend == "external_launcher"
-            and config.parallel_config.world_size > 1
+        "of Ray; unset it": executor == "ray" and is_compiled_by_ray,
+        f"model {speculation.model!r} is a draft model, for which vLLM chooses the method "
+        f"{speculation.method!r} and serves {model!r}; write that model instead, or {_LEAVE_OUT}": (
+            speculation.method not in _METHODS
         ),
-        "distributed_executor_backend='external_launcher' was given, under which every rank "
-        "schedules by itself, but lookahead's ranks share the drafts of one rank; write 'mp' "
-        "or 'ray', or leave lookahead out of the speculative config",
-    ),
-    _Refusal(
-        lambda config: config.parallel_config.worker_cls not in WORKERS,
-        "worker_cls={config.parallel_config.worker_cls!r} was given, but lookahead brings its own "
-        f"worker for {' and '.join(WORKERS)}; write worker_cls='auto'",
-    ),
-    _Refusal(
-        lambda config: config.scheduler_config.scheduler_cls is not None,
-        "scheduler_cls={config.scheduler_config.scheduler_cls!r} was given, but lookahead brings "
-        "its own scheduler; leave scheduler_cls out",
-    ),
-    _Refusal(
-        lambda config: config.model_config.is_attention_free,
-        "model {config.model_config.model!r} has only recurrent layers, and vLLM passes the number "
-        "of accepted drafts only to models that also have attention; leave lookahead out of the "
-        "speculative config",
-    ),
-    _Refusal(
-        lambda config: config.model_config.hf_text_config.model_type in MAMBA_1_HYBRIDS,
-        "model {config.model_config.model!r} has Mamba 1 layers, whose state vLLM does not roll "
-        "back when a draft is rejected; leave lookahead out of the speculative config",
-    ),
-    _Refusal(
-        lambda config: (
-            config.model_config.is_hybrid and config.parallel_config.pipeline_parallel_size > 1
+        f"distributed_executor_backend={executor!r} was given, under which every rank schedules by "
+        "itself, but lookahead's ranks share the drafts of one rank; write 'mp' or 'ray', or "
+        f"{_LEAVE_OUT}": executor == "external_launcher" and parallel.world_size > 1,
+        f"worker_cls={worker!r} was given, but lookahead brings its own worker for "
+        f"{' and '.join(WORKERS)}; write worker_cls='auto'": worker not in WORKERS,
+        f"scheduler_cls={scheduler!r} was given, but lookahead brings its own scheduler; leave "
+        "scheduler_cls out": scheduler is not None,
+    }
+
+
+def _of_models(config: VllmConfig) -> dict[str, bool]:
+    model, architecture = config.model_config, config.model_config.hf_text_config
+    stages = config.parallel_config.pipeline_parallel_size
+    reasons = {
+        "has only recurrent layers, and vLLM passes the number of accepted drafts only to models "
+        "that also have attention": model.is_attention_free,
+        "has Mamba 1 layers, whose state vLLM does not roll back when a draft is rejected": (
+            architecture.model_type in MAMBA_1_HYBRIDS
         ),
-        "pipeline_parallel_size={config.parallel_config.pipeline_parallel_size} was given, but "
-        "vLLM passes the number of accepted drafts only to the recurrent layers of the last stage; "
-        "write tensor_parallel_size instead, or leave lookahead out of the speculative config",
-    ),
-    _Refusal(
-        lambda config: config.model_config.is_hybrid and config.cache_config.use_replayssm,
+        "embeds n-grams of the rows before a row, which are not the path to a node": (
+            getattr(architecture, "ngram_vocab_size_ratio", None) is not None
+        ),
+        "attends in both directions to the tokens of a step, so a draft would change its own "
+        "verification": architecture.model_type == "hrm_text",
+        f"with runner={model.runner_type!r} generates no text to look ahead in": (
+            model.runner_type != "generate"
+        ),
+    }
+    return {
+        f"model {model.model!r} {reason}; {_LEAVE_OUT}": applies
+        for reason, applies in reasons.items()
+    } | {
+        f"pipeline_parallel_size={stages} was given, but vLLM passes the number of accepted drafts "
+        "only to the recurrent layers of the last stage; write tensor_parallel_size instead, or "
+        f"{_LEAVE_OUT}": model.is_hybrid and stages > 1,
         "use_replayssm was given, with which recurrent layers keep no state for a node; leave it "
-        "out, or leave lookahead out of the speculative config",
-    ),
-    _Refusal(
-        lambda config: (
-            getattr(config.model_config.hf_text_config, "ngram_vocab_size_ratio", None) is not None
-        ),
-        "model {config.model_config.model!r} embeds n-grams of the rows before a row, which are "
-        "not the path to a node; leave lookahead out of the speculative config",
-    ),
-    _Refusal(
-        lambda config: config.model_config.hf_text_config.model_type == "hrm_text",
-        "model {config.model_config.model!r} attends in both directions to the tokens of a step, "
-        "so a draft would change its own verification; leave lookahead out of the speculative "
-        "config",
-    ),
-    _Refusal(
-        lambda config: config.model_config.runner_type != "generate",
-        "runner={config.model_config.runner_type!r} generates no text to look ahead in; leave "
-        "lookahead out of the speculative config",
-    ),
-    _Refusal(
-        lambda config: not isinstance(config.additional_config, dict),
-        "additional_config is not a dict, so lookahead's options cannot be stored in it; write a "
-        "JSON object",
-    ),
-)
+        f"out, or {_LEAVE_OUT}": model.is_hybrid and config.cache_config.use_replayssm,
+    }
 
 
-_FIRST_RUNNER_REFUSALS = (
-    _Refusal(
-        lambda config: config.parallel_config.worker_cls == _GPU_WORKER,
+def _of_the_first_runner(config: VllmConfig, options: LookaheadOptions) -> dict[str, bool]:
+    stages = config.parallel_config.pipeline_parallel_size
+    return {
         "this engine would run vLLM's first model runner, on which lookahead serves CPUs alone; "
         "unset VLLM_USE_V2_MODEL_RUNNER, and leave out what Model Runner V2 does not support, "
-        "which vLLM logs; or leave lookahead out of the speculative config",
-    ),
-)
-"""Beside `_REFUSALS`, on vLLM's first model runner."""
-
-_SECOND_RUNNER_REFUSALS = (
-    _Refusal(
-        lambda config: bool(config.parallel_config.enable_batch_sharded_sampling),
-        "enable_batch_sharded_sampling was given, with which no rank has the logits of all nodes; "
-        "leave it out, or leave lookahead out of the speculative config",
-    ),
-    _Refusal(
-        lambda config: config.watermark_config is not None,
-        "a watermark was requested, which lookahead does not verify at the nodes of a tree; leave "
-        "lookahead out of the speculative config",
-    ),
-    _Refusal(
-        lambda config: config.model_config.return_sampling_mask,
-        "return_sampling_mask was given, which lookahead supports only for one token a step; leave "
-        "lookahead out of the speculative config",
-    ),
-    _Refusal(
-        lambda config: config.model_config.enable_trace_replay,
-        "enable_trace_replay was given, which dictates the tokens that lookahead would verify; "
-        "leave lookahead out of the speculative config",
-    ),
-)
-
-
-_PARALLEL_REFUSALS = (
-    _Refusal(
-        lambda config: config.parallel_config.distributed_executor_backend not in ("uni", "mp"),
-        "parallel was given with distributed_executor_backend="
-        "{config.parallel_config.distributed_executor_backend!r}, but replicas are started only "
-        "with vLLM's executor 'mp'; write that, or leave parallel out",
-    ),
-    _Refusal(
-        lambda config: config.parallel_config.nnodes > 1,
-        "parallel was given with nnodes={config.parallel_config.nnodes}, but replicas are started "
-        "on one machine; leave one of them out",
-    ),
-    _Refusal(
-        lambda config: config.parallel_config.pipeline_parallel_size > 1,
-        "parallel was given with "
-        "pipeline_parallel_size={config.parallel_config.pipeline_parallel_size}, but a replica has "
-        "one stage; write tensor_parallel_size instead, or leave parallel out",
-    ),
-    _Refusal(
-        lambda config: config.parallel_config.data_parallel_size > 1,
-        "parallel was given with data_parallel_size={config.parallel_config.data_parallel_size}, "
-        "but replicas of several engines cannot be told apart; start separate servers, or leave "
-        "parallel out",
-    ),
-    _Refusal(
-        lambda config: (
-            max(
-                config.parallel_config.decode_context_parallel_size,
-                config.parallel_config.prefill_context_parallel_size,
-            )
-            > 1
+        f"which vLLM logs; or {_LEAVE_OUT}": config.parallel_config.worker_cls == _GPU_WORKER,
+        "parallel was given, but on a CPU all replicas read their weights from one memory, so they "
+        "gain nothing; write tensor_parallel_size instead, or leave parallel out": (
+            options.parallel > 1
         ),
-        "parallel was given with context parallelism, under which drafts are chains, which cannot "
-        "be shared; leave one of them out",
-    ),
-    _Refusal(
-        lambda config: config.model_config.is_hybrid,
-        "parallel was given, but model {config.model_config.model!r} has recurrent layers, whose "
-        "states replicas do not exchange; leave parallel out",
-    ),
-    _Refusal(
-        lambda config: config.kv_transfer_config is not None,
-        "parallel was given with kv_transfer_config, but each replica has all KV, and vLLM would "
-        "transfer parts of it; leave one of them out",
-    ),
-)
+        f"pipeline_parallel_size={stages} was given, but on a CPU lookahead runs in one stage; "
+        f"write tensor_parallel_size instead, or {_LEAVE_OUT}": stages > 1,
+    }
+
+
+def _of_the_second_runner(config: VllmConfig) -> dict[str, bool]:
+    reasons = {
+        "enable_batch_sharded_sampling was given, with which no rank has the logits of all nodes": (
+            bool(config.parallel_config.enable_batch_sharded_sampling)
+        ),
+        "a watermark was requested, which lookahead does not verify at the nodes of a tree": (
+            config.watermark_config is not None
+        ),
+        "return_sampling_mask was given, which lookahead supports only for one token a step": (
+            config.model_config.return_sampling_mask
+        ),
+        "enable_trace_replay was given, which dictates the tokens that lookahead would verify": (
+            config.model_config.enable_trace_replay
+        ),
+    }
+    return {f"{reason}; leave it out, or {_LEAVE_OUT}": given for reason, given in reasons.items()}
+
+
+def _beside_replicas(config: VllmConfig) -> dict[str, bool]:
+    parallel = config.parallel_config
+    executor, stages = parallel.distributed_executor_backend, parallel.pipeline_parallel_size
+    engines, machines = parallel.data_parallel_size, parallel.nnodes
+    contexts = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
+    reasons = {
+        f"distributed_executor_backend={executor!r}, but vLLM's executor 'mp' starts replicas": (
+            executor not in ("uni", "mp")
+        ),
+        f"nnodes={machines}, but replicas are started on one machine": machines > 1,
+        f"pipeline_parallel_size={stages}, but a replica has one stage": stages > 1,
+        f"data_parallel_size={engines}, but replicas of several engines cannot be told apart": (
+            engines > 1
+        ),
+        "context parallelism, under which drafts are chains, which cannot be shared": (
+            max(contexts) > 1
+        ),
+        f"model {config.model_config.model!r}, whose recurrent states replicas do not exchange": (
+            config.model_config.is_hybrid
+        ),
+        "kv_transfer_config, but each replica has all KV, and vLLM would transfer parts of it": (
+            config.kv_transfer_config is not None
+        ),
+    }
+    return {
+        f"parallel was given with {reason}; leave one of them out": applies
+        for reason, applies in reasons.items()
+    }
 
 
 def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> None:
@@ -490,21 +438,11 @@ def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> Non
     if envs.VLLM_USE_RUST_FRONTEND:
         raise OptionError(
             "VLLM_USE_RUST_FRONTEND=1 is set, but only vLLM's Python front-end passes lookahead's "
-            "namespaces and request options on; unset it, or leave lookahead out of the "
-            "speculative config"
+            f"namespaces and request options on; unset it, or {_LEAVE_OUT}"
         )
-    second = runner is SECOND_RUNNER
-    refusals = _REFUSALS + (_SECOND_RUNNER_REFUSALS if second else _FIRST_RUNNER_REFUSALS)
-    if options.parallel > 1:
-        if not second:
-            raise OptionError(
-                "parallel was given, but on a CPU all replicas read their weights from one memory, "
-                "so they gain nothing; write tensor_parallel_size instead, or leave parallel out"
-            )
-        refusals += _PARALLEL_REFUSALS
-    for refusal in refusals:
-        if refusal.applies(config):
-            raise OptionError(refusal.message.format_map({"config": config}))
+    for sentence, applies in _refusals(config, runner, options).items():
+        if applies:
+            raise OptionError(sentence)
     options = options.with_checked_cache().for_model(_num_parameters(config.model_config))
     config.scheduler_config.scheduler_cls = runner.scheduler
     own = WORKERS[config.parallel_config.worker_cls]

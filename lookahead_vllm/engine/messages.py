@@ -3,15 +3,10 @@
 Rank 0 makes the drafts. They go to the scheduler with the output of the step that made them, and
 from there to all ranks with the step that verifies them. So every rank verifies the same trees,
 independent of its own timings.
-
-On its way to another process, a message is one byte string, so its arrays are copies. Ray's
-compiled graphs would deliver each array as a read-only view of a shared buffer: numba would compile
-other kernels for it in the middle of a request, and Ray may wait until the view is gone.
 """
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -53,17 +48,6 @@ class ProposedDrafts(NamedTuple):
     max_step_nodes: int = sys.maxsize
     """The most nodes of a step; its logits have a row for each."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return packed(self)
-
-
-class Emitted(NamedTuple):
-    """The tokens that a request emitted in a step with a draft."""
-
-    tokens: list[int]
-    keeps_kv: bool
-    """False if the request was preempted in the step, so its blocks belong to other requests."""
-
 
 class DraftsToVerify(NamedTuple):
     """Attached to `SchedulerOutput`: the drafts of the step."""
@@ -78,21 +62,6 @@ class DraftsToVerify(NamedTuple):
     kept_blocks: Mapping[str, list[int]]
     """For requests that gave KV blocks back, by id: the number of blocks that they keep in each KV
     cache group."""
-    emitted: Mapping[str, Emitted] = {}
-    """Under pipeline parallelism, for requests with nodes accepted since the last step, by id: what
-    they emitted in the step that verified the nodes."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return packed(self)
-
-
-class TreesInFlight(NamedTuple):
-    """Attached to `DraftTokenIds` under late drafting: the trees of the step in flight."""
-
-    forest: DraftForest
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return packed(self)
 
 
 class LateReport(NamedTuple):
@@ -103,18 +72,6 @@ class LateReport(NamedTuple):
     """The number of nodes that were sent, by request id."""
     pays: bool
     """Whether drafts are worth their cost now, so that the scheduler should reserve slots."""
-
-
-def packed(message: tuple[Any, ...]) -> tuple[Any, ...]:
-    """How `message`, a NamedTuple, is pickled: as one byte string.
-
-    Arrays in separate buffers would arrive read-only, and numba would compile kernels for them.
-    """
-    return _unpacked, (type(message), pickle.dumps(tuple(message), pickle.HIGHEST_PROTOCOL))
-
-
-def _unpacked(kind: type[Any], fields: bytes) -> Any:
-    return kind(*pickle.loads(fields))
 
 
 NO_PROPOSALS = ProposedDrafts({}, ())
@@ -172,7 +129,7 @@ def compile_recall() -> None:
 
 
 def attach(
-    carrier: Any, message: ProposedDrafts | DraftsToVerify | LateReport | TreesInFlight
+    carrier: Any, message: ProposedDrafts | DraftsToVerify | LateReport | DraftForest
 ) -> None:
     """Attach `message` to a `ModelRunnerOutput`, a `SchedulerOutput` or a `DraftTokenIds`."""
     setattr(carrier, _ATTRIBUTE, message)
@@ -191,14 +148,14 @@ def late_report(model_runner_output: Any) -> LateReport | None:
 def drafts_of(req_ids: Sequence[str], forest: DraftForest) -> DraftTokenIds:
     """The drafts of the step in flight, with their trees."""
     drafts = DraftTokenIds(list(req_ids), [tree.tokens.tolist() for tree in forest])
-    attach(drafts, TreesInFlight(forest))
+    attach(drafts, forest)
     return drafts
 
 
 def forest_of(drafts: DraftTokenIds) -> DraftForest:
     """The trees of `drafts_of`."""
-    trees: TreesInFlight = getattr(drafts, _ATTRIBUTE)
-    return trees.forest
+    forest: DraftForest = getattr(drafts, _ATTRIBUTE)
+    return forest
 
 
 def attach_pause(scheduler_output: Any, seconds: float) -> None:

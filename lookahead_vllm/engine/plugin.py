@@ -1,6 +1,6 @@
 """The entry point `vllm.general_plugins`: puts `lookahead` among vLLM's speculative methods.
 
-Two functions of `EngineArgs` are patched (`seams/config.py`). Without lookahead in the engine's
+Two functions of `EngineArgs` are patched (`seams.md`). Without lookahead in the engine's
 arguments they add two flags to `--help` and nothing else: all other modules are imported when
 lookahead is requested, most of them after `compatibility.check`.
 """
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -44,27 +42,16 @@ FLAGS: dict[str, dict[str, Any]] = {
     ),
 }
 
-_DOTTED = re.compile(r"(--speculative[-_]config|-sc)\.")
-
 
 def register() -> None:
     """Called by vLLM in every process, possibly more than once.
 
     Workers and engine processes never import `EngineArgs`, so this does not import it either.
     """
-    module = sys.modules.get(HOME)
-    if module is None and _exists(HOME):
-        if not any(isinstance(finder, _PatchOnImport) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _PatchOnImport())
-    else:
-        patch_engine_args(getattr(module or sys.modules.get("vllm"), "EngineArgs", None))
-
-
-def _exists(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ImportError:
-        return False
+    if (module := sys.modules.get(HOME)) is not None:
+        patch_engine_args(getattr(module, "EngineArgs", None))
+    elif not any(isinstance(finder, _PatchOnImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _PatchOnImport())
 
 
 class _PatchOnImport:
@@ -92,18 +79,13 @@ def patch_engine_args(engine_args: Any) -> None:
     """Patch those functions that this release's `EngineArgs` has, once."""
     if not isinstance(engine_args, type) or patches.is_patched(engine_args):
         return
-    functions = {name for name, value in vars(engine_args).items() if _is_function(value)}
-    if "add_cli_args" in functions:
-        with_flags = functools.partial(_with_flags, engine_args)
-        patches.patch(engine_args, "add_cli_args", with_flags)
-    if "create_engine_config" in functions:
-        patches.patch(engine_args, "create_engine_config", _with_lookahead)
-    elif "__post_init__" in functions:
-        patches.patch(engine_args, "__post_init__", _refusing_lookahead)
-
-
-def _is_function(attribute: Any) -> bool:
-    return callable(attribute) or isinstance(attribute, classmethod)
+    wrappers: dict[str, Callable[[Any], Any]] = {
+        "add_cli_args": functools.partial(_with_flags, engine_args),
+        "create_engine_config": _with_lookahead,
+    }
+    for name, wrapper in wrappers.items():
+        if name in vars(engine_args):
+            patches.patch(engine_args, name, wrapper)
 
 
 # ---- flags ---------------------------------------------------------------------------------------
@@ -141,15 +123,8 @@ def _offer_flags(parser: Any, engine_args: type) -> None:
     Not earlier: another plugin, or the user's script, may add flags of the same names after us, and
     every flag of a parser makes abbreviations of others ambiguous.
     """
-    parse_all, parse = parser.parse_args, parser.parse_known_args
-    format_original = parser.format_help
+    parse, format_original = parser.parse_known_args, parser.format_help
     added: set[str] = set()
-    written: list[str] = []
-
-    @functools.wraps(parse_all)
-    def parse_args(args: Any = None, *others: Any, **kwargs: Any) -> Any:
-        written[:] = map(str, sys.argv[1:] if args is None else args)
-        return parse_all(args, *others, **kwargs)
 
     @functools.wraps(parse)
     def parse_known_args(args: Any = None, *others: Any, **kwargs: Any) -> Any:
@@ -165,9 +140,7 @@ def _offer_flags(parser: Any, engine_args: type) -> None:
         if len(configs) > 1:
             from lookahead_vllm.engine import config
 
-            # The parser of a subcommand, as of `vllm serve`, does not see how they were written.
-            is_dotted = any(map(_DOTTED.match, written or sys.argv[1:]))
-            config.refuse_dropped(configs, parsed[0], is_dotted)
+            config.refuse_dropped(configs, parsed[0])
         return parsed
 
     @functools.wraps(format_original)
@@ -175,8 +148,7 @@ def _offer_flags(parser: Any, engine_args: type) -> None:
         added.update(_add_flags(parser))
         return format_original()
 
-    parser.parse_args, parser.parse_known_args = parse_args, parse_known_args
-    parser.format_help = format_help
+    parser.parse_known_args, parser.format_help = parse_known_args, format_help
 
 
 @contextmanager
@@ -251,19 +223,3 @@ def _with_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
         return vllm_config
 
     return create_engine_config
-
-
-def _refusing_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`EngineArgs.__post_init__` of a release that makes its config elsewhere."""
-
-    @functools.wraps(original)
-    def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        from lookahead_vllm.engine import config
-
-        if config.requests_lookahead(self):
-            from lookahead_vllm.engine import compatibility
-
-            compatibility.check()
-
-    return post_init

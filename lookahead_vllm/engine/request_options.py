@@ -42,17 +42,11 @@ MARK = "passed"
 """The key with which the front-end marks options that it has checked. Its value is bytes, which a
 client's JSON cannot contain, so no client can forge it."""
 
-HAD_NONE = f"{KEY}_had_none"
-"""The key that marks a request whose `extra_args` were None: a custom logits processor may
-distinguish None from {}."""
-
 MAX_REFERENCES = 64
 BYTES_PER_TOKEN = 4
 """Bytes of a text in UTF-8 that count as one token. The count needs no tokenizer, so a text that is
 too long is refused before it is tokenized."""
 MAX_NAMESPACE_CHARACTERS = 1024
-MAX_SHOWN_CHARACTERS = 60
-"""Wrong names longer than this are cut in the message, and no similar name is suggested."""
 
 Reference: TypeAlias = str | bytes
 """A text, or token ids as little-endian int32, which are copied and sent as one piece."""
@@ -166,10 +160,9 @@ def fields_for_worker(
 
 
 def _others(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The part of `extra_args` that is not lookahead's, and whether they were None."""
-    if extra_args is None:
-        return {HAD_NONE: True}
-    return {k: v for k, v in extra_args.items() if k != PREDICTION and folded(k) not in _FOLDED}
+    """The part of `extra_args` that is not lookahead's."""
+    given = extra_args or {}
+    return {k: v for k, v in given.items() if k != PREDICTION and folded(k) not in _FOLDED}
 
 
 def without_references(params: SamplingParams) -> SamplingParams:
@@ -193,43 +186,21 @@ def options_in_worker(
 ) -> tuple[RequestOptions, dict[str, Any] | None]:
     """In the worker: the options, and the rest of `extra_args`, for custom logits processors.
 
-    Raises no error: a request whose options the front-end has not checked gets the default options,
-    and shares with no other request.
+    The rest is None if it is empty, because vLLM's front-end has no empty one. A request whose
+    options the front-end has not checked gets the default options, and shares with no other.
     """
     if not isinstance(extra_args, Mapping):
         return RequestOptions(), None
-    others: dict[str, Any] | None = {
-        k: v for k, v in extra_args.items() if k not in (KEY, HAD_NONE)
-    }
-    if not others and HAD_NONE in extra_args:
-        others = None
-    options = _from_fields(extra_args[KEY]) if is_marked(extra_args) else None
-    if options is None:
+    others = {k: v for k, v in extra_args.items() if k != KEY} or None
+    if not is_marked(extra_args):
         logger.warning_once(
             "A request reached the engine without passing lookahead's front-end: its namespace and "
             "options have no effect, and it shares with no other request."
         )
         return RequestOptions(), others
-    return options, others
-
-
-def _from_fields(fields: dict[str, Any]) -> RequestOptions | None:
-    """The options that `fields_for_worker` wrote; None if `fields` have another form."""
-    if not set(NAMES) <= fields.keys():
-        return None
-    references, namespace, enabled, proposer = (fields[name] for name in NAMES)
-    if not (namespace is None or isinstance(namespace, str)) or not isinstance(enabled, bool):
-        return None
-    if not isinstance(references, list) or not all(map(_is_token_ids, references)):
-        return None
-    if proposer is not None and proposer not in PROPOSERS:
-        return None
+    references, *values = (extra_args[KEY][name] for name in NAMES)
     arrays = [np.frombuffer(reference, "<i4") for reference in references]
-    return RequestOptions(arrays, namespace, enabled, proposer)
-
-
-def _is_token_ids(reference: Any) -> bool:
-    return isinstance(reference, bytes) and len(reference) % 4 == 0
+    return RequestOptions(arrays, *values), others
 
 
 def shared_namespace(
@@ -250,7 +221,7 @@ def shared_namespace(
 
 def with_prediction(extra_args: Mapping[str, Any] | None, prediction: Any) -> dict[str, Any]:
     """A copy of `extra_args` that holds OpenAI's `prediction`, which `parse_options` checks."""
-    return {**({HAD_NONE: True} if extra_args is None else extra_args), PREDICTION: prediction}
+    return {**(extra_args or {}), PREDICTION: prediction}
 
 
 def _text_of_prediction(prediction: Any) -> str:
@@ -271,17 +242,15 @@ def _written(extra_args: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     for key, value in extra_args.items():
         if key == PREDICTION:
             yield "reference", "prediction", value
-        elif key == HAD_NONE:
-            continue
         elif (ours := _FOLDED.get(folded(key))) == KEY:
             for name, inner in _fields_of(value).items():
                 if folded(name) not in _FOLDED_NAMES:
-                    raise _unknown(f"{KEY}[{reprlib.repr(name)}]", str(name), NAMES)
+                    raise _unknown(str(name), NAMES, f" in {KEY}")
                 yield _FOLDED_NAMES[folded(name)], f"{KEY}[{name!r}]", inner
         elif ours is not None:
             yield FLAT[ours], key, value
         elif folded(key).startswith(KEY) or _is_misspelled(str(key)):
-            raise _unknown(str(key), str(key), tuple(FLAT))
+            raise _unknown(str(key), tuple(FLAT))
 
 
 _FOLDED_NAMES = {folded(name): name for name in NAMES}
@@ -289,7 +258,7 @@ _FOLDED_NAMES = {folded(name): name for name in NAMES}
 
 def _is_misspelled(key: str) -> bool:
     """Whether a key is so similar to one of ours that it is not another plugin's."""
-    return len(key) <= MAX_SHOWN_CHARACTERS and bool(get_close_matches(key, FLAT, cutoff=0.9))
+    return len(key) < 60 and bool(get_close_matches(key, FLAT, cutoff=0.9))
 
 
 def _fields_of(value: Any) -> Mapping[Any, Any]:
@@ -306,17 +275,11 @@ def _fields_of(value: Any) -> Mapping[Any, Any]:
     return value or {}
 
 
-def _unknown(spelling: str, name: str, known: Sequence[str]) -> RequestError:
+def _unknown(name: str, known: Sequence[str], where: str = "") -> RequestError:
     close = nearest(name, known)
-    shown = (
-        spelling
-        if len(spelling) <= MAX_SHOWN_CHARACTERS
-        else f"{spelling[: MAX_SHOWN_CHARACTERS - 3]}..."
-    )
-    shown = "".join(c if c.isprintable() else "?" for c in shown)  # it goes into logs, too
     return RequestError(
-        f"{shown} was given, but the options of a request are {', '.join(known)}; "
-        + (f"did you mean {close}?" if close else "leave it out")
+        f"{reprlib.repr(name)}{where} was given, but the options of a request are "
+        f"{', '.join(known)}; " + (f"did you mean {close}?" if close else "leave it out")
     )
 
 

@@ -98,99 +98,56 @@ def test_flags_and_files_arrive_as_vllm_parses_them(model: Path, tmp_path: Path)
         from_cli(model, *(f"--speculative-config.{name}={text}" for name, text in flags.items())),
     ):
         assert config.options_of(made_config) == options
-    for tokens in ("auto", "64.0"):
-        flag = f"--num-speculative-tokens={tokens}"
-        made_config = from_cli(model, "--speculative-model=[lookahead]", flag)
+    for more in ([], ["--num-speculative-tokens=auto"], ["--num-speculative-tokens=64.0"]):
+        made_config = from_cli(model, "--speculative-model=[lookahead]", *more)
         assert config.options_of(made_config).decoding_length == 64
+        assert made_config.speculative_config.num_speculative_tokens == 64
 
 
 CONFIG = "--speculative-config"
-ALL = ["--speculative-config", '{"method": "lookahead", "max_nodes": 9000}']
+FILE = "speculative-config:\n  method: lookahead\n  share: all\n"
 
 
 @pytest.mark.parametrize(
-    ("argv", "read", "dropped", "merged"),
+    ("argv", "dropped", "merged"),
     [
         (
-            [*ALL, f"{CONFIG}.budget", "4"],
-            {"budget": 4},
+            [CONFIG, '{"method": "lookahead", "max_nodes": 9000}', f"{CONFIG}.budget", "4"],
             "'method', 'max_nodes'",
-            {"method": "lookahead", "max_nodes": 9000, "budget": 4},
-        ),
-        (
-            [f"{CONFIG}.budget=4", *ALL],
-            {"budget": 4},
-            "'method', 'max_nodes'",
-            {"method": "lookahead", "max_nodes": 9000, "budget": 4},
-        ),
-        (
-            [*ALL, f"{CONFIG}.method", "lookahead", f"{CONFIG}.budget=4"],
-            {"method": "lookahead", "budget": 4},
-            "'max_nodes'",
             {"method": "lookahead", "max_nodes": 9000, "budget": 4},
         ),
         (
             ["--speculative-model=[lookahead]", CONFIG, '{"share": "all"}', f"{CONFIG}.budget=4"],
-            {"budget": 4},
             "'share'",
             {"share": "all", "budget": 4},
         ),
         (
-            ["-sc", '{"share": "all"}', "--speculative-config.method=lookahead"],
-            {"method": "lookahead"},
-            "'share'",
-            {"share": "all", "method": "lookahead"},
-        ),
-        (
-            ["--config", "FILE", f"{CONFIG}.budget=4"],
-            {"budget": 4},
-            "'method', 'share'",
-            {"method": "lookahead", "share": "all", "budget": 4},
-        ),
-        (
             ["--config", "FILE", CONFIG, '{"budget": 4}'],
-            {"budget": 4},
             "'method', 'share'",
             {"method": "lookahead", "share": "all", "budget": 4},
         ),
     ],
 )
 def test_a_config_that_vllm_drops_is_told(
-    argv: list[str], read: dict, dropped: str, merged: dict, model: Path, tmp_path: Path
+    argv: list[str], dropped: str, merged: dict, model: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "server.yaml"
-    file.write_text("speculative-config:\n  method: lookahead\n  share: all\n")
+    file.write_text(FILE)
     with pytest.raises(OptionError) as error:
         from_cli(model, *(str(file) if arg == "FILE" else arg for arg in argv))
     message = str(error.value)
-    assert f"reads only the last, {json.dumps(read)}, and drops {dropped}; write one" in message
+    assert f'reads only the last, {{"budget": 4}}, and drops {dropped}; write one' in message
     assert message.endswith(f"--speculative-config '{json.dumps(merged)}'")
-
-
-@pytest.mark.parametrize("form", ["-sc.budget", "--speculative_config.budget"])
-def test_a_subcommand_reads_how_the_config_was_written(
-    form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As under `vllm serve`, whose parser gets the arguments when dots are resolved already."""
-    parser = FlexibleArgumentParser()
-    AsyncEngineArgs.add_cli_args(parser.add_subparsers().add_parser("serve"))
-    argv = ["serve", *ALL, f"{form.partition('.')[0]}.method=lookahead", f"{form}=4"]
-    monkeypatch.setattr("sys.argv", ["vllm", *argv])
-    with pytest.raises(OptionError, match="and drops 'max_nodes'; write one"):
-        parser.parse_args()
 
 
 def test_a_config_replaces_that_of_a_file(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
-    file.write_text("speculative-config:\n  method: lookahead\n  share: all\n")
+    file.write_text(FILE)
     complete = [CONFIG, '{"method": "lookahead", "budget": 4}']
-    for argv in (complete, [f"{CONFIG}.method=lookahead", f"{CONFIG}.share=none"]):
-        made_config = from_cli(model, "--config", str(file), *argv)
-        assert config.options_of(made_config).share in ("namespace", "none")
+    assert config.options_of(from_cli(model, "--config", str(file), *complete)).share != "all"
     ngram = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3})
-    for earlier in (["--config", str(file)], [CONFIG, '{"method": "medusa"}']):
-        made_config = from_cli(model, *earlier, CONFIG, ngram)
-        assert made_config.speculative_config.method == "ngram"
+    made_config = from_cli(model, "--config", str(file), CONFIG, ngram)
+    assert made_config.speculative_config.method == "ngram"
 
 
 @pytest.mark.parametrize("text", ["lookahead", "{method: lookahead}", "{'method': 'lookahead'}"])
@@ -215,12 +172,6 @@ def test_other_methods_are_read_as_without_lookahead(
         parser.parse_args([CONFIG, "{ngram}"])
     message = capsys.readouterr().err
     assert "{ngram}" in message and "it must be JSON" not in message
-
-
-def test_the_flag_alone_enables_the_defaults(model: Path) -> None:
-    made_config = from_cli(model, "--speculative-model=[lookahead]")
-    assert config.options_of(made_config) == LookaheadOptions()
-    assert made_config.speculative_config.num_speculative_tokens == 64
 
 
 @pytest.mark.parametrize(("tokens", "nodes"), [(64, 7), (4096, 64)])
@@ -249,21 +200,11 @@ def test_without_lookahead_the_config_is_unchanged(model: Path) -> None:
         assert made_config.additional_config == {}
 
 
-def test_an_engine_config_can_be_made_twice(model: Path) -> None:
-    args = EngineArgs(
-        model=str(model), skip_tokenizer_init=True, speculative_config={"method": "lookahead"}
-    )
-    first, second = args.create_engine_config(), args.create_engine_config()
-    assert config.options_of(first) == config.options_of(second)
-
-
 @pytest.mark.parametrize(
     ("name", "local", "others"),
     [
-        ("llama", 2, {"enable_lora": True}),
         ("llama", 2, {"pipeline_parallel_size": 2}),
         ("mixtral", 1, {"enable_lora": True}),
-        ("falcon_h1", 2, {}),
         ("falcon_h1", 2, {"enable_lora": True}),
     ],
 )
@@ -305,18 +246,10 @@ def test_vllm_makes_every_config_from_the_arguments_as_given(tmp_path: Path) -> 
     assert (args.speculative_config, args.spec_method) == (None, "lookahead")
 
 
-def test_help_lists_the_flags() -> None:
-    text = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).format_help()
-    assert "--speculative-model" in text
-    assert "--num-speculative-tokens" in text
-
-
 ELSEWHERE = "vllm.v1.worker.worker_base.WorkerBase"
 
 
 LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
-
-
 PARALLEL = {"parallel": 2}
 
 
@@ -340,10 +273,10 @@ PARALLEL = {"parallel": 2}
         ({}, {"worker_cls": ELSEWHERE}, ELSEWHERE, "worker_cls='auto'"),
         ({}, {"scheduler_cls": ELSEWHERE}, ELSEWHERE, "leave scheduler_cls out"),
         ({}, {"runner": "pooling"}, "pooling", "leave lookahead out"),
-        (PARALLEL, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2", "leave parallel out"),
-        (PARALLEL, {"data_parallel_size": 2}, "data_parallel_size=2", "leave parallel out"),
+        (PARALLEL, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2", "leave one"),
+        (PARALLEL, {"data_parallel_size": 2}, "data_parallel_size=2", "leave one of them out"),
         (PARALLEL, {"nnodes": 2, "tensor_parallel_size": 2}, "nnodes=2", "leave one of them out"),
-        (PARALLEL, {"distributed_executor_backend": "ray"}, "'ray'", "leave parallel out"),
+        (PARALLEL, {"distributed_executor_backend": "ray"}, "'ray'", "leave one of them out"),
         ({"parallel": 9}, {}, "parallel=9", "1 to 8"),
     ],
 )
@@ -407,17 +340,15 @@ def test_replicas_get_ranks_as_tensor_parallelism_does(
 LATE = "lookahead_vllm.engine.scheduler.late_scheduler.LateDraftScheduler"
 
 
-@pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize(
-    ("variable", "asynchronous", "runner"),
+    ("variable", "asynchronous", "runner", "lora"),
     [
-        (None, None, "v2"),
-        (None, True, "v2"),
-        (None, False, "v2"),
-        ("1", None, "v2"),
-        ("0", None, "v1"),
-        ("1", False, "v2"),
-        ("0", True, "--async-scheduling was given, but this engine runs vLLM's first model runner"),
+        (None, None, "v2", False),
+        (None, None, "v2", True),
+        (None, True, "v2", False),
+        ("1", False, "v2", False),
+        ("0", None, "v1", False),
+        ("0", None, "v1", True),
     ],
 )
 def test_the_runner_is_plain_vllms(
@@ -430,22 +361,19 @@ def test_the_runner_is_plain_vllms(
 ) -> None:
     if variable is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
-    asked = dict(
-        speculative_config={"method": "lookahead"},
-        async_scheduling=asynchronous,
-        enable_lora=lora,
-    )
+    asked = dict(async_scheduling=asynchronous, enable_lora=lora)
     with v2_on_cpu.enabled():
-        if len(runner) > 2:
-            with pytest.raises(OptionError, match=runner):
-                made(model, **asked)
-            return
-        config = made(model, **asked)
-        assert f".worker.{runner}." in config.parallel_config.worker_cls
-        assert (config.scheduler_config.scheduler_cls == LATE) == (runner == "v2")
-        is_asynchronous = runner == "v2" and asynchronous is not False
-        assert config.scheduler_config.async_scheduling == is_asynchronous
+        config = made(model, speculative_config={"method": "lookahead"}, **asked)
         assert config.use_v2_model_runner == (runner == "v2")
+    assert f".worker.{runner}." in config.parallel_config.worker_cls
+    assert (config.scheduler_config.scheduler_cls == LATE) == (runner == "v2")
+    is_asynchronous = runner == "v2" and asynchronous is not False
+    assert config.scheduler_config.async_scheduling == is_asynchronous
+
+
+def test_steps_of_the_first_runner_are_synchronous(model: Path) -> None:
+    with pytest.raises(OptionError, match=r"^--async-scheduling was given, but this engine runs"):
+        made(model, speculative_config={"method": "lookahead"}, async_scheduling=True)
 
 
 def test_the_first_runner_serves_cpus_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,15 +393,48 @@ def test_the_first_runner_serves_cpus_alone(model: Path, monkeypatch: pytest.Mon
     assert worker == "lookahead_vllm.engine.worker.v2.gpu_worker.LookaheadGPUWorker"
 
 
-def test_a_compiled_graph_of_ray_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with v2_on_cpu.enabled():
-        engine = made(model, speculative_config={"method": "lookahead"})
-    engine.parallel_config.distributed_executor_backend = "ray"
-    engine.parallel_config.worker_cls = "vllm.v1.worker.cpu_worker.CPUWorker"
-    engine.scheduler_config.scheduler_cls = None
+@pytest.mark.parametrize(
+    ("part", "changes", "sentence"),
+    [
+        (
+            "parallel_config",
+            {"distributed_executor_backend": "ray"},
+            "does not run in a compiled graph of Ray; unset it",
+        ),
+        (
+            "parallel_config",
+            {"enable_batch_sharded_sampling": True},
+            "enable_batch_sharded_sampling was given",
+        ),
+        ("parallel_config", {"decode_context_parallel_size": 2}, "with context parallelism"),
+        ("model_config", {"return_sampling_mask": True}, "return_sampling_mask was given"),
+        ("model_config", {"enable_trace_replay": True}, "enable_trace_replay was given"),
+        ("", {"watermark_config": object()}, "a watermark was requested"),
+        ("", {"kv_transfer_config": object()}, "with kv_transfer_config"),
+    ],
+)
+def test_what_is_not_served_is_refused(
+    part: str,
+    changes: dict[str, Any],
+    sentence: str,
+    engine_on_v2: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
-    with pytest.raises(OptionError, match="does not run in a compiled graph of Ray; unset it"):
-        config.apply(engine, config.options_of(engine), config.SECOND_RUNNER)
+    options = LookaheadOptions(parallel=2)
+    before = config._refusals(engine_on_v2, config.SECOND_RUNNER, options)
+    owner = getattr(engine_on_v2, part) if part else engine_on_v2
+    for name, value in changes.items():
+        monkeypatch.setattr(owner, name, value)
+    after = config._refusals(engine_on_v2, config.SECOND_RUNNER, options)
+    refused = [one for one, applies in after.items() if applies and not before.get(one)]
+    assert any(sentence in one for one in refused)
+
+
+@pytest.fixture(scope="module")
+def engine_on_v2(model: Path) -> Any:
+    with v2_on_cpu.enabled():
+        return made(model, speculative_config={"method": "lookahead"})
 
 
 def test_the_second_runner_needs_triton(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

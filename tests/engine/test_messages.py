@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
@@ -39,7 +37,6 @@ FOREIGN = DraftTree.chain([40, 41])
 GRAMMARS = DraftTree.from_lists([5, 50, 51], [-1, -1, 1])
 
 
-@pytest.mark.parametrize("is_sent_on", [False, True], ids=["in one process", "to another process"])
 @pytest.mark.parametrize(
     ("trees", "replacements", "from_proposer"),
     [
@@ -56,12 +53,8 @@ def test_scheduled_trees_are_recalled(
     trees: list[DraftTree],
     replacements: dict[str, DraftTree],
     from_proposer: list[bool],
-    is_sent_on: bool,
 ) -> None:
-    drafts = sent(TREES) | sent(LATER)
-    if is_sent_on:
-        drafts = pickle.loads(pickle.dumps(drafts))
-    forest, matches = recall(scheduled_of(trees), drafts, replacements)
+    forest, matches = recall(scheduled_of(trees), sent(TREES) | sent(LATER), replacements)
     assert matches.tolist() == from_proposer
     assert [fields_of(tree) for tree in forest] == [fields_of(tree) for tree in trees]
 

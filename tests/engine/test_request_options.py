@@ -67,9 +67,9 @@ def test_every_spelling_is_read(
 @pytest.mark.parametrize(
     ("extra_args", "parts"),
     [
-        ({"lookahead_refrence": "x"}, ["lookahead_refrence was", "mean lookahead_reference?"]),
-        ({"lookahed_enabled": 0}, ["lookahed_enabled was", "did you mean lookahead_enabled?"]),
-        ({"lokahead-namespace": 0}, ["namespace was", "did you mean lookahead_namespace?"]),
+        ({"lookahead_refrence": "x"}, ["'lookahead_refrence' was", "mean lookahead_reference?"]),
+        ({"lookahed_enabled": 0}, ["'lookahed_enabled' was", "did you mean lookahead_enabled?"]),
+        ({"lokahead-namespace": 0}, ["namespace' was", "did you mean lookahead_namespace?"]),
         ({"lookahead": {"lookahead_enabled": 0}}, ["did you mean enabled?"]),
         ({"lookahead": "{"}, ["='{' was", "a dict"]),
         ({"lookahead": "[1]"}, ["='[1]' was", "a dict"]),
@@ -77,8 +77,14 @@ def test_every_spelling_is_read(
             {"lookahead_enabled": 0, "LOOKAHEAD-ENABLED": 1},
             ["lookahead_enabled and LOOKAHEAD-ENABLED were both given", "write one"],
         ),
-        ({"lookahead": {"references": "x"}}, ["['references'] was", "did you mean reference?"]),
-        ({"lookahead": {"depth": 3}}, ["['depth'] was", "reference, namespace, enabled", "out"]),
+        (
+            {"lookahead": {"references": "x"}},
+            ["'references' in lookahead was", "did you mean reference?"],
+        ),
+        (
+            {"lookahead": {"depth": 3}},
+            ["'depth' in lookahead was", "reference, namespace, enabled", "out"],
+        ),
         ({"lookahead_propose": "hybrid"}, ["did you mean lookahead_proposer?"]),
         ({"lookahead_proposer": "hybrid"}, ["proposer is 'auto'", '"proposer": "hybrid"']),
         ({"lookahead": "off"}, ["lookahead='off' was", "a dict", '{"lookahead_enabled": false}']),
@@ -100,10 +106,8 @@ def test_every_spelling_is_read(
         ({"lookahead_reference": "a" * 10**8}, ["1 texts of 25000000 tokens or more"]),
         ({"lookahead_reference": [[7] * 16_384, [7]]}, ["16385 tokens", "of 16384 tokens in all"]),
         ({"lookahead_reference": ["a", "\ud800"]}, ["half of a surrogate pair", "in UTF-8"]),
-        ({"lookahead_a\nTraceback:": 1}, ["lookahead_a?Traceback: was given"]),
-        ({"lookahead": {"a\n\ud800": 1}}, ["lookahead['a\\n\\ud800'] was given"]),
-        ({"lookahead_" + "x" * 10**6: 1}, ["lookahead_xxx", "... was given", "leave it out"]),
-        ({"lookahead": {"x" * 10**6: 1}}, ["lookahead['xxx", "xxx'] was given", "leave it out"]),
+        ({"lookahead_a\nTraceback:": 1}, ["'lookahead_a\\nTraceback:' was given"]),
+        ({"lookahead_" + "x" * 10**6: 1}, ["'lookahead_xx...xxx", "' was given", "leave it out"]),
         (
             {"lookahead": {"namespace": "a"}, "lookahead_namespace": "b"},
             ["lookahead['namespace'] and lookahead_namespace were both given", "write one"],
@@ -131,19 +135,9 @@ def test_a_request_chooses_its_proposer(written: str) -> None:
     assert in_worker.proposer == "ngram_trie"
 
 
-@pytest.mark.parametrize(
-    ("written", "parts"),
-    [
-        ("jacobi", ["='jacobi' was", 'write "jacobi_window"']),
-        ("suffix", ["='suffix' was", "hybrid, ngram_trie, jacobi_window"]),
-    ],
-)
-def test_a_wrong_proposer_says_what_to_write(written: str, parts: list[str]) -> None:
-    with pytest.raises(RequestError) as error:
-        parse_options({"lookahead_proposer": written}, VOCAB, HYBRID)
-    for part in parts:
-        assert part in str(error.value)
-    assert "\n" not in str(error.value)
+def test_a_wrong_proposer_says_what_to_write() -> None:
+    with pytest.raises(RequestError, match=r"='jacobi' was .*; write \"jacobi_window\""):
+        parse_options({"lookahead_proposer": "jacobi"}, VOCAB, HYBRID)
 
 
 @pytest.mark.parametrize(
@@ -194,22 +188,20 @@ def test_checked_options_are_not_checked_again() -> None:
     ("extra_args", "others"),
     [
         (None, None),
-        ({}, {}),
-        ({"lookahead_enabled": 0}, {}),
-        ({"lookahead": None}, {}),
-        ({"Lookahead-Enabled": "false", "LOOKAHEAD": {}}, {}),
+        ({"lookahead_enabled": 0}, None),
+        ({"Lookahead-Enabled": "false", "LOOKAHEAD": {}}, None),
         ({"other": None}, {"other": None}),
     ],
 )
 @pytest.mark.parametrize("prediction", [None, {"type": "content", "content": "a"}])
 @pytest.mark.parametrize("checked_early", [True, False])
-def test_logits_processors_see_whether_there_were_extra_args(
+def test_logits_processors_see_the_other_arguments(
     extra_args: dict[str, Any] | None,
     others: dict[str, Any] | None,
     prediction: Any,
     checked_early: bool,
 ) -> None:
-    """A custom one may distinguish None from {}."""
+    """Where there are none, they see None, as vLLM's server gives them."""
     written = extra_args
     if prediction is not None:
         written = with_prediction(written, prediction)
@@ -244,7 +236,6 @@ ANYTHING: st.SearchStrategy[Any] = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner),
     max_leaves=8,
 )
-SENT = fields_for_worker(None, RequestOptions((ids(5, 6),), "n", True, "hybrid"))
 
 
 @given(extra_args=ANYTHING | st.fixed_dictionaries({"lookahead": ANYTHING}))
@@ -252,21 +243,6 @@ def test_no_unchecked_value_is_a_namespace(extra_args: Any) -> None:
     options, others = options_in_worker(extra_args)
     assert options == RequestOptions()
     assert others is None or "lookahead" not in others
-
-
-@given(name=st.sampled_from(sorted(SENT["lookahead"])), value=ANYTHING, gone=st.booleans())
-def test_options_with_a_wrong_field_are_not_used(name: str, value: Any, gone: bool) -> None:
-    assert options_in_worker(SENT)[0].namespace == "n"
-    written = {k: v for k, v in SENT["lookahead"].items() if k != name}
-    options, _ = options_in_worker({"lookahead": written if gone else {**written, name: value}})
-    if options.namespace is not None or options.references:
-        assert not gone
-        assert isinstance(options.namespace, str | None)
-        assert isinstance(options.enabled, bool)
-        assert all(reference.dtype == np.int32 for reference in options.references)
-        assert options.proposer is None or isinstance(options.proposer, str)
-    else:
-        assert options == RequestOptions()
 
 
 def test_different_triples_have_different_namespaces() -> None:
@@ -285,22 +261,12 @@ def test_share_overrides_the_triple() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prediction", "reference"),
-    [
-        ({"type": "content", "content": "a b"}, "a b"),
-        (
-            {
-                "type": "content",
-                "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}],
-            },
-            "a b",
-        ),
-    ],
+    "content", ["a b", [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]]
 )
-def test_a_prediction_is_a_reference(prediction: Any, reference: str) -> None:
+def test_a_prediction_is_a_reference(content: Any) -> None:
     extra_args = {"another_plugin": 3}
-    predicted = with_prediction(extra_args, prediction)
-    assert parse_options(predicted, VOCAB) == RequestOptions((reference,))
+    predicted = with_prediction(extra_args, {"type": "content", "content": content})
+    assert parse_options(predicted, VOCAB) == RequestOptions(("a b",))
     assert extra_args == {"another_plugin": 3}
     sent_args = fields_for_worker(predicted, RequestOptions())
     assert options_in_worker(sent_args) == (RequestOptions([]), extra_args)
@@ -316,13 +282,9 @@ WRONG_PREDICTIONS: list[Any] = [
 
 
 @pytest.mark.parametrize("prediction", WRONG_PREDICTIONS)
-def test_a_wrong_prediction_is_refused(prediction: Any) -> None:
+def test_a_wrong_prediction_is_refused_unless_references_are_ignored(prediction: Any) -> None:
     with pytest.raises(RequestError, match=r"it must hold a text; write {\"type\": \"content\""):
         parse_options(with_prediction(None, prediction), VOCAB)
-
-
-@pytest.mark.parametrize("prediction", [*WRONG_PREDICTIONS, {"type": "content", "content": "a"}])
-def test_a_prediction_is_ignored_where_references_are(prediction: Any) -> None:
     server = LookaheadOptions(accept_references=False)
     extra_args = with_prediction({"lookahead_reference": "a"}, prediction)
     assert parse_options(extra_args, VOCAB, server) == RequestOptions()

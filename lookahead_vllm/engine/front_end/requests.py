@@ -73,7 +73,8 @@ def with_early_check(original: Callable[..., Any]) -> Callable[..., Any]:
         server = config.options_of(self.vllm_config)
         options = _options(self, server, sampling_params.extra_args)
         if not options.references:
-            return original(self, prompt, sampling_params, *args, **kwargs)
+            params = _with_options(sampling_params, options)
+            return original(self, prompt, params, *args, **kwargs)
         if self not in _live_references:
             _live_references[self] = LiveReferences(server.max_live_reference_tokens)
         tokens = options.reference_tokens * sampling_params.n
@@ -97,8 +98,7 @@ def with_early_check(original: Callable[..., Any]) -> Callable[..., Any]:
             if _texts(options):
                 tokenized = await self.renderer.tokenize_prompts_async(*_to_tokenize(options))
                 options = _with_token_ids(options, tokenized)
-            params = copy(sampling_params)
-            params.extra_args = request_options.with_options(params.extra_args, options)
+            params = _with_options(sampling_params, options)
             async with aclosing(original(self, prompt, params, *args, **kwargs)) as outputs:
                 async for output in outputs:
                     yield output
@@ -110,6 +110,13 @@ def with_early_check(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _live_references: WeakKeyDictionary[Any, LiveReferences] = WeakKeyDictionary()
 """By engine client."""
+
+
+def _with_options(params: Any, options: RequestOptions) -> Any:
+    """A copy of sampling parameters that holds the checked options, for `_prepare`."""
+    params = copy(params)
+    params.extra_args = request_options.with_options(params.extra_args, options)
+    return params
 
 
 def preparing(original: Callable[..., Any]) -> Callable[..., Any]:

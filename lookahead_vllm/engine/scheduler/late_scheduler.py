@@ -7,25 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
-from lookahead_vllm.engine import config, messages, request_options, step_report
-from lookahead_vllm.engine.grammar import (
-    GrammarTreeWalk,
-    accept_tokens_one_by_one,
-    joined_masks,
-    numbers_of_masks,
-)
+from lookahead_vllm.engine import config, messages
+from lookahead_vllm.engine.grammar import numbers_of_masks
 from lookahead_vllm.engine.messages import DraftsToVerify
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
-from lookahead_vllm.engine.scheduler.late_outputs import LateOutputs
-from lookahead_vllm.engine.scheduler.pauses import Pauses
+from lookahead_vllm.engine.scheduler.draft_scheduler import DraftScheduler
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
@@ -48,7 +39,7 @@ class RequestMetrics(RequestSpecDecodeMetrics):
             super().observe(num_draft_tokens, num_accepted, detailed)
 
 
-class LateDraftScheduler(AsyncScheduler):
+class LateDraftScheduler(DraftScheduler, AsyncScheduler):
     """Reserves slots for drafts in a step whose tokens are not known yet.
 
     A slot is a placeholder token. The workers grow a request's tree when the step before has ended,
@@ -58,34 +49,21 @@ class LateDraftScheduler(AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        accept_tokens_one_by_one()
         options = config.options_of(self.vllm_config)
         # Zero, so that vLLM reserves no slots itself and does not pad single-token requests.
         self.dynamic_sd_lookup = [0] * (self.max_num_running_reqs + 1)
         self._may_pause = options.budget == "auto"
         self._empty_steps = 0
         self._draft_limiter = DraftLimiter(self, STEPS_AHEAD)
-        self.pauses = Pauses()
-        self._late_outputs = LateOutputs()
         self._slots = [-1] * self.num_spec_tokens
         # A slot's value depends only on its index; the limiter removes the last ones first.
         self._probs = [1 / (1 + slot) for slot in range(self.num_spec_tokens)]
-        self._without_drafts: set[str] = set()
-        """Requests that turned lookahead off."""
         self._masks: dict[str, np.ndarray] = {}
         """By request id: masks of the draft in flight, int32 [1 + nodes, ceil(vocabulary / 32)]."""
-        self._report: step_report.StepReport | None = None
-        """The report of the step whose output is being processed."""
 
     # ---- slots -----------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        params = request.sampling_params
-        if params is not None:
-            options, _ = request_options.options_in_worker(params.extra_args)
-            if not options.enabled:
-                self._without_drafts &= self.requests.keys()
-                self._without_drafts.add(request.request_id)
         super().add_request(request)
         if request.spec_decode_metrics is not None:
             request.spec_decode_metrics = RequestMetrics.new(self.num_spec_tokens)
@@ -104,10 +82,7 @@ class LateDraftScheduler(AsyncScheduler):
             request.spec_token_ids = [] if is_paused else self._slots_of(request)[:share]
         kept_blocks = self._draft_limiter.cut(self._probs_of, 0.0)
         output = super().schedule(*args, **kwargs)
-        self.pauses.send(output)
-        for new in output.scheduled_new_reqs:
-            request = self.requests[new.req_id]
-            request.sampling_params = request_options.without_references(request.sampling_params)
+        self._send_to_workers(output)
         for req_id in output.preempted_req_ids or ():
             kept_blocks.pop(req_id, None)
         if kept_blocks:
@@ -140,25 +115,19 @@ class LateDraftScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        self.pauses.receive(scheduler_output)
-        self._report = step_report.attached(model_runner_output)
+        step = self._receive(scheduler_output, model_runner_output)
         report = messages.late_report(model_runner_output)
         if report is not None:
-            slots = scheduler_output.scheduled_spec_decode_tokens
             if report.pays:
                 self._empty_steps = 0
-            elif slots:
+            elif scheduler_output.scheduled_spec_decode_tokens:
                 self._empty_steps += 1
             # vLLM counts these as not proposed.
-            scheduler_output.num_invalid_spec_tokens = {
-                req_id: len(own) - report.sizes.get(req_id, 0) for req_id, own in slots.items()
+            step.num_invalid_spec_tokens = {
+                req_id: len(slots) - report.sizes.get(req_id, 0)
+                for req_id, slots in step.scheduled_spec_decode_tokens.items()
             }
-        step = self._late_outputs.without_ended(scheduler_output)
         return super().update_from_output(step, model_runner_output)
-
-    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self._late_outputs.end(request)
-        return super()._free_request(request, *args, **kwargs)
 
     def make_spec_decoding_stats(
         self,
@@ -179,10 +148,6 @@ class LateDraftScheduler(AsyncScheduler):
             request_id,
         )
 
-    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
-        report, self._report = self._report, None
-        return step_report.with_report(super().make_stats(*args, **kwargs), report)
-
     # ---- grammars --------------------------------------------------------------------------------
 
     def update_draft_token_ids_in_output(
@@ -196,29 +161,10 @@ class LateDraftScheduler(AsyncScheduler):
                 continue
             self._masks[req_id] = self._fill_masks(request, tree)
 
-    def _fill_masks(self, request: Request, tree: DraftTree) -> np.ndarray:
-        walk = GrammarTreeWalk(self.structured_output_manager, request, tree, len(tree), len(tree))
-        return walk.masks()
-
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        drafted, self._masks = self._masks, {}
+        masks, self._masks = self._masks, {}
         if not scheduler_output.has_structured_output_requests:
             return None
-        req_ids: list[str] = []
-        masks: list[np.ndarray] = []
-        for req_id in scheduler_output.num_scheduled_tokens:
-            request = self.requests.get(req_id)
-            # vLLM keeps a request that has ended while a connector sends its blocks.
-            if request is None or request.is_finished():
-                continue
-            if not request.use_structured_output or request.is_prefill_chunk:
-                continue
-            mask = drafted.get(req_id)
-            if mask is None:
-                mask = self._fill_masks(request, EMPTY_TREE)
-            req_ids.append(req_id)
-            masks.append(mask)
-        if not req_ids:
-            return None
-        num_nodes = [len(mask) - 1 for mask in masks]
-        return joined_masks(req_ids, masks, num_nodes, numbers_of_masks(1 + self.num_spec_tokens))
+        return self._grammar_output(
+            scheduler_output, masks, {}, numbers_of_masks(1 + self.num_spec_tokens)
+        )

@@ -5,59 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
 
 from lookahead_vllm import compilation
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
-from lookahead_vllm.engine import (
-    messages,
-    request_options,
-    step_report,
-)
-from lookahead_vllm.engine.grammar import (
-    GrammarDraft,
-    GrammarTreeWalk,
-    accept_tokens_one_by_one,
-    joined_masks,
-)
-from lookahead_vllm.engine.messages import DraftsToVerify, Emitted, ProposedDrafts
+from lookahead_vllm.engine import messages
+from lookahead_vllm.engine.grammar import GrammarDraft, GrammarTreeWalk
+from lookahead_vllm.engine.messages import DraftsToVerify, ProposedDrafts
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
-from lookahead_vllm.engine.scheduler.late_outputs import LateOutputs
-from lookahead_vllm.engine.scheduler.pauses import Pauses
+from lookahead_vllm.engine.scheduler.draft_scheduler import DraftScheduler
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-    from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
 
-class LookaheadScheduler(Scheduler):
+class LookaheadScheduler(DraftScheduler):
     """Schedules trees instead of chains, and prunes them by the requests' grammars."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        accept_tokens_one_by_one()
         compilation.wait()
         messages.compile_recall()
         # The same number for every batch size. Without this schedule, vLLM pads a request that has
         # one token to compute with placeholder drafts, and delays it until the padded draft fits.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._draft_limiter = DraftLimiter(self)
-        self.pauses = Pauses()
-        self._late_outputs = LateOutputs()
         self._proposed = messages.NO_PROPOSALS
         """The last drafts from the workers."""
         self._grammar_drafts: dict[str, GrammarDraft] = {}
         """By request id, until the end of the step that verifies the draft."""
-        self._has_stages = self.parallel_config.pipeline_parallel_size > 1
-        self._emitted: dict[str, Emitted] = {}
-        """For the pipeline's earlier stages; see `DraftsToVerify.emitted`."""
-        self._report: step_report.StepReport | None = None
-        """The report of the step whose output is being processed."""
 
     def _take_drafts(self, proposed: ProposedDrafts) -> None:
         """Assign drafts to their requests; those under a grammar are pruned first."""
@@ -97,8 +76,7 @@ class LookaheadScheduler(Scheduler):
 
     def _max_nodes_and_depth(self, request: Request) -> tuple[int, int]:
         """Limits of the draft for the request's next step."""
-        options, _ = request_options.options_in_worker(request.sampling_params.extra_args)
-        if not options.enabled:
+        if request.request_id in self._without_drafts:
             return 0, 0
         nodes = min(self.num_spec_tokens, self.max_model_len - request.num_tokens - 1)
         return nodes, min(nodes, request.max_tokens - request.num_output_tokens - 1)
@@ -107,10 +85,7 @@ class LookaheadScheduler(Scheduler):
         self.pauses.end()
         kept_blocks = self._draft_limiter.cut(self._probs, self._proposed.min_prob_beside_prompt)
         output = super().schedule(*args, **kwargs)
-        self.pauses.send(output)
-        for new in output.scheduled_new_reqs:
-            request = self.requests[new.req_id]
-            request.sampling_params = request_options.without_references(request.sampling_params)
+        self._send_to_workers(output)
         drafts = output.scheduled_spec_decode_tokens
         replacements: dict[str, DraftTree] = {}
         # A request that is left out of this step keeps its draft for a later one.
@@ -127,11 +102,10 @@ class LookaheadScheduler(Scheduler):
             has_prompt_tokens = output.num_scheduled_tokens[req_id] > 1 + len(tokens)
             if has_prompt_tokens or self.requests[req_id].use_structured_output:
                 replacements.setdefault(req_id, DraftTree.chain(tokens))
-        emitted, self._emitted = self._emitted, {}
-        if drafts or kept_blocks or emitted:
+        if drafts or kept_blocks:
             forest, from_proposer = messages.recall(drafts, self._proposed.drafts, replacements)
             messages.attach(
-                output, DraftsToVerify(list(drafts), forest, from_proposer, kept_blocks, emitted)
+                output, DraftsToVerify(list(drafts), forest, from_proposer, kept_blocks)
             )
         return output
 
@@ -142,41 +116,21 @@ class LookaheadScheduler(Scheduler):
         return probs
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        drafts = self._grammar_drafts
-        if not drafts:
+        if not self._grammar_drafts:
             return super().get_grammar_bitmask(scheduler_output)
-        req_ids: list[str] = []
-        masks: list[np.ndarray] = []
-        num_nodes: list[int] = []
         scheduled = scheduler_output.scheduled_spec_decode_tokens
-        for req_id in scheduler_output.num_scheduled_tokens:
-            request = self.requests.get(req_id)
-            if request is None or not request.use_structured_output or request.is_prefill_chunk:
-                continue
-            tokens = scheduled.get(req_id, [])
-            if req_id in drafts:
-                mask = drafts[req_id].bitmask[: 1 + len(tokens)]
-            else:
-                mask = self.structured_output_manager.grammar_bitmask(
-                    self.requests, [req_id], scheduled
-                )[: 1 + len(tokens)].copy()
-            req_ids.append(req_id)
-            masks.append(mask)
-            num_nodes.append(len(tokens))
-        if not req_ids:
-            return None
-        return joined_masks(req_ids, masks, num_nodes)
+        masks = {
+            req_id: draft.bitmask[: 1 + len(scheduled.get(req_id, ()))]
+            for req_id, draft in self._grammar_drafts.items()
+        }
+        return self._grammar_output(scheduler_output, masks, scheduled)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        self.pauses.receive(scheduler_output)
-        step = self._late_outputs.without_ended(scheduler_output)
+        step = self._receive(scheduler_output, model_runner_output)
         for req_id in step.num_scheduled_tokens:
             self._grammar_drafts.pop(req_id, None)
-        if self._has_stages:
-            self._remember_emitted(step, model_runner_output)
-        self._report = step_report.attached(model_runner_output)
         outputs = super().update_from_output(step, model_runner_output)
         if (proposed := messages.proposed(model_runner_output)) is not None:
             if step is not scheduler_output:
@@ -184,10 +138,6 @@ class LookaheadScheduler(Scheduler):
                 proposed = proposed._replace(req_ids=req_ids)
             self._take_drafts(proposed)
         return outputs
-
-    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self._late_outputs.end(request)
-        return super()._free_request(request, *args, **kwargs)
 
     def _update_request_with_output(
         self, request: Request, *args: Any, **kwargs: Any
@@ -206,23 +156,6 @@ class LookaheadScheduler(Scheduler):
             last = request.num_tokens - 1
             request.num_computed_tokens = min(request.num_computed_tokens, last)
         return super()._handle_stopped_request(request)
-
-    def _remember_emitted(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Keep the tokens of accepted nodes; called before vLLM processes the output."""
-        for req_id in step.scheduled_spec_decode_tokens:
-            request = self.requests.get(req_id)
-            if request is None or request.is_finished():
-                continue
-            was_preempted = request.num_stale_output_tokens > 0
-            if was_preempted and request.drop_stale_output:
-                continue
-            tokens = output.sampled_token_ids[output.req_id_to_index[req_id]]
-            if len(tokens) > 1:
-                self._emitted[req_id] = Emitted(tokens, keeps_kv=not was_preempted)
-
-    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
-        report, self._report = self._report, None
-        return step_report.with_report(super().make_stats(*args, **kwargs), report)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         finished = super().finish_requests(*args, **kwargs)

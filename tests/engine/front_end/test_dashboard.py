@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -121,54 +118,10 @@ def test_every_query_finds_what_an_engine_exposes(exposed: dict[str, list[Labels
         assert named <= grouped, f"{legend} of {query}"
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "sum(rate(lookahead_vllm:step_nodes[1m]))",  # a family, and no series
-        'sum(rate(lookahead_vllm:nodes_accepted_total{source="gpt"}[1m]))',
-        'sum(rate(lookahead_vllm:nodes_accepted_total{model=~".*"}[1m]))',
-        "sum by (sources) (rate(lookahead_vllm:nodes_accepted_total[1m]))",
-        "sum(rate(lookahead_vllm:nodes_accepted_total))",  # no range
-        "sum(rate(lookahead_vllm:nodes_accepted_total[1m])",
-    ],
-)
-def test_a_wrong_query_is_found(wrong: str, exposed: dict[str, list[Labels]]) -> None:
-    with pytest.raises((AssertionError, ValueError)):
-        check(wrong, exposed)
-
-
-def test_prometheus_itself_has_an_answer_to_every_query(
-    exposed: dict[str, list[Labels]], tmp_path: Path
-) -> None:
-    """Every series grows by one a second; each query is evaluated by Prometheus."""
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("promtool is not installed (Debian's prometheus)")
-    series = [
-        f"{name}{{{', '.join(f'{k}={json.dumps(v)}' for k, v in labels.items())}}}"
-        for name, all_labels in exposed.items()
-        for labels in all_labels
-        if name.startswith(("vllm:", "lookahead_vllm:"))
-    ]
-    evaluated = [
-        {
-            "expr": f"count({query}) > bool 0",
-            "eval_time": "4m",
-            "exp_samples": [{"labels": "{}", "value": 1}],
-        }
-        for query, _ in queries()
-    ]
-    test = {
-        "interval": "1s",
-        "input_series": [{"series": one, "values": "0+1x300"} for one in series],
-        "promql_expr_test": evaluated,
-    }
-    path = tmp_path / "test.yaml"
-    path.write_text(yaml.safe_dump({"tests": [test]}))
-    done = subprocess.run(
-        [promtool, "test", "rules", str(path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_metrics_of_vllms_that_the_docs_name_exist(exposed: dict[str, list[Labels]]) -> None:
+    names = {name.removesuffix(end) for name in exposed for end in ("", "_bucket", "_total")}
+    named = set(re.findall(r"(?<![\w:])vllm:[a-z_]+", DOCS.read_text()))
+    assert named <= names
 
 
 def test_variables_are_labels_of_what_is_exposed(exposed: dict[str, list[Labels]]) -> None:
@@ -182,20 +135,9 @@ def test_variables_are_labels_of_what_is_exposed(exposed: dict[str, list[Labels]
         assert exposed[metric]
 
 
-def test_panels_lie_beside_each_other_and_explain_themselves() -> None:
+def test_panels_explain_themselves() -> None:
     assert DASHBOARD["title"] and DASHBOARD["uid"] and DASHBOARD["schemaVersion"]
-    panels = DASHBOARD["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    taken: set[tuple[int, int]] = set()
-    for panel in panels:
-        place = panel["gridPos"]
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert place["x"] + place["w"] <= 24 and not cells & taken, panel["title"]
-        taken |= cells
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     for panel in PANELS:
         assert panel["datasource"]["uid"] == "${datasource}"
         assert panel["title"] and panel["description"] and panel["targets"]

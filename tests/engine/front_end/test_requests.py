@@ -148,7 +148,7 @@ def test_a_request_that_the_caller_made_is_prepared_too(llama: Path) -> None:
             ('[null, "s", "n"]', [])
         ] * 2
         bad = made("bad", {"lookahead_x": 1})
-        with pytest.raises(RequestError, match="lookahead_x was given"):
+        with pytest.raises(RequestError, match="'lookahead_x' was given"):
             core.add_request("bad", bad, bad.params)
 
 

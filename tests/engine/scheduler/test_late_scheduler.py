@@ -114,23 +114,19 @@ def test_a_request_that_is_preempted_in_a_step_keeps_no_blocks_in_it(
     assert messages.to_verify(scheduler.schedule()).kept_blocks == kept
 
 
-@pytest.mark.parametrize("level", ["none", "detailed"])
 def test_slots_that_were_all_left_empty_are_no_draft_in_a_requests_metrics(
-    level: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def add(scheduler: Any, request: Any) -> None:
-        if level != "none":
-            request.spec_decode_metrics = RequestSpecDecodeMetrics.new(scheduler.num_spec_tokens)
+        request.spec_decode_metrics = RequestSpecDecodeMetrics.new(scheduler.num_spec_tokens)
 
     monkeypatch.setattr(AsyncScheduler, "add_request", add)
     scheduler: Any = object.__new__(LateDraftScheduler)
-    scheduler.num_spec_tokens = 4
-    request: Any = SimpleNamespace(sampling_params=None, spec_decode_metrics=None)
+    scheduler.num_spec_tokens, scheduler.requests, scheduler._without_drafts = 4, {}, set()
+    params = SimpleNamespace(extra_args=None)
+    request: Any = SimpleNamespace(sampling_params=params, spec_decode_metrics=None)
     scheduler.add_request(request)
     metrics = request.spec_decode_metrics
-    if level == "none":
-        assert metrics is None
-        return
     for drafted, accepted in ((0, 0), (3, 2), (0, 0), (1, 0)):
         metrics.observe(num_draft_tokens=drafted, num_accepted=accepted, detailed=True)
     sent = MsgpackEncoder().encode(EngineCoreOutput("r", [1], spec_decode_metrics=metrics))

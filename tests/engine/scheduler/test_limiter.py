@@ -76,15 +76,14 @@ def test_a_request_is_refused_until_blocks_are_freed() -> None:
 
 
 def test_a_request_that_waits_for_something_else_is_not_refused() -> None:
-    for other in (
-        dict(status=RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR),
-        dict(lora_request="an adapter"),
+    for other, free_tokens in (
+        (dict(status=RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR), 100),
+        (dict(lora_request="an adapter"), 100),
+        ({}, 0),
     ):
         limiter, head = limiter_with_free_blocks(5), waiting_request(41)
         vars(head).update(other)
-        assert not any(limiter._is_refused(head, 100) for _ in range(3))
-    limiter, head = limiter_with_free_blocks(5), waiting_request(41)
-    assert not any(limiter._is_refused(head, 0) for _ in range(3))  # no tokens were left
+        assert not any(limiter._is_refused(head, free_tokens) for _ in range(3))
 
 
 def test_a_refused_request_may_start_now_and_then() -> None:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.distributed.parallel_state import get_pp_group
 
 from lookahead_vllm.engine.worker.step_cost import Batch, CapturedTokens
 
@@ -73,9 +72,6 @@ class RunnerPasses:
     def _run(self, num_tokens: int, **kwargs: Any) -> None:
         runner = self._runner
         hidden, last = runner._dummy_run(num_tokens, skip_eplb=True, **kwargs)
-        if not get_pp_group().is_last_rank:
-            runner._sync_device()
-            return
         # vLLM has set the adapters for one row of logits a request.
         runner.model.compute_logits(last if runner.lora_config else hidden[:num_tokens])
         runner._sync_device()

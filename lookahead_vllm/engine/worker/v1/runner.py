@@ -41,7 +41,6 @@ from lookahead_vllm.engine.worker.v1.sampler import (
     spread_metadata,
     tokens_of,
 )
-from lookahead_vllm.engine.worker.v1.stages import earlier_stage
 from lookahead_vllm.verify.acceptance import accepted_paths, emitted_tokens
 from lookahead_vllm.verify.recurrence import StateMover
 from lookahead_vllm.verify.seeded_draws import GeneratorStates
@@ -68,8 +67,6 @@ class SynchronousRunner(_Base):
         replacement = keep_all_processors(original)
         with patches.swapped(gpu_model_runner, "build_logitsprocs", replacement):
             super().__init__(*args, **kwargs)
-        self._earlier_stage = earlier_stage(self)
-        """Set on pipeline stages before the last one, which do not sample."""
         self._node_processors = NodeProcessors(
             self.vllm_config,
             self.device,
@@ -86,7 +83,7 @@ class SynchronousRunner(_Base):
         self._attended = AttendedTrees()
         self._recurrent = RecurrentRows() if self.model_config.is_hybrid else None
         """Set if the model has recurrent layers."""
-        self._clock = StepClock(overlaps=self.parallel_config.pipeline_parallel_size > 1)
+        self._clock = StepClock(overlaps=False)
         """Ticks when a step ends."""
         self._started: set[str] = set()
         """The requests that start in the current step."""
@@ -140,8 +137,6 @@ class SynchronousRunner(_Base):
                 self.drafter.finish(request.req_id)
             request.sampling_params = self.drafter.announce(request.req_id, request.sampling_params)
         drafts = messages.to_verify(scheduler_output)
-        if self._earlier_stage is not None:
-            self._earlier_stage.settle(self, drafts.emitted)
         for request_id, counts in drafts.kept_blocks.items():
             self._keep_first_blocks(request_id, counts)
         if self._recurrent is None:
@@ -186,8 +181,6 @@ class SynchronousRunner(_Base):
         if not self.drafter.backoff_left:
             computed = self.input_batch.num_computed_tokens_cpu[: len(num_scheduled_tokens)]
             self._work = step.work(num_scheduled_tokens, computed)
-        if self._earlier_stage is not None:
-            self._earlier_stage.remember(step, self.input_batch.req_ids)
         if step.branches:
             self._place(step)
         return prepared
@@ -469,8 +462,6 @@ class SynchronousRunner(_Base):
         super()._on_request_state_removed(req_id, *args, **kwargs)
         if req_id not in self._started:
             self.drafter.finish(req_id)
-        if self._earlier_stage is not None:
-            self._earlier_stage.forget(req_id)
 
     def shutdown(self) -> None:
         self.drafter.shutdown()
