@@ -14,7 +14,6 @@ import torch
 from vllm.v1.sample.sampler import Sampler
 
 from lookahead_vllm.engine.worker.step_recorder import Counters
-from tests.engine.worker.test_second_device import metadata_of
 from tests.fuzz import play
 from tests.fuzz.command_line import parse_args
 from tests.fuzz.draw import REQUEST_FEATURES, draw_round
