@@ -114,6 +114,9 @@ def good_request(rng: random.Random, max_tokens: int) -> dict[str, Any]:
     sampling: dict[str, Any] = {"temperature": 0}
     if rng.random() < 0.5:
         sampling = {"temperature": 0.8, "top_p": 0.95, "seed": rng.randrange(2**31)}
+    if rng.random() < 0.3:  # plain vLLM ignores it
+        reference = rng.choices(range(5, 128), k=64)
+        sampling["vllm_xargs"] = {"lookahead_reference": reference, "lookahead_namespace": "n"}
     return {
         "model": "m",
         "prompt": rng.choices(range(5, 128), k=rng.randint(8, 32)),
