@@ -48,11 +48,11 @@ def test_over_ray_they_do_too(
     cluster: RayCluster,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The front-end, the engine's core and two ranks are processes of their own; all of them end."""
+    """The front-end, the engine's core and two ranks are processes of their own, which end."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the tests call their functions
     envs.disable_envs_cache()  # an earlier engine of this process may have read them
-    lookahead = {"proposer": "hybrid", "num_speculative_tokens": 8, "budget": 8}
+    lookahead = {"proposer": "hybrid", "num_speculative_tokens": 16, "budget": 16}
     settings = {**two_ranks, "distributed_executor_backend": "ray"}
     with engine(llama, lookahead, **settings) as llm:
         assert len(cluster.ranks()) == 2
