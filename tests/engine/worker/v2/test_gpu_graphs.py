@@ -61,12 +61,8 @@ def config_of(mode: CUDAGraphMode) -> Any:
     )
 
 
-def manager_of(
-    mode: CUDAGraphMode, may_branch: bool = True, adapters: list[int] | None = None
-) -> DraftGraphManager:
-    manager = DraftGraphManager(
-        config_of(mode), torch.device("cpu"), mode, decode_query_len=1, lora_capture_cases=adapters
-    )
+def manager_of(mode: CUDAGraphMode, may_branch: bool = True) -> DraftGraphManager:
+    manager = DraftGraphManager(config_of(mode), torch.device("cpu"), mode, decode_query_len=1)
     manager.add_draft_graphs(LONGEST, (lambda size: None) if may_branch else None)
     manager._graphs_captured = True
     return manager
@@ -136,12 +132,10 @@ CHOICES: dict[CUDAGraphMode, dict[Step, tuple[CUDAGraphMode, int, bool]]] = {
 }
 
 
-def dispatch(manager: Any, step: Step, adapters: int = 0) -> Any:
+def dispatch(manager: Any, step: Step) -> Any:
     if isinstance(manager, DraftGraphManager):
         manager.branches = step.branches
-    return manager.dispatch(
-        step.requests, step.tokens, step.uniform, adapters, max_query_len=step.longest
-    )
+    return manager.dispatch(step.requests, step.tokens, step.uniform, 0, max_query_len=step.longest)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
@@ -194,14 +188,6 @@ def test_without_trees_chains_keep_vllms_graphs_for_any_batch() -> None:
     assert not manager_of(FULL, may_branch=False).captured_tokens().with_drafts
     assert dispatch(manager_of(FULL, may_branch=False), CHAINS).max_query_len is None
     assert dispatch(manager_of(BOTH, may_branch=False), CHAINS).max_query_len == LONGEST
-
-
-def test_graphs_for_adapters() -> None:
-    manager = manager_of(BOTH, adapters=[0, 1, 4])
-    for active, captured in ((0, 0), (1, 1), (2, 4), (4, 4)):
-        desc = dispatch(manager, TREES, active)
-        assert (desc.num_tokens, desc.num_active_loras) == (8, captured)
-        assert desc.max_query_len == LONGEST
 
 
 def test_a_few_of_vllms_sizes_get_a_graph_for_drafts() -> None:
@@ -472,11 +458,6 @@ def test_a_measured_pass_in_any_graph_has_its_own_requests(
     plain = InputBatch.make_dummy(8, 24, buffers, max_query_len=bound)
     made.prepare_dummy_attn(plain)
     assert plain.seq_lens.tolist() == [3] * 8
-
-
-def test_an_idle_rank_runs_one_token(make: Callable[..., Any]) -> None:
-    made = make()
-    assert made._dummy_run(1) == (1, 1) and made.decode_query_len == LONGEST
 
 
 def test_only_steps_in_graphs_for_drafts_have_their_bound_and_buffers(

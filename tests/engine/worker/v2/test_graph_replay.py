@@ -28,7 +28,6 @@ from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.messages import DraftsToVerify
 from lookahead_vllm.engine.worker import gpu_attention
 from lookahead_vllm.engine.worker.draft_step import DraftStep
-from lookahead_vllm.engine.worker.tree_rows import GraphBuffers
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.gpu_worker import GraphRunner
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
@@ -447,13 +446,6 @@ def test_a_measured_pass_with_trees_keeps_its_contexts(engine: Engine) -> None:
     rows = step.step.rows[step.step.forest.branching]
     expected[rows] = step.lengths[rows]
     assert metadata[LAYERS[0]].seq_lens[: len(expected)].tolist() == expected.tolist()
-
-
-def test_every_graph_has_its_buffers(engine: Engine) -> None:
-    buffers = engine.runner._buffers
-    assert list(buffers) == engine.manager.captured_tokens().with_drafts
-    for size, graph in buffers.items():
-        assert isinstance(graph, GraphBuffers) and len(graph.trees.batch.depths) == size
 
 
 @pytest.mark.parametrize("proposer", ["hidden_path", "always_right"])
