@@ -28,7 +28,6 @@ from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager, size
 from lookahead_vllm.engine.worker.v2.drafts import NO_TREES
 from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker.v2.gpu_worker import GraphRunner
-from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
 from tests.support import recorded_graphs
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -61,8 +60,12 @@ def config_of(mode: CUDAGraphMode) -> Any:
     )
 
 
-def manager_of(mode: CUDAGraphMode, may_branch: bool = True) -> DraftGraphManager:
-    manager = DraftGraphManager(config_of(mode), torch.device("cpu"), mode, decode_query_len=1)
+def manager_of(
+    mode: CUDAGraphMode, may_branch: bool = True, adapters: list[int] | None = None
+) -> DraftGraphManager:
+    manager = DraftGraphManager(
+        config_of(mode), torch.device("cpu"), mode, decode_query_len=1, lora_capture_cases=adapters
+    )
     manager.add_draft_graphs(LONGEST, (lambda size: None) if may_branch else None)
     manager._graphs_captured = True
     return manager
@@ -132,10 +135,12 @@ CHOICES: dict[CUDAGraphMode, dict[Step, tuple[CUDAGraphMode, int, bool]]] = {
 }
 
 
-def dispatch(manager: Any, step: Step) -> Any:
+def dispatch(manager: Any, step: Step, adapters: int = 0) -> Any:
     if isinstance(manager, DraftGraphManager):
         manager.branches = step.branches
-    return manager.dispatch(step.requests, step.tokens, step.uniform, 0, max_query_len=step.longest)
+    return manager.dispatch(
+        step.requests, step.tokens, step.uniform, adapters, max_query_len=step.longest
+    )
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
@@ -188,6 +193,14 @@ def test_without_trees_chains_keep_vllms_graphs_for_any_batch() -> None:
     assert not manager_of(FULL, may_branch=False).captured_tokens().with_drafts
     assert dispatch(manager_of(FULL, may_branch=False), CHAINS).max_query_len is None
     assert dispatch(manager_of(BOTH, may_branch=False), CHAINS).max_query_len == LONGEST
+
+
+def test_graphs_for_adapters() -> None:
+    manager = manager_of(BOTH, adapters=[0, 1, 4])
+    for active, captured in ((0, 0), (1, 1), (2, 4), (4, 4)):
+        desc = dispatch(manager, TREES, active)
+        assert (desc.num_tokens, desc.num_active_loras) == (8, captured)
+        assert desc.max_query_len == LONGEST
 
 
 def test_a_few_of_vllms_sizes_get_a_graph_for_drafts() -> None:
@@ -460,6 +473,11 @@ def test_a_measured_pass_in_any_graph_has_its_own_requests(
     assert plain.seq_lens.tolist() == [3] * 8
 
 
+def test_an_idle_rank_runs_one_token(make: Callable[..., Any]) -> None:
+    made = make()
+    assert made._dummy_run(1) == (1, 1) and made.decode_query_len == LONGEST
+
+
 def test_only_steps_in_graphs_for_drafts_have_their_bound_and_buffers(
     make: Callable[..., Any],
 ) -> None:
@@ -475,26 +493,3 @@ def test_only_steps_in_graphs_for_drafts_have_their_bound_and_buffers(
         assert made._graph is (made._buffers[8] if bound else None)
         made._set_trees(runner.NO_DRAFTS)
         assert made.builder.graph is made._graph
-
-
-# ---- warming up ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("may_branch", [True, False])
-def test_warming_up_fills_every_slot(may_branch: bool) -> None:
-    drafts = WarmUpDrafts(may_branch, 100)
-    cached = SimpleNamespace(req_ids=["a", "b", "c"], num_computed_tokens=[6, 9, 4])
-    scheduled: Any = SimpleNamespace(
-        scheduled_spec_decode_tokens={"b": [0] * 4, "c": [0], "new": [0]},
-        scheduled_cached_reqs=cached,
-    )
-    found = drafts.grow(scheduled)
-    assert found.req_ids == ["b", "c"] and found.num_tokens.tolist() == [10, 5]
-    assert found.forest.sizes.tolist() == [4, 1]
-    assert found.forest.branching.tolist() == [may_branch, False]
-    found.forest[0].check(10, 4)
-    assert not drafts.grow(scheduled, {"b"}).forest.branching.any()
-    assert WarmUpDrafts(may_branch, 3).grow(scheduled).forest.sizes.tolist() == [2, 1]
-    assert not WarmUpDrafts(may_branch, 1).grow(scheduled).req_ids  # fewer nodes than requests
-    scheduled.scheduled_spec_decode_tokens = {}
-    assert not drafts.grow(scheduled).req_ids

@@ -397,20 +397,6 @@ def test_every_step_of_a_size_replays_its_graph(engine: Engine) -> None:
     assert sizes == {4, 8, 16, TOKENS} and min(kinds.values()) > 10
 
 
-def test_masks_count(engine: Engine) -> None:
-    """So the test above would fail if a graph had run the trees as chains."""
-    step = next(
-        step for step in (Step(engine, seed, most=16) for seed in range(99)) if step.step.branches
-    )
-    desc = step.graph()
-    _, right = step.run(desc)
-    fill = engine.runner._buffers[desc.num_tokens].trees.fill
-    buffers = engine.runner._buffers[desc.num_tokens]
-    buffers.trees.fill = lambda trees: fill(None)
-    _, wrong = step.run(desc)
-    assert not torch.allclose(right[0], wrong[0], atol=1e-3)
-
-
 def test_graphs_without_drafts_have_no_trees(engine: Engine) -> None:
     assert {size for size, drafts in engine.captured if drafts} == {2, 4, 8, 16, TOKENS}
     for (_, drafts), metadata in engine.captured.items():
