@@ -212,57 +212,6 @@ def _is_reference(value: Any) -> bool:
 # ---- requests ------------------------------------------------------------------------------------
 
 
-def draw(rng: random.Random) -> Request:
-    """Draw a value, the fields that it is given to, an endpoint, and whether to stream."""
-    value_name = rng.choice(sorted(VALUES))
-    value = VALUES[value_name]
-    path = rng.choice(sorted(ENDPOINTS))
-    stream = {"stream": True} if path in STREAMS and rng.random() < 0.5 else {}
-    streamed = ", streamed" if stream else ""
-    kind = rng.choice(["flat"] * 6 + ["prediction", "strange", "whole", "several"])
-    if kind == "prediction":
-        wrapped = rng.choice(["%s", '{"type": "content", "content": %s}'])
-        body = predicted(wrapped.replace("%s", value), **stream)
-        name = f"prediction {wrapped % '...'}: {value_name}{streamed}"
-        return Request(name, "/v1/chat/completions", body, _of_prediction(wrapped, value))
-    if kind == "strange":
-        strange_name = rng.choice(sorted(STRANGE_NAMES))
-        xargs = '{"' + STRANGE_NAMES[strange_name] + f'": {value}}}'
-        return Request(f"{strange_name}{streamed}", path, ENDPOINTS[path](xargs, **stream))
-    if kind == "whole":
-        return Request(
-            f"vllm_xargs: {value_name}{streamed}",
-            path,
-            ENDPOINTS[path](value, **stream),
-            "either",
-        )
-    names = rng.sample(NAMES, 1 if kind == "flat" else 3)
-    fields = {name: value if i == 0 else "0" for i, name in enumerate(names)}
-    expected = {expected_of(name, v) for name, v in fields.items()}
-    nested = path == "/inference/v1/generate" and rng.random() < 0.5
-    if nested:
-        xargs = '{"lookahead": {' + ", ".join(f'"{n}": {v}' for n, v in fields.items()) + "}}"
-    else:
-        xargs = "{" + ", ".join(f'"lookahead_{n}": {v}' for n, v in fields.items()) + "}"
-    return Request(
-        f"{' and '.join(fields)}: {value_name}{', nested' * nested}{streamed}",
-        path,
-        ENDPOINTS[path](xargs, **stream),
-        "refused" if "refused" in expected else "either",
-    )
-
-
-def _of_prediction(wrapped: str, value: str) -> Expected:
-    try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError):
-        return "refused"
-    if wrapped == "%s":
-        return "either" if parsed is None else "refused"
-    is_empty_list = isinstance(parsed, list) and not parsed
-    return "either" if is_empty_list or _is_text(parsed) else "refused"
-
-
 def every_value() -> Iterator[Request]:
     """Each value for each field at one of the endpoints, in turn; then strange names."""
     paths = sorted(ENDPOINTS)
@@ -271,17 +220,28 @@ def every_value() -> Iterator[Request]:
         for value_name, value in VALUES.items():
             path = paths[count % len(paths)]
             count += 1
-            body = ENDPOINTS[path](f'{{"lookahead_{name}": {value}}}')
+            stream = {"stream": True} if path in STREAMS and count % 2 else {}
+            is_nested = path == "/inference/v1/generate" and count % 2 == 1
+            text = '{"lookahead": {"%s": %s}}' if is_nested else '{"lookahead_%s": %s}'
+            body = ENDPOINTS[path](text % (name, value), **stream)
             yield Request(f"{name}: {value_name}", path, body, expected_of(name, value))
     for name, strange in STRANGE_NAMES.items():
         for path, body_of in ENDPOINTS.items():
             yield Request(name, path, body_of(f'{{"{strange}": 1}}'))
     for value_name, value in VALUES.items():
-        wrapped = f'{{"type": "content", "content": {value}}}'
-        expected = _of_prediction('{"type": "content", "content": %s}', value)
-        yield Request(
-            f"prediction: {value_name}", "/v1/chat/completions", predicted(wrapped), expected
-        )
+        body = predicted(f'{{"type": "content", "content": {value}}}')
+        expected = _of_content(value)
+        yield Request(f"prediction: {value_name}", "/v1/chat/completions", body, expected)
+
+
+def _of_content(value: str) -> Expected:
+    """The expected response if a prediction has this content."""
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        return "refused"
+    is_empty_list = isinstance(parsed, list) and not parsed
+    return "either" if is_empty_list or _is_text(parsed) else "refused"
 
 
 def around_limits() -> Iterator[Request]:

@@ -45,13 +45,6 @@ def test_each_fault_of_a_reply_is_named(
     assert [fault.kind for fault in faults_of(request, reply)] == kinds
 
 
-def test_a_drawn_request_depends_only_on_its_seed() -> None:
-    a, b = ([bad_requests.draw(random.Random(seed)) for seed in range(300)] for _ in range(2))
-    assert a == b
-    assert {request.path for request in a} == set(bad_requests.ENDPOINTS)
-    assert {request.expected for request in a} == {"refused", "either"}
-
-
 def test_renamed_loads_differ_only_in_field_names() -> None:
     actions = HostileActions(random.Random(1))
     kinds = set()
