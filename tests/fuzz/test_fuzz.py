@@ -98,7 +98,8 @@ def test_a_planted_bug_is_found(
     suitable = (
         round_
         for round_ in drawn
-        if len(round_.requests) < FEW_REQUESTS
+        # The bug of turns shows where there are many sessions.
+        if (bug == "turn" or len(round_.requests) < FEW_REQUESTS)
         and round_.features >= NEEDED.get(bug, set())
         and (bug not in LEAKS or leaks_are_checked(round_))
     )
