@@ -7,8 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -16,60 +15,52 @@ import pytest
 
 from lookahead_vllm import compilation, kernel_folder
 from lookahead_vllm.draft.options import LookaheadOptions
-from tests.support.compilers import quick_compiler
+from tests.support.driving import engine, generate, random_prompts
+from tests.support.kernels import compiled_since, reset_kernels
 
 ROOT = Path(__file__).parents[2]
 
-GENERATES = """
-import sys
-from pathlib import Path
-from vllm import SamplingParams
-from tests.support.driving import engine, generate, random_prompts
-prompts = [prompt + prompt for prompt in random_prompts(4, 12)]
-with engine(Path(sys.argv[1]), {"proposer": "ngram_trie"}, drafts=None) as llm:
-    generate(llm, prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
-print("DONE")
+COMPILES = """
+import json, sys
+from lookahead_vllm import compilation
+from tests.support.kernels import compiled
+compilation.main(sys.argv[1])
+print(json.dumps(compiled()))
 """
 
 
-@contextmanager
-def compiled_in(path: Path) -> Iterator[Path]:
-    """Code is kept in a folder of this path, which is returned."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOOKAHEAD_VLLM_CACHE", str(path))
-        patch.setattr(kernel_folder, "cache_dir", kernel_folder._persistent_folder)
-        patch.setattr(compilation, "cache_dir", kernel_folder._persistent_folder)
-        yield kernel_folder._persistent_folder()
-
-
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder for compiled code."""
-    with compiled_in(tmp_path) as path:
-        yield path
+    monkeypatch.setenv("LOOKAHEAD_VLLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(kernel_folder, "cache_dir", kernel_folder._persistent_folder)
+    monkeypatch.setattr(compilation, "cache_dir", kernel_folder._persistent_folder)
+    return kernel_folder._persistent_folder()
 
 
-@pytest.fixture(scope="module")
-def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For code that two tests compile, to save time; empty at first."""
-    return tmp_path_factory.mktemp("compiled")
-
-
-def test_an_engine_compiles_nothing_itself(llama: Path, shared_folder: Path) -> None:
-    with compiled_in(shared_folder) as folder, quick_compiler() as compiler:
-        result = subprocess.run(
-            [sys.executable, "-c", GENERATES, str(llama)],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "CXX": compiler},
-        )
-    assert "DONE" in result.stdout, result.stderr
-    (marker,) = folder.glob("compiled-*")  # the last file that the compiling process wrote
-    code = [path for path in folder.rglob("*") if path.suffix in (".nbc", ".so")]
-    assert len(code) > 40
-    assert not [
-        path.name for path in code if path.stat().st_mtime_ns > marker.stat().st_mtime_ns
-    ], result.stderr
+def test_the_process_compiles_all_that_an_engine_runs(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine waits for the process, whose parent lives on: its standard input stays open."""
+    options = LookaheadOptions(proposer="ngram_trie")
+    marker = compilation._marker(options, True)
+    marker.unlink(missing_ok=True)
+    process = subprocess.run(
+        [sys.executable, "-c", COMPILES, json.dumps([options.to_dict(), True])],
+        stdin=os.pipe()[0],
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert marker.exists()
+    waited: list[bool] = []
+    monkeypatch.setattr(compilation, "wait", lambda: waited.append(True))
+    reset_kernels()
+    with engine(llama, {"proposer": "ngram_trie"}, drafts=None) as llm:
+        generate(llm, [prompt * 2 for prompt in random_prompts(4, 12)])
+    assert waited
+    assert not compiled_since(json.loads(process.stdout))
 
 
 def test_a_second_start_compiles_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,22 +90,6 @@ while is_free:
         pass
     time.sleep(0.01)
 """
-
-
-def test_the_process_ends_without_an_error(shared_folder: Path) -> None:
-    """Its parent lives on, so its standard input stays open."""
-    options = LookaheadOptions(proposer="jacobi_window")
-    with compiled_in(shared_folder):
-        marker = compilation._marker(options, False)
-        assert not marker.exists()
-        process = subprocess.Popen(
-            [sys.executable, "-m", compilation.__name__, json.dumps([options.to_dict(), False])],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        assert process.wait() == 0, process.stderr.read()
-    assert marker.exists()
 
 
 def test_the_process_ends_with_its_parent(folder: Path) -> None:

@@ -10,10 +10,6 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from lookahead_vllm.engine.worker.v1.runner import SynchronousRunner
-from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
-from lookahead_vllm.verify.cpu.kv_moves import LatentMover
-from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
 from tests.support.driving import (
     GREEDY,
     drafter_of,
@@ -121,42 +117,3 @@ def test_engine_settings_keep_the_output(
         assert generate(llm, prompts, params) == vanilla
         assert drafter_of(llm).counters.moved_tokens > 50
     assert bool(preempted) == ("num_gpu_blocks_override" in settings)
-
-
-def _linear_positions(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SynchronousRunner, "_shift_mrope", lambda *args: None)
-    patch.setattr(LookaheadRunner, "_with_depths", lambda self, prepare, *args: prepare(*args))
-
-
-def _causal_masks(patch: pytest.MonkeyPatch) -> None:
-    build = PagedBatch.build
-
-    def causal(*args: Any) -> PagedBatch:
-        batch = build(*args)
-        for first, size in zip(batch.firsts.tolist(), batch.sizes.tolist(), strict=True):
-            for row in range(size):
-                batch.masks[first + row, 0] = (2 << row) - 1
-        return batch
-
-    patch.setattr(PagedBatch, "build", causal)
-
-
-def _no_moves(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LatentMover, "_copy", lambda *args: None)
-
-
-@pytest.mark.parametrize(
-    ("name", "plant"),
-    [("qwen2_vl", _linear_positions), ("deepseek_v2", _causal_masks), ("deepseek_v2", _no_moves)],
-)
-def test_a_planted_bug_changes_the_output(
-    name: str, plant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
-    model, prompts = save_config(name, tmp_path), image_prompts(6)
-    with engine(model, **SETTINGS) as plain:
-        vanilla = generate(plain, prompts)
-    record(prompts, vanilla)
-    with engine(model, HIDDEN, **SETTINGS) as llm:
-        assert generate(llm, prompts) != vanilla
-        assert drafter_of(llm).counters.branching_trees > 10

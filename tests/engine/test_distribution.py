@@ -10,13 +10,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from vllm import LLM, SamplingParams, TokensPrompt
 
-from lookahead_vllm.draft.jit import Int32s
-from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine.worker.v1 import runner
+from lookahead_vllm.draft.tree import DraftTree
 from tests.support.driving import drafter_of, engine
 from tests.support.proposers import Planned
 
@@ -24,7 +21,6 @@ PROMPT = [17, 60, 31, 99]
 LENGTH = 3
 SAMPLING: dict[str, Any] = dict(temperature=0.5, top_k=3, ignore_eos=True, detokenize=False)
 SAMPLES = 16_000
-BIAS = 0.02
 P_VALUE_LIMIT = 1e-4
 """A p-value below this fails the test."""
 
@@ -90,38 +86,16 @@ def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], fl
     return 0.5 * math.erfc(z / math.sqrt(2))
 
 
-@pytest.mark.parametrize("biased", [False, True], ids=["exact", "two_percent_off"])
-def test_the_joint_distribution_is_exact_and_a_bias_is_detected(
-    biased: bool,
-    llama: Path,
-    expected: dict[tuple[int, ...], float],
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_joint_distribution_is_plain_vllms(
+    llama: Path, expected: dict[tuple[int, ...], float]
 ) -> None:
-    """The biased verifier accepts the first drafted token unchecked in 2 % of cases."""
-    walk, emit, rng = runner.accepted_paths, runner.emitted_tokens, np.random.default_rng(1)
-
-    def biased_paths(forest: DraftForest, at_roots: Int32s, at_nodes: Int32s) -> Int32s:
-        forced = (rng.random(len(forest)) < BIAS) & (forest.sizes > 0)
-        at_roots[forced] = forest.tokens[forest.firsts[:-1][forced]]
-        emitted_roots.append(at_roots)
-        return walk(forest, at_roots, at_nodes)
-
-    def biased_outputs(
-        forest: DraftForest, rows: Any, paths: Any, at_roots: Int32s, at_nodes: Int32s
-    ) -> Int32s:
-        at_roots[rows] = emitted_roots.pop()
-        return emit(forest, rows, paths, at_roots, at_nodes)
-
-    emitted_roots: list[Int32s] = []
-    if biased:
-        monkeypatch.setattr(runner, "accepted_paths", biased_paths)
-        monkeypatch.setattr(runner, "emitted_tokens", biased_outputs)
+    """A verifier that accepts 2 % of the first nodes unchecked fails this test."""
     with engine(llama, {"proposer": "planned"}, max_num_seqs=128) as llm:
         counts = sample(llm)
         counters = drafter_of(llm).counters
         assert counters.branching_trees > SAMPLES / 2
         assert counters.accepted_nodes > SAMPLES / 20
-    assert (p_value(counts, expected) < P_VALUE_LIMIT) is biased
+    assert p_value(counts, expected) >= P_VALUE_LIMIT
 
 
 def test_p_values_are_1_for_perfect_counts_and_uniform_for_draws() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from vllm import LLM, SamplingParams, TokensPrompt
@@ -15,7 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from tests.fuzz.processes import WorkerExtension
 from tests.support import v2_on_cpu
 from tests.support.driving import engine, generate, generate_staggered, random_prompts
-from tests.support.proposers import RECORDED, record
+from tests.support.proposers import RECORDED
 from tests.support.ranks import (
     GREEDY,
     PROMPTS,
@@ -35,6 +35,40 @@ HYBRID = {"proposer": "hybrid", "num_speculative_tokens": 48, "budget": 24}
 HIDDEN = {"proposer": "hidden_path", "num_speculative_tokens": 16, "budget": 16}
 
 
+THINK, END_OF_THINKING = 3, 4
+PARAMETERS: list[dict[str, Any]] = [
+    {},
+    dict(repetition_penalty=1.3, frequency_penalty=0.4),
+    dict(min_tokens=30, stop_token_ids=list(range(3, 40))),
+    dict(min_p=0.05, logit_bias={11: 2.5}, presence_penalty=0.4),
+    dict(bad_words=["q", "the", "xa", "yb"]),
+    dict(logprobs=3),
+    dict(logprobs=2, repetition_penalty=1.2),
+    dict(structured_outputs=StructuredOutputsParams(regex="[a-f]+ (x|y) the age is [0-9]{20}")),
+    dict(structured_outputs=StructuredOutputsParams(regex="([a-z]{2} )*"), logprobs=1),
+]
+THINKING = [
+    dict(thinking_token_budget=budget, logit_bias={THINK: 3.0, END_OF_THINKING: 1.0})
+    for budget in (0, 3, 7)
+]
+SAMPLING: list[dict[str, Any]] = [
+    dict(temperature=0),
+    dict(temperature=0.9, seed=3, top_k=40),
+]
+BATCHES = [
+    [SamplingParams(**{**how, "max_tokens": 40, **extra}) for extra in extras for how in SAMPLING]
+    for extras in (PARAMETERS, THINKING)
+]
+"""Requests with thinking budgets have a batch of their own: when one ends, vLLM 0.32 and 0.33 may
+apply its state to another request of its batch (`ThinkingBudgetStateHolder.sync_batch`)."""
+TEXTS = random_prompts(len(BATCHES[0]), 30, seed=13)
+WITH_TOKENIZER: dict[str, Any] = dict(
+    skip_tokenizer_init=False,
+    structured_outputs_config={"backend": "xgrammar"},
+    reasoning_config={"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"},
+)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def second_runner() -> Iterator[None]:
     """A CPU has lookahead parallelism in the tests alone."""
@@ -42,11 +76,31 @@ def second_runner() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def plain(llama: Path, second_runner: None) -> Answers:
+class Plain(NamedTuple):
     """What plain vLLM answers on one rank."""
-    with engine(llama) as llm:
-        return plain_answers(llm)
+
+    answers: Answers
+    to_batches: list[tuple[list[int], Any]]
+
+
+@pytest.fixture(scope="module")
+def plain(llama: Path, second_runner: None) -> Plain:
+    with engine(llama, **WITH_TOKENIZER) as llm:
+        return Plain(plain_answers(llm), answers_to_batches(llm))
+
+
+def answers_to_batches(llm: LLM) -> list[tuple[list[int], Any]]:
+    """Tokens and logprobs."""
+    outputs = [
+        output.outputs[0]
+        for params in BATCHES
+        for output in llm.generate(
+            [TokensPrompt(prompt_token_ids=p) for p in TEXTS[: len(params)]],
+            params,
+            use_tqdm=False,
+        )
+    ]
+    return [(list(output.token_ids), output.logprobs) for output in outputs]
 
 
 @contextmanager
@@ -81,37 +135,46 @@ def check_rank(first: Verified, other: Verified) -> None:
     assert first.counters["moved_tokens"] and len(other.trees) > 20
 
 
-def test_two_replicas(llama: Path, plain: Answers, tmp_path: Path) -> None:
-    with replicas(llama, 2, HYBRID, tmp_path) as llm:
-        assert generate_staggered(llm, PROMPTS, GREEDY) == plain.greedy
-        assert generate(llm, PROMPTS, SEEDED) == plain.seeded
-        assert generate_staggered(llm, PROMPTS, GREEDY, reset_every=3) == plain.greedy
+def test_two_replicas(llama: Path, plain: Plain, tmp_path: Path) -> None:
+    answers = plain.answers
+    with replicas(llama, 2, HYBRID, tmp_path, **WITH_TOKENIZER) as llm:
+        assert generate_staggered(llm, PROMPTS, GREEDY) == answers.greedy
+        assert generate(llm, PROMPTS, SEEDED) == answers.seeded
+        assert generate_staggered(llm, PROMPTS, GREEDY, reset_every=3) == answers.greedy
         aborted = generate_staggered(llm, PROMPTS, GREEDY, abort=[1, 4])
-        for i, (answer, whole) in enumerate(zip(aborted, plain.greedy, strict=True)):
+        for i, (answer, whole) in enumerate(zip(aborted, answers.greedy, strict=True)):
             assert answer == whole or (i in (1, 4) and answer[0] == whole[0][: len(answer[0])])
         check_ranks(llm)
+        # Parameters, grammars and logprobs: nodes of some requests are shared, of others not.
+        for _ in range(2):
+            check_batches(answers_to_batches(llm), plain.to_batches)
 
 
-def test_four_replicas(llama: Path, plain: Answers, tmp_path: Path) -> None:
-    with replicas(llama, 4, HYBRID, tmp_path) as llm:
-        assert generate(llm, PROMPTS, GREEDY) == plain.greedy
-        assert generate(llm, PROMPTS, SEEDED) == plain.seeded
-        check_ranks(llm)
+def check_batches(answers: list[Any], expected: list[Any]) -> None:
+    for (tokens, logprobs), (same_tokens, same_logprobs) in zip(answers, expected, strict=True):
+        assert tokens == same_tokens
+        assert (logprobs is None) == (same_logprobs is None)
+        for at_token, same in zip(logprobs or (), same_logprobs or (), strict=True):
+            assert at_token.keys() == same.keys()
+            for token, logprob in same.items():
+                assert at_token[token].logprob == pytest.approx(logprob.logprob, abs=1e-4)
 
 
-def test_replicas_of_two_ranks_each(llama: Path, plain: Answers, tmp_path: Path) -> None:
-    with replicas(llama, 2, HYBRID, tmp_path, tensor_parallel_size=2) as llm:
-        assert generate(llm, PROMPTS, GREEDY) == plain.greedy
-        assert generate(llm, PROMPTS, SEEDED) == plain.seeded
-        first, same, *others = llm.collective_rpc(verified)
-        assert first.trees == same.trees
-        for other in others:
+@pytest.mark.parametrize(("count", "ranks"), [(3, 1), (2, 2)])
+def test_more_ranks(llama: Path, plain: Plain, tmp_path: Path, count: int, ranks: int) -> None:
+    with replicas(llama, count, HYBRID, tmp_path, tensor_parallel_size=ranks) as llm:
+        assert generate(llm, PROMPTS, GREEDY) == plain.answers.greedy
+        assert generate(llm, PROMPTS, SEEDED) == plain.answers.seeded
+        first, *same = llm.collective_rpc(verified)
+        for other in same[: ranks - 1]:
+            assert first.trees == other.trees
+        for other in same[ranks - 1 :]:
             check_rank(first, other)
 
 
 def test_preempted_requests_and_cached_prefixes(
     llama: Path,
-    plain: Answers,
+    plain: Plain,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -126,75 +189,7 @@ def test_preempted_requests_and_cached_prefixes(
     few = {"num_gpu_blocks_override": 12, "block_size": 32, "enable_prefix_caching": True}
     tight = {"max_num_seqs": 4, "max_num_batched_tokens": 100}
     with replicas(llama, 2, HYBRID, tmp_path, **few, **tight) as llm:
-        assert generate_staggered(llm, PROMPTS, GREEDY) == plain.greedy
-        assert generate(llm, PROMPTS, SEEDED) == plain.seeded
+        assert generate_staggered(llm, PROMPTS, GREEDY) == plain.answers.greedy
+        assert generate(llm, PROMPTS, SEEDED) == plain.answers.seeded
         check_ranks(llm)
     assert preempted
-
-
-THINK, END_OF_THINKING = 3, 4
-PARAMETERS: list[dict[str, Any]] = [
-    {},
-    dict(repetition_penalty=1.3, frequency_penalty=0.4),
-    dict(min_tokens=30, stop_token_ids=list(range(3, 40))),
-    dict(min_p=0.05, logit_bias={11: 2.5}, presence_penalty=0.4),
-    dict(bad_words=["q", "the", "xa", "yb"]),
-    dict(logprobs=3),
-    dict(logprobs=2, repetition_penalty=1.2),
-    dict(structured_outputs=StructuredOutputsParams(regex="[a-f]+ (x|y) the age is [0-9]{20}")),
-    dict(structured_outputs=StructuredOutputsParams(regex="([a-z]{2} )*"), logprobs=1),
-]
-THINKING = [
-    dict(thinking_token_budget=budget, logit_bias={THINK: 3.0, END_OF_THINKING: 1.0})
-    for budget in (0, 3, 7)
-]
-
-
-def test_parameters_grammars_and_logprobs(llama: Path, tmp_path: Path) -> None:
-    """In one batch, greedy and seeded: nodes of some requests are shared, of others not.
-
-    Requests with thinking budgets have a batch of their own: when one ends, vLLM 0.32 and 0.33 may
-    apply its state to another request of its batch (`ThinkingBudgetStateHolder.sync_batch`).
-    """
-    sampling: list[dict[str, Any]] = [dict(temperature=0), dict(temperature=0.9, seed=3, top_k=40)]
-    batches = [
-        [
-            SamplingParams(**{**how, "max_tokens": 40, **extra})
-            for extra in extras
-            for how in sampling
-        ]
-        for extras in (PARAMETERS, THINKING)
-    ]
-    prompts = random_prompts(len(batches[0]), 30, seed=13)
-    settings = dict(
-        skip_tokenizer_init=False,
-        structured_outputs_config={"backend": "xgrammar"},
-        reasoning_config={"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"},
-    )
-
-    def answers(llm: LLM) -> list[tuple[list[int], Any]]:
-        outputs = [
-            output.outputs[0]
-            for params in batches
-            for output in llm.generate(
-                [TokensPrompt(prompt_token_ids=p) for p in prompts[: len(params)]],
-                params,
-                use_tqdm=False,
-            )
-        ]
-        return [(list(output.token_ids), output.logprobs) for output in outputs]
-
-    with engine(llama, **settings) as llm:
-        expected = answers(llm)
-    record([*prompts, *prompts[: len(batches[1])]], [[tokens] for tokens, _ in expected])
-    with replicas(llama, 2, HIDDEN, tmp_path, **settings) as llm:
-        for (tokens, logprobs), (same_tokens, same_logprobs) in zip(
-            answers(llm), expected, strict=True
-        ):
-            assert tokens == same_tokens
-            assert (logprobs is None) == (same_logprobs is None)
-            for at_token, same in zip(logprobs or (), same_logprobs or (), strict=True):
-                assert at_token.keys() == same.keys()
-                for token, logprob in same.items():
-                    assert at_token[token].logprob == pytest.approx(logprob.logprob, abs=1e-4)
-        check_ranks(llm)

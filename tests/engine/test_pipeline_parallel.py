@@ -15,12 +15,10 @@ from vllm import LLM
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine import messages
-from lookahead_vllm.engine.worker.draft_step import DraftStep
-from lookahead_vllm.engine.worker.v1 import stages
 from lookahead_vllm.engine.worker.v2 import stages as stages_v2
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 from lookahead_vllm.verify.node_layout import NodeLayout
+from tests.support import v2_on_cpu
 from tests.support.driving import engine, generate, generate_staggered
 from tests.support.ranks import (
     GREEDY,
@@ -48,8 +46,15 @@ def two_stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, A
         yield {"pipeline_parallel_size": 2}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def second_runner() -> Iterator[None]:
+    """A CPU has pipelines in the tests alone."""
+    with v2_on_cpu.enabled():
+        yield
+
+
 @pytest.fixture(scope="module")
-def plain(llama: Path, shared_runner: str) -> Answers:
+def plain(llama: Path, second_runner: None) -> Answers:
     """What plain vLLM answers in one stage; two give the same, as they split no sum."""
     with engine(llama) as llm:
         return plain_answers(llm)
@@ -93,41 +98,6 @@ def stages_of(llm: LLM) -> tuple[Verified, Verified]:
     return first, last
 
 
-def test_preempted_requests_and_cached_prefixes(
-    llama: Path,
-    two_stages: dict[str, Any],
-    plain: Answers,
-    shared_runner: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A request that starts again gives the first stage all its tokens, not only the last ones."""
-    in_flight: list[bool] = []
-    original = Scheduler._preempt_request
-
-    def count(self: Scheduler, request: Any, *args: Any, **kwargs: Any) -> None:
-        in_flight.append(request.num_in_flight_tokens > 0)
-        original(self, request, *args, **kwargs)
-
-    monkeypatch.setattr(Scheduler, "_preempt_request", count)
-    few = {"num_gpu_blocks_override": 12, "block_size": 32, "enable_prefix_caching": True}
-    with pipeline(llama, two_stages, FIXED, **few) as llm:
-        assert is_exact(llm, plain)
-        first, last = stages_of(llm)
-    assert any(in_flight), "no request was preempted while a step of it was under way"
-    assert last.counters["moved_tokens"] > 0
-    if shared_runner == "v1":  # on V2, that stage's device alone knows what it moves
-        assert 0 < first.counters["moved_tokens"] <= last.counters["moved_tokens"]
-
-
-@pytest.mark.parametrize("shared_runner", ["v2"], indirect=True)
-def test_chains(llama: Path, two_stages: dict[str, Any], plain: Answers) -> None:
-    with pipeline(llama, two_stages, {"draft": "single", **FIXED}) as llm:
-        assert is_exact(llm, plain)
-        _, last = stages_of(llm)
-        assert not any(branching for _, branching in last.trees)
-        assert last.counters["accepted_nodes"] > 20
-
-
 def count_moves(worker: Any) -> None:
     """In a worker: count the nodes whose KV is moved."""
     worker.moved = 0
@@ -141,15 +111,43 @@ def count_moves(worker: Any) -> None:
     mover.move_paths = move_paths
 
 
-@pytest.mark.parametrize("shared_runner", ["v2"], indirect=True)
-def test_the_first_stage_keeps_the_kv_of_accepted_nodes(
-    llama: Path, two_stages: dict[str, Any], plain: Answers
+def draft_chains(worker: Any) -> None:
+    """In a worker: from now on no tree branches."""
+    worker.model_runner.drafter.may_branch = False
+    worker.model_runner.recorded_trees.clear()
+
+
+def test_preempted_requests_and_cached_prefixes(
+    llama: Path,
+    two_stages: dict[str, Any],
+    plain: Answers,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pipeline(llama, two_stages, FIXED) as llm:
+    """A request that starts again gives the first stage all its tokens, not only the last ones.
+
+    First in trees, whose accepted nodes both stages move, then in chains.
+    """
+    in_flight: list[bool] = []
+    original = Scheduler._preempt_request
+
+    def count(self: Scheduler, request: Any, *args: Any, **kwargs: Any) -> None:
+        in_flight.append(request.num_in_flight_tokens > 0)
+        original(self, request, *args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", count)
+    few = {"num_gpu_blocks_override": 12, "block_size": 32, "enable_prefix_caching": True}
+    with pipeline(llama, two_stages, FIXED, **few) as llm:
         llm.collective_rpc(count_moves)
         assert is_exact(llm, plain)
-        first, last = llm.collective_rpc(lambda worker: worker.moved)
-        assert first == last > 20
+        accepted = stages_of(llm)[1].counters["accepted_nodes"]
+        moved = llm.collective_rpc(lambda worker: worker.moved)
+        assert moved[0] == moved[1] > 20
+        llm.collective_rpc(draft_chains)
+        assert is_exact(llm, plain)
+        _, last = stages_of(llm)
+    assert not any(branching for _, branching in last.trees)
+    assert last.counters["accepted_nodes"] > accepted + 20
+    assert any(in_flight), "no request was preempted while a step of it was under way"
 
 
 def test_a_stage_moves_nothing_of_a_request_that_has_ended() -> None:
@@ -195,58 +193,3 @@ def test_the_stages_get_as_many_tokens_as_they_expect(width: int, sent: int) -> 
     output, *counts = Runner().sample()
     assert output.sampled_token_ids.shape == (2, sent) and counts == [1, 2]
     assert output.sampled_token_ids.sum() == 2 * width
-
-
-class Moved:
-    """A mover that records slots."""
-
-    def __init__(self) -> None:
-        self.slots: list[tuple[list[int], list[int]]] = []
-
-    def move(self, origins: torch.Tensor, targets: torch.Tensor) -> None:
-        self.slots.append((origins.tolist(), targets.tolist()))
-
-
-@pytest.mark.parametrize("keeps_kv", [True, False])
-def test_an_earlier_stage_learns_the_accepted_path(keeps_kv: bool) -> None:
-    """Also of a request that is in no row now. Blocks of a preempted request are others'."""
-    tree = DraftTree.from_lists([7, 8, 9], [-1, -1, 1])  # 7, and 8 before 9
-    forest, rows = DraftForest.of([tree, tree]), np.array([0, 1])
-    starts, contexts, none = np.array([0, 4]), np.array([30, 5]), np.zeros(2, np.int64)
-    step = DraftStep(forest, rows, starts, contexts, np.ones(2, np.bool_), none)
-    requests = {
-        name: SimpleNamespace(output_token_ids=[1], block_ids=([3, 5],)) for name in ("a", "b")
-    }
-    row = np.zeros((1, 20), np.int32)
-    batch = SimpleNamespace(
-        req_id_to_index={"b": 0},
-        num_tokens_no_spec=np.array([6]),
-        token_ids_cpu=row,
-        is_token_ids=np.zeros((1, 20), np.bool_),
-    )
-    mover = Moved()
-    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32))
-    counters = SimpleNamespace(moved_tokens=0)
-    runner = SimpleNamespace(
-        requests=requests,
-        input_batch=batch,
-        device="cpu",
-        kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
-        drafter=SimpleNamespace(recorder=SimpleNamespace(counters=counters)),
-        _movers=[mover],
-    )
-    stage = stages.EarlierStage()
-    stage.remember(step, ["a", "b"])
-    emitted = {
-        "a": messages.Emitted([8, 9, 2], keeps_kv),
-        "b": messages.Emitted([8, 3], keeps_kv),
-        "ended": messages.Emitted([8, 3], keeps_kv),
-    }
-    stage.settle(runner, emitted)
-    assert requests["a"].output_token_ids == [1, 8, 9]
-    assert requests["b"].output_token_ids == [1, 8]
-    assert row[0].tolist() == [0] * 6 + [8] + [0] * 13
-    assert batch.num_tokens_no_spec[0] == 7
-    # The root of "a" has position 30, so its nodes are in the slots of positions 31 to 33.
-    slots = ([5 * 32, 5 * 32 + 1, 3 * 32 + 7], [3 * 32 + 31, 5 * 32, 3 * 32 + 6])
-    assert mover.slots == ([slots] if keeps_kv else [])

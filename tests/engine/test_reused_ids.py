@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 
-from lookahead_vllm.engine.scheduler.late_outputs import LateOutputs
 from tests.support.driving import engine, generate
 
 OLD, NEW, OTHER = [5, 6, 7, 8] * 8, [9, 10, 11] * 6, [20, 21] * 5
@@ -75,28 +71,3 @@ def test_late_outputs_do_not_belong_to_the_next_request_with_the_id(
         generate(llm, [OLD, NEW, OTHER], params)  # bursts need a text that is known
         for script in SCRIPTS:
             assert answers_after(llm, script, params) == {"x": new, "y": other}, script
-
-
-@dataclass
-class Step:
-    num_scheduled_tokens: dict[str, int]
-    scheduled_spec_decode_tokens: dict[str, list[int]]
-
-
-def test_all_steps_in_flight_of_all_ended_requests_are_left_out() -> None:
-    late = LateOutputs()
-
-    def left(**scheduled: int) -> list[str]:
-        step: Any = Step(scheduled, {i: [1] for i in scheduled})
-        got = late.without_ended(step)
-        assert got.num_scheduled_tokens.keys() == got.scheduled_spec_decode_tokens.keys()
-        return list(got.num_scheduled_tokens)
-
-    late.end(SimpleNamespace(request_id="x", num_in_flight_tokens=5))  # type: ignore[arg-type]
-    late.end(SimpleNamespace(request_id="x", num_in_flight_tokens=7))  # type: ignore[arg-type]
-    late.end(SimpleNamespace(request_id="y", num_in_flight_tokens=0))  # type: ignore[arg-type]
-    assert left(x=4, y=1) == ["y"]
-    assert left(y=1) == ["y"]
-    assert left(x=1) == []
-    assert left(x=7, z=2) == ["z"]
-    assert left(x=3) == ["x"]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import envs
 
 from lookahead_vllm.draft.cache import file as cache_file
+from tests.support import ray_cluster
 from tests.support.driving import engine
 from tests.support.ranks import Answers, check_lookahead
+from tests.support.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.usefixtures("runner")
 
@@ -23,3 +28,33 @@ def test_ranks_verify_the_same_trees(
         check_lookahead(llm, plain_of_two_ranks)
     assert len(list(tmp_path.glob("lookahead_step_cost/*"))) == 1
     assert cache_file.read_header(cache).namespaces == 1
+
+
+@pytest.fixture
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    if find_spec("ray") is None:
+        pytest.skip("ray is not installed; scripts/setup.sh installs it")
+    folder = tmp_path_factory.mktemp("ray")
+    with pytest.MonkeyPatch.context() as patch, ray_cluster.running(folder, patch) as running:
+        yield running
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["v2"], indirect=True)
+def test_over_ray_they_do_too(
+    llama: Path,
+    two_ranks: dict[str, Any],
+    plain_of_two_ranks: Answers,
+    cluster: RayCluster,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The front-end, the engine's core and two ranks are processes of their own, which end."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the tests call their functions
+    envs.disable_envs_cache()  # an earlier engine of this process may have read them
+    lookahead = {"proposer": "hybrid", "num_speculative_tokens": 16, "budget": 16}
+    settings = {**two_ranks, "distributed_executor_backend": "ray"}
+    with engine(llama, lookahead, **settings) as llm:
+        assert len(cluster.ranks()) == 2
+        check_lookahead(llm, plain_of_two_ranks)
+    cluster.wait_until_idle()

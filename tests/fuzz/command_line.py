@@ -27,20 +27,6 @@ ENVIRONMENT = {
 }
 """Defaults, set before vLLM is imported and processes start."""
 
-PLANTS = {
-    "mask": (("v1", "v2"), "a wrong bit in a tree's mask"),
-    "namespace": (("v1", "v2"), "one namespace for all requests"),
-    "kv": (("v1",), "KV moved one slot too far"),
-    "generator": (("v1",), "a generator one draw ahead"),
-    "row": (("v1",), "the prompt of the previous request in the same batch row"),
-    "turn": (("v1",), "drafts after the stop of a session's turn count as computed"),
-    "trim-in-place": (("v2",), "the scheduler's own output is trimmed, not a copy"),
-    "short-walk": (("v2",), "the walk that moves KV ends one level above the last token's"),
-    "late-move": (("v2",), "KV moved after the next step's forward pass"),
-    "position": (("v2",), "the nodes' positions one too high"),
-}
-"""Bugs of plant.py: the runners that can have one, and what it does."""
-
 DESCRIPTION = (
     "Send the same random requests to plain vLLM and lookahead until their answers differ."
 )
@@ -71,11 +57,6 @@ examples:
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60 --runner v2 --elsewhere 0.5
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --seed 7 --round 12
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --models deepseek_v2,deepseek_v3,falcon_h1
-  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 2 --plant kv
-  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 2 --runner v2 --plant late-move
-  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 5 --plant namespace
-  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 10 --http --ranks 2
-  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60 --parallel 2
 """
 
 
@@ -96,13 +77,14 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         "--runner",
         type=_runners,
         metavar="{v1,v2}",
-        help="vLLM's model runner of both engines; v1,v2 plays them in turn (default: v1,v2 or "
-        "those that the other options allow)",
+        default=["v1", "v2"],
+        help="vLLM's model runner of both engines; v1,v2 plays them in turn (default: v1,v2)",
     )
     add(
         "--elsewhere",
         type=float,
         metavar="SHARE",
+        default=0.125,
         help="the share of the rounds on v2 in which lookahead's engine runs in other processes "
         "(default: 0.125)",
     )
@@ -114,59 +96,14 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         help="this model instead of the tiny ones; prompts are cut from this project's README",
     )
     add(
-        "--http",
-        action="store_true",
-        help="two real servers for each round, and concurrent clients; lookahead gets all requests "
-        "twice, and its proposer is never one of the tests'",
-    )
-    add(
-        "--ranks",
-        type=int,
-        default=1,
-        metavar="N",
-        help="with --http: tensor-parallel processes of each server",
-    )
-    add(
-        "--parallel",
-        type=int,
-        default=1,
-        metavar="D",
-        help="lookahead parallelism: D replicas, in processes of their own",
-    )
-    add(
         "--models",
         metavar="A,B",
         help="names from tests/support/models.py and hybrid_models.py (default: all)",
     )
-    add(
-        "--plant",
-        choices=PLANTS,
-        help="plant a bug in lookahead, to see that it is found: "
-        + ", ".join(f"{name} ({about})" for name, (_, about) in PLANTS.items()),
-    )
+    add("--plant", metavar="BUG", help="plant a bug of tests/fuzz/plant.py, such as kv")
     args = parser.parse_args(argv)
-    if args.plant and args.http:
-        parser.error("--plant changes engines in this process, not servers; leave --http out")
-    if args.runner and args.http:
-        parser.error("--runner is not for --http")
-    possible = PLANTS[args.plant][0] if args.plant else ("v1", "v2")
-    if args.parallel != 1 and (args.http or args.plant):
-        parser.error("--parallel is for replicas in other processes; leave out what is not")
-    if args.parallel != 1:
-        possible = ("v2",)
-    args.runners = args.runner or (["v1"] if args.http else [*possible])
-    if args.plant and not set(args.runners) <= set(possible):
-        parser.error(f"--plant {args.plant} is for --runner {','.join(possible)}")
-    if args.elsewhere is None:
-        args.elsewhere = 0.0 if args.plant else 0.125
-    elif not 0 <= args.elsewhere <= 1:
+    if not 0 <= args.elsewhere <= 1:
         parser.error(f"--elsewhere {args.elsewhere} was given, but a share is between 0 and 1")
-    elif args.plant:
-        parser.error("bugs cannot be planted in other processes; leave --elsewhere out")
-    if args.ranks < 1:
-        parser.error(f"--ranks {args.ranks} was given, but a server has 1 or more")
-    if args.ranks != 1 and not args.http:
-        parser.error("--ranks is for servers; write --http, too")
     if args.model and not (args.model / "config.json").is_file():
         parser.error(f"--model: there is no {args.model / 'config.json'}")
     if args.round is not None and args.seed is None:
@@ -179,11 +116,7 @@ def repeat_command(seed: int, number: int, args: argparse.Namespace) -> str:
     command = f"scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --seed {seed} --round {number}"
     command += f" --models {args.models}" if args.models else ""
     command += f" --model {args.model}" if args.model else ""
-    command += " --http" if args.http else ""
-    command += f" --ranks {args.ranks}" if args.ranks != 1 else ""
-    command += f" --runner {','.join(args.runner)}" if args.runner else ""
-    command += f" --elsewhere {args.elsewhere}" if args.elsewhere not in (0.0, 0.125) else ""
-    command += f" --parallel {args.parallel}" if args.parallel != 1 else ""
+    command += f" --runner {','.join(args.runner)} --elsewhere {args.elsewhere}"
     command += f" --plant {args.plant}" if args.plant else ""
     return f"\nrepeat it with:\n  {command}\n"
 
@@ -202,7 +135,7 @@ def models_and_text(args: argparse.Namespace) -> tuple[list[str], list[int] | No
     if args.model:
         readme = (ROOT / "README.md").read_text(encoding="utf-8")
         return [str(args.model)], AutoTokenizer.from_pretrained(args.model).encode(readme)
-    return ["llama"] if args.http else models, None
+    return models, None
 
 
 def play_rounds(
@@ -210,19 +143,16 @@ def play_rounds(
 ) -> Any:
     """Play until something is found or the time is up; the `Report`, or None if a round raised."""
     from tests.fuzz.draw import draw_round
-    from tests.fuzz.over_http import Servers
     from tests.fuzz.play import Rounds
     from tests.fuzz.report import Report
 
     report = Report()
     deadline = time.monotonic() + 60 * args.minutes
     number = 0 if args.round is None else args.round
-    player = Servers(folder, args.model, args.ranks) if args.http else Rounds(folder)
+    player = Rounds(folder)
     while args.round is not None or time.monotonic() < deadline:
-        runner = args.runners[number % len(args.runners)]
-        round_ = draw_round(
-            f"{seed}-{number}", models, text, args.http, runner, args.elsewhere, args.parallel
-        )
+        runner = args.runner[number % len(args.runner)]
+        round_ = draw_round(f"{seed}-{number}", models, text, runner, args.elsewhere)
         try:
             played = player.compare(round_)
         except Exception:
@@ -231,7 +161,7 @@ def play_rounds(
             print(repeat_command(seed, number, args))
             return None
         report.add(round_, played)
-        if report.failed or args.http or number % 10 == 0:
+        if report.failed or number % 10 == 0:
             left = max(0, deadline - time.monotonic()) / 60
             print(f"round {number}: {report.summary()}; {left:.0f} min left", flush=True)
         if report.failed:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lookahead_vllm.draft.registry import HAVE_WINDOW
-from tests.fuzz.round import TWO_STAGES, Request, Round
-from tests.support.parser_texts import tool_texts
+from tests.fuzz.round import TWO_REPLICAS, TWO_STAGES, Request, Round
 
 VOCAB = 128
 SPECIAL = 5
@@ -21,9 +20,6 @@ HYBRIDS = ("falcon_h1", "nemotron_h", "granite4", "zamba2", "lfm2", "qwen3_next"
 """Models with recurrent layers, see tests/support/hybrid_models.py."""
 IN_STAGES = ("llama", "mixtral", "qwen2", "qwen3")
 """Models that also run in a pipeline."""
-
-TOOL_PARSERS = ("xlam", "pythonic", "llama3_json")
-"""Parsers of formats without tokens of their own."""
 
 Draw = Callable[[random.Random], dict[str, Any]]
 
@@ -123,10 +119,8 @@ def draw_round(
     seed: str,
     models: list[str],
     text: list[int] | None = None,
-    http: bool = False,
     runner: str = "v1",
     elsewhere_share: float = 0.125,
-    parallel: int = 1,
 ) -> Round:
     """Draw the round of this seed; equal arguments give equal rounds.
 
@@ -134,14 +128,10 @@ def draw_round(
     ----------
     text
         Token ids that prompts are cut from, for a model outside tests/support/models.py.
-    http
-        Both engines are servers.
     runner
         See `Round`.
     elsewhere_share
         On V2: the probability that lookahead's engine runs in other processes.
-    parallel
-        Lookahead's replicas; more than one have processes of their own.
     """
     rng = random.Random(seed)
     model = rng.choice(models)
@@ -149,29 +139,24 @@ def draw_round(
     draws = FeatureDraws(rng, features)
     tiny = text is None
     elsewhere = ""
-    if parallel == 1 and runner == "v2" and rng.random() < elsewhere_share:
+    if runner == "v2" and rng.random() < elsewhere_share:
         elsewhere = rng.choice(
             ["engine and worker"]
             + [TWO_STAGES] * (model in IN_STAGES)
-            + ["2 replicas"] * (model not in HYBRIDS)
+            + [TWO_REPLICAS] * (model not in HYBRIDS)
         )
-        parallel = 2 if elsewhere == "2 replicas" else 1
-    if parallel > 1:
-        elsewhere = f"{parallel} replicas"
-    if elsewhere:
         features.add(f"other processes: {elsewhere}")
-    settings = _draw_settings(draws, model, tiny, http, runner)
+    settings = _draw_settings(draws, model, tiny, runner)
     # After reasoning, a grammar and the rest of a longer end may leave no permitted token.
     short_end = runner == "v2" and "reasoning_parser" in settings
     stress = _draw_stress(draws, model, settings, tiny, short_end)
-    lookahead = _draw_lookahead(draws) | ({"parallel": parallel} if parallel > 1 else {})
+    lookahead = _draw_lookahead(draws) | ({"parallel": 2} if elsewhere == TWO_REPLICAS else {})
     if "lora" in features and "chunked prefill" in features:
         # With LoRA, vLLM reserves room for all drafts.
         per_request = 1 + lookahead["num_speculative_tokens"]
         stress["max_num_batched_tokens"] = stress["max_num_seqs"] * per_request
     requests = _draw_requests(draws, text, settings)
-    # The HTTP client of over_http.py sends no references.
-    if not http and draws.has("references", 0.4):
+    if draws.has("references", 0.4):
         _add_references(rng, requests, text)
     if lookahead["proposer"] == "hybrid":
         for request in rng.sample(requests, len(requests) // 2):
@@ -180,11 +165,10 @@ def draw_round(
             request.params.setdefault("extra_args", {})["lookahead_proposer"] = chosen
     # After a preemption, plain vLLM restarts its count of thinking tokens; and a prompt in chunks
     # would start again and again.
-    may_reset = not http and model not in HYBRIDS
-    may_reset = may_reset and features.isdisjoint({"thinking", "chunked prefill"})
+    may_reset = model not in HYBRIDS and features.isdisjoint({"thinking", "chunked prefill"})
     reset_every = rng.choice([2, 5]) if draws.has("resets", 0.15 * may_reset) else 0
     # Sessions keep KV while they wait, and plain vLLM keeps the thinking tokens of earlier turns.
-    may_have_sessions = not http and features.isdisjoint({"thinking", "preemption", "resets"})
+    may_have_sessions = features.isdisjoint({"thinking", "preemption", "resets"})
     if draws.has("sessions", 0.3 * may_have_sessions):
         _add_sessions(rng, requests, text, settings["max_model_len"])
     return Round(
@@ -192,9 +176,7 @@ def draw_round(
     )
 
 
-def _draw_settings(
-    draws: FeatureDraws, model: str, tiny: bool, http: bool, runner: str
-) -> dict[str, Any]:
+def _draw_settings(draws: FeatureDraws, model: str, tiny: bool, runner: str) -> dict[str, Any]:
     """Draw the arguments of both engines."""
     rng, has = draws.rng, draws.has
     settings: dict[str, Any] = dict(
@@ -207,13 +189,13 @@ def _draw_settings(
             ["raw_logits", "processed_logprobs", "processed_logits"]
         )
     has("custom_logits_processor", 0.25)
-    lora = model == "llama" and not http and has("lora", 0.7)
+    lora = model == "llama" and has("lora", 0.7)
     if lora:
         settings.update(enable_lora=True, max_loras=2, max_lora_rank=8)
     # With LoRA, vLLM's embedding layer cannot embed only some of a step's tokens.
     # And the embeddings of tokens are read from an engine of this process.
     elsewhere = any(feature.startswith("other processes") for feature in draws.features)
-    if not (http or elsewhere or lora) and has("prompt embeddings", 0.35):
+    if not (elsewhere or lora) and has("prompt embeddings", 0.35):
         settings["enable_prompt_embeds"] = True
     if has("structured output", 0.5):
         # Guidance has no room for the token that prompt embeddings add to the tokenizer, on V2 nor
@@ -228,9 +210,6 @@ def _draw_settings(
         if tiny and has("structured output after reasoning", 0.2):
             settings["reasoning_parser"] = "deepseek_r1"
     has("chosen_logprobs", 0.15)
-    if http and has("parsers", 0.5):
-        settings.update(enable_auto_tool_choice=True, tool_call_parser=rng.choice(TOOL_PARSERS))
-        settings.setdefault("reasoning_parser", "granite")
     return settings
 
 
@@ -274,7 +253,7 @@ def _draw_lookahead(draws: FeatureDraws) -> dict[str, Any]:
     nodes = rng.choice([1, 4, 8, 16, 16, 32])
     lookahead: dict[str, Any] = dict(proposer=proposer, num_speculative_tokens=nodes, budget=nodes)
     if proposer == "ngram_trie":
-        lookahead["draft"] = rng.choice(["hierarchical", "single"])
+        lookahead["draft"] = rng.choice(["hierarchical", "parallel", "single"])
     if proposer in ("ngram_trie", "hybrid"):
         lookahead["share"] = rng.choice(["all", "namespace", "namespace", "none"])
         for option in ("accept_namespaces", "accept_references"):
@@ -283,6 +262,8 @@ def _draw_lookahead(draws: FeatureDraws) -> dict[str, Any]:
     if proposer in HAVE_WINDOW:
         lookahead["ngram_size"] = rng.choice([2, 3, 4, 5, 5])
         lookahead["pool_from_prompt"] = rng.random() < 0.5
+        if proposer == "hybrid":
+            lookahead["sources"] = rng.choice(["both", "both", "prompt", "output", "none"])
     return lookahead
 
 
@@ -404,7 +385,6 @@ def _draw_request(
     prompt = prompt[: settings["max_model_len"] - 8]
     request = Request(
         prompt,
-        chat=len(prompt) % 2 == 0,
         params=dict(max_tokens=rng.choice([1, 3, 12, 40, 40, 60])),
         namespace=tenant.namespace,
         salt=tenant.salt,
@@ -431,13 +411,7 @@ def _draw_request(
         if rng.random() < 0.2:
             request.features.add("n > 1")
             params["n"] = rng.randint(2, 3)
-    request.calls_tools = request.chat and "parsers" in features
-    if request.calls_tools and rng.random() < 0.6:
-        calls = tool_texts(settings["tool_call_parser"])
-        request.structured = {"choice": rng.sample(sorted(calls.values()), 2)}
-        request.features.add("tool calls")
-        params["max_tokens"] = 80
-    elif "structured output" in features and rng.random() < 0.5:
+    if "structured output" in features and rng.random() < 0.5:
         request.structured = rng.choice(SCHEMAS)
         request.features.add(f"structured output, {next(iter(request.structured))}")
     _draw_params(rng, request, features)

@@ -134,21 +134,30 @@ Patch = tuple[Any, str, Callable[[Any], Any]]
 """The object and the attribute that are replaced, and the wrapper of the original."""
 
 BUGS: dict[str, list[Patch]] = {
+    # A wrong bit in a tree's mask.
     "mask": [(TreeBatch, "build", _wrong_mask_bit)],
+    # One namespace for all requests.
     "namespace": [(request_options, "shared_namespace", _one_namespace)],
+    # KV moved one slot too far.
     "kv": [(KVMover, "move", _moved_one_too_far)],
+    # A generator one draw ahead.
     "generator": [(GeneratorStates, "generator_after", _one_draw_ahead)],
+    # The prompt of the previous request in the same row of the batch.
     "row": [(SynchronousRunner, "_follow", _prompt_of_the_row)],
+    # Drafts after the stop of a session's turn count as computed.
     "turn": [(LookaheadScheduler, "_handle_stopped_request", _not_corrected)],
+    # The scheduler's own output is trimmed, not a copy.
     "trim-in-place": [(LookaheadRunner, "_fill_slots", _trimmed_in_place)],
+    # The walk that moves KV ends one level above the last token's.
     "short-walk": [(second_sampler, "walk", _one_level_short)],
+    # KV moved after the next step's forward pass.
     "late-move": [
         (LookaheadRunner, "_move", _remembered),
         (LookaheadRunner, "sample_tokens", _after_the_forward_pass),
     ],
+    # The nodes' positions one too high.
     "position": [(NodeLayout, "build", _one_too_high), (Split, "write", _one_level_deeper)],
 }
-"""By name, see `command_line.PLANTS`."""
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.engine.worker.step_recorder import Counters
 from tests.fuzz.isolation import Leak, LeakDetector
 from tests.fuzz.processes import counters_of, engine_elsewhere
+from tests.fuzz.replies import Difference, Reply, differences
 from tests.fuzz.round import TWO_STAGES, Request, Round
 from tests.fuzz.spies import branching_requests, recorded_drafts
 from tests.support import proposers, v2_on_cpu
@@ -39,7 +39,6 @@ from tests.support.processors import NoRepeat, NoRepeatOnV2
 from tests.support.tokenizer import save_tokenizer
 
 CONFIGS = TINY | HYBRIDS
-LOGPROB_TOLERANCE = 1e-3
 LAST_BITS = 4e-6
 """How much another order of additions may change a logit in float32, relative to the largest logit.
 
@@ -47,56 +46,6 @@ The attention scores of these models are large: lookahead's kernel and PyTorch b
 float64 by up to 1.2e-5 of an output's mean."""
 PERTURBATIONS = 24
 MAX_STEPS = 20_000
-FORBIDDEN_LOGPROB = -1e6
-"""Logprobs below this are those of forbidden tokens."""
-ZERO_PROBABILITY_GAP = 104.0
-"""A token this many nats below the best has probability 0 in float32; vLLM forbids it if another
-request of the batch has a top-p."""
-
-
-@dataclass
-class Answer:
-    """One of the n answers to a request, or the answer to a session's turn."""
-
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[Any] = field(default_factory=list)
-    finish: tuple[Any, Any] = (None, None)
-
-
-@dataclass
-class Reply:
-    """Everything that the engine returns for one request."""
-
-    answers: dict[int, Answer] = field(default_factory=dict)
-    prompt_logprobs: Any = None
-    refused: str | None = None
-
-    def add(self, output: Any, streamed: bool, turn: int = 0) -> None:
-        """Append an output, or replace the earlier ones if it is not streamed.
-
-        The answer to each turn of a session is an answer of its own.
-        """
-        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
-        for part in output.outputs:
-            answer = self.answers.setdefault(turn + part.index, Answer())
-            if streamed:
-                answer.tokens += part.token_ids
-                answer.text += part.text
-                answer.logprobs += part.logprobs or ()
-            else:
-                answer.tokens = list(part.token_ids)
-                answer.text = part.text
-                answer.logprobs = list(part.logprobs or ())
-            answer.finish = (part.finish_reason, part.stop_reason)
-
-
-@dataclass
-class Difference:
-    index: int
-    what: str
-    plain: Any
-    lookahead: Any
 
 
 @dataclass
@@ -143,7 +92,12 @@ def play(
                 if requests[i].turns:
                     sessions[i] = Session(llm, i, requests[i], adapters, given)
                 else:
-                    _send(llm, i, requests[i], adapters, given)
+                    core.add_request(
+                        str(i),
+                        _prompt(llm, requests[i]),
+                        _params(requests[i], given),
+                        **_options(requests[i], adapters),
+                    )
             except (ValueError, VLLMValidationError) as error:
                 replies[i].refused = str(error)
         # The process of an engine without requests would never answer.
@@ -166,21 +120,6 @@ def play(
         if step > MAX_STEPS:
             raise RuntimeError(f"requests still run after {step} steps of the engine")
     return replies
-
-
-def _send(
-    llm: LLM,
-    index: int,
-    request: Request,
-    adapters: Sequence[LoRARequest],
-    references: Sequence[list[int]],
-) -> None:
-    llm.llm_engine.add_request(
-        str(index),
-        _prompt(llm, request),
-        _params(request, references),
-        **_options(request, adapters),
-    )
 
 
 def _options(request: Request, adapters: Sequence[LoRARequest]) -> dict[str, Any]:
@@ -418,7 +357,7 @@ class Rounds:
 
 
 def _on_runner(runner: str) -> AbstractContextManager[Any]:
-    """Engines of the block run on this one of vLLM's model runners; see `Round`."""
+    """Engines of the block run on this one of vLLM's model runners, or on the device's own."""
     if runner == "v1":
         return mock.patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER="0")
     return v2_on_cpu.enabled() if runner == "v2" else nullcontext()
@@ -449,83 +388,6 @@ def _references(request: Request, replies: Sequence[Reply]) -> list[list[int]]:
     return [text for some in texts for text in some if text]
 
 
-def differences(
-    requests: Sequence[Request], plain: Sequence[Reply], mine: Sequence[Reply]
-) -> list[Difference]:
-    """The first difference of each request whose replies differ."""
-    found = []
-    for i, (request, a, b) in enumerate(zip(requests, plain, mine, strict=True)):
-        if a.refused != b.refused:
-            found.append(Difference(i, "refusals", a.refused, b.refused))
-        elif request.abort_after is not None:
-            if not all(
-                _begins_alike(a.answers[k].tokens, b.answers[k].tokens)
-                for k in a.answers.keys() & b.answers.keys()
-            ):
-                found.append(Difference(i, "tokens of an aborted request", a, b))
-        elif a.answers.keys() != b.answers.keys():
-            found.append(Difference(i, "number of answers", a, b))
-        else:
-            for what in ("tokens", "text", "finish", "logprobs"):
-                parts = [
-                    {k: getattr(answer, what) for k, answer in reply.answers.items()}
-                    for reply in (a, b)
-                ]
-                if not alike(*parts):
-                    found.append(Difference(i, what, *parts))
-                    break
-            else:
-                if not alike(a.prompt_logprobs, b.prompt_logprobs):
-                    found.append(
-                        Difference(i, "prompt_logprobs", a.prompt_logprobs, b.prompt_logprobs)
-                    )
-    return found
-
-
-def _begins_alike(a: list[int], b: list[int]) -> bool:
-    n = min(len(a), len(b))
-    return a[:n] == b[:n]
-
-
-def alike(a: Any, b: Any) -> bool:
-    """Whether both are equal; logprobs may differ by rounding."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        if a and all(hasattr(v, "logprob") for v in (*a.values(), *b.values())):
-            return _same_alternatives(a, b)
-        return a.keys() == b.keys() and all(alike(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(alike(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
-
-
-def _same_alternatives(a: dict[int, Any], b: dict[int, Any]) -> bool:
-    """Compare the logprobs at one position; the least likely tokens may differ if they tie."""
-    if len(a) != len(b):
-        return False
-    for one, other in ((_logprobs(a), _logprobs(b)), (_logprobs(b), _logprobs(a))):
-        least = min(other.values())
-        if not all(_close(value, other.get(token, least)) for token, value in one.items()):
-            return False
-    return True
-
-
-def _logprobs(alternatives: dict[int, Any]) -> dict[int, float]:
-    """Logprobs by token; minus infinity for tokens of probability 0 in float32."""
-    best = max(v.logprob for v in alternatives.values())
-    return {
-        token: -math.inf if v.logprob < best - ZERO_PROBABILITY_GAP else v.logprob
-        for token, v in alternatives.items()
-    }
-
-
-def _close(a: float, b: float) -> bool:
-    if math.isnan(a) or math.isnan(b):
-        return math.isnan(a) and math.isnan(b)
-    if max(a, b) < FORBIDDEN_LOGPROB:  # one is minus infinity if another request has a top-k
-        return True
-    return a == b or math.isclose(a, b, rel_tol=LOGPROB_TOLERANCE, abs_tol=LOGPROB_TOLERANCE)
-
-
 @contextmanager
 def perturbed_logits(seed: int) -> Iterator[None]:
     """Add noise to all logits before sampling, `LAST_BITS` of the largest one."""
@@ -539,12 +401,11 @@ def perturbed_logits(seed: int) -> Iterator[None]:
 
         return perturbed
 
-    first, second = Sampler.forward, SecondSampler.__call__
-    Sampler.forward, SecondSampler.__call__ = with_noise(first), with_noise(second)
-    try:
+    with (
+        mock.patch.object(Sampler, "forward", with_noise(Sampler.forward)),
+        mock.patch.object(SecondSampler, "__call__", with_noise(SecondSampler.__call__)),
+    ):
         yield
-    finally:
-        Sampler.forward, SecondSampler.__call__ = first, second
 
 
 @contextmanager
@@ -557,8 +418,5 @@ def counted_preemptions() -> Iterator[list[str]]:
         preempted.append(request.request_id)
         return original(self, request, *args, **kwargs)
 
-    Scheduler._preempt_request = preempt
-    try:
+    with mock.patch.object(Scheduler, "_preempt_request", preempt):
         yield preempted
-    finally:
-        Scheduler._preempt_request = original

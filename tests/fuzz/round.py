@@ -8,6 +8,7 @@ from typing import Any
 from lookahead_vllm.draft.tree import UNKNOWN
 
 TWO_STAGES = "two pipeline stages"
+TWO_REPLICAS = "two replicas"
 
 
 @dataclass
@@ -23,10 +24,6 @@ class Request:
     """It is sent before this step of the engine."""
     abort_after: int | None = None
     streamed: bool = False
-    chat: bool = False
-    """Over HTTP: sent as a chat message."""
-    calls_tools: bool = False
-    """Over HTTP: sent with the tools that parser_texts.py calls."""
     features: set[str] = field(default_factory=set)
     namespace: str | None = None
     salt: str | None = None
@@ -67,7 +64,7 @@ class Round:
         The model runner of vLLM: "v1", or "v2", whose steps are asynchronous.
     processes
         What has a process of its own in the lookahead engine: nothing if "", else "engine and
-        worker", TWO_STAGES, or replicas.
+        worker", TWO_STAGES or TWO_REPLICAS.
     """
 
     model: str

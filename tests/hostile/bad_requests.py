@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -21,33 +21,10 @@ VOCAB = 128
 MODEL = "m"
 MAX_NAMESPACE = 1024
 MAX_REFERENCES = 64
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits on the references of a request.
-
-    Attributes
-    ----------
-    tokens : int
-        Of one request. A text counts as one token for every 4 bytes of its UTF-8, rounded up.
-    live : int or None
-        Tokens of all running requests together; None if the server has no such limit.
-    """
-
-    tokens: int
-    live: int | None
-
-    @classmethod
-    def of_this_release(cls) -> Limits:
-        defaults = {field.name: field.default for field in fields(LookaheadOptions)}
-        live = defaults.get("max_live_reference_tokens")
-        return cls(defaults.get("max_reference_tokens", 131_072), live)
-
-    @property
-    def by_bytes(self) -> bool:
-        """Whether texts are measured in bytes; earlier releases counted characters."""
-        return self.live is not None
+MAX_TOKENS = LookaheadOptions().max_reference_tokens
+"""Of a request's references. A text counts as one token for every 4 bytes of UTF-8, rounded up."""
+MAX_LIVE_TOKENS = LookaheadOptions().max_live_reference_tokens
+"""Of the references of all running requests together."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +41,12 @@ class Request:
         What is sent; not always valid JSON.
     expected : "refused", "answered" or "either"
         "refused": a status of 400 to 499; "answered": 200; "either": one of these.
-    of_vllm : bool
-        Whether it is also wrong without lookahead's fields.
     """
 
     name: str
     path: str
     body: bytes
     expected: Expected = "refused"
-    of_vllm: bool = False
 
     def without_lookahead(self, refused: bool = False) -> Request:
         """A request of equal length, in which lookahead's fields have names that no server knows.
@@ -238,57 +212,6 @@ def _is_reference(value: Any) -> bool:
 # ---- requests ------------------------------------------------------------------------------------
 
 
-def draw(rng: random.Random) -> Request:
-    """Draw a value, the fields that it is given to, an endpoint, and whether to stream."""
-    value_name = rng.choice(sorted(VALUES))
-    value = VALUES[value_name]
-    path = rng.choice(sorted(ENDPOINTS))
-    stream = {"stream": True} if path in STREAMS and rng.random() < 0.5 else {}
-    streamed = ", streamed" if stream else ""
-    kind = rng.choice(["flat"] * 6 + ["prediction", "strange", "whole", "several"])
-    if kind == "prediction":
-        wrapped = rng.choice(["%s", '{"type": "content", "content": %s}'])
-        body = predicted(wrapped.replace("%s", value), **stream)
-        name = f"prediction {wrapped % '...'}: {value_name}{streamed}"
-        return Request(name, "/v1/chat/completions", body, _of_prediction(wrapped, value))
-    if kind == "strange":
-        strange_name = rng.choice(sorted(STRANGE_NAMES))
-        xargs = '{"' + STRANGE_NAMES[strange_name] + f'": {value}}}'
-        return Request(f"{strange_name}{streamed}", path, ENDPOINTS[path](xargs, **stream))
-    if kind == "whole":
-        return Request(
-            f"vllm_xargs: {value_name}{streamed}",
-            path,
-            ENDPOINTS[path](value, **stream),
-            "either",
-        )
-    names = rng.sample(NAMES, 1 if kind == "flat" else 3)
-    fields = {name: value if i == 0 else "0" for i, name in enumerate(names)}
-    expected = {expected_of(name, v) for name, v in fields.items()}
-    nested = path == "/inference/v1/generate" and rng.random() < 0.5
-    if nested:
-        xargs = '{"lookahead": {' + ", ".join(f'"{n}": {v}' for n, v in fields.items()) + "}}"
-    else:
-        xargs = "{" + ", ".join(f'"lookahead_{n}": {v}' for n, v in fields.items()) + "}"
-    return Request(
-        f"{' and '.join(fields)}: {value_name}{', nested' * nested}{streamed}",
-        path,
-        ENDPOINTS[path](xargs, **stream),
-        "refused" if "refused" in expected else "either",
-    )
-
-
-def _of_prediction(wrapped: str, value: str) -> Expected:
-    try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError):
-        return "refused"
-    if wrapped == "%s":
-        return "either" if parsed is None else "refused"
-    is_empty_list = isinstance(parsed, list) and not parsed
-    return "either" if is_empty_list or _is_text(parsed) else "refused"
-
-
 def every_value() -> Iterator[Request]:
     """Each value for each field at one of the endpoints, in turn; then strange names."""
     paths = sorted(ENDPOINTS)
@@ -297,42 +220,46 @@ def every_value() -> Iterator[Request]:
         for value_name, value in VALUES.items():
             path = paths[count % len(paths)]
             count += 1
-            body = ENDPOINTS[path](f'{{"lookahead_{name}": {value}}}')
+            stream = {"stream": True} if path in STREAMS and count % 2 else {}
+            is_nested = path == "/inference/v1/generate" and count % 2 == 1
+            text = '{"lookahead": {"%s": %s}}' if is_nested else '{"lookahead_%s": %s}'
+            body = ENDPOINTS[path](text % (name, value), **stream)
             yield Request(f"{name}: {value_name}", path, body, expected_of(name, value))
     for name, strange in STRANGE_NAMES.items():
         for path, body_of in ENDPOINTS.items():
             yield Request(name, path, body_of(f'{{"{strange}": 1}}'))
     for value_name, value in VALUES.items():
-        wrapped = f'{{"type": "content", "content": {value}}}'
-        expected = _of_prediction('{"type": "content", "content": %s}', value)
-        yield Request(
-            f"prediction: {value_name}", "/v1/chat/completions", predicted(wrapped), expected
-        )
+        body = predicted(f'{{"type": "content", "content": {value}}}')
+        expected = _of_content(value)
+        yield Request(f"prediction: {value_name}", "/v1/chat/completions", body, expected)
 
 
-def around_limits(limits: Limits) -> Iterator[Request]:
+def _of_content(value: str) -> Expected:
+    """The expected response if a prediction has this content."""
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        return "refused"
+    is_empty_list = isinstance(parsed, list) and not parsed
+    return "either" if is_empty_list or _is_text(parsed) else "refused"
+
+
+def around_limits() -> Iterator[Request]:
     """References and namespaces of exactly the allowed size, and one above it."""
-    alphabets = {"ASCII": "x"}
-    if limits.by_bytes:
-        alphabets |= {"Chinese": "文", "emoji": "\U0001f600"}
-    for alphabet, letter in alphabets.items():
-        max_letters = 4 * limits.tokens // len(letter.encode())
+    for alphabet, letter in {"ASCII": "x", "Chinese": "文", "emoji": "\U0001f600"}.items():
+        max_letters = 4 * MAX_TOKENS // len(letter.encode())
         for count, expected in ((max_letters, "answered"), (max_letters + 1, "refused")):
             text = letter * count
-            name = f"{count} letters of {alphabet}, {'at' if expected == 'answered' else 'over'}"
-            request = partial(Request, expected=expected)
-            for stream in ({}, {"stream": True}):
-                full_name = f"{name} the limit{', streamed' * bool(stream)}"
-                xargs = json.dumps({"lookahead_reference": text}, ensure_ascii=False)
-                yield request(full_name, "/v1/completions", completion(xargs, **stream))
-                content = json.dumps({"type": "content", "content": text}, ensure_ascii=False)
-                yield request(full_name, "/v1/chat/completions", predicted(content, **stream))
-    for count, expected in ((limits.tokens, "answered"), (limits.tokens + 1, "refused")):
+            name = f"{count} letters of {alphabet}"
+            request = partial(Request, name, expected=expected)
+            xargs = json.dumps({"lookahead_reference": text}, ensure_ascii=False)
+            yield request("/v1/completions", completion(xargs))
+            content = json.dumps({"type": "content", "content": text}, ensure_ascii=False)
+            yield request("/v1/chat/completions", predicted(content, stream=True))
+    for count, expected in ((MAX_TOKENS, "answered"), (MAX_TOKENS + 1, "refused")):
         ids = json.dumps([7] * count)
-        for stream in ({}, {"stream": True}):
-            name = f"{count} token ids{', streamed' * bool(stream)}"
-            body = completion(f'{{"lookahead_reference": {ids}}}', **stream)
-            yield Request(name, "/v1/completions", body, expected)
+        body = completion(f'{{"lookahead_reference": {ids}}}')
+        yield Request(f"{count} token ids", "/v1/completions", body, expected)
     for count, expected in ((MAX_REFERENCES, "answered"), (MAX_REFERENCES + 1, "refused")):
         xargs = json.dumps({"lookahead_reference": ["a b"] * count})
         yield Request(f"{count} texts", "/v1/completions", completion(xargs), expected)
@@ -342,43 +269,16 @@ def around_limits(limits: Limits) -> Iterator[Request]:
         yield Request(name, "/v1/completions", completion(xargs), expected)
 
 
-def of_vllm() -> Iterator[Request]:
-    """Requests that are also wrong without lookahead's fields."""
-    wrong = partial(Request, path="/v1/completions", of_vllm=True)
-    ordinary = '{"lookahead_namespace": "n"}'
-    for name, prompt in {
-        "the prompt holds a token id over the vocabulary": [5, VOCAB],
-        "the prompt holds a token id of 2**31": [5, 2**31],
-        "the prompt holds a token id of 2**70": [5, 2**70],
-        "the prompt holds a negative token id": [5, -1],
-        "the prompt is too long": [5] * 5000,
-        "the prompt is empty": [],
-        "the prompt is a number": 5,
-        "the prompt is a dict": {"a": 5},
-        "there are 2,000 prompts, one of them wrong": [[5]] * 1999 + [[999]],
-    }.items():
-        yield wrong(name, body=completion(ordinary, prompt=prompt))
-    body = completion(ordinary)
-    yield wrong("half of a body", body=body[: len(body) // 2])
-    yield wrong("no JSON", body=b"\x00\xff\xfe")
-    yield wrong("no UTF-8", body=body.replace(b'"n"', b'"\xff\xfe"'))
-    yield wrong("nothing", body=b"")
-    salted = {"a salt with a lone surrogate": "\ud800", "a salt with NUL": "\0", "no salt": ""}
-    for name, salt in {**salted, "a salt of 1 MB": "s" * 1_000_000}.items():
-        expected = "either" if name in ("a salt with NUL", "a salt of 1 MB") else "refused"
-        yield wrong(name, body=completion("{}", cache_salt=salt), expected=expected)
-
-
-def at_the_limit(rng: random.Random, limits: Limits) -> Request:
+def at_the_limit(rng: random.Random) -> Request:
     """A reference of the largest allowed size, and enough output tokens for its insertion."""
     max_tokens = rng.choice([16, 64, 128])
     kind = rng.choice(["token ids", "token ids", "ASCII", "Chinese", "prediction"])
     if kind == "token ids":
-        reference: Any = rng.choices(range(5, VOCAB), k=limits.tokens)
+        reference: Any = rng.choices(range(5, VOCAB), k=MAX_TOKENS)
     elif kind == "Chinese":
-        reference = "".join(map(chr, rng.choices(range(0x4E00, 0x9FA5), k=limits.tokens)))
+        reference = "".join(map(chr, rng.choices(range(0x4E00, 0x9FA5), k=MAX_TOKENS)))
     else:
-        reference = "".join(map(chr, rng.choices(range(32, 127), k=4 * limits.tokens)))
+        reference = "".join(map(chr, rng.choices(range(32, 127), k=4 * MAX_TOKENS)))
     if kind == "prediction":
         content = json.dumps({"type": "content", "content": reference})
         body = predicted(content, max_tokens=max_tokens)

@@ -21,7 +21,7 @@ EPILOG = """\
 Two real servers of a tiny model in float32 are started, one with lookahead and one without. Clients
 send wrong types, nested and huge values, lone surrogates, token ids out of range, references at
 and over each limit, and a new namespace each; they cut connections in every state, read slowly and
-abort streams. Cache files that are torn, foreign, links, pipes or another user's are loaded.
+abort streams.
 
 Each of these is required, and a violation if it does not hold:
   - a bad request gets a status of 400 to 499 and one sentence, in less than 2 KB and 5 s;
@@ -36,7 +36,6 @@ counted.
 
 examples:
   scripts/cpu_env.sh .venv/bin/python scripts/hostile.py --minutes 20
-  scripts/cpu_env.sh .venv/bin/python scripts/hostile.py --quick
   scripts/cpu_env.sh .venv/bin/python scripts/hostile.py --minutes 20 --seed 7 --rate 40
 """
 
@@ -69,12 +68,6 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         default="v1",
         help="vLLM's model runner of both servers (default: v1); v2 has stand-ins for its kernels",
     )
-    add(
-        "--quick",
-        action="store_true",
-        help="half a minute in which times are no violations: the part that tests/hostile runs",
-    )
-    add("--logs", type=Path, help="keep the servers' logs in this folder (default: none are kept)")
     args = parser.parse_args(argv)
     if not 0 < args.rate <= 1000:
         parser.error(f"--rate {args.rate} was given, but it must be above 0 and at most 1000")
@@ -90,20 +83,12 @@ def main(argv: Sequence[str]) -> int:
         os.environ.setdefault(name, value)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers end with this process
     # Engines are not loaded for --help.
-    from tests.hostile.cache_files import load_all
-    from tests.hostile.plan import Plan
-    from tests.hostile.play import play
+    from tests.hostile.play import Plan, play
 
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)
-    plan = Plan(args.minutes, seed, args.rate, runner=args.runner)
-    if args.quick:
-        plan = Plan.quick(seed, args.runner)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(args.logs or temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        report = play(plan, folder)
-        load_all(folder, report)
+    with tempfile.TemporaryDirectory() as folder:
+        report = play(Plan(args.minutes, seed, args.rate, args.runner), Path(folder))
     print(report.table())
     print(f"seed {seed}: {report.summary()}")
     return 1 if report.violations else 0

@@ -38,8 +38,8 @@ class GoodClient:
             self._known.append((request, await clients.stream(self._plain.port, request)))
 
     async def ask_all_known(self) -> None:
-        for _ in self._known:
-            await self.ask_known()
+        """At once."""
+        await asyncio.gather(*(self.ask_known() for _ in self._known))
 
     async def ask_known(self) -> None:
         """Send lookahead the next known request; it may hold the answer from an earlier turn."""

@@ -13,14 +13,14 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.hostile import bad_requests, clients
-from tests.hostile.bad_requests import Limits, Request
+from tests.hostile.bad_requests import MAX_LIVE_TOKENS, MAX_TOKENS, Request
 from tests.hostile.good_client import GoodClient
 from tests.hostile.phases import HostileActions, Phases, log
-from tests.hostile.plan import Plan
-from tests.hostile.report import Report, faults_of
+from tests.hostile.report import Fault, Report, faults_of
 from tests.hostile.watch import Watch
 from tests.support import v2_on_cpu
 from tests.support.models import save_tiny_model
@@ -36,7 +36,36 @@ ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 plain vLLM, and faster with drafts, whose numbers of rows vary more. A small cache keeps this growth
 out of the measured memory.
 """
-LOOKAHEAD = {"method": "lookahead", "cache_interval": 20}
+LOOKAHEAD = ("--speculative-model", "[lookahead]", "--speculative-config.cache_interval", "20")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The parameters of a run.
+
+    Attributes
+    ----------
+    minutes : float
+        Duration, without the start of the servers.
+    seed : int
+        Seed of everything that is drawn.
+    rate : float
+        Hostile clients per second in the phases.
+    runner : str
+        vLLM's model runner of both servers: "v1" or "v2".
+    is_quick : bool
+        Short phases and few bad requests; times and memory cannot be violations.
+    """
+
+    minutes: float
+    seed: int
+    rate: float = 20.0
+    runner: str = "v1"
+    is_quick: bool = False
+
+    def bad_requests(self, rng: random.Random) -> list[Request]:
+        fixed = [*bad_requests.every_value(), *bad_requests.around_limits()]
+        return rng.sample(fixed, 80 if self.is_quick else len(fixed))
 
 
 def play(plan: Plan, folder: Path) -> Report:
@@ -47,8 +76,9 @@ def play(plan: Plan, folder: Path) -> Report:
     cache = folder / "pipe"
     cache.unlink(missing_ok=True)
     os.mkfifo(cache)
-    speculative = json.dumps({**LOOKAHEAD, "cache_path": str(cache)})
-    flags = {"plain": (), "lookahead": ("--speculative-config", speculative)}
+    flags = {"plain": [], "lookahead": [*LOOKAHEAD, f"--speculative-config.cache_path={cache}"]}
+    if plan.is_quick:  # slow machines draft too
+        flags["lookahead"] += ["--num-speculative-tokens", "6", "--speculative-config.budget", "6"]
     environment = ENVIRONMENT | (v2_on_cpu.environment() if plan.runner == "v2" else {})
     with ExitStack() as servers:
 
@@ -83,75 +113,75 @@ class Run:
         self._report = report
         self._lookahead = lookahead
         self._plain = plain
-        self._limits = Limits.of_this_release()
         self._rng = random.Random(plan.seed)
         self._good_client = GoodClient(report, lookahead, plain)
-        self._phases = Phases(plan, report, self._good_client, lookahead, plain)
+        seconds = 2.0 if plan.is_quick else 20.0
+        self._phases = Phases(report, self._good_client, lookahead, plain, plan.rate, seconds)
 
     async def everything(self) -> None:
         end = time.monotonic() + 60 * self._plan.minutes
         await self._good_client.ask_plain(self._rng)
         await self._good_client.ask_all_known()
-        await self._bad_requests(end)
+        await self._bad_requests(stop=time.monotonic() + 20 * self._plan.minutes)
         await self._too_many_references()
         await self._many_namespaces(seconds=max(1.0, (end - time.monotonic()) / 10))
-        await self._phases.run(HostileActions(self._rng, self._limits), end)
+        actions = HostileActions(self._rng)
+        if not self._plan.is_quick:
+            await self._phases.warm_up(actions)
+        await self._phases.run(actions, end)
+        if not self._plan.is_quick:
+            self._report.judge_figures()
         await self._check_after_all()
 
-    async def _bad_requests(self, end: float) -> None:
-        """All fixed bad requests, and drawn ones for at most a third of the time left."""
-        fixed = [
-            *bad_requests.every_value(),
-            *bad_requests.around_limits(self._limits),
-            *bad_requests.of_vllm(),
-        ]
-        drawn = [bad_requests.draw(self._rng) for _ in range(self._plan.drawn)]
-        stop = time.monotonic() + (end - time.monotonic()) / 3
-        for number, request in enumerate([*fixed, *drawn]):
-            if number >= len(fixed) and time.monotonic() > stop:
-                break
-            await self._judge(request)
+    async def _bad_requests(self, stop: float) -> None:
+        for number, request in enumerate(self._plan.bad_requests(self._rng)):
             if number % 25 == 0:
                 await self._good_client.ask_known()
+                if time.monotonic() > stop and not self._plan.is_quick:
+                    break
+            await self._judge(request)
         log(f"bad requests one by one: {self._report.summary()}")
 
     async def _judge(self, request: Request) -> None:
         """Send the request; its faults are violations unless plain vLLM has them as well."""
         reply = await clients.ask(self._lookahead.port, request.path, request.body)
         self._report.sent["bad requests, one by one"] += 1
-        self._report.statuses[reply.status] += 1
         if 400 <= reply.status < 500:
             self._report.slowest_refusal = max(self._report.slowest_refusal, reply.seconds)
-        faults = [f for f in faults_of(request, reply) if self._plan.timed or f.kind != "slow"]
+        faults = self._faults_of(request, reply)
         if not faults:
             return
         renamed = request.without_lookahead()
         reply_of_plain = await clients.ask(self._plain.port, renamed.path, renamed.body)
         kinds = {fault.kind for fault in faults_of(renamed, reply_of_plain)}
-        if not request.of_vllm:
-            kinds.discard("accepted")  # plain vLLM ignores unknown fields
+        kinds.discard("accepted")  # plain vLLM ignores unknown fields
         for fault in faults:
             self._report.fault(request, fault, fault.kind in kinds)
 
+    def _faults_of(self, request: Request, reply: clients.Reply) -> list[Fault]:
+        return [
+            fault
+            for fault in faults_of(request, reply)
+            if fault.kind != "slow" or not self._plan.is_quick
+        ]
+
     async def _too_many_references(self) -> None:
         """Twice the references that may be live at once: the server refuses what exceeds them."""
-        if self._limits.live is None:
-            return
-        allowed = self._limits.live // self._limits.tokens
+        allowed = MAX_LIVE_TOKENS // MAX_TOKENS
         statuses = await self._largest_references(2 * allowed)
         self._report.sent["largest references at once"] += len(statuses)
         if not set(statuses) <= {200, 400}:
             self._report.violation(f"{2 * allowed} largest references at once: {statuses}")
         if 400 not in statuses:
             self._report.violation(
-                f"{2 * allowed} references of {self._limits.tokens} tokens were all accepted at "
-                f"once, although {self._limits.live} tokens are allowed"
+                f"{2 * allowed} references of {MAX_TOKENS} tokens were all accepted at "
+                f"once, although {MAX_LIVE_TOKENS} tokens are allowed"
             )
         await self._check_released("after many large references")
 
     async def _largest_references(self, count: int) -> list[int]:
         """Send `count` requests with the largest reference at once; return their statuses."""
-        ids = json.dumps([7] * self._limits.tokens)
+        ids = json.dumps([7] * MAX_TOKENS)
         body = bad_requests.completion(
             f'{{"lookahead_reference": {ids}}}', max_tokens=256, ignore_eos=True
         )
@@ -168,11 +198,9 @@ class Run:
                 self._report.violation(f"requests of clients that left still run {when}")
             elif not idle:
                 self._report.plain_too["requests of clients that left still run"].append(when)
-        if self._limits.live is None:
-            return
         statuses: list[int] = []
         for _ in range(20):  # the API server may still be sending an answer
-            statuses = await self._largest_references(self._limits.live // self._limits.tokens)
+            statuses = await self._largest_references(MAX_LIVE_TOKENS // MAX_TOKENS)
             if set(statuses) == {200}:
                 return
             await asyncio.sleep(1)
@@ -188,9 +216,8 @@ class Run:
                 reply = await clients.ask(self._lookahead.port, request.path, request.body)
                 self._report.namespaces += 1
                 self._report.sent["namespaces in a row"] += 1
-                for fault in faults_of(request, reply):
-                    if self._plan.timed or fault.kind != "slow":
-                        self._report.fault(request, fault, plain_too=False)
+                for fault in self._faults_of(request, reply):
+                    self._report.fault(request, fault, plain_too=False)
 
         await asyncio.gather(*(one_client() for _ in range(num_clients)))
         await self._good_client.ask_known()
@@ -199,6 +226,8 @@ class Run:
     async def _check_after_all(self) -> None:
         await self._check_released("after all clients left")
         await self._good_client.ask_all_known()
+        if not self._lookahead.counted("lookahead_vllm:nodes_accepted_total"):
+            self._report.violation("no node was accepted: plain vLLM was compared with itself")
         errors = self._lookahead.errors_of_the_engine()
         if errors:
             plain = self._plain.errors_of_the_engine()

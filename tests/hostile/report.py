@@ -12,10 +12,13 @@ from tests.hostile.clients import Reply
 
 MAX_REFUSAL_BYTES = 2048
 MAX_REFUSAL_SECONDS = 5.0
+MAX_MEMORY_GROWTH = 0.02
+MAX_TIME_GROWTH = 0.10
+MIN_MEMORY_MINUTES = 10.0
+"""In shorter runs, memory growth is no violation."""
 
 LOADS = ("lookahead", "lookahead, fields renamed", "plain, fields renamed")
 """Server and hostile requests of the three loads under which a good client is timed."""
-QUIET = "lookahead, nobody else"
 
 
 @dataclass(frozen=True)
@@ -76,35 +79,9 @@ def _faults_of_refusal(body: bytes, start: str) -> list[Fault]:
     return faults
 
 
-@dataclass
-class Timing:
-    """Times of a good client under one load, and what the load was."""
-
-    seconds_per_token: list[float] = field(default_factory=list)
-    hostile_requests: int = 0
-    held_back: int = 0
-    generator_cpu: float = 0.0
-    server_cpu: float = 0.0
-    wall: float = 0.0
-
-    def quantile(self, share: float) -> float:
-        return quantile(self.seconds_per_token, share)
-
-    def half_ratio(self, share: float) -> float:
-        """Quantiles of the two halves of the run under this load, the larger by the smaller."""
-        values = self.seconds_per_token
-        halves = [quantile(values[: len(values) // 2], share)]
-        halves += [quantile(values[len(values) // 2 :], share)]
-        return max(halves) / min(halves)
-
-
 def quantile(values: Sequence[float], share: float) -> float:
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
-
-
-def _no_timings() -> dict[str, Timing]:
-    return {load: Timing() for load in (*LOADS, QUIET)}
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 @dataclass
@@ -121,6 +98,10 @@ class Report:
         Faults that plain vLLM has as well, by kind.
     sent : Counter of str
         Hostile requests by kind.
+    seconds_per_token : dict of str to list of float
+        Of a good client's answers, by load.
+    memory_growth : dict of str to float
+        Relative growth of a server's resident memory.
     """
 
     seed: int
@@ -128,14 +109,12 @@ class Report:
     violations: list[str] = field(default_factory=list)
     plain_too: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     sent: Counter[str] = field(default_factory=Counter)
-    statuses: Counter[int] = field(default_factory=Counter)
     namespaces: int = 0
     good_answers: int = 0
     ties: int = 0
     slowest_refusal: float = 0.0
-    timings: dict[str, Timing] = field(default_factory=_no_timings)
-    memory: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
-    """By server and process: resident bytes at the end, and their relative growth."""
+    seconds_per_token: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    memory_growth: dict[str, float] = field(default_factory=dict)
     minutes_watched: float = 0.0
 
     def violation(self, description: str) -> None:
@@ -151,6 +130,19 @@ class Report:
         else:
             self.violation(f"{name}: {fault.description} (--seed {self.seed})")
 
+    def judge_figures(self) -> None:
+        """Growing memory, and a good client that lookahead's fields slow down, are violations."""
+        growth, minutes = self.memory_growth["lookahead"], self.minutes_watched
+        if growth > MAX_MEMORY_GROWTH and minutes >= MIN_MEMORY_MINUTES:
+            self.violation(f"memory grew by {growth:.1%} in {minutes:.0f} minutes")
+        for share, name in ((0.5, "p50"), (0.99, "p99")):
+            ours, renamed, _ = (quantile(self.seconds_per_token[load], share) for load in LOADS)
+            if ours / renamed > 1 + MAX_TIME_GROWTH:
+                self.violation(
+                    f"{name} of a good client's time per token grows by {ours / renamed - 1:.0%} "
+                    "when hostile clients use lookahead's fields"
+                )
+
     def summary(self) -> str:
         """The closing line of a run."""
         line = (
@@ -158,41 +150,21 @@ class Report:
             f"{self.namespaces} namespaces, {self.good_answers} good answers "
             f"({self.ties} ties), slowest refusal {self.slowest_refusal:.2f} s"
         )
-        for name, processes in self.memory.items():
-            _, grown = processes["all processes"]
+        for name, grown in self.memory_growth.items():
             line += f", memory of {name} {grown:+.1%} in {self.minutes_watched:.0f} min"
-        ours, renamed, plain = (self.timings[load] for load in LOADS)
-        if ours.seconds_per_token and renamed.seconds_per_token and plain.seconds_per_token:
+        if all(self.seconds_per_token[load] for load in LOADS):
             for share, name in ((0.5, "p50"), (0.99, "p99")):
+                ours, *others = (quantile(self.seconds_per_token[load], share) for load in LOADS)
                 line += (
-                    f", {name} of the time per token {ours.quantile(share) * 1e3:.2f} ms"
-                    f" ({ours.quantile(share) / renamed.quantile(share):.2f} x without the fields,"
-                    f" {ours.quantile(share) / plain.quantile(share):.2f} x plain)"
+                    f", {name} of the time per token {ours * 1e3:.2f} ms"
+                    f" ({ours / others[0]:.2f} x without the fields,"
+                    f" {ours / others[1]:.2f} x plain)"
                 )
         return line
 
     def table(self) -> str:
         lines = ["", "hostile requests by kind:"]
         lines += [f"  {count:8,}  {kind}" for kind, count in sorted(self.sent.items())]
-        lines += ["answers to bad requests by status:"]
-        lines += [f"  {count:8,}  {status}" for status, count in sorted(self.statuses.items())]
-        if any(timing.seconds_per_token for timing in self.timings.values()):
-            lines += [
-                "one good client's time per token, in ms:",
-                f"  {'load':28} {'answers':>8} {'p50':>7} {'p90':>7} {'p99':>7}"
-                f" {'hostile/s':>10} {'held back':>10} {'generator CPU':>14} {'server CPU':>11}"
-                f" {'p50 x':>6} {'p99 x':>6}",
-            ]
-            for load, timing in self.timings.items():
-                if timing.seconds_per_token:
-                    lines.append(_row(load, timing))
-            lines.append("the last two columns: p50 and p99, one half of the run against the other")
-        for name, processes in self.memory.items():
-            lines.append(f"memory of {name} over {self.minutes_watched:.1f} min:")
-            lines += [
-                f"  {size / 2**20:8,.0f} MB {grown:+7.2%}  {process}"
-                for process, (size, grown) in processes.items()
-            ]
         if self.plain_too:
             lines.append("plain vLLM too (noted, not counted):")
             lines += [
@@ -203,14 +175,3 @@ class Report:
             lines.append("violations:")
             lines += [f"  {description}" for description in dict.fromkeys(self.violations)]
         return "\n".join(lines)
-
-
-def _row(load: str, timing: Timing) -> str:
-    p50, p90, p99 = (timing.quantile(share) * 1e3 for share in (0.5, 0.9, 0.99))
-    wall = timing.wall or 1.0
-    return (
-        f"  {load:28} {len(timing.seconds_per_token):8,} {p50:7.2f} {p90:7.2f} {p99:7.2f}"
-        f" {timing.hostile_requests / wall:10.1f} {timing.held_back:10,}"
-        f" {timing.generator_cpu / wall:14.0%} {timing.server_cpu / wall:11.0%}"
-        f" {timing.half_ratio(0.5):6.2f} {timing.half_ratio(0.99):6.2f}"
-    )

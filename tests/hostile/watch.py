@@ -1,13 +1,11 @@
-"""Memory, CPU time, log and shutdown of a server's processes."""
+"""Memory, metrics, log and shutdown of a server's processes."""
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -38,48 +36,32 @@ class Watch:
         self._log = log
         main = psutil.Process(server.process.pid)
         self._processes = [main, *main.children(recursive=True)]
-        self.samples: list[list[int]] = []
+        self.sizes: list[int] = []
+        """Resident memory of all processes at each sample, in bytes."""
 
     def sample(self) -> None:
-        """Record the resident memory of each process, in bytes."""
-        sizes = []
-        for process in self._processes:
-            try:
-                sizes.append(process.memory_info().rss)
-            except psutil.NoSuchProcess:
-                sizes.append(0)
-        self.samples.append(sizes)
-
-    def memory(self) -> dict[str, tuple[int, float]]:
-        """Resident bytes at the end, and growth: in total, and by process above 100 MiB."""
-        names = ["all processes", *(f"{process.name()}" for process in self._processes)]
-        series = [[sum(sizes) for sizes in self.samples], *zip(*self.samples, strict=True)]
-        return {
-            name: (sizes[-1], growth(sizes))
-            for name, sizes in zip(names, series, strict=True)
-            if sizes[-1] > 100 << 20
-        }
-
-    def cpu_seconds(self) -> float:
-        total = 0.0
+        """Record the resident memory."""
+        size = 0
         for process in self._processes:
             with suppress(psutil.NoSuchProcess):
-                total += sum(process.cpu_times()[:2])
-        return total
+                size += process.memory_info().rss
+        self.sizes.append(size)
 
-    def unfinished(self) -> int:
-        """Number of running and waiting requests."""
+    def growth(self) -> float:
+        """Relative growth from the median of the first tenth of the samples to the last tenth's."""
+        tenth = max(1, len(self.sizes) // 10)
+        return median(self.sizes[-tenth:]) / median(self.sizes[:tenth]) - 1
+
+    def counted(self, name: str) -> float:
+        """The sum of a metric."""
         metrics = requests.get(f"{self._server.url}/metrics", timeout=30).text
-        numbers = re.findall(
-            r"^vllm:num_requests_(?:running|waiting)\{\S* (\S+)$", metrics, re.MULTILINE
-        )
-        return int(sum(map(float, numbers)))
+        return sum(map(float, re.findall(rf"^{name}{{\S* (\S+)$", metrics, re.MULTILINE)))
 
     def becomes_idle(self, timeout: float = 30.0) -> bool:
         """Whether all requests end within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
-            if not self.unfinished():
+            if not self.counted("vllm:num_requests_(?:running|waiting)"):
                 return True
             time.sleep(0.5)
         return False
@@ -110,14 +92,3 @@ class Watch:
             names = ", ".join(f"{process.name()} ({process.pid})" for process in alive)
             faults["left"] = f"processes outlived the server: {names}"
         return faults
-
-
-def growth(samples: Sequence[int]) -> float:
-    """Relative growth from the median of the first tenth of the samples to that of the last."""
-    tenth = max(1, len(samples) // 10)
-    return median(samples[-tenth:]) / median(samples[:tenth]) - 1
-
-
-def cpu_seconds_of_this_process() -> float:
-    times = os.times()
-    return times.user + times.system

@@ -7,7 +7,6 @@ in for by plain torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,14 +23,11 @@ from lookahead_vllm.engine.worker import latent_attention as worker_latent_atten
 from lookahead_vllm.engine.worker.attended import AttendedTrees
 from lookahead_vllm.engine.worker.branching import branching_obstacle
 from lookahead_vllm.verify import latent_attention
-from lookahead_vllm.verify.cpu.tree_attention import keys_and_values
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
 from lookahead_vllm.verify.gpu.triton_moves import PagedKVMovers
 from lookahead_vllm.verify.tree_batch import TreeBatch
 from tests.support.attention_cases import PagedAttentionCase, random_tree
-from tests.support.driving import drafter_of, engine, generate, random_prompts
-from tests.support.proposers import record
 
 UNTOUCHED = 7.0
 
@@ -145,47 +141,6 @@ def test_warming_up_runs_every_kind_of_batch_and_changes_nothing(
     assert len(set(kinds)) * 2 == len(kinds) == 8  # 16 and 32 rows, split or not, in two layers
     assert moved == [[0], [0], [[0]], [[0]]]
     assert torch.equal(before.view(torch.uint8), layer.kv_cache.view(torch.uint8))
-
-
-def paged_stand_in(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    output: torch.Tensor,
-    block_table: torch.Tensor,
-    batch: TreeBatch,
-    *,
-    packed: bool,
-    **options: Any,
-) -> None:
-    """Tree attention by way of the CUDA path: its batch, its layout, its function."""
-    blocks, kv_heads, block_size, width = kv_cache.shape
-    parts = keys_and_values(kv_cache.flatten(2), width // 2, block_size, packed)
-    cache = torch.cat([part.flatten(2, 3).flatten(3) for part in parts], dim=-1)
-    keys, values = cache.transpose(1, 2).split(width // 2, dim=-1)
-    assert keys.shape == (blocks, block_size, kv_heads, width // 2)
-    paged_attention(
-        query, keys, values, output, block_table, PagedBatch.build(batch), impl="torch", **options
-    )
-
-
-def test_an_engine_on_the_cuda_path_gives_the_same_tokens(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = random_prompts(6, 50, seed=11)
-    with engine(llama) as plain:
-        vanilla = generate(plain, prompts)
-    record(prompts, vanilla)
-    steps: list[int] = []
-
-    def count(*args: Any, **kwargs: Any) -> None:
-        steps.append(len(args[4]))
-        paged_stand_in(*args, **kwargs)
-
-    monkeypatch.setattr(cpu_attention, "tree_attention", count)
-    with engine(llama, {"proposer": "hidden_path", "budget": 12}) as llm:
-        assert generate(llm, prompts) == vanilla
-        assert drafter_of(llm).counters.moved_tokens > 20
-    assert len(steps) > 10 and max(steps) > 1
 
 
 LAYER = SimpleNamespace(impl=SimpleNamespace())

@@ -42,9 +42,17 @@ def requests() -> list[SamplingParams]:
     ]
 
 
+@pytest.mark.parametrize(
+    ("runner", "proposer", "budget"),
+    [
+        ("v1", "hybrid", "auto"),
+        ("v2", "ngram_trie", "auto"),
+        ("v2", "jacobi_window", 12),
+        ("v2", "hybrid", 12),
+    ],
+    indirect=["runner"],
+)
 @pytest.mark.usefixtures("runner")
-@pytest.mark.parametrize("budget", [12, "auto"])
-@pytest.mark.parametrize("proposer", ["ngram_trie", "jacobi_window", "hybrid"])
 def test_requests_compile_nothing(proposer: str, budget: int | str, llama: Path) -> None:
     lookahead = {"proposer": proposer, "budget": budget, "num_speculative_tokens": 12}
     settings: dict[str, Any] = dict(

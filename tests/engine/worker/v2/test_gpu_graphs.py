@@ -30,7 +30,6 @@ from lookahead_vllm.engine.worker.v2.drafts import NO_TREES
 from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker.v2.graph_runner import GraphRunner
 from lookahead_vllm.engine.worker.v2.step_trees import StepTrees
-from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
 from tests.support import recorded_graphs
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -501,26 +500,3 @@ def test_only_steps_in_graphs_for_drafts_have_their_bound_and_buffers(
         batch.num_tokens_after_padding = desc.num_tokens
         made._choose_buffers(batch)
         assert made.builder.attended.graph is (made._buffers[8] if bound else None)
-
-
-# ---- warming up ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("may_branch", [True, False])
-def test_warming_up_fills_every_slot(may_branch: bool) -> None:
-    drafts = WarmUpDrafts(may_branch, 100)
-    cached = SimpleNamespace(req_ids=["a", "b", "c"], num_computed_tokens=[6, 9, 4])
-    scheduled: Any = SimpleNamespace(
-        scheduled_spec_decode_tokens={"b": [0] * 4, "c": [0], "new": [0]},
-        scheduled_cached_reqs=cached,
-    )
-    found = drafts.grow(scheduled)
-    assert found.req_ids == ["b", "c"] and found.num_tokens.tolist() == [10, 5]
-    assert found.forest.sizes.tolist() == [4, 1]
-    assert found.forest.branching.tolist() == [may_branch, False]
-    found.forest[0].check(10, 4)
-    assert not drafts.grow(scheduled, {"b"}).forest.branching.any()
-    assert WarmUpDrafts(may_branch, 3).grow(scheduled).forest.sizes.tolist() == [2, 1]
-    assert not WarmUpDrafts(may_branch, 1).grow(scheduled).req_ids  # fewer nodes than requests
-    scheduled.scheduled_spec_decode_tokens = {}
-    assert not drafts.grow(scheduled).req_ids

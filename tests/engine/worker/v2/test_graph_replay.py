@@ -27,7 +27,6 @@ from vllm.v1.worker.utils import AttentionGroup
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.messages import DraftsToVerify
 from lookahead_vllm.engine.worker import gpu_attention
-from lookahead_vllm.engine.worker.attended import GraphBuffers
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.graph_runner import GraphRunner
@@ -404,20 +403,6 @@ def test_every_step_of_a_size_replays_its_graph(engine: Engine) -> None:
     assert sizes == {4, 8, 16, TOKENS} and min(kinds.values()) > 10
 
 
-def test_masks_count(engine: Engine) -> None:
-    """So the test above would fail if a graph had run the trees as chains."""
-    step = next(
-        step for step in (Step(engine, seed, most=16) for seed in range(99)) if step.step.branches
-    )
-    desc = step.graph()
-    _, right = step.run(desc)
-    fill = engine.runner._buffers[desc.num_tokens].trees.fill
-    buffers = engine.runner._buffers[desc.num_tokens]
-    buffers.trees.fill = lambda trees: fill(None)
-    _, wrong = step.run(desc)
-    assert not torch.allclose(right[0], wrong[0], atol=1e-3)
-
-
 def test_graphs_without_drafts_have_no_trees(engine: Engine) -> None:
     assert {size for size, drafts in engine.captured if drafts} == {2, 4, 8, 16, TOKENS}
     for (_, drafts), metadata in engine.captured.items():
@@ -453,13 +438,6 @@ def test_a_measured_pass_with_trees_keeps_its_contexts(engine: Engine) -> None:
     rows = step.step.rows[step.step.forest.branching]
     expected[rows] = step.lengths[rows]
     assert metadata[LAYERS[0]].seq_lens[: len(expected)].tolist() == expected.tolist()
-
-
-def test_every_graph_has_its_buffers(engine: Engine) -> None:
-    buffers = engine.runner._buffers
-    assert list(buffers) == engine.manager.captured_tokens().with_drafts
-    for size, graph in buffers.items():
-        assert isinstance(graph, GraphBuffers) and len(graph.trees.batch.depths) == size
 
 
 @pytest.mark.parametrize("proposer", ["hidden_path", "always_right"])

@@ -19,7 +19,7 @@ from lookahead_vllm.draft.proposer import DraftLimits, NoProposer
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS
 from lookahead_vllm.engine.worker.drafter import LiveRequest
-from lookahead_vllm.engine.worker.v2 import grammar_copies, late_drafts
+from lookahead_vllm.engine.worker.v2 import grammar_copies
 from lookahead_vllm.engine.worker.v2.drafts import Drafts
 from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
@@ -80,61 +80,6 @@ def test_the_cache_is_saved_even_if_the_device_has_failed() -> None:
     with pytest.raises(RuntimeError, match="the device has failed"):
         Runner().shutdown()
     assert ended == ["drafter", "grammars", "vLLM"]
-
-
-class Device:
-    """A clock, and events of steps that end on the device. Waking from one takes 50 µs."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.num_queries = 0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-    def event(self, end: float) -> Any:
-        def query() -> bool:
-            self.num_queries += 1
-            self.now += 1e-6
-            return self.now >= end
-
-        def synchronize() -> None:
-            self.now = max(self.now, end) + 50e-6
-
-        return SimpleNamespace(query=query, synchronize=synchronize)
-
-
-@pytest.mark.parametrize("seconds", [0.002, 0.006, 0.03])
-def test_the_device_does_not_wait_for_a_sleeping_thread(
-    seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = Device()
-    monkeypatch.setattr(late_drafts, "time", device)
-    recorder = SimpleNamespace(timed=lambda name: nullcontext())
-    late = LateDrafts(SimpleNamespace(recorder=recorder), SimpleNamespace())  # type: ignore[arg-type]
-    monkeypatch.setattr(late, "_learn_from", lambda step: None)
-
-    def delays(seconds: float) -> list[float]:
-        """By how much each of twenty steps is noticed late."""
-        found = []
-        for _ in range(20):
-            end = device.now + seconds
-            output: Any = SimpleNamespace(
-                copy_event=device.event(end), model_runner_output=SimpleNamespace(req_ids=[])
-            )
-            late.add_step(output, NO_DRAFTS, None)
-            device.now += 0.0003  # vLLM schedules the next step
-            late.learn()
-            found.append(device.now - end)
-        return found
-
-    assert max(delays(seconds)[1:]) < 3e-6
-    assert device.num_queries * 1e-6 < 20 * 0.3 * seconds + late_drafts.POLL_SECONDS
-    assert max(delays(seconds / 3)[8:]) < 3e-6  # now steps are shorter
-    assert max(delays(seconds)[1:]) < 51e-6
 
 
 @pytest.mark.parametrize("sizes", [[], [0, 3, 1], [4]])

@@ -11,7 +11,6 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
-from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -172,32 +171,6 @@ def test_steps_compile_nothing_after_the_warm_up() -> None:
     for processor in (*sampler.logits_processors, sampler.thinking_budget_state):
         processor.apply(step.logits, context(step))
     assert not compiled_since(at_start)
-
-
-def test_requests_are_added_to_vllms_state() -> None:
-    sampler = vllm_sampler()
-    states = [*sampler.logits_processors, sampler.thinking_budget_state]
-    penalties, words, thinking = states[1:]
-    NodeHistory(sampler)
-    assert isinstance(sampler.logits_processors[0], LogitBiasState)
-    for slot, extra in enumerate(
-        (
-            dict(frequency_penalty=0.5),
-            dict(_bad_words_token_ids=[[3, 31], [69]]),
-            dict(thinking_token_budget=4),
-            dict(),
-        )
-    ):
-        params = SamplingParams(temperature=0)
-        for name, value in extra.items():
-            setattr(params, name, value)
-        sampler.add_request(slot, params)
-    assert penalties.use_penalty[:4].tolist() == [True, False, False, False]
-    assert words.num_bad_words.np[:4].tolist() == [0, 2, 0, 0]
-    assert thinking.thinking_token_budget.np[:4].tolist() == [-1, -1, 4, -1]
-    assert sampler.needs_logits_processing[:4].tolist() == [True, True, True, False]
-    sampler.thinking_budget_state.apply_staged_writes()
-    assert thinking.thinking_token_budget.gpu[:4].tolist() == [-1, -1, 4, -1]
 
 
 def test_requests_of_custom_processors_need_chains() -> None:

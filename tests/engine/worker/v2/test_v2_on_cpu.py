@@ -14,9 +14,9 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support import v2_on_cpu
-from tests.support.driving import engine, generate, random_prompts, runner_of
-from tests.support.servers import cores_of
+from tests.support.driving import engine, generate, random_prompts
 from tests.support.v2_on_cpu import cases, stand_in
+from tests.support.v2_on_cpu import logit_cases as logit_cases  # which registers its cases
 
 MARKERS = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
 
@@ -48,7 +48,7 @@ KINDS: list[dict[str, Any]] = [
 def test_a_stand_in_equals_vllms_kernel(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     v2_on_cpu.load_stand_ins()
     module, name = stand_in.home_of(kernel)
-    for seed in range(3):
+    for seed in range(2):
         expected = cases.CASES[kernel](torch.Generator().manual_seed(seed))
         with monkeypatch.context() as patch:
             patch.setattr(module, name, stand_in.STAND_INS[kernel])
@@ -83,63 +83,20 @@ def outputs_of(llm: LLM, prompts: list[list[int]], kinds: list[dict[str, Any]]) 
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="needs the stand-ins")
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_greedy_answers_of_v2_are_those_of_v1(
-    asynchronous: bool, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = random_prompts(9, 40, seed=2)
-    with v2_on_cpu.enabled(not asynchronous):
-        with monkeypatch.context() as patch:
-            patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-            with engine(llama) as first:
-                assert not first.llm_engine.vllm_config.use_v2_model_runner
-                expected = generate(first, prompts)
-        # What the user writes overrides `enabled`.
-        with engine(llama, async_scheduling=asynchronous) as second:
-            config = second.llm_engine.vllm_config
-            assert config.use_v2_model_runner
-            assert config.scheduler_config.async_scheduling == asynchronous
-            assert "worker.gpu." in type(runner_of(second)).__mro__[1].__module__
-            assert generate(second, prompts) == expected
-    with engine(llama) as first:
-        assert not first.llm_engine.vllm_config.use_v2_model_runner
-        assert generate(first, prompts) == expected
-
-
-def tokens_of(outputs: list[Any]) -> list[Any]:
-    """Of `outputs_of`: the tokens, and those whose logprobs were returned."""
-    return [
-        [(tokens, [list(place) for place in logprobs or ()]) for tokens, logprobs in answers]
-        for answers, _ in outputs
-    ]
-
-
-def logprobs_of(outputs: list[Any]) -> list[float]:
-    """Of `outputs_of`: all logprobs in one list."""
-    lists = [logprobs for answers, prompt in outputs for *_, logprobs in (*answers, (prompt,))]
-    return [x.logprob for places in lists for place in places or () for x in (place or {}).values()]
-
-
-@pytest.mark.skipif(IS_INTERPRETED, reason="needs the stand-ins")
-def test_asynchronous_steps_and_processes_keep_the_output(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chunked prompts; spawned processes get V2 through the environment."""
+def test_synchronous_and_asynchronous_steps_give_one_output(llama: Path) -> None:
+    """Of all kinds with chunked prompts; greedy requests get that of the first runner."""
     prompts = random_prompts(len(KINDS), 40, seed=4)
     prompts = [[*prompt, *prompts[0]] for prompt in prompts]
     settings = dict(skip_tokenizer_init=False, max_num_batched_tokens=96, reasoning_config=MARKERS)
-    outputs = []
+    outputs, greedy = [], []
     for asynchronous in (False, True):
         with v2_on_cpu.enabled(asynchronous), engine(llama, **settings) as llm:
+            config = llm.llm_engine.vllm_config
+            assert config.use_v2_model_runner
+            assert config.scheduler_config.async_scheduling == asynchronous
             outputs.append(outputs_of(llm, prompts, KINDS))
+            greedy.append(generate(llm, prompts))
     assert outputs[0] == outputs[1]
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores_of(1))
-    with v2_on_cpu.enabled(), engine(llama, **settings) as llm:
-        answers = outputs_of(llm, prompts, KINDS)
-        assert tokens_of(answers) == tokens_of(outputs[0])
-        # The steps of another process depend on when requests arrive, and the rounding on them.
-        assert logprobs_of(answers) == pytest.approx(logprobs_of(outputs[0]), abs=1e-5)
-        assert llm.collective_rpc(v2_on_cpu.uses_stand_ins) == [True]
+    with engine(llama, **settings) as first:
+        assert not first.llm_engine.vllm_config.use_v2_model_runner
+        assert [generate(first, prompts)] * 2 == greedy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,3 +55,23 @@ def test_vllms_warm_up_runs_a_step_of_the_most_nodes(
             assert max(grown) == largest_step
             assert not drafter_of(llm).counters.trees
             assert generate(llm, prompts) == vanilla
+
+
+@pytest.mark.parametrize("may_branch", [True, False])
+def test_warming_up_fills_every_slot(may_branch: bool) -> None:
+    drafts = WarmUpDrafts(may_branch, 100)
+    cached = SimpleNamespace(req_ids=["a", "b", "c"], num_computed_tokens=[6, 9, 4])
+    scheduled: Any = SimpleNamespace(
+        scheduled_spec_decode_tokens={"b": [0] * 4, "c": [0], "new": [0]},
+        scheduled_cached_reqs=cached,
+    )
+    found = drafts.grow(scheduled)
+    assert found.req_ids == ["b", "c"] and found.num_tokens.tolist() == [10, 5]
+    assert found.forest.sizes.tolist() == [4, 1]
+    assert found.forest.branching.tolist() == [may_branch, False]
+    found.forest[0].check(10, 4)
+    assert not drafts.grow(scheduled, {"b"}).forest.branching.any()
+    assert WarmUpDrafts(may_branch, 3).grow(scheduled).forest.sizes.tolist() == [2, 1]
+    assert not WarmUpDrafts(may_branch, 1).grow(scheduled).req_ids  # fewer nodes than requests
+    scheduled.scheduled_spec_decode_tokens = {}
+    assert not drafts.grow(scheduled).req_ids

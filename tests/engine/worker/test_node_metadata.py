@@ -1,4 +1,4 @@
-"""Thinking budgets and penalties at nodes: exact, at a cost that a long output does not change."""
+"""On the first runner, thinking budgets and penalties at nodes are exact."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -38,47 +36,9 @@ def path_to(tree: DraftTree, node: int) -> list[int]:
     return path
 
 
-class Work(TorchDispatchMode):
-    """Counts the tokens that Python reads, and the tensor elements that torch uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = tree_iter((args, kwargs, result))
-        self.elements += sum(t.numel() for t in tensors if isinstance(t, torch.Tensor))
-        return result
-
-
-class CountedTokens(list[int]):
-    """A request's output, whose reads are counted."""
-
-    work: Work
-
-    def __iter__(self) -> Any:
-        self.work.tokens += len(self)
-        return super().__iter__()
-
-    def __getitem__(self, i: Any) -> Any:
-        got = super().__getitem__(i)
-        self.work.tokens += len(got) if isinstance(i, slice) else 1
-        return got
-
-
-class CountingHolder(ThinkingBudgetStateHolder):
-    work = Work()
-
-    @classmethod
-    def _find_last_sequence_index(cls, target_list: list[int], token_ids: list[int]) -> int:
-        cls.work.tokens += len(target_list)
-        return ThinkingBudgetStateHolder._find_last_sequence_index(target_list, token_ids)
-
-
-def holder_of(start: list[int], end: list[int]) -> CountingHolder:
+def holder_of(start: list[int], end: list[int]) -> ThinkingBudgetStateHolder:
     config: Any = SimpleNamespace(reasoning_start_token_ids=start, reasoning_end_token_ids=end)
-    return CountingHolder(config, 8, 0, torch.device("cpu"), False)
+    return ThinkingBudgetStateHolder(config, 8, 0, torch.device("cpu"), False)
 
 
 def request_of(params: dict[str, Any], prompt: list[int], output: list[int]) -> Any:
@@ -139,9 +99,6 @@ def at_nodes(
     thinking = None if holder is None else NodeThinking(holder, nodes)
     of_nodes = node_metadata(metadata, nodes, {}, LogitsProcessors(), thinking)
     return Sampler().apply_logits_processors(logits.clone(), of_nodes, False), thinking
-
-
-# ---- exactness -----------------------------------------------------------------------------------
 
 
 def known(state: dict[str, Any]) -> dict[str, Any]:
@@ -225,57 +182,3 @@ def test_penalties_are_those_of_vllm() -> None:
             as_requests = metadata_of(alone, vocab)
             expected = Sampler().apply_logits_processors(logits.clone(), as_requests, False)
             assert at_nodes(logits, metadata, nodes)[0].equal(expected)
-
-
-# ---- cost ----------------------------------------------------------------------------------------
-
-
-def work_of(params: dict[str, Any], length: int, num_nodes: int) -> Work:
-    """The work of sampling a chain of nodes after an output of `length` tokens."""
-    vocab, work = 50, Work()
-    output = CountedTokens([7] * length)
-    output.work = CountingHolder.work = work
-    request = request_of(params, [0, 5], output)
-    holder = None
-    if "thinking_token_budget" in params:
-        holder = holder_of([0], [1, 1])
-        track(holder, [request])
-        holder.update_state([output], None)
-    tree = DraftTree.from_lists([9] * num_nodes, range(-1, num_nodes - 1))
-    nodes = NodeRows([request], DraftForest.of([tree]), np.zeros(1, np.int64))
-    metadata, logits = metadata_of([request], vocab, holder), torch.zeros(num_nodes, vocab)
-    work.tokens = 0
-    with work:
-        at_nodes(logits, metadata, nodes)
-    return work
-
-
-def test_nodes_scan_only_their_own_tokens_for_thinking_markers() -> None:
-    params = dict(thinking_token_budget=10**6)
-    short, long = (work_of(params, length, 20) for length in (100, 2000))
-    assert long.tokens == short.tokens < 20 * 10
-    assert long.elements == short.elements
-
-
-@pytest.mark.parametrize("name", ["repetition", "frequency", "presence"])
-def test_penalties_count_the_output_once_for_all_nodes(name: str) -> None:
-    params = {f"{name}_penalty": 0.5}
-    growth = []
-    for num_nodes in (1, 20):
-        short, long = (work_of(params, length, num_nodes) for length in (100, 2000))
-        growth.append((long.tokens - short.tokens, long.elements - short.elements))
-    assert growth[0] == growth[1]
-
-
-def test_bad_words_do_not_copy_the_output() -> None:
-    committed = CountedTokens([7] * 1000)
-    committed.work = work = Work()
-    request = request_of({}, [5], committed)
-    tree = DraftTree.from_lists([9] * 20, range(-1, 19))
-    nodes = NodeRows([request], DraftForest.of([tree]), np.zeros(1, np.int64))
-    metadata = metadata_of([request], 50)
-    metadata.bad_words_token_ids = {0: [[3], [7, 9, 4], [9, 9, 6]]}
-    logits, _ = at_nodes(torch.zeros(20, 50), metadata, nodes)
-    banned = [row.isneginf().nonzero().flatten().tolist() for row in logits]
-    assert banned == [[3, 4], *([[3, 6]] * 19)]
-    assert work.tokens < 100
