@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine import plugin
 from lookahead_vllm.engine.config import is_lookahead
 from lookahead_vllm.engine.request_options import FLAT
+from tests.support import v2_on_cpu
 from tests.support.models import save_tiny_model
 from tests.support.tokenizer import save_tokenizer
 
@@ -147,7 +149,9 @@ def test_vllm_takes_the_flags_that_are_shown(words: list[str], tmp_path: Path) -
         place = flags.index("--config")
         config = yaml.safe_load((ROOT / flags[place + 1]).read_text())
         flags[place : place + 2] = as_flags(config)
-    check(parser.parse_args(flags), tmp_path, any("lookahead" in flag for flag in flags))
+    on_a_gpu = v2_on_cpu.enabled() if any("parallel" in flag for flag in flags) else nullcontext()
+    with on_a_gpu:
+        check(parser.parse_args(flags), tmp_path, any("lookahead" in flag for flag in flags))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)

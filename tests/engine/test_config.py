@@ -203,7 +203,7 @@ def test_without_lookahead_the_config_is_unchanged(model: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "local", "others"),
     [
-        ("llama", 2, {"pipeline_parallel_size": 2}),
+        ("llama", 2, {"tensor_parallel_size": 2}),
         ("mixtral", 1, {"enable_lora": True}),
         ("falcon_h1", 2, {"enable_lora": True}),
     ],
@@ -250,7 +250,6 @@ ELSEWHERE = "vllm.v1.worker.worker_base.WorkerBase"
 
 
 LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
-PARALLEL = {"parallel": 2}
 
 
 @pytest.mark.parametrize(
@@ -273,11 +272,9 @@ PARALLEL = {"parallel": 2}
         ({}, {"worker_cls": ELSEWHERE}, ELSEWHERE, "worker_cls='auto'"),
         ({}, {"scheduler_cls": ELSEWHERE}, ELSEWHERE, "leave scheduler_cls out"),
         ({}, {"runner": "pooling"}, "pooling", "leave lookahead out"),
-        (PARALLEL, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2", "leave one"),
-        (PARALLEL, {"data_parallel_size": 2}, "data_parallel_size=2", "leave one of them out"),
-        (PARALLEL, {"nnodes": 2, "tensor_parallel_size": 2}, "nnodes=2", "leave one of them out"),
-        (PARALLEL, {"distributed_executor_backend": "ray"}, "'ray'", "leave one of them out"),
         ({"parallel": 9}, {}, "parallel=9", "1 to 8"),
+        ({"parallel": 2}, {}, "one memory", "write tensor_parallel_size"),
+        ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2", "tensor_parallel_size"),
     ],
 )
 def test_a_wrong_option_stops_start_up(
@@ -289,6 +286,23 @@ def test_a_wrong_option_stops_start_up(
     assert given in message
     assert allowed in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("others", "given"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2"),
+        ({"nnodes": 2, "tensor_parallel_size": 2}, "nnodes=2"),
+        ({"distributed_executor_backend": "ray"}, "'ray'"),
+    ],
+)
+def test_what_replicas_cannot_be_combined_with(
+    others: dict[str, Any], given: str, model: Path
+) -> None:
+    asked = {"method": "lookahead", "parallel": 2}
+    with v2_on_cpu.enabled(), pytest.raises(OptionError, match=f"{given}.*leave one of them out"):
+        made(model, speculative_config=asked, **others)
 
 
 def test_a_draft_model_is_refused(model: Path, tmp_path: Path) -> None:
@@ -310,6 +324,7 @@ def test_a_draft_model_is_refused(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+@pytest.mark.parametrize("runner", ["v2"], indirect=True)
 def test_replicas_get_ranks_as_tensor_parallelism_does(
     tensor_parallel_size: int, runner: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
