@@ -37,7 +37,8 @@ class DraftScheduler(Scheduler):
 
     def add_request(self, request: Request) -> None:
         self._without_drafts &= self.requests.keys()
-        options, _ = request_options.options_in_worker(request.sampling_params.extra_args)
+        params = request.sampling_params
+        options, _ = request_options.options_in_worker(params and params.extra_args)
         if not options.enabled:
             self._without_drafts.add(request.request_id)
         super().add_request(request)
