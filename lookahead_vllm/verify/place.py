@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.verify.implementations import module_for
 
 NO_SLOT = -1
 """The KV slot of a row that belongs to no request."""
@@ -172,10 +173,5 @@ class Placer(Protocol):
 
 def placer(table: RequestTable, rows: StepRows) -> Placer:
     """Writes to `rows` what it reads from `table`; keeps their addresses."""
-    if rows.ids.device.type == "cpu":
-        from lookahead_vllm.verify.cpu.place import CPUPlacer
-
-        return CPUPlacer(table, rows)
-    from lookahead_vllm.verify.gpu.triton_place import TritonPlacer
-
-    return TritonPlacer(table, rows)
+    made: Placer = module_for("place", rows.ids.device).Placer(table, rows)
+    return made

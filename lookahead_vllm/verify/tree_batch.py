@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.verify.cpu.native import TreeBatchView
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,23 +83,6 @@ class TreeBatch:
             int((self.starts + self.sizes).max()),
             int((self.contexts + self.sizes).max()),
         )
-
-    @cached_property
-    def view(self) -> TreeBatchView:
-        """Pointers for compiled code, valid while the batch exists.
-
-        Raises
-        ------
-        ValueError
-            A tensor is not contiguous int32 on the CPU, or the lengths differ.
-        """
-        fields = (self.rows, self.starts, self.sizes, self.contexts, self.depths, self.masks)
-        for tensor in fields:
-            if tensor.dtype != torch.int32 or not tensor.is_contiguous() or tensor.is_cuda:
-                raise ValueError("a TreeBatch holds contiguous int32 tensors on the CPU")
-        if len({len(f) for f in fields[:4]}) != 1 or len(self.depths) != len(self.masks):
-            raise ValueError("the tensors of a TreeBatch differ in length")
-        return TreeBatchView(len(self), self.masks.shape[1], *(f.data_ptr() for f in fields))
 
 
 @kernel

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import torch
 
 from lookahead_vllm.draft.tree import DraftTree
@@ -22,6 +23,8 @@ ROUNDING = {torch.float32: 2**-18, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 ROW_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 """Tolerance of a row of the output of `paged_attention`, relative to the row's norm."""
 
+IMPLS = ["torch", pytest.param("triton", marks=pytest.mark.interpreted)]
+"""Of attention over a cache of GPUs."""
 
 Attend = str | Callable[[PagedCall], None]
 """An `impl` of `paged_attention`, or a function that replaces it."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from lookahead_vllm.verify import recurrence
+from lookahead_vllm.verify.implementations import module_for
 from lookahead_vllm.verify.recurrence import StateRows
 
 Inputs = tuple[Tensor, ...]
@@ -198,7 +199,7 @@ class GatedDelta(_States):
         self.key_heads, self.heads, self.key_size, self.value_size = sizes
         self.dtype = dtype
         self.A_log, self.dt_bias = torch.randn(self.heads), torch.randn(self.heads).to(dtype)
-        self.keys_first = recurrence._kernels(torch.device("cpu")).KEYS_FIRST
+        self.keys_first = module_for("recurrence", torch.device("cpu")).KEYS_FIRST
         shape = (self.key_size, self.value_size)[:: 1 if self.keys_first else -1]
         self.cache = _cache(slots, (self.heads, *shape), cache_dtype)
 

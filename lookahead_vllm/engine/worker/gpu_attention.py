@@ -35,7 +35,7 @@ from lookahead_vllm.engine.worker.step_recorder import timed_attention
 from lookahead_vllm.engine.worker.tree_rows import GraphBuffers, without_contexts
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
-from lookahead_vllm.verify.gpu.triton_moves import PagedKVMovers
+from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
 MAX_HEAD_SIZE = 256
@@ -272,16 +272,16 @@ def unsupported_rows(groups: Sequence[Any]) -> str | None:
     return None
 
 
-def mover(kv_caches: Sequence[torch.Tensor], layer: Any) -> PagedKVMovers:
+def mover(kv_caches: Sequence[torch.Tensor], layer: Any) -> PagedKVMover:
     """The KV mover of a KV cache group; `layer` is one of its layers."""
     if latent_attention.is_latent([layer]):
         kv_caches = [cache.unsqueeze(1) for cache in kv_caches]  # the latents are one head
-    return PagedKVMovers(kv_caches)
+    return PagedKVMover(kv_caches)
 
 
-def warm_up(layers: Sequence[Any], movers: Sequence[PagedKVMovers], dtype: torch.dtype) -> None:
+def warm_up(layers: Sequence[Any], dtype: torch.dtype) -> None:
     """Compile the kernels of a step with trees, so that no request waits for it."""
-    from lookahead_vllm.verify.gpu.triton_attention import warm_up_batches
+    from lookahead_vllm.verify.gpu.warm_up import attention_batches
 
     for layer in tqdm(layers, "Compiling tree attention", disable=not is_global_first_rank()):
         if latent_attention.is_latent([layer]):
@@ -290,10 +290,7 @@ def warm_up(layers: Sequence[Any], movers: Sequence[PagedKVMovers], dtype: torch
         impl, device = layer.impl, layer.kv_cache.device
         query = torch.zeros(1, impl.num_heads, impl.head_size, dtype=dtype, device=device)
         block_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-        for batch in warm_up_batches(
+        for batch in attention_batches(
             impl.num_heads, impl.num_kv_heads, impl.head_size, dtype, device
         ):
             impl.attend_trees(layer, query, layer.kv_cache, query.clone(), block_table, batch)
-    for mover in movers:
-        first = torch.zeros(1, dtype=torch.int64, device=mover.device)
-        mover.move(first, first)  # onto itself

@@ -175,11 +175,11 @@ def _attend_as_decode(
 
 def warm_up(layer: Any, dtype: torch.dtype) -> None:
     """Compile the kernels of a step with trees, so that no request waits for it."""
-    from lookahead_vllm.verify.gpu.triton_latents import warm_up_batches
+    from lookahead_vllm.verify.gpu.warm_up import latent_batches
 
     device = layer.kv_cache.device
     q = torch.zeros(1, layer.num_heads, layer.qk_head_dim, dtype=dtype, device=device)
     output = torch.zeros(1, layer.num_heads * layer.v_head_dim, dtype=dtype, device=device)
     block_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    for batch in warm_up_batches(device):
+    for batch in latent_batches(device):
         attend_trees(layer, q, layer.kv_cache, output, StepTrees(batch, block_table))

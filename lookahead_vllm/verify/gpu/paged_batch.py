@@ -151,9 +151,21 @@ class PagedCall(NamedTuple):
     block_table: Tensor
     batch: PagedBatch
     scale: float
-    sliding_window: int
-    alibi_slopes: Tensor | None
-    logits_soft_cap: float
-    sinks: Tensor | None
-    k_scale: Tensor | None
-    v_scale: Tensor | None
+    sliding_window: int = -1
+    alibi_slopes: Tensor | None = None
+    logits_soft_cap: float = 0.0
+    sinks: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+class LatentCall(NamedTuple):
+    """The checked arguments of `latent_attention`."""
+
+    query: Tensor
+    cache: Tensor
+    output: Tensor
+    block_table: Tensor
+    batch: PagedBatch
+    scale: float
+    cache_scale: Tensor | None

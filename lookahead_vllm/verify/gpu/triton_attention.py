@@ -7,14 +7,13 @@ its end. The softmax is online, as in FlashAttention-2 (Dao 2023).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from lookahead_vllm.verify.gpu.paged_batch import PagedBatch, PagedCall
+from lookahead_vllm.verify.gpu.paged_batch import PagedCall
 
 _LOG2E = tl.constexpr(1.4426950408889635)
 NUM_STAGES = 3
@@ -110,25 +109,6 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
             HAS_SCALES=has_scales,
             num_warps=2,
         )  # fmt: skip
-
-
-def warm_up_batches(
-    heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
-) -> Iterator[PagedBatch]:
-    """Batches without rows, one for each specialisation of the kernels that serving can need.
-
-    Calling `attend` on each compiles all kernels and writes no output.
-    """
-    zeros = torch.zeros(1, dtype=torch.int32, device=device)
-    group, rows = heads // kv_heads, 16
-    while rows <= tile_of(1 << 20, dtype, head_size).block_m:
-        size = max(rows // group, 1)
-        for max_context in (0, 1 << 20):  # not split, and split
-            yield PagedBatch(
-                zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros[None], zeros - 1,
-                size, max_context,
-            )  # fmt: skip
-        rows *= 2
 
 
 def tile_of(rows: int, dtype: torch.dtype, head_size: int) -> Tile:

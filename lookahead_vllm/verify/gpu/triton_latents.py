@@ -7,13 +7,11 @@ draft block at its end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 
-from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
+from lookahead_vllm.verify.gpu.paged_batch import LatentCall
 from lookahead_vllm.verify.gpu.triton_attention import (
     MAX_PARTIAL_BYTES,
     MAX_SPLITS,
@@ -21,7 +19,6 @@ from lookahead_vllm.verify.gpu.triton_attention import (
     merge_splits,
     splits_for,
 )
-from lookahead_vllm.verify.latent_attention import LatentCall
 
 _LOG2E = tl.constexpr(1.4426950408889635)
 BLOCK_M = 16
@@ -78,16 +75,6 @@ def attend(call: LatentCall, num_splits: int | None = None) -> None:
             HAS_SINKS=False,
             HAS_SCALES=False,
             num_warps=8,
-        )  # fmt: skip
-
-
-def warm_up_batches(device: torch.device) -> Iterator[PagedBatch]:
-    """Batches without rows, one for each specialisation of the kernels that serving can need."""
-    zeros = torch.zeros(1, dtype=torch.int32, device=device)
-    for max_context in (0, 1 << 20):  # not split, and split
-        yield PagedBatch(
-            zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros[None], zeros - 1,
-            1, max_context,
         )  # fmt: skip
 
 

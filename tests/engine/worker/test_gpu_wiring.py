@@ -26,7 +26,7 @@ from lookahead_vllm.verify import latent_attention
 from lookahead_vllm.verify.cpu.tree_attention import keys_and_values
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
-from lookahead_vllm.verify.gpu.triton_moves import PagedKVMovers
+from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
 from lookahead_vllm.verify.tree_batch import TreeBatch
 from tests.support.attention_cases import PagedAttentionCase, random_tree
 from tests.support.driving import drafter_of, engine, generate, random_prompts
@@ -309,7 +309,7 @@ def test_latent_layers_without_tree_attention_get_chains() -> None:
 def test_latents_of_a_gpu_move_as_one_head() -> None:
     layer = latent_layer()
     mover = gpu_attention.mover([layer.kv_cache], layer)
-    assert isinstance(mover, PagedKVMovers)
+    assert isinstance(mover, PagedKVMover)
     assert mover._movers[0]._kv_caches[0].shape == (4, 1, 16, 12)
 
 

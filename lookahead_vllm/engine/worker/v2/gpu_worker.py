@@ -31,6 +31,7 @@ from lookahead_vllm.engine.worker.tree_rows import GraphBuffers
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.replica_runner import ReplicaRunner
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
+from lookahead_vllm.verify.gpu import warm_up
 from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
 from lookahead_vllm.verify.recurrence import StateMover
 from lookahead_vllm.verify.tree_batch import TreeBatch
@@ -293,11 +294,9 @@ class LookaheadGPUModelRunner(GraphRunner, model_runner.GPUModelRunner):
             groups = chain.from_iterable(self.attn_groups)
             own = [layers[name] for group in groups for name in group.layer_names]
             own = [layer for layer in own if not is_recurrent(layer)]
-            movers = [mover for mover in self._movers if not isinstance(mover, StateMover)]
-            gpu_attention.warm_up(own, movers, self.dtype)
-            for mover in movers:
-                first = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-                mover.move_paths(first, first)
+            gpu_attention.warm_up(own, self.dtype)
+            warm_up.move_nothing(m for m in self._movers if not isinstance(m, StateMover))
+        warm_up.walk_roots(self.decode_query_len, self.device)
         self.compile_node_kernels()
 
     def shutdown(self) -> None:

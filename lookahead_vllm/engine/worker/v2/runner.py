@@ -49,7 +49,6 @@ from lookahead_vllm.engine.worker.v2.sampler import (
 from lookahead_vllm.engine.worker.v2.speculator import LateSpeculator
 from lookahead_vllm.engine.worker.v2.stages import ComputedTrees
 from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
-from lookahead_vllm.verify import walk
 from lookahead_vllm.verify.node_layout import NodeLayout, compile_layout
 from lookahead_vllm.verify.place import Split
 from lookahead_vllm.verify.recurrence import StateMover
@@ -177,7 +176,6 @@ class LookaheadRunner(_Base):
         """Compile the kernels that a step with drafts launches around the forward pass."""
         self._shape.warm_up()
         compile_layout()
-        walk.warm_up(self.decode_query_len, self.device)
         if self.is_last_pp_rank:
             self._history.warm_up(self.vocab_size, self.device)
 

@@ -18,7 +18,6 @@ from lookahead_vllm.draft.hybrid import HybridProposer
 from lookahead_vllm.engine.worker.gpu_attention import _TreeBuilder
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.late_shape import LateMetadata, LateShape
-from lookahead_vllm.verify.cpu.place import CPUPlacer
 from lookahead_vllm.verify.place import parts_of
 from tests.support import graph_engine, v2_on_cpu
 from tests.support.driving import (
@@ -30,6 +29,7 @@ from tests.support.driving import (
     runner_of,
 )
 from tests.support.proposers import record
+from tests.support.v2_on_cpu.place import Placer
 
 PROMPTS = random_prompts(9, 50, seed=5)
 KINDS: list[dict[str, Any]] = [
@@ -245,7 +245,7 @@ def test_prompts_and_grammars_wait_for_the_drafts(
 
 
 def _rows_that_keep_their_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = CPUPlacer.place
+    place = Placer.place
 
     def wrong(self: Any, packed: Any, *args: Any) -> None:
         slots = [own.copy() for *_, own in self._groups]
@@ -254,11 +254,11 @@ def _rows_that_keep_their_slots(monkeypatch: pytest.MonkeyPatch) -> None:
         for (*_, own), stale in zip(self._groups, slots, strict=True):
             own[rows:] = stale[rows:]
 
-    monkeypatch.setattr(CPUPlacer, "place", wrong)
+    monkeypatch.setattr(Placer, "place", wrong)
 
 
 def _stale_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = CPUPlacer.place
+    place = Placer.place
 
     def wrong(self: Any, *args: Any) -> None:
         tree_lengths = args[3] if len(args) > 3 else None
@@ -269,7 +269,7 @@ def _stale_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
         for buffer, values in zip(buffers, stale, strict=True):
             buffer.copy_(values)
 
-    monkeypatch.setattr(CPUPlacer, "place", wrong)
+    monkeypatch.setattr(Placer, "place", wrong)
 
 
 def _one_graph_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
