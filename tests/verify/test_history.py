@@ -254,24 +254,6 @@ def test_rows_are_treated_as_requests_of_their_own(what: str, seed: int) -> None
     assert torch.equal(written_out.logits, expected)
 
 
-@pytest.mark.parametrize("what", EXPECTED)
-def test_the_cases_change_logits(what: str) -> None:
-    """At nodes, and differently from what the rows before them would give."""
-    at_nodes = as_a_chain = 0
-    for seed in range(50):
-        step = random_step(seed)
-        expected = EXPECTED[what](step)
-        changed = (expected != step.logits).any(1)
-        at_nodes += int(changed[step.local_pos > 0].sum())
-        firsts = torch.arange(len(changed)) - step.local_pos
-        before = torch.maximum(torch.arange(len(changed)) - 1, firsts)
-        step.rows = Histories(step.rows.slots, step.rows.ids, before.int())
-        apply(step, what)
-        as_a_chain += int((expected != step.logits).any(1).sum())
-    assert at_nodes > 50
-    assert as_a_chain > 10
-
-
 @pytest.mark.interpreted
 @pytest.mark.parametrize("seed", [1, 2])
 def test_markers_are_found_step_by_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.verify.acceptance import accepted_paths
 from lookahead_vllm.verify.walk import Walk, empty_walk, walk
 from tests.verify.conftest import IS_INTERPRETED
 
@@ -145,43 +143,6 @@ def test_twins_never_lose_the_deeper_path() -> None:
     assert result.tokens[0, :4].tolist() == [5, 6, 7, 3]
     assert result.origins.tolist() == [[10, 12, 14, 15, 10, 10]]
     assert result.targets.tolist() == [[10, 11, 12, 13, 10, 10]]
-
-
-@settings(deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_trees_without_twins_have_the_paths_of_accepted_paths(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    trees = []
-    for _ in range(4):
-        parents = [int(rng.integers(-1, node)) for node in range(int(rng.integers(0, 10)))]
-        seen: dict[int, int] = {}
-        tokens = []
-        for parent in parents:  # siblings count up
-            tokens.append(seen.get(parent, 0))
-            seen[parent] = tokens[-1] + 1
-        trees.append(DraftTree.from_lists(tokens, parents))
-    forest = DraftForest.of(trees)
-    firsts = forest.firsts + np.arange(len(trees) + 1)
-    sampled = rng.integers(0, 3, firsts[-1])
-    is_node = np.ones(firsts[-1], np.bool_)
-    is_node[firsts[:-1]] = False
-    expected = accepted_paths(
-        forest, sampled[firsts[:-1]].astype(np.int32), sampled[is_node].astype(np.int32)
-    )
-    ids, parents_of_rows = np.zeros(firsts[-1], np.int32), np.arange(firsts[-1], dtype=np.int32)
-    ids[is_node] = forest.tokens
-    parents_of_rows[is_node] = (forest.parents + 1 + firsts[:-1][forest.owners]).astype(np.int32)
-    result = walk(
-        torch.from_numpy(ids),
-        torch.from_numpy(sampled),
-        torch.from_numpy(parents_of_rows),
-        torch.from_numpy(firsts.astype(np.int32)),
-        torch.arange(len(ids)),
-        1 + int(forest.sizes.max(initial=0)),
-    )
-    for i, path in enumerate(expected):
-        rows = result.order[firsts[i] :][: result.num_sampled[i]]
-        assert (rows[1:] - firsts[i] - 1).tolist() == [node for node in path.tolist() if node >= 0]
 
 
 @pytest.mark.interpreted

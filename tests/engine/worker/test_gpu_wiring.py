@@ -125,7 +125,6 @@ def test_warming_up_runs_every_kind_of_batch_and_changes_nothing(
     layer._k_scale, layer._v_scale = case.scales.get("k_scale"), case.scales.get("v_scale")
     before = layer.kv_cache.clone()
     kinds: list[tuple[int, int]] = []
-    moved: list[list[int]] = []
 
     def count(*args: Any, **options: Any) -> None:
         batch = args[5]
@@ -135,12 +134,8 @@ def test_warming_up_runs_every_kind_of_batch_and_changes_nothing(
         assert torch.equal(args[3], output)
 
     monkeypatch.setattr(gpu_attention, "paged_attention", count)
-    mover: Any = SimpleNamespace(
-        device=torch.device("cpu"), move=lambda *ends: moved.extend(end.tolist() for end in ends)
-    )
-    gpu_attention.warm_up([layer, layer], [mover], case.dtype)
+    gpu_attention.warm_up([layer, layer], case.dtype)
     assert len(set(kinds)) * 2 == len(kinds) == 8  # 16 and 32 rows, split or not, in two layers
-    assert moved == [[0], [0]]
     assert torch.equal(before.view(torch.uint8), layer.kv_cache.view(torch.uint8))
 
 
@@ -310,7 +305,7 @@ def test_latents_of_a_gpu_move_as_one_head() -> None:
     layer = latent_layer()
     mover = gpu_attention.mover([layer.kv_cache], layer)
     assert isinstance(mover, PagedKVMover)
-    assert mover._movers[0]._kv_caches[0].shape == (4, 1, 16, 12)
+    assert mover._groups[0]._caches[0].shape == (4, 1, 16, 12)
 
 
 def test_warming_up_latent_attention_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +318,7 @@ def test_warming_up_latent_attention_changes_nothing(monkeypatch: pytest.MonkeyP
         latent_attention.latent_attention(*args, **options)
 
     monkeypatch.setattr(worker_latent_attention, "latent_attention", count)
-    gpu_attention.warm_up([layer], [], torch.float32)
+    gpu_attention.warm_up([layer], torch.float32)
     assert len(contexts) == 2 and torch.equal(before, layer.kv_cache)  # split or not
 
 
