@@ -63,7 +63,7 @@ def attend(call: PagedCall) -> None:
         attn_bias=PagedBlockDiagonalPaddedKeysMask.from_seqlens(
             q_seqlen=[max_size] * requests,
             kv_seqlen=batch.contexts.tolist(),
-            block_tables=block_table[batch.rows.long()].contiguous(),
+            block_tables=block_table[batch.requests.long()].contiguous(),
             page_size=block_size,
             device=query.device,
         ),
@@ -76,7 +76,7 @@ def attend(call: PagedCall) -> None:
     context_lse = context_lse.masked_fill(is_empty, -torch.inf)
 
     slots = batch.contexts[:, None] + torch.where(is_row, nodes, 0)
-    pages = block_table[batch.rows.long()[:, None], slots // block_size].long()
+    pages = block_table[batch.requests.long()[:, None], slots // block_size].long()
     k, v = (
         cache[pages, slots % block_size].unsqueeze(3).expand(-1, -1, -1, group, -1)
         for cache in (key_cache, value_cache)

@@ -100,7 +100,7 @@ def decode_rows(batch: PagedBatch, block_table: Tensor, block_size: int) -> Deco
     num_blocks = 0
     masks = batch.masks.numpy()
     for row, size, context, first in torch.stack(
-        (batch.rows, batch.sizes, batch.contexts, batch.firsts), dim=1
+        (batch.requests, batch.sizes, batch.contexts, batch.firsts), dim=1
     ).tolist():
         positions = np.arange(context + size)
         own = block_table[row].numpy()[positions // block_size].astype(np.int64) * block_size

@@ -26,8 +26,8 @@ class TreeBatch:
 
     Attributes
     ----------
-    rows : int32 [t]
-        The request's row in the batch, which is its row of the block table.
+    requests : int32 [t]
+        The request's place in the batch, which is its row of the block table.
     starts : int32 [t]
         Index of the root among the flattened query tokens.
     sizes : int32 [t]
@@ -41,7 +41,7 @@ class TreeBatch:
         ancestor.
     """
 
-    rows: Tensor
+    requests: Tensor
     starts: Tensor
     sizes: Tensor
     contexts: Tensor
@@ -52,17 +52,17 @@ class TreeBatch:
     def build(
         cls,
         trees: Sequence[DraftTree],
-        rows: ArrayLike,
+        requests: ArrayLike,
         starts: ArrayLike,
         contexts: ArrayLike,
     ) -> TreeBatch:
-        """Lay out `trees` on the CPU; `rows`, `starts` and `contexts` have one entry per tree."""
+        """Lay out `trees` on the CPU; `requests`, `starts`, `contexts` have an entry for each."""
         forest = DraftForest.of(trees)
         sizes = (forest.sizes + 1).astype(np.int32)
         words = (int(sizes.max(initial=1)) + 31) // 32
         depths, masks = lay_out(forest.parents, forest.depths, forest.firsts, words)
         return cls(
-            _int32(rows),
+            _int32(requests),
             _int32(starts),
             torch.from_numpy(sizes),
             _int32(contexts),
@@ -75,11 +75,11 @@ class TreeBatch:
 
     @cached_property
     def ends(self) -> tuple[int, int, int]:
-        """Block table rows, query tokens and KV slots per request that the batch needs."""
+        """Rows of the block table, query tokens and KV slots per request that the batch needs."""
         if not len(self):
             return 0, 0, 0
         return (
-            int(self.rows.max()) + 1,
+            int(self.requests.max()) + 1,
             int((self.starts + self.sizes).max()),
             int((self.contexts + self.sizes).max()),
         )

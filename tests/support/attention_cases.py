@@ -220,7 +220,7 @@ class PagedAttentionCase(AttentionCase):
                 for i, tensor in enumerate(tensors):
                     tensors[i] = (tensor / self.scales[name]).to(dtype).float() * self.scales[name]
         for row, k, v, context in zip(
-            self.batch.rows, self.keys, self.values, self.contexts, strict=True
+            self.batch.requests, self.keys, self.values, self.contexts, strict=True
         ):
             oldest = max(0, context - self.window + 1) if self.window > 0 else 0
             slots = torch.arange(oldest, len(k))
@@ -234,7 +234,7 @@ class PagedAttentionCase(AttentionCase):
         columns = [
             np.array([column[i] for i in indices], np.int32)
             for indices in (masked, self.causal)
-            for column in (self.batch.rows, self.batch.starts, self.contexts)
+            for column in (self.batch.requests, self.batch.starts, self.contexts)
         ]
         sizes = [len(self.trees[i]) + 1 for i in self.causal]
         return PagedBatch.build(

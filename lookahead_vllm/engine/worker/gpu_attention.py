@@ -75,13 +75,13 @@ class _TreeBuilder(_Builder):
             batch, count = self.graph.trees.batch, self.graph.trees.num_trees
             without = without_contexts(
                 common_attn_metadata,
-                batch.rows[:count],
+                batch.requests[:count],
                 batch.sizes[:count],
                 out=self.graph.seq_lens,
             )
         elif self.trees is not None:
             batch = PagedBatch.build(self.trees, self.device)
-            without = without_contexts(common_attn_metadata, batch.rows, batch.sizes)
+            without = without_contexts(common_attn_metadata, batch.requests, batch.sizes)
         else:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         built = super().build(common_prefix_len, without, fast_build)

@@ -87,10 +87,10 @@ def _with_trees(build: Callable[..., MLACommonMetadata]) -> Callable[..., MLACom
         if trees is None:
             return build(self, common_prefix_len, common, fast_build)
         batch = PagedBatch.build(trees, self.device)
-        common = without_contexts(common, batch.rows, batch.sizes)
+        common = without_contexts(common, batch.requests, batch.sizes)
         if (bound := common.seq_lens_cpu_upper_bound) is not None:
             bound = bound.clone()
-            bound[trees.rows.long()] = trees.sizes.to(bound.dtype)
+            bound[trees.requests.long()] = trees.sizes.to(bound.dtype)
             common = replace(common, seq_lens_cpu_upper_bound=bound)
         built: Any = build(self, common_prefix_len, common, fast_build)
         table, rows = common_attn_metadata.block_table_tensor, None

@@ -155,7 +155,7 @@ def _attend_native(
 @functools.lru_cache(maxsize=1)  # all layers of a step have the same batch
 def _view(batch: TreeBatch) -> native.TreeBatchView:
     """Its pointers, valid while the batch exists."""
-    fields = (batch.rows, batch.starts, batch.sizes, batch.contexts, batch.depths, batch.masks)
+    fields = (batch.requests, batch.starts, batch.sizes, batch.contexts, batch.depths, batch.masks)
     assert all(f.dtype == torch.int32 and f.is_contiguous() and not f.is_cuda for f in fields)
     assert len({len(f) for f in fields[:4]}) == 1 and len(batch.depths) == len(batch.masks)
     return native.TreeBatchView(len(batch), batch.masks.shape[1], *(f.data_ptr() for f in fields))
@@ -189,7 +189,7 @@ def _attend_torch(
     depths, masks = batch.depths.to(query.device), batch.masks.to(query.device)
     end = 0
     for row, start, size, context in torch.stack(
-        (batch.rows, batch.starts, batch.sizes, batch.contexts), dim=1
+        (batch.requests, batch.starts, batch.sizes, batch.contexts), dim=1
     ).tolist():
         own, end = slice(end, end + size), end + size
         oldest = max(0, context - sliding_window + 1) if sliding_window > 0 else 0

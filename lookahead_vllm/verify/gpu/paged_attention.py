@@ -117,7 +117,7 @@ def reference_paged_attention(
     window = call.sliding_window
     block_size = key_cache.shape[1]
     for row, start, size, context, first in torch.stack(
-        (batch.rows, batch.starts, batch.sizes, batch.contexts, batch.firsts), dim=1
+        (batch.requests, batch.starts, batch.sizes, batch.contexts, batch.firsts), dim=1
     ).tolist():
         if not size:
             continue

@@ -67,7 +67,7 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
     has_scales = k_scale is not None
     _attend_tile[(len(batch) * tiles, kv_heads, num_splits)](
         query, key_cache, value_cache, output, partial, block_table,
-        batch.rows, batch.starts, batch.sizes, batch.contexts, batch.firsts, batch.places,
+        batch.requests, batch.starts, batch.sizes, batch.contexts, batch.firsts, batch.places,
         batch.depths, batch.masks,
         query if alibi_slopes is None else alibi_slopes,
         query if sinks is None else sinks,
@@ -138,7 +138,7 @@ def splits_for(programs: int, max_context: int, device: torch.device) -> int:
 
 
 # Integers and alignments that change from step to step must not trigger a compilation.
-_LAYOUT = ["rows", "starts", "sizes", "contexts", "firsts", "places", "depths", "masks"]
+_LAYOUT = ["requests", "starts", "sizes", "contexts", "firsts", "places", "depths", "masks"]
 
 
 @triton.jit(
@@ -147,7 +147,7 @@ _LAYOUT = ["rows", "starts", "sizes", "contexts", "firsts", "places", "depths", 
 )
 def _attend_tile(
     query, key_cache, value_cache, output, partial, block_table,
-    rows, starts, sizes, contexts, firsts, places, depths, masks,
+    requests, starts, sizes, contexts, firsts, places, depths, masks,
     alibi_slopes, sinks, k_scale, v_scale,
     scale, soft_cap, window,
     query_token, query_head,
@@ -171,7 +171,7 @@ def _attend_tile(
     start = tl.load(starts + entry)
     context = tl.load(contexts + entry)
     first = tl.load(firsts + entry)
-    table = block_table + tl.load(rows + entry).to(tl.int64) * table_row
+    table = block_table + tl.load(requests + entry).to(tl.int64) * table_row
 
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     node = m // GROUP

@@ -45,7 +45,7 @@ def attend(call: LatentCall, num_splits: int | None = None) -> None:
     has_scale = call.cache_scale is not None
     _attend_latents[(len(batch) * tiles, num_splits)](
         query, cache, output, partial, block_table,
-        batch.rows, batch.sizes, batch.contexts, batch.firsts, batch.masks,
+        batch.requests, batch.sizes, batch.contexts, batch.firsts, batch.masks,
         call.cache_scale if has_scale else query,
         call.scale,
         *query.stride()[:2], *cache.stride()[:2], *output.stride()[:2],
@@ -80,11 +80,11 @@ def attend(call: LatentCall, num_splits: int | None = None) -> None:
 
 @triton.jit(
     do_not_specialize=["table_row", "mask_row", "num_rows", "tiles", "num_splits"],
-    do_not_specialize_on_alignment=["rows", "sizes", "contexts", "firsts", "masks"],
+    do_not_specialize_on_alignment=["requests", "sizes", "contexts", "firsts", "masks"],
 )
 def _attend_latents(
     query, cache, output, partial, block_table,
-    rows, sizes, contexts, firsts, masks, cache_scale, scale,
+    requests, sizes, contexts, firsts, masks, cache_scale, scale,
     query_row, query_head, cache_block, cache_slot, output_row, output_head,
     table_row, mask_row, num_rows, tiles, num_splits,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -100,7 +100,7 @@ def _attend_latents(
         return
     context = tl.load(contexts + entry)
     first = tl.load(firsts + entry)
-    table = block_table + tl.load(rows + entry).to(tl.int64) * table_row
+    table = block_table + tl.load(requests + entry).to(tl.int64) * table_row
 
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     node = m // HEADS

@@ -90,7 +90,7 @@ def test_only_rows_of_trees_are_overwritten(layout: str, options: dict[str, Any]
     builder.trees = case.batch
     metadata = builder.build(0, common)
     # vLLM's own kernel is told that a tree has no context.
-    rows = case.batch.rows.long()
+    rows = case.batch.requests.long()
     assert torch.equal(metadata.seq_lens[rows], case.batch.sizes)
     assert (lengths == 100).all() and (metadata.seq_lens == 100).sum() == 2
 
@@ -251,7 +251,7 @@ def test_the_trees_of_a_step_are_laid_out_as_the_cpu_reads_them() -> None:
     trees = [random_tree(np.random.default_rng(i), 20 + 30 * i) for i in range(3)]
     batch = TreeBatch.build(trees, [4, 0, 2], [10, 40, 95], [7, 0, 300])
     paged = PagedBatch.build(batch, causal=([1, 3], [0, 9], [9, 1], [50, 2]))
-    for name in ("rows", "starts", "sizes", "contexts"):
+    for name in ("requests", "starts", "sizes", "contexts"):
         assert torch.equal(getattr(paged, name)[:3], getattr(batch, name))
     assert torch.equal(paged.masks, batch.masks) and torch.equal(paged.depths, batch.depths)
     assert paged.firsts.tolist() == [0, 21, 72, -1, -1]

@@ -129,7 +129,7 @@ def test_a_chain_equals_vllm(impl, dtype, options):
     sinks = case.sink_logits
     ops.cpu_attention_with_kv_cache(
         case.query, k, v, expected, starts, seq_lens, case.scale, True, case.alibi_slopes,
-        case.window, case.block_table[case.batch.rows.long()].contiguous(), case.soft_cap,
+        case.window, case.block_table[case.batch.requests.long()].contiguous(), case.soft_cap,
         scheduler_metadata, sinks if dtype == torch.bfloat16 or sinks is None else sinks.float(),
     )  # fmt: skip
     torch.testing.assert_close(case.run(impl), expected, rtol=2 * ROUNDING[dtype], atol=1e-5)
@@ -157,7 +157,7 @@ def test_the_cache_layout_is_that_of_vllm(isa, head_size, dtype):
     blocks, kv_heads, block_size, _ = cache.shape
     k, v = cache.view(blocks, kv_heads, 2 * block_size, -1).chunk(2, dim=2)
     slots = torch.arange(43)
-    table = case.block_table[int(case.batch.rows[0])].long()
+    table = case.block_table[int(case.batch.requests[0])].long()
     slots = table[slots // block_size] * block_size + slots % block_size
     ops.cpu_attn_reshape_and_cache(case.keys[0], case.values[0], k, v, slots, isa)
     assert torch.equal(cache.nan_to_num(), case.kv_cache.nan_to_num())
@@ -203,7 +203,7 @@ def test_a_damaged_build_is_rebuilt(monkeypatch):
 @pytest.mark.usefixtures("empty_cache")
 @pytest.mark.parametrize("flag", ["-mno-avx512bf16", "-mno-avx512f", "-march=x86-64"])
 def test_builds_for_older_processors_are_exact(flag, monkeypatch):
-    monkeypatch.setattr(native, "_FLAGS", [*native._FLAGS, flag])
+    monkeypatch.setattr(native, "_FLAGS", [*native._FLAGS, "-O1", flag])
     monkeypatch.setattr(native, "load", functools.cache(native.load.__wrapped__))
     trees = [random_tree(np.random.default_rng(4), 17), DraftTree.chain(range(3))]
     options = {"window": 150, "alibi": True, "soft_cap": 30.0, "sinks": True, "nan_node": True}

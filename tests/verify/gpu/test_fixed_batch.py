@@ -32,7 +32,7 @@ def test_each_step_has_its_own_trees_at_the_same_addresses(
     impl: str, num_tokens: int, steps: list[list[int]]
 ) -> None:
     fixed = FixedBatch(num_tokens, max_requests=8, max_size=40, max_context=1000, device="cpu")
-    fields = ("rows", "starts", "sizes", "contexts", "firsts", "depths", "masks", "tokens")
+    fields = ("requests", "starts", "sizes", "contexts", "firsts", "depths", "masks", "tokens")
     tensors = {name: getattr(fixed.batch, name) for name in fields}
     addresses = {name: (t.data_ptr(), t.shape) for name, t in tensors.items()}
     for seed, sizes in enumerate(steps):
