@@ -78,7 +78,7 @@ class PagedBatch:
         *,
         causal: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike] | None = None,
     ) -> PagedBatch:
-        """Lay out trees and, after them, `causal`: requests, starts, sizes, contexts of other requests.
+        """Lay out trees; after them, requests, starts, sizes and contexts of `causal` ones.
 
         Makes one asynchronous copy to the device.
         """

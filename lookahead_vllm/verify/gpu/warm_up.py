@@ -34,7 +34,10 @@ def latent_batches(device: torch.device) -> Iterator[PagedBatch]:
 def _empty_batches(max_size: int, device: torch.device) -> Iterator[PagedBatch]:
     zeros = torch.zeros(1, dtype=torch.int32, device=device)
     for max_context in (0, 1 << 20):  # not split, and split
-        yield PagedBatch(*[zeros] * 7, zeros[None], zeros - 1, max_size, max_context)
+        yield PagedBatch(
+            zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros[None], zeros - 1,
+            max_size, max_context,
+        )  # fmt: skip
 
 
 def move_nothing(movers: Iterable[PagedKVMover]) -> None:
