@@ -82,29 +82,6 @@ def test_slots_are_sent_to_another_cache(dtype: torch.dtype) -> None:
         assert torch.equal(cache.float(), same.float())
 
 
-@pytest.mark.parametrize("width", [65, 300])
-def test_no_move_after_the_last_one_is_visited(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trees have many more nodes than a step accepts."""
-    from triton.runtime.interpreter import interpreter_builder
-
-    from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
-
-    loads = []
-    load = interpreter_builder.create_masked_load
-    monkeypatch.setattr(
-        interpreter_builder, "create_masked_load", lambda *args: loads.append(1) or load(*args)
-    )
-    cache = torch.randn(30, 1, 16, 24)
-    expected = cache.clone()
-    expected[0, :, 2] = cache[1, :, 4]
-    path = torch.zeros(1, width, dtype=torch.int64)
-    src, dst = path.clone(), path.clone()
-    src[0, 2], dst[0, 2] = 20, 2
-    PagedKVMover([cache]).move_paths(src, dst)
-    assert torch.equal(cache, expected)
-    assert len(loads) < 20, len(loads)
-
-
 def test_entries_without_a_slot_are_skipped() -> None:
     """vLLM marks tokens without KV by a slot of -1."""
     from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
