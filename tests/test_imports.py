@@ -172,8 +172,8 @@ def ours():
 from lookahead_vllm.engine import plugin
 from lookahead_vllm.engine.front_end import requests
 from lookahead_vllm.engine.scheduler import late_scheduler
-from lookahead_vllm.engine.worker import recurrent_kernels_cpu
-from lookahead_vllm.engine.worker.v2 import cpu_worker, gpu_worker
+from lookahead_vllm.engine.worker import cpu_attention, recurrent_kernels_cpu
+from lookahead_vllm.engine.worker.v2 import gpu_worker
 second = ours()
 from lookahead_vllm.engine.scheduler import scheduler
 from lookahead_vllm.engine.worker.v1 import cpu_worker

@@ -35,10 +35,12 @@ DRAFTER_PATH = "lookahead_vllm.engine.worker.drafter.LookaheadDrafter"
 _GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 
 WORKERS = {
-    "vllm.v1.worker.cpu_worker.CPUWorker": "cpu_worker.LookaheadCPUWorker",
-    _GPU_WORKER: "gpu_worker.LookaheadGPUWorker",
+    "vllm.v1.worker.cpu_worker.CPUWorker": (
+        "lookahead_vllm.engine.worker.v1.cpu_worker.LookaheadCPUWorker"
+    ),
+    _GPU_WORKER: "lookahead_vllm.engine.worker.v2.gpu_worker.LookaheadGPUWorker",
 }
-"""Our worker's module and class in `worker/v1/` and `worker/v2/`, by vLLM's worker."""
+"""Our worker by vLLM's: CPUs have the first runner, GPUs the second one."""
 
 REPLICA_EXECUTOR = "lookahead_vllm.engine.scheduler.replica_executor.ReplicaExecutor"
 
@@ -52,8 +54,6 @@ class _Runner(NamedTuple):
     """What an engine with one of vLLM's model runners gets."""
 
     name: str
-    workers: str
-    """The package of our workers."""
     scheduler: str
     speculation: dict[str, Any]
     """The speculative config that vLLM accepts with this runner."""
@@ -61,13 +61,11 @@ class _Runner(NamedTuple):
 
 FIRST_RUNNER = _Runner(
     "v1",
-    "lookahead_vllm.engine.worker.v1",
     "lookahead_vllm.engine.scheduler.scheduler.LookaheadScheduler",
     {"method": "custom_class", "model": DRAFTER_PATH},
 )
 SECOND_RUNNER = _Runner(
     "v2",
-    "lookahead_vllm.engine.worker.v2",
     "lookahead_vllm.engine.scheduler.late_scheduler.LateDraftScheduler",
     # The only method without a draft model that vLLM combines with asynchronous scheduling.
     {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 1},
@@ -445,8 +443,7 @@ def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> Non
             raise OptionError(sentence)
     options = options.with_checked_cache().for_model(_num_parameters(config.model_config))
     config.scheduler_config.scheduler_cls = runner.scheduler
-    own = WORKERS[config.parallel_config.worker_cls]
-    config.parallel_config.worker_cls = f"{runner.workers}.{own}"
+    config.parallel_config.worker_cls = WORKERS[config.parallel_config.worker_cls]
     config.speculative_config.model = DRAFTER_PATH  # marks the engine as lookahead's
     config.additional_config = {**config.additional_config, KEY: options.to_dict()}
     if options.parallel > 1:

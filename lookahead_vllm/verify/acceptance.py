@@ -34,12 +34,12 @@ def accepted_paths(forest: DraftForest, at_roots: Int32s, at_nodes: Int32s) -> I
         Indices of the accepted nodes within their tree, from the root down, padded with -1. The
         tokens to emit are the choice at the root and the choices at these nodes.
     """
-    paths: Int32s = _walk(forest.tokens, forest.parents, forest.firsts, at_roots, at_nodes)
+    paths: Int32s = _accept(forest.tokens, forest.parents, forest.firsts, at_roots, at_nodes)
     return paths
 
 
 @kernel
-def _walk(
+def _accept(
     tokens: Int32s, parents: Int32s, firsts: Int64s, at_roots: Int32s, at_nodes: Int32s
 ) -> Int32s:
     max_nodes = longest = 0
@@ -130,14 +130,14 @@ def _tally(
 
 
 def emitted_tokens(
-    forest: DraftForest, rows: Int64s, paths: Int32s, at_roots: Int32s, at_nodes: Int32s
+    forest: DraftForest, requests: Int64s, paths: Int32s, at_roots: Int32s, at_nodes: Int32s
 ) -> Int32s:
     """The tokens that each request emits: the choice at its root, then those at accepted nodes.
 
     Parameters
     ----------
-    forest, rows : int64 [t]
-        The trees, and the row of each tree's request.
+    forest, requests : int64 [t]
+        The trees, and the request of each.
     paths : int32 [t, longest]
         As in `accepted_paths`.
     at_roots, at_nodes : int32 [r], int32 [n]
@@ -148,20 +148,20 @@ def emitted_tokens(
     int32 [r, 1 + longest]
         Padded with -1.
     """
-    tokens: Int32s = _emit(forest.firsts, rows, paths, at_roots, at_nodes)
+    tokens: Int32s = _emit(forest.firsts, requests, paths, at_roots, at_nodes)
     return tokens
 
 
 @kernel
 def _emit(
-    firsts: Int64s, rows: Int64s, paths: Int32s, at_roots: Int32s, at_nodes: Int32s
+    firsts: Int64s, requests: Int64s, paths: Int32s, at_roots: Int32s, at_nodes: Int32s
 ) -> Int32s:
     tokens = np.full((len(at_roots), 1 + paths.shape[1]), -1, np.int32)
     tokens[:, 0] = at_roots
-    for tree in range(len(rows)):
+    for tree in range(len(requests)):
         for i, node in enumerate(paths[tree]):
             if node >= 0:
-                tokens[rows[tree], 1 + i] = at_nodes[firsts[tree] + node]
+                tokens[requests[tree], 1 + i] = at_nodes[firsts[tree] + node]
     return tokens
 
 

@@ -16,7 +16,8 @@ from lookahead_vllm.verify.transfer import to_device
 MAX_CHOICES = 16
 
 MAX_PIECE_BYTES = 64 << 20
-"""The most bytes of logits that are copied at a time."""
+"""The most bytes of logits that are copied at a time, but at least one row. The compiled kernel
+copies none."""
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -36,7 +37,6 @@ def top_choices(
     k: int,
     impl: Literal["auto", "torch", "native"] = "auto",
     wait: bool = True,
-    max_piece_bytes: int = MAX_PIECE_BYTES,
 ) -> Choices:
     """The tokens with the `k` largest logits in the given rows.
 
@@ -52,26 +52,14 @@ def top_choices(
         "auto" uses the compiled kernel for CPU tensors if it is available.
     wait : bool
         False: return at once; the device fills the arrays later, in stream order.
-    max_piece_bytes : int
-        The most bytes of logits that are copied at a time, but at least one row. The compiled
-        kernel copies none.
-
-    Raises
-    ------
-    ValueError
-        `k` or `impl` is out of range, or "native" is not available.
     """
-    if not 0 < k <= min(MAX_CHOICES, logits.shape[1]):
-        raise ValueError(f"k is {k}; there are 1 to {min(MAX_CHOICES, logits.shape[1])} choices")
-    if impl not in ("auto", "torch", "native"):
-        raise ValueError(f"impl is {impl!r}; choose 'auto', 'torch' or 'native'")
+    assert 0 < k <= min(MAX_CHOICES, logits.shape[1]), k
     selected = to_device(rows, logits.device)
     is_supported = logits.device.type == "cpu" and logits.dtype in _NATIVE_DTYPES
     library = native.load() if impl != "torch" and is_supported else None
     if library is None:
-        if impl == "native":
-            raise ValueError("the compiled kernel is not available here; use impl='auto'")
-        piece_rows = max(1, max_piece_bytes // (logits.shape[1] * logits.element_size()))
+        assert impl != "native", "there is no compiled kernel"
+        piece_rows = max(1, MAX_PIECE_BYTES // (logits.shape[1] * logits.element_size()))
         pieces = [logits[piece].topk(k).indices for piece in selected.split(piece_rows)]
         tokens = torch.cat(pieces)
     else:

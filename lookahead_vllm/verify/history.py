@@ -11,11 +11,12 @@ tensors of the state have a row for each request slot.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lookahead_vllm.verify.implementations import module_for
 
 
 class Histories(NamedTuple):
@@ -93,14 +94,9 @@ def apply_penalties(logits: Tensor, rows: Histories, penalties: Penalties) -> No
     Parameters
     ----------
     logits : float32 [n, vocabulary]
-
-    Raises
-    ------
-    ValueError
-        `logits` or `rows` has another shape or dtype.
     """
     _check(logits, rows)
-    _kernels(logits.device).apply_penalties(logits, rows, penalties)
+    module_for("history", logits.device).apply_penalties(logits, rows, penalties)
 
 
 def apply_bad_words(
@@ -115,14 +111,9 @@ def apply_bad_words(
     logits : float32 [n, vocabulary]
     max_words : int
         The most words of any request.
-
-    Raises
-    ------
-    ValueError
-        `logits` or `rows` has another shape or dtype.
     """
     _check(logits, rows)
-    _kernels(logits.device).apply_bad_words(logits, rows, texts, words, max_words)
+    module_for("history", logits.device).apply_bad_words(logits, rows, texts, words, max_words)
 
 
 def apply_thinking_budgets(
@@ -137,37 +128,14 @@ def apply_thinking_budgets(
     logits : float32 [n, vocabulary]
     slots : int32 or int64 [r]
         The slots of the step's requests.
-
-    Raises
-    ------
-    ValueError
-        `logits` or `rows` has another shape or dtype.
     """
     _check(logits, rows)
-    _kernels(logits.device).apply_thinking_budgets(logits, rows, slots, texts, thinking)
-
-
-def _kernels(device: torch.device) -> ModuleType:
-    """The module with the three functions for a device."""
-    if device.type == "cpu":
-        from lookahead_vllm.verify.cpu import history
-
-        return history
-    from lookahead_vllm.verify.gpu import triton_history
-
-    return triton_history
+    module_for("history", logits.device).apply_thinking_budgets(
+        logits, rows, slots, texts, thinking
+    )
 
 
 def _check(logits: Tensor, rows: Histories) -> None:
-    if logits.dtype != torch.float32 or logits.ndim != 2 or logits.stride(1) != 1:
-        raise ValueError(
-            "logits are float32 [n, vocabulary], contiguous in the last dimension; got "
-            f"{logits.dtype} {list(logits.shape)}, strides {logits.stride()}"
-        )
-    if any(part.shape != logits.shape[:1] for part in rows):
-        raise ValueError(
-            f"rows have one entry for each of {len(logits)} rows of logits; got shapes "
-            f"{[list(part.shape) for part in rows]}"
-        )
-    if rows.parents.dtype != torch.int32:
-        raise ValueError(f"parents are int32, not {rows.parents.dtype}")
+    assert logits.dtype == torch.float32 and logits.ndim == 2 and logits.stride(1) == 1
+    assert all(part.shape == logits.shape[:1] for part in rows), [part.shape for part in rows]
+    assert rows.parents.dtype == torch.int32

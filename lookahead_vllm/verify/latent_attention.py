@@ -7,6 +7,7 @@ and one value, the latent. Implemented in Triton, and in plain PyTorch as the re
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,24 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lookahead_vllm.verify.gpu.paged_attention import Impl
-from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
-from lookahead_vllm.verify.reference_attention import reference_attention
+from lookahead_vllm.verify.gpu.paged_attention import Impl, reference_paged_attention
+from lookahead_vllm.verify.gpu.paged_batch import LatentCall, PagedBatch, PagedCall
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-class LatentCall(NamedTuple):
-    """The checked arguments of `latent_attention`."""
-
-    query: Tensor
-    cache: Tensor
-    output: Tensor
-    block_table: Tensor
-    batch: PagedBatch
-    scale: float
-    cache_scale: Tensor | None
 
 
 def latent_attention(
@@ -68,16 +56,9 @@ def latent_attention(
         Factor of an fp8 cache's latents, on the query's device.
     impl : {"auto", "torch", "triton"}
         "auto" is "triton" on CUDA devices and "torch" on others.
-
-    Raises
-    ------
-    ValueError
-        Shapes or dtypes that do not fit.
     """
     call = LatentCall(query, cache, output, block_table, batch, scale, cache_scale)
     _check(call)
-    if impl not in ("auto", "torch", "triton"):
-        raise ValueError(f"impl is {impl!r}; choose 'auto', 'torch' or 'triton'")
     if not len(batch) or not batch.max_size:
         return
     if impl == "triton" or (impl == "auto" and query.device.type == "cuda"):
@@ -119,7 +100,7 @@ def decode_rows(batch: PagedBatch, block_table: Tensor, block_size: int) -> Deco
     num_blocks = 0
     masks = batch.masks.numpy()
     for row, size, context, first in torch.stack(
-        (batch.rows, batch.sizes, batch.contexts, batch.firsts), dim=1
+        (batch.requests, batch.sizes, batch.contexts, batch.firsts), dim=1
     ).tolist():
         positions = np.arange(context + size)
         own = block_table[row].numpy()[positions // block_size].astype(np.int64) * block_size
@@ -149,58 +130,30 @@ def decode_rows(batch: PagedBatch, block_table: Tensor, block_size: int) -> Deco
 
 def _check(call: LatentCall) -> None:
     query, cache, output, block_table = call[:4]
-    if query.dtype not in _DTYPES or output.dtype != query.dtype:
-        raise ValueError(
-            "query and output share float32, bfloat16 or float16; got "
-            f"{query.dtype}, {output.dtype}"
-        )
-    is_fp8 = cache.dtype in _FP8_DTYPES
-    if (cache.dtype != query.dtype and not is_fp8) or is_fp8 != (call.cache_scale is not None):
-        raise ValueError(
-            f"the cache holds {cache.dtype}; it holds the query's {query.dtype}, or fp8 with a "
-            "cache_scale"
-        )
     rows, heads, width = query.shape
-    if cache.ndim != 3 or cache.shape[2] != width:
-        raise ValueError(
-            f"the cache is [num_blocks, block_size, {width}] for this query; got "
-            f"{list(cache.shape)}"
-        )
-    if output.shape[:2] != (rows, heads) or not 0 < output.shape[2] <= width:
-        raise ValueError(f"output is {list(output.shape)} for a query of {list(query.shape)}")
-    if any(tensor.stride(-1) != 1 for tensor in (query, cache, output, block_table)):
-        raise ValueError("all tensors are contiguous in their last dimension")
-    if block_table.dtype != torch.int32:
-        raise ValueError(f"block_table is int32, not {block_table.dtype}")
+    is_fp8 = cache.dtype in _FP8_DTYPES
+    assert query.dtype in _DTYPES and output.dtype == query.dtype, (query.dtype, output.dtype)
+    assert is_fp8 or cache.dtype == query.dtype, (cache.dtype, query.dtype)
+    assert is_fp8 == (call.cache_scale is not None)
+    assert cache.ndim == 3 and cache.shape[2] == width, cache.shape
+    assert output.shape[:2] == (rows, heads) and 0 < output.shape[2] <= width, output.shape
+    assert all(tensor.stride(-1) == 1 for tensor in call[:4])
+    assert block_table.dtype == torch.int32
 
 
 def _attend_torch(call: LatentCall) -> None:
-    """In float32. Synchronises with the device."""
-    query, cache, output, block_table, batch = call[:5]
-    block_size, device = cache.shape[1], query.device
-    for row, size, context, first in torch.stack(
-        (batch.rows, batch.sizes, batch.contexts, batch.firsts), dim=1
-    ).tolist():
-        if not size:
-            continue
-        slots = torch.arange(context + size, device=device)
-        blocks = block_table[row, slots // block_size].long()
-        latents = cache[blocks, slots % block_size].float()[None]
-        if call.cache_scale is not None:
-            latents *= call.cache_scale
-        nodes = torch.arange(size, device=device)
-        words = batch.masks[first : first + size][:, nodes // 32]
-        allowed = torch.ones(size, context + size, dtype=torch.bool, device=device)
-        allowed[:, context:] = (words >> (nodes % 32) & 1).bool()
-        output[first : first + size] = reference_attention(
-            query[first : first + size],
-            latents,
-            latents[..., : output.shape[2]],
-            allowed,
-            slots.expand(size, -1),
-            scale=call.scale,
-            sliding_window=-1,
-            alibi_slopes=None,
-            soft_cap=0.0,
-            sinks=None,
-        ).to(output.dtype)
+    """In float32, as attention with one KV head. Synchronises with the device."""
+    keys = call.cache[:, :, None]
+    by_rows = PagedCall(
+        call.query,
+        keys,
+        keys[..., : call.output.shape[2]],
+        call.output,
+        call.block_table,
+        replace(call.batch, starts=call.batch.firsts),
+        call.scale,
+        k_scale=call.cache_scale,
+        v_scale=call.cache_scale,
+    )
+    for first, rows in reference_paged_attention(by_rows):
+        call.output[first : first + len(rows)] = rows.to(call.output.dtype)

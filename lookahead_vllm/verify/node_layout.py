@@ -41,7 +41,7 @@ class NodeLayout(NamedTuple):
 
     @classmethod
     def build(
-        cls, forest: DraftForest, rows: Int64s, cu_num_logits: Int32s, device: torch.device
+        cls, forest: DraftForest, requests: Int64s, cu_num_logits: Int32s, device: torch.device
     ) -> NodeLayout:
         """Lay out a step.
 
@@ -49,26 +49,26 @@ class NodeLayout(NamedTuple):
         ----------
         forest
             t trees.
-        rows : int64 [t]
-            The row of the batch of each tree's request.
+        requests : int64 [t]
+            The place in the batch of each tree's request.
         cu_num_logits : int32 [r + 1]
             The first logits row of each request, then the number of rows.
         """
-        packed = _lay_out(forest.parents, forest.depths, forest.firsts, rows, cu_num_logits)
+        packed = _lay_out(forest.parents, forest.depths, forest.firsts, requests, cu_num_logits)
         parents, roots, all_depths = to_device(packed, device)
         return cls(parents, roots, all_depths, 1 + int(forest.sizes.max(initial=0)))
 
 
 @kernel
 def _lay_out(
-    parents: Int32s, depths: Int32s, firsts: Int64s, rows: Int64s, cu_num_logits: Int32s
+    parents: Int32s, depths: Int32s, firsts: Int64s, requests: Int64s, cu_num_logits: Int32s
 ) -> Int32s:
     packed = np.zeros((3, cu_num_logits[-1]), np.int32)
     for request in range(len(cu_num_logits) - 1):
         root = cu_num_logits[request]
         packed[:2, root] = root
-    for tree in range(len(rows)):
-        root, first = cu_num_logits[rows[tree]], firsts[tree]
+    for tree in range(len(requests)):
+        root, first = cu_num_logits[requests[tree]], firsts[tree]
         for place in range(firsts[tree + 1] - first):
             row = root + 1 + place
             packed[0, row] = root + 1 + parents[first + place]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.verify.implementations import module_for
 
 NO_SLOT = -1
 """The KV slot of a row that belongs to no request."""
@@ -69,20 +70,20 @@ class Split(NamedTuple):
         """The length of `packed`."""
         return 3 + 3 * most_requests + 2 * most_rows
 
-    def write(self, forest: DraftForest, rows: Int64s, entries: Int64s) -> None:
+    def write(self, forest: DraftForest, requests: Int64s, entries: Int64s) -> None:
         """One row for each root and each node.
 
         Parameters
         ----------
         forest
             t trees.
-        rows : int64 [t]
+        requests : int64 [t]
             Each tree's request, from 0 to r - 1; none occurs twice.
         entries : int64 [r]
             The entry of each request in the table.
         """
         nodes = forest.tokens, forest.parents, forest.depths, forest.firsts
-        _pack(*nodes, rows, entries, self.packed, self.most_requests)
+        _pack(*nodes, requests, entries, self.packed, self.most_requests)
 
     def clear(self) -> None:
         """The rows of the next step are written in another way: `place` leaves them alone."""
@@ -118,7 +119,7 @@ def _pack(
     parents: Int32s,
     depths: Int32s,
     firsts: Int64s,
-    rows: Int64s,
+    requests: Int64s,
     entries: Int64s,
     packed: Int32s,
     most_requests: int,
@@ -130,17 +131,17 @@ def _pack(
     own_entries[:num_requests] = entries
     starts[: num_requests + 1], branches[:num_requests] = 0, 0
     ids[:num_rows], row_depths[:num_rows] = 0, 0
-    for tree in range(len(rows)):
-        starts[rows[tree] + 1] = firsts[tree + 1] - firsts[tree]
+    for tree in range(len(requests)):
+        starts[requests[tree] + 1] = firsts[tree + 1] - firsts[tree]
     for request in range(num_requests):
         starts[request + 1] += starts[request] + 1
-    for tree in range(len(rows)):
-        row, first = starts[rows[tree]] + 1, firsts[tree]
+    for tree in range(len(requests)):
+        row, first = starts[requests[tree]] + 1, firsts[tree]
         for place in range(firsts[tree + 1] - first):
             ids[row + place] = tokens[first + place]
             row_depths[row + place] = depths[first + place]
             if parents[first + place] != place - 1:
-                branches[rows[tree]] = 1
+                branches[requests[tree]] = 1
 
 
 class Placer(Protocol):
@@ -172,10 +173,5 @@ class Placer(Protocol):
 
 def placer(table: RequestTable, rows: StepRows) -> Placer:
     """Writes to `rows` what it reads from `table`; keeps their addresses."""
-    if rows.ids.device.type == "cpu":
-        from lookahead_vllm.verify.cpu.place import CPUPlacer
-
-        return CPUPlacer(table, rows)
-    from lookahead_vllm.verify.gpu.triton_place import TritonPlacer
-
-    return TritonPlacer(table, rows)
+    made: Placer = module_for("place", rows.ids.device).Placer(table, rows)
+    return made

@@ -17,11 +17,12 @@ launches depend only on shapes, so a CUDA graph may contain them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lookahead_vllm.verify.implementations import module_for
 
 
 class StateRows(NamedTuple):
@@ -78,25 +79,15 @@ def convolution(
     -------
     [n, dim], like `x`
         0 in rows that belong to no request.
-
-    Raises
-    ------
-    ValueError
-        Wrong shapes or dtypes.
     """
     _check_trees(trees, len(x))
     dim, width = weight.shape
-    if x.shape[1:] != (dim,) or window.ndim != 3 or window.shape[1] != dim or not 2 <= width <= 8:
-        raise ValueError(
-            "x is [n, dim], window [slots, dim, length], weight [dim, 2 to 8]; got "
-            f"{[list(t.shape) for t in (x, window, weight)]}"
-        )
-    if x.stride(1) != 1:
-        raise ValueError(f"x is contiguous in its last dimension; its strides are {x.stride()}")
-    if activation not in ("silu", "swish", None):
-        raise ValueError(f"activation is {activation!r}; there are 'silu', 'swish' and None")
+    assert x.shape[1:] == (dim,) and window.shape[1:2] == (dim,) and 2 <= width <= 8
+    assert x.stride(1) == 1 and window.ndim == 3 and activation in ("silu", "swish", None)
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    _kernels(x.device).convolution(x, window, weight, bias, activation is not None, trees, out)
+    module_for("recurrence", x.device).convolution(
+        x, window, weight, bias, activation is not None, trees, out
+    )
     return out
 
 
@@ -136,30 +127,13 @@ def mamba2(
         A gate: the output is multiplied by silu(z).
     dt_softplus : bool
         dt is softplus(dt + dt_bias).
-
-    Raises
-    ------
-    ValueError
-        Wrong shapes, or A, dt, D or dt_bias differ within a head, as in Mamba 1.
     """
     _check_trees(trees, len(x))
     _, heads, dim, dstate = state.shape
     _check_state(state)
-    if (
-        x.shape[1:] != (heads, dim)
-        or x.shape != out.shape
-        or (z is not None and z.shape != x.shape)
-    ):
-        raise ValueError(
-            f"x, z and out are [n, {heads}, {dim}]; got {list(x.shape)}, "
-            f"{z if z is None else list(z.shape)} and {list(out.shape)}"
-        )
-    if B.shape != C.shape or B.shape[::2] != (len(x), dstate) or heads % B.shape[1]:
-        raise ValueError(
-            f"B and C are [n, groups, {dstate}], with groups that divide {heads}; got "
-            f"{list(B.shape)} and {list(C.shape)}"
-        )
-    _kernels(x.device).mamba2(
+    assert x.shape == (len(x), heads, dim) == out.shape and (z is None or z.shape == x.shape)
+    assert B.shape == C.shape == (len(x), B.shape[1], dstate) and heads % B.shape[1] == 0
+    module_for("recurrence", x.device).mamba2(
         state,
         x,
         _by_head(dt, x.shape, "dt"),
@@ -212,30 +186,17 @@ def gated_delta(
         Written; rows that belong to no request are unchanged.
     scale : float
         Of q; by default key size ** -0.5.
-
-    Raises
-    ------
-    ValueError
-        Wrong shapes or strides.
     """
     _check_trees(trees, len(q))
     _check_state(state)
     num_rows, key_heads, key_size = q.shape
     heads, value_size = v.shape[1:]
-    kernels = _kernels(state.device)
+    kernels = module_for("recurrence", state.device)
     sizes = (key_size, value_size) if kernels.KEYS_FIRST else (value_size, key_size)
-    if q.shape != k.shape or state.shape[1:] != (heads, *sizes) or heads % key_heads:
-        raise ValueError(
-            f"q and k are [n, a divisor of {heads}, key size], the state [slots, {heads}, "
-            f"{sizes[0]}, {sizes[1]}]; got {[list(t.shape) for t in (q, k, state)]}"
-        )
-    if out.shape != v.shape or len(v) != num_rows or {a.shape, b.shape} != {v.shape[:2]}:
-        raise ValueError(
-            "v and out are [n, heads, value size], a and b [n, heads]; got "
-            f"{[list(t.shape) for t in (v, out, a, b)]}"
-        )
-    if any(t.stride(-1) != 1 for t in (q, k, v, out)):
-        raise ValueError("q, k, v and out are contiguous in their last dimension")
+    assert q.shape == k.shape and state.shape[1:] == (heads, *sizes) and heads % key_heads == 0
+    assert v.shape == out.shape == (num_rows, heads, value_size)
+    assert a.shape == b.shape == (num_rows, heads)
+    assert all(t.stride(-1) == 1 for t in (q, k, v, out))
     if scale is None:
         scale = key_size**-0.5
     kernels.gated_delta(state, q, k, v, a, b, A_log, dt_bias, trees, out, float(scale))
@@ -254,26 +215,17 @@ class StateMover:
         reallocated.
     width : int
         The width of the convolutions' kernel.
-
-    Raises
-    ------
-    ValueError
-        States or windows differ in shape, strides or dtype from layer to layer.
     """
 
     def __init__(self, states: Sequence[Tensor], windows: Sequence[Tensor], width: int) -> None:
         for layers in (states, windows):
-            layouts = {(t.shape, t.stride(), t.dtype, t.device) for t in layers}
-            if len(layouts) > 1:
-                raise ValueError(
-                    f"the caches of layers with the same slots are alike; got {layouts}"
-                )
+            assert len({(t.shape, t.stride(), t.dtype, t.device) for t in layers}) <= 1
         for state in states:
             _check_state(state)
         devices = {t.device for t in (*states, *windows)}
-        if len(devices) != 1:
-            raise ValueError(f"a StateMover has layers on one device; got {devices}")
-        self._move = _kernels(devices.pop()).Mover(list(states), list(windows), width)
+        self._move = module_for("recurrence", devices.pop()).Mover(
+            list(states), list(windows), width
+        )
 
     def commit(self, columns: Tensor, paths: Tensor, lengths: Tensor) -> None:
         """Move each accepted path to where the next step reads it, with `accepted = lengths`.
@@ -290,64 +242,27 @@ class StateMover:
             root's is 0. Entries after the path are not read.
         lengths : int32 or int64 [r]
             1 + accepted nodes, at most w; 0 and 1 move nothing.
-
-        Raises
-        ------
-        ValueError
-            Wrong shapes.
         """
-        if paths.ndim != 2 or lengths.shape != paths.shape[:1] or len(columns) < len(paths):
-            raise ValueError(
-                "paths are [r, w], lengths [r], columns [at least r, k]; got "
-                f"{[list(t.shape) for t in (paths, lengths, columns)]}"
-            )
+        assert lengths.shape == paths.shape[:1] and len(columns) >= len(paths)
         if len(paths):
             self._move(columns, paths, lengths)
 
 
-def _kernels(device: torch.device) -> ModuleType:
-    """The module with the functions for a device."""
-    if device.type == "cpu":
-        from lookahead_vllm.verify.cpu import recurrence
-
-        return recurrence
-    from lookahead_vllm.verify.gpu import triton_recurrence
-
-    return triton_recurrence
-
-
 def _check_trees(trees: StateRows, num_rows: int) -> None:
     requests = len(trees.starts) - 1
-    dtypes = {part.dtype for part in trees if part is not None}
-    if dtypes != {torch.int32}:
-        raise ValueError(f"StateRows are int32; got {dtypes}")
-    if trees.columns.ndim != 2 or min(len(trees.columns), len(trees.accepted)) < requests:
-        raise ValueError(
-            f"columns are [r, k], accepted [r], for {requests} requests; got "
-            f"{list(trees.columns.shape)} and {list(trees.accepted.shape)}"
-        )
-    if trees.parents is not None and len(trees.parents) < num_rows:
-        raise ValueError(f"{len(trees.parents)} parents do not suffice for {num_rows} rows")
+    assert {part.dtype for part in trees if part is not None} == {torch.int32}
+    assert trees.columns.ndim == 2 and min(len(trees.columns), len(trees.accepted)) >= requests
+    assert trees.parents is None or len(trees.parents) >= num_rows
 
 
 def _check_state(state: Tensor) -> None:
-    if len(state) and not state[0].is_contiguous():
-        raise ValueError(
-            f"a state is contiguous but for its first dimension; its strides are {state.stride()}"
-        )
+    assert not len(state) or state[0].is_contiguous(), state.stride()
 
 
 def _by_head(values: Tensor, shape: Sequence[int], name: str) -> Tensor:
     """Undo the expansion of the last dimensions: [heads] or [n, heads]."""
     kept = 2 if name == "dt" else 1
-    expanded = values.stride()[kept:]
-    if tuple(values.shape) != tuple(shape) or any(
-        stride and size > 1 for stride, size in zip(expanded, shape[kept:], strict=True)
-    ):
-        raise ValueError(
-            f"{name} is {list(shape)} and one scalar for each head, expanded; got "
-            f"{list(values.shape)}, strides {values.stride()}"
-        )
-    while values.ndim > kept:
-        values = values[..., 0]
-    return values
+    expanded = zip(values.stride()[kept:], shape[kept:], strict=True)
+    is_scalar = all(not stride or size == 1 for stride, size in expanded)
+    assert values.shape == tuple(shape) and is_scalar, f"{name} differs within a head"
+    return values[(..., *[0] * (values.ndim - kept))]

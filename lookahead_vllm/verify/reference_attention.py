@@ -10,8 +10,9 @@ def reference_attention(
     query: Tensor,
     k: Tensor,
     v: Tensor,
-    allowed: Tensor,
-    distance: Tensor,
+    context: int,
+    depths: Tensor | None,
+    masks: Tensor | None,
     *,
     scale: float,
     sliding_window: int,
@@ -28,15 +29,27 @@ def reference_attention(
     ----------
     query : [rows, heads, head_size]
     k, v : float32 or float64 [kv_heads, keys, head_size]
-    allowed : bool [rows, keys]
-        The keys that a row may attend to, before `sliding_window` applies.
-    distance : int64 [rows, keys]
-        The key's position minus the row's.
+        Of the last slots of the request; those before them are out of the window.
+    context : int
+        Tokens before the rows.
+    depths, masks : int32 [rows], int32 [rows, words], or None
+        Of the rows of a tree, as in TreeBatch. None: the rows are a chain or a prompt.
     """
     kv_heads, num_keys, _ = k.shape
     rows = len(query)
+    nodes = torch.arange(rows, device=k.device)
+    in_mask = nodes <= nodes[:, None]
+    if depths is None or masks is None:
+        depths = nodes
+    else:
+        in_mask = (masks[:, nodes // 32] >> nodes % 32 & 1).bool()
+    positions = torch.arange(context + rows - num_keys, context + rows, device=k.device)
+    positions[num_keys - rows :] = context + depths
+    distance = positions - (context + depths)[:, None]
+    allowed = torch.ones(rows, num_keys, dtype=torch.bool, device=k.device)
+    allowed[:, num_keys - rows :] = in_mask
     if sliding_window > 0:
-        allowed = allowed & (distance > -sliding_window)
+        allowed &= distance > -sliding_window
     q = query.unflatten(1, (kv_heads, -1)).transpose(0, 1)
     group = q.shape[2]
     scores = (q.flatten(1, 2).to(k.dtype) * scale) @ k.transpose(1, 2)

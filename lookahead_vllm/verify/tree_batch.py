@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.verify.cpu.native import TreeBatchView
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +26,8 @@ class TreeBatch:
 
     Attributes
     ----------
-    rows : int32 [t]
-        The request's row in the batch, which is its row of the block table.
+    requests : int32 [t]
+        The request's place in the batch, which is its row of the block table.
     starts : int32 [t]
         Index of the root among the flattened query tokens.
     sizes : int32 [t]
@@ -42,7 +41,7 @@ class TreeBatch:
         ancestor.
     """
 
-    rows: Tensor
+    requests: Tensor
     starts: Tensor
     sizes: Tensor
     contexts: Tensor
@@ -53,17 +52,17 @@ class TreeBatch:
     def build(
         cls,
         trees: Sequence[DraftTree],
-        rows: ArrayLike,
+        requests: ArrayLike,
         starts: ArrayLike,
         contexts: ArrayLike,
     ) -> TreeBatch:
-        """Lay out `trees` on the CPU; `rows`, `starts` and `contexts` have one entry per tree."""
+        """Lay out `trees` on the CPU; `requests`, `starts`, `contexts` have an entry for each."""
         forest = DraftForest.of(trees)
         sizes = (forest.sizes + 1).astype(np.int32)
         words = (int(sizes.max(initial=1)) + 31) // 32
         depths, masks = lay_out(forest.parents, forest.depths, forest.firsts, words)
         return cls(
-            _int32(rows),
+            _int32(requests),
             _int32(starts),
             torch.from_numpy(sizes),
             _int32(contexts),
@@ -76,31 +75,14 @@ class TreeBatch:
 
     @cached_property
     def ends(self) -> tuple[int, int, int]:
-        """Block table rows, query tokens and KV slots per request that the batch needs."""
+        """Rows of the block table, query tokens and KV slots per request that the batch needs."""
         if not len(self):
             return 0, 0, 0
         return (
-            int(self.rows.max()) + 1,
+            int(self.requests.max()) + 1,
             int((self.starts + self.sizes).max()),
             int((self.contexts + self.sizes).max()),
         )
-
-    @cached_property
-    def view(self) -> TreeBatchView:
-        """Pointers for compiled code, valid while the batch exists.
-
-        Raises
-        ------
-        ValueError
-            A tensor is not contiguous int32 on the CPU, or the lengths differ.
-        """
-        fields = (self.rows, self.starts, self.sizes, self.contexts, self.depths, self.masks)
-        for tensor in fields:
-            if tensor.dtype != torch.int32 or not tensor.is_contiguous() or tensor.is_cuda:
-                raise ValueError("a TreeBatch holds contiguous int32 tensors on the CPU")
-        if len({len(f) for f in fields[:4]}) != 1 or len(self.depths) != len(self.masks):
-            raise ValueError("the tensors of a TreeBatch differ in length")
-        return TreeBatchView(len(self), self.masks.shape[1], *(f.data_ptr() for f in fields))
 
 
 @kernel

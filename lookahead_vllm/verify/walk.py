@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lookahead_vllm.verify.implementations import module_for
+
 
 class Walk(NamedTuple):
     """The accepted paths of r requests with n logits rows, on the device of the arguments.
@@ -83,19 +85,14 @@ def walk(
         The index of each row among the step's tokens; it grows by one from row to row of a request.
     width : int
         1 + the most nodes of any request, known on the host.
-
-    Raises
-    ------
-    ValueError
-        Wrong dtypes or shapes; on a CPU also if a request has more than `width` rows.
     """
-    _check(ids, sampled, parents, cu_num_logits, logits_indices, width)
+    by_row = (ids, sampled, parents, logits_indices)
+    assert all(part.shape == (len(ids),) for part in by_row), [part.shape for part in by_row]
+    assert {ids.dtype, logits_indices.dtype} <= {torch.int32, torch.int64}
+    assert sampled.dtype == torch.int64 and parents.dtype == cu_num_logits.dtype == torch.int32
     out = empty_walk(len(ids), len(cu_num_logits) - 1, width, ids.device)
-    if ids.device.type == "cpu":
-        from lookahead_vllm.verify.cpu.walk import walk_rows
-    else:
-        from lookahead_vllm.verify.gpu.triton_walk import walk_rows
-    walk_rows(ids, sampled, parents, cu_num_logits, logits_indices, width, *out)
+    kernels = module_for("walk", ids.device)
+    kernels.walk_rows(ids, sampled, parents, cu_num_logits, logits_indices, width, *out)
     return out
 
 
@@ -107,49 +104,3 @@ def empty_walk(num_rows: int, num_requests: int, width: int, device: torch.devic
     num_sampled = torch.empty(num_requests, dtype=torch.int32, device=device)
     order = torch.empty(num_rows, dtype=torch.int64, device=device)
     return Walk(tokens, num_sampled, order, origins, targets)
-
-
-def warm_up(max_width: int, device: torch.device | str) -> None:
-    """Compile the kernels for widths up to `max_width`, so that no step waits for it."""
-    root = torch.zeros(1, dtype=torch.int64, device=device)
-    ends = torch.arange(2, dtype=torch.int32, device=device)
-    width = 1
-    while True:
-        walk(root.int(), root, root.int(), ends, root, width)
-        if width >= max_width:
-            break
-        width *= 2
-
-
-def _check(
-    ids: Tensor,
-    sampled: Tensor,
-    parents: Tensor,
-    cu_num_logits: Tensor,
-    logits_indices: Tensor,
-    width: int,
-) -> None:
-    integers = (torch.int32, torch.int64)
-    if ids.dtype not in integers or logits_indices.dtype not in integers:
-        raise ValueError(
-            f"ids and logits_indices are int32 or int64, not {ids.dtype}, {logits_indices.dtype}"
-        )
-    if (sampled.dtype, parents.dtype, cu_num_logits.dtype) != (
-        torch.int64,
-        torch.int32,
-        torch.int32,
-    ):
-        raise ValueError(
-            "sampled is int64, parents and cu_num_logits are int32, not "
-            f"{sampled.dtype}, {parents.dtype} and {cu_num_logits.dtype}"
-        )
-    if not ids.shape == sampled.shape == parents.shape == logits_indices.shape or ids.ndim != 1:
-        raise ValueError(
-            "ids, sampled, parents and logits_indices have one entry for each logits row; got "
-            f"shapes {[list(t.shape) for t in (ids, sampled, parents, logits_indices)]}"
-        )
-    if cu_num_logits.ndim != 1 or not len(cu_num_logits) or width < 1:
-        raise ValueError(
-            f"cu_num_logits is [r + 1] and width at least 1; got {list(cu_num_logits.shape)} and "
-            f"{width}"
-        )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import torch
 
 from lookahead_vllm.draft.tree import DraftTree
@@ -22,6 +23,8 @@ ROUNDING = {torch.float32: 2**-18, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 ROW_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 """Tolerance of a row of the output of `paged_attention`, relative to the row's norm."""
 
+IMPLS = ["torch", pytest.param("triton", marks=pytest.mark.interpreted)]
+"""Of attention over a cache of GPUs."""
 
 Attend = str | Callable[[PagedCall], None]
 """An `impl` of `paged_attention`, or a function that replaces it."""
@@ -217,7 +220,7 @@ class PagedAttentionCase(AttentionCase):
                 for i, tensor in enumerate(tensors):
                     tensors[i] = (tensor / self.scales[name]).to(dtype).float() * self.scales[name]
         for row, k, v, context in zip(
-            self.batch.rows, self.keys, self.values, self.contexts, strict=True
+            self.batch.requests, self.keys, self.values, self.contexts, strict=True
         ):
             oldest = max(0, context - self.window + 1) if self.window > 0 else 0
             slots = torch.arange(oldest, len(k))
@@ -231,7 +234,7 @@ class PagedAttentionCase(AttentionCase):
         columns = [
             np.array([column[i] for i in indices], np.int32)
             for indices in (masked, self.causal)
-            for column in (self.batch.rows, self.batch.starts, self.contexts)
+            for column in (self.batch.requests, self.batch.starts, self.contexts)
         ]
         sizes = [len(self.trees[i]) + 1 for i in self.causal]
         return PagedBatch.build(

@@ -29,9 +29,9 @@ from vllm.v1.worker.cpu import model_runner
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from lookahead_vllm.engine.worker import gpu_attention
-from lookahead_vllm.engine.worker.v2 import cpu_worker
 from lookahead_vllm.engine.worker.v2.graph_runner import GraphRunner
 from tests.support import recorded_graphs
+from tests.support.v2_on_cpu import cpu_worker
 
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128]
 

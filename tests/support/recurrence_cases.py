@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from lookahead_vllm.verify import recurrence
+from lookahead_vllm.verify.implementations import module_for
 from lookahead_vllm.verify.recurrence import StateRows
 
 Inputs = tuple[Tensor, ...]
@@ -97,19 +97,6 @@ def with_paths(step: Step, seed: int) -> tuple[list[list[int]], Tensor, Tensor]:
     return paths, torch.tensor(table), torch.tensor(lengths, dtype=torch.int32)
 
 
-class Layer(Protocol):
-    """One layer with its cache."""
-
-    cache: Tensor
-
-    def draw(self, rows: int) -> Inputs: ...
-    def run(self, cache: Tensor, inputs: Inputs, trees: StateRows) -> Tensor: ...
-    def before_root(self, cache: Tensor, columns: list[int], accepted: int) -> Tensor: ...
-    def token(self, memory: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]: ...
-    def after(self, cache: Tensor, columns: list[int], place: int) -> Tensor: ...
-    def mover(self, cache: Tensor) -> recurrence.StateMover: ...
-
-
 class _States:
     """A layer whose states have a column for every row."""
 
@@ -117,9 +104,6 @@ class _States:
 
     def before_root(self, cache: Tensor, columns: list[int], accepted: int) -> Tensor:
         return cache[columns[max(accepted, 1) - 1]].double()
-
-    def after(self, cache: Tensor, columns: list[int], place: int) -> Tensor:
-        return cache[columns[place]].double()
 
     def mover(self, cache: Tensor) -> recurrence.StateMover:
         return recurrence.StateMover([cache], [], 4)
@@ -198,7 +182,7 @@ class GatedDelta(_States):
         self.key_heads, self.heads, self.key_size, self.value_size = sizes
         self.dtype = dtype
         self.A_log, self.dt_bias = torch.randn(self.heads), torch.randn(self.heads).to(dtype)
-        self.keys_first = recurrence._kernels(torch.device("cpu")).KEYS_FIRST
+        self.keys_first = module_for("recurrence", torch.device("cpu")).KEYS_FIRST
         shape = (self.key_size, self.value_size)[:: 1 if self.keys_first else -1]
         self.cache = _cache(slots, (self.heads, *shape), cache_dtype)
 
@@ -272,15 +256,12 @@ class Convolution:
         y = y if self.bias is None else y + self.bias.double()
         return silu(y) if self.activation else y, stored[:, 1:]
 
-    def after(self, cache: Tensor, columns: list[int], place: int) -> Tensor:
-        """Of a chain."""
-        return cache[columns[0], :, place:][:, : self.width - 1].double()
-
     def mover(self, cache: Tensor) -> recurrence.StateMover:
         return recurrence.StateMover([], [cache], self.width)
 
 
-LAYERS: dict[str, Callable[..., Layer]] = {
+Layer = Mamba2 | GatedDelta | Convolution
+LAYERS: dict[str, type[Layer]] = {
     "mamba2": Mamba2,
     "gated_delta": GatedDelta,
     "convolution": Convolution,

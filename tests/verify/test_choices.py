@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from lookahead_vllm.verify import choices
 from lookahead_vllm.verify.choices import top_choices
 from lookahead_vllm.verify.cpu import native
 
@@ -12,7 +13,7 @@ IMPLS = ["torch", pytest.param("native", marks=pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("vocab", [8, 127, 128, 1025, 1280, 49_152, 50_257])
+@pytest.mark.parametrize("vocab", [8, 127, 128, 1025, 50_257])
 @pytest.mark.parametrize("k", [1, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_tokens_and_gaps_are_those_of_a_sort(vocab, k, dtype, impl):
@@ -21,16 +22,16 @@ def test_tokens_and_gaps_are_those_of_a_sort(vocab, k, dtype, impl):
     logits[0, vocab // 2 :] = -torch.inf  # as after a grammar's mask
     logits[1] = -torch.rand(vocab).to(dtype)
     rows = np.array([0, 1, 3, 6, 2, 2, 4, 5, 6, 0], np.int64)
-    choices = top_choices(logits, rows, k, impl)
+    found = top_choices(logits, rows, k, impl)
     logits = logits[rows]
     best = logits.float().sort(dim=-1, descending=True)
-    assert choices.tokens.shape == choices.gaps.shape == (len(rows), k)
-    found = logits.float().gather(1, torch.from_numpy(choices.tokens).long())
-    assert torch.equal(found, best.values[:, :k])
-    finite = found.isfinite()
-    gaps = torch.from_numpy(choices.gaps)
-    assert torch.equal(gaps[finite], (best.values[:, :1] - found)[finite])
-    assert all(len(set(row)) == k for row in choices.tokens.tolist())
+    assert found.tokens.shape == found.gaps.shape == (len(rows), k)
+    values = logits.float().gather(1, torch.from_numpy(found.tokens).long())
+    assert torch.equal(values, best.values[:, :k])
+    finite = values.isfinite()
+    gaps = torch.from_numpy(found.gaps)
+    assert torch.equal(gaps[finite], (best.values[:, :1] - values)[finite])
+    assert all(len(set(row)) == k for row in found.tokens.tolist())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -49,7 +50,8 @@ def test_logits_are_copied_in_pieces(piece_rows, largest, dtype, monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "topk", watched)
     limit = int(piece_rows * vocab * logits.element_size())
-    pieces = top_choices(logits, rows, 4, impl="torch", max_piece_bytes=limit)
+    monkeypatch.setattr(choices, "MAX_PIECE_BYTES", limit)
+    pieces = top_choices(logits, rows, 4, impl="torch")
     assert np.array_equal(pieces.tokens, whole.tokens)
     assert np.array_equal(pieces.gaps, whole.gaps)
     assert max(copied) == (largest, vocab) and sum(n for n, _ in copied) == len(rows)
@@ -59,14 +61,3 @@ def test_logits_are_copied_in_pieces(piece_rows, largest, dtype, monkeypatch):
 def test_no_rows_give_no_choices(impl):
     no_rows = np.empty(0, np.int64)
     assert top_choices(torch.empty(3, 49_152), no_rows, 8, impl).tokens.shape == (0, 8)
-
-
-@pytest.mark.parametrize("k", [0, 9, 17])
-def test_a_k_out_of_range_is_refused(k):
-    with pytest.raises(ValueError, match=f"k is {k}; there are 1 to 8 choices"):
-        top_choices(torch.zeros(1, 8), np.zeros(1, np.int64), k)
-
-
-def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="'cuda'; choose 'auto', 'torch' or 'native'"):
-        top_choices(torch.zeros(1, 8), np.zeros(1, np.int64), 1, impl="cuda")

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lookahead_vllm.verify import history
 from lookahead_vllm.verify.history import BadWords, Histories, Penalties, Texts, ThinkingBudgets
-from tests.verify.test_walk import Launches
+from tests.support.v2_on_cpu import history as reference
 
 VOCAB = 70  # not a multiple of 32
 ALPHABET = [3, 31, 32, 69]
@@ -176,11 +173,11 @@ def random_step(seed: int, chains: bool = False, most: int = 6, num_requests: in
     return bare.with_trees(seed + 1, chains, most)
 
 
-# ---- brute force ---------------------------------------------------------------------------------
+# ---- expected logits -----------------------------------------------------------------------------
 
 
 def penalized(step: Step) -> torch.Tensor:
-    """The logits after all penalties, in float32."""
+    """The logits after all penalties, in float32, from the texts."""
     expected = step.logits.numpy().copy()
     slots = step.rows.slots.tolist()
     for values, slot, text, prompt in zip(
@@ -200,152 +197,156 @@ def penalized(step: Step) -> torch.Tensor:
 
 def without_bad_words(step: Step) -> torch.Tensor:
     expected = step.logits.clone()
-    slots = step.rows.slots.tolist()
-    for row, (slot, text, prompt) in enumerate(
-        zip(slots, step.histories(), step.prompt_lens(), strict=True)
-    ):
-        output = text[prompt:]
-        for i in range(step.words.counts[slot]):
-            first, end = step.words.offsets[slot, i : i + 2].tolist()
-            *before, last = step.words.token_ids[slot, first:end].tolist()
-            if not before or output[-len(before) :] == before:
-                expected[row, last] = -torch.inf
+    reference.apply_bad_words(expected, step.rows, step.texts, step.words, step.max_words)
     return expected
 
 
 def with_forced_ends(step: Step) -> torch.Tensor:
-    start, end, forced = (part.tolist() for part in step.thinking[4:])
     expected = step.logits.clone()
-
-    def last(marker: list[int], text: list[int]) -> int:
-        places = range(len(text) - len(marker), -1, -1)
-        return next((i for i in places if text[i : i + len(marker)] == marker), -1)
-
-    for row, (slot, text) in enumerate(
-        zip(step.rows.slots.tolist(), step.histories(), strict=True)
-    ):
-        budget, begun = step.thinking.budgets[slot], last(start, text)
-        if budget < 0 or begun <= last(end, text) or len(text) - begun - len(start) < budget:
-            continue
-        given = max(i for i in range(len(forced)) if text[len(text) - i :] == forced[:i])
-        expected[row, forced[given]] = 1e9
+    reference.apply_thinking_budgets(expected, step.rows, step.slots, step.texts, step.thinking)
     return expected
 
 
-Apply = Callable[[Step], None]
-"""Changes the logits of a step."""
+EXPECTED = {
+    "penalties": penalized,
+    "bad_words": without_bad_words,
+    "thinking": with_forced_ends,
+}
 
 
-def apply_penalties(step: Step) -> None:
-    history.apply_penalties(step.logits, step.rows, step.penalties)
+def apply(step: Step, what: str) -> None:
+    logits, rows = step.logits, step.rows
+    if what == "penalties":
+        history.apply_penalties(logits, rows, step.penalties)
+    elif what == "bad_words":
+        history.apply_bad_words(logits, rows, step.texts, step.words, step.max_words)
+    else:
+        history.apply_thinking_budgets(logits, rows, step.slots, step.texts, step.thinking)
 
 
-def apply_bad_words(step: Step) -> None:
-    history.apply_bad_words(step.logits, step.rows, step.texts, step.words, step.max_words)
-
-
-def apply_thinking_budgets(step: Step) -> None:
-    history.apply_thinking_budgets(step.logits, step.rows, step.slots, step.texts, step.thinking)
-
-
-ALL = [
-    pytest.param(apply_penalties, penalized, id="penalties"),
-    pytest.param(apply_bad_words, without_bad_words, id="bad_words"),
-    pytest.param(apply_thinking_budgets, with_forced_ends, id="thinking"),
-]
+def apply_vllm(step: Step, what: str, kernels: Any) -> None:
+    """vLLM's, for a step of chains."""
+    logits, (slots, ids, _), pos = step.logits, step.rows, step.local_pos
+    texts, thinking = step.texts, step.thinking
+    if what == "penalties":
+        kernels[0].apply_penalties(logits, slots, ids, pos, *step.penalties)
+    elif what == "bad_words":
+        kernels[1].apply_bad_words(logits, slots, *step.words, *texts, ids, pos, step.max_words)
+    else:
+        kernels[2].apply_thinking_budget(
+            logits, step.slots, slots, thinking.budgets, texts.token_ids, texts.total_lens, ids,
+            pos, *thinking[1:],
+        )  # fmt: skip
 
 
 # ---- tests ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("apply", "brute_force"), ALL)
-@settings(deadline=None, max_examples=60)  # the first example compiles
-@given(seed=st.integers(0, 2**31), chains=st.booleans(), most=st.integers(0, 12))
-def test_rows_are_treated_as_requests_of_their_own(
-    apply: Apply, brute_force: Callable[[Step], torch.Tensor], seed: int, chains: bool, most: int
-) -> None:
-    step = random_step(seed, chains, most)
-    expected, written_out = brute_force(step), step.written_out()
-    apply(step)
+@pytest.mark.interpreted("too")
+@pytest.mark.parametrize("what", EXPECTED)
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_are_treated_as_requests_of_their_own(what: str, seed: int) -> None:
+    step = random_step(seed, most=2 * seed)
+    expected, written_out = EXPECTED[what](step), step.written_out()
+    apply(step, what)
     assert torch.equal(step.logits, expected)
-    apply(written_out)
+    apply(written_out, what)
     assert torch.equal(written_out.logits, expected)
 
 
-@pytest.mark.parametrize(("apply", "brute_force"), ALL)
-def test_the_cases_change_logits(apply: Apply, brute_force: Callable[[Step], torch.Tensor]) -> None:
-    """At nodes, and differently from what the rows before them would give."""
-    at_nodes = as_a_chain = 0
-    for seed in range(50):
-        step = random_step(seed)
-        expected = brute_force(step)
-        changed = (expected != step.logits).any(1)
-        at_nodes += int(changed[step.local_pos > 0].sum())
-        firsts = torch.arange(len(changed)) - step.local_pos
-        before = torch.maximum(torch.arange(len(changed)) - 1, firsts)
-        chained = Histories(step.rows.slots, step.rows.ids, before.int())
-        step.rows = chained
-        apply(step)
-        as_a_chain += int((expected != step.logits).any(1).sum())
-    assert at_nodes > 50
-    assert as_a_chain > 10
+@pytest.mark.interpreted
+@pytest.mark.parametrize("seed", [1, 2])
+def test_markers_are_found_step_by_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lookahead_vllm.verify.gpu import triton_history
 
-
-@settings(deadline=None, max_examples=60)
-@given(seed=st.integers(0, 2**31))
-def test_markers_are_found_step_by_step(seed: int) -> None:
+    monkeypatch.setattr(triton_history, "_SCAN_BLOCK", 8)  # a text has several blocks
     step = random_step(seed)
-    for i in range(8):
-        step = step.with_trees(seed + i, chains=i % 2 == 1, most=12)
+    for i in range(4):
+        step = step.with_trees(seed + i, chains=i % 2 == 1, most=8)
         expected = with_forced_ends(step)
-        apply_thinking_budgets(step)
+        apply(step, "thinking")
         assert torch.equal(step.logits, expected)
         step.emit(seed + i)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.interpreted
+@pytest.mark.parametrize("seed", range(4))
 def test_a_shorter_text_is_scanned_again(seed: int) -> None:
     """Text that was scanned, and ended thinking, is gone."""
     step = random_step(seed)
     expected = with_forced_ends(step)
     step.thinking.scanned[:] = LONGEST
     step.thinking.last_end[:] = LONGEST - 5
-    apply_thinking_budgets(step)
+    apply(step, "thinking")
     assert torch.equal(step.logits, expected)
 
 
-def test_wrong_arguments_are_refused() -> None:
-    step = random_step(0)
-    rows = step.rows
-    with pytest.raises(ValueError, match=r"float32 \[n, vocabulary\].*; got torch.float64"):
-        history.apply_penalties(step.logits.double(), rows, step.penalties)
-    with pytest.raises(ValueError, match="contiguous in the last dimension"):
-        history.apply_penalties(step.logits.T, rows, step.penalties)
-    with pytest.raises(ValueError, match="one entry for each of"):
-        history.apply_penalties(step.logits[1:], rows, step.penalties)
-    with pytest.raises(ValueError, match="parents are int32"):
-        wrong = rows._replace(parents=rows.parents.long())
-        history.apply_penalties(step.logits, wrong, step.penalties)
+@pytest.fixture(scope="module")
+def vllm_kernels() -> Any:
+    """The modules of vLLM whose kernels the interpreter runs."""
+    pytest.importorskip("vllm")
+    from tests.support import triton_interpreter
+
+    triton_interpreter.enable()
+    from vllm.v1.worker.gpu.sample import bad_words, penalties, thinking_budget
+
+    return penalties, bad_words, thinking_budget
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("what", EXPECTED)
+@pytest.mark.parametrize("seed", range(3))
+def test_it_equals_vllm(what: str, seed: int, vllm_kernels: Any) -> None:
+    """Bit by bit: chains, and the nodes of trees as requests of their own."""
+    ours, theirs = (random_step(seed, chains=True) for _ in range(2))
+    apply(ours, what)
+    apply_vllm(theirs, what, vllm_kernels)
+    assert torch.equal(ours.logits, theirs.logits)
+    step = random_step(seed)
+    written_out = step.written_out()
+    apply(step, what)
+    apply_vllm(written_out, what, vllm_kernels)
+    assert torch.equal(step.logits, written_out.logits)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("seed", range(2))
+def test_the_marker_cache_can_be_vllms_in_the_next_step(seed: int, vllm_kernels: Any) -> None:
+    """Steps with and without branching trees share it."""
+    step = random_step(seed, chains=True)
+    for i in range(4):
+        step = step.with_trees(seed + i, chains=True)
+        expected = with_forced_ends(step)
+        if i % 2:
+            apply(step, "thinking")
+        else:
+            apply_vllm(step, "thinking", vllm_kernels)
+        assert torch.equal(step.logits, expected)
+        step.emit(seed + i)
 
 
 def test_nothing_is_read_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Meta tensors have no data: whatever read some, or made a shape of it, would raise."""
     pytest.importorskip("triton")
-    from lookahead_vllm.verify.gpu import triton_history
+    from tests.support.triton_launches import record_launches
 
-    launches = Launches()
-    for name in ("_penalize", "_exclude_bad_words", "_find_markers", "_force_ends"):
-        monkeypatch.setattr(triton_history, name, launches)
+    launches = record_launches(monkeypatch)
     step = random_step(0)
-    max_words = step.max_words
-    n = len(step.logits)
-
-    def on_device(parts: Any) -> Any:
-        return type(parts)(*(part.to("meta") for part in parts))
-
-    logits, rows, texts = step.logits.to("meta"), on_device(step.rows), on_device(step.texts)
-    history.apply_penalties(logits, rows, on_device(step.penalties))
-    history.apply_bad_words(logits, rows, texts, on_device(step.words), max_words)
-    slots = step.slots.to("meta")
-    history.apply_thinking_budgets(logits, rows, slots, texts, on_device(step.thinking))
-    assert [launch[0] for launch in launches] == [(n, 1), (n, max_words), (4,), (n,)]
+    max_words, n = step.max_words, len(step.logits)
+    for name, value in vars(step).items():
+        on_device = (
+            value.to("meta")
+            if isinstance(value, torch.Tensor)
+            else type(value)(*(part.to("meta") for part in value))
+        )
+        setattr(step, name, on_device)
+    monkeypatch.setattr(Step, "max_words", max_words)
+    for what in EXPECTED:
+        apply(step, what)
+    grids = {name: [call["grid"] for call in own.calls] for name, own in launches.items()}
+    assert {name: own for name, own in grids.items() if own} == {
+        "_penalize": [(n, 1)],
+        "_exclude_bad_words": [(n, max_words)],
+        "_find_markers": [(4,)],
+        "_force_ends": [(n,)],
+    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.verify.place import NO_SLOT, Placer, RequestTable, Split, StepRows, placer
+from lookahead_vllm.verify.place import NO_SLOT, RequestTable, Split, StepRows, placer
 from tests.support.attention_cases import random_tree
 
 ENTRIES, ROWS = 7, 90
@@ -118,29 +117,27 @@ def no_lengths() -> torch.Tensor:
     return torch.full((ENTRIES,), STALE, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("seed", range(20))
-def test_every_row_is_where_its_request_is(seed: int, groups: int) -> None:
-    case = random_case(seed, groups=groups)
+@pytest.mark.interpreted("too")
+@pytest.mark.parametrize(("most", "groups"), [(0, 1), (9, 1), (9, 3), (70, 2)])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_row_is_where_its_request_is(seed: int, most: int, groups: int) -> None:
+    case = random_case(seed, most, groups, most_requests=1 if most == 70 else ENTRIES)
     rows, lengths = stale_rows(groups), no_lengths()
     placer(case.table, rows).place(*arguments_of(case), lengths)
     check(case, rows, lengths)
 
 
-def check_rows_of_no_split(make: Callable[[RequestTable, StepRows], Placer]) -> None:
-    """Rows that were written in another way are left alone."""
+@pytest.mark.interpreted("too")
+def test_rows_that_were_written_in_another_way_are_left_alone() -> None:
     case, rows, lengths = random_case(3), stale_rows(1), no_lengths()
     split = case.split
     split.clear()
-    make(case.table, rows).place(torch.from_numpy(split.packed), ENTRIES, ROWS, lengths)
+    placer(case.table, rows).place(torch.from_numpy(split.packed), ENTRIES, ROWS, lengths)
     for ours, before in zip((*rows, lengths), (*stale_rows(1), no_lengths()), strict=True):
         assert ours.tolist() == before.tolist()
 
 
-def test_rows_that_were_written_in_another_way_are_left_alone() -> None:
-    check_rows_of_no_split(placer)
-
-
+@pytest.mark.interpreted("too")
 def test_a_step_in_a_graph_without_trees_has_no_lengths_of_trees() -> None:
     case = random_case(3)
     rows = stale_rows(1)

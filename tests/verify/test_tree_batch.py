@@ -1,7 +1,6 @@
 """The masks, depths and bounds of a TreeBatch are those of its trees."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +29,7 @@ def attended(mask: torch.Tensor) -> set[int]:
     return {32 * w + b for w, word in enumerate(words) for b in range(32) if word >> b & 1}
 
 
-@settings(deadline=None)  # the first example compiles
+@settings(deadline=None, max_examples=40)  # the first example compiles
 @given(st.lists(trees(), max_size=4))
 def test_a_row_attends_to_its_ancestors_and_itself(forest):
     t = len(forest)
@@ -58,12 +57,3 @@ def test_ends_bound_rows_tokens_and_slots():
     batch = TreeBatch.build([EMPTY_TREE, DraftTree.chain([1, 2])], [4, 2], [9, 5], [3, 30])
     assert batch.ends == (5, 10, 33)
     assert TreeBatch.build([], [], [], []).ends == (0, 0, 0)
-
-
-def test_a_view_needs_int32_of_equal_length():
-    batch = TreeBatch.build([EMPTY_TREE], [0], [0], [0])
-    fields = (batch.rows, batch.starts, batch.sizes, batch.contexts, batch.depths)
-    with pytest.raises(ValueError, match="int32"):
-        _ = TreeBatch(*fields, batch.masks.long()).view
-    with pytest.raises(ValueError, match="length"):
-        _ = TreeBatch(*fields, batch.masks.repeat(2, 1)).view

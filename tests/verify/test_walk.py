@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 from unittest import mock
@@ -13,10 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.verify.acceptance import accepted_paths
-from lookahead_vllm.verify.walk import Walk, empty_walk, walk, warm_up
-from tests.support.kernels import compiled, compiled_since, reset_kernels
+from lookahead_vllm.verify.walk import Walk, empty_walk, walk
+from tests.verify.conftest import IS_INTERPRETED
 
 
 class Case(NamedTuple):
@@ -118,7 +115,8 @@ def poisoned(
     return buffers
 
 
-@settings(deadline=None, max_examples=200)  # the first example compiles
+@pytest.mark.interpreted("too")
+@settings(deadline=None, max_examples=20 if IS_INTERPRETED else 200)  # the first one compiles
 @given(
     seed=st.integers(0, 2**32),
     num_requests=st.integers(1, 6),
@@ -135,6 +133,7 @@ def test_the_deepest_matching_path_is_accepted(
         check(case, walk(*case.tensors(wide)))
 
 
+@pytest.mark.interpreted("too")
 def test_twins_never_lose_the_deeper_path() -> None:
     # root -> 5, 5; the second one continues with 6, 7, the first one with 8.
     parents = [0, 0, 0, 1, 2, 4]
@@ -146,95 +145,33 @@ def test_twins_never_lose_the_deeper_path() -> None:
     assert result.targets.tolist() == [[10, 11, 12, 13, 10, 10]]
 
 
-@settings(deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_trees_without_twins_have_the_paths_of_accepted_paths(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    trees = []
-    for _ in range(4):
-        parents = [int(rng.integers(-1, node)) for node in range(int(rng.integers(0, 10)))]
-        seen: dict[int, int] = {}
-        tokens = []
-        for parent in parents:  # siblings count up
-            tokens.append(seen.get(parent, 0))
-            seen[parent] = tokens[-1] + 1
-        trees.append(DraftTree.from_lists(tokens, parents))
-    forest = DraftForest.of(trees)
-    firsts = forest.firsts + np.arange(len(trees) + 1)
-    sampled = rng.integers(0, 3, firsts[-1])
-    is_node = np.ones(firsts[-1], np.bool_)
-    is_node[firsts[:-1]] = False
-    expected = accepted_paths(
-        forest, sampled[firsts[:-1]].astype(np.int32), sampled[is_node].astype(np.int32)
+@pytest.mark.interpreted
+def test_rows_beyond_the_width_are_never_accepted() -> None:
+    case = random_case(0, num_requests=1, most=0)._replace(
+        parents=[0, 0, 1, 2, 3, 4, 5], ids=[0] * 7
     )
-    ids, parents_of_rows = np.zeros(firsts[-1], np.int32), np.arange(firsts[-1], dtype=np.int32)
-    ids[is_node] = forest.tokens
-    parents_of_rows[is_node] = (forest.parents + 1 + firsts[:-1][forest.owners]).astype(np.int32)
-    result = walk(
-        torch.from_numpy(ids),
-        torch.from_numpy(sampled),
-        torch.from_numpy(parents_of_rows),
-        torch.from_numpy(firsts.astype(np.int32)),
-        torch.arange(len(ids)),
-        1 + int(forest.sizes.max(initial=0)),
+    case = case._replace(
+        sampled=[0] * 7, cu_num_logits=[0, 7], logits_indices=list(range(7)), width=3
     )
-    for i, path in enumerate(expected):
-        rows = result.order[firsts[i] :][: result.num_sampled[i]]
-        assert (rows[1:] - firsts[i] - 1).tolist() == [node for node in path.tolist() if node >= 0]
-
-
-def test_wrong_arguments_are_refused() -> None:
-    arguments = random_case(0).tensors()
-
-    def changed(place: int, value: Any) -> list[Any]:
-        return [*arguments[:place], value, *arguments[place + 1 :]]
-
-    for place, value, message in (
-        (0, arguments[0].short(), "ids and logits_indices are int32 or int64, not torch.int16"),
-        (1, arguments[1].int(), "sampled is int64, .*, not torch.int32, torch.int32"),
-        (2, arguments[2].long(), "parents and cu_num_logits are int32, not .* torch.int64 and"),
-        (2, arguments[2][1:], "one entry for each logits row"),
-        (5, 0, "width at least 1; got .* and 0"),
-        (5, 1, r"a request has \d+ logits rows, more than the width of 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            walk(*changed(place, value))
-
-
-def test_steps_compile_nothing_after_the_warm_up() -> None:
-    reset_kernels()
-    warm_up(10, "cpu")
-    at_start = compiled()
-    for wide in (False, True):
-        walk(*random_case(2).tensors(wide))
-    assert not compiled_since(at_start)
-
-
-# ---- capturable ----------------------------------------------------------------------------------
-
-
-class Launches(list[tuple[Any, ...]]):
-    """Replaces a Triton kernel; records the grid and the arguments of each launch."""
-
-    def __getitem__(self, grid: Any) -> Callable[..., None]:  # type: ignore[override]
-        return lambda *args, **kwargs: self.append((grid, args, kwargs))
+    result = walk(*case.tensors())
+    assert result.num_sampled.tolist() == [3]
+    assert result.tokens.tolist() == [[0, 0, 0]]
 
 
 def test_a_walk_on_a_device_only_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Meta tensors have no data: whatever read some, or made a shape of it, would raise. So a CUDA
     graph can contain the call, and the launch is the same for all data."""
     pytest.importorskip("triton")
-    from lookahead_vllm.verify.gpu import triton_walk
+    from lookahead_vllm.verify.gpu.warm_up import walk_roots
+    from tests.support.triton_launches import record_launches
 
-    launches = Launches()
-    monkeypatch.setattr(triton_walk, "_walk", launches)
+    launches = record_launches(monkeypatch)["_walk"].calls
     arguments = [*(part.to("meta") for part in random_case(3).tensors()[:5]), 10]
     result = walk(*arguments)
-    ((grid, passed, _),) = launches
+    (launch,) = launches
     assert {part.device.type for part in result} == {"meta"}
-    assert grid == (6,)
-    assert all(a is b for a, b in zip(passed[:5], arguments, strict=False))
-    assert all(a is b for a, b in zip(passed[5:10], result, strict=True))
+    assert launch["grid"] == (6,)
+    assert all(launch[name] is own for name, own in result._asdict().items())
     launches.clear()
-    warm_up(70, "meta")
-    assert {launch[2]["BLOCK"] for launch in launches} == {16, 32, 64, 128}
+    walk_roots(70, "meta")
+    assert {launch["BLOCK"] for launch in launches} == {16, 32, 64, 128}

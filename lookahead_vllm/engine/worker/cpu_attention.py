@@ -56,12 +56,12 @@ class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         trees = self.attended.trees
         if trees is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        without = without_contexts(common_attn_metadata, trees.rows, trees.sizes)
+        without = without_contexts(common_attn_metadata, trees.requests, trees.sizes)
         built = super().build(common_prefix_len, without, fast_build)
         return TreeAttentionMetadata(
             **{f.name: getattr(built, f.name) for f in fields(built)},
             trees=trees,
-            all_trees=len(trees.rows) == common_attn_metadata.num_reqs,
+            all_trees=len(trees.requests) == common_attn_metadata.num_reqs,
         )
 
 

@@ -40,7 +40,7 @@ from lookahead_vllm.engine.worker.attention import TreeAttention
 from lookahead_vllm.engine.worker.step_recorder import timed_attention
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
-from lookahead_vllm.verify.gpu.triton_moves import PagedKVMovers
+from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
 
 MAX_HEAD_SIZE = 256
 
@@ -78,13 +78,13 @@ class _TreeBuilder(_Builder):
             batch, count = graph.trees.batch, graph.trees.num_trees
             without = without_contexts(
                 common_attn_metadata,
-                batch.rows[:count],
+                batch.requests[:count],
                 batch.sizes[:count],
                 out=graph.seq_lens,
             )
         elif trees is not None:
             batch = PagedBatch.build(trees, self.device)
-            without = without_contexts(common_attn_metadata, batch.rows, batch.sizes)
+            without = without_contexts(common_attn_metadata, batch.requests, batch.sizes)
         else:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         built = super().build(common_prefix_len, without, fast_build)
@@ -274,17 +274,15 @@ class GPUTreeAttention(TreeAttention):
                 return f"{group.backend.__name__} computes requests of different lengths as prompts"
         return None
 
-    def mover(self, kv_caches: Sequence[torch.Tensor], layer: Any) -> PagedKVMovers:
+    def mover(self, kv_caches: Sequence[torch.Tensor], layer: Any) -> PagedKVMover:
         """See `TreeAttention`."""
         if latent_attention.is_latent([layer]):
             kv_caches = [cache.unsqueeze(1) for cache in kv_caches]  # the latents are one head
-        return PagedKVMovers(kv_caches)
+        return PagedKVMover(kv_caches)
 
-    def warm_up(
-        self, layers: Sequence[Any], movers: Sequence[PagedKVMovers], dtype: torch.dtype
-    ) -> None:
+    def warm_up(self, layers: Sequence[Any], dtype: torch.dtype) -> None:
         """Compile the kernels of a step with trees, so that no request waits for it."""
-        from lookahead_vllm.verify.gpu.triton_attention import warm_up_batches
+        from lookahead_vllm.verify.gpu.warm_up import attention_batches
 
         for layer in tqdm(layers, "Compiling tree attention", disable=not is_global_first_rank()):
             if latent_attention.is_latent([layer]):
@@ -293,11 +291,7 @@ class GPUTreeAttention(TreeAttention):
             impl, device = layer.impl, layer.kv_cache.device
             query = torch.zeros(1, impl.num_heads, impl.head_size, dtype=dtype, device=device)
             block_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-            for batch in warm_up_batches(
+            for batch in attention_batches(
                 impl.num_heads, impl.num_kv_heads, impl.head_size, dtype, device
             ):
                 impl.attend_trees(layer, query, layer.kv_cache, query.clone(), block_table, batch)
-        for mover in movers:
-            first = torch.zeros(1, dtype=torch.int64, device=mover.device)
-            mover.move(first, first)  # onto itself
-            mover.move_paths(first[None], first[None])

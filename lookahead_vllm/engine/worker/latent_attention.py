@@ -86,10 +86,10 @@ def _with_trees(build: Callable[..., MLACommonMetadata]) -> Callable[..., MLACom
         if trees is None:
             return build(self, common_prefix_len, common, fast_build)
         batch = PagedBatch.build(trees, self.device)
-        common = without_contexts(common, batch.rows, batch.sizes)
+        common = without_contexts(common, batch.requests, batch.sizes)
         if (bound := common.seq_lens_cpu_upper_bound) is not None:
             bound = bound.clone()
-            bound[trees.rows.long()] = trees.sizes.to(bound.dtype)
+            bound[trees.requests.long()] = trees.sizes.to(bound.dtype)
             common = replace(common, seq_lens_cpu_upper_bound=bound)
         built: Any = build(self, common_prefix_len, common, fast_build)
         table, rows = common_attn_metadata.block_table_tensor, None
@@ -174,11 +174,11 @@ def _attend_as_decode(
 
 def warm_up(layer: Any, dtype: torch.dtype) -> None:
     """Compile the kernels of a step with trees, so that no request waits for it."""
-    from lookahead_vllm.verify.gpu.triton_latents import warm_up_batches
+    from lookahead_vllm.verify.gpu.warm_up import latent_batches
 
     device = layer.kv_cache.device
     q = torch.zeros(1, layer.num_heads, layer.qk_head_dim, dtype=dtype, device=device)
     output = torch.zeros(1, layer.num_heads * layer.v_head_dim, dtype=dtype, device=device)
     block_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    for batch in warm_up_batches(device):
+    for batch in latent_batches(device):
         attend_trees(layer, q, layer.kv_cache, output, StepTrees(batch, block_table))

@@ -36,38 +36,16 @@ class SlotMover:
         Parameters
         ----------
         src, dst : int64 [m], on the CPU or on the caches' device
-
-        Raises
-        ------
-        ValueError
-            Another dtype, different lengths, or slots that the caches do not have.
         """
-        if src.dtype != torch.int64 or dst.dtype != torch.int64 or src.shape != dst.shape:
-            raise ValueError("src and dst are int64 and equally long")
+        assert src.dtype == dst.dtype == torch.int64 and src.shape == dst.shape
         if src.device.type == "cpu":
             moved = np.flatnonzero(src.numpy() != dst.numpy())
             src, dst = (torch.from_numpy(slots.numpy()[moved]) for slots in (src, dst))
         if not len(src):
             return
         slots = torch.cat((src, dst))
-        if slots.min() < 0 or slots.max() >= self._num_slots:
-            raise ValueError(f"slots lie in 0..{self._num_slots - 1}; got {slots.tolist()}")
+        assert slots.min() >= 0 and slots.max() < self._num_slots, slots.tolist()
         self._copy(src, dst)
-
-    def move_paths(self, src: Tensor, dst: Tensor) -> None:
-        """Move the K/V of the accepted paths of r requests, see `walk.Walk`.
-
-        Parameters
-        ----------
-        src, dst : int64 [r, width]
-            The slots of `origins` and `targets`.
-
-        Raises
-        ------
-        ValueError
-            As in `move`.
-        """
-        self.move(src.flatten(), dst.flatten())
 
     def read(self, slots: Tensor) -> Tensor:
         """The contents of these slots, int64 [m], in all layers: uint8 [m, bytes of a slot]."""
@@ -130,12 +108,6 @@ class KVMover(SlotMover):
         "auto" uses the compiled kernel for CPU tensors if it is available.
     packed : bool
         The caches have vLLM's layout for `amx` and 2 bytes per element.
-
-    Raises
-    ------
-    ValueError
-        The caches have another shape or layout or differ in element size, or `impl="native"` is
-        not available.
     """
 
     def __init__(
@@ -147,24 +119,14 @@ class KVMover(SlotMover):
     ) -> None:
         for cache in kv_caches:
             _, _, size, width = cache.shape
-            if size != block_size or width % 2 or cache.stride()[2:] != (width, 1):
-                raise ValueError(
-                    f"a KV cache is [num_blocks, num_kv_heads, {block_size}, 2 * head_size], "
-                    f"contiguous in its last two dimensions; got {list(cache.shape)}, strides "
-                    f"{cache.stride()}"
-                )
+            assert size == block_size and width % 2 == 0, cache.shape
+            assert cache.stride()[2:] == (width, 1), cache.stride()
         element_sizes = {cache.element_size() for cache in kv_caches}
-        if len(element_sizes) > 1 or not element_sizes <= {2, 4}:
-            raise ValueError(f"KV caches share one element size, 2 or 4 bytes; got {element_sizes}")
-        if packed and element_sizes != {2}:
-            raise ValueError(f"a packed KV cache has 2 bytes an element; got {element_sizes}")
-        if impl not in ("auto", "torch", "native"):
-            raise ValueError(f"impl is {impl!r}; choose 'auto', 'torch' or 'native'")
+        assert len(element_sizes) <= 1 and element_sizes <= ({2} if packed else {2, 4})
         super().__init__(block_size * min((len(c) for c in kv_caches), default=0))
         on_cpu = all(cache.device.type == "cpu" for cache in kv_caches)
         self._library = native.load() if impl != "torch" and on_cpu else None
-        if impl == "native" and self._library is None:
-            raise ValueError("the compiled kernel is not available here; use impl='auto'")
+        assert impl != "native" or self._library is not None, "there is no compiled kernel"
         self._kv_caches = list(kv_caches)
         self._block_size = block_size
         self._packed = packed

@@ -9,16 +9,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from lookahead_vllm.verify.cpu import native
-
-if TYPE_CHECKING:
-    from lookahead_vllm.verify.recurrence import StateRows
+from lookahead_vllm.verify.recurrence import StateRows
 
 KEYS_FIRST = True
 """The layout of gated_delta's states."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Literal
 
 import torch
@@ -79,11 +80,6 @@ def tree_attention(
         head dimensions and keys.
     impl : {"auto", "torch", "native"}
         "auto" uses the compiled kernel for CPU tensors if it is available.
-
-    Raises
-    ------
-    ValueError
-        Shapes, dtypes or options that do not fit, or `impl="native"` is not available.
     """
     _check(query, kv_cache, output, block_table, batch, sliding_window, packed)
     if sinks is not None and sinks.dtype != torch.float32:
@@ -91,13 +87,8 @@ def tree_attention(
     if impl == "auto":
         available = native.reads_packed if packed else native.available
         impl = "native" if query.device.type == "cpu" and available() else "torch"
-    if impl == "torch":
-        run = _attend_torch
-    elif impl == "native":
-        run = _attend_native
-    else:
-        raise ValueError(f"impl is {impl!r}; choose 'auto', 'torch' or 'native'")
-    run(
+    attend = _attend_native if impl == "native" else _attend_torch
+    attend(
         query, kv_cache, output, block_table, batch,
         scale, sliding_window, alibi_slopes, logits_soft_cap, sinks, packed,
     )  # fmt: skip
@@ -114,43 +105,17 @@ def _check(
 ) -> None:
     tokens, heads, head_size = query.shape
     _, kv_heads, block_size, kv_width = kv_cache.shape
-    dtype = query.dtype
-    if packed and dtype != torch.bfloat16:
-        raise ValueError(f"a packed cache holds bfloat16, not {dtype}")
-    if not supported(head_size, dtype, block_size, packed):
-        raise ValueError(
-            f"head size {head_size}, {dtype}, block size {block_size}: tree attention takes head "
-            "sizes of 32 to 512 in steps of 16, float32, bfloat16 or float16, and block sizes "
-            "that are a multiple of 16"
-        )
-    if kv_cache.dtype != dtype or output.dtype != dtype:
-        raise ValueError(
-            "query, cache and output share one dtype; got "
-            f"{dtype}, {kv_cache.dtype}, {output.dtype}"
-        )
-    if heads % kv_heads:
-        raise ValueError(f"{heads} query heads do not divide among {kv_heads} KV heads")
-    _, _, cache_row, cache_element = kv_cache.stride()
-    if kv_width != 2 * head_size or cache_element != 1 or cache_row != kv_width:
-        raise ValueError(
-            "kv_cache is [num_blocks, num_kv_heads, block_size, 2 * head_size], contiguous in its "
-            f"last two dimensions; got {list(kv_cache.shape)}, strides {kv_cache.stride()}"
-        )
-    if output.shape[0] < tokens or output.shape[1:].numel() != heads * head_size:
-        raise ValueError(f"output is {list(output.shape)} for a query of {list(query.shape)}")
-    if query.stride(-1) != 1 or output.stride(-1) != 1 or block_table.stride(-1) != 1:
-        raise ValueError("query, output and block_table are contiguous in their last dimension")
-    if block_table.dtype != torch.int32:
-        raise ValueError(f"block_table is int32, not {block_table.dtype}")
-    if sliding_window != -1 and sliding_window < 1:
-        raise ValueError(f"sliding_window is {sliding_window}; use -1 for none, or at least 1")
-    rows_end, tokens_end, slots_end = batch.ends
+    assert supported(head_size, query.dtype, block_size, packed), (head_size, query.dtype)
+    assert kv_cache.dtype == output.dtype == query.dtype, (kv_cache.dtype, output.dtype)
+    assert kv_width == 2 * head_size and kv_cache.stride()[2:] == (kv_width, 1), kv_cache.stride()
+    assert heads % kv_heads == 0, (heads, kv_heads)
+    assert len(output) >= tokens and output.shape[1:].numel() == heads * head_size, output.shape
+    assert query.stride(-1) == output.stride(-1) == block_table.stride(-1) == 1
+    assert block_table.dtype == torch.int32
+    assert sliding_window == -1 or sliding_window > 0, sliding_window
     rows, max_blocks = block_table.shape
-    if rows_end > rows or tokens_end > tokens or slots_end > max_blocks * block_size:
-        raise ValueError(
-            f"the trees reach block table row {rows_end - 1}, token {tokens_end - 1} and slot "
-            f"{slots_end - 1}; there are {rows} rows of {max_blocks} blocks and {tokens} tokens"
-        )
+    ends, room = batch.ends, (rows, tokens, max_blocks * block_size)
+    assert all(end <= most for end, most in zip(ends, room, strict=True)), (ends, room)
 
 
 def _attend_native(
@@ -167,8 +132,7 @@ def _attend_native(
     packed: bool,
 ) -> None:
     library = native.load()
-    if library is None or (packed and not native.reads_packed()):
-        raise ValueError("the compiled kernel is not available here; use impl='auto' or 'torch'")
+    assert library is not None and (not packed or native.reads_packed())
     _, heads, head_size = query.shape
     _, kv_heads, block_size, _ = kv_cache.shape
     output_strides = output.stride()
@@ -184,15 +148,23 @@ def _attend_native(
         torch.get_num_threads(), packed,
     )  # fmt: skip
     library.lookahead_tree_attention(
-        ctypes.byref(batch.view), ctypes.byref(call), _DTYPES[query.dtype]
+        ctypes.byref(_view(batch)), ctypes.byref(call), _DTYPES[query.dtype]
     )
+
+
+@functools.lru_cache(maxsize=1)  # all layers of a step have the same batch
+def _view(batch: TreeBatch) -> native.TreeBatchView:
+    """Its pointers, valid while the batch exists."""
+    fields = (batch.requests, batch.starts, batch.sizes, batch.contexts, batch.depths, batch.masks)
+    assert all(f.dtype == torch.int32 and f.is_contiguous() and not f.is_cuda for f in fields)
+    assert len({len(f) for f in fields[:4]}) == 1 and len(batch.depths) == len(batch.masks)
+    return native.TreeBatchView(len(batch), batch.masks.shape[1], *(f.data_ptr() for f in fields))
 
 
 def _float_vector(values: Tensor | None, length: int) -> int | None:
     if values is None:
         return None
-    if values.dtype != torch.float32 or values.shape != (length,) or not values.is_contiguous():
-        raise ValueError("alibi_slopes (float32) and sinks hold one contiguous value per head")
+    assert values.dtype == torch.float32 and values.shape == (length,) and values.is_contiguous()
     return values.data_ptr()
 
 
@@ -214,14 +186,12 @@ def _attend_torch(
     blocks_flat = kv_cache.flatten(2)
     if output.dim() == 2:
         output = output.unflatten(1, (heads, head_size))
-    shifts = torch.arange(32, dtype=torch.int32, device=query.device)
-    first_node = 0
+    depths, masks = batch.depths.to(query.device), batch.masks.to(query.device)
+    end = 0
     for row, start, size, context in torch.stack(
-        (batch.rows, batch.starts, batch.sizes, batch.contexts), dim=1
+        (batch.requests, batch.starts, batch.sizes, batch.contexts), dim=1
     ).tolist():
-        depths = batch.depths[first_node : first_node + size].to(query.device)
-        masks = batch.masks[first_node : first_node + size].to(query.device)
-        first_node += size
+        own, end = slice(end, end + size), end + size
         oldest = max(0, context - sliding_window + 1) if sliding_window > 0 else 0
         first_block, end_block = oldest // block_size, (context + size - 1) // block_size + 1
         kv = blocks_flat[block_table[row, first_block:end_block].long()]
@@ -229,21 +199,14 @@ def _attend_torch(
             part.flatten(2, 3).flatten(3).transpose(0, 1).flatten(1, 2).float()
             for part in keys_and_values(kv, head_size, block_size, packed)
         )
-        # The keys are those of slots first_block * block_size and up; `root` is the root's index.
-        root = context - first_block * block_size
-        key_position = torch.arange(len(kv) * block_size, device=query.device)
-        key_position += first_block * block_size
-        key_position[root : root + size] = context + depths
-        allowed = torch.zeros(size, len(key_position), dtype=torch.bool, device=query.device)
-        allowed[:, :root] = True
-        bits = (masks[:, :, None] >> shifts & 1).bool().flatten(1)
-        allowed[:, root : root + size] = bits[:, :size]
+        num_keys = context + size - first_block * block_size
         output[start : start + size] = reference_attention(
             query[start : start + size],
-            k,
-            v,
-            allowed,
-            key_position - (context + depths)[:, None],
+            k[:, :num_keys],
+            v[:, :num_keys],
+            context,
+            depths[own],
+            masks[own],
             scale=scale,
             sliding_window=sliding_window,
             alibi_slopes=alibi_slopes,

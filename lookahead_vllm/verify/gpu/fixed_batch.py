@@ -61,9 +61,9 @@ class FixedBatch:
         """Written again only when the step that reads it has ended."""
         self._packed = torch.empty(size, dtype=torch.int32, device=device)
         parts = self._packed.split(self._lengths)
-        rows, starts, sizes, contexts, firsts, depths, masks, tokens = parts
+        requests, starts, sizes, contexts, firsts, depths, masks, tokens = parts
         self.batch = PagedBatch(
-            rows,
+            requests,
             starts,
             sizes,
             contexts,
@@ -96,25 +96,27 @@ class FixedBatch:
         """
         columns, depths, masks = _NOTHING
         if trees is not None:
-            fields = (trees.rows, trees.starts, trees.sizes, trees.contexts)
+            fields = (trees.requests, trees.starts, trees.sizes, trees.contexts)
             columns = np.stack([field.numpy() for field in fields])
             depths, masks = trees.depths.numpy(), trees.masks.numpy()
         self._note(_write(self._host.numpy(), *self._limits, columns, depths, masks))
         self.upload()
 
-    def write(self, forest: DraftForest, rows: Int64s, starts: Int32s, contexts: Int64s) -> None:
+    def write(
+        self, forest: DraftForest, requests: Int64s, starts: Int32s, contexts: Int64s
+    ) -> None:
         """Write the branching trees of `forest` on the host; `upload` copies them.
 
         Parameters
         ----------
         forest
             t trees, which need not branch.
-        rows, starts, contexts : [t]
+        requests, starts, contexts : [t]
             As in TreeBatch.
         """
         packed = self._host.numpy()
         nodes = forest.parents, forest.depths, forest.firsts
-        self._note(_write_forest(packed, *self._limits, *nodes, rows, starts, contexts))
+        self._note(_write_forest(packed, *self._limits, *nodes, requests, starts, contexts))
 
     def upload(self) -> None:
         """Copy what was written on the host, asynchronously."""
@@ -153,7 +155,7 @@ def _write(
     ----------
     packed : int32 [5 * entries + (2 + words) * num_tokens]
     columns : int32 [4, t]
-        Rows, starts, sizes and contexts.
+        Requests, starts, sizes and contexts.
     depths : int32 [n]
     masks : int32 [n, at most words]
     """
@@ -191,7 +193,7 @@ def _write_forest(
     parents: Int32s,
     depths: Int32s,
     firsts: Int64s,
-    rows: Int64s,
+    requests: Int64s,
     starts: Int32s,
     contexts: Int64s,
 ) -> int:
@@ -199,7 +201,7 @@ def _write_forest(
     trees = np.flatnonzero(find_branching(parents, firsts))
     sizes = firsts[trees + 1] - firsts[trees]
     columns = np.empty((4, len(trees)), np.int32)
-    columns[0], columns[1] = rows[trees], starts[trees]
+    columns[0], columns[1] = requests[trees], starts[trees]
     columns[2], columns[3] = sizes + 1, contexts[trees]
     nodes, parents, firsts = take_nodes(
         parents, firsts, trees, sizes, np.zeros(len(trees), np.bool_)

@@ -71,30 +71,12 @@ def paged_attention(
         Factors of an fp8 cache's keys and values, on the query's device.
     impl : {"auto", "torch", "triton"}
         "auto" is "triton" on CUDA devices and "torch" on others.
-
-    Raises
-    ------
-    ValueError
-        Shapes, dtypes or options that do not fit.
     """
     call = PagedCall(
-        query,
-        key_cache,
-        value_cache,
-        output,
-        block_table,
-        batch,
-        scale,
-        sliding_window,
-        alibi_slopes,
-        logits_soft_cap,
-        sinks,
-        k_scale,
-        v_scale,
-    )
+        query, key_cache, value_cache, output, block_table, batch, scale,
+        sliding_window, alibi_slopes, logits_soft_cap, sinks, k_scale, v_scale,
+    )  # fmt: skip
     _check(call)
-    if impl not in ("auto", "torch", "triton"):
-        raise ValueError(f"impl is {impl!r}; choose 'auto', 'torch' or 'triton'")
     if not len(batch) or not batch.max_size:
         return
     attend: Callable[[PagedCall], None] = _attend_torch
@@ -106,36 +88,16 @@ def paged_attention(
 def _check(call: PagedCall) -> None:
     query, key_cache, value_cache, output, block_table = call[:5]
     _, heads, head_size = query.shape
-    kv_heads = key_cache.shape[2]
-    if query.dtype not in _QUERY_DTYPES or output.dtype != query.dtype:
-        raise ValueError(
-            "query and output share float32, bfloat16 or float16; got "
-            f"{query.dtype}, {output.dtype}"
-        )
     is_fp8 = key_cache.dtype in _FP8_DTYPES
-    if key_cache.dtype != value_cache.dtype or not (is_fp8 or key_cache.dtype == query.dtype):
-        raise ValueError(
-            f"the caches hold {key_cache.dtype} and {value_cache.dtype}; they hold the query's "
-            f"{query.dtype}, or fp8"
-        )
-    if {call.k_scale is not None, call.v_scale is not None} != {is_fp8}:
-        raise ValueError("k_scale and v_scale are given with an fp8 cache, and with no other")
-    if key_cache.shape != value_cache.shape or key_cache.shape[3] != head_size:
-        raise ValueError(
-            f"the caches are [num_blocks, block_size, num_kv_heads, {head_size}]; got "
-            f"{list(key_cache.shape)} and {list(value_cache.shape)}"
-        )
-    if heads % kv_heads:
-        raise ValueError(f"{heads} query heads do not divide among {kv_heads} KV heads")
-    tensors = (query, key_cache, value_cache, output, block_table)
-    if any(tensor.stride(-1) != 1 for tensor in tensors):
-        raise ValueError("all tensors are contiguous in their last dimension")
-    if output.shape[0] < len(query) or output.shape[1:].numel() != heads * head_size:
-        raise ValueError(f"output is {list(output.shape)} for a query of {list(query.shape)}")
-    if block_table.dtype != torch.int32:
-        raise ValueError(f"block_table is int32, not {block_table.dtype}")
-    if call.sliding_window != -1 and call.sliding_window < 1:
-        raise ValueError(f"sliding_window is {call.sliding_window}; use -1 for none, or at least 1")
+    assert query.dtype in _QUERY_DTYPES and output.dtype == query.dtype, (query.dtype, output.dtype)
+    assert is_fp8 or key_cache.dtype == query.dtype, (key_cache.dtype, query.dtype)
+    assert {call.k_scale is not None, call.v_scale is not None} == {is_fp8}
+    assert key_cache.dtype == value_cache.dtype and key_cache.shape == value_cache.shape
+    assert key_cache.shape[3] == head_size and heads % key_cache.shape[2] == 0, key_cache.shape
+    assert len(output) >= len(query) and output.shape[1:].numel() == heads * head_size
+    assert all(tensor.stride(-1) == 1 for tensor in call[:5])
+    assert block_table.dtype == torch.int32
+    assert call.sliding_window == -1 or call.sliding_window > 0, call.sliding_window
 
 
 def _attend_torch(call: PagedCall) -> None:
@@ -155,7 +117,7 @@ def reference_paged_attention(
     window = call.sliding_window
     block_size = key_cache.shape[1]
     for row, start, size, context, first in torch.stack(
-        (batch.rows, batch.starts, batch.sizes, batch.contexts, batch.firsts), dim=1
+        (batch.requests, batch.starts, batch.sizes, batch.contexts, batch.firsts), dim=1
     ).tolist():
         if not size:
             continue
@@ -166,24 +128,16 @@ def reference_paged_attention(
         v = value_cache[blocks, slots % block_size].to(dtype)
         if call.k_scale is not None and call.v_scale is not None:
             k, v = k * call.k_scale, v * call.v_scale
-        nodes = torch.arange(size, device=query.device)
-        depths, in_mask = nodes, nodes[None, :] <= nodes[:, None]
-        if first != CAUSAL:
-            depths = batch.depths[first : first + size]
-            words = batch.masks[first : first + size][:, nodes // 32]
-            in_mask = (words >> (nodes % 32) & 1).bool()
-        key_positions = slots.clone()
-        key_positions[context - oldest :] = context + depths
-        allowed = torch.ones(size, len(slots), dtype=torch.bool, device=query.device)
-        allowed[:, context - oldest :] = in_mask
+        is_tree, own = first != CAUSAL, slice(first, first + size)
         yield (
             start,
             reference_attention(
                 query[start : start + size],
                 k.transpose(0, 1),
                 v.transpose(0, 1),
-                allowed,
-                key_positions - (context + depths)[:, None],
+                context,
+                batch.depths[own] if is_tree else None,
+                batch.masks[own] if is_tree else None,
                 scale=call.scale,
                 sliding_window=window,
                 alibi_slopes=call.alibi_slopes,

@@ -30,7 +30,7 @@ class PagedBatch:
 
     Attributes
     ----------
-    rows : int32 [r]
+    requests : int32 [r]
         The request's row of the block table.
     starts : int32 [r]
         Its first row among the flattened query tokens.
@@ -57,7 +57,7 @@ class PagedBatch:
         the more parts a context is split into.
     """
 
-    rows: Tensor
+    requests: Tensor
     starts: Tensor
     sizes: Tensor
     contexts: Tensor
@@ -78,13 +78,13 @@ class PagedBatch:
         *,
         causal: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike] | None = None,
     ) -> PagedBatch:
-        """Lay out trees and, after them, `causal`: rows, starts, sizes, contexts of other requests.
+        """Lay out trees; after them, requests, starts, sizes and contexts of `causal` ones.
 
         Makes one asynchronous copy to the device.
         """
         tree_sizes = trees.sizes.numpy()
         columns: Sequence[NDArray[np.int32]] = (
-            trees.rows.numpy(),
+            trees.requests.numpy(),
             trees.starts.numpy(),
             tree_sizes,
             trees.contexts.numpy(),
@@ -99,9 +99,9 @@ class PagedBatch:
         tokens = torch.from_numpy(query_tokens(columns[1], columns[2]))
         parts = [*map(torch.from_numpy, columns), trees.depths, trees.masks.flatten(), tokens]
         copied = to_device(torch.cat(parts), device).split([len(part) for part in parts])
-        rows, starts, sizes, contexts, firsts, places, depths, masks, tokens = copied
+        requests, starts, sizes, contexts, firsts, places, depths, masks, tokens = copied
         return cls(
-            rows,
+            requests,
             starts,
             sizes,
             contexts,
@@ -151,9 +151,21 @@ class PagedCall(NamedTuple):
     block_table: Tensor
     batch: PagedBatch
     scale: float
-    sliding_window: int
-    alibi_slopes: Tensor | None
-    logits_soft_cap: float
-    sinks: Tensor | None
-    k_scale: Tensor | None
-    v_scale: Tensor | None
+    sliding_window: int = -1
+    alibi_slopes: Tensor | None = None
+    logits_soft_cap: float = 0.0
+    sinks: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+class LatentCall(NamedTuple):
+    """The checked arguments of `latent_attention`."""
+
+    query: Tensor
+    cache: Tensor
+    output: Tensor
+    block_table: Tensor
+    batch: PagedBatch
+    scale: float
+    cache_scale: Tensor | None

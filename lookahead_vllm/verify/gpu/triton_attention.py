@@ -7,14 +7,13 @@ its end. The softmax is online, as in FlashAttention-2 (Dao 2023).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from lookahead_vllm.verify.gpu.paged_batch import PagedBatch, PagedCall
+from lookahead_vllm.verify.gpu.paged_batch import PagedCall
 
 _LOG2E = tl.constexpr(1.4426950408889635)
 NUM_STAGES = 3
@@ -68,7 +67,7 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
     has_scales = k_scale is not None
     _attend_tile[(len(batch) * tiles, kv_heads, num_splits)](
         query, key_cache, value_cache, output, partial, block_table,
-        batch.rows, batch.starts, batch.sizes, batch.contexts, batch.firsts, batch.places,
+        batch.requests, batch.starts, batch.sizes, batch.contexts, batch.firsts, batch.places,
         batch.depths, batch.masks,
         query if alibi_slopes is None else alibi_slopes,
         query if sinks is None else sinks,
@@ -112,25 +111,6 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
         )  # fmt: skip
 
 
-def warm_up_batches(
-    heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
-) -> Iterator[PagedBatch]:
-    """Batches without rows, one for each specialisation of the kernels that serving can need.
-
-    Calling `attend` on each compiles all kernels and writes no output.
-    """
-    zeros = torch.zeros(1, dtype=torch.int32, device=device)
-    group, rows = heads // kv_heads, 16
-    while rows <= tile_of(1 << 20, dtype, head_size).block_m:
-        size = max(rows // group, 1)
-        for max_context in (0, 1 << 20):  # not split, and split
-            yield PagedBatch(
-                zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros[None], zeros - 1,
-                size, max_context,
-            )  # fmt: skip
-        rows *= 2
-
-
 def tile_of(rows: int, dtype: torch.dtype, head_size: int) -> Tile:
     """The tile for a request with `rows` rows that share a KV head.
 
@@ -158,7 +138,7 @@ def splits_for(programs: int, max_context: int, device: torch.device) -> int:
 
 
 # Integers and alignments that change from step to step must not trigger a compilation.
-_LAYOUT = ["rows", "starts", "sizes", "contexts", "firsts", "places", "depths", "masks"]
+_LAYOUT = ["requests", "starts", "sizes", "contexts", "firsts", "places", "depths", "masks"]
 
 
 @triton.jit(
@@ -167,7 +147,7 @@ _LAYOUT = ["rows", "starts", "sizes", "contexts", "firsts", "places", "depths", 
 )
 def _attend_tile(
     query, key_cache, value_cache, output, partial, block_table,
-    rows, starts, sizes, contexts, firsts, places, depths, masks,
+    requests, starts, sizes, contexts, firsts, places, depths, masks,
     alibi_slopes, sinks, k_scale, v_scale,
     scale, soft_cap, window,
     query_token, query_head,
@@ -191,7 +171,7 @@ def _attend_tile(
     start = tl.load(starts + entry)
     context = tl.load(contexts + entry)
     first = tl.load(firsts + entry)
-    table = block_table + tl.load(rows + entry).to(tl.int64) * table_row
+    table = block_table + tl.load(requests + entry).to(tl.int64) * table_row
 
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     node = m // GROUP

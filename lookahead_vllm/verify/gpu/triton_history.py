@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lookahead_vllm.verify.history import (
-        BadWords,
-        Histories,
-        Penalties,
-        Texts,
-        ThinkingBudgets,
-    )
+from lookahead_vllm.verify.history import BadWords, Histories, Penalties, Texts, ThinkingBudgets
 
 _BLOCK = 2048
 """Tokens of the vocabulary for one program."""

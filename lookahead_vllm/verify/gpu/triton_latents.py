@@ -7,13 +7,11 @@ draft block at its end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 
-from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
+from lookahead_vllm.verify.gpu.paged_batch import LatentCall
 from lookahead_vllm.verify.gpu.triton_attention import (
     MAX_PARTIAL_BYTES,
     MAX_SPLITS,
@@ -21,7 +19,6 @@ from lookahead_vllm.verify.gpu.triton_attention import (
     merge_splits,
     splits_for,
 )
-from lookahead_vllm.verify.latent_attention import LatentCall
 
 _LOG2E = tl.constexpr(1.4426950408889635)
 BLOCK_M = 16
@@ -48,7 +45,7 @@ def attend(call: LatentCall, num_splits: int | None = None) -> None:
     has_scale = call.cache_scale is not None
     _attend_latents[(len(batch) * tiles, num_splits)](
         query, cache, output, partial, block_table,
-        batch.rows, batch.sizes, batch.contexts, batch.firsts, batch.masks,
+        batch.requests, batch.sizes, batch.contexts, batch.firsts, batch.masks,
         call.cache_scale if has_scale else query,
         call.scale,
         *query.stride()[:2], *cache.stride()[:2], *output.stride()[:2],
@@ -81,23 +78,13 @@ def attend(call: LatentCall, num_splits: int | None = None) -> None:
         )  # fmt: skip
 
 
-def warm_up_batches(device: torch.device) -> Iterator[PagedBatch]:
-    """Batches without rows, one for each specialisation of the kernels that serving can need."""
-    zeros = torch.zeros(1, dtype=torch.int32, device=device)
-    for max_context in (0, 1 << 20):  # not split, and split
-        yield PagedBatch(
-            zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros[None], zeros - 1,
-            1, max_context,
-        )  # fmt: skip
-
-
 @triton.jit(
     do_not_specialize=["table_row", "mask_row", "num_rows", "tiles", "num_splits"],
-    do_not_specialize_on_alignment=["rows", "sizes", "contexts", "firsts", "masks"],
+    do_not_specialize_on_alignment=["requests", "sizes", "contexts", "firsts", "masks"],
 )
 def _attend_latents(
     query, cache, output, partial, block_table,
-    rows, sizes, contexts, firsts, masks, cache_scale, scale,
+    requests, sizes, contexts, firsts, masks, cache_scale, scale,
     query_row, query_head, cache_block, cache_slot, output_row, output_head,
     table_row, mask_row, num_rows, tiles, num_splits,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -113,7 +100,7 @@ def _attend_latents(
         return
     context = tl.load(contexts + entry)
     first = tl.load(firsts + entry)
-    table = block_table + tl.load(rows + entry).to(tl.int64) * table_row
+    table = block_table + tl.load(requests + entry).to(tl.int64) * table_row
 
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     node = m // HEADS

@@ -14,7 +14,7 @@ _COUNTS = ["room_for_requests", "room_for_rows", "num_filled", "slots_stride"]
 _BUFFERS = ["packed", "ids", "positions", "is_padding", "starts", "lengths", "slots"]
 
 
-class TritonPlacer:
+class Placer:
     """See `place.Placer`."""
 
     def __init__(self, table: RequestTable, rows: StepRows) -> None:

@@ -7,15 +7,14 @@ and warps where they decide the order of a sum.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lookahead_vllm.verify.recurrence import StateRows
+from lookahead_vllm.verify.recurrence import StateRows
 
 KEYS_FIRST = False
 """The layout of gated_delta's states."""

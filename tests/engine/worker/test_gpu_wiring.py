@@ -25,7 +25,7 @@ from lookahead_vllm.engine.worker.branching import branching_obstacle
 from lookahead_vllm.verify import latent_attention
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
-from lookahead_vllm.verify.gpu.triton_moves import PagedKVMovers
+from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
 from lookahead_vllm.verify.tree_batch import TreeBatch
 from tests.support.attention_cases import PagedAttentionCase, random_tree
 
@@ -87,7 +87,7 @@ def test_only_rows_of_trees_are_overwritten(layout: str, options: dict[str, Any]
     builder.attended = AttendedTrees(case.batch)
     metadata = builder.build(0, common)
     # vLLM's own kernel is told that a tree has no context.
-    rows = case.batch.rows.long()
+    rows = case.batch.requests.long()
     assert torch.equal(metadata.seq_lens[rows], case.batch.sizes)
     assert (lengths == 100).all() and (metadata.seq_lens == 100).sum() == 2
 
@@ -122,7 +122,6 @@ def test_warming_up_runs_every_kind_of_batch_and_changes_nothing(
     layer._k_scale, layer._v_scale = case.scales.get("k_scale"), case.scales.get("v_scale")
     before = layer.kv_cache.clone()
     kinds: list[tuple[int, int]] = []
-    moved: list[list[int]] = []
 
     def count(*args: Any, **options: Any) -> None:
         batch = args[5]
@@ -132,14 +131,8 @@ def test_warming_up_runs_every_kind_of_batch_and_changes_nothing(
         assert torch.equal(args[3], output)
 
     monkeypatch.setattr(gpu_attention, "paged_attention", count)
-    mover: Any = SimpleNamespace(
-        device=torch.device("cpu"),
-        move=lambda *ends: moved.extend(end.tolist() for end in ends),
-        move_paths=lambda *ends: moved.extend(end.tolist() for end in ends),
-    )
-    ON_GPU.warm_up([layer, layer], [mover], case.dtype)
+    ON_GPU.warm_up([layer, layer], case.dtype)
     assert len(set(kinds)) * 2 == len(kinds) == 8  # 16 and 32 rows, split or not, in two layers
-    assert moved == [[0], [0], [[0]], [[0]]]
     assert torch.equal(before.view(torch.uint8), layer.kv_cache.view(torch.uint8))
 
 
@@ -215,7 +208,7 @@ def test_the_trees_of_a_step_are_laid_out_as_the_cpu_reads_them() -> None:
     trees = [random_tree(np.random.default_rng(i), 20 + 30 * i) for i in range(3)]
     batch = TreeBatch.build(trees, [4, 0, 2], [10, 40, 95], [7, 0, 300])
     paged = PagedBatch.build(batch, causal=([1, 3], [0, 9], [9, 1], [50, 2]))
-    for name in ("rows", "starts", "sizes", "contexts"):
+    for name in ("requests", "starts", "sizes", "contexts"):
         assert torch.equal(getattr(paged, name)[:3], getattr(batch, name))
     assert torch.equal(paged.masks, batch.masks) and torch.equal(paged.depths, batch.depths)
     assert paged.firsts.tolist() == [0, 21, 72, -1, -1]
@@ -268,8 +261,8 @@ def test_latent_layers_without_tree_attention_get_chains() -> None:
 def test_latents_of_a_gpu_move_as_one_head() -> None:
     layer = latent_layer()
     mover = ON_GPU.mover([layer.kv_cache], layer)
-    assert isinstance(mover, PagedKVMovers)
-    assert mover._movers[0]._kv_caches[0].shape == (4, 1, 16, 12)
+    assert isinstance(mover, PagedKVMover)
+    assert mover._groups[0]._caches[0].shape == (4, 1, 16, 12)
 
 
 def test_warming_up_latent_attention_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +275,7 @@ def test_warming_up_latent_attention_changes_nothing(monkeypatch: pytest.MonkeyP
         latent_attention.latent_attention(*args, **options)
 
     monkeypatch.setattr(worker_latent_attention, "latent_attention", count)
-    ON_GPU.warm_up([layer], [], torch.float32)
+    ON_GPU.warm_up([layer], torch.float32)
     assert len(contexts) == 2 and torch.equal(before, layer.kv_cache)  # split or not
 
 

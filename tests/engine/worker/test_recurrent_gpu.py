@@ -11,9 +11,8 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from lookahead_vllm.engine.worker import recurrent_kernels, recurrent_kernels_gpu
 from lookahead_vllm.engine.worker.recurrent import PARENTS
-from lookahead_vllm.engine.worker.v2 import gpu_worker
 from lookahead_vllm.verify import recurrence
-from lookahead_vllm.verify.recurrence import StateMover, StateRows
+from lookahead_vllm.verify.recurrence import StateRows
 
 ROWS = [0, 1, 2, 4, 5]
 """Of the step's six tokens; the fourth is a prompt's."""
@@ -82,25 +81,6 @@ def test_its_fused_kernel_computes_no_trees(context: SimpleNamespace) -> None:
     assert not can_use(None, metadata)
     delattr(metadata, PARENTS)
     assert can_use(None, metadata)
-
-
-def test_kernels_of_attention_are_compiled_beside_recurrent_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    compiled: list[Any] = []
-    attention = SimpleNamespace(warm_up=lambda *args: compiled.extend(args))
-    monkeypatch.setattr(gpu_worker.LookaheadGPUModelRunner, "attention", attention)
-    monkeypatch.setattr(gpu_worker, "is_recurrent", lambda layer: layer == "recurrent layer")
-    runner: Any = object.__new__(gpu_worker.LookaheadGPUModelRunner)
-    runner.drafter = SimpleNamespace(may_branch=True)
-    layers = {"a": "recurrent layer", "b": "attention"}
-    runner.compilation_config = SimpleNamespace(static_forward_context=layers)
-    runner.attn_groups = [[SimpleNamespace(layer_names=list(layers))]]
-    mover = object()
-    runner._movers, runner.dtype = [object.__new__(StateMover), mover], torch.bfloat16
-    runner.compile_node_kernels = lambda: None
-    runner.compile_kernels()
-    assert compiled == [["attention"], [mover], torch.bfloat16]
 
 
 def test_its_convolution_reads_the_inputs_of_a_rows_path(context: SimpleNamespace) -> None:

@@ -1,7 +1,8 @@
 """vLLM's Model Runner V2 on a CPU at full speed, without Triton.
 
 V2's kernels are written in Triton, which has no compiler for CPUs here. Numba and torch functions
-stand in for them (`stand_in.STAND_INS`); everything else is vLLM's own code.
+stand in for vLLM's (`stand_in.STAND_INS`) and for lookahead's, which `verify/implementations.py`
+finds; everything else is the code that runs on a GPU.
 
     from tests.support import v2_on_cpu
 
@@ -14,6 +15,8 @@ stand in for them (`stand_in.STAND_INS`); everything else is vLLM's own code.
 
 from __future__ import annotations
 
+from lookahead_vllm.verify.cpu.kv_moves import SlotMover
+from lookahead_vllm.verify.implementations import ON_CPUS
 from tests.support.v2_on_cpu.activation import (
     disable,
     enable,
@@ -31,3 +34,6 @@ __all__ = [
     "load_stand_ins",
     "uses_stand_ins",
 ]
+
+ON_CPUS.update({noun: f"{__name__}.{noun}" for noun in ("history", "place", "walk")})
+SlotMover.move_paths = lambda self, src, dst: self.move(src.flatten(), dst.flatten())

@@ -13,6 +13,8 @@ from typing import Any
 
 MODE = "LOOKAHEAD_TESTS_V2_ON_CPU"
 """The environment variable that says how V2 steps: "asynchronous" or "synchronous"."""
+WORKER = "tests.support.v2_on_cpu.cpu_worker.LookaheadCPUWorker"
+_FIRST_WORKER = "lookahead_vllm.engine.worker.v1.cpu_worker.LookaheadCPUWorker"
 _PLUGIN = Path(__file__).with_name("plugin")
 _PATHS = (str(Path(__file__).parents[3]), str(_PLUGIN))
 
@@ -80,12 +82,27 @@ def _patch() -> None:
     from vllm.config import VllmConfig
     from vllm.platforms.cpu import CpuPlatform
 
+    from lookahead_vllm.engine import config
+
+    config.apply = _with_our_worker(config.apply)
     VllmConfig.__post_init__ = _choosing_synchronous_steps(VllmConfig.__post_init__)
     for name, around in (
         ("check_and_update_config", _keeping_asynchronous_steps),
         ("register_triton_kernel_overrides", _with_stand_ins),
     ):
         setattr(CpuPlatform, name, classmethod(around(vars(CpuPlatform)[name].__func__)))
+
+
+def _with_our_worker(original: Callable[..., None]) -> Callable[..., None]:
+    """`config.apply`, which chooses the first runner's worker for a CPU."""
+
+    @functools.wraps(original)
+    def apply(config: Any, options: Any, runner: Any) -> None:
+        original(config, options, runner)
+        if runner.name == "v2" and config.parallel_config.worker_cls == _FIRST_WORKER:
+            config.parallel_config.worker_cls = WORKER
+
+    return apply
 
 
 def _choosing_synchronous_steps(original: Callable[..., None]) -> Callable[..., None]:

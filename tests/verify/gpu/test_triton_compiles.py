@@ -2,108 +2,52 @@
 
 from __future__ import annotations
 
-import inspect
-import os
-import re
-import subprocess
-import tempfile
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from lookahead_vllm.verify import history
+from lookahead_vllm.verify.implementations import ON_CPUS, ON_GPUS
+from lookahead_vllm.verify.place import placer
+from lookahead_vllm.verify.walk import walk
 from tests.support.attention_cases import PagedAttentionCase, random_tree
 from tests.support.latent_cases import LatentCase
+from tests.support.recurrence_cases import LAYERS, random_step
+from tests.support.triton_launches import (
+    Launches,
+    instructions_of,
+    loops_with_dots,
+    record_launches,
+    spills,
+    tools,
+)
+from tests.verify import test_history, test_place, test_walk
 
-triton = pytest.importorskip("triton")
-TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-pytestmark = [
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted"),
-    pytest.mark.skipif(not (TOOLS / "ptxas").is_file(), reason="this Triton has no ptxas"),
-]
+pytestmark = pytest.mark.skipif(not (tools() / "ptxas").is_file(), reason="no ptxas")
 
 SHARED_BYTES = 99 << 10  # of shared memory per block, on every device since Ampere
-TRITON_NAMES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.int8: "i8",
-    torch.int16: "i16",
-    torch.uint64: "u64",
-    torch.bool: "i1",
-}
-
-
-class Launches:
-    """Replaces a kernel and records the arguments of its launches."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self.calls: list[dict[str, Any]] = []
-
-    def __getitem__(self, grid: Any) -> Any:
-        return self._launch
-
-    def _launch(self, *args: Any, **kwargs: Any) -> None:
-        names = inspect.signature(self.kernel.fn).parameters
-        self.calls.append(dict(zip(names, args, strict=False)) | kwargs)
-
-    def compile(self, capability: int) -> Any:
-        """Compile the kernel for the arguments of the last launch."""
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-
-        call = dict(self.calls[-1])
-        options = {k: call.pop(k) for k in ("num_warps", "num_stages") if k in call}
-        names = list(inspect.signature(self.kernel.fn).parameters)
-        signature, constants, aligned = {}, {}, {}
-        for place, name in enumerate(names):
-            value = call[name]
-            if name.isupper():
-                signature[name], constants[(place,)] = "constexpr", value
-            elif isinstance(value, torch.Tensor):
-                signature[name] = f"*{TRITON_NAMES[value.dtype]}"
-            else:
-                signature[name] = "fp32" if isinstance(value, float) else "i32"
-            if isinstance(value, torch.Tensor) or (signature[name] == "i32" and value % 16 == 0):
-                aligned[(place,)] = [["tt.divisibility", 16]]
-        source = ASTSource(self.kernel, signature, constants, aligned)
-        return triton.compile(source, GPUTarget("cuda", capability, 32), options)
-
-
-def instructions_of(compiled: Any) -> list[tuple[int, str]]:
-    """Address and text of each instruction."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [str(TOOLS / "cuobjdump"), "-sass", file.name]
-        listing = subprocess.run(command, capture_output=True, check=True, text=True).stdout
-    instructions = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", listing, re.MULTILINE)
-    return [(int(address, 16), text) for address, text in instructions]
-
-
-def spills(instructions: Sequence[tuple[int, str]]) -> int:
-    """Number of instructions that load from or store to local memory."""
-    return sum(bool(re.search(r"\b(LDL|STL)\b", text)) for _, text in instructions)
-
-
-def loops_with_dots(instructions: list[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """The bodies of loops that use tensor cores."""
-    for end, text in instructions:
-        jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
-        start = int(jump[1], 16) if jump else end
-        body = [step for step in instructions if start <= step[0] <= end]
-        if start < end and any("MMA" in text for _, text in body):
-            yield body
-
-
 ALL_OPTIONS = dict(window=20, alibi=True, soft_cap=5.0, sinks=True)
+KERNELS = {
+    "_attend_tile", "merge_splits", "_attend_latents", "_move_paths", "_walk", "_place",
+    "_penalize", "_exclude_bad_words", "_find_markers", "_force_ends",
+    "_convolve", "_mamba2", "_gated_delta", "_move_states", "_move_inputs",
+}  # fmt: skip
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launches]:
+    """Of all kernels, by name; tensors on a CPU stand for a GPU's."""
+    found = record_launches(monkeypatch)
+    assert set(found) == KERNELS
+    for noun, module in ON_GPUS.items():
+        monkeypatch.setitem(ON_CPUS, noun, module)
+    monkeypatch.setattr(
+        "lookahead_vllm.verify.gpu.triton_attention._INTERPRETED_MULTIPROCESSORS", 132
+    )
+    return found
 
 
 @pytest.mark.parametrize(
@@ -124,22 +68,14 @@ def test_tree_attention_fits_and_does_not_spill(
     nodes: int,
     context: int,
     options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
+    launches: dict[str, Launches],
 ) -> None:
-    from lookahead_vllm.verify.gpu import triton_attention
-
-    attend = Launches(triton_attention._attend_tile)
-    merge = Launches(triton_attention.merge_splits)
-    monkeypatch.setattr(triton_attention, "_attend_tile", attend)
-    monkeypatch.setattr(triton_attention, "merge_splits", merge)
-    monkeypatch.setattr(triton_attention, "_INTERPRETED_MULTIPROCESSORS", 132)
     tree = random_tree(np.random.default_rng(0), nodes)
     case = PagedAttentionCase(
         [tree], [context], **{"dtype": torch.bfloat16, "head_size": 128, "heads": 8, **options}
     )
     case.run("triton")
-
-    compiled = attend.compile(capability)
+    compiled = launches["_attend_tile"].compile(capability)
     assert compiled.metadata.shared <= SHARED_BYTES
     is_float32 = case.dtype == torch.float32  # without tensor cores
     rows = (nodes + 1) * case.heads // case.kv_heads
@@ -149,58 +85,84 @@ def test_tree_attention_fits_and_does_not_spill(
         assert len(loops) == (2 if case.window > 0 else 3)  # unmasked, masked, draft
         assert not any(map(spills, loops))
         assert "cp.async" in compiled.asm["ptx"]
-    assert bool(merge.calls) == (context >= 2 * triton_attention.KEYS_PER_SPLIT)
-    if merge.calls:
-        assert not spills(instructions_of(merge.compile(capability)))
+    check_merge(launches["merge_splits"], capability, is_launched=context > 1000)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 120])
 @pytest.mark.parametrize("context", [100, 4000])
 def test_latent_attention_fits_and_does_not_spill(
-    capability: int, context: int, monkeypatch: pytest.MonkeyPatch
+    capability: int, context: int, launches: dict[str, Launches]
 ) -> None:
-    from lookahead_vllm.verify.gpu import triton_attention, triton_latents
-
-    attend = Launches(triton_latents._attend_latents)
-    merge = Launches(triton_latents.merge_splits)
-    monkeypatch.setattr(triton_latents, "_attend_latents", attend)
-    monkeypatch.setattr(triton_latents, "merge_splits", merge)
-    monkeypatch.setattr(triton_attention, "_INTERPRETED_MULTIPROCESSORS", 132)
     tree = random_tree(np.random.default_rng(0), 16)
     LatentCase([tree], [context], 16, 512, 64, 64, torch.bfloat16).run("triton")
-    compiled = attend.compile(capability)
+    compiled = launches["_attend_latents"].compile(capability)
     assert compiled.metadata.shared <= SHARED_BYTES
     loops = list(loops_with_dots(instructions_of(compiled)))
     assert len(loops) == 2  # context, draft
     assert not any(map(spills, loops))
-    assert bool(merge.calls) == (context > 1000)
-    if merge.calls:
+    check_merge(launches["merge_splits"], capability, is_launched=context > 1000)
+
+
+def check_merge(merge: Launches, capability: int, is_launched: bool) -> None:
+    assert bool(merge.calls) == is_launched
+    if is_launched:
         assert not spills(instructions_of(merge.compile(capability)))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
-def test_kv_moves_do_not_spill(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lookahead_vllm.verify.gpu import triton_moves
+def _move(dtype: torch.dtype = torch.bfloat16) -> None:
+    from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
 
-    copy, paths = Launches(triton_moves._copy), Launches(triton_moves._move_paths)
-    monkeypatch.setattr(triton_moves, "_copy", copy)
-    monkeypatch.setattr(triton_moves, "_move_paths", paths)
-    mover = triton_moves.PagedKVMover([torch.zeros(4, 2, 16, 256, dtype=dtype) for _ in range(3)])
-    mover.move(torch.tensor([1, 2]), torch.tensor([5, 6]))
-    mover.move_paths(torch.tensor([[0, 2]]), torch.tensor([[0, 1]]))
-    assert len(copy.calls) == 2 and len(paths.calls) == 1
-    for kernel in (copy, paths):
-        assert not spills(instructions_of(kernel.compile(90)))
+    caches = [torch.zeros(4, 2, 16, 256, dtype=dtype) for _ in range(3)]
+    PagedKVMover(caches).move_paths(torch.tensor([[0, 2]]), torch.tensor([[0, 1]]))
 
 
-def test_nothing_is_compiled_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+def _place(groups: int = 2) -> None:
+    case = test_place.random_case(0, groups=groups)
+    lengths = torch.zeros(7, dtype=torch.int32)
+    rows = test_place.stale_rows(groups)
+    placer(case.table, rows).place(*test_place.arguments_of(case), lengths)
+
+
+def _change_logits() -> None:
+    step = test_history.random_step(0)
+    logits, rows = step.logits, step.rows
+    history.apply_penalties(logits, rows, step.penalties)
+    history.apply_bad_words(logits, rows, step.texts, step.words, step.max_words)
+    history.apply_thinking_budgets(logits, rows, step.slots, step.texts, step.thinking)
+
+
+def _run_layers() -> None:
+    sizes = {"mamba2": (8, 2, 64, 128), "gated_delta": (2, 4, 128, 128)}
+    for kind, make in LAYERS.items():
+        options = {"sizes": sizes[kind]} if kind in sizes else {}
+        layer = make(0, torch.bfloat16, torch.float32, slots=30, **options)
+        step = random_step(0, [5], slots=30)
+        layer.run(layer.cache, layer.draw(step.num_rows), step.trees())
+        layer.mover(layer.cache).commit(step.columns, torch.zeros(1, 3), torch.ones(1))
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_no_other_kernel_spills(capability: int, launches: dict[str, Launches]) -> None:
+    calls: tuple[Callable[[], object], ...] = (
+        *(_move, _place, _change_logits, _run_layers),
+        lambda: walk(*test_walk.random_case(0, 3, 100).tensors()),
+    )
+    for call in calls:
+        call()
+    called = {name: launch for name, launch in launches.items() if launch.calls}
+    assert set(called) == KERNELS - {"_attend_tile", "merge_splits", "_attend_latents"}
+    for name, launch in called.items():
+        compiled = launch.compile(capability)
+        assert not spills(instructions_of(compiled)), name
+        if name in ("_convolve", "_mamba2", "_gated_delta", "_move_inputs"):
+            assert "bar.sync" in compiled.asm["ptx"], name  # they wait for their stores
+
+
+def test_nothing_is_compiled_while_serving(launches: dict[str, Launches]) -> None:
     """The batches of the warm-up need every specialisation that later batches need."""
-    from lookahead_vllm.verify.gpu import triton_attention
+    from lookahead_vllm.verify.gpu.warm_up import attention_batches
 
-    kernels = [Launches(triton_attention._attend_tile), Launches(triton_attention.merge_splits)]
-    monkeypatch.setattr(triton_attention, "_attend_tile", kernels[0])
-    monkeypatch.setattr(triton_attention, "merge_splits", kernels[1])
-    monkeypatch.setattr(triton_attention, "_INTERPRETED_MULTIPROCESSORS", 132)
+    kernels = [launches["_attend_tile"], launches["merge_splits"]]
 
     def specialisations() -> set[tuple[Any, ...]]:
         """Triton's keys of compiled kernels: constants, types, and divisibility where it counts."""
@@ -211,6 +173,8 @@ def test_nothing_is_compiled_while_serving(monkeypatch: pytest.MonkeyPatch) -> N
                 key: list[Any] = [kernel.kernel.fn.__name__]
                 for name, value in call.items():
                     param = params.get(name)
+                    if name == "grid":
+                        continue
                     if param is None or param.is_constexpr:
                         key.append((name, value))
                     elif isinstance(value, torch.Tensor):
@@ -235,8 +199,7 @@ def test_nothing_is_compiled_while_serving(monkeypatch: pytest.MonkeyPatch) -> N
         )
     ]  # fmt: skip
     case = cases[0]
-    batches = triton_attention.warm_up_batches(6, 2, 128, torch.bfloat16, torch.device("cpu"))
-    for batch in batches:
+    for batch in attention_batches(6, 2, 128, torch.bfloat16, torch.device("cpu")):
         case.run("triton", batch)
     compiled = specialisations()
     assert len(compiled) == 9  # four sizes of tiles, split or not, and the merge

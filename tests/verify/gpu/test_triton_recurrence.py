@@ -1,13 +1,8 @@
-"""Recurrent layers at the nodes of trees in Triton; interpreted, and compiled for GPUs.
-
-In float32 they equal vLLM's kernels for one token to the bit, level by level.
-"""
+"""Recurrent layers at the nodes of trees in Triton equal vLLM's kernels for one token."""
 
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,45 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lookahead_vllm.verify import recurrence
-from tests.support.recurrence_cases import LAYERS, Convolution, GatedDelta, Mamba2, random_step
-from tests.verify.gpu.test_triton_compiles import TOOLS, Launches, instructions_of, spills
-from tests.verify.test_recurrence import (  # noqa: F401  the same claims, run here in Triton
-    BF16,
-    F32,
-    by_levels,
-    test_each_row_continues_its_parent,
-    test_other_dtypes,
-    test_steps_of_trees_equal_plain_decode,
-    test_the_row_before_is_not_the_parent,
-)
+from tests.support.recurrence_cases import Convolution, GatedDelta, Mamba2, random_step
+from tests.verify.test_recurrence import BF16, F32, by_levels
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-compiles = pytest.mark.skipif(
-    IS_INTERPRETED or not (TOOLS / "ptxas").is_file(), reason="interpreted, or no ptxas"
-)
-
-
-def use_triton(monkeypatch: pytest.MonkeyPatch) -> Any:
-    from lookahead_vllm.verify.gpu import triton_recurrence
-
-    monkeypatch.setattr(recurrence, "_kernels", lambda _: triton_recurrence)
-    return triton_recurrence
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if not IS_INTERPRETED:
-        pytest.skip("runs in another process")
-    use_triton(monkeypatch)
-    yield "triton"
+pytestmark = pytest.mark.interpreted
 
 
 @pytest.fixture(scope="module")
 def vllm_kernels() -> Any:
     """vLLM's kernels for one token, which the interpreter runs."""
-    if not IS_INTERPRETED:
-        pytest.skip("runs in another process")
     pytest.importorskip("vllm")
     from tests.support import triton_interpreter
 
@@ -71,7 +36,7 @@ def vllm_kernels() -> Any:
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), [(F32, F32), (BF16, BF16)])
 def test_mamba2_equals_vllm(
-    dtype: torch.dtype, cache_dtype: torch.dtype, kernels: str, vllm_kernels: Any
+    dtype: torch.dtype, cache_dtype: torch.dtype, vllm_kernels: Any
 ) -> None:
     layer = Mamba2(1, dtype, cache_dtype)
     step = random_step(1, [6, 0, 7], paddings=0)
@@ -98,7 +63,7 @@ def test_mamba2_equals_vllm(
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), [(F32, F32), (BF16, BF16)])
 def test_gated_delta_equals_vllm(
-    dtype: torch.dtype, cache_dtype: torch.dtype, kernels: str, vllm_kernels: Any
+    dtype: torch.dtype, cache_dtype: torch.dtype, vllm_kernels: Any
 ) -> None:
     layer = GatedDelta(1, dtype, cache_dtype)
     step = random_step(1, [6, 0, 7], paddings=0)
@@ -125,7 +90,7 @@ def test_gated_delta_equals_vllm(
 
 @pytest.mark.parametrize("seed", range(2))
 def test_chains_of_a_convolution_equal_vllm(
-    seed: int, kernels: str, vllm_kernels: Any, monkeypatch: pytest.MonkeyPatch
+    seed: int, vllm_kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its kernel for chains leaves the same window."""
     from triton.runtime.interpreter import interpreter_builder as builder
@@ -169,29 +134,3 @@ def test_chains_of_a_convolution_equal_vllm(
     cache = layer.cache.clone()
     assert torch.equal(layer.run(cache, (x,), trees), expected)
     assert torch.equal(cache, after)
-
-
-@compiles
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("kind", LAYERS)
-def test_the_kernels_do_not_spill_and_wait_for_their_stores(
-    kind: str, capability: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    triton_recurrence = use_triton(monkeypatch)
-    launches = {}
-    for name in ("_convolve", "_mamba2", "_gated_delta", "_move_states", "_move_inputs"):
-        launches[name] = Launches(getattr(triton_recurrence, name))
-        monkeypatch.setattr(triton_recurrence, name, launches[name])
-    sizes = {"mamba2": (8, 2, 64, 128), "gated_delta": (2, 4, 128, 128)}
-    options = {"sizes": sizes[kind]} if kind in sizes else {}
-    layer = LAYERS[kind](0, BF16, F32, slots=30, **options)
-    step = random_step(0, [5], slots=30)
-    layer.run(layer.cache, layer.draw(step.num_rows), step.trees())
-    layer.mover(layer.cache).commit(step.columns, torch.zeros(1, 3), torch.ones(1))
-    called = [launch for launch in launches.values() if launch.calls]
-    assert len(called) == 2
-    for launch in called:
-        compiled = launch.compile(capability)
-        assert not spills(instructions_of(compiled))
-        if launch is not launches["_move_states"]:
-            assert "bar.sync" in compiled.asm["ptx"]

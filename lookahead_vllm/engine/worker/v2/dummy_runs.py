@@ -18,7 +18,6 @@ from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker.v2.late_shape import LateShape
 from lookahead_vllm.engine.worker.v2.sampler import max_chunk_rows
 from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
-from lookahead_vllm.verify import walk
 from lookahead_vllm.verify.node_layout import compile_layout
 
 if TYPE_CHECKING:
@@ -76,7 +75,6 @@ class DummyRuns(_Base):
         """Compile the kernels that a step with drafts launches around the forward pass."""
         self._shape.warm_up()
         compile_layout()
-        walk.warm_up(self.decode_query_len, self.device)
         if self.is_last_pp_rank:  # the others do not sample
             sampler: Any = self.rejection_sampler
             sampler.history.warm_up(self.vocab_size, self.device)

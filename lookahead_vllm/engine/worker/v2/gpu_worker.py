@@ -16,6 +16,7 @@ from lookahead_vllm.engine.worker.recurrent import is_recurrent
 from lookahead_vllm.engine.worker.replicas import become_replica
 from lookahead_vllm.engine.worker.v2.graph_runner import GraphRunner
 from lookahead_vllm.engine.worker.v2.replica_runner import ReplicaRunner
+from lookahead_vllm.verify.gpu import warm_up
 from lookahead_vllm.verify.recurrence import StateMover
 
 if TYPE_CHECKING:
@@ -35,8 +36,9 @@ class LookaheadGPUModelRunner(GraphRunner, model_runner.GPUModelRunner):
             groups = chain.from_iterable(self.attn_groups)
             own = [layers[name] for group in groups for name in group.layer_names]
             own = [layer for layer in own if not is_recurrent(layer)]
-            movers = [mover for mover in self._movers if not isinstance(mover, StateMover)]
-            self.attention.warm_up(own, movers, self.dtype)
+            self.attention.warm_up(own, self.dtype)
+            warm_up.move_nothing(m for m in self._movers if not isinstance(m, StateMover))
+        warm_up.walk_roots(self.decode_query_len, self.device)
         self.compile_node_kernels()
 
     def shutdown(self) -> None:

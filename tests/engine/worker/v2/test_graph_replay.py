@@ -390,7 +390,7 @@ def test_every_step_of_a_size_replays_its_graph(engine: Engine) -> None:
         # vLLM's kernel spends no time on the contexts of trees.
         own = metadata.trees
         count = int(step.step.forest.branching.sum())
-        assert torch.equal(metadata.seq_lens[own.rows[:count].long()], own.sizes[:count])
+        assert torch.equal(metadata.seq_lens[own.requests[:count].long()], own.sizes[:count])
         _, expected = step.run(eager)
         for one, other in zip(rows, expected, strict=True):
             assert one.isfinite().all()

@@ -18,7 +18,6 @@ from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
 from vllm.v1.worker.gpu.states import RequestState
 
 from lookahead_vllm.engine.worker.v2.node_history import NodeHistory
-from tests.support.kernels import compiled, compiled_since, reset_kernels
 from tests.verify.test_history import (
     LONGEST,
     MARKERS,
@@ -158,19 +157,6 @@ def test_requests_without_such_parameters_launch_nothing(monkeypatch: pytest.Mon
         logits = processor.apply(logits, context(step))
     sampler.thinking_budget_state.apply(logits, context(step))
     assert torch.equal(logits, step.logits)
-
-
-def test_steps_compile_nothing_after_the_warm_up() -> None:
-    sampler, step = vllm_sampler(), random_step(1)
-    fill(sampler, step)
-    nodes = NodeHistory(sampler)
-    reset_kernels()
-    nodes.warm_up(VOCAB, CPU)
-    at_start = compiled()
-    nodes.parents = step.rows.parents
-    for processor in (*sampler.logits_processors, sampler.thinking_budget_state):
-        processor.apply(step.logits, context(step))
-    assert not compiled_since(at_start)
 
 
 def test_requests_of_custom_processors_need_chains() -> None:

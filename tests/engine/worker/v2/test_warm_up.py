@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 
+from lookahead_vllm.engine.worker import gpu_attention, latent_attention
+from lookahead_vllm.engine.worker.v2 import gpu_worker
 from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
+from lookahead_vllm.engine.worker.v2.late_shape import LateShape
+from lookahead_vllm.engine.worker.v2.node_history import NodeHistory
 from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
+from lookahead_vllm.verify.implementations import ON_CPUS, ON_GPUS
+from lookahead_vllm.verify.place import Split, placer
+from lookahead_vllm.verify.recurrence import StateMover
+from tests.engine.worker import test_gpu_wiring
+from tests.engine.worker.v2 import test_node_history
 from tests.support import v2_on_cpu
+from tests.support.attention_cases import PagedAttentionCase, random_tree
 from tests.support.driving import (
     drafter_of,
     engine,
@@ -20,6 +34,8 @@ from tests.support.driving import (
     runner_of,
     worker_of,
 )
+from tests.support.triton_launches import record_launches
+from tests.verify import test_history, test_place
 
 
 def test_it_has_all_that_the_runner_calls() -> None:
@@ -75,3 +91,44 @@ def test_warming_up_fills_every_slot(may_branch: bool) -> None:
     assert not WarmUpDrafts(may_branch, 1).grow(scheduled).req_ids  # fewer nodes than requests
     scheduled.scheduled_spec_decode_tokens = {}
     assert not drafts.grow(scheduled).req_ids
+
+
+BY_STEPS = {"_convolve", "_mamba2", "_gated_delta", "_move_states", "_move_inputs"}
+"""The kernels that the steps of vLLM's warm-up launch: their drafts branch (`WarmUpDrafts`)."""
+
+
+def test_every_other_kernel_is_launched_at_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    launches = record_launches(monkeypatch)
+    for noun, module in ON_GPUS.items():
+        monkeypatch.setitem(ON_CPUS, noun, module)
+    for module, name in (
+        (gpu_attention, "paged_attention"),
+        (latent_attention, "latent_attention"),
+    ):
+        monkeypatch.setattr(module, name, partial(getattr(module, name), impl="triton"))
+    monkeypatch.setattr(gpu_worker, "is_recurrent", lambda layer: layer == "recurrent")
+    monkeypatch.setattr("vllm.v1.worker.gpu.buffer_utils.UvaBuffer", UvaBuffer)
+    runner: Any = object.__new__(gpu_worker.LookaheadGPUModelRunner)
+    runner.drafter = SimpleNamespace(may_branch=True)
+    case = PagedAttentionCase([random_tree(np.random.default_rng(0), 9)], [70])
+    impl = test_gpu_wiring.Impl(case)
+    impl.num_heads, impl.num_kv_heads = case.heads, case.kv_heads
+    cache = case.paged_cache.transpose(1, 2)
+    attention = SimpleNamespace(impl=impl, kv_cache=cache, _k_scale=None, _v_scale=None)
+    layers = {"a": "recurrent", "b": attention, "c": test_gpu_wiring.latent_layer()}
+    runner.compilation_config = SimpleNamespace(static_forward_context=layers)
+    runner.attn_groups = [[SimpleNamespace(layer_names=list(layers))]]
+    runner._movers = [object.__new__(StateMover), runner.attention.mover([cache], attention)]
+    runner.dtype, runner.device = torch.float32, torch.device("cpu")
+    runner.decode_query_len, runner.vocab_size = 9, test_history.VOCAB
+    runner.is_last_pp_rank = True
+    step, sampler = test_history.random_step(1), test_node_history.vllm_sampler()
+    test_node_history.fill(sampler, step)
+    runner.rejection_sampler = SimpleNamespace(history=NodeHistory(sampler))
+    shape = runner._shape = LateShape(runner)
+    table, shape._rows = test_place.random_case(0).table, test_place.stale_rows(1)
+    shape._placer, shape._split = placer(table, shape._rows), Split(np.zeros(99, np.int32), 7)
+    shape._memory = SimpleNamespace(uva=lambda: torch.from_numpy(shape._split.packed))
+    runner.compile_kernels()
+    assert {name for name, own in launches.items() if not own.calls} == BY_STEPS

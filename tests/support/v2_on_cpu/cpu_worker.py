@@ -1,4 +1,4 @@
-"""vLLM's CPU worker that runs lookahead on Model Runner V2."""
+"""vLLM's CPU worker that runs lookahead on Model Runner V2, which products have on GPUs alone."""
 
 from __future__ import annotations
 

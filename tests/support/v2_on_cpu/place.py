@@ -12,7 +12,7 @@ from lookahead_vllm.verify.place import NO_SLOT, RequestTable, StepRows, parts_o
 _NONE: Int32s = np.empty(0, np.int32)
 
 
-class CPUPlacer:
+class Placer:
     """See `place.Placer`."""
 
     def __init__(self, table: RequestTable, rows: StepRows) -> None:
