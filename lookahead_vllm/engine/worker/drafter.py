@@ -82,9 +82,6 @@ class LiveRequest:
     """Tokens that end the request."""
 
 
-BACKOFF_AFTER_STEPS = 16
-"""Back off after this many steps in a row in which no node was worth sending."""
-
 MAX_TOKENS_READ = 1 << 19
 """The most tokens that vLLM reads to find the end of one request's reasoning. Under a grammar it
 reads the whole text at each node; a million tokens take 1.4 ms."""
@@ -95,9 +92,6 @@ MAX_LOGITS_BYTES = 512 << 20
 STALL_SECONDS, STALL_SLOWDOWN = 1.0, 20.0
 """A step that takes longer than this, and so many times as long as predicted, was stopped on its
 way, for instance by a debugger."""
-
-BACKOFF_STEPS = 3
-"""Steps without drafting in each backoff, until drafting is tried again."""
 
 
 class LookaheadDrafter:
@@ -116,8 +110,6 @@ class LookaheadDrafter:
         Drafts nothing before `begin`, and on ranks that do not draft.
     drafted_for : set of str
         The requests for which the proposer was called since their last tokens.
-    backoff_left : int
-        How many of the next steps make no drafts.
     max_step_nodes : int
         The most nodes of a step; its logits have a row for each.
     """
@@ -149,11 +141,7 @@ class LookaheadDrafter:
         """Whether a grammar may begin only after the reasoning, which vLLM looks for."""
         self._sent: dict[str, SentDraft] = {}
         """Drafts that are not verified yet."""
-        self._uncommitted: dict[str, list[int]] = {}
-        """Emitted tokens that the proposer has not received yet, because of a backoff."""
         self.drafted_for: set[str] = set()
-        self._steps_without_nodes = 0
-        self.backoff_left = 0
         compilation.wait()
         compilation.compile_verification()
 
@@ -252,24 +240,6 @@ class LookaheadDrafter:
         self._live[request_id] = live
         return live
 
-    def back_off(self, request_ids: Sequence[str], emitted: Sequence[list[int]]) -> bool:
-        """Skip drafting in this step if backing off; returns whether it is skipped.
-
-        The emitted tokens are kept for the next step that drafts. Unverified drafts and new
-        requests end a backoff.
-        """
-        if not self.backoff_left:
-            return False
-        if self._sent or not self._live.keys() >= set(request_ids):  # a new request
-            self.backoff_left = 0
-            return False
-        self.backoff_left -= 1
-        self.drafted_for.clear()
-        for request_id, tokens in zip(request_ids, emitted, strict=True):
-            if self._live[request_id] is not None:
-                self._uncommitted.setdefault(request_id, []).extend(tokens)
-        return True
-
     def commit(
         self, emitted: Sequence[tuple[LiveRequest, list[int]]], verified: Verified | None = None
     ) -> None:
@@ -281,8 +251,6 @@ class LookaheadDrafter:
         tokens: dict[str, list[int]] = {}
         for live, burst in emitted:
             self._sent.pop(live.request_id, None)
-            if live.request_id in self._uncommitted:
-                burst = self._uncommitted.pop(live.request_id) + burst
             if len(burst) > live.remaining:
                 burst = burst[: live.remaining]
             if not live.stop_tokens.isdisjoint(burst):
@@ -357,13 +325,7 @@ class LookaheadDrafter:
         """
         forest = self.grow(limits, load)
         if not forest.num_nodes:
-            self._steps_without_nodes += 1
-            # A grammar may dictate tokens in every step.
-            may_back_off = self.options.budget == "auto" and not self._with_grammar
-            if self._steps_without_nodes >= BACKOFF_AFTER_STEPS and may_back_off:
-                self.backoff_left = BACKOFF_STEPS
             return {}
-        self._steps_without_nodes = 0
         tokens = forest.tokens.tolist()
         drafts: dict[str, list[int]] = {}
         for i, (limit, (first, end)) in enumerate(
@@ -392,10 +354,7 @@ class LookaheadDrafter:
         self._sent.pop(request_id, None)
         self._with_grammar.discard(request_id)
         self.drafted_for.discard(request_id)
-        live = self._live.pop(request_id, None)
-        if live is not None:
-            if request_id in self._uncommitted:
-                self.commit([(live, [])])
+        if self._live.pop(request_id, None) is not None:
             with self.surviving("end a request"):
                 self.proposer.finish(request_id)
 

@@ -229,7 +229,7 @@ class Sampled:
 
 class Runner(SynchronousRunner, Sampled):
     def __init__(self, recorder: StepRecorder) -> None:
-        drafter = SimpleNamespace(backoff_left=0, proposed=lambda _: None, recorder=recorder)
+        drafter = SimpleNamespace(proposed=lambda _: None, recorder=recorder)
         self.drafter = cast(Any, drafter)
 
 

@@ -178,9 +178,8 @@ class SynchronousRunner(_Base):
         finally:
             self.speculative_config = config
         self._step = step = self._recall(scheduler_output, num_scheduled_tokens)
-        if not self.drafter.backoff_left:
-            computed = self.input_batch.num_computed_tokens_cpu[: len(num_scheduled_tokens)]
-            self._work = step.work(num_scheduled_tokens, computed)
+        computed = self.input_batch.num_computed_tokens_cpu[: len(num_scheduled_tokens)]
+        self._work = step.work(num_scheduled_tokens, computed)
         if step.branches:
             self._place(step)
         return prepared
@@ -389,9 +388,6 @@ class SynchronousRunner(_Base):
         **kwargs: Any,
     ) -> list[list[int]]:
         batch, drafter = self.input_batch, self.drafter
-        if drafter.back_off(batch.req_ids, sampled_token_ids):
-            self._observe_step(scheduler_output)
-            return [[] for _ in batch.req_ids]
         with drafter.recorder.timed("draft"):
             emitted: list[tuple[LiveRequest, list[int]]] = []
             lengths: list[int] = []
@@ -448,11 +444,7 @@ class SynchronousRunner(_Base):
         output = super().sample_tokens(grammar_output)
         self._step = NO_DRAFTS
         # vLLM uses one constant for all outputs without requests, so nothing is attached to it.
-        if (
-            isinstance(output, ModelRunnerOutput)
-            and output.req_ids
-            and not self.drafter.backoff_left
-        ):
+        if isinstance(output, ModelRunnerOutput) and output.req_ids:
             if (proposed := self.drafter.proposed(output.req_ids)) is not None:
                 messages.attach(output, proposed)
             step_report.attach(output, self.drafter.recorder.take_report())
