@@ -11,8 +11,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +21,6 @@ from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.progress import (
     GONE,
     NOTHING_EMITTED,
-    EmittedTokens,
     Progress,
     WantedDrafts,
     compile_progress,
@@ -38,7 +35,7 @@ from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter, prompt_tokens
 from lookahead_vllm.engine.worker.v2.drafts import Drafts
 from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
-from lookahead_vllm.verify.acceptance import paths_of_tokens
+from lookahead_vllm.engine.worker.v2.launched_step import LaunchedStep
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -51,47 +48,6 @@ SLEEP_SHARE = 0.8
 """The drafting rank sleeps for so much of the shortest of the last steps before it polls."""
 POLL_SECONDS = 0.01
 """After this time of polling, it waits as vLLM does."""
-
-
-@dataclass
-class _Step:
-    """A step whose tokens have not been counted yet."""
-
-    output: AsyncOutput
-    rows: Int64s
-    """int64 [r]: the progress of the output's requests; GONE once a request has ended, because
-    its row and its id may be used again before the tokens come."""
-    drafts: DraftStep
-    verified: Verified | None
-    launched: float
-
-    @property
-    def emitted(self) -> EmittedTokens:
-        """Its tokens, once they have arrived."""
-        output = self.output
-        tokens = np.ascontiguousarray(output.sampled_token_ids, np.int64)
-        return EmittedTokens(
-            self.rows, tokens, np.ascontiguousarray(output.num_sampled_tokens_np, np.int32)
-        )
-
-    @cached_property
-    def accepted_paths(self) -> Int32s:
-        """The accepted nodes of its trees, as in `paths_of_tokens`."""
-        rows = self.drafts.rows
-        tokens = np.ascontiguousarray(self.output.sampled_token_ids[rows])
-        counts = self.output.num_sampled_tokens_np[rows]
-        return paths_of_tokens(self.drafts.forest, tokens, counts)
-
-    def drop(self, req_id: str, row: int) -> None:
-        """A request has ended: its tokens do not count, and no choices are learned."""
-        self.rows[self.rows == row] = GONE
-        if self.verified is not None and req_id in self.verified.request_ids:
-            self.verified = None
-
-    def mark_accepted(self) -> None:
-        """Fill in what was accepted of what was verified."""
-        if self.verified is not None and self.drafts.forest.num_nodes:
-            self.drafts.mark_accepted(self.verified, self.accepted_paths)
 
 
 class _Request:
@@ -140,9 +96,9 @@ class LateDrafts:
         self._progress = Progress()
         compile_progress()
         self._requests: dict[str, _Request] = {}
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[LaunchedStep] = deque()
         """In order; the last ones may still run."""
-        self._uncounted: list[_Step] = []
+        self._uncounted: list[LaunchedStep] = []
         """Steps with drafts whose tokens were counted since the last launch."""
         self._has_drafted = False
         """Whether the proposer has to learn from the tokens of its last `draft`."""
@@ -214,7 +170,7 @@ class LateDrafts:
         requests = self._requests
         req_ids = output.model_runner_output.req_ids
         rows = [requests[i].row if i in requests else GONE for i in req_ids]
-        step = _Step(output, np.array(rows, np.int64), drafts, verified, time.perf_counter())
+        step = LaunchedStep(output, np.array(rows, np.int64), drafts, verified, time.perf_counter())
         for req_id in req_ids:
             if req_id not in requests:
                 step.drop(req_id, GONE)
@@ -235,39 +191,39 @@ class LateDrafts:
             step = self._steps[0]
             if wait:
                 self._wait(step)
-            elif not _has_ended(step.output):
+            elif not step.has_ended:
                 return
             self._follow_new(step)
             with self._drafter.recorder.timed("draft"):
                 self._learn_from(step)
                 self._end(step)
 
-    def _wait(self, step: _Step) -> None:
+    def _wait(self, step: LaunchedStep) -> None:
         """Wait for the tokens of a step.
 
         vLLM's event puts the thread to sleep until the driver wakes it, 20 to 60 µs late, while the
         device has nothing to do. So sleep until shortly before they should come, and poll then.
         """
-        if _has_ended(step.output):
+        if step.has_ended:
             return
         shortest = min(self._durations, default=0.0)
         time.sleep(max(step.launched + SLEEP_SHARE * shortest - time.perf_counter(), 0.0))
         give_up = time.perf_counter() + POLL_SECONDS
-        while not _has_ended(step.output):
+        while not step.has_ended:
             if time.perf_counter() > give_up:
                 step.output.copy_event.synchronize()
                 break
             time.sleep(0)  # leaves the GIL to others
         self._durations.append(time.perf_counter() - step.launched)
 
-    def _follow_new(self, step: _Step) -> None:
+    def _follow_new(self, step: LaunchedStep) -> None:
         """Pass the requests of a step that are new to the proposer; needs no tokens."""
         for req_id in step.output.model_runner_output.req_ids:
             request = self._requests.get(req_id)
             if request is not None and request.prompt is not None:
                 self._follow(req_id, request)
 
-    def _learn_from(self, step: _Step) -> None:
+    def _learn_from(self, step: LaunchedStep) -> None:
         """Count the tokens of a step, and pass them on at once."""
         emitted = step.emitted
         spans = count_tokens(self._progress.arrays[:], emitted[:]).tolist()
@@ -282,7 +238,7 @@ class LateDrafts:
         step.mark_accepted()
         self._drafter.learn(tokens, step.verified)
 
-    def _end(self, step: _Step) -> None:
+    def _end(self, step: LaunchedStep) -> None:
         """The tokens of the first step were counted."""
         self._steps.popleft()
         if step.drafts.forest.num_nodes:
@@ -416,7 +372,7 @@ class LateDrafts:
         return None
 
     def _draft(
-        self, compiled: NGramTrieProposer, plan: _Plan, step: _Step | None, most: int
+        self, compiled: NGramTrieProposer, plan: _Plan, step: LaunchedStep | None, most: int
     ) -> Drafts:
         """The drafts of a step for which the proposer is prepared, once the tokens have arrived."""
         drafter, progress = self._drafter, self._progress
@@ -492,10 +448,3 @@ class LateDrafts:
         """KV slots before this step's tokens, int32 [r]; right for requests that decode."""
         rows = [self._requests[req_id].row for req_id in req_ids]
         return (self._progress.arrays.num_tokens[rows] - 1).astype(np.int32)
-
-
-def _has_ended(output: AsyncOutput) -> bool:
-    """Whether the tokens of a step have reached the host. On a CPU, vLLM's events have no `query`,
-    and a step ends before it returns."""
-    query = getattr(output.copy_event, "query", None)
-    return query is None or bool(query())

@@ -1,0 +1,68 @@
+"""A step on Model Runner V2 from its launch until its tokens are counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lookahead_vllm.draft.jit import Int32s, Int64s
+from lookahead_vllm.draft.progress import GONE, EmittedTokens
+from lookahead_vllm.draft.proposer import Verified
+from lookahead_vllm.engine.worker.draft_step import DraftStep
+from lookahead_vllm.verify.acceptance import paths_of_tokens
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
+
+
+@dataclass
+class LaunchedStep:
+    """A step whose tokens have not been counted yet."""
+
+    output: AsyncOutput
+    rows: Int64s
+    """int64 [r]: the progress of the output's requests; GONE once a request has ended, because
+    its row and its id may be used again before the tokens come."""
+    drafts: DraftStep
+    verified: Verified | None
+    launched: float
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its tokens have reached the host.
+
+        On a CPU, vLLM's events have no `query`, and a step ends before it returns.
+        """
+        query = getattr(self.output.copy_event, "query", None)
+        return query is None or bool(query())
+
+    @property
+    def emitted(self) -> EmittedTokens:
+        """Its tokens, once they have arrived."""
+        output = self.output
+        tokens = np.ascontiguousarray(output.sampled_token_ids, np.int64)
+        return EmittedTokens(
+            self.rows, tokens, np.ascontiguousarray(output.num_sampled_tokens_np, np.int32)
+        )
+
+    @cached_property
+    def accepted_paths(self) -> Int32s:
+        """The accepted nodes of its trees, as in `paths_of_tokens`."""
+        rows = self.drafts.rows
+        tokens = np.ascontiguousarray(self.output.sampled_token_ids[rows])
+        counts = self.output.num_sampled_tokens_np[rows]
+        return paths_of_tokens(self.drafts.forest, tokens, counts)
+
+    def drop(self, req_id: str, row: int) -> None:
+        """A request has ended: its tokens do not count, and no choices are learned."""
+        self.rows[self.rows == row] = GONE
+        if self.verified is not None and req_id in self.verified.request_ids:
+            self.verified = None
+
+    def mark_accepted(self) -> None:
+        """Fill in what was accepted of what was verified."""
+        if self.verified is not None and self.drafts.forest.num_nodes:
+            self.drafts.mark_accepted(self.verified, self.accepted_paths)
