@@ -3,6 +3,13 @@
 The first start on a machine compiles for some 40 seconds. vLLM needs about as long until its
 worker wants the kernels, and leaves the other cores idle. No module of vLLM is imported here, so
 the compiling process begins at once.
+
+What compiles when:
+
+- numba's kernels (`draft/`, and those of `verify/` for the host) and the C++ kernels for CPUs
+  (`verify/cpu/csrc/`): here, at the first start on a machine; `kernel_folder.py` keeps them;
+- Triton's kernels for GPUs (`verify/gpu/`): in each worker before the first request, in
+  `verify/gpu/warm_up.py`; those of recurrent layers in the steps of vLLM's own warm-up.
 """
 
 from __future__ import annotations
