@@ -7,18 +7,42 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from benchmarks.cores import share_out
 from benchmarks.engines.fresh_engine import cpu_runtime, is_cpu_build
 from benchmarks.methods import KNOWN, SpeculativeConfig
-from lookahead_vllm.cli.arguments import positive
+from lookahead_vllm.cli.arguments import check_output, positive
 from lookahead_vllm.machine import CPUS_AT_START
 
 PROMPT_LINES = """\
 a line of the prompts:
   {"prompt_token_ids": [1, 9690, ...], "category": "qa"}
   or `prompt` (text) or `messages` (a chat) in place of the ids; the category is optional."""
+
+PLOT_TYPES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps", ".ps")
+"""The endings of names that --plot takes; matplotlib writes files of each of these types."""
+
+
+def positives(text: str) -> list[int]:
+    """Numbers of at least 1, separated by commas; duplicates are dropped."""
+    return list(dict.fromkeys(positive(part) for part in text.split(",")))
+
+
+def check_outputs(options: argparse.Namespace, error: type[ValueError]) -> None:
+    """Raise `error` if the files of --json and --plot cannot be written after the run."""
+    for path in (options.json, options.plot):
+        if path:
+            check_output(path, error)
+    if options.plot:
+        if options.plot.suffix.lower() not in PLOT_TYPES:
+            types = f"{', '.join(PLOT_TYPES[:-1])} or {PLOT_TYPES[-1]}"
+            raise error(f"--plot {options.plot}: the name must end in {types}")
+        try:
+            version("matplotlib")
+        except PackageNotFoundError:
+            raise error("--plot needs matplotlib: pip install matplotlib") from None
 
 
 def engine_parser(description: str | None, epilog: str, methods: str) -> argparse.ArgumentParser:

@@ -6,9 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command_line import positives
 from benchmarks.device import step_overhead
 from benchmarks.device.rows import METHODS
-from lookahead_vllm.cli.arguments import check_output, positive, positives
+from lookahead_vllm.cli.arguments import check_output, positive
 from lookahead_vllm.draft.options import MAX_DECODING_LENGTH
 
 DESCRIPTION = """\

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command_line import PROMPT_LINES, engine_parser
+from benchmarks.command_line import PROMPT_LINES, engine_parser, positives
 from benchmarks.methods import KNOWN
-from lookahead_vllm.cli.arguments import positive, positives
+from lookahead_vllm.cli.arguments import positive
 from lookahead_vllm.simulation.drafters import key_value
 
 EPILOG = f"""\

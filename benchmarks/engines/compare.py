@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from benchmarks.command_line import (
+    check_outputs,
     engine_environment,
     interrupted,
     kv_cache_bytes,
@@ -50,7 +51,7 @@ from benchmarks.tables import (
     turn_table,
     verdicts,
 )
-from lookahead_vllm.cli.arguments import check_outputs, escape_unprintable
+from lookahead_vllm.cli.arguments import escape_unprintable
 from lookahead_vllm.draft.registry import HAVE_WINDOW
 from lookahead_vllm.machine import cpu_name, versions
 

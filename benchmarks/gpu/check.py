@@ -17,9 +17,10 @@ try:
     import torch
     import triton
 
+    from benchmarks.command_line import check_outputs, positives
     from benchmarks.gpu.accuracy import check_kernels
     from benchmarks.gpu.timings import measure, plot
-    from lookahead_vllm.cli.arguments import check_outputs, positive, positives
+    from lookahead_vllm.cli.arguments import positive
 except ImportError as error:
     sys.exit(f"gpu_check.py needs torch, triton and numpy, and nothing else: {error}")
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from benchmarks.command_line import (
     PROMPT_LINES,
+    check_outputs,
     engine_environment,
     engine_parser,
     interrupted,
@@ -41,7 +42,7 @@ from benchmarks.serving.arrivals import (
 )
 from benchmarks.serving.latencies import Measured, conclusion, plot, table
 from benchmarks.serving.server import ServerError, free_port, serving
-from lookahead_vllm.cli.arguments import check_outputs, positive
+from lookahead_vllm.cli.arguments import positive
 from lookahead_vllm.machine import cpu_name, versions
 
 EPILOG = f"""\
