@@ -167,4 +167,4 @@ def test_the_command_runs_from_the_wheel(environment: Path, facts: Message) -> N
     printed = run(command, "--help")
     assert all(f"\n  {name}" in printed for name in COMMANDS)
     assert run(command, "--version").strip() == facts["Version"]
-    assert "ngram_trie" in run(command, "simulate", "--list")
+    assert "--proposers" in run(command, "simulate", "--help")

@@ -271,7 +271,7 @@ def test_the_json_is_written_where_nothing_can_be_printed(
         (["--json", "/nowhere/out.json"], "there is no folder /nowhere"),
         (["--json", "/"], "/ is a folder; write the name of a file in it"),
         (["--json", "x" * 300], "cannot be written: File name too long"),
-        (["--proposers", "hybrid"], "measure it with scripts/bench_window.py"),
+        (["--proposers", "hybrid"], "measure it with scripts/bench.py"),
     ],
 )
 def test_wrong_options_get_one_sentence(

@@ -15,7 +15,7 @@ from vllm import SamplingParams
 from benchmarks.engines.generate import Job, run
 from benchmarks.engines.target_guided import follow
 from benchmarks.learning.choices import main
-from lookahead_vllm.simulation.choices import load_choices
+from benchmarks.learning.choices_file import load_choices
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 from tests.support.files import jsonl
 

@@ -253,7 +253,7 @@ def _draw_lookahead(draws: FeatureDraws) -> dict[str, Any]:
     nodes = rng.choice([1, 4, 8, 16, 16, 32])
     lookahead: dict[str, Any] = dict(proposer=proposer, num_speculative_tokens=nodes, budget=nodes)
     if proposer == "ngram_trie":
-        lookahead["draft"] = rng.choice(["hierarchical", "parallel", "single"])
+        lookahead["draft"] = rng.choice(["hierarchical", "single"])
     if proposer in ("ngram_trie", "hybrid"):
         lookahead["share"] = rng.choice(["all", "namespace", "namespace", "none"])
         for option in ("accept_namespaces", "accept_references"):
@@ -262,8 +262,6 @@ def _draw_lookahead(draws: FeatureDraws) -> dict[str, Any]:
     if proposer in HAVE_WINDOW:
         lookahead["ngram_size"] = rng.choice([2, 3, 4, 5, 5])
         lookahead["pool_from_prompt"] = rng.random() < 0.5
-        if proposer == "hybrid":
-            lookahead["sources"] = rng.choice(["both", "both", "prompt", "output", "none"])
     return lookahead
 
 

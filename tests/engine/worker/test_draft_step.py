@@ -33,7 +33,7 @@ def test_drafts_are_placed_in_the_order_of_the_batch(order: list[int]) -> None:
     nodes, positions = step.node_positions()
     assert nodes.tolist() == [3, 4, 7, 8, 9]
     assert positions.tolist() == [13, 14, 31, 32, 31]
-    assert step.branches and step.trees().rows.tolist() == [2]
+    assert step.branches and step.trees().requests.tolist() == [2]
 
 
 def test_tree_attention_may_compute_chains_and_requests_with_one_token() -> None:
@@ -41,12 +41,12 @@ def test_tree_attention_may_compute_chains_and_requests_with_one_token() -> None
     step.add_singles(np.array([5, 1, 4], np.int32), np.array([10, 20, 30], np.int32))
     trees = step.trees(with_chains=True, with_singles=True)  # a prompt is before row 0's chain
     assert trees is not None
-    assert trees.rows.tolist() == [2, 1] and trees.sizes.tolist() == [4, 1]
+    assert trees.requests.tolist() == [2, 1] and trees.sizes.tolist() == [4, 1]
     assert trees.starts.tolist() == [6, 5] and trees.contexts.tolist() == [30, 20]
     dummies = DraftStep.of_dummies([DraftTree.chain([]), CHAIN], 100)
-    assert dummies.trees(with_chains=True).rows.tolist() == [1]
+    assert dummies.trees(with_chains=True).requests.tolist() == [1]
     both = dummies.trees(with_chains=True, with_singles=True)
-    assert both.rows.tolist() == [1, 0] and both.starts.tolist() == [1, 0]
+    assert both.requests.tolist() == [1, 0] and both.starts.tolist() == [1, 0]
     assert NO_DRAFTS.trees(with_chains=True, with_singles=True) is None
 
 

@@ -47,9 +47,9 @@ def test_chunks_give_the_same_answers(
     rows: list[int] = []
     original = sampler.NodeSampler._verify
 
-    def verify(self: Any, logits: Any, batch: Any, step: Any, chunk: Any, *args: Any) -> Any:
+    def verify(self: Any, logits: Any, batch: Any, chunk: Any, *args: Any) -> Any:
         rows.append(chunk.rows.stop - chunk.rows.start)
-        return original(self, logits, batch, step, chunk, *args)
+        return original(self, logits, batch, chunk, *args)
 
     monkeypatch.setattr(sampler.NodeSampler, "_verify", verify)
     with v2_on_cpu.enabled():
