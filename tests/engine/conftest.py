@@ -17,6 +17,7 @@ from tests.support.models import save_tiny_model
 from tests.support.ranks import Answers, plain_answers
 from tests.support.servers import cores_of
 from tests.support.tokenizer import save_tokenizer
+from tests.support.v2_on_cpu import implementations  # noqa: F401
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lookahead_vllm.verify.implementations import ON_CPUS, ON_GPUS
-from tests.support import v2_on_cpu  # noqa: F401  it registers what else computes on a CPU
+from tests.support.v2_on_cpu import implementations  # noqa: F401
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -15,8 +15,6 @@ finds; everything else is the code that runs on a GPU.
 
 from __future__ import annotations
 
-from lookahead_vllm.verify.cpu.kv_moves import SlotMover
-from lookahead_vllm.verify.implementations import ON_CPUS
 from tests.support.v2_on_cpu.activation import (
     disable,
     enable,
@@ -34,6 +32,3 @@ __all__ = [
     "load_stand_ins",
     "uses_stand_ins",
 ]
-
-ON_CPUS.update({noun: f"{__name__}.{noun}" for noun in ("history", "place", "walk")})
-SlotMover.move_paths = lambda self, src, dst: self.move(src.flatten(), dst.flatten())

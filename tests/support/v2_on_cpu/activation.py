@@ -144,7 +144,8 @@ def _with_stand_ins(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def load_stand_ins() -> None:
-    """Import the modules that fill `stand_in.STAND_INS`."""
+    """Import the modules that fill `stand_in.STAND_INS`, and those that lookahead needs."""
+    importlib.import_module("tests.support.v2_on_cpu.implementations")
     for name in ("block_tables", "input_batch", "logits", "logprobs", "sampling", "thinking"):
         importlib.import_module(f"tests.support.v2_on_cpu.{name}")
 
