@@ -80,7 +80,9 @@ def test_rows_of_latent_attention_are_rounded_as_decode_rows(name: str, tmp_path
         drafter_of(llm).may_branch = False
         assert generate(llm, prompts) == vanilla
         assert counters.branching_trees == trees and counters.accepted_nodes > accepted + 50
-        runner_of(llm).trees_of_chains = False  # vLLM computes chains as prompts
+        runner = runner_of(llm)
+        runner._branching = runner._branching._replace(of_chains=False)
+        # vLLM computes chains as prompts.
         assert generate(llm, prompts) != vanilla
 
 

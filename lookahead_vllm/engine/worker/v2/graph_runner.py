@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.input_batch import set_dummy_context
 
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker.attended import GraphBuffers
+from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.step_cost import CapturedTokens
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
@@ -82,7 +83,7 @@ class GraphRunner(LookaheadRunner):
         else:
             manager.add_draft_graphs(self.decode_query_len)
         if is_profiling:
-            self._movers = ()  # they would keep these KV caches alive
+            self._branching, self._movers = NOTHING_BRANCHES, ()  # they would keep these caches
 
     def _forbid_branches(self, reason: str) -> None:
         if self.drafter.may_branch:

@@ -22,6 +22,7 @@ from lookahead_vllm.engine import messages, patches, step_report
 from lookahead_vllm.engine.messages import LateReport
 from lookahead_vllm.engine.worker import branching, recurrent
 from lookahead_vllm.engine.worker.attention import TreeAttention
+from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.step_clock import StepClock
@@ -72,8 +73,7 @@ class LookaheadRunner(DummyRuns):
 
     attention: TreeAttention
     """Tree attention on this device."""
-    _attends_chains = False
-    """Whether it also computes chains."""
+    _branching = NOTHING_BRANCHES
     execute_model_state: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -136,11 +136,10 @@ class LookaheadRunner(DummyRuns):
         self._builders = [group.get_metadata_builder(0) for group in groups]
         for builder in self._builders:
             builder.attended = self.trees.attended
-        found = branching.decide(
-            self.vllm_config, groups, self.kv_cache_config.kv_cache_groups, self.attention
-        )
-        self.drafter.use(found)
-        self._movers, self._attends_chains = found.movers, found.of_chains
+        cache_groups = self.kv_cache_config.kv_cache_groups
+        self._branching = branching.decide(self.vllm_config, groups, cache_groups, self.attention)
+        self._movers = self._branching.movers
+        self.drafter.use(self._branching)
         if self.model_config.is_hybrid:
             layers = self.compilation_config.static_forward_context
             recurrent.start(groups, layers, self.device, self.num_speculative_steps)
@@ -300,7 +299,7 @@ class LookaheadRunner(DummyRuns):
     def _attend(self, step: DraftStep) -> None:
         """Give attention the trees of the next forward pass, of a step or a dummy run."""
         self._attended_step = step
-        self.trees.attended.trees = step.trees(self._attends_chains)
+        self.trees.attended.trees = step.trees(self._branching.of_chains)
 
     def _with_parents(
         self, prepare: Callable[..., dict[str, Any]], batch: InputBatch, *args: Any, **kwargs: Any
@@ -490,7 +489,8 @@ class LookaheadRunner(DummyRuns):
         finally:  # the device may have failed
             self.drafter.shutdown()
             self._grammars.shutdown()
-            self._movers, self._builders = (), []  # they hold the KV caches
+            # They hold the KV caches.
+            self._branching, self._movers, self._builders = NOTHING_BRANCHES, (), []
             super().shutdown()
 
 
