@@ -5,7 +5,7 @@
 #   scripts/test.sh --quick              style, types, and the tests without an engine: 3 minutes
 #   scripts/test.sh tests/draft -k tree  style, types, and these arguments for pytest
 #
-# Without arguments, three minutes of random requests come last, with a random seed that is printed.
+# Without arguments, two minutes of random requests come last, with a random seed that is printed.
 set -euo pipefail
 
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -34,7 +34,7 @@ elif [[ ${1:-} == --quick ]]; then
     echo "==> style, types and the tests without an engine: about 3 minutes on two cores" >&2
 elif [[ $# -eq 0 ]]; then
     set -- "${parallel[@]}"
-    fuzz_minutes=3
+    fuzz_minutes=2
     echo "==> all checks and tests: 20 to 25 minutes on two cores (--quick: about 3)" >&2
 fi
 
