@@ -65,14 +65,8 @@ def config_of(mode: CUDAGraphMode) -> Any:
 def manager_of(
     mode: CUDAGraphMode, may_branch: bool = True, adapters: list[int] | None = None
 ) -> DraftGraphManager:
-    manager = DraftGraphManager(
-        StepTrees(),
-        config_of(mode),
-        torch.device("cpu"),
-        mode,
-        decode_query_len=1,
-        lora_capture_cases=adapters,
-    )
+    given = StepTrees(), config_of(mode), torch.device("cpu"), mode
+    manager = DraftGraphManager(*given, decode_query_len=1, lora_capture_cases=adapters)
     manager.add_draft_graphs(LONGEST, (lambda size: None) if may_branch else None)
     manager._graphs_captured = True
     return manager
