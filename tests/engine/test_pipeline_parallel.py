@@ -101,7 +101,7 @@ def stages_of(llm: LLM) -> tuple[Verified, Verified]:
 def count_moves(worker: Any) -> None:
     """In a worker: count the nodes whose KV is moved."""
     worker.moved = 0
-    mover = worker.model_runner._movers[0]
+    mover = worker.model_runner._branching.movers[0]
     move = mover.move_paths
 
     def move_paths(origins: torch.Tensor, targets: torch.Tensor) -> None:

@@ -83,13 +83,13 @@ class GraphRunner(LookaheadRunner):
         else:
             manager.add_draft_graphs(self.decode_query_len)
         if is_profiling:
-            self._branching, self._movers = NOTHING_BRANCHES, ()  # they would keep these caches
+            self._branching = NOTHING_BRANCHES  # its movers would keep these KV caches alive
 
     def _forbid_branches(self, reason: str) -> None:
         if self.drafter.may_branch:
             logger.info_once("Lookahead verifies chains, not trees, here: %s.", reason)
         self.drafter.may_branch = False
-        self._movers = ()
+        self._branching = NOTHING_BRANCHES
 
     def _varlen_obstacle(self) -> str | None:
         """Why no graph can run requests with various numbers of tokens, or None if one can."""

@@ -207,7 +207,7 @@ class ReplicaRunner(LookaheadRunner):
 
         move_and_send(
             self._replicas,
-            self._movers,
+            self._branching.movers,
             slots,
             roots + kv.origins,
             roots + kv.targets,

@@ -102,8 +102,6 @@ class LookaheadRunner(DummyRuns):
         """Ticks when a step is launched."""
         self._elapsed: float | None = None
         """Seconds from the launch of the step before to that of this one; None if unknown."""
-        self._movers: Sequence[Any] = ()
-        """One for each KV cache group, where trees may branch."""
         self._builders: list[Any] = []
         """The builders of attention metadata."""
         self._attended_step = NO_DRAFTS
@@ -138,7 +136,6 @@ class LookaheadRunner(DummyRuns):
             builder.attended = self.trees.attended
         cache_groups = self.kv_cache_config.kv_cache_groups
         self._branching = branching.decide(self.vllm_config, groups, cache_groups, self.attention)
-        self._movers = self._branching.movers
         self.drafter.use(self._branching)
         if self.model_config.is_hybrid:
             layers = self.compilation_config.static_forward_context
@@ -221,7 +218,9 @@ class LookaheadRunner(DummyRuns):
         if (trees := getattr(pending, _TREES, None)) is not None:
             handler.main_stream.wait_event(pending.event)
             now = handler.req_idx_gen_np[pending.idx_mapping_np]
-            trees.move(self._movers, pending.sampled_tokens, now != pending.gen_at_receive_np)
+            trees.move(
+                self._branching.movers, pending.sampled_tokens, now != pending.gen_at_receive_np
+            )
 
     def _forget_trees(self) -> None:
         """Forget those of the step before."""
@@ -347,7 +346,7 @@ class LookaheadRunner(DummyRuns):
         `path` is that of the batch's `requests`, from rows of logits that end at `ends`.
         """
         tables = self.block_tables.input_block_tables
-        for mover, own, table in zip(self._movers, slots, tables, strict=True):
+        for mover, own, table in zip(self._branching.movers, slots, tables, strict=True):
             if isinstance(mover, StateMover):
                 mover.commit(table[requests], path.places(ends), path.num_sampled)
             else:
@@ -489,8 +488,7 @@ class LookaheadRunner(DummyRuns):
         finally:  # the device may have failed
             self.drafter.shutdown()
             self._grammars.shutdown()
-            # They hold the KV caches.
-            self._branching, self._movers, self._builders = NOTHING_BRANCHES, (), []
+            self._branching, self._builders = NOTHING_BRANCHES, []  # they hold the KV caches
             super().shutdown()
 
 

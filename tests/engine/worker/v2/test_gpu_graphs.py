@@ -377,7 +377,7 @@ def test_what_a_runner_captures(make: Callable[..., Any]) -> None:
     assert captured_with_drafts(made) == DRAFT_SIZES == list(made._buffers)
     assert list(made.captured_tokens().without_drafts) == [1, 2, 4, 8, 16]
     assert made.cudagraph_manager.decode_query_len == 1 and made.decode_query_len == LONGEST
-    assert made._movers == ["mover"] and made.drafter.may_branch
+    assert made._branching.movers == ["mover"] and made.drafter.may_branch
     assert model_runner.ModelCudaGraphManager is ModelCudaGraphManager
     # Chains need no buffers.
     chains = make(branch=False)
@@ -393,12 +393,16 @@ def test_what_a_runner_captures(make: Callable[..., Any]) -> None:
         assert not captured_with_drafts(cannot) and not cannot._buffers
         assert cannot.drafter.may_branch
     # vLLM's profile must not keep its caches.
-    assert not make(is_profiling=True)._movers
+    assert not make(is_profiling=True)._branching.movers
 
 
 def test_engines_that_share_graphs_for_any_batch_verify_chains(make: Callable[..., Any]) -> None:
     made = make(mode=FULL, dp_size=2)
-    assert not made.drafter.may_branch and not made._movers and not captured_with_drafts(made)
+    assert (
+        not made.drafter.may_branch
+        and not made._branching.movers
+        and not captured_with_drafts(made)
+    )
     assert list(make(mode=FULL)._buffers) == DRAFT_SIZES
     assert make(mode=BOTH, dp_size=2).drafter.may_branch
 

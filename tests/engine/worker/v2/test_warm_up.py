@@ -14,6 +14,7 @@ from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 
 from lookahead_vllm.engine.worker import gpu_attention, latent_attention
+from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.v2 import gpu_worker
 from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
 from lookahead_vllm.engine.worker.v2.late_shape import LateShape
@@ -119,7 +120,8 @@ def test_every_other_kernel_is_launched_at_start_up(monkeypatch: pytest.MonkeyPa
     layers = {"a": "recurrent", "b": attention, "c": test_gpu_wiring.latent_layer()}
     runner.compilation_config = SimpleNamespace(static_forward_context=layers)
     runner.attn_groups = [[SimpleNamespace(layer_names=list(layers))]]
-    runner._movers = [object.__new__(StateMover), runner.attention.mover([cache], attention)]
+    movers = [object.__new__(StateMover), runner.attention.mover([cache], attention)]
+    runner._branching = NOTHING_BRANCHES._replace(movers=movers)
     runner.dtype, runner.device = torch.float32, torch.device("cpu")
     runner.decode_query_len, runner.vocab_size = 9, test_history.VOCAB
     runner.is_last_pp_rank = True
