@@ -17,7 +17,9 @@ DROPPED = {
     *("created", "created_at", "completed_at"),  # times
     "system_fingerprint",  # has a hash of the server's options, and speculation is one of them
     "sequence_number",  # counts a stream's events, and a step of several tokens sends fewer
-    "cached_tokens",  # depends on which of the requests at once came first
+    # these depend on which of the requests at once came first
+    *("cached_tokens", "cached_tokens_per_turn", "cache_write_tokens"),
+    *("cache_creation_input_tokens", "cache_read_input_tokens"),
     "rank",  # of a prompt token's alternatives: two of (almost) equal logprob may swap
 }
 """Fields that are not compared."""
