@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -38,6 +39,9 @@ more tokens a step with 64 nodes, and no gain with few."""
 
 MAX_PARALLEL = 8
 
+CHAIN_LENGTH = "num_speculative_tokens"
+"""The key of K in a drafter's config; vLLM fills it in if the user leaves it out."""
+
 MAX_DRAFT_THREADS = 64
 AUTO_DRAFT_THREADS = 4
 """The most threads that "auto" takes; more gain little, because a step's trees are few."""
@@ -57,6 +61,12 @@ def _number(default: Any, low: int, high: int, kind: str = "a whole number") -> 
 
 def _switch(default: bool) -> Any:
     return field(default=default, metadata={"allowed": Allowed((True, False))})
+
+
+def _speculation() -> Any:
+    kind = "a speculative config of vLLM's, or the path of a draft model"
+    allowed = Allowed((None,), kind=kind, is_text=True)
+    return field(default=None, metadata={"allowed": allowed, "instead": {"method": "mtp"}})
 
 
 def _path() -> Any:
@@ -95,6 +105,9 @@ class LookaheadOptions:
         Whether the n-grams of the prompt are added to the pool of "jacobi_window".
     draft_threads : "auto" or int
         The threads that grow the trees of a step. Drafts do not depend on it.
+    drafter : dict or None
+        vLLM's speculative config of a trained drafter, whose chain and alternatives grow into the
+        same tree. A path P alone is {"model": P}.
     parallel : int
         Replicas of the model that verify one step together, each a part of the nodes.
         Source: Lookahead Decoding (ICML 2024), section 3.4.
@@ -121,6 +134,7 @@ class LookaheadOptions:
     guess_set_size: str | int = _number("auto", 1, MAX_GUESS_SET_SIZE)
     pool_from_prompt: bool = _switch(False)
     draft_threads: str | int = _number("auto", 1, MAX_DRAFT_THREADS)
+    drafter: dict[str, Any] | None = _speculation()
     parallel: int = _number(1, 1, MAX_PARALLEL)
     share: str = _words("namespace", SHARES)
     cache_path: str | None = _path()
@@ -134,8 +148,12 @@ class LookaheadOptions:
         for option in fields(self):
             instead = option.metadata.get("instead", option.default)
             given = getattr(self, option.name)
+            if option.name == "drafter" and isinstance(given, Mapping):
+                continue  # vLLM checks it
             read = allowed_values(option.name).read(option.name, given, instead)
             object.__setattr__(self, option.name, read)
+        if isinstance(self.drafter, str):
+            object.__setattr__(self, "drafter", {"model": self.drafter})
         self._check_window()
         length = self.num_speculative_tokens
         if "auto" not in (self.budget, length) and int(self.budget) > int(length):
@@ -144,6 +162,11 @@ class LookaheadOptions:
                 f'num_speculative_tokens={length}; write "auto", or leave budget out'
             )
         self._check_comb()
+        if self.drafter is not None and self.proposer == "jacobi_window":
+            raise OptionError(
+                f"drafter={reprlib.repr(self.drafter)} was given, but only the trees of the "
+                "proposers 'hybrid' and 'ngram_trie' hold its tokens; leave proposer out"
+            )
         path = self.cache_path
         if path is not None and self.proposer not in ("auto", *KEEP_CACHE):
             raise OptionError(
@@ -259,6 +282,11 @@ class LookaheadOptions:
     def num_draft_threads(self) -> int:
         """The threads that grow trees; 1 while `draft_threads` is "auto"."""
         return 1 if self.draft_threads == "auto" else int(self.draft_threads)
+
+    @property
+    def chain_length(self) -> int:
+        """K, the tokens that the trained drafter proposes after each step; 0 without a drafter."""
+        return 0 if self.drafter is None else int(self.drafter[CHAIN_LENGTH])
 
     @property
     def max_nodes_per_tree(self) -> int:

@@ -10,12 +10,26 @@ from numpy.typing import NDArray
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.request_rows import RequestRows
+from lookahead_vllm.draft.tree import UNKNOWN
 
 NO_TEXT = -1
 """The text of a request that gets no drafts."""
 GONE = -1
 """The row of a request that has ended."""
 _NO_STOP = -1
+
+NUM_ALTERNATIVES = 4
+"""A trained drafter's likeliest tokens at each depth of its chain; the first is the chain's."""
+PROPOSED, GAP = range(2)
+"""Columns of a chain: the token, and the class of its logit's distance, as in `recycling.py`."""
+
+
+def no_chains(length: int, count: int = 0) -> Int32s:
+    """Chains without tokens: int32 [count, length, NUM_ALTERNATIVES, 2]."""
+    return np.full((count, length, NUM_ALTERNATIVES, 2), UNKNOWN, np.int32)
+
+
+NO_CHAINS = no_chains(0)
 
 
 class ProgressArrays(NamedTuple):
@@ -45,6 +59,9 @@ class EmittedTokens(NamedTuple):
     """int64 [r, w]"""
     counts: Int32s
     """int32 [r]: how many of its tokens each request has emitted."""
+    chains: Int32s = NO_CHAINS
+    """int32 [r, K, NUM_ALTERNATIVES, 2]: PROPOSED and GAP of a trained drafter for the K tokens
+    after these; K is 0 without a drafter."""
 
 
 NOTHING_EMITTED = EmittedTokens(

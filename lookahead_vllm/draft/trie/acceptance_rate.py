@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from lookahead_vllm.draft.jit import Int32s, kernel
 from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
-from lookahead_vllm.draft.trie import priors
+from lookahead_vllm.draft.trie import chains, priors, recycling
 from lookahead_vllm.draft.trie.candidates import (
     CHOICES,
     CHOSEN,
@@ -37,7 +37,7 @@ from lookahead_vllm.draft.trie.candidates import (
     TOKEN,
 )
 from lookahead_vllm.draft.trie.priors import Priors
-from lookahead_vllm.draft.trie.recycling import NUM_CHOICE_KINDS, NUM_LENGTHS, initial_rates
+from lookahead_vllm.draft.trie.recycling import NUM_CHOICE_KINDS, NUM_LENGTHS
 from lookahead_vllm.draft.trie.suffix import NUM_CONTIGUOUS
 from lookahead_vllm.draft.trie.table import NO_SPACE
 
@@ -73,8 +73,10 @@ _PAIR, _LEVEL, _SPARSE, _CHOICE, _CHOICE_LEVEL, _BIAS = range(NUM_SOURCES, NUM_S
 NUM_INPUTS = _BIAS + 1
 _INITIAL_WEIGHTS = (0.2, 0.2, 0.6, 0.2, 0.2, 0.2, 0.0, 0.0, 0.0)
 _INITIAL_WEIGHTS_WITH_CHOICES = (0.1, 0.1, 0.6, 0.1, 0.1, 0.1, 0.4, 0.4, 0.0)
+_INITIAL_WEIGHTS_ON_CHAIN = (0.1, 0.1, 0.3, 0.1, 0.1, 0.1, 0.5, 0.5, 0.0)
 _BIAS_INPUT = _float(0.4)
 
+_NUM_MODEL_KINDS = NUM_CHOICE_KINDS + chains.NUM_DRAFTED_KINDS
 # The index of each input's first rate.
 _STARTS = np.cumsum(
     [
@@ -85,12 +87,12 @@ _STARTS = np.cumsum(
         NUM_COARSE_KINDS**2,
         _LEVELS,
         NUM_SPARSE_KINDS**2 * _LEVELS,
-        NUM_CHOICE_KINDS,
-        NUM_CHOICE_KINDS * _LEVELS,
+        _NUM_MODEL_KINDS,
+        _NUM_MODEL_KINDS * _LEVELS,
     ]
 )
 _SETS = NUM_CONTIGUOUS + 1
-_CHOICE_SETS = NUM_LENGTHS + 1
+_CHOICE_SETS = chains.ON_CHAIN + 1
 
 
 NUM_RATES = int(_STARTS[-1])
@@ -115,7 +117,7 @@ class AcceptanceRate:
         HITS and TRIALS, priors included.
     weights : float32 [num_sets, NUM_INPUTS]
         The mixer's, a set for each combination of the longest matches in the request's own text,
-        in other answers, and among the model's choices.
+        in other answers, and among the model's choices or the drafter's proposals.
 
     Parameters
     ----------
@@ -139,10 +141,11 @@ class AcceptanceRate:
             self.trials[learned.indices, HITS] = shares * priors.TRIALS
             self.trials[learned.indices, TRIALS] = priors.TRIALS
         kinds = slice(_STARTS[_CHOICE], _STARTS[_CHOICE_LEVEL])
-        rates = initial_rates()
+        rates = np.concatenate([recycling.initial_rates(), chains.initial_rates()])
         self.rates[kinds] = np.log(rates / (1 - rates))
         self.trials[kinds] = np.stack([rates * PRIOR_TRIALS, np.full_like(rates, PRIOR_TRIALS)], 1)
-        weights = [_INITIAL_WEIGHTS, *[_INITIAL_WEIGHTS_WITH_CHOICES] * NUM_LENGTHS]
+        with_choices = [_INITIAL_WEIGHTS_WITH_CHOICES] * NUM_LENGTHS
+        weights = [_INITIAL_WEIGHTS, *with_choices, _INITIAL_WEIGHTS_ON_CHAIN]
         self.weights: Float32s = np.tile(np.array(weights, np.float32), (2 * _SETS * _SETS, 1))
 
     @property

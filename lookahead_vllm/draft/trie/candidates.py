@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.draft.progress import NUM_ALTERNATIVES
 from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
 from lookahead_vllm.draft.trie.suffix import (
     NUM_CONTIGUOUS,
@@ -45,7 +46,8 @@ NUM_COLUMNS = 7
 
 KEYS, SLOTS, MATCHES = range(3)  # of `Candidates.lookups`
 
-MAX_CANDIDATES = 12  # of one text
+MAX_CANDIDATES = 12  # of one text, without those of a trained drafter
+MAX_ALL_CANDIDATES = MAX_CANDIDATES + NUM_ALTERNATIVES
 
 _STAGES = 2  # suffixes, longest first, that are read in addition to the two shortest
 _SHARES, _GAPS, _RANKS = 9, 3, 2
@@ -63,8 +65,8 @@ class Candidates(NamedTuple):
     """The candidates of one text, as arrays that are reused for every text."""
 
     evidence: Int32s
-    """int32 [MAX_CANDIDATES, NUM_COLUMNS]: a row for each candidate, with its TOKEN and the kind of
-    evidence for it in each source. A kind combines the longest suffix that the token followed, its
+    """int32 [MAX_ALL_CANDIDATES, NUM_COLUMNS]: a row for each candidate, with its TOKEN and the kind
+    of evidence for it in each source. A kind combines the longest suffix that the token followed, its
     share of what followed, the number of longer suffixes that it never followed, and whether it
     was the last to follow."""
     longest: Int32s
@@ -78,7 +80,7 @@ class Candidates(NamedTuple):
 def new_candidates() -> Candidates:
     """The arrays for `look_up` and `find_candidates`."""
     return Candidates(
-        np.empty((MAX_CANDIDATES, NUM_COLUMNS), np.int32),
+        np.empty((MAX_ALL_CANDIDATES, NUM_COLUMNS), np.int32),
         np.zeros(NUM_SPACES, np.int32),
         # Zeros, because the request's own text has no MATCHES of WHOLE.
         np.zeros((3, NUM_SOURCES, NUM_SUFFIXES), np.int64),

@@ -12,7 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
-from lookahead_vllm.draft.sources import ANSWERS, OWN, RECYCLED, REFERENCE, WINDOW
+from lookahead_vllm.draft.sources import (
+    ANSWERS,
+    DRAFTER,
+    OWN,
+    RECYCLED,
+    REFERENCE,
+    WINDOW,
+)
 from lookahead_vllm.draft.trie.acceptance_rate import (
     MAX_ESTIMATE,
     Float32s,
@@ -23,6 +30,7 @@ from lookahead_vllm.draft.trie.acceptance_rate import (
 from lookahead_vllm.draft.trie.candidates import (
     CHOICES,
     CHOSEN,
+    MAX_ALL_CANDIDATES,
     MAX_CANDIDATES,
     TOKEN,
     Candidates,
@@ -30,6 +38,7 @@ from lookahead_vllm.draft.trie.candidates import (
     look_up,
     new_candidates,
 )
+from lookahead_vllm.draft.trie.chains import find_drafted, follow_chain, is_drafted
 from lookahead_vllm.draft.trie.recycling import find_choices, is_from_cell
 from lookahead_vllm.draft.trie.suffix import (
     NUM_CONTIGUOUS,
@@ -56,6 +65,8 @@ class TextArrays(NamedTuple):
     """uint64 [capacity, NUM_HASHES]"""
     spaces: Int32s
     """int32 [capacity, NUM_SPACES]: of the trie and of the model's choices."""
+    chains: Int32s
+    """int32 [capacity, K, NUM_ALTERNATIVES, 2]: what a drafter proposes after each text."""
 
 
 # Columns of the trees to grow, int64 [t, 4]: the row of the text, the most nodes, the most levels,
@@ -117,8 +128,8 @@ def grow_all(
     firsts = np.zeros(len(trees) + 1, np.int64)
     # Reused for every tree, and passed one by one: nested in a NamedTuple they cost 2 µs a step.
     hashes = np.empty((largest + 1, NUM_HASHES), np.uint64)
+    places, shares = new_memory(largest)
     candidates = new_candidates()
-    shares = np.empty(MAX_CANDIDATES, np.float32)
     min_prob = np.float32(max(limits.min_prob, MIN_PROBABILITY))
     size = 0
     for i in range(len(trees)):
@@ -128,10 +139,12 @@ def grow_all(
             trie,
             lines,
             texts.spaces[row],
+            texts.chains[row],
             learned,
             bounds_of(trees[i], limits),
             min_prob,
             hashes,
+            places,
             candidates,
             shares,
             Nodes(fields[:, size:], probs[size:], sources[size:]),
@@ -148,6 +161,12 @@ def grow_all(
 
 
 @kernel
+def new_memory(max_nodes: int) -> tuple[Int32s, Float32s]:
+    """The `places` and `shares` of `grow`, for trees of at most `max_nodes` nodes."""
+    return np.empty(max_nodes + 1, np.int32), np.empty(MAX_ALL_CANDIDATES, np.float32)
+
+
+@kernel
 def _source_of(evidence: Int32s) -> int:
     if evidence[REFERENCE]:
         return REFERENCE
@@ -155,6 +174,8 @@ def _source_of(evidence: Int32s) -> int:
         return OWN
     if evidence[ANSWERS] or evidence[CHOSEN] == 0:
         return ANSWERS
+    if is_drafted(evidence[CHOSEN]):
+        return DRAFTER
     return WINDOW if is_from_cell(evidence[CHOSEN]) else RECYCLED
 
 
@@ -163,10 +184,12 @@ def grow(
     trie: TrieArrays,
     lines: Int32s,
     spaces: Int32s,
+    chain: Int32s,
     learned: RateArrays,
     limits: tuple[int, int, int],
     min_prob: np.float32,
     hashes: Hashes,
+    places: Int32s,
     candidates: Candidates,
     shares: Float32s,
     nodes: Nodes,
@@ -174,16 +197,18 @@ def grow(
     """Grow one tree: take the likeliest node, add its candidates, repeat; returns its size.
 
     `limits` are those of `bounds_of`. Row 0 of `hashes` uint64
-    [max_nodes + 1, NUM_HASHES] is the root's, row i + 1 becomes that of node i. Fills `nodes`:
-    parents before children, probabilities falling or equal. A node's probability is its parent's
-    times the learned acceptance rate of its evidence, scaled down where siblings would add up to
-    more than their parent.
+    [max_nodes + 1, NUM_HASHES] is the root's, row i + 1 becomes that of node i; the same holds for
+    `places` int32 [max_nodes + 1], on the drafter's `chain`. Fills `nodes`: parents before
+    children, probabilities falling or equal. A node's probability is its parent's times the learned
+    acceptance rate of its evidence, scaled down where siblings would add up to more than their
+    parent.
     """
     max_nodes, max_depth, may_branch = limits
     evidence, longest = candidates.evidence, candidates.longest
     fields, probs, sources = nodes.fields, nodes.probs, nodes.sources
     # A bud is a node that may be taken next. The buds come after the nodes, likeliest first.
     size, num_buds = 0, 0
+    places[0] = 0
     here, depth, prob = -1, 0, np.float32(1.0)
     while size < max_nodes:
         # No child of the likeliest node may be likelier than the last of all places.
@@ -196,6 +221,9 @@ def grow(
             num_found = find_candidates(trie.edges, spaces, candidates, max_found, num_suffixes)
             longest[CHOICES], num_found = find_choices(
                 lines, spaces[CHOICES], hashes[here + 1], evidence, num_found, max_found
+            )
+            longest[CHOICES], num_found = find_drafted(
+                chain, places[here + 1], evidence, longest[CHOICES], num_found
             )
             weights = weight_set(longest, spaces)
             total = np.float32(0)
@@ -232,5 +260,6 @@ def grow(
         here, parent, prob = size, fields[1, size], probs[size]
         fields[2, here] = depth = 1 if parent < 0 else fields[2, parent] + 1
         advance(hashes[parent + 1], fields[0, here], hashes[here + 1])
+        places[here + 1] = follow_chain(chain, places[parent + 1], fields[0, here])
         size, num_buds = size + 1, num_buds - 1
     return size

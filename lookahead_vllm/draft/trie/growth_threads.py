@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.draft.progress import no_chains
 from lookahead_vllm.draft.threads import (
     HelperThreads,
     finish_task,
@@ -22,7 +23,6 @@ from lookahead_vllm.draft.threads import (
 )
 from lookahead_vllm.draft.trie.acceptance_rate import Float32s, RateArrays
 from lookahead_vllm.draft.trie.candidates import (
-    MAX_CANDIDATES,
     NUM_SPACES,
     Candidates,
     new_candidates,
@@ -35,6 +35,7 @@ from lookahead_vllm.draft.trie.growth import (
     TreeLimits,
     bounds_of,
     grow,
+    new_memory,
 )
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES, Hashes
 from lookahead_vllm.draft.trie.table import TrieArrays
@@ -52,6 +53,8 @@ class _Trees(NamedTuple):
     """uint64 [capacity, NUM_HASHES]: of the texts."""
     spaces: Int32s
     """int32 [capacity, NUM_SPACES]: of the texts."""
+    chains: Int32s
+    """int32 [capacity, K, NUM_ALTERNATIVES, 2]: of the texts."""
     limits: Int64s
     """int64 [capacity, 3]: those of `bounds_of`."""
     min_prob: Float32s
@@ -75,6 +78,8 @@ class GrowthThreads:
         The calling thread included.
     max_nodes : int
         The most nodes of a tree.
+    chain_length : int
+        K, the tokens that a trained drafter proposes.
     trie, lines, learned
         As for `growth.grow_all`, always these arrays.
     """
@@ -83,12 +88,13 @@ class GrowthThreads:
         self,
         num_threads: int,
         max_nodes: int,
+        chain_length: int,
         trie: tuple[Any, ...],
         lines: Int32s,
         learned: tuple[Any, ...],
     ) -> None:
         self._num_threads = num_threads
-        self._max_nodes = max_nodes
+        self._max_nodes, self._chain_length = max_nodes, chain_length
         self._read = (trie, lines, learned)
         self._start(_INITIAL_CAPACITY)
 
@@ -116,6 +122,7 @@ class GrowthThreads:
         self._trees = _Trees(
             np.zeros((capacity, NUM_HASHES), np.uint64),
             np.zeros((capacity, NUM_SPACES), np.int32),
+            no_chains(self._chain_length, capacity),
             np.zeros((capacity, 3), np.int64),
             np.zeros(1, np.float32),
             np.zeros((capacity, 3, n), np.int32),
@@ -134,10 +141,10 @@ def _help(
     trie, learned, trees = TrieArrays(*trie), RateArrays(*learned), _Trees(*trees)
     # Nothing is allocated later: a thread that has taken a tree must not fail.
     hashes = np.empty((trees.probs.shape[1] + 1, NUM_HASHES), np.uint64)
+    places, shares = new_memory(trees.probs.shape[1])
     candidates = new_candidates()
-    shares = np.empty(MAX_CANDIDATES, np.float32)
     while wait_for_offer(shared):
-        _grow_some(trie, lines, learned, trees, shared, hashes, candidates, shares)
+        _grow_some(trie, lines, learned, trees, shared, hashes, places, candidates, shares)
 
 
 @kernel
@@ -148,6 +155,7 @@ def _grow_some(
     trees: _Trees,
     shared: Int64s,
     hashes: Hashes,
+    places: Int32s,
     candidates: Candidates,
     shares: Float32s,
 ) -> None:
@@ -159,10 +167,12 @@ def _grow_some(
             trie,
             lines,
             trees.spaces[i],
+            trees.chains[i],
             learned,
             (trees.limits[i, 0], trees.limits[i, 1], trees.limits[i, 2]),
             trees.min_prob[0],
             hashes,
+            places,
             candidates,
             shares,
             Nodes(trees.fields[i], trees.probs[i], trees.sources[i]),
@@ -190,16 +200,17 @@ def _grow_together(
     for i in range(num_trees):
         trees.hashes[i] = texts.hashes[wanted[i, ROW]]
         trees.spaces[i] = texts.spaces[wanted[i, ROW]]
+        trees.chains[i] = texts.chains[wanted[i, ROW]]
         max_nodes, max_depth, may_branch = bounds_of(wanted[i], limits)
         trees.limits[i, 0] = max_nodes
         trees.limits[i, 1] = max_depth
         trees.limits[i, 2] = may_branch
     trees.min_prob[0] = max(limits.min_prob, MIN_PROBABILITY)
     hashes = np.empty((trees.probs.shape[1] + 1, NUM_HASHES), np.uint64)
+    places, shares = new_memory(trees.probs.shape[1])
     candidates = new_candidates()
-    shares = np.empty(MAX_CANDIDATES, np.float32)
     offer_tasks(shared, num_trees, min(num_helpers, num_trees - 1))
-    _grow_some(trie, lines, learned, trees, shared, hashes, candidates, shares)
+    _grow_some(trie, lines, learned, trees, shared, hashes, places, candidates, shares)
     wait_for_tasks(shared)
     firsts = np.zeros(num_trees + 1, np.int64)
     for i in range(num_trees):

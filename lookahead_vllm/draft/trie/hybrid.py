@@ -229,11 +229,11 @@ class HybridProposer(NGramTrieProposer):
     def _begin_and_grow(self, step: tuple[Any, ...], num_trees: int) -> tuple[DraftForest, Int64s]:
         if self._awaited is None:
             return super()._begin_and_grow(step, num_trees)
-        trees, (hashes, spaces), new, num_tokens = begin_step(*step)
+        trees, (hashes, *others), new, num_tokens = begin_step(*step)
         # Rates are learned first: the tokens were chosen from the new choices.
-        self._extend((hashes.copy(), spaces), new, inserts=False)
+        self._extend((hashes.copy(), *others), new, inserts=False)
         self._recycle(*self._awaited)
-        self._unlearned = (hashes, spaces), new, False
+        self._unlearned = (hashes, *others), new, False
         return self._grow(trees), num_tokens
 
     def learn(self) -> None:

@@ -27,11 +27,12 @@ from lookahead_vllm.draft.progress import (
     Progress,
     WantedDrafts,
     count_tokens,
+    no_chains,
 )
 from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
 from lookahead_vllm.draft.request_rows import RequestRows
 from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
-from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.draft.tree import UNKNOWN, DraftForest
 from lookahead_vllm.draft.trie import priors
 from lookahead_vllm.draft.trie.acceptance_rate import MAX_WEIGHT, NUM_RATES, AcceptanceRate
 from lookahead_vllm.draft.trie.candidates import CHOICES, NUM_SPACES
@@ -65,28 +66,33 @@ class _LiveTexts:
     ----------
     hashes : uint64 [capacity, NUM_HASHES]
     spaces : int32 [capacity, NUM_SPACES]
+    chains : int32 [capacity, chain_length, NUM_ALTERNATIVES, 2]
+        What a trained drafter proposes after each text.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chain_length: int) -> None:
         self.request_rows = RequestRows()
         self.hashes: Hashes = np.zeros((self.request_rows.capacity, NUM_HASHES), np.uint64)
         self.spaces: Int32s = np.zeros((self.request_rows.capacity, NUM_SPACES), np.int32)
+        self.chains = no_chains(chain_length, self.request_rows.capacity)
         self._with_choices = True
         self._choices: Int32s = np.zeros(self.request_rows.capacity, np.int32)
         """int32 [capacity]: each text's space for the model's choices, also while it is unused."""
 
     @property
-    def arrays(self) -> tuple[Hashes, Int32s]:
+    def arrays(self) -> tuple[Hashes, Int32s, Int32s]:
         """The fields of TextArrays."""
-        return self.hashes, self.spaces
+        return self.hashes, self.spaces, self.chains
 
     def add(self, request_id: str) -> int:
         """The row of a new text, which has no spaces yet."""
         row = self.request_rows.add(request_id)
         self.hashes = self.request_rows.resized(self.hashes)
         self.spaces = self.request_rows.resized(self.spaces)
+        self.chains = self.request_rows.resized(self.chains)
         self._choices = self.request_rows.resized(self._choices)
         self.spaces[row], self._choices[row] = NO_SPACE, NO_SPACE
+        self.chains[row] = UNKNOWN
         return row
 
     def keep_choices_in(self, row: int, space: int) -> None:
@@ -153,7 +159,7 @@ class NGramTrieProposer:
         self._min_prob = 0.0
         """Nodes less likely than this are not grown: sending them would not pay."""
         self._namespaces = Namespaces(self.trie)
-        self._texts = _LiveTexts()
+        self._texts = _LiveTexts(options.chain_length)
         self._plan: _Plan
         self._unlearned: tuple[tuple[Any, ...], tuple[Any, ...], bool] | None = None
         """The texts before the tokens of the last `draft`, and the tokens, as `extend` takes
@@ -165,6 +171,7 @@ class NGramTrieProposer:
             self._threads = GrowthThreads(
                 options.num_draft_threads,
                 self._max_nodes,
+                options.chain_length,
                 self.trie.arrays,
                 self._lines,
                 self.rate.arrays,
@@ -235,6 +242,10 @@ class NGramTrieProposer:
     ) -> None:
         """Learn rates from the `emitted` tokens, insert them, and move the `texts` on."""
         extend(self.trie.arrays, self._lines, texts, emitted, self.rate.arrays, learns, inserts)
+
+    def follow_chains(self, request_ids: Sequence[str], chains: Int32s) -> None:
+        """A trained drafter proposes these `chains` after the texts; see EmittedTokens."""
+        self._texts.chains[self._texts.rows_of(request_ids)] = chains
 
     def observe(self, verified: Verified) -> None:
         """See Proposer. Does nothing: the trie learns only from emitted tokens."""

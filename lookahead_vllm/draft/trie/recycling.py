@@ -33,8 +33,10 @@ NUM_LINES = 1 << 17  # 8 MiB
 _SPACE, _HASH, _CONFIDENCE, _AT_CELL, _FIRST = range(5)
 _LINE = 16
 
-_GAPS = (0.5, 1.5, 3.0)  # between a logit and the best one; for the best one, to the second
-NUM_GAPS = len(_GAPS) + 1
+GAPS = (0.5, 1.5, 3.0)
+"""Bounds between the classes of the distance from a logit to the best one; for the best one, to the
+second."""
+NUM_GAPS = len(GAPS) + 1
 
 NOT_LISTED = 1  # of a token in no line, plus the index of the longest suffix that has a line
 _LISTED = NOT_LISTED + NUM_LENGTHS
@@ -96,7 +98,7 @@ def make_lines(num_lines: int = NUM_LINES) -> Int32s:
 @kernel
 def is_from_cell(kind: int) -> bool:
     """Whether evidence of this kind comes from a cell of a window."""
-    return kind >= _LISTED and (kind - _LISTED) % 2 == 1
+    return _LISTED <= kind < NUM_CHOICE_KINDS and (kind - _LISTED) % 2 == 1
 
 
 @kernel
@@ -195,7 +197,7 @@ def _keep(
     for rank in range(NUM_CHOICES):
         gap = gaps[rank] if rank else gaps[1]
         level = 0
-        for bound in _GAPS:
+        for bound in GAPS:
             level += 1 if gap >= bound else 0
         confidence |= np.int64(level) << (2 * rank)
     for length in range(NUM_LENGTHS):

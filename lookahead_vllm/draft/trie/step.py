@@ -8,6 +8,8 @@ import numpy as np
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.progress import (
+    GONE,
+    NO_TEXT,
     EmittedTokens,
     ProgressArrays,
     WantedDrafts,
@@ -26,6 +28,7 @@ from lookahead_vllm.draft.trie.candidates import (
     look_up,
     new_candidates,
 )
+from lookahead_vllm.draft.trie.chains import find_drafted, follow_chain
 from lookahead_vllm.draft.trie.growth import TextArrays, TreeLimits, grow_all
 from lookahead_vllm.draft.trie.recycling import find_choices
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES, NUM_SUFFIXES, WHOLE, Hashes, advance
@@ -69,7 +72,8 @@ def extend(
     learned_every = -(-len(tokens) // MAX_TOKENS_LEARNED)
     end = 0
     for i, row in enumerate(new.rows):
-        spaces, hashes = texts.spaces[row], texts.hashes[row]
+        spaces, hashes, chain = texts.spaces[row], texts.hashes[row], texts.chains[row]
+        place = 0
         first, end = end, end + new.sizes[i]
         for at in range(first, end):
             token = tokens[at]
@@ -78,6 +82,9 @@ def extend(
                 size = find_candidates(trie.edges, spaces, candidates, MAX_CANDIDATES, NUM_SUFFIXES)
                 longest[CHOICES], size = find_choices(
                     lines, spaces[CHOICES], hashes, evidence, size, MAX_CANDIDATES
+                )
+                longest[CHOICES], size = find_drafted(
+                    chain, place, evidence, longest[CHOICES], size
                 )
                 weights = weight_set(longest, spaces)
                 learn_token(evidence, size, token, learned, weights)
@@ -90,6 +97,17 @@ def extend(
                         count(edges, live, counters, key, slot, token)
             advance(hashes, token, next_hashes)
             hashes[:] = next_hashes
+            place = follow_chain(chain, place, token)
+
+
+@kernel
+def follow_drafter(progress: ProgressArrays, emitted: EmittedTokens, texts: TextArrays) -> None:
+    """Give the texts of a step's requests the chains that a drafter proposes after its tokens."""
+    if emitted.chains.shape[1] == 0:
+        return
+    for i, row in enumerate(emitted.rows):
+        if row != GONE and progress.texts[row] != NO_TEXT:
+            texts.chains[progress.texts[row]] = emitted.chains[i]
 
 
 @kernel
@@ -100,12 +118,12 @@ def begin_step(
     wanted: WantedDrafts,
     texts: TextArrays,
     max_model_len: int,
-) -> tuple[Int64s, tuple[Hashes, Int32s], tuple[Int64s, Int32s, Int64s], Int64s]:
-    """Move the texts on by the counted tokens of a step; returns the limits of the next trees.
+) -> tuple[Int64s, tuple[Hashes, Int32s, Int32s], tuple[Int64s, Int32s, Int64s], Int64s]:
+    """Move the texts on by the counted tokens of a step, and a drafter's new chains to them.
 
-    `spans` are those of `count_tokens`. Also returns what `extend` needs to learn from the tokens:
-    the texts that have new ones, as they were before, and the fields of NewTokens; and the known
-    tokens of each wanted request, int64 [t], 0 if it does not decode.
+    Returns the limits of the next trees; what `extend` needs to learn from the tokens: the texts
+    that have new ones, as they were before, and the fields of NewTokens; and the known tokens of
+    each wanted request, int64 [t], 0 if it does not decode. `spans` are those of `count_tokens`.
     """
     progress, emitted = ProgressArrays(*progress), EmittedTokens(*emitted)
     wanted, texts = WantedDrafts(*wanted), TextArrays(*texts)
@@ -113,20 +131,28 @@ def begin_step(
     has_new = np.flatnonzero(sizes)
     hashes = np.empty((len(has_new), NUM_HASHES), np.uint64)
     spaces = np.empty((len(has_new), NUM_SPACES), np.int32)
+    chains = np.empty((len(has_new), *texts.chains.shape[1:]), np.int32)
     tokens = np.empty(sizes.sum(), np.int32)
     next_hashes = np.empty(NUM_HASHES, np.uint64)
     size = 0
     for place, i in enumerate(has_new):
         text = progress.texts[emitted.rows[i]]
         hashes[place], spaces[place] = texts.hashes[text], texts.spaces[text]
+        chains[place] = texts.chains[text]
         for at in range(spans[i, 0], spans[i, 1]):
             tokens[size] = token = emitted.tokens[i, at]
             advance(texts.hashes[text], token, next_hashes)
             texts.hashes[text] = next_hashes
             size += 1
+    follow_drafter(progress, emitted, texts)
     trees = limit_trees(progress, wanted, max_model_len)
     num_tokens = np.where(progress.is_decoding, progress.num_tokens, 0)[wanted.rows]
-    return trees, (hashes, spaces), (np.arange(len(has_new)), tokens, sizes[has_new]), num_tokens
+    return (
+        trees,
+        (hashes, spaces, chains),
+        (np.arange(len(has_new)), tokens, sizes[has_new]),
+        num_tokens,
+    )
 
 
 @kernel
@@ -141,7 +167,7 @@ def begin_and_grow(
     lines: Int32s,
     learned: RateArrays,
     limits: TreeLimits,
-) -> tuple[ForestFields, tuple[Hashes, Int32s], tuple[Int64s, Int32s, Int64s], Int64s]:
+) -> tuple[ForestFields, tuple[Hashes, Int32s, Int32s], tuple[Int64s, Int32s, Int64s], Int64s]:
     """As `begin_step`, but returns the trees instead of their limits."""
     trees, before, new, num_tokens = begin_step(
         progress, emitted, spans, wanted, texts, max_model_len
