@@ -63,15 +63,10 @@ def _switch(default: bool) -> Any:
     return field(default=default, metadata={"allowed": Allowed((True, False))})
 
 
-def _speculation() -> Any:
-    kind = "a speculative config of vLLM's, or the path of a draft model"
+def _text(kind: str, instead: Any) -> Any:
+    """A text of this kind, or None; `instead` is recommended in place of a wrong one."""
     allowed = Allowed((None,), kind=kind, is_text=True)
-    return field(default=None, metadata={"allowed": allowed, "instead": {"method": "mtp"}})
-
-
-def _path() -> Any:
-    allowed = Allowed((None,), kind="the path of a file", is_text=True)
-    return field(default=None, metadata={"allowed": allowed, "instead": "lookahead.cache"})
+    return field(default=None, metadata={"allowed": allowed, "instead": instead})
 
 
 @dataclass(frozen=True)
@@ -105,7 +100,7 @@ class LookaheadOptions:
         Whether the n-grams of the prompt are added to the pool of "jacobi_window".
     draft_threads : "auto" or int
         The threads that grow the trees of a step. Drafts do not depend on it.
-    drafter : dict or None
+    drafter : mapping or None
         vLLM's speculative config of a trained drafter, whose chain and alternatives grow into the
         same tree. A path P alone is {"model": P}.
     parallel : int
@@ -134,10 +129,10 @@ class LookaheadOptions:
     guess_set_size: str | int = _number("auto", 1, MAX_GUESS_SET_SIZE)
     pool_from_prompt: bool = _switch(False)
     draft_threads: str | int = _number("auto", 1, MAX_DRAFT_THREADS)
-    drafter: dict[str, Any] | None = _speculation()
+    drafter: Mapping[str, Any] | None = _text("a speculative config of vLLM's", {"method": "mtp"})
     parallel: int = _number(1, 1, MAX_PARALLEL)
     share: str = _words("namespace", SHARES)
-    cache_path: str | None = _path()
+    cache_path: str | None = _text("the path of a file", "lookahead.cache")
     cache_interval: float = _number(60, 0, WEEK_SECONDS, "a number of seconds")
     max_reference_tokens: int = _number(16_384, 1, 2**20)
     max_live_reference_tokens: int = _number(131_072, 1, 2**24)

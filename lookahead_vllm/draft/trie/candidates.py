@@ -65,10 +65,10 @@ class Candidates(NamedTuple):
     """The candidates of one text, as arrays that are reused for every text."""
 
     evidence: Int32s
-    """int32 [MAX_ALL_CANDIDATES, NUM_COLUMNS]: a row for each candidate, with its TOKEN and the kind
-    of evidence for it in each source. A kind combines the longest suffix that the token followed, its
-    share of what followed, the number of longer suffixes that it never followed, and whether it
-    was the last to follow."""
+    """int32 [MAX_ALL_CANDIDATES, NUM_COLUMNS]: a row for each candidate, with its TOKEN and the
+    kind of evidence for it in each source. A kind combines the longest suffix that the token
+    followed, its share of what followed, the number of longer suffixes that it never followed, and
+    whether it was the last to follow."""
     longest: Int32s
     """int32 [NUM_SPACES]: the longest suffix found in each space, plus 1; 0 for none."""
     lookups: Int64s
