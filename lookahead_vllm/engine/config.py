@@ -7,13 +7,14 @@ import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lookahead_vllm.draft.allowed import folded, nearest, with_known_names
 from lookahead_vllm.draft.options import (
     AUTO_RECURRENT_LENGTH,
+    CHAIN_LENGTH,
     LookaheadOptions,
     OptionError,
 )
@@ -45,6 +46,12 @@ WORKERS = {
 REPLICA_EXECUTOR = "lookahead_vllm.engine.scheduler.replica_executor.ReplicaExecutor"
 
 _LEAVE_OUT = "leave lookahead out of the speculative config"
+
+DRAFTERS = ("draft_model", "eagle", "eagle3", "mtp")
+"""vLLM's methods whose drafters lookahead's trees may hold; "mtp" stands for all kinds of MTP."""
+
+_MARK = "is_lookahead"
+"""Attribute of vLLM's speculative config in an engine with lookahead."""
 
 MAMBA_1_HYBRIDS = ("jamba",)
 """Types of models with attention and Mamba 1 layers."""
@@ -253,7 +260,12 @@ class _Maker:
         self._given = dict(vars(args))
 
     def __call__(self, runner: _Runner, options: LookaheadOptions, **changes: Any) -> VllmConfig:
-        """With the runner's speculative method, which vLLM accepts, and other `changes`."""
+        """With a speculative method that vLLM accepts, and other `changes`.
+
+        It is the trained drafter's, or else the runner's.
+        """
+        if runner is SECOND_RUNNER and options.drafter is not None:
+            return self._make(dict(options.drafter), changes)
         tokens = {"num_speculative_tokens": options.decoding_length}
         return self._make({**runner.speculation, **tokens}, changes)
 
@@ -299,6 +311,10 @@ def _refuse_cached_states(was_requested: bool) -> None:
 def _refusals(config: VllmConfig, runner: _Runner, options: LookaheadOptions) -> dict[str, bool]:
     """What lookahead does not serve exactly, in a sentence each, and whether `config` has it."""
     tables = [_of_settings(config), _of_models(config)]
+    if options.drafter is None:
+        tables.append(_of_the_method(config))
+    elif runner is SECOND_RUNNER:
+        tables.append(_beside_a_drafter(config, options))
     if runner is SECOND_RUNNER:
         tables.append(_of_the_second_runner(config))
     else:
@@ -309,17 +325,13 @@ def _refusals(config: VllmConfig, runner: _Runner, options: LookaheadOptions) ->
 
 
 def _of_settings(config: VllmConfig) -> dict[str, bool]:
-    parallel, speculation = config.parallel_config, config.speculative_config
+    parallel = config.parallel_config
     executor, worker = parallel.distributed_executor_backend, parallel.worker_cls
-    scheduler, model = config.scheduler_config.scheduler_cls, config.model_config.model
+    scheduler = config.scheduler_config.scheduler_cls
     is_compiled_by_ray = os.environ.get("VLLM_USE_RAY_V2_EXECUTOR_BACKEND") == "0"
     return {
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 is set, but lookahead does not run in a compiled graph "
         "of Ray; unset it": executor == "ray" and is_compiled_by_ray,
-        f"model {speculation.model!r} is a draft model, for which vLLM chooses the method "
-        f"{speculation.method!r} and serves {model!r}; write that model instead, or {_LEAVE_OUT}": (
-            speculation.method not in _METHODS
-        ),
         f"distributed_executor_backend={executor!r} was given, under which every rank schedules by "
         "itself, but lookahead's ranks share the drafts of one rank; write 'mp' or 'ray', or "
         f"{_LEAVE_OUT}": executor == "external_launcher" and parallel.world_size > 1,
@@ -327,6 +339,47 @@ def _of_settings(config: VllmConfig) -> dict[str, bool]:
         f"{' and '.join(WORKERS)}; write worker_cls='auto'": worker not in WORKERS,
         f"scheduler_cls={scheduler!r} was given, but lookahead brings its own scheduler; leave "
         "scheduler_cls out": scheduler is not None,
+    }
+
+
+def _of_the_method(config: VllmConfig) -> dict[str, bool]:
+    speculation, model = config.speculative_config, config.model_config.model
+    return {
+        f"model {speculation.model!r} is a draft model, for which vLLM chooses the method "
+        f"{speculation.method!r} and serves {model!r}; write that model instead, or {_LEAVE_OUT}": (
+            speculation.method not in _METHODS
+        ),
+    }
+
+
+def _beside_a_drafter(config: VllmConfig, options: LookaheadOptions) -> dict[str, bool]:
+    speculation, model = config.speculative_config, config.model_config
+    stages = config.parallel_config.pipeline_parallel_size
+    reasons = {
+        f"method {speculation.method!r}, but lookahead's trees hold the drafts of "
+        f"{', '.join(DRAFTERS)}": speculation.method not in DRAFTERS,
+        "parallel_drafting, but a chain is drafted token by token": speculation.parallel_drafting,
+        "draft_sample_method='probabilistic', but in a tree its likeliest tokens are verified": (
+            speculation.draft_sample_method == "probabilistic"
+        ),
+        "enable_adaptive_verification, but lookahead's budget decides what is verified": (
+            speculation.enable_adaptive_verification
+        ),
+        "use_local_argmax_reduction, which hides how likely its tokens are": (
+            speculation.use_local_argmax_reduction
+        ),
+        "num_speculative_tokens_per_batch_size, but lookahead's budget follows the batch": (
+            speculation.num_speculative_tokens_per_batch_size is not None
+        ),
+        f"parallel={options.parallel}, but replicas do not share a drafter's states": (
+            options.parallel > 1
+        ),
+        f"pipeline_parallel_size={stages}, but the drafter is on the last stage": stages > 1,
+        f"model {model.model!r}, whose recurrent states have no place for a chain": model.is_hybrid,
+    }
+    return {
+        f"drafter was given with {reason}; leave one of them out": bool(applies)
+        for reason, applies in reasons.items()
     }
 
 
@@ -366,6 +419,8 @@ def _of_the_first_runner(config: VllmConfig, options: LookaheadOptions) -> dict[
         "this engine would run vLLM's first model runner, on which lookahead serves CPUs alone; "
         "unset VLLM_USE_V2_MODEL_RUNNER, and leave out what Model Runner V2 does not support, "
         f"which vLLM logs; or {_LEAVE_OUT}": config.parallel_config.worker_cls == _GPU_WORKER,
+        "drafter was given, but on a CPU vLLM's first model runner serves, on which lookahead has no "
+        "trained drafter; leave drafter out": options.drafter is not None,
         "parallel was given, but on a CPU all replicas read their weights from one memory, so they "
         "gain nothing; write tensor_parallel_size instead, or leave parallel out": (
             options.parallel > 1
@@ -442,9 +497,15 @@ def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> Non
         if applies:
             raise OptionError(sentence)
     options = options.with_checked_cache().for_model(_num_parameters(config.model_config))
+    speculation = config.speculative_config
+    if options.drafter is not None:
+        # vLLM has one number for both: from here on it is that of the nodes.
+        length = {CHAIN_LENGTH: speculation.num_speculative_tokens}
+        options = replace(options, drafter={**options.drafter, **length})
+        speculation.num_speculative_tokens = options.decoding_length
+    setattr(speculation, _MARK, True)
     config.scheduler_config.scheduler_cls = runner.scheduler
     config.parallel_config.worker_cls = WORKERS[config.parallel_config.worker_cls]
-    config.speculative_config.model = DRAFTER_PATH  # marks the engine as lookahead's
     config.additional_config = {**config.additional_config, KEY: options.to_dict()}
     if options.parallel > 1:
         config.parallel_config.distributed_executor_backend = REPLICA_EXECUTOR
@@ -460,6 +521,11 @@ def _num_parameters(model_config: ModelConfig) -> float:
 def options_of(config: VllmConfig) -> LookaheadOptions:
     """The options that `apply` wrote."""
     return LookaheadOptions.from_dict(config.additional_config[KEY])
+
+
+def is_marked(speculative_config: Any) -> bool:
+    """Whether `apply` prepared this speculative config of vLLM's."""
+    return getattr(speculative_config, _MARK, False)
 
 
 def is_lookahead(config: VllmConfig) -> bool:

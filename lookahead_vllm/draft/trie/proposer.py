@@ -243,9 +243,9 @@ class NGramTrieProposer:
         """Learn rates from the `emitted` tokens, insert them, and move the `texts` on."""
         extend(self.trie.arrays, self._lines, texts, emitted, self.rate.arrays, learns, inserts)
 
-    def follow_chains(self, request_ids: Sequence[str], chains: Int32s) -> None:
-        """A trained drafter proposes these `chains` after the texts; see EmittedTokens."""
-        self._texts.chains[self._texts.rows_of(request_ids)] = chains
+    def follow_chains(self, texts: Int64s, chains: Int32s) -> None:
+        """A trained drafter proposes these `chains` after the `texts`, rows as of `text_of`."""
+        self._texts.chains[texts] = chains
 
     def observe(self, verified: Verified) -> None:
         """See Proposer. Does nothing: the trie learns only from emitted tokens."""

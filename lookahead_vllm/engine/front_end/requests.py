@@ -170,8 +170,7 @@ def allowing_every_parameter(original: Callable[..., Any]) -> Callable[..., Any]
 
     @functools.wraps(original)
     def validate(self: Any, speculative_config: Any) -> None:
-        is_lookahead = getattr(speculative_config, "model", None) == config.DRAFTER_PATH
-        original(self, None if is_lookahead else speculative_config)
+        original(self, None if config.is_marked(speculative_config) else speculative_config)
 
     return validate
 

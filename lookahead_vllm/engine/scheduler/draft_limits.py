@@ -32,11 +32,13 @@ class DraftLimiter:
     steps_ahead : int
         How many further steps are scheduled before the outcome of a draft is known. Their plain
         tokens come after the draft and need blocks too.
+    chain_length : int
+        The slots behind the last token of a step that a trained drafter writes to.
     """
 
-    def __init__(self, scheduler: Scheduler, steps_ahead: int = 0) -> None:
+    def __init__(self, scheduler: Scheduler, steps_ahead: int = 0, chain_length: int = 0) -> None:
         self._scheduler = scheduler
-        self._steps_ahead = steps_ahead
+        self._steps_ahead, self._chain_length = steps_ahead, chain_length
         self._may_hold_unused = False
         """Whether a request may hold blocks with nothing but rejected tokens."""
         self._managers = scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -184,6 +186,7 @@ class DraftLimiter:
         num_tokens = sum(_plain_tokens(r) + self._steps_ahead for r in running)
         num_tokens += min(sum(len(r.spec_token_ids) for r in drafted), max(free_tokens, 0))
         num_tokens += sum(request.num_tokens + self._steps_ahead for request in waiting)
+        num_tokens += self._chain_length * num_requests
         max_blocks = sum(
             num_tokens // manager.block_size + num_requests * (2 + spare)
             for manager, spare in zip(self._managers, self._spare_blocks, strict=True)
@@ -244,6 +247,7 @@ class DraftLimiter:
     def _missing(self, request: Request, num_more: int) -> int:
         """Blocks that the request still needs for its plain tokens and `num_more` after them."""
         tokens = request.num_computed_tokens + _plain_tokens(request) + num_more
+        tokens += self._chain_length
         return sum(
             max(
                 -(-tokens // manager.block_size)
@@ -281,7 +285,7 @@ class DraftLimiter:
         return kept
 
     def _free_blocks_after(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Free the request's blocks that are not needed for this many tokens.
+        """Free the request's blocks that are not needed for this many tokens and a chain.
 
         Returns the number of its blocks in each KV cache group; None if all are needed.
         """
@@ -289,7 +293,7 @@ class DraftLimiter:
         counts: list[int] = []
         for manager in self._managers:
             blocks = manager.req_to_blocks[request.request_id]
-            needed = -(-num_tokens // manager.block_size)
+            needed = -(-(num_tokens + self._chain_length) // manager.block_size)
             if surplus := blocks[needed:]:
                 has_surplus = True
                 del blocks[needed:]

@@ -54,7 +54,9 @@ class LateDraftScheduler(DraftScheduler, AsyncScheduler):
         self.dynamic_sd_lookup = [0] * (self.max_num_running_reqs + 1)
         self._may_pause = options.budget == "auto"
         self._empty_steps = 0
-        self._draft_limiter = DraftLimiter(self, STEPS_AHEAD)
+        # A trained drafter writes its KV behind the last token of each step.
+        self.num_lookahead_tokens = options.chain_length
+        self._draft_limiter = DraftLimiter(self, STEPS_AHEAD, options.chain_length)
         self._slots = [-1] * self.num_spec_tokens
         # A slot's value depends only on its index; the limiter removes the last ones first.
         self._probs = [1 / (1 + slot) for slot in range(self.num_spec_tokens)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.logger import init_logger
@@ -30,7 +30,8 @@ class Branching(NamedTuple):
     """Whether requests with drafts can share a step with others; without it, there are none."""
     may_branch: bool
     movers: Sequence[Any]
-    """One for each KV cache group, where trees may branch; see `kv_movers`."""
+    """One for each KV cache group, where trees may branch; None for a group of drafters' layers
+    only. See `kv_movers`."""
     of_chains: bool
     """Whether tree attention also computes chains."""
     of_singles: bool
@@ -45,6 +46,7 @@ def decide(
     groups: Sequence[Any],
     kv_cache_groups: Sequence[Any],
     attention: TreeAttention,
+    without: Collection[str] = (),
 ) -> Branching:
     """Decide whether trees may branch in this engine; if not, the reason is logged.
 
@@ -54,11 +56,14 @@ def decide(
         The runner's attention groups.
     kv_cache_groups
         Those of its KV cache.
+    without
+        The names of layers that compute no trees: those of a trained drafter.
     """
+    groups = [group for group in groups if not set(group.layer_names) <= set(without)]
     rows = attention.unsupported_rows(groups)
     if rows:
         logger.info_once("Lookahead drafts nothing here: %s.", rows)
-    obstacle = branching_obstacle(config, groups, attention)
+    obstacle = branching_obstacle(config, groups, attention, without)
     if config.parallel_config.pipeline_parallel_size > 1:
         # Each stage has layers of its own.
         obstacle = next(filter(None, gather_from_stages(obstacle)), None)
@@ -68,16 +73,19 @@ def decide(
     layers = config.compilation_config.static_forward_context
     is_latent = config.model_config.use_mla
     of_chains = attention.replaces_chains(is_latent)
-    movers = kv_movers(layers, kv_cache_groups, attention)
+    movers = kv_movers(layers, kv_cache_groups, attention, without)
     return Branching(not rows, True, movers, of_chains, of_chains and not is_latent)
 
 
 def branching_obstacle(
-    config: VllmConfig, groups: Sequence[Any], attention: TreeAttention
+    config: VllmConfig,
+    groups: Sequence[Any],
+    attention: TreeAttention,
+    without: Collection[str] = (),
 ) -> str | None:
     """Why this engine's attention cannot verify branching trees, or None if it can.
 
-    `groups` are the runner's attention groups.
+    `groups` are the runner's attention groups; the other arguments are those of `decide`.
     """
     model, parallel = config.model_config, config.parallel_config
     multimodal = model.multimodal_config
@@ -97,7 +105,7 @@ def branching_obstacle(
         return "steps run as several batches"
     layers = config.compilation_config.static_forward_context
     for group in groups:
-        own = [layers[name] for name in group.layer_names]
+        own = [layers[name] for name in group.layer_names if name not in without]
         if is_recurrent(own[0]):
             if others := kinds_of(own) - LAYERS:
                 return f"a node has no recurrent state in layers of {', '.join(sorted(others))}"
@@ -107,7 +115,10 @@ def branching_obstacle(
 
 
 def kv_movers(
-    layers: Mapping[str, Any], kv_cache_groups: Sequence[Any], attention: TreeAttention
+    layers: Mapping[str, Any],
+    kv_cache_groups: Sequence[Any],
+    attention: TreeAttention,
+    without: Collection[str] = (),
 ) -> list[Any]:
     """A mover for each KV cache group; it moves the KV of all layers with a cache of their own.
 
@@ -117,10 +128,15 @@ def kv_movers(
     ----------
     layers
         vLLM's attention layers by name.
+    without
+        The names of layers whose KV does not move.
     """
     movers: list[Any] = []
     for group in kv_cache_groups:
-        own = [layers[name] for name in group.layer_names]
+        own = [layers[name] for name in group.layer_names if name not in without]
+        if not own:
+            movers.append(None)
+            continue
         if is_recurrent(own[0]):
             movers.append(state_mover(own))
             continue

@@ -20,6 +20,7 @@ from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.progress import (
     GONE,
+    NO_TEXT,
     NOTHING_EMITTED,
     Progress,
     WantedDrafts,
@@ -40,6 +41,8 @@ from lookahead_vllm.engine.worker.v2.launched_step import LaunchedStep
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
+
+    from lookahead_vllm.engine.worker.v2.trained_drafter import Chains
 
 PROBE_EVERY = 4
 """While no slots are reserved, trees are grown in every fourth step, to see whether they pay."""
@@ -165,12 +168,19 @@ class LateDrafts:
 
     # ---- tokens ----------------------------------------------------------------------------------
 
-    def add_step(self, output: AsyncOutput, drafts: DraftStep, verified: Verified | None) -> None:
+    def add_step(
+        self,
+        output: AsyncOutput,
+        drafts: DraftStep,
+        verified: Verified | None,
+        chains: Chains | None = None,
+    ) -> None:
         """Note a step that was launched. `verified` is filled in once its tokens are known."""
         requests = self._requests
         req_ids = output.model_runner_output.req_ids
         rows = [requests[i].row if i in requests else GONE for i in req_ids]
-        step = LaunchedStep(output, np.array(rows, np.int64), drafts, verified, time.perf_counter())
+        now = time.perf_counter()
+        step = LaunchedStep(output, np.array(rows, np.int64), drafts, verified, now, chains)
         for req_id in req_ids:
             if req_id not in requests:
                 step.drop(req_id, GONE)
@@ -211,7 +221,7 @@ class LateDrafts:
         give_up = time.perf_counter() + POLL_SECONDS
         while not step.has_ended:
             if time.perf_counter() > give_up:
-                step.output.copy_event.synchronize()
+                step.wait()
                 break
             time.sleep(0)  # leaves the GIL to others
         self._durations.append(time.perf_counter() - step.launched)
@@ -237,6 +247,13 @@ class LateDrafts:
                 self._grammars.advance(req_id, tokens[req_id])
         step.mark_accepted()
         self._drafter.learn(tokens, step.verified)
+        compiled = self._compiled
+        if step.chains is not None and compiled is not None:
+            live = np.flatnonzero(emitted.rows != GONE)
+            live = live[self._progress.arrays.texts[emitted.rows[live]] != NO_TEXT]
+            compiled.follow_chains(
+                self._progress.arrays.texts[emitted.rows[live]], emitted.chains[live]
+            )
 
     def _end(self, step: LaunchedStep) -> None:
         """The tokens of the first step were counted."""

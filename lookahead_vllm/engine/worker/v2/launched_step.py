@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lookahead_vllm.draft.jit import Int32s, Int64s
-from lookahead_vllm.draft.progress import GONE, EmittedTokens
+from lookahead_vllm.draft.progress import GONE, NO_CHAINS, EmittedTokens
 from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.verify.acceptance import paths_of_tokens
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
+
+    from lookahead_vllm.engine.worker.v2.trained_drafter import Chains
+
+
+def has_passed(event: Any) -> bool:
+    """Whether the device has reached this event.
+
+    On a CPU, vLLM's events have no `query`, and a step ends before it returns.
+    """
+    query = getattr(event, "query", None)
+    return query is None or bool(query())
 
 
 @dataclass
@@ -29,15 +40,20 @@ class LaunchedStep:
     drafts: DraftStep
     verified: Verified | None
     launched: float
+    chains: Chains | None = None
+    """What a trained drafter proposes after its tokens."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether its tokens have reached the host.
+        """Whether its tokens, and the chains after them, have reached the host."""
+        chains = self.chains
+        return has_passed(self.output.copy_event) and (chains is None or chains.have_arrived)
 
-        On a CPU, vLLM's events have no `query`, and a step ends before it returns.
-        """
-        query = getattr(self.output.copy_event, "query", None)
-        return query is None or bool(query())
+    def wait(self) -> None:
+        """Wait until it has ended."""
+        self.output.copy_event.synchronize()
+        if self.chains is not None:
+            self.chains.event.synchronize()
 
     @property
     def emitted(self) -> EmittedTokens:
@@ -45,7 +61,10 @@ class LaunchedStep:
         output = self.output
         tokens = np.ascontiguousarray(output.sampled_token_ids, np.int64)
         return EmittedTokens(
-            self.rows, tokens, np.ascontiguousarray(output.num_sampled_tokens_np, np.int32)
+            self.rows,
+            tokens,
+            np.ascontiguousarray(output.num_sampled_tokens_np, np.int32),
+            NO_CHAINS if self.chains is None else self.chains.by_request,
         )
 
     @cached_property

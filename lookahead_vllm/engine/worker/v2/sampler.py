@@ -58,6 +58,8 @@ class _Emitted(NamedTuple):
     """int64 [r, width]"""
     counts: torch.Tensor
     """int32 [r]: the number of tokens."""
+    order: torch.Tensor
+    """int64 [n]: `Walk.order` of its rows, counted among all rows of the step."""
     logprobs: LogprobsTensors | None
 
 
@@ -128,14 +130,16 @@ class NodeSampler:
                 batch.cu_num_logits_np, self.max_rows or max_chunk_rows(logits.shape[1])
             )
         ]
-        tokens, counts, tensors = parts[0]
+        tokens, counts, order, tensors = parts[0]
         if len(parts) > 1:
-            tokens, counts = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+            tokens, counts, order = (torch.cat([part[i] for part in parts]) for i in range(3))
             if logprobs is not None:
                 tensors = LogprobsTensors.cat(
                     [part.logprobs for part in parts],
                     cu_num_generated_tokens=batch.cu_num_logits_np.tolist(),
                 )
+        if self._trees.move is not None:
+            self._trees.order = order
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             counts,
             batch.seq_lens,
@@ -185,8 +189,9 @@ class NodeSampler:
         path = self._walk(sampled, ids, parents, ends, indices, layout.width)
         if self._trees.move is not None:
             self._trees.move(path, requests, ends)
+        order = path.order + rows.start
         if logprobs is None:
-            return _Emitted(path.tokens, path.num_sampled, None)
+            return _Emitted(path.tokens, path.num_sampled, order, None)
         num_logprobs, max_token_ids = logprobs
         if sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES:
             logits = processed
@@ -201,7 +206,7 @@ class NodeSampler:
             max_per_req_token_ids=max_token_ids,
             logits_mode=sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )
-        return _Emitted(path.tokens, path.num_sampled, tensors)
+        return _Emitted(path.tokens, path.num_sampled, order, tensors)
 
     def _walk(
         self,

@@ -40,6 +40,8 @@ class StepTrees:
         Their rows of logits, on the device; None in a step without drafts.
     move : callable or None
         See `Move`; None if all trees are chains.
+    order : Tensor or None
+        int64 [n]: `Walk.order` of all rows of logits; None if all trees are chains.
     verified : Verified or None
         The model's choices, for proposers that need them.
     attended : AttendedTrees
@@ -62,4 +64,5 @@ class StepTrees:
         self.whole_step: DraftStep = NO_DRAFTS
         self.layout: NodeLayout | None = None
         self.move: Move | None = None
+        self.order: torch.Tensor | None = None
         self.verified: Verified | None = None
