@@ -419,7 +419,7 @@ def _of_the_first_runner(config: VllmConfig, options: LookaheadOptions) -> dict[
         "this engine would run vLLM's first model runner, on which lookahead serves CPUs alone; "
         "unset VLLM_USE_V2_MODEL_RUNNER, and leave out what Model Runner V2 does not support, "
         f"which vLLM logs; or {_LEAVE_OUT}": config.parallel_config.worker_cls == _GPU_WORKER,
-        "drafter was given, but on a CPU vLLM's first model runner serves, on which lookahead has no "
+        "drafter was given, but on a CPU vLLM runs its first model runner, where lookahead has no "
         "trained drafter; leave drafter out": options.drafter is not None,
         "parallel was given, but on a CPU all replicas read their weights from one memory, so they "
         "gain nothing; write tensor_parallel_size instead, or leave parallel out": (

@@ -78,7 +78,8 @@ class Pair:
 
         before, new = self.move_on({i: burst for i, burst in bursts.items() if burst})
         if verified is not None:  # rates are learned before the choices are known
-            self.other._extend((before[0].copy(), before[1]), new, inserts=False)
+            hashes, *others = before
+            self.other._extend((hashes.copy(), *others), new, inserts=False)
             self.other.observe(verified)
         limits = [
             DraftLimits(i, most, most, branch, context)
@@ -94,7 +95,7 @@ class Pair:
         """Move the texts of `other` on; returns what it has to learn."""
         texts = self.other._texts
         rows = texts.rows_of(bursts)
-        before = texts.hashes[rows], texts.spaces[rows]
+        before = tuple(array[rows] for array in texts.arrays)
         for row, burst in zip(rows, bursts.values(), strict=True):
             for token in burst:
                 after = np.empty_like(texts.hashes[row])

@@ -18,6 +18,17 @@ _FIRST_WORKER = "lookahead_vllm.engine.worker.v1.cpu_worker.LookaheadCPUWorker"
 _PLUGIN = Path(__file__).with_name("plugin")
 _PATHS = (str(Path(__file__).parents[3]), str(_PLUGIN))
 
+_STAND_INS = (
+    "block_tables",
+    "input_batch",
+    "logits",
+    "logprobs",
+    "sampling",
+    "speculator",
+    "thinking",
+)
+"""The modules of this package with stand-ins for kernels."""
+
 
 def enable(asynchronous: bool = True) -> None:
     """Let engines that are made from now on use V2, unless VLLM_USE_V2_MODEL_RUNNER=0.
@@ -146,7 +157,7 @@ def _with_stand_ins(original: Callable[..., None]) -> Callable[..., None]:
 def load_stand_ins() -> None:
     """Import the modules that fill `stand_in.STAND_INS`, and those that lookahead needs."""
     importlib.import_module("tests.support.v2_on_cpu.implementations")
-    for name in ("block_tables", "input_batch", "logits", "logprobs", "sampling", "thinking"):
+    for name in _STAND_INS:
         importlib.import_module(f"tests.support.v2_on_cpu.{name}")
 
 

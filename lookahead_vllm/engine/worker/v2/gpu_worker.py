@@ -37,7 +37,8 @@ class LookaheadGPUModelRunner(GraphRunner, model_runner.GPUModelRunner):
             own = [layers[name] for group in groups for name in group.layer_names]
             own = [layer for layer in own if not is_recurrent(layer)]
             self.attention.warm_up(own, self.dtype)
-            warm_up.move_nothing(m for m in self._branching.movers if not isinstance(m, StateMover))
+            movers = filter(None, self._branching.movers)
+            warm_up.move_nothing(m for m in movers if not isinstance(m, StateMover))
         warm_up.walk_roots(self.decode_query_len, self.device)
         self.compile_node_kernels()
 

@@ -34,9 +34,9 @@ from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
 from lookahead_vllm.engine.worker.v2.late_shape import LateMetadata, LateShape
 from lookahead_vllm.engine.worker.v2.sampler import NodeSampler, RootSampler
 from lookahead_vllm.engine.worker.v2.slots import filled, write_lengths, write_tokens
-from lookahead_vllm.engine.worker.v2.speculator import LateSpeculator
 from lookahead_vllm.engine.worker.v2.stages import ComputedTrees
 from lookahead_vllm.engine.worker.v2.step_trees import StepTrees
+from lookahead_vllm.engine.worker.v2.trained_drafter import TrainedDrafter, make_speculator
 from lookahead_vllm.verify.node_layout import NodeLayout
 from lookahead_vllm.verify.place import Split
 from lookahead_vllm.verify.recurrence import StateMover
@@ -78,10 +78,12 @@ class LookaheadRunner(DummyRuns):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.trees = StepTrees()
+        self.trained: TrainedDrafter | None = None
+        """A drafter with weights, if the options have one."""
         # For an n-gram method, vLLM would keep all texts on the device.
         sparse_states = partial(_without_dense_texts, model_runner.RequestState)
         with (
-            patches.swapped(model_runner, "init_speculator", LateSpeculator),
+            patches.swapped(model_runner, "init_speculator", partial(make_speculator, self)),
             patches.swapped(model_runner, "RequestState", sparse_states),
         ):
             super().__init__(*args, **kwargs)
@@ -131,11 +133,14 @@ class LookaheadRunner(DummyRuns):
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         groups = list(chain.from_iterable(self.attn_groups))
+        without = () if self.trained is None else self.trained.layers
         self._builders = [group.get_metadata_builder(0) for group in groups]
         for builder in self._builders:
             builder.attended = self.trees.attended
         cache_groups = self.kv_cache_config.kv_cache_groups
-        self._branching = branching.decide(self.vllm_config, groups, cache_groups, self.attention)
+        self._branching = branching.decide(
+            self.vllm_config, groups, cache_groups, self.attention, without
+        )
         self.drafter.use(self._branching)
         if self.model_config.is_hybrid:
             layers = self.compilation_config.static_forward_context
@@ -347,6 +352,8 @@ class LookaheadRunner(DummyRuns):
         """
         tables = self.block_tables.input_block_tables
         for mover, own, table in zip(self._branching.movers, slots, tables, strict=True):
+            if mover is None:
+                continue
             if isinstance(mover, StateMover):
                 mover.commit(table[requests], path.places(ends), path.num_sampled)
             else:
@@ -448,7 +455,8 @@ class LookaheadRunner(DummyRuns):
             trees.report = LateReport({}, late.would_pay(scheduled))
             if late.could_draft(scheduled):
                 self.drafter.recorder.report.budgets.append(0)
-        late.add_step(output, trees.whole_step, trees.verified)
+        chains = None if self.trained is None else self.trained.chains
+        late.add_step(output, trees.whole_step, trees.verified, chains)
         messages.attach(output.model_runner_output, trees.report)
         step_report.attach(output.model_runner_output, self.drafter.recorder.take_report())
         return output

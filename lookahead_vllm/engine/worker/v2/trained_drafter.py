@@ -1,0 +1,225 @@
+"""vLLM's own speculator for a trained drafter, after steps whose drafts were trees.
+
+The speculator expects a batch in which the accepted drafts of each request are the first rows after
+its root. So the rows are gathered by the accepted path, positions become linear again, and the
+drafter's layers get attention metadata without trees. Slots are linear already, and the drafter
+writes its own KV anew for all rows of the batch. What it proposes goes to the host, where it is
+evidence for the trees of the next step (`draft/trie/chains.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu import spec_decode
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as target_dependent
+
+from lookahead_vllm.draft.jit import Int32s
+from lookahead_vllm.draft.progress import NUM_ALTERNATIVES, no_chains
+from lookahead_vllm.draft.trie.recycling import GAPS
+from lookahead_vllm.engine import patches
+from lookahead_vllm.engine.config import options_of
+from lookahead_vllm.engine.worker.v2.launched_step import has_passed
+from lookahead_vllm.engine.worker.v2.speculator import LateSpeculator
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.states import RequestState
+
+    from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
+
+
+@dataclass
+class Chains:
+    """What the drafter proposes after a step, on its way to the host."""
+
+    copied: torch.Tensor
+    """int32 [r, K, NUM_ALTERNATIVES, 2], as `EmittedTokens.chains`; r requests of the batch."""
+    event: Any
+
+    @property
+    def have_arrived(self) -> bool:
+        return has_passed(self.event)
+
+    @cached_property
+    def by_request(self) -> Int32s:
+        """The chains, once they have arrived."""
+        chains: Int32s = self.copied.numpy()
+        return chains
+
+
+def make_speculator(
+    runner: LookaheadRunner, config: VllmConfig, device: torch.device, states: RequestState
+) -> Any:
+    """Replaces vLLM's `init_speculator`."""
+    options = options_of(config)
+    if options.drafter is None:
+        return LateSpeculator(config, device, states)
+    own = copy(config)  # shallow: everything else in it is vLLM's
+    own.speculative_config = copy(config.speculative_config)
+    own.speculative_config.num_speculative_tokens = options.chain_length
+    speculator = spec_decode.init_speculator(own, device, states)
+    runner.trained = TrainedDrafter(runner, speculator, states)
+    return speculator
+
+
+class TrainedDrafter:
+    """Wraps the methods of a speculator of vLLM's that depend on what was verified.
+
+    Attributes
+    ----------
+    chains : Chains or None
+        What it proposed after the last step.
+    """
+
+    def __init__(self, runner: LookaheadRunner, speculator: Any, states: RequestState) -> None:
+        self.chains: Chains | None = None
+        self._runner, self._speculator = runner, speculator
+        self._none = torch.zeros_like(states.draft_tokens)
+        most, device = speculator.max_num_reqs, speculator.device
+        chains = no_chains(speculator.num_speculative_steps, most)
+        self._chains = torch.from_numpy(chains).to(device)
+        """Written by `_choose` at fixed addresses, because a graph may contain it."""
+        self._gaps = torch.tensor(GAPS, device=device)
+        self._propose = speculator.propose
+        speculator.propose = self.propose
+        speculator.sample_draft = self._choose
+        speculator.init_cudagraph_manager = partial(
+            self._init_graphs, speculator.init_cudagraph_manager
+        )
+
+    @property
+    def layers(self) -> set[str]:
+        """The names of the drafter's attention layers."""
+        names: set[str] = self._speculator.draft_attn_layer_names
+        return names
+
+    def propose(
+        self,
+        batch: InputBatch,
+        metadata: dict[str, Any],
+        slots: dict[str, torch.Tensor],
+        hidden: torch.Tensor,
+        aux: list[torch.Tensor] | None,
+        *args: Any,
+        dummy_run: bool = False,
+        num_speculative_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Start the drafter; returns placeholders, int64 [r, num_speculative_tokens]."""
+        if not dummy_run:
+            batch, hidden, aux = self._by_accepted_path(batch, hidden, aux)
+            metadata, slots = self._without_trees(batch, metadata)
+        length = self._speculator.num_speculative_steps
+        self._propose(
+            batch,
+            metadata,
+            slots,
+            hidden,
+            aux,
+            *args,
+            dummy_run=dummy_run,
+            num_speculative_tokens=length,
+            **kwargs,
+        )
+        if not dummy_run:
+            self.chains = self._send(batch.num_reqs)
+        return self._none[: batch.num_reqs]
+
+    def _by_accepted_path(
+        self, batch: InputBatch, hidden: torch.Tensor, aux: list[torch.Tensor] | None
+    ) -> tuple[InputBatch, torch.Tensor, list[torch.Tensor] | None]:
+        """The batch and its states with each request's accepted nodes right after its root."""
+        trees = self._runner.trees
+        if trees.order is None:
+            return batch, hidden, aux
+        assert trees.layout is not None
+        rows = batch.logits_indices
+        sources = torch.arange(len(hidden), device=hidden.device)
+        sources[rows] = rows[trees.order]
+        ids, positions = batch.input_ids.clone(), batch.positions.clone()
+        ids[rows] = batch.input_ids[sources[rows]]
+        positions[rows] -= trees.layout.shifts
+        batch = replace(batch, input_ids=ids, positions=positions)
+        return batch, hidden[sources], None if aux is None else [a[sources] for a in aux]
+
+    def _without_trees(
+        self, batch: InputBatch, metadata: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Attention's metadata for the drafter's layers, made by builders that know no trees."""
+        runner, own = self._runner, self._speculator.attn_groups
+        config = runner.kv_cache_config
+        tables = tuple(table[: batch.num_reqs] for table in runner.block_tables.input_block_tables)
+        slots = runner.block_tables.slot_mappings[:, : batch.num_tokens]
+        exact = replace(
+            batch,
+            num_reqs_after_padding=batch.num_reqs,
+            num_tokens_after_padding=batch.num_tokens,
+        )
+        made = runner.model_state.prepare_attn(
+            exact, CUDAGraphMode.NONE, tables, slots, own, config
+        )
+        return {**metadata, **made}, build_slot_mappings_by_layer(slots, config)
+
+    def _choose(
+        self,
+        hidden_states: torch.Tensor,
+        sample_src_positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        draft_step: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        spec_step_idx: int = 0,
+    ) -> torch.Tensor:
+        """Replaces `sample_draft`: keeps the likeliest tokens of a depth, and drafts the first.
+
+        So it does for a sampled request; any draft is exact there.
+        """
+        logits = self._speculator.compute_draft_logits(hidden_states, spec_step_idx)
+        best, tokens = logits.topk(NUM_ALTERNATIVES, dim=-1)
+        gaps = best[:, :1].float() - best.float()
+        gaps[:, 0] = gaps[:, 1]
+        classes = torch.bucketize(gaps, self._gaps, right=True)
+        chosen = torch.stack((tokens, classes), -1).int().unsqueeze(1)
+        self._chains[: len(logits)].index_copy_(1, draft_step.view(1).long(), chosen)
+        return tokens[:, 0].contiguous()  # vLLM's kernels take no stride
+
+    def _send(self, num_requests: int) -> Chains:
+        """Start to copy the chains to the host, on the stream that copies the tokens."""
+        runner = self._runner
+        chains = self._chains[:num_requests]
+        if chains.device.type == "cpu":
+            return Chains(chains.clone(), None)
+        chains = chains.clone()  # the next step's drafter may write before they have arrived
+        event = torch.cuda.Event()
+        runner.output_copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(runner.output_copy_stream):
+            copied = chains.to("cpu", non_blocking=True)
+            event.record()
+        chains.record_stream(runner.output_copy_stream)
+        return Chains(copied, event)
+
+    def _init_graphs(self, init: Callable[[CUDAGraphMode], None], mode: CUDAGraphMode) -> None:
+        """Replaces `init_cudagraph_manager`: the first pass never replays a step with drafts.
+
+        vLLM captures it for K + 1 tokens a request, with the metadata of the target's trees.
+        """
+        manager = target_dependent.SpeculatorCudaGraphManager
+
+        def make(config: Any, device: Any, mode: CUDAGraphMode, *args: Any, **kwargs: Any) -> Any:
+            length = kwargs.get("decode_query_len", args[0] if args else 1)
+            pieces = mode.mixed_mode() == CUDAGraphMode.PIECEWISE
+            in_pieces = CUDAGraphMode.PIECEWISE if pieces else CUDAGraphMode.NONE
+            return manager(config, device, in_pieces if length > 1 else mode, *args, **kwargs)
+
+        with patches.swapped(target_dependent, "SpeculatorCudaGraphManager", make):
+            init(mode)
