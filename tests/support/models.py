@@ -322,6 +322,8 @@ for _model in (MRoPEQwen2ForCausalLM, MRoPEQwen3ForCausalLM):
 
 WANDERING = "wandering"
 """The load format for a folder without weights."""
+NOISY = "noisy_"
+"""The beginning of a folder's name whose weights are those of another one, with some noise."""
 
 
 @register_model_loader(WANDERING)
@@ -333,6 +335,7 @@ class WanderingModelLoader(DummyModelLoader):
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         rng = torch.Generator().manual_seed(0)  # on the CPU, whatever the model's device
+        noise = 0.05 * Path(model_config.model).name.startswith(NOISY)
         for name, parameter in model.named_parameters():
             weights = parameter.data
             if weights.ndim > 1:
@@ -344,7 +347,10 @@ class WanderingModelLoader(DummyModelLoader):
             else:
                 mean, width = 0.0, 0.1
             drawn = torch.empty(weights.shape, dtype=weights.dtype)
-            weights.copy_(drawn.normal_(mean, width, generator=rng))
+            drawn.normal_(mean, width, generator=rng)
+            if noise:
+                drawn += noise * width * torch.randn(drawn.shape)
+            weights.copy_(drawn)
 
 
 def save_config(name: str, folder: Path, configs: Mapping[str, Mapping[str, Any]] = TINY) -> Path:

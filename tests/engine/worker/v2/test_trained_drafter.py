@@ -1,0 +1,107 @@
+"""A trained drafter of vLLM's and the trie in one tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import LLM, SamplingParams
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from lookahead_vllm.draft.progress import PROPOSED
+from tests.support import v2_on_cpu
+from tests.support.drafters import DRAFTERS, save_drafter
+from tests.support.driving import drafter_of, engine, generate_staggered, random_prompts, runner_of
+from tests.support.models import WANDERING
+
+PROMPTS = random_prompts(16, 24)
+PARAMS = [
+    SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False, **kind)
+    for kind in 4
+    * [
+        dict(temperature=0),
+        dict(temperature=0.8, seed=3),
+        dict(temperature=0),
+        dict(temperature=0.8, seed=5, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.4),
+    ]
+]
+
+
+SETTINGS: dict[str, Any] = dict(load_format=WANDERING, block_size=32)
+
+
+@pytest.fixture(autouse=True)
+def _on_v2() -> Iterator[None]:
+    with v2_on_cpu.enabled():
+        yield
+
+
+@pytest.mark.parametrize("method", DRAFTERS)
+def test_outputs_are_plain_vllms(method: str, tmp_path: Path) -> None:
+    target, drafter = save_drafter(method, tmp_path)
+    with engine(target, **SETTINGS) as llm:
+        expected = generate_staggered(llm, PROMPTS, PARAMS)
+    options = dict(budget=16, proposer="hybrid", drafter=drafter)
+    with engine(target, options, **SETTINGS) as llm:
+        assert generate_staggered(llm, PROMPTS, PARAMS) == expected
+        assert drafter_of(llm).counters.moved_tokens > 20
+
+
+ALONE = {"lookahead_enabled": False}
+"""Of a request that gets no drafts; the drafter drafts all the same."""
+
+SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "at ease": ({}, {}),
+    "few blocks": (dict(num_gpu_blocks_override=24, max_num_seqs=16), dict(every=1)),
+    "preempted": ({}, dict(reset_every=7)),
+    "prompts in chunks, cached": (
+        dict(max_num_batched_tokens=24, max_num_seqs=3, enable_prefix_caching=True),
+        {},
+    ),
+}
+"""By name: arguments of the engine, and of `generate_staggered`."""
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "mtp"])
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_chains_follow_from_the_text_alone(method: str, situation: str, tmp_path: Path) -> None:
+    target, drafter = save_drafter(method, tmp_path)
+    settings, driving = SITUATIONS[situation]
+    options = dict(budget=8, proposer="ngram_trie", drafter=drafter)
+    with engine(target, options, **SETTINGS, **settings) as llm:
+        chains = _record_chains(llm)
+        after_trees = generate_staggered(llm, PROMPTS, PARAMS, **driving)
+        drafted = dict(chains)
+        assert drafter_of(llm).counters.moved_tokens > 20
+        chains.clear()
+        alone = [_with_extra_args(params, ALONE) for params in PARAMS]
+        assert generate_staggered(llm, PROMPTS, alone, **driving) == after_trees
+    compared = drafted.keys() & chains.keys()
+    assert len(compared) > 100
+    assert not [place for place in compared if drafted[place] != chains[place]]
+
+
+def _record_chains(llm: LLM) -> dict[tuple[int, int], list[int]]:
+    """Will hold what the drafter proposes by prompt and number of tokens, from now on."""
+    trained, chains = runner_of(llm).trained, {}
+    propose = trained._propose
+
+    def propose_and_record(batch: InputBatch, *args: Any, **kwargs: Any) -> None:
+        propose(batch, *args, **kwargs)
+        num_sampled, num_rejected = args[4:6]
+        lengths = batch.seq_lens[: batch.num_reqs] - num_rejected + 1
+        for row in num_sampled.nonzero().flatten().tolist():
+            index = int(batch.req_ids[row].split("-")[1])
+            chain = trained._chains[row, :, 0, PROPOSED].tolist()
+            chains[index, int(lengths[row])] = chain
+
+    trained._propose = propose_and_record
+    return chains
+
+
+def _with_extra_args(params: SamplingParams, extra_args: dict[str, Any]) -> SamplingParams:
+    own = params.clone()
+    own.extra_args = extra_args
+    return own
