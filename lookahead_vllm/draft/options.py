@@ -143,7 +143,7 @@ class LookaheadOptions:
         for option in fields(self):
             instead = option.metadata.get("instead", option.default)
             given = getattr(self, option.name)
-            if option.name == "drafter" and isinstance(given, Mapping):
+            if option.name == "drafter" and isinstance(given, Mapping) and given:
                 continue  # vLLM checks it
             read = allowed_values(option.name).read(option.name, given, instead)
             object.__setattr__(self, option.name, read)

@@ -73,7 +73,8 @@ _PAIR, _LEVEL, _SPARSE, _CHOICE, _CHOICE_LEVEL, _BIAS = range(NUM_SOURCES, NUM_S
 NUM_INPUTS = _BIAS + 1
 _INITIAL_WEIGHTS = (0.2, 0.2, 0.6, 0.2, 0.2, 0.2, 0.0, 0.0, 0.0)
 _INITIAL_WEIGHTS_WITH_CHOICES = (0.1, 0.1, 0.6, 0.1, 0.1, 0.1, 0.4, 0.4, 0.0)
-_INITIAL_WEIGHTS_ON_CHAIN = (0.1, 0.1, 0.3, 0.1, 0.1, 0.1, 0.5, 0.5, 0.0)
+_INITIAL_WEIGHTS_ON_CHAIN = (0.05, 0.05, 0.1, 0.05, 0.05, 0.05, 0.5, 0.5, 0.0)
+_INITIAL_WEIGHTS_OF_CHAIN_ALONE = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.5, 0.5, 0.0)
 _BIAS_INPUT = _float(0.4)
 
 _NUM_MODEL_KINDS = NUM_CHOICE_KINDS + chains.NUM_DRAFTED_KINDS
@@ -147,6 +148,7 @@ class AcceptanceRate:
         with_choices = [_INITIAL_WEIGHTS_WITH_CHOICES] * NUM_LENGTHS
         weights = [_INITIAL_WEIGHTS, *with_choices, _INITIAL_WEIGHTS_ON_CHAIN]
         self.weights: Float32s = np.tile(np.array(weights, np.float32), (2 * _SETS * _SETS, 1))
+        self.weights[chains.ON_CHAIN] = _INITIAL_WEIGHTS_OF_CHAIN_ALONE  # the trie has no match
 
     @property
     def arrays(self) -> tuple[Float32s, Float32s, Float32s]:

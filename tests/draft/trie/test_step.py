@@ -8,9 +8,19 @@ import numpy as np
 import pytest
 
 from lookahead_vllm.draft.budget.cost import CostCurve, Load, StepCost
-from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.progress import EmittedTokens, Progress, WantedDrafts, count_tokens
+from lookahead_vllm.draft.jit import Int32s
+from lookahead_vllm.draft.options import CHAIN_LENGTH, LookaheadOptions
+from lookahead_vllm.draft.progress import (
+    GAP,
+    PROPOSED,
+    EmittedTokens,
+    Progress,
+    WantedDrafts,
+    count_tokens,
+    no_chains,
+)
 from lookahead_vllm.draft.proposer import DraftLimits, Verified
+from lookahead_vllm.draft.sources import DRAFTER
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie.acceptance_rate import HITS
 from lookahead_vllm.draft.trie.hybrid import HybridProposer
@@ -19,6 +29,7 @@ from lookahead_vllm.draft.trie.suffix import advance
 
 REQUESTS = 20  # more than `MIN_SHARED_TREES`
 MAX_MODEL_LEN = 4000
+DRAFTER_OF_3 = {CHAIN_LENGTH: 3}
 IDS = [str(i) for i in range(REQUESTS)]
 
 
@@ -69,7 +80,8 @@ class Pair:
         counts = np.array([len(burst) for burst in bursts.values()], np.int32)
         wanted = WantedDrafts(self.rows, nodes, may_branch)
         self.late.plan(IDS, wanted, contexts, load, verified)
-        emitted = EmittedTokens(self.rows, tokens, counts)
+        chains = self.chains()
+        emitted = EmittedTokens(self.rows, tokens, counts, chains)
         spans = count_tokens(self.progress.arrays[:], emitted[:])
         late, num_tokens = self.late.draft(self.progress, emitted, spans, wanted, MAX_MODEL_LEN)
         self.late.learn()
@@ -81,6 +93,7 @@ class Pair:
             hashes, *others = before
             self.other._extend((hashes.copy(), *others), new, inserts=False)
             self.other.observe(verified)
+        self.other.follow_chains(self.other._texts.rows_of(IDS), chains)
         limits = [
             DraftLimits(i, most, most, branch, context)
             for i, most, branch, context in zip(
@@ -90,6 +103,15 @@ class Pair:
         other = self.other.propose(limits, load)
         self.other._extend(before, new, learns=verified is None)
         return [late, other]
+
+    def chains(self) -> Int32s:
+        """What a trained drafter proposes; nothing without one."""
+        chains = no_chains(self.late.options.chain_length, REQUESTS)
+        for row in range(REQUESTS if chains.size else 0):
+            chains[row, :, 0, PROPOSED] = self.text(chains.shape[1])
+            chains[row, :, 1:, PROPOSED] = self.rng.integers(0, 40, chains[row, :, 1:, 0].shape)
+        chains[..., GAP] = self.rng.integers(0, 4, chains.shape[:-1])
+        return chains
 
     def move_on(self, bursts: dict[str, list[int]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Move the texts of `other` on; returns what it has to learn."""
@@ -132,14 +154,28 @@ class Pair:
         (HybridProposer, dict(budget=24, window_size=0, proposer="hybrid")),
         (HybridProposer, dict(budget=24, window_size=2, proposer="hybrid")),
         (HybridProposer, dict(budget="auto", proposer="hybrid", window_size=2)),
+        (NGramTrieProposer, dict(budget=24, drafter=DRAFTER_OF_3)),
+        (
+            HybridProposer,
+            dict(budget=24, window_size=0, proposer="hybrid", drafter=DRAFTER_OF_3),
+        ),
     ],
-    ids=["trie", "trie, auto", "hybrid", "hybrid with a comb in every step", "hybrid, auto"],
+    ids=[
+        "trie",
+        "trie, auto",
+        "hybrid",
+        "hybrid with a comb in every step",
+        "hybrid, auto",
+        "trie and drafter",
+        "hybrid and drafter",
+    ],
 )
 def test_drafts_and_what_is_learned_are_the_same(
     kind: type[NGramTrieProposer], options: dict[str, Any], threads: int
 ) -> None:
     pair = Pair(kind, options | {"draft_threads": threads})
     num_nodes = num_branching = 0
+    sources: set[int] = set()
     before = None
     for _ in range(30):
         late, other = pair.step(before)
@@ -147,8 +183,10 @@ def test_drafts_and_what_is_learned_are_the_same(
         assert pair.state(pair.late) == pair.state(pair.other)
         num_nodes += late.num_nodes
         num_branching += int(late.branching.sum())
+        sources.update(late.sources.tolist())
         before = late
     assert num_nodes > 1000 and num_branching > 50
+    assert (DRAFTER in sources) == (pair.late.options.drafter is not None)
 
 
 def test_what_a_request_has_said_is_learned_before_it_ends() -> None:
