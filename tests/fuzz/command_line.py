@@ -55,6 +55,7 @@ examples:
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60 --runner v2
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60 --runner v2 --elsewhere 0.5
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 40 --runner v2 --drafter
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --seed 7 --round 12
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --models deepseek_v2,deepseek_v3,falcon_h1
 """
@@ -88,6 +89,11 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         help="the share of the rounds on v2 in which lookahead's engine runs in other processes "
         "(default: 0.125)",
     )
+    add(
+        "--drafter",
+        action="store_true",
+        help="on v2: in each round, a tiny trained drafter proposes, too",
+    )
     add("--seed", type=int, help="of all rounds (default: a random one, which is printed)")
     add("--round", type=int, help="play this round only")
     add(
@@ -102,6 +108,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("--plant", metavar="BUG", help="plant a bug of tests/fuzz/plant.py, such as kv")
     args = parser.parse_args(argv)
+    if args.drafter and args.runner != ["v2"]:
+        parser.error("--drafter needs --runner v2")
     if not 0 <= args.elsewhere <= 1:
         parser.error(f"--elsewhere {args.elsewhere} was given, but a share is between 0 and 1")
     if args.model and not (args.model / "config.json").is_file():
@@ -117,6 +125,7 @@ def repeat_command(seed: int, number: int, args: argparse.Namespace) -> str:
     command += f" --models {args.models}" if args.models else ""
     command += f" --model {args.model}" if args.model else ""
     command += f" --runner {','.join(args.runner)} --elsewhere {args.elsewhere}"
+    command += " --drafter" if args.drafter else ""
     command += f" --plant {args.plant}" if args.plant else ""
     return f"\nrepeat it with:\n  {command}\n"
 
@@ -125,12 +134,16 @@ def models_and_text(args: argparse.Namespace) -> tuple[list[str], list[int] | No
     """The models to draw from and, with --model, the README's token ids to cut prompts from."""
     from transformers import AutoTokenizer
 
+    from tests.support.drafters import TARGETS
     from tests.support.hybrid_models import HYBRIDS
     from tests.support.models import TINY
 
-    models = args.models.split(",") if args.models else sorted(TINY) + sorted(HYBRIDS)
-    if unknown := set(models) - TINY.keys() - HYBRIDS.keys():
-        known = ", ".join([*sorted(TINY), *sorted(HYBRIDS)])
+    known = sorted(TINY) + sorted(HYBRIDS)
+    if args.drafter:
+        known = sorted(set().union(*TARGETS.values()))
+    models = args.models.split(",") if args.models else known
+    if unknown := set(models) - set(known):
+        known = ", ".join(known)
         sys.exit(f"--models: {', '.join(sorted(unknown))} not among {known}")
     if args.model:
         readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -152,7 +165,7 @@ def play_rounds(
     player = Rounds(folder)
     while args.round is not None or time.monotonic() < deadline:
         runner = args.runner[number % len(args.runner)]
-        round_ = draw_round(f"{seed}-{number}", models, text, runner, args.elsewhere)
+        round_ = draw_round(f"{seed}-{number}", models, text, runner, args.elsewhere, args.drafter)
         try:
             played = player.compare(round_)
         except Exception:

@@ -9,6 +9,7 @@ from typing import Any
 
 from lookahead_vllm.draft.registry import HAVE_WINDOW
 from tests.fuzz.round import TWO_REPLICAS, TWO_STAGES, Request, Round
+from tests.support.drafters import TARGETS
 
 VOCAB = 128
 SPECIAL = 5
@@ -121,6 +122,7 @@ def draw_round(
     text: list[int] | None = None,
     runner: str = "v1",
     elsewhere_share: float = 0.125,
+    with_drafter: bool = False,
 ) -> Round:
     """Draw the round of this seed; equal arguments give equal rounds.
 
@@ -132,6 +134,8 @@ def draw_round(
         See `Round`.
     elsewhere_share
         On V2: the probability that lookahead's engine runs in other processes.
+    with_drafter
+        On V2: whether a trained drafter proposes, too.
     """
     rng = random.Random(seed)
     model = rng.choice(models)
@@ -142,18 +146,24 @@ def draw_round(
     if runner == "v2" and rng.random() < elsewhere_share:
         elsewhere = rng.choice(
             ["engine and worker"]
-            + [TWO_STAGES] * (model in IN_STAGES)
-            + [TWO_REPLICAS] * (model not in HYBRIDS)
+            + [TWO_STAGES] * (model in IN_STAGES and not with_drafter)
+            + [TWO_REPLICAS] * (model not in HYBRIDS and not with_drafter)
         )
         features.add(f"other processes: {elsewhere}")
     settings = _draw_settings(draws, model, tiny, runner)
     # After reasoning, a grammar and the rest of a longer end may leave no permitted token.
     short_end = runner == "v2" and "reasoning_parser" in settings
     stress = _draw_stress(draws, model, settings, tiny, short_end)
-    lookahead = _draw_lookahead(draws) | ({"parallel": 2} if elsewhere == TWO_REPLICAS else {})
+    lookahead = _draw_lookahead(draws, with_drafter)
+    if elsewhere == TWO_REPLICAS:
+        lookahead["parallel"] = 2
+    drafter = ""
+    if with_drafter:
+        drafter = rng.choice([name for name, targets in TARGETS.items() if model in targets])
+        features.add(f"drafter {drafter}")
     if "lora" in features and "chunked prefill" in features:
         # With LoRA, vLLM reserves room for all drafts.
-        per_request = 1 + lookahead["num_speculative_tokens"]
+        per_request = 1 + max(lookahead["num_speculative_tokens"], 4 * with_drafter)
         stress["max_num_batched_tokens"] = stress["max_num_seqs"] * per_request
     requests = _draw_requests(draws, text, settings)
     if draws.has("references", 0.4):
@@ -172,7 +182,16 @@ def draw_round(
     if draws.has("sessions", 0.3 * may_have_sessions):
         _add_sessions(rng, requests, text, settings["max_model_len"])
     return Round(
-        model, settings, stress, lookahead, requests, features, runner, elsewhere, reset_every
+        model,
+        settings,
+        stress,
+        lookahead,
+        requests,
+        features,
+        runner,
+        drafter,
+        elsewhere,
+        reset_every,
     )
 
 
@@ -200,7 +219,7 @@ def _draw_settings(draws: FeatureDraws, model: str, tiny: bool, runner: str) -> 
     if has("structured output", 0.5):
         # Guidance has no room for the token that prompt embeddings add to the tokenizer, on V2 nor
         # for the 129th one of these models.
-        is_larger = runner != "v1" and model in ("qwen2", "qwen2_vl")
+        is_larger = runner != "v1" and model in ("qwen2", "qwen2_vl", "mimo")
         backends = ["xgrammar", "xgrammar", "guidance"]
         if is_larger or "prompt embeddings" in draws.features:
             backends = backends[:2]
@@ -243,12 +262,13 @@ def _draw_stress(
     return stress
 
 
-def _draw_lookahead(draws: FeatureDraws) -> dict[str, Any]:
+def _draw_lookahead(draws: FeatureDraws, with_drafter: bool) -> dict[str, Any]:
     """Draw the speculative config."""
     rng = draws.rng
-    proposer = rng.choice(
-        [*["hidden_path"] * 4, "ngram_trie", "always_right", *["jacobi_window", "hybrid"] * 2]
-    )
+    choices = [*["hidden_path"] * 4, "ngram_trie", "always_right", *["jacobi_window", "hybrid"] * 2]
+    if with_drafter:
+        choices = ["hidden_path", *["ngram_trie", "hybrid"] * 3]
+    proposer = rng.choice(choices)
     draws.features.add(f"proposer {proposer}")
     nodes = rng.choice([1, 4, 8, 16, 16, 32])
     lookahead: dict[str, Any] = dict(proposer=proposer, num_speculative_tokens=nodes, budget=nodes)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 
-from lookahead_vllm.draft.sources import GRAMMAR, NAMES, WINDOW
+from lookahead_vllm.draft.sources import DRAFTER, GRAMMAR, NAMES, WINDOW
 from lookahead_vllm.draft.tree import UNKNOWN, DraftTree
 from tests.fuzz.round import Request
 
@@ -119,7 +119,7 @@ class LeakDetector:
                 before = (root[0], root[1]) if parent < 0 else contexts[parent]
                 contexts.append((before[1], token))
                 # A window's nodes are arbitrary, and so is a tree's token list verified as a chain.
-                if source in (GRAMMAR, WINDOW) or (not from_proposer and prob == 1):
+                if source in (GRAMMAR, WINDOW, DRAFTER) or (not from_proposer and prob == 1):
                     continue
                 self.checked[NAMES[source]] += 1
                 if (before[1], token) not in pairs and (before[0], token) not in skips:

@@ -31,14 +31,15 @@ from tests.fuzz.processes import counters_of, engine_elsewhere
 from tests.fuzz.replies import Difference, Reply, differences
 from tests.fuzz.round import TWO_STAGES, Request, Round
 from tests.fuzz.spies import branching_requests, recorded_drafts
-from tests.support import proposers, v2_on_cpu
+from tests.support import drafters, proposers, v2_on_cpu
+from tests.support.drafters import save_drafter
 from tests.support.driving import drafter_of, engine, runner_of
 from tests.support.hybrid_models import ENGINE_SETTINGS, HYBRIDS, use_float32_gated_delta
-from tests.support.models import TINY, WANDERING, save_adapter, save_config, save_tiny_model
+from tests.support.models import WANDERING, save_adapter, save_config, save_tiny_model
 from tests.support.processors import NoRepeat, NoRepeatOnV2
 from tests.support.tokenizer import save_tokenizer
 
-CONFIGS = TINY | HYBRIDS
+CONFIGS = drafters.CONFIGS | HYBRIDS
 LAST_BITS = 4e-6
 """How much another order of additions may change a logit in float32, relative to the largest logit.
 
@@ -345,6 +346,8 @@ class Rounds:
             folder = self._folder / ("embeddings" if "enable_prompt_embeds" in settings else "ids")
             folder.mkdir(exist_ok=True)
             model = save_tokenizer(save_config(round_.model, folder, CONFIGS))
+            if lookahead and round_.drafter:
+                lookahead = {**lookahead, "drafter": save_drafter(round_.drafter, folder)}
         start: Any = partial(engine, drafts=None)  # a round may have none; `Report` counts them
         if lookahead and round_.processes:
             start = engine_elsewhere

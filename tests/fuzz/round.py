@@ -62,6 +62,8 @@ class Round:
         The speculative config.
     runner
         The model runner of vLLM: "v1", or "v2", whose steps are asynchronous.
+    drafter
+        vLLM's method of a trained drafter, one of `tests.support.drafters.DRAFTERS`; "" for none.
     processes
         What has a process of its own in the lookahead engine: nothing if "", else "engine and
         worker", TWO_STAGES or TWO_REPLICAS.
@@ -74,6 +76,7 @@ class Round:
     requests: list[Request]
     features: set[str]
     runner: str = "v1"
+    drafter: str = ""
     processes: str = ""
     reset_every: int = 0
     """After so many steps, the lookahead engine preempts all requests; 0 is never."""

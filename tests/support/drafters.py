@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tests.support.models import NOISY, TINY, save_config
 
-_LLAMA, _QWEN2 = TINY["llama"], TINY["qwen2"]
-_HEAD = {**_LLAMA, "num_hidden_layers": 1, "model_type": "llama"}
+_LLAMA = {**TINY["llama"], "model_type": "llama"}
+_HEAD = {**_LLAMA, "num_hidden_layers": 1}
 
-_CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     **TINY,
-    f"{NOISY}llama": {**_LLAMA, "model_type": "llama"},
+    f"{NOISY}llama": _LLAMA,
     "eagle": _HEAD,
     "eagle3": {
         **_HEAD,
@@ -22,34 +22,30 @@ _CONFIGS = {
         "num_aux_hidden_states": 3,
     },
     "mimo": {
-        **_QWEN2,
+        **TINY["qwen2"],
         "architecture": "MiMoForCausalLM",
         "model_type": "qwen2",
         "num_nextn_predict_layers": 1,
     },
 }
+"""Of targets and drafters."""
 
-DRAFTERS = {
-    "draft_model": ("llama", f"{NOISY}llama"),
-    "eagle": ("llama", "eagle"),
-    "eagle3": ("llama", "eagle3"),
-    "mtp": ("mimo", None),
+_MODELS = {"draft_model": f"{NOISY}llama", "eagle": "eagle", "eagle3": "eagle3", "mtp": None}
+"""The model of each of vLLM's methods; None if it is a part of the target."""
+
+TARGETS: dict[str, tuple[str, ...]] = {
+    "draft_model": ("llama", "mistral_window", "mixtral"),
+    "eagle": ("llama",),
+    "eagle3": ("llama",),
+    "mtp": ("mimo",),
 }
-"""By vLLM's method: a target, and the model that drafts for it."""
+"""The targets for which each method can draft."""
 
 
-class Drafted(NamedTuple):
-    """A target and its drafter."""
-
-    target: Path
-    drafter: dict[str, Any]
-    """Lookahead's option."""
-
-
-def save_drafter(method: str, folder: Path, length: int = 4) -> Drafted:
-    """Write a target and a drafter that proposes `length` tokens, one of DRAFTERS."""
-    target, model = DRAFTERS[method]
+def save_drafter(method: str, folder: Path, length: int = 4) -> dict[str, Any]:
+    """Write a drafter that proposes `length` tokens; returns lookahead's option."""
     drafter: dict[str, Any] = {"method": method, "num_speculative_tokens": length}
+    model = _MODELS[method]
     if model is not None:
-        drafter["model"] = str(save_config(model, folder, _CONFIGS))
-    return Drafted(save_config(target, folder, _CONFIGS), drafter)
+        drafter["model"] = str(save_config(model, folder, CONFIGS))
+    return drafter

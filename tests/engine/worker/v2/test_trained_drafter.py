@@ -12,9 +12,9 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from lookahead_vllm.draft.progress import PROPOSED
 from tests.support import v2_on_cpu
-from tests.support.drafters import DRAFTERS, save_drafter
+from tests.support.drafters import CONFIGS, TARGETS, save_drafter
 from tests.support.driving import drafter_of, engine, generate_staggered, random_prompts, runner_of
-from tests.support.models import WANDERING
+from tests.support.models import WANDERING, save_config
 from tests.support.proposers import record
 
 PROMPTS = random_prompts(16, 24)
@@ -39,9 +39,10 @@ def _on_v2() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("method", DRAFTERS)
+@pytest.mark.parametrize("method", TARGETS)
 def test_outputs_are_plain_vllms(method: str, tmp_path: Path) -> None:
-    target, drafter = save_drafter(method, tmp_path)
+    target = save_config(TARGETS[method][0], tmp_path, CONFIGS)
+    drafter = save_drafter(method, tmp_path)
     with engine(target, **SETTINGS) as llm:
         expected = generate_staggered(llm, PROMPTS, PARAMS)
     options = dict(budget=16, proposer="hybrid", drafter=drafter)
@@ -68,7 +69,8 @@ SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "mtp"])
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_chains_follow_from_the_text_alone(method: str, situation: str, tmp_path: Path) -> None:
-    target, drafter = save_drafter(method, tmp_path)
+    target = save_config(TARGETS[method][0], tmp_path, CONFIGS)
+    drafter = save_drafter(method, tmp_path)
     settings, driving = SITUATIONS[situation]
     options = dict(budget=8, proposer="hidden_path", drafter=drafter)
     with engine(target, options, **SETTINGS, **settings) as llm:
