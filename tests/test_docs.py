@@ -26,7 +26,8 @@ from lookahead_vllm.engine import plugin
 from lookahead_vllm.engine.config import is_lookahead
 from lookahead_vllm.engine.request_options import FLAT
 from tests.support import v2_on_cpu
-from tests.support.models import save_tiny_model
+from tests.support.drafters import CONFIGS
+from tests.support.models import save_config, save_tiny_model
 from tests.support.tokenizer import save_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -149,8 +150,10 @@ def test_vllm_takes_the_flags_that_are_shown(words: list[str], tmp_path: Path) -
         place = flags.index("--config")
         config = yaml.safe_load((ROOT / flags[place + 1]).read_text())
         flags[place : place + 2] = as_flags(config)
-    on_a_gpu = v2_on_cpu.enabled() if any("parallel" in flag for flag in flags) else nullcontext()
-    with on_a_gpu:
+    needs_a_gpu = any("parallel" in flag or "drafter" in flag for flag in flags)
+    head = str(save_config("eagle3", tmp_path, CONFIGS))
+    flags = [flag.replace("HEAD", head) for flag in flags]
+    with v2_on_cpu.enabled() if needs_a_gpu else nullcontext():
         check(parser.parse_args(flags), tmp_path, any("lookahead" in flag for flag in flags))
 
 

@@ -155,7 +155,7 @@ def test_every_number_of_a_report_is_counted() -> None:
 
     verified = [value("nodes_verified_total", source=source) for source in NAMES]
     accepted = [value("nodes_accepted_total", source=source) for source in NAMES]
-    assert (verified, accepted) == ([16, 8, 4, 2, 14, 6], [8, 4, 2, 0, 10, 2])
+    assert (verified, accepted) == ([16, 8, 4, 2, 14, 6, 0], [8, 4, 2, 0, 10, 2, 0])
     assert value("acceptance_length_count") == 6
     assert value("acceptance_length_sum") == 14
     assert value("acceptance_length_bucket", le="1.0") == 2
