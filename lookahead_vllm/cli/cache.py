@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -262,7 +261,4 @@ def main(argv: Sequence[str]) -> int:
         options.error(f"{error.filename or options.out}: {error.strerror or error}")
     except (UsageError, OptionError, TextError) as error:
         options.error(str(error))
-    except KeyboardInterrupt:
-        print("\ninterrupted; nothing was written", file=sys.stderr)
-        return 130
     return 0

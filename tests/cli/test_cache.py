@@ -337,7 +337,7 @@ def test_ctrl_c_writes_nothing(
     monkeypatch.setattr(NGramTrieProposer, "extend", interrupt)
     monkeypatch.setattr(NGramTrieProposer, "_compile", lambda self: None)
     options = ["--texts", str(tmp_path / "a.txt"), "--out", str(tmp_path / "c")]
-    assert main(["build", "--model", str(model), *options]) == 130
+    assert main_command(["cache", "build", "--model", str(model), *options]) == 130
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
