@@ -31,12 +31,10 @@ HAS_AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
 SIZES = [6, 0, 1, 4]
 
 
-@pytest.fixture(params=["triton"] if IS_INTERPRETED else ["native", "torch"])
-def kernels(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The implementation that the tests run on."""
-    if request.param == "torch":
-        monkeypatch.setattr(cpu, "_library", lambda *_: None)
-    elif request.param == "native" and not native.available():
+@pytest.fixture
+def kernels() -> None:
+    """Triton's interpreter, or the compiled kernels."""
+    if not IS_INTERPRETED and not native.available():
         pytest.skip("there is no compiler")
 
 
