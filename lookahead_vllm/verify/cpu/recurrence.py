@@ -34,12 +34,10 @@ def mamba2(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
+    D: Tensor,
+    dt_bias: Tensor,
     trees: StateRows,
     out: Tensor,
-    z: Tensor | None,
-    dt_softplus: bool,
 ) -> None:
     """See `recurrence.mamba2`; dt is [n, heads], A, D and dt_bias are [heads].
 
@@ -48,18 +46,18 @@ def mamba2(
     ValueError
         `trees` breaks a rule of `StateRows`.
     """
-    library = _library(state, x, B, C, out, *([] if z is None else [z]))
+    library = _library(state, x, B, C, out)
     heads, dim, dstate = state.shape[1:]
-    x, B, C, z = map(_with_strided_rows, (x, B, C, z))
+    x, B, C = map(_with_strided_rows, (x, B, C))
     if B.stride(0) != C.stride(0):
         B, C = B.contiguous(), C.contiguous()
     dt, A, D, dt_bias = map(_floats, (dt, A, D, dt_bias))
     _need_strided_rows(out)
     call = native.Mamba2Call(
         state.data_ptr(), state.stride(0),
-        *map(_address, (x, B, C, z)), x.stride(0), B.stride(0), 0 if z is None else z.stride(0),
+        *map(_address, (x, B, C)), x.stride(0), B.stride(0),
         *map(_address, (dt, A, D, dt_bias)), out.data_ptr(), out.stride(0),
-        heads, B.shape[1], dim, dstate, dt_softplus, torch.get_num_threads(),
+        heads, B.shape[1], dim, dstate, torch.get_num_threads(),
     )  # fmt: skip
     _run(library.lookahead_mamba2, call, trees, state, x)
 
@@ -75,7 +73,6 @@ def gated_delta(
     dt_bias: Tensor,
     trees: StateRows,
     out: Tensor,
-    scale: float,
 ) -> None:
     """See `recurrence.gated_delta`.
 
@@ -93,7 +90,7 @@ def gated_delta(
         state.data_ptr(), state.stride(0), *map(_address, (q, k, v)),
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         *map(_address, (a, b, A_log, dt_bias)), out.data_ptr(), *out.stride()[:2],
-        key_heads, heads, key_size, value_size, scale, torch.get_num_threads(),
+        key_heads, heads, key_size, value_size, key_size**-0.5, torch.get_num_threads(),
     )  # fmt: skip
     _run(library.lookahead_gated_delta, call, trees, state, q)
 
@@ -217,11 +214,10 @@ def _run(
     most_rows: int | None = None,
 ) -> None:
     starts, parents, columns, accepted = trees
-    starts, accepted = starts.contiguous(), accepted.contiguous()
-    parents = parents if parents is None else parents.contiguous()
+    starts, parents, accepted = (part.contiguous() for part in (starts, parents, accepted))
     most = columns.shape[1]
     forest = native.Forest(
-        len(starts) - 1, len(rows), len(state), starts.data_ptr(), _address(parents),
+        len(starts) - 1, len(rows), len(state), starts.data_ptr(), parents.data_ptr(),
         columns.data_ptr(), most if most_rows is None else min(most, most_rows), *columns.stride(),
         accepted.data_ptr(),
     )  # fmt: skip
@@ -239,9 +235,9 @@ def _floats(tensor: Tensor | None) -> Any:
     return None if tensor is None else tensor.float().contiguous()
 
 
-def _with_strided_rows(tensor: Tensor | None) -> Any:
+def _with_strided_rows(tensor: Tensor) -> Tensor:
     """The tensor, or a copy whose rows are contiguous."""
-    if tensor is None or tensor.stride()[1:] == (tensor.shape[2], 1):
+    if tensor.stride()[1:] == (tensor.shape[2], 1):
         return tensor
     return tensor.contiguous()
 
