@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from tqdm import tqdm
-
 from lookahead_vllm.cli.arguments import check_output, positive
 from lookahead_vllm.draft.budget.cost import CostCurve
 from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.machine import versions
 from lookahead_vllm.simulation.proposers import NAMES, Make, choose_proposers
-from lookahead_vllm.simulation.replay import MODES, Mode, passes, simulate
+from lookahead_vllm.simulation.replay import MODES, Mode, simulate
 from lookahead_vllm.simulation.tables import (
     Results,
     by_category,
@@ -136,22 +134,14 @@ def run(
     options: argparse.Namespace, makers: Mapping[str, Make], files: Sequence[TraceFile]
 ) -> Results:
     """Replay every file with every proposer and budget."""
-    tokens = sum(file.num_tokens for file in files) * passes(options.mode)
-    runs = [(name, budget) for name in makers for budget in options.budget]
-    results: Results = {}
-    form = "{desc} |{bar}| {percentage:3.0f} %, {elapsed}, {remaining} left"
-    with tqdm(total=tokens * len(runs), bar_format=form) as bar:
-        for name, budget in runs:
-            bar.set_description(f"{name}, {budget}")
-            results.setdefault(name, {})[str(budget)] = simulate(
-                partial(makers[name], budget, options.cost_curve),
-                budget,
-                files,
-                options.mode,
-                curve=options.cost_curve,
-                advance=bar.update,
-            )
-    return results
+    curve = options.cost_curve
+    return {
+        name: {
+            str(budget): simulate(partial(make, budget, curve), budget, files, options.mode, curve)
+            for budget in options.budget
+        }
+        for name, make in makers.items()
+    }
 
 
 def report(results: Results, files: Sequence[TraceFile]) -> None:

@@ -14,6 +14,7 @@ from time import perf_counter_ns
 from typing import Literal, TypedDict
 
 import numpy as np
+from tqdm import tqdm
 
 from lookahead_vllm.draft.budget.cost import CostCurve
 from lookahead_vllm.draft.proposer import DraftLimits, Proposer
@@ -26,9 +27,6 @@ MODES: tuple[Mode, ...] = ("cold", "replay")
 
 WARM_UP_TRACES = 3
 """The number of traces replayed first with a separate proposer, so that no timed call compiles."""
-
-Advance = Callable[[int], None]
-"""A progress callback, called with the number of output tokens just replayed."""
 
 
 @dataclass
@@ -122,9 +120,7 @@ def simulate(
     budget: int,
     files: Sequence[TraceFile],
     modes: Sequence[Mode],
-    *,
     curve: CostCurve | None = None,
-    advance: Advance = lambda tokens: None,
 ) -> dict[Mode, Entry]:
     """Replay every file, each with a new proposer, and return the figures by mode.
 
@@ -140,8 +136,6 @@ def simulate(
         "cold": all traces of a file, in order. "replay": after all were replayed once.
     curve : CostCurve, optional
         The cost of a step, for the simulated speed-up.
-    advance : callable
-        Called with the number of output tokens just replayed, except in the warm-up.
     """
     warm_up = make()
     for i, trace in enumerate(files[0].traces[:WARM_UP_TRACES]):
@@ -151,29 +145,21 @@ def simulate(
     by_file: dict[Mode, dict[str, Figures]] = {mode: {} for mode in modes}
     for file in files:
         proposer = make()
-        by_mode: dict[Mode, list[Played]] = {"cold": _play_all(proposer, file, budget, 1, advance)}
+        by_mode: dict[Mode, list[Played]] = {"cold": _play_all(proposer, file, budget, 1)}
         if "replay" in modes:
-            by_mode["replay"] = _play_all(proposer, file, budget, 2, advance)
+            by_mode["replay"] = _play_all(proposer, file, budget, 2)
         for mode in modes:
             played[mode].append(by_mode[mode])
             by_file[mode][str(file.path)] = figures(by_mode[mode], curve)
     return {mode: _entry(played[mode], by_file[mode], curve) for mode in modes}
 
 
-def _play_all(
-    proposer: Proposer, file: TraceFile, budget: int, replay_number: int, advance: Advance
-) -> list[Played]:
-    result = []
+def _play_all(proposer: Proposer, file: TraceFile, budget: int, replay_number: int) -> list[Played]:
+    traces = tqdm(file.traces, file.path.name, unit=" texts", leave=False, disable=None)
     with _no_garbage_collection():
-        for i, trace in enumerate(file.traces):
-            result.append(play(proposer, trace, f"{replay_number}-{i}", budget))
-            advance(len(trace.output))
-    return result
-
-
-def passes(modes: Sequence[Mode]) -> int:
-    """The number of times that `simulate` replays each file."""
-    return 2 if "replay" in modes else 1
+        return [
+            play(proposer, trace, f"{replay_number}-{i}", budget) for i, trace in enumerate(traces)
+        ]
 
 
 def figures(played: Sequence[Played], curve: CostCurve | None = None) -> Figures:
