@@ -15,9 +15,6 @@ from typing import BinaryIO
 LEFTOVER_SECONDS = 3600
 """A temporary file that was not written to for so long belongs to a killed process."""
 
-MAX_REFUSED_FILES = 3
-"""The number of refused files that are kept beside a file."""
-
 
 class RefusedFileError(ValueError):
     """The file is refused; the message is one sentence about it that begins with `it`."""
@@ -96,21 +93,13 @@ def reading(path: Path) -> Iterator[BinaryIO]:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a refused file to `NAME.refused-TIME`, which is returned.
-
-    The latest MAX_REFUSED_FILES such files are kept; older ones are removed.
+    """Rename a refused file to `NAME.refused`, which is returned; an older one is replaced.
 
     Raises
     ------
     OSError
         The file could not be renamed.
     """
-    now = time.time_ns()
-    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now // 10**9))
-    target = path.with_name(f"{path.name}.refused-{stamp}.{now % 10**9:09}")
+    target = path.with_name(f"{path.name}.refused")
     os.rename(path, target)
-    name = re.compile(rf"{re.escape(path.name)}\.refused-\d{{8}}T\d{{6}}\.\d{{9}}")
-    for old in sorted(filter(name.fullmatch, os.listdir(path.parent)))[:-MAX_REFUSED_FILES]:
-        with suppress(OSError):
-            path.with_name(old).unlink()
     return target

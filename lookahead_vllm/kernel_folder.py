@@ -8,8 +8,6 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -77,7 +75,7 @@ def _persistent_folder() -> Path:
 
 
 def _temporary_folder() -> Path:
-    root = temporary_root()
+    root = Path(tempfile.mkdtemp(prefix="lookahead_vllm-"))
     os.environ[_ROOT_VARIABLE] = str(root)  # for child processes
     creator = os.getpid()
 
@@ -89,37 +87,6 @@ def _temporary_folder() -> Path:
     directory = root / _NAME
     directory.mkdir(mode=0o700)
     return directory
-
-
-def temporary_root() -> Path:
-    """Create a folder in the temporary directory or, if that is full, in shared memory.
-
-    Raises
-    ------
-    OSError
-        The folder could not be created in either.
-    """
-    last_error: OSError | None = None
-    for parent in _temporary_directories():
-        try:
-            root = Path(tempfile.mkdtemp(prefix="lookahead_vllm-", dir=parent))
-        except OSError as error:
-            last_error = error
-            continue
-        try:
-            _check_writable(root)
-        except OSError as error:
-            last_error = error
-            root.rmdir()
-            continue
-        return root
-    raise last_error or OSError("there is no folder for temporary files")
-
-
-def _temporary_directories() -> Iterator[str]:
-    with suppress(OSError):  # gettempdir found none that is writable
-        yield tempfile.gettempdir()
-    yield "/dev/shm"
 
 
 def _check_writable(directory: Path) -> None:

@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
         *(DRAFT, VERIFY, f"{ENGINE}.*", f"{ENGINE}.worker.*", f"{ENGINE}.worker.v2"),
     },
     "simulation": {
-        *("numpy", "arctic_inference"),
+        *("numpy", "tqdm"),
         *(DRAFT, f"{VERIFY}.*", "lookahead_vllm.simulation"),
     },
     "cli": {"numpy", "tqdm", "torch", "vllm", "transformers", PACKAGE.name},

@@ -12,17 +12,9 @@ from pathlib import Path
 import pytest
 
 from lookahead_vllm import kernel_folder
-from tests.support.compilers import quick_compiler
 
 ROOT = Path(__file__).parents[1]
 NOBODY = 65534
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compiler() -> Iterator[None]:
-    with quick_compiler() as path, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXX", path)
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -89,15 +81,12 @@ def test_an_unsafe_or_unwritable_folder_is_not_used(
     kernel_folder.shutil.rmtree(directory.parent)
 
 
-COMPILES = """
+LOOKS = """
 import logging, sys
 logging.basicConfig(format="WARNED %(message)s", stream=sys.stdout)
 from lookahead_vllm.kernel_folder import cache_dir
-from lookahead_vllm.verify.cpu import native
-assert native.load() is not None
 print("DONE", cache_dir())
 """
-LOOKS = COMPILES.replace("assert native.load() is not None\n", "")
 
 
 def run(code: str, folder: Path | str, *prefix: str, **changes: str) -> tuple[list[str], Path]:
@@ -127,15 +116,10 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_is_not_used_and_one_that_becomes_full_causes_no_failure(
-    full_disk: Path,
-) -> None:
-    (full_disk / "rest").write_bytes(bytes(160 << 10))
-    warnings, used = run(COMPILES, full_disk)
-    assert warnings == [] and full_disk in used.parents
+def test_a_full_disk_is_not_used(full_disk: Path) -> None:
     (full_disk / "rest").write_bytes(bytes(240 << 10))
-    with pytest.raises(OSError, match="No space left"):
-        kernel_folder._check_writable(full_disk)
+    warnings, used = run(LOOKS, full_disk)
+    assert len(warnings) == 1 and full_disk not in used.parents
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can run a process as another user")

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.command_line import PROMPT_LINES, engine_parser, positives
 from benchmarks.methods import KNOWN
 from lookahead_vllm.cli.arguments import positive
-from lookahead_vllm.simulation.drafters import key_value
+from lookahead_vllm.simulation.proposers import key_value
 
 EPILOG = f"""\
 examples:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from lookahead_vllm.cli.arguments import check_output, escape_unprintable
 from lookahead_vllm.draft.trie import priors
 from lookahead_vllm.draft.trie.acceptance_rate import HITS, TRIALS, AcceptanceRate
-from lookahead_vllm.simulation.drafters import Lookahead
+from lookahead_vllm.simulation.proposers import proposer_of
 from lookahead_vllm.simulation.replay import play
 from lookahead_vllm.simulation.traces import Trace, TraceError, TraceFile, load_traces
 
@@ -79,10 +79,11 @@ def learn(files: Sequence[TraceFile], seed: int) -> AcceptanceRate:
     random.Random(seed).shuffle(parts)
     rate = AcceptanceRate()
     for part in tqdm(parts, "Learning", unit="part", leave=False):
-        drafter = Lookahead({"proposer": "ngram_trie", "max_nodes": 400_000}, TRAINING_NODES, None)
-        drafter.proposer.rate = rate  # type: ignore[attr-defined]
+        settings = {"proposer": "ngram_trie", "max_nodes": 400_000}
+        proposer = proposer_of(settings, TRAINING_NODES, None)
+        proposer.rate = rate  # type: ignore[attr-defined]
         for i, trace in enumerate(part):
-            play(drafter, trace, str(i), TRAINING_NODES)
+            play(proposer, trace, str(i), TRAINING_NODES)
     return rate
 
 

@@ -8,26 +8,12 @@ import os
 import sys
 from pathlib import Path
 
-from lookahead_vllm.draft.options import LookaheadOptions, OptionError, allowed_values
-
 
 def positive(text: str) -> int:
     """A number of at least 1."""
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
-
-
-def ngrams(text: str) -> int:
-    """A number of n-grams, however the server would read it; its range is checked later."""
-    try:
-        return int(text)
-    except ValueError:
-        allowed, default = allowed_values("max_nodes"), LookaheadOptions.max_nodes
-        try:
-            return int(allowed.read("max_nodes", text, default))
-        except OptionError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def escape_unprintable() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from lookahead_vllm.cli.arguments import check_output, ngrams
+from lookahead_vllm.cli.arguments import check_output, positive
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache.warming import TextError, learn, read_texts
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
@@ -81,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     add("--namespace", default="", metavar="NAME", help="which requests it serves; see below")
     add(
         "--max-nodes",
-        type=ngrams,
+        type=positive,
         metavar="N",
         help=f"capacity in n-grams (default: {LookaheadOptions.max_nodes})",
     )
@@ -240,14 +239,11 @@ def learn_files(
 ) -> tuple[int, int]:
     """Learn all texts, with a progress bar; returns how many texts and tokens were learned."""
     num_texts, num_tokens = 0, 0
-    total = sum(path.stat().st_size for path in paths)
-    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
-        for path in paths:
-            bar.set_description(path.name)
-            for text in read_texts(path, tokenizer):
-                learn(proposer, text, namespace, bar.update)
-                num_texts += bool(text.answer)
-                num_tokens += len(text.answer)
+    for path in paths:
+        for text in tqdm(read_texts(path, tokenizer), path.name, unit=" texts", disable=None):
+            learn(proposer, text, namespace)
+            num_texts += bool(text.answer)
+            num_tokens += len(text.answer)
     return num_texts, num_tokens
 
 
@@ -262,7 +258,4 @@ def main(argv: Sequence[str]) -> int:
         options.error(f"{error.filename or options.out}: {error.strerror or error}")
     except (UsageError, OptionError, TextError) as error:
         options.error(str(error))
-    except KeyboardInterrupt:
-        print("\ninterrupted; nothing was written", file=sys.stderr)
-        return 130
     return 0

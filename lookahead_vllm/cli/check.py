@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 import tempfile
 import textwrap
 import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from lookahead_vllm.cli import findings
 from lookahead_vllm.engine import compatibility
-from lookahead_vllm.engine.seams import SEAMS
 
 EPILOG = """\
 The rows are `ok`, `note` (works, but slower than it could be, or untested) or `FAILS` (lookahead
@@ -25,7 +22,6 @@ server, with the same environment variables.
 
 examples:
   lookahead-vllm check
-  lookahead-vllm check --patches
   pip download --no-deps vllm==0.33.0 && lookahead-vllm check --wheel vllm-0.33.0-*.whl
 
 The exit status is 0 if it works, 1 if not (with --wheel: if something is missing), 2 for wrong
@@ -33,11 +29,6 @@ arguments.
 """
 TITLE_WIDTH = 18
 STATUS_WIDTH = 7
-_DAMAGED = (
-    *(OSError, EOFError, RuntimeError, SyntaxError, ValueError),
-    *(zipfile.BadZipFile, zlib.error),
-)
-"""What reading a damaged wheel raises."""
 
 
 def _release(text: str) -> Path:
@@ -58,17 +49,12 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    group = result.add_mutually_exclusive_group()
-    group.add_argument(
-        "--patches", action="store_true", help="list the places of vLLM that lookahead patches"
-    )
-    group.add_argument(
+    result.add_argument(
         "--wheel",
-        nargs="+",
         type=_release,
         metavar="WHEEL",
-        help="instead compare what lookahead uses of vLLM with releases that are not installed: "
-        "wheels, or folders that hold the package `vllm`",
+        help="instead compare what lookahead uses of vLLM with a release that is not installed: "
+        "a wheel, or a folder that holds the package `vllm`",
     )
     return result
 
@@ -101,23 +87,6 @@ def check_machine() -> int:
     return 0
 
 
-def print_patches() -> None:
-    """Every place that lookahead replaces in vLLM, with its purpose."""
-    patches = [seam for seam in SEAMS if seam.is_patch]
-    print(
-        f"lookahead replaces {len(patches)} places of vLLM, and extends "
-        f"{len(SEAMS) - len(patches)} by subclasses.\n"
-        "`wrapped` ones stay replaced; `swapped` ones are replaced while one function runs.\n"
-        "A process that does not enable lookahead has the patches of EngineArgs only.\n"
-    )
-    for seam in patches:
-        for place in seam.places:
-            print(f"{seam.use:8} {place}")
-        release = f" (only vLLM {seam.release})" if seam.release else ""
-        for line in (f"{seam.why}{release}", f"until {seam.until}"):
-            print(textwrap.fill(line, 100, initial_indent=" " * 9, subsequent_indent=" " * 9))
-
-
 def compare(place: Path) -> list[str]:
     """One sentence for each thing that lookahead uses of vLLM and this release lacks.
 
@@ -132,20 +101,13 @@ def compare(place: Path) -> list[str]:
         return list(compatibility.problems(Path(folder)))
 
 
-def compare_all(places: Sequence[Path]) -> int:
-    """Print the differences of each release; 1 if there are any, 2 if one is damaged, else 0."""
-    found = 0
-    for place in places:
-        try:
-            missing = compare(place)
-        except _DAMAGED as error:
-            print(f"{place} cannot be read, and may be damaged: {error}", file=sys.stderr)
-            return 2
-        found += len(missing)
-        print(f"{place.name}: {len(missing)} differences")
-        for problem in missing:
-            print(f"  {problem}")
-    return 1 if found else 0
+def print_differences(place: Path) -> int:
+    """Print the differences of a release; 1 if there are any, else 0."""
+    missing = compare(place)
+    print(f"{place.name}: {len(missing)} differences")
+    for problem in missing:
+        print(f"  {problem}")
+    return 1 if missing else 0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -154,8 +116,5 @@ def main(argv: Sequence[str]) -> int:
     options = arguments.parse_args(argv)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
     if options.wheel:
-        return compare_all(options.wheel)
-    if options.patches:
-        print_patches()
-        return 0
+        return print_differences(options.wheel)
     return check_machine()

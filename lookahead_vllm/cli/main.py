@@ -47,5 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     escape_unprintable()
     command = parser().parse_args(arguments[:1]).command
-    status: int = importlib.import_module(f"lookahead_vllm.cli.{command}").main(arguments[1:])
+    try:
+        status: int = importlib.import_module(f"lookahead_vllm.cli.{command}").main(arguments[1:])
+    except KeyboardInterrupt:
+        print("\ninterrupted; nothing was written", file=sys.stderr)
+        return 130
     return status

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from tqdm import tqdm
 
 from lookahead_vllm.cli.arguments import check_output, positive
 from lookahead_vllm.draft.budget.cost import CostCurve
 from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.machine import versions
-from lookahead_vllm.simulation.drafters import Make, choose_drafters, describe
-from lookahead_vllm.simulation.replay import MODES, Mode, passes, simulate
-from lookahead_vllm.simulation.rivals import has_arctic_inference
+from lookahead_vllm.simulation.proposers import NAMES, Make, choose_proposers
+from lookahead_vllm.simulation.replay import MODES, Mode, simulate
 from lookahead_vllm.simulation.tables import (
     Results,
     by_category,
@@ -31,8 +26,8 @@ from lookahead_vllm.simulation.traces import TraceError, TraceFile, load_traces
 EPILOG = """\
 example:
   lookahead-vllm simulate --traces *_reference.jsonl \\
-      --proposers ngram_trie,prompt_lookup,suffix --budget 16,32 --mode cold,replay \\
-      --json out.json
+      --proposers ngram_trie,ngram_trie:branch_length=8 \\
+      --budget 16,32 --mode cold,replay --json out.json
 
 a line of the traces:
   {"prompt_token_ids": [1, 9690, ...], "output_token_ids": [504, ...],
@@ -40,9 +35,7 @@ a line of the traces:
   The last three may be missing.
 
 proposers:
-%s
-  Settings make another proposer: ngram_trie:branch_length=8:max_nodes=50000,
-  suffix:max_tree_depth=64, prompt_lookup:prompt_lookup_min=3.
+  ngram_trie, with the options of a server, as in ngram_trie:branch_length=8:max_nodes=50000.
   hybrid and jacobi_window learn from the model's choices, which a recording does not have.
 
 modes:
@@ -65,9 +58,8 @@ method:
   Requests run one at a time. The prefill produces the first output token, so that token is no
   decode step. A step proposes a tree, accepts its longest path that agrees with the recorded
   output, and commits that path and one more token. The remaining recorded output bounds the depth:
-  deeper nodes of any proposer are not sent. Times are those of the proposer's calls, in this
-  process, with garbage collection off, after a warm-up on another instance; those of prompt_lookup
-  are of a NumPy version of vLLM's kernel.
+  deeper nodes are not sent. Times are those of the proposer's calls, in this
+  process, with garbage collection off, after a warm-up on another instance.
 
 The exit status is 0, 2 for wrong options or traces, 130 after Ctrl-C.
 """
@@ -75,21 +67,15 @@ The exit status is 0, 2 for wrong options or traces, 130 after Ctrl-C.
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    listed = "\n".join(f"  {line}" for line in describe().splitlines())
     result = argparse.ArgumentParser(
         prog="lookahead-vllm simulate",
         description=__doc__,
-        epilog=EPILOG.replace("%s", listed),
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = result.add_argument
     add("--traces", required=True, nargs="+", type=Path, metavar="FILE.jsonl", help="see below")
-    add(
-        "--proposers",
-        metavar="A,B",
-        help="default: ngram_trie,prompt_lookup,suffix; suffix only where arctic-inference is "
-        "installed",
-    )
+    add("--proposers", default=NAMES[0], metavar="A,B", help=f"default: {NAMES[0]}; see below")
     add(
         "--budget",
         type=budgets,
@@ -99,7 +85,6 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--mode", type=modes, default=["cold"], metavar="A,B", help="default: cold; see below")
     add("--limit", type=positive, metavar="N", help="the first N traces of each file")
-    add("--shuffle", type=int, metavar="SEED", help="shuffle the traces of each file first")
     add(
         "--no-loops",
         action="store_true",
@@ -109,8 +94,8 @@ def parser() -> argparse.ArgumentParser:
         "--cost-curve",
         type=cost_curve,
         metavar="TOKENS:MS,...",
-        help="cost of a step by its tokens, as in 1:25,8:32.4,32:73.5: proposers of this package "
-        "then send only nodes that are worth their cost, and the speed-up is computed",
+        help="cost of a step by its tokens, as in 1:25,8:32.4,32:73.5: proposers then "
+        "send only nodes that are worth their cost, and the speed-up is computed",
     )
     add("--json", type=Path, metavar="OUT.json", help="write all results to this file")
     return result
@@ -145,81 +130,25 @@ def cost_curve(text: str) -> CostCurve:
         ) from None
 
 
-def default_proposers() -> str:
-    """The value of --proposers if it is not given; prints a note if suffix is left out."""
-    if has_arctic_inference():
-        return "ngram_trie,prompt_lookup,suffix"
-    print(
-        "note: suffix is left out, because arctic-inference is not installed; scripts/setup.sh "
-        "--bench installs it",
-        file=sys.stderr,
-    )
-    return "ngram_trie,prompt_lookup"
-
-
-class Simulation:
-    """The proposers and traces of one call, and the results so far."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        if options.json:
-            check_output(options.json, OptionError)
-        self.options = options
-        names = default_proposers() if options.proposers is None else options.proposers
-        self.makers: dict[str, Make] = choose_drafters(names)
-        self.files: list[TraceFile] = [
-            load_traces(path, options.limit, options.shuffle, options.no_loops)
-            for path in dict.fromkeys(options.traces)
-        ]
-        self.results: Results = {}
-        self.complete = False
-
-    def run(self) -> None:
-        """Replay every file with every proposer and budget."""
-        tokens = sum(file.num_tokens for file in self.files) * passes(self.options.mode)
-        runs = [(name, budget) for name in self.makers for budget in self.options.budget]
-        form = "{desc} |{bar}| {percentage:3.0f} %, {elapsed}, {remaining} left"
-        with tqdm(total=tokens * len(runs), bar_format=form) as bar:
-            for name, budget in runs:
-                bar.set_description(f"{name}, {budget}")
-                curve = self.options.cost_curve
-                self.results.setdefault(name, {})[str(budget)] = simulate(
-                    partial(self.makers[name], budget, curve),
-                    budget,
-                    self.files,
-                    self.options.mode,
-                    curve=curve,
-                    advance=bar.update,
-                )
-        self.complete = True
-
-    def meta(self, argv: Sequence[str]) -> dict[str, Any]:
-        """Versions, inputs and arguments: what it takes to repeat this run."""
-        return {
-            "versions": versions(),
-            "files": {
-                str(file.path): {
-                    "traces": len(file.traces),
-                    "tokens": file.num_tokens,
-                    "too_short": file.too_short,
-                }
-                for file in self.files
-            },
-            "argv": list(argv),
-            "complete": self.complete,
+def run(
+    options: argparse.Namespace, makers: Mapping[str, Make], files: Sequence[TraceFile]
+) -> Results:
+    """Replay every file with every proposer and budget."""
+    curve = options.cost_curve
+    return {
+        name: {
+            str(budget): simulate(partial(make, budget, curve), budget, files, options.mode, curve)
+            for budget in options.budget
         }
+        for name, make in makers.items()
+    }
 
 
-def report(simulation: Simulation, argv: Sequence[str]) -> None:
-    """Write the JSON of the finished runs, and print their tables."""
-    options, results = simulation.options, simulation.results
-    if results and options.json:
-        content = {"meta": simulation.meta(argv), "results": results}
-        options.json.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-    for file in simulation.files:
+def report(results: Results, files: Sequence[TraceFile]) -> None:
+    """Print the files and the tables."""
+    for file in files:
         short = f", {file.too_short} shorter than two tokens left out" if file.too_short else ""
         print(f"{file.path}: {len(file.traces)} traces, {file.num_tokens} tokens{short}")
-    if not results:
-        return
     tables = [
         overall_table(results),
         parts_table(results, "EDL (nodes)", by_file),
@@ -234,14 +163,16 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser()
     options = arguments.parse_args(argv)
     try:
-        simulation = Simulation(options)
+        if options.json:
+            check_output(options.json, OptionError)
+        makers = choose_proposers(options.proposers)
+        paths = dict.fromkeys(options.traces)
+        files = [load_traces(path, options.limit, no_loops=options.no_loops) for path in paths]
     except (OptionError, TraceError) as error:
         arguments.error(str(error))
-    interrupted = False
-    try:
-        simulation.run()
-    except KeyboardInterrupt:
-        interrupted = True
-        print("\ninterrupted; these runs had finished", file=sys.stderr)
-    report(simulation, argv)
-    return 130 if interrupted else 0
+    results = run(options, makers, files)
+    if options.json:
+        content = {"meta": {"versions": versions(), "argv": list(argv)}, "results": results}
+        options.json.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    report(results, files)
+    return 0

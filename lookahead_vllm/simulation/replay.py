@@ -14,11 +14,11 @@ from time import perf_counter_ns
 from typing import Literal, TypedDict
 
 import numpy as np
+from tqdm import tqdm
 
 from lookahead_vllm.draft.budget.cost import CostCurve
-from lookahead_vllm.draft.proposer import DraftLimits
+from lookahead_vllm.draft.proposer import DraftLimits, Proposer
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest
-from lookahead_vllm.simulation.drafters import Drafter
 from lookahead_vllm.simulation.traces import Trace, TraceFile
 from lookahead_vllm.verify.acceptance import accepted_paths
 
@@ -26,10 +26,7 @@ Mode = Literal["cold", "replay"]
 MODES: tuple[Mode, ...] = ("cold", "replay")
 
 WARM_UP_TRACES = 3
-"""The number of traces replayed first with a separate drafter, so that no timed call compiles."""
-
-Advance = Callable[[int], None]
-"""A progress callback, called with the number of output tokens just replayed."""
+"""The number of traces replayed first with a separate proposer, so that no timed call compiles."""
 
 
 @dataclass
@@ -75,13 +72,13 @@ class Figures(TypedDict):
 
 
 class Entry(Figures):
-    """The figures of one drafter with one budget in one mode, pooled over the files."""
+    """The figures of one proposer with one budget in one mode, pooled over the files."""
 
     by_category: dict[str, Figures]
     by_file: dict[str, Figures]
 
 
-def play(drafter: Drafter, trace: Trace, request_id: str, budget: int) -> Played:
+def play(proposer: Proposer, trace: Trace, request_id: str, budget: int) -> Played:
     """Replay one generation as the only request of an engine.
 
     The prefill emits the first output token. Then each step proposes a tree of at most `budget`
@@ -90,14 +87,13 @@ def play(drafter: Drafter, trace: Trace, request_id: str, budget: int) -> Played
     token: deeper nodes are not sent, and the last token has no draft.
     """
     played = Played(trace.category)
-    text = np.concatenate((trace.prompt, trace.output))
     answer = trace.output.tolist()
     expected = np.append(trace.output, -1)  # -1 agrees with no token beyond the end
-    drafter.start(request_id, trace.prompt)
+    proposer.start(request_id, trace.prompt)  # type: ignore[arg-type]
     done, new_tokens = 0, answer[:1]
     while True:
         before = perf_counter_ns()
-        drafter.extend(request_id, new_tokens)
+        proposer.extend({request_id: new_tokens})
         played.update_ns.append((perf_counter_ns() - before) / len(new_tokens))
         done += len(new_tokens)
         if done == len(answer):
@@ -106,36 +102,32 @@ def play(drafter: Drafter, trace: Trace, request_id: str, budget: int) -> Played
         tree = EMPTY_TREE
         if max_depth > 0:
             limit = DraftLimits(request_id, budget, max_depth)
-            context = text[: len(trace.prompt) + done]
             before = perf_counter_ns()
-            draft = drafter.propose(limit, context)
+            (tree,) = proposer.propose([limit])
             played.propose_ns.append(perf_counter_ns() - before)
-            tree = drafter.tree(draft)
             assert len(tree) <= budget
         choices = expected[np.minimum(done + np.append(0, tree.depths), len(answer))]
         path = accepted_paths(DraftForest.of([tree]), choices[:1], choices[1:])[0]
         new_tokens = answer[done : done + len(path) + 1]  # a slice, so never past the end
         played.tokens += len(new_tokens)
         played.nodes.append(int((tree.depths <= max_depth).sum()))
-    drafter.finish(request_id)
+    proposer.finish(request_id)
     return played
 
 
 def simulate(
-    make: Callable[[], Drafter],
+    make: Callable[[], Proposer],
     budget: int,
     files: Sequence[TraceFile],
     modes: Sequence[Mode],
-    *,
     curve: CostCurve | None = None,
-    advance: Advance = lambda tokens: None,
 ) -> dict[Mode, Entry]:
-    """Replay every file, each with a new drafter, and return the figures by mode.
+    """Replay every file, each with a new proposer, and return the figures by mode.
 
     Parameters
     ----------
     make : callable
-        Makes a new drafter.
+        Makes a new proposer.
     budget : int
         The maximum number of nodes of a tree.
     files : Sequence[TraceFile]
@@ -144,40 +136,30 @@ def simulate(
         "cold": all traces of a file, in order. "replay": after all were replayed once.
     curve : CostCurve, optional
         The cost of a step, for the simulated speed-up.
-    advance : callable
-        Called with the number of output tokens just replayed, except in the warm-up.
     """
-    warm_up_drafter = make()
+    warm_up = make()
     for i, trace in enumerate(files[0].traces[:WARM_UP_TRACES]):
-        play(warm_up_drafter, trace, f"warm-up-{i}", budget)
-    del warm_up_drafter
+        play(warm_up, trace, f"warm-up-{i}", budget)
+    del warm_up
     played: dict[Mode, list[list[Played]]] = {mode: [] for mode in modes}
     by_file: dict[Mode, dict[str, Figures]] = {mode: {} for mode in modes}
     for file in files:
-        drafter = make()
-        by_mode: dict[Mode, list[Played]] = {"cold": _play_all(drafter, file, budget, 1, advance)}
+        proposer = make()
+        by_mode: dict[Mode, list[Played]] = {"cold": _play_all(proposer, file, budget, 1)}
         if "replay" in modes:
-            by_mode["replay"] = _play_all(drafter, file, budget, 2, advance)
+            by_mode["replay"] = _play_all(proposer, file, budget, 2)
         for mode in modes:
             played[mode].append(by_mode[mode])
             by_file[mode][str(file.path)] = figures(by_mode[mode], curve)
     return {mode: _entry(played[mode], by_file[mode], curve) for mode in modes}
 
 
-def _play_all(
-    drafter: Drafter, file: TraceFile, budget: int, replay_number: int, advance: Advance
-) -> list[Played]:
-    result = []
+def _play_all(proposer: Proposer, file: TraceFile, budget: int, replay_number: int) -> list[Played]:
+    traces = tqdm(file.traces, file.path.name, unit=" texts", leave=False, disable=None)
     with _no_garbage_collection():
-        for i, trace in enumerate(file.traces):
-            result.append(play(drafter, trace, f"{replay_number}-{i}", budget))
-            advance(len(trace.output))
-    return result
-
-
-def passes(modes: Sequence[Mode]) -> int:
-    """The number of times that `simulate` replays each file."""
-    return 2 if "replay" in modes else 1
+        return [
+            play(proposer, trace, f"{replay_number}-{i}", budget) for i, trace in enumerate(traces)
+        ]
 
 
 def figures(played: Sequence[Played], curve: CostCurve | None = None) -> Figures:

@@ -34,9 +34,9 @@ class StateRows(NamedTuple):
     starts: Tensor
     """int32 [r + 1]: the first row of each request, then the number of rows. vLLM's
     `query_start_loc`. A request may have no rows."""
-    parents: Tensor | None
+    parents: Tensor
     """int32 [n]: the place of each row's parent among the rows of its request, below the row's own
-    place. The root has place 0; its entry is not read. None: all requests are chains."""
+    place. The root has place 0; its entry is not read."""
     columns: Tensor
     """int32 [at least r, k]: the state slots of each request, k at least the rows of any request.
     vLLM's state indices, with any strides. A request whose slot is 0, vLLM's null block, or
@@ -98,17 +98,16 @@ def mamba2(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
+    D: Tensor,
+    dt_bias: Tensor,
     trees: StateRows,
     out: Tensor,
-    z: Tensor | None = None,
-    dt_softplus: bool = True,
 ) -> None:
-    """The selective state update at each row: S = e^(A dt) S_parent + dt x B^T, y = S C + D x.
+    """The selective state update at each row: S = e^(A d) S_parent + d x B^T, y = S C + D x.
 
-    The arguments are those of vLLM's `selective_state_update`: A, dt, D and dt_bias are scalars of
-    a head, expanded. Source: Mamba 2 (Dao and Gu, ICML 2024), section 3.
+    d is softplus(dt + dt_bias). The arguments are those of vLLM's `selective_state_update`: A, dt,
+    D and dt_bias are scalars of a head, expanded. Source: Mamba 2 (Dao and Gu, ICML 2024),
+    section 3.
 
     Parameters
     ----------
@@ -119,19 +118,15 @@ def mamba2(
     dt : [n, heads, dim], expanded from [n, heads, 1]
     A : [heads, dim, dstate], expanded from [heads, 1, 1]
     B, C : [n, groups, dstate]
-    D, dt_bias : [heads, dim], expanded from [heads, 1], or None
+    D, dt_bias : [heads, dim], expanded from [heads, 1]
     trees : StateRows
     out : [n, heads, dim]
         Written; rows that belong to no request are unchanged.
-    z : [n, heads, dim] or None
-        A gate: the output is multiplied by silu(z).
-    dt_softplus : bool
-        dt is softplus(dt + dt_bias).
     """
     _check_trees(trees, len(x))
     _, heads, dim, dstate = state.shape
     _check_state(state)
-    assert x.shape == (len(x), heads, dim) == out.shape and (z is None or z.shape == x.shape)
+    assert x.shape == (len(x), heads, dim) == out.shape
     assert B.shape == C.shape == (len(x), B.shape[1], dstate) and heads % B.shape[1] == 0
     module_for("recurrence", x.device).mamba2(
         state,
@@ -140,12 +135,10 @@ def mamba2(
         _by_head(A, state.shape[1:], "A"),
         B,
         C,
-        D if D is None else _by_head(D, (heads, dim), "D"),
-        dt_bias if dt_bias is None else _by_head(dt_bias, (heads, dim), "dt_bias"),
+        _by_head(D, (heads, dim), "D"),
+        _by_head(dt_bias, (heads, dim), "dt_bias"),
         trees,
         out,
-        z,
-        dt_softplus,
     )
 
 
@@ -160,11 +153,11 @@ def gated_delta(
     dt_bias: Tensor,
     trees: StateRows,
     out: Tensor,
-    scale: float | None = None,
 ) -> None:
     """The gated delta rule at each row: S = e^g S_parent, S += beta (v - S k) k^T, y = S q.
 
-    g = -e^A_log softplus(a + dt_bias), beta = sigmoid(b), q and k are divided by their norms. The
+    g = -e^A_log softplus(a + dt_bias), beta = sigmoid(b), q and k are divided by their norms, and q
+    by the root of the key size. The
     arguments are those of vLLM's `fused_sigmoid_gating_delta_rule_update`, which uses head h // m
     of q and k for head h of v, m = heads / key heads. Source: Gated Delta Networks (Yang, Kautz and
     Hatamizadeh, ICLR 2025), section 3.
@@ -184,8 +177,6 @@ def gated_delta(
     trees : StateRows
     out : [n, heads, value size]
         Written; rows that belong to no request are unchanged.
-    scale : float
-        Of q; by default key size ** -0.5.
     """
     _check_trees(trees, len(q))
     _check_state(state)
@@ -197,9 +188,7 @@ def gated_delta(
     assert v.shape == out.shape == (num_rows, heads, value_size)
     assert a.shape == b.shape == (num_rows, heads)
     assert all(t.stride(-1) == 1 for t in (q, k, v, out))
-    if scale is None:
-        scale = key_size**-0.5
-    kernels.gated_delta(state, q, k, v, a, b, A_log, dt_bias, trees, out, float(scale))
+    kernels.gated_delta(state, q, k, v, a, b, A_log, dt_bias, trees, out)
 
 
 class StateMover:
@@ -250,9 +239,9 @@ class StateMover:
 
 def _check_trees(trees: StateRows, num_rows: int) -> None:
     requests = len(trees.starts) - 1
-    assert {part.dtype for part in trees if part is not None} == {torch.int32}
+    assert {part.dtype for part in trees} == {torch.int32}
     assert trees.columns.ndim == 2 and min(len(trees.columns), len(trees.accepted)) >= requests
-    assert trees.parents is None or len(trees.parents) >= num_rows
+    assert len(trees.parents) >= num_rows
 
 
 def _check_state(state: Tensor) -> None:

@@ -19,7 +19,6 @@ from lookahead_vllm import kernel_folder
 from lookahead_vllm.cli import check, findings
 from lookahead_vllm.cli.findings import Finding, Row
 from lookahead_vllm.engine import compatibility
-from lookahead_vllm.engine.seams import SEAMS
 from lookahead_vllm.verify.cpu import native
 
 
@@ -203,9 +202,6 @@ def test_kernels_that_do_not_compile_are_noted_and_wrong_ones_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert findings.find_compiled_kernels().status == "ok"
-    for wrong in (0.5, float("nan")):
-        monkeypatch.setattr(findings, "cpu_error", lambda wrong=wrong: wrong)
-        assert findings.find_compiled_kernels().status == "FAILS"
     monkeypatch.setattr(native, "load", lambda: native.logger.warning("it did not build"))
     assert findings.find_compiled_kernels() == Finding("note", "not available: it did not build")
 
@@ -215,8 +211,6 @@ def test_kernels_that_do_not_compile_are_noted_and_wrong_ones_fail(
     [
         ("LD_PRELOAD", "/a/libiomp5.so:/b/libtcmalloc_minimal.so.4", "find_preloads", "ok"),
         ("LD_PRELOAD", "/b/libtcmalloc_minimal.so.4", "find_preloads", "note"),
-        ("TRITON_F32_DEFAULT", "ieee", "find_float32", "ok"),
-        ("TRITON_F32_DEFAULT", "tf32", "find_float32", "note"),
     ],
 )
 def test_variables_for_speed_and_precision_are_named(
@@ -244,15 +238,6 @@ def test_triton_agrees_with_torch() -> None:
     assert float(finished.stdout) < findings.MAX_ERROR
 
 
-def test_all_patches_are_listed_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.main(["--patches"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    listed = {line.split()[1] for line in lines if line.startswith(("wrapped ", "swapped "))}
-    assert listed == {place for seam in SEAMS if seam.is_patch for place in seam.places}
-    assert f"replaces {sum(seam.is_patch for seam in SEAMS)} places" in lines[0]
-    assert "vllm.engine.arg_utils.EngineArgs.create_engine_config" in listed
-
-
 # ---- other releases ------------------------------------------------------------------------------
 
 
@@ -264,7 +249,7 @@ def wheel(tmp_path: Path) -> Path:
     return path
 
 
-def test_releases_are_compared_one_after_the_other(
+def test_a_folder_and_a_wheel_are_compared(
     wheel: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def problems(root: Path) -> list[str]:
@@ -273,19 +258,10 @@ def test_releases_are_compared_one_after_the_other(
     monkeypatch.setattr(compatibility, "problems", problems)
     folder = wheel.parent / "checkout"
     (folder / "vllm/more").mkdir(parents=True)
-    assert check.main(["--wheel", str(folder), str(folder)]) == 0
-    assert check.main(["--wheel", str(folder), str(wheel)]) == 1
+    assert check.main(["--wheel", str(folder)]) == 0
+    assert check.main(["--wheel", str(wheel)]) == 1
     output = capsys.readouterr().out
     assert output.endswith(f"checkout: 0 differences\n{wheel.name}: 1 differences\n  0.33\n")
-
-
-def test_a_damaged_wheel_gets_one_sentence(wheel: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = wheel.read_bytes()
-    wheel.write_bytes(whole[:60] + bytes([whole[60] ^ 0xFF]) + whole[61:])
-    assert check.main(["--wheel", str(wheel)]) == 2
-    printed = capsys.readouterr()
-    assert printed.err.startswith(f"{wheel} cannot be read, and may be damaged: ")
-    assert printed.err.count("\n") == 1 and not printed.out
 
 
 def test_what_is_no_wheel_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,7 @@ def test_names_that_cannot_be_encoded_lose_no_results(
     traces = tmp_path / "in Latin-1: \udce9.jsonl"
     jsonl(traces, {**line, "category": "a\ud800"}, {**line, "category": "b"})
     out = tmp_path / "out.json"
-    more = ["--proposers", "prompt_lookup", "--budget", "4", "--json", str(out)]
+    more = ["--proposers", "ngram_trie", "--budget", "4", "--json", str(out)]
     assert main(["simulate", "--traces", str(traces), *more]) == 0
     printed = capsys.readouterr().out
     assert r"in Latin-1: \udce9.jsonl: 2 traces" in printed and r"a\ud800" in printed

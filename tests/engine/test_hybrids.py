@@ -205,12 +205,15 @@ def test_prompt_lengths_survive_a_reordering_of_the_batch() -> None:
     assert prompts.tolist() == [6, 4, 8]
 
 
-def test_layers_of_other_kinds_stop_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_without_kernels_stop_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent, "is_recurrent", lambda _: True)
     layers = {"one": type("OlmoHybridGatedDeltaNetAttention", (), {})()}
     group = SimpleNamespace(layer_names=["one"])
     with pytest.raises(OptionError, match=r"OlmoHybridGatedDeltaNet.*leave lookahead out"):
         recurrent.start([group], layers, torch.device("cpu"), 6)
+    own = type("MambaMixer2", (), {"kv_cache": [torch.zeros(2, 4, dtype=torch.float16)]})()
+    with pytest.raises(OptionError, match="need a C\\+\\+ compiler and float32 or bfloat16"):
+        recurrent.start([group], {"one": own}, torch.device("cpu"), 6)
 
 
 @pytest.mark.parametrize("shared_runner", ["v1"], indirect=True)

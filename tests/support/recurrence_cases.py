@@ -28,12 +28,12 @@ class Step:
     paddings: int = 0
     """Requests without a slot, which follow the others, with two rows each."""
 
-    def trees(self, as_chains: bool = False) -> StateRows:
+    def trees(self) -> StateRows:
         sizes = [len(tree) for tree in self.parents] + [2] * self.paddings
         parents = [p for tree in self.parents for p in tree] + [0, 0] * self.paddings
         return StateRows(
             torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32),
-            None if as_chains else torch.tensor([*parents, 0], dtype=torch.int32),
+            torch.tensor([*parents, 0], dtype=torch.int32),
             self.columns,
             self.accepted,
         )
@@ -115,8 +115,6 @@ def _cache(slots: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class Mamba2(_States):
-    """With a gate and without a bias in one of two variants."""
-
     def __init__(
         self,
         seed: int,
@@ -127,7 +125,7 @@ class Mamba2(_States):
     ) -> None:
         torch.manual_seed(seed)
         self.heads, self.groups, self.dim, self.dstate = sizes
-        self.dtype, self.is_plain = dtype, seed % 2 == 0
+        self.dtype = dtype
         self.A, self.D = -torch.rand(self.heads) - 0.1, torch.randn(self.heads)
         self.dt_bias = torch.randn(self.heads).to(dtype)
         self.cache = _cache(slots, (self.heads, self.dim, self.dstate), cache_dtype)
@@ -139,13 +137,12 @@ class Mamba2(_States):
             [x_size, bc_size, bc_size], dim=1
         )  # fmt: skip
         dt = 2 * torch.randn(rows, self.heads).to(self.dtype)
-        z = torch.randn(rows, self.heads, self.dim).to(self.dtype)
         shape = (rows, self.groups, self.dstate)
-        return x.view(rows, self.heads, self.dim), dt, B.view(shape), C.view(shape), z
+        return x.view(rows, self.heads, self.dim), dt, B.view(shape), C.view(shape)
 
     def arguments(self, inputs: Inputs) -> tuple[Any, ...]:
-        """As vLLM's layer has them, without z."""
-        x, dt, B, C, _ = inputs
+        """As vLLM's layer has them."""
+        x, dt, B, C = inputs
         expanded = (self.heads, self.dim)
         return (
             x, dt[:, :, None].expand(-1, -1, self.dim),
@@ -155,18 +152,16 @@ class Mamba2(_States):
 
     def run(self, cache: Tensor, inputs: Inputs, trees: StateRows) -> Tensor:
         out = torch.full_like(inputs[0], 7.0).contiguous()
-        z = None if self.is_plain else inputs[4]
-        recurrence.mamba2(cache, *self.arguments(inputs), trees, out, z=z)
+        recurrence.mamba2(cache, *self.arguments(inputs), trees, out)
         return out
 
     def token(self, memory: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        x, dt, B, C, z = (t.double() for t in inputs)
+        x, dt, B, C = (t.double() for t in inputs)
         dt = softplus(dt + self.dt_bias.double())
         B, C = (t.repeat_interleave(self.heads // self.groups, 0) for t in (B, C))
         decay = (self.A.double() * dt).exp()[:, None, None]
         memory = memory * decay + (x * dt[:, None])[..., None] * B[:, None]
-        y = (memory * C[:, None]).sum(-1) + x * self.D.double()[:, None]
-        return y if self.is_plain else y * silu(z), memory
+        return (memory * C[:, None]).sum(-1) + x * self.D.double()[:, None], memory
 
 
 class GatedDelta(_States):

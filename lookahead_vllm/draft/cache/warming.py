@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,9 +11,6 @@ import numpy as np
 
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.json_lines import are_token_ids, parse_line
-
-PROGRESS_TOKENS = 4096
-"""The number of tokens between two updates of the progress bar."""
 
 RESPONSES = ("response", "completion")
 """The keys under which a line may hold its answer."""
@@ -34,8 +31,6 @@ class Text(NamedTuple):
     prompt: list[int]
     """Empty for a document."""
     answer: list[int]
-    num_bytes: int
-    """The number of bytes that the text took in its file, for a progress bar."""
 
 
 def read_texts(path: Path, tokenizer: Any) -> Iterator[Text]:
@@ -58,18 +53,14 @@ def read_texts(path: Path, tokenizer: Any) -> Iterator[Text]:
     try:
         with path.open("rb") as file:
             if path.suffix != ".jsonl":
-                content = file.read()
-                yield Text([], _encode(tokenizer, content.decode("utf-8-sig")), len(content))
+                yield Text([], _encode(tokenizer, file.read().decode("utf-8-sig")))
                 return
             for raw in file:
                 number += 1
-                turns = _turns(parse_line(raw), tokenizer) if raw.strip() else [([], [])]
-                for prompt, answer in turns:
-                    if max(max(prompt, default=0), max(answer, default=0)) > max_id:
-                        raise ValueError(f"a token id is above {max_id}, the tokenizer's last")
-                for prompt, answer in turns[:-1]:
-                    yield Text(prompt, answer, 0)
-                yield Text(*turns[-1], len(raw))
+                turns = _turns(parse_line(raw), tokenizer) if raw.strip() else []
+                if any(token > max_id for turn in turns for part in turn for token in part):
+                    raise ValueError(f"a token id is above {max_id}, the tokenizer's last")
+                yield from turns
     except UnicodeDecodeError:
         raise TextError(f"{path} is not text in UTF-8") from None
     except OSError as error:
@@ -82,13 +73,13 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
 
-def _turns(line: Any, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+def _turns(line: Any, tokenizer: Any) -> list[Text]:
     """The prompt and the answer of each turn in a line; ValueError if the line is malformed."""
     if not isinstance(line, dict):
         raise ValueError(_EXPECTED)
     if "output_token_ids" in line:
         prompt = _ids(line, "prompt_token_ids") if line.get("prompt_token_ids") else []
-        return [(prompt, _ids(line, "output_token_ids"))]
+        return [Text(prompt, _ids(line, "output_token_ids"))]
     if "messages" in line:
         _refuse_surrogates(line["messages"])
         return _turns_of_chat(line["messages"], tokenizer)
@@ -99,7 +90,7 @@ def _turns(line: Any, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
     _refuse_surrogates([prompt_text, answer])
     # A server puts special tokens before a prompt, and none before an answer.
     prompt = list(tokenizer.encode(prompt_text, verbose=False)) if prompt_text else []
-    return [(prompt, _encode(tokenizer, answer))]
+    return [Text(prompt, _encode(tokenizer, answer))]
 
 
 def _refuse_surrogates(texts: Any) -> None:
@@ -118,7 +109,7 @@ def _ids(line: dict[str, Any], key: str) -> list[int]:
     return ids
 
 
-def _turns_of_chat(messages: Any, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+def _turns_of_chat(messages: Any, tokenizer: Any) -> list[Text]:
     """Each of the assistant's messages as an answer, with the chat before it as its prompt."""
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise ValueError("`messages` must be a list of objects with `role` and `content`")
@@ -133,9 +124,9 @@ def _turns_of_chat(messages: Any, tokenizer: Any) -> list[tuple[list[int], list[
             sentence = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(f"the chat template refuses it: {sentence}") from None
         if whole[: len(prompt)] == prompt:
-            turns.append((prompt, whole[len(prompt) :]))
+            turns.append(Text(prompt, whole[len(prompt) :]))
         else:  # some templates render the last message differently from earlier ones
-            turns.append((prompt, _encode(tokenizer, str(message.get("content", "")))))
+            turns.append(Text(prompt, _encode(tokenizer, str(message.get("content", "")))))
     if not turns:
         raise ValueError("`messages` has none of the role `assistant`")
     return turns
@@ -149,20 +140,8 @@ def _render(tokenizer: Any, messages: list[Any], add_generation_prompt: bool) ->
     )
 
 
-def learn(
-    proposer: NGramTrieProposer,
-    text: Text,
-    namespace: str = "",
-    advance: Callable[[int], object] = lambda num_bytes: None,
-) -> None:
-    """Feed the text to the proposer as a request, and report progress in bytes to `advance`."""
+def learn(proposer: NGramTrieProposer, text: Text, namespace: str = "") -> None:
+    """Feed the text to the proposer as a request."""
     proposer.start("warming", text.prompt, namespace)
-    tokens = np.array(text.answer, np.int32)
-    reported = 0
-    for start in range(0, len(tokens), PROGRESS_TOKENS):
-        proposer.extend({"warming": tokens[start : start + PROGRESS_TOKENS]})  # type: ignore[dict-item]
-        done = text.num_bytes * min(start + PROGRESS_TOKENS, len(tokens)) // len(tokens)
-        advance(done - reported)
-        reported = done
-    advance(text.num_bytes - reported)
+    proposer.extend({"warming": np.array(text.answer, np.int32)})  # type: ignore[dict-item]
     proposer.finish("warming")

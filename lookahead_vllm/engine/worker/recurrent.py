@@ -32,6 +32,7 @@ from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine import config, patches
 from lookahead_vllm.engine.worker.draft_step import DraftStep
+from lookahead_vllm.verify.cpu.recurrence import supported
 from lookahead_vllm.verify.recurrence import StateMover
 
 PARENTS = "lookahead_parents"
@@ -95,6 +96,12 @@ def start(
                 "config"
             )
     caches = [c for group in own for name in group.layer_names for c in layers[name].kv_cache]
+    if device.type == "cpu" and not all(supported(cache.dtype) for cache in caches):
+        raise OptionError(
+            "on a CPU, recurrent layers with drafts need a C++ compiler and float32 or bfloat16: "
+            "install g++ and write dtype='bfloat16', or leave lookahead out of the speculative "
+            "config"
+        )
     megabytes = sum(cache[0].numel() * cache.element_size() for cache in caches) / 2**20
     logger.info_once(
         "Lookahead: recurrent layers keep a state for each of up to %d nodes of a draft, %.1f MiB "

@@ -137,12 +137,8 @@ def _mamba2(original: Callable[..., None]) -> Callable[..., None]:
         if trees is None:
             original(state, x, dt, A, B, C, D, dt_bias, **kwargs)
             return
-        recurrence.mamba2(
-            *(state, x, dt, A, B, C, D, dt_bias, trees),
-            kwargs["out"],
-            z=kwargs.get("z"),
-            dt_softplus=kwargs.get("dt_softplus", False),
-        )
+        assert kwargs["dt_softplus"] and kwargs.get("z") is None  # as vLLM's mixer calls it
+        recurrence.mamba2(state, x, dt, A, B, C, D, dt_bias, trees, kwargs["out"])
 
     return update
 

@@ -68,7 +68,8 @@ class SlotMover:
 
     def _copy(self, src: Tensor, dst: Tensor) -> None:
         """The moves of `move`, checked and without those of a slot to itself."""
-        raise NotImplementedError
+        for (view, source), (_, to) in zip(self._places(src), self._places(dst), strict=True):
+            view[to] = view[source]
 
 
 class LatentMover(SlotMover):
@@ -84,10 +85,6 @@ class LatentMover(SlotMover):
     def __init__(self, caches: Sequence[Tensor]) -> None:
         super().__init__(min(cache.shape[0] * cache.shape[1] for cache in caches))
         self._caches = list(caches)
-
-    def _copy(self, src: Tensor, dst: Tensor) -> None:
-        for (cache, source), (_, to) in zip(self._places(src), self._places(dst), strict=True):
-            cache[to] = cache[source]
 
     def _places(self, slots: Tensor) -> Iterator[tuple[Tensor, tuple[Any, ...]]]:
         for cache in self._caches:
@@ -146,7 +143,7 @@ class KVMover(SlotMover):
 
     def _copy(self, src: Tensor, dst: Tensor) -> None:
         if self._library is None:
-            self._move_torch(src, dst)
+            super()._copy(src, dst)
             return
         self._library.lookahead_move_kv(
             self._layers,
@@ -159,10 +156,6 @@ class KVMover(SlotMover):
             torch.get_num_threads(),
             self._packed,
         )
-
-    def _move_torch(self, src: Tensor, dst: Tensor) -> None:
-        for (part, source), (_, to) in zip(self._places(src), self._places(dst), strict=True):
-            part[to] = part[source]
 
     def _places(self, slots: Tensor) -> Iterator[tuple[Tensor, tuple[Any, ...]]]:
         blocks, keys = slots // self._block_size, slots % self._block_size

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch  # noqa: F401  before the library, so that both use the OpenMP runtime of torch
 
-from lookahead_vllm.kernel_folder import cache_dir, temporary_root
+from lookahead_vllm.kernel_folder import cache_dir
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -108,13 +108,12 @@ class Mamba2Call(ctypes.Structure):
     _fields_ = [
         ("state", _pointer),
         ("slot", _i64),
-        *((name, _pointer) for name in ("x", "B", "C", "z")),
-        *((name, _i64) for name in ("x_row", "bc_row", "z_row")),
+        *((name, _pointer) for name in ("x", "B", "C")),
+        *((name, _i64) for name in ("x_row", "bc_row")),
         *((name, _pointer) for name in ("dt", "A", "D", "dt_bias")),
         ("out", _pointer),
         ("out_row", _i64),
         *((name, _i32) for name in ("heads", "groups", "dim", "dstate")),
-        ("softplus", _i32),
         ("threads", _i32),
     ]
 
@@ -155,20 +154,19 @@ def load() -> ctypes.CDLL | None:
     """The compiled library, or None if it cannot be built.
 
     A build takes seconds, so an engine calls this at start-up. Builds are kept in
-    `kernel_folder.cache_dir()`, named by a hash of sources, flags, compiler and CPU. A library that
-    cannot be built there is built in a temporary folder. A failure is logged once, as a warning.
+    `kernel_folder.cache_dir()`, named by a hash of sources, flags, compiler and CPU. A failure is
+    logged once, as a warning.
     """
     compiler = _compiler()
     if compiler is None:
         logger.warning("No C++ compiler (g++, c++ or $CXX): tree attention runs on plain torch.")
         return None
-    for load_build in (_load_cached, _load_temporary):
-        try:
-            return load_build(compiler)
-        except subprocess.CalledProcessError as error:
-            reason = error.stderr.strip()[-2000:]
-        except (OSError, AttributeError) as error:
-            reason = str(error)
+    try:
+        return _load_cached(compiler)
+    except subprocess.CalledProcessError as error:
+        reason = error.stderr.strip()[-2000:]
+    except (OSError, AttributeError) as error:
+        reason = str(error)
     logger.warning("Tree attention runs on plain torch; its kernel did not build: %s", reason)
     return None
 
@@ -180,16 +178,6 @@ def _load_cached(compiler: str) -> ctypes.CDLL:
             return _open(path)
     _build(compiler, path)
     return _open(path)
-
-
-def _load_temporary(compiler: str) -> ctypes.CDLL:
-    root = temporary_root()
-    try:
-        path = root / "verify.so"
-        _build(compiler, path)
-        return _open(path)  # stays loaded after the file is deleted
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
 
 
 def available() -> bool:

@@ -1,26 +1,24 @@
 """Recurrent layers at the nodes of trees, and causal convolutions along their paths, on a CPU.
 
-The compiled kernels (`csrc/recurrence.cpp`) take float32 and bfloat16. Without a compiler, and for
-float16, the same formulas run on plain torch, row by row.
+The compiled kernels (`csrc/recurrence.cpp`) take float32 and bfloat16. There is no other
+implementation: `supported` tells at start-up whether they can be used.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu, softplus
 
 from lookahead_vllm.verify.cpu import native
 from lookahead_vllm.verify.recurrence import StateRows
 
 KEYS_FIRST = True
 """The layout of gated_delta's states."""
-_NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+_DTYPES = {torch.float32, torch.bfloat16}
 _RULES = (
     "starts ascend from 0 to at most the number of rows",
     "a request has at most as many rows and accepted tokens as columns, or as its window has room",
@@ -36,12 +34,10 @@ def mamba2(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
+    D: Tensor,
+    dt_bias: Tensor,
     trees: StateRows,
     out: Tensor,
-    z: Tensor | None,
-    dt_softplus: bool,
 ) -> None:
     """See `recurrence.mamba2`; dt is [n, heads], A, D and dt_bias are [heads].
 
@@ -50,21 +46,18 @@ def mamba2(
     ValueError
         `trees` breaks a rule of `StateRows`.
     """
-    library = _library(state, x, B, C, out, *([] if z is None else [z]))
-    if library is None or len({x.dtype, B.dtype, C.dtype, out.dtype}) > 1:
-        _mamba2_torch(state, x, dt, A, B, C, D, dt_bias, trees, out, z, dt_softplus)
-        return
+    library = _library(state, x, B, C, out)
     heads, dim, dstate = state.shape[1:]
-    x, B, C, z = map(_with_strided_rows, (x, B, C, z))
+    x, B, C = map(_with_strided_rows, (x, B, C))
     if B.stride(0) != C.stride(0):
         B, C = B.contiguous(), C.contiguous()
     dt, A, D, dt_bias = map(_floats, (dt, A, D, dt_bias))
     _need_strided_rows(out)
     call = native.Mamba2Call(
         state.data_ptr(), state.stride(0),
-        *map(_address, (x, B, C, z)), x.stride(0), B.stride(0), 0 if z is None else z.stride(0),
+        *map(_address, (x, B, C)), x.stride(0), B.stride(0),
         *map(_address, (dt, A, D, dt_bias)), out.data_ptr(), out.stride(0),
-        heads, B.shape[1], dim, dstate, dt_softplus, torch.get_num_threads(),
+        heads, B.shape[1], dim, dstate, torch.get_num_threads(),
     )  # fmt: skip
     _run(library.lookahead_mamba2, call, trees, state, x)
 
@@ -80,7 +73,6 @@ def gated_delta(
     dt_bias: Tensor,
     trees: StateRows,
     out: Tensor,
-    scale: float,
 ) -> None:
     """See `recurrence.gated_delta`.
 
@@ -90,9 +82,6 @@ def gated_delta(
         `trees` breaks a rule of `StateRows`.
     """
     library = _library(state, q, k, v, out)
-    if library is None or len({q.dtype, k.dtype, v.dtype, out.dtype}) > 1:
-        _gated_delta_torch(state, q, k, v, a, b, A_log, dt_bias, trees, out, scale)
-        return
     key_heads, key_size = q.shape[1:]
     heads, value_size = v.shape[1:]
     a, b = (gate.to(q.dtype).contiguous() for gate in (a, b))
@@ -101,7 +90,7 @@ def gated_delta(
         state.data_ptr(), state.stride(0), *map(_address, (q, k, v)),
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         *map(_address, (a, b, A_log, dt_bias)), out.data_ptr(), *out.stride()[:2],
-        key_heads, heads, key_size, value_size, scale, torch.get_num_threads(),
+        key_heads, heads, key_size, value_size, key_size**-0.5, torch.get_num_threads(),
     )  # fmt: skip
     _run(library.lookahead_gated_delta, call, trees, state, q)
 
@@ -123,17 +112,6 @@ def convolution(
         `trees` breaks a rule of `StateRows`.
     """
     library = _library(window, x)
-    if library is None:
-        inputs = _gather_windows_torch(x, window, weight.shape[1], trees)
-        inputs = torch.cat((inputs.to(x.dtype), x.unsqueeze(-1)), dim=-1)
-        y = torch.zeros(out.shape) if bias is None else bias.float().expand(out.shape)
-        for tap in range(weight.shape[1]):
-            y = y + inputs[:, :, tap].float() * weight[:, tap].float()
-        for request in _requests(trees):
-            # Row by row, because the rounding of torch's silu depends on the shape.
-            for row in range(request.rows.start, request.rows.stop):
-                out[row] = (silu(y[row]) if is_silu else y[row]).to(out.dtype)
-        return
     weight, bias = _floats(weight.T.to(x.dtype)), _floats(bias)
     _convolve(library, x, window, weight, len(weight), bias, is_silu, trees, out)
 
@@ -165,8 +143,6 @@ def path_windows(x: Tensor, window: Tensor, width: int, trees: StateRows) -> Ten
     if not 2 <= width <= 8:
         raise ValueError(f"width is {width}; it may be 2 to 8")
     library = _library(window, x)
-    if library is None:
-        return _gather_windows_torch(x, window, width, trees)
     out = torch.zeros(len(x), width - 1, x.shape[1], dtype=window.dtype)
     _convolve(library, x, window, None, width, None, False, trees, out)
     return out.transpose(1, 2)
@@ -197,9 +173,18 @@ class Mover:
                 state[target] = state[source]
 
 
-def _library(*tensors: Tensor) -> ctypes.CDLL | None:
-    """The compiled kernels, if they support the dtypes of these tensors."""
-    return native.load() if all(t.dtype in _NATIVE_DTYPES for t in tensors) else None
+def supported(dtype: torch.dtype) -> bool:
+    """Whether there are kernels for states or inputs of this dtype; may compile them."""
+    return dtype in _DTYPES and native.available()
+
+
+def _library(cache: Tensor, *rows: Tensor) -> ctypes.CDLL:
+    """The compiled kernels, for a cache and rows that all have one dtype."""
+    library = native.load()
+    assert library is not None, "there is no compiled kernel"
+    assert {cache.dtype, *(t.dtype for t in rows)} <= _DTYPES, (cache.dtype, rows[0].dtype)
+    assert len({t.dtype for t in rows}) == 1, [t.dtype for t in rows]
+    return library
 
 
 def _convolve(
@@ -229,11 +214,10 @@ def _run(
     most_rows: int | None = None,
 ) -> None:
     starts, parents, columns, accepted = trees
-    starts, accepted = starts.contiguous(), accepted.contiguous()
-    parents = parents if parents is None else parents.contiguous()
+    starts, parents, accepted = (part.contiguous() for part in (starts, parents, accepted))
     most = columns.shape[1]
     forest = native.Forest(
-        len(starts) - 1, len(rows), len(state), starts.data_ptr(), _address(parents),
+        len(starts) - 1, len(rows), len(state), starts.data_ptr(), parents.data_ptr(),
         columns.data_ptr(), most if most_rows is None else min(most, most_rows), *columns.stride(),
         accepted.data_ptr(),
     )  # fmt: skip
@@ -251,9 +235,9 @@ def _floats(tensor: Tensor | None) -> Any:
     return None if tensor is None else tensor.float().contiguous()
 
 
-def _with_strided_rows(tensor: Tensor | None) -> Any:
+def _with_strided_rows(tensor: Tensor) -> Tensor:
     """The tensor, or a copy whose rows are contiguous."""
-    if tensor is None or tensor.stride()[1:] == (tensor.shape[2], 1):
+    if tensor.stride()[1:] == (tensor.shape[2], 1):
         return tensor
     return tensor.contiguous()
 
@@ -261,105 +245,3 @@ def _with_strided_rows(tensor: Tensor | None) -> Any:
 def _need_strided_rows(out: Tensor) -> None:
     if _with_strided_rows(out) is not out:
         raise ValueError(f"the rows of out are contiguous; its strides are {out.stride()}")
-
-
-class _Request(NamedTuple):
-    """A request that is not padding."""
-
-    rows: slice
-    parents: list[int]
-    """The place of each row's parent; the root's is not read."""
-    columns: Tensor
-    root: int
-    """The column that the root reads."""
-
-
-def _requests(trees: StateRows) -> Iterator[_Request]:
-    starts = trees.starts.tolist()
-    for request, (first, end) in enumerate(pairwise(starts)):
-        root = max(int(trees.accepted[request]), 1) - 1
-        columns, rows = trees.columns[request], slice(first, end)
-        if end > first and columns[[0, root]].min() > 0:
-            parents = list(range(-1, end - first - 1))
-            if trees.parents is not None:
-                parents = trees.parents[rows].tolist()
-            yield _Request(rows, parents, columns, root)
-
-
-def _rows(trees: StateRows) -> Iterator[tuple[int, int, int]]:
-    """Each row with the slot that it reads and the slot that it writes, parents first."""
-    for request in _requests(trees):
-        columns = request.columns.tolist()
-        for place, parent in enumerate(request.parents):
-            source = columns[parent if place else request.root]
-            yield request.rows.start + place, source, columns[place]
-
-
-def _mamba2_torch(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    trees: StateRows,
-    out: Tensor,
-    z: Tensor | None,
-    dt_softplus: bool,
-) -> None:
-    B, C = (t.float().repeat_interleave(x.shape[1] // t.shape[1], 1) for t in (B, C))
-    for row, source, target in _rows(trees):
-        inputs, step = x[row].float(), dt[row].float()
-        step = step if dt_bias is None else step + dt_bias.float()
-        step = softplus(step) if dt_softplus else step
-        value = state[source].float() * (A.float() * step).exp()[:, None, None]
-        value += inputs[:, :, None] * (B[row] * step[:, None])[:, None]
-        state[target] = value.to(state.dtype)
-        y = (value * C[row, :, None]).sum(-1)
-        y = y if D is None else y + inputs * D.float()[:, None]
-        out[row] = (y if z is None else y * silu(z[row].float())).to(out.dtype)
-
-
-def _gated_delta_torch(
-    state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    trees: StateRows,
-    out: Tensor,
-    scale: float,
-) -> None:
-    group = v.shape[1] // q.shape[1]
-    q, k = (t.float().repeat_interleave(group, 1) for t in (q, k))
-    for row, source, target in _rows(trees):
-        query, key = (
-            t[row] * (t[row].square().sum(-1, keepdim=True) + 1e-5).rsqrt() for t in (q, k)
-        )
-        gate = -A_log.float().exp() * softplus(a[row].float() + dt_bias.float())
-        value = state[source].float() * gate.exp()[:, None, None]  # [heads, key, value]
-        known = (value * key[:, :, None]).sum(1)
-        change = (v[row].float() - known) * b[row].float().sigmoid()[:, None]
-        value += key[:, :, None] * change[:, None]
-        state[target] = value.to(state.dtype)
-        out[row] = ((value * query[:, :, None]).sum(1) * scale).to(out.dtype)
-
-
-def _gather_windows_torch(x: Tensor, window: Tensor, width: int, trees: StateRows) -> Tensor:
-    before = width - 1
-    out = torch.zeros(len(x), before, x.shape[1], dtype=window.dtype).transpose(1, 2)
-    for rows, parents, columns, root in _requests(trees):
-        own = window[columns[0]]
-        inputs = torch.cat((own[:, root : root + before], x[rows].to(own.dtype).T), dim=1)
-        paths: list[list[int]] = []  # indices into `inputs`
-        for place, parent in enumerate(parents):
-            above = paths[parent][1:] if place else list(range(before))
-            out[rows.start + place] = inputs[:, above]
-            paths.append([*above, before + place])
-        own[:, : inputs.shape[1] - 1] = inputs[:, 1:]
-    return out

@@ -130,7 +130,7 @@ class FixedBatch:
 
     def _note(self, num_trees: int) -> None:
         if num_trees < 0:
-            raise ValueError(f"the trees of a step do not fit into buffers of {self.batch.shape}")
+            raise ValueError(f"the trees of a step do not fit into buffers for {self._limits}")
         self.num_trees = num_trees
 
 

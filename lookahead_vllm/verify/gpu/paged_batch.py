@@ -117,18 +117,6 @@ class PagedBatch:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    @property
-    def shape(self) -> dict[str, int]:
-        """Its dimensions, by name."""
-        return {
-            "requests": len(self),
-            "nodes": len(self.depths),
-            "mask words": self.masks.shape[1],
-            "rows": len(self.tokens),
-            "max_size": self.max_size,
-            "max_context": self.max_context,
-        }
-
 
 def _places(sizes: NDArray[np.int32]) -> NDArray[np.int32]:
     return np.cumsum(sizes, dtype=np.int32) - sizes

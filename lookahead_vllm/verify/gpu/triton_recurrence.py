@@ -44,7 +44,7 @@ def convolution(
         *_arguments(trees), x, x.stride(0), window, *window.stride(), weight, *weight.stride(),
         bias if bias is not None else weight, out,
         dim, WIDTH=width, HAS_BIAS=bias is not None, IS_SILU=is_silu,
-        IS_CHAIN=trees.parents is None, CHANNELS=_CHANNELS, num_warps=4, num_stages=1,
+        CHANNELS=_CHANNELS, num_warps=4, num_stages=1,
     )  # fmt: skip
 
 
@@ -55,12 +55,10 @@ def mamba2(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
+    D: Tensor,
+    dt_bias: Tensor,
     trees: StateRows,
     out: Tensor,
-    z: Tensor | None,
-    dt_softplus: bool,
 ) -> None:
     """See `recurrence.mamba2`; dt is [n, heads], A, D and dt_bias are [heads]."""
     heads, dim, dstate = state.shape[1:]
@@ -68,11 +66,8 @@ def mamba2(
     _mamba2[(triton.cdiv(dim, block), len(trees.starts) - 1, heads)](
         *_arguments(trees), state, state.stride(0), x, *x.stride(), dt, *dt.stride(),
         A, A.stride(0), B, *B.stride(), C, *C.stride(),
-        *_vector(D, A), *_vector(dt_bias, A), out, *out.stride(),
-        *((x, 0, 0, 0) if z is None else (z, *z.stride())),
-        heads, dim, dstate, heads // B.shape[1],
-        SOFTPLUS=dt_softplus, HAS_D=D is not None, HAS_BIAS=dt_bias is not None,
-        HAS_Z=z is not None, IS_CHAIN=trees.parents is None, DIMS=block,
+        D, D.stride(0), dt_bias, dt_bias.stride(0), out, *out.stride(),
+        heads, dim, dstate, heads // B.shape[1], DIMS=block,
         DSTATE=triton.next_power_of_2(dstate), num_warps=warps, num_stages=1,
     )  # fmt: skip
 
@@ -88,7 +83,6 @@ def gated_delta(
     dt_bias: Tensor,
     trees: StateRows,
     out: Tensor,
-    scale: float,
 ) -> None:
     """See `recurrence.gated_delta`."""
     heads, value_size, key_size = state.shape[1:]
@@ -96,8 +90,8 @@ def gated_delta(
     _gated_delta[(triton.cdiv(value_size, block), len(trees.starts) - 1, heads)](
         *_arguments(trees), state, state.stride(0), q, *q.stride()[:2], k, *k.stride()[:2],
         v, *v.stride()[:2], a, *a.stride(), b, *b.stride(), A_log, dt_bias, out, *out.stride()[:2],
-        scale, heads // q.shape[1], key_size, value_size,
-        IS_CHAIN=trees.parents is None, KEYS=triton.next_power_of_2(key_size), VALUES=block,
+        key_size**-0.5, heads // q.shape[1], key_size, value_size,
+        KEYS=triton.next_power_of_2(key_size), VALUES=block,
         num_warps=1, num_stages=1,
     )  # fmt: skip
 
@@ -137,17 +131,13 @@ class Mover:
 
 
 def _arguments(trees: StateRows) -> tuple[Any, ...]:
-    """The kernels' arguments for `trees`; without parents, any tensor takes their place."""
+    """The kernels' arguments for `trees`."""
     starts, parents, columns, accepted = trees
-    return starts, starts if parents is None else parents, *_strided(columns), accepted
+    return starts, parents, *_strided(columns), accepted
 
 
 def _strided(columns: Tensor) -> tuple[Any, ...]:
     return columns, columns.stride(0), columns.stride(1)
-
-
-def _vector(values: Tensor | None, other: Tensor) -> tuple[Tensor, int]:
-    return (other, 0) if values is None else (values, values.stride(0))
 
 
 def _mamba2_launch(dstate: int, device: torch.device) -> tuple[int, int]:
@@ -169,20 +159,12 @@ def _root_slot(columns, row_stride, step, accepted, request):
     return tl.where(tl.load(own) > 0, source, 0).to(tl.int64)
 
 
-@triton.jit
-def _parent(parents, first, place, IS_CHAIN: tl.constexpr):
-    if IS_CHAIN:
-        return place - 1
-    else:
-        return tl.load(parents + first + place)
-
-
 @triton.jit(do_not_specialize_on_alignment=_BY_STEP)
 def _convolve(
     starts, parents, columns, row_stride, step, accepted,
     x, x_row, window, slot_stride, channel_stride, entry_stride,
     weight, weight_channel, weight_tap, bias, out, dim,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, IS_SILU: tl.constexpr, IS_CHAIN: tl.constexpr,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, IS_SILU: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """One request, one block of channels."""
@@ -209,7 +191,7 @@ def _convolve(
             here = place
             for _ in tl.static_range(WIDTH - 1 - tap):
                 if here > 0:
-                    here = _parent(parents, first, here, IS_CHAIN)
+                    here = tl.load(parents + first + here)
                 else:
                     here -= 1
             is_row = tl.zeros([CHANNELS], tl.int32) + here >= 0
@@ -244,10 +226,9 @@ def _mamba2(
     starts, parents, columns, row_stride, step, accepted,
     state, slot_stride, x, x_row, x_head, x_dim, dt, dt_row, dt_head, a, a_head,
     b, b_row, b_group, b_n, c, c_row, c_group, c_n, skip, skip_head, dt_bias, bias_head,
-    out, out_row, out_head, out_dim, z, z_row, z_head, z_dim,
+    out, out_row, out_head, out_dim,
     heads, dim, dstate, heads_of_group,
-    SOFTPLUS: tl.constexpr, HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_Z: tl.constexpr,
-    IS_CHAIN: tl.constexpr, DIMS: tl.constexpr, DSTATE: tl.constexpr,
+    DIMS: tl.constexpr, DSTATE: tl.constexpr,
 ):  # fmt: skip
     """One block of dimensions, one request, one head."""
     request, head = tl.program_id(1), tl.program_id(2)
@@ -269,14 +250,12 @@ def _mamba2(
         row = first + place
         source = root
         if place > 0:
-            parent = _parent(parents, first, place, IS_CHAIN)
+            parent = tl.load(parents + first + place)
             source = tl.load(columns + request * row_stride + parent * step).to(tl.int64)
         value = tl.load(state + source * slot_stride, mask=inside, other=0.0).to(tl.float32)
         delta = tl.load(dt + row * dt_row + head * dt_head).to(tl.float32)
-        if HAS_BIAS:
-            delta += tl.load(dt_bias + head * bias_head).to(tl.float32)
-        if SOFTPLUS:
-            delta = tl.where(delta <= 20.0, tl.math.log(tl.math.exp(delta) + 1), delta)
+        delta += tl.load(dt_bias + head * bias_head).to(tl.float32)
+        delta = tl.where(delta <= 20.0, tl.math.log(tl.math.exp(delta) + 1), delta)
         decay = tl.math.exp2(1.4426950408889634 * (rate * delta))
         inputs = tl.load(
             x + row * x_row + head * x_head + d * x_dim, mask=in_dim, other=0.0
@@ -290,13 +269,7 @@ def _mamba2(
                 state + target * slot_stride, value.to(state.dtype.element_ty), mask=inside
             )  # fmt: skip
         y = tl.sum(value * read.to(tl.float32)[None, :], axis=1)
-        if HAS_D:
-            y += inputs * tl.load(skip + head * skip_head).to(tl.float32)
-        if HAS_Z:
-            gate = tl.load(
-                z + row * z_row + head * z_head + d * z_dim, mask=in_dim, other=0.0
-            ).to(tl.float32)  # fmt: skip
-            y *= gate * tl.sigmoid(gate)
+        y += inputs * tl.load(skip + head * skip_head).to(tl.float32)
         y = y.to(out.dtype.element_ty)
         tl.store(out + row * out_row + head * out_head + d * out_dim, y, mask=in_dim)
         tl.debug_barrier()  # the children of this row read what was stored
@@ -308,7 +281,7 @@ def _gated_delta(
     state, slot_stride, q, q_row, q_head, k, k_row, k_head, v, v_row, v_head,
     a, a_row, a_head, b, b_row, b_head, A_log, dt_bias, out, out_row, out_head,
     scale, heads_of_key, key_size, value_size,
-    IS_CHAIN: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """One block of value dimensions, one request, one head."""
     request, head = tl.program_id(1), tl.program_id(2)
@@ -330,7 +303,7 @@ def _gated_delta(
         row = first + place
         source = root
         if place > 0:
-            parent = _parent(parents, first, place, IS_CHAIN)
+            parent = tl.load(parents + first + place)
             source = tl.load(columns + request * row_stride + parent * step).to(tl.int64)
         value = tl.load(state + source * slot_stride, mask=inside, other=0.0).to(tl.float32)
         query = tl.load(q + row * q_row + key_head * q_head + i, mask=in_keys, other=0.0)

@@ -193,7 +193,7 @@ def test_a_file_that_is_refused_is_set_aside(path, log, says):
     proposer = new_proposer()
     keeper = keep(proposer, path)
     assert num_answers(proposer) == 0 and not path.exists()
-    (aside,) = path.parent.glob("a.cache.refused-*")
+    (aside,) = path.parent.glob("a.cache.refused")
     assert aside.read_bytes() == content
     (warning,) = [r.getMessage() for r in log.records if r.levelno == logging.WARNING]
     assert says in warning and str(aside) in warning and "starts cold" in warning

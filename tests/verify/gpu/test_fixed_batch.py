@@ -102,7 +102,7 @@ def test_a_step_that_does_not_fit_is_refused(step: tuple[list[int], int, int]) -
     trees = [DraftTree.from_lists(range(n), [-1] * n) for n in sizes]
     starts = np.cumsum([0, *(n + 1 for n in sizes[:-1])])
     batch = TreeBatch.build(trees, range(len(sizes)), starts, [context] * len(sizes))
-    refused = pytest.raises(ValueError, match=r"do not fit into buffers of \{'requests'")
+    refused = pytest.raises(ValueError, match="do not fit into buffers")
     with refused:
         fixed.fill(batch)
     contexts = np.full(len(sizes), context)

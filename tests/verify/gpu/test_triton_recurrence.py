@@ -45,12 +45,12 @@ def test_mamba2_equals_vllm(
 
     def one_token(states: Tensor, rows: Any) -> Tensor:
         x, dt, A, B, C, D, dt_bias = layer.arguments(rows)
-        z, out = rows[4], torch.empty(x.shape, dtype=x.dtype)
+        out = torch.empty(x.shape, dtype=x.dtype)
         kernel[(-(-layer.dim // 16), len(x), layer.heads)](
-            states, None, x, dt, dt_bias, A, B, C, D, z, out, None, None, -1, None, None,
+            states, None, x, dt, dt_bias, A, B, C, D, None, out, None, None, -1, None, None,
             len(x), layer.heads, layer.dim, layer.dstate, layer.heads // layer.groups,
             *states.stride(), *x.stride(), *dt.stride(), *dt_bias.stride(), *A.stride(),
-            *B.stride(), *C.stride(), *D.stride(), *z.stride(), *out.stride(), 0, 0, 0, 0,
+            *B.stride(), *C.stride(), *D.stride(), 0, 0, 0, *out.stride(), 0, 0, 0, 0,
             True, True, 16, USE_RS_ROUNDING=False, PHILOX_ROUNDS=0,
         )  # fmt: skip
         return out

@@ -21,7 +21,7 @@ extern "C" {
 // `StateRows` of recurrence.py, and the limits of the caller's tensors.
 struct Forest {
   int64_t requests, rows, slots;
-  const int32_t *starts, *parents, *columns;  // no parents: chains
+  const int32_t *starts, *parents, *columns;
   int64_t num_columns, column_row, column_step;  // strides
   const int32_t* accepted;
 };
@@ -29,13 +29,13 @@ struct Forest {
 struct Mamba2Call {
   void* state;
   int64_t slot;  // strides in elements; states are contiguous within a slot
-  const void *x, *B, *C, *z;
-  int64_t x_row, bc_row, z_row;
+  const void *x, *B, *C;
+  int64_t x_row, bc_row;
   const float *dt, *A, *D, *dt_bias;  // dt is [rows, heads]
   void* out;
   int64_t out_row;
   int32_t heads, groups, dim, dstate;
-  int32_t softplus, threads;
+  int32_t threads;
 };
 
 struct DeltaCall {
@@ -163,7 +163,7 @@ struct Rows {
     return forest.columns[request * forest.column_row + place * forest.column_step];
   }
   int64_t parent(int64_t place) const {
-    return forest.parents ? forest.parents[first + place] : place - 1;
+    return forest.parents[first + place];
   }
   int64_t source(int64_t place) const { return slot(place ? parent(place) : accepted - 1); }
 };
@@ -189,7 +189,7 @@ template <typename S, typename T>
 void mamba2_head(const Mamba2Call& c, const Rows& rows, int64_t head, float* B, float* C) {
   const int64_t size = int64_t{c.dim} * c.dstate;
   S* const states = static_cast<S*>(c.state) + head * size;
-  const float D = c.D ? c.D[head] : 0.0f;
+  const float D = c.D[head];
   for (int64_t place = 0; place < rows.size; ++place) {
     const int64_t row = rows.first + place;
     const int64_t group = head / (c.heads / c.groups) * c.dstate;
@@ -197,12 +197,10 @@ void mamba2_head(const Mamba2Call& c, const Rows& rows, int64_t head, float* B, 
       B[n] = to_float(static_cast<const T*>(c.B)[row * c.bc_row + group + n]);
       C[n] = to_float(static_cast<const T*>(c.C)[row * c.bc_row + group + n]);
     }
-    float dt = c.dt[row * c.heads + head];
-    if (c.dt_bias) dt += c.dt_bias[head];
-    if (c.softplus && dt <= 20.0f) dt = std::log1p(std::exp(dt));
+    float dt = c.dt[row * c.heads + head] + c.dt_bias[head];
+    if (dt <= 20.0f) dt = std::log1p(std::exp(dt));
     const float decay = std::exp(c.A[head] * dt);
     const T* x = static_cast<const T*>(c.x) + row * c.x_row + head * c.dim;
-    const T* z = static_cast<const T*>(c.z) + (c.z ? row * c.z_row + head * c.dim : 0);
     T* out = static_cast<T*>(c.out) + row * c.out_row + head * c.dim;
     const S* from = states + rows.source(place) * c.slot;
     S* to = states + rows.slot(place) * c.slot;
@@ -224,12 +222,7 @@ void mamba2_head(const Mamba2Call& c, const Rows& rows, int64_t head, float* B, 
         to[n] = round_to<S>(value);
         y = std::fma(value, C[n], y);
       }
-      if (c.D) y = std::fma(input, D, y);
-      if (c.z) {
-        const float gate = to_float(z[d]);
-        y *= gate * sigmoid(gate);
-      }
-      out[d] = round_to<T>(y);
+      out[d] = round_to<T>(std::fma(input, D, y));
     }
   }
 }

@@ -1,0 +1,95 @@
+"""The proposers that can be simulated, by name and settings."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from functools import partial
+from typing import Any, cast
+
+from lookahead_vllm.draft.allowed import folded
+from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
+from lookahead_vllm.draft.options import LookaheadOptions, OptionError
+from lookahead_vllm.draft.proposer import Proposer
+from lookahead_vllm.draft.registry import HAVE_WINDOW, PROPOSERS, make_proposer
+
+Make = Callable[[int, CostCurve | None], Proposer]
+"""Makes a proposer for a budget in nodes. With a cost curve, it may send fewer."""
+
+NAMES = [name for name in PROPOSERS if name not in HAVE_WINDOW]
+
+
+def proposer_of(settings: Mapping[str, object], budget: int, curve: CostCurve | None) -> Proposer:
+    """A proposer with these options of a server."""
+    given = {"budget": budget if curve is None else "auto", **settings}
+    options = LookaheadOptions.from_dict({"num_speculative_tokens": budget, **given})
+    proposer = make_proposer(options)
+    proposer.cost = None if curve is None else StepCost(curve)
+    # Without a time limit, each prompt is inserted at once and results do not depend on speed.
+    cast(Any, proposer).insertion.seconds = math.inf
+    return proposer
+
+
+def choose_proposers(names: str) -> dict[str, Make]:
+    """Parse the names of the proposers to simulate, in order.
+
+    Parameters
+    ----------
+    names : str
+        Names separated by commas, each possibly with settings, as in `ngram_trie:branch_length=8`.
+
+    Raises
+    ------
+    OptionError
+        A name or a setting is unknown, wrong or given twice.
+    """
+    given = [name.strip() for name in names.split(",") if name.strip()]
+    if not given:
+        raise OptionError("--proposers: name at least one, as in ngram_trie:branch_length=8")
+    chosen: dict[str, Make] = {}
+    for spec in given:
+        if spec in chosen:
+            raise OptionError(f"--proposers: {spec} is given twice")
+        try:
+            chosen[spec] = _maker(spec)
+        except OptionError as error:
+            raise OptionError(f"--proposers: {spec}: {error}") from None
+    return chosen
+
+
+def _maker(spec: str) -> Make:
+    name, *texts = spec.split(":")
+    if name in HAVE_WINDOW:
+        raise OptionError(
+            "it learns from the model's choices, which a recording does not have; measure it with "
+            "scripts/bench.py"
+        )
+    if name not in NAMES:
+        close = get_close_matches(name, NAMES, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(NAMES)}"
+        raise OptionError(f"there is no such proposer; {hint}")
+    settings: dict[str, object] = {"proposer": name}
+    for text in texts:
+        pair = key_value(text)
+        if pair is None:
+            raise OptionError(f"{text!r} is not KEY=VALUE, as in ngram_trie:branch_length=8")
+        settings[pair[0]] = pair[1]
+    for key in ("num_speculative_tokens", "budget"):
+        if folded(key) in map(folded, settings):
+            raise OptionError(f"{key} is the simulator's to set; leave it out")
+    LookaheadOptions.from_dict(settings)
+    return partial(proposer_of, settings)
+
+
+def key_value(text: str) -> tuple[str, Any] | None:
+    """Parse `KEY=VALUE`. A value that is not JSON is a string. None if there is no key."""
+    key, separator, value = text.partition("=")
+    key = key.strip().replace("-", "_")
+    if not separator or not key.isidentifier():
+        return None
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
