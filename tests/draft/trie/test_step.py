@@ -17,7 +17,7 @@ from lookahead_vllm.draft.trie.hybrid import HybridProposer
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.suffix import advance
 
-REQUESTS = 20  # more than `MIN_SHARED_TREES`
+REQUESTS = 20
 MAX_MODEL_LEN = 4000
 IDS = [str(i) for i in range(REQUESTS)]
 
@@ -122,7 +122,6 @@ class Pair:
         return [table.tobytes() for table in tables]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -135,9 +134,9 @@ class Pair:
     ids=["trie", "trie, auto", "hybrid", "hybrid with a comb in every step", "hybrid, auto"],
 )
 def test_drafts_and_what_is_learned_are_the_same(
-    kind: type[NGramTrieProposer], options: dict[str, Any], threads: int
+    kind: type[NGramTrieProposer], options: dict[str, Any]
 ) -> None:
-    pair = Pair(kind, options | {"draft_threads": threads})
+    pair = Pair(kind, options)
     num_nodes = num_branching = 0
     before = None
     for _ in range(30):
