@@ -35,7 +35,7 @@ import numpy as np
 from lookahead_vllm.draft.options import AUTO_DECODING_LENGTH, LookaheadOptions
 from lookahead_vllm.draft.registry import PROPOSERS, make_proposer
 from lookahead_vllm.kernel_folder import cache_dir, sources_of_kernels
-from lookahead_vllm.machine import CPUS_AT_START, cpu_name
+from lookahead_vllm.machine import cpu_name
 
 MAX_WAIT_SECONDS = 120.0
 """After this time, a process that needs kernels compiles them itself."""
@@ -112,7 +112,7 @@ def main(arguments: str) -> None:
         compile_verification()
         if options.proposer in PROPOSERS:
             small = replace(options, max_nodes=1024, cache_path=None)
-            make_proposer(small.for_device(on_cpu, len(CPUS_AT_START)).for_model(0))
+            make_proposer(small.for_model(0))
         if others is not None:
             others.join()
         _marker(options, on_cpu).touch()
@@ -154,7 +154,6 @@ def _marker(options: LookaheadOptions, on_cpu: bool) -> Path:
         cpu_name(),
         on_cpu,
         options.proposer,
-        options.draft_threads,
     ]
     digest.update(json.dumps(facts).encode())
     return cache_dir() / f"compiled-{digest.hexdigest()[:16]}"

@@ -48,7 +48,8 @@ def nearest(given: object, known: Iterable[str]) -> str | None:
     if len(text) > _LONGEST_NAME:
         return None
     parts = [name for name in names if name in text or (len(text) > 2 and text in name)]
-    parts = [name for name in parts if not any(name in other != name for other in parts)]
+    whole = [name for name in parts if name in text]
+    parts = [name for name in parts if not any(name in other != name for other in whole)]
     close = parts if len(parts) == 1 else get_close_matches(text, names, n=1)
     return names[close[0]] if close else None
 

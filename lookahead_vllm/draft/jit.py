@@ -20,19 +20,15 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 
-def kernel(function: Callable[..., Any] | None = None, *, nogil: bool = False) -> Any:
+def kernel(function: Callable[..., Any]) -> Any:
     """Compile the decorated function with numba at its first call, and cache the code on disk.
 
     numba recompiles a cached kernel when the kernel's own file changes, but not when the file of
     an inlined kernel does. So the cache is a folder of `kernel_folder.cache_dir()` that is named by
     a hash of all sources of `draft/` and `verify/`. If there is no usable folder, each process
     compiles for itself.
-
-    With `nogil`, a call from Python releases Python's lock.
     """
-    if function is None:
-        return functools.partial(kernel, nogil=nogil)
-    compiled = numba.njit(error_model="numpy", nogil=nogil)(function)
+    compiled = numba.njit(error_model="numpy")(function)
     default_folder = numba.config.CACHE_DIR
     try:
         numba.config.CACHE_DIR = _folder()

@@ -42,10 +42,6 @@ MAX_PARALLEL = 8
 CHAIN_LENGTH = "num_speculative_tokens"
 """The key of K in a drafter's config; vLLM fills it in if the user leaves it out."""
 
-MAX_DRAFT_THREADS = 64
-AUTO_DRAFT_THREADS = 4
-"""The most threads that "auto" takes; more gain little, because a step's trees are few."""
-
 WEEK_SECONDS = 7 * 24 * 3600
 
 
@@ -98,8 +94,6 @@ class LookaheadOptions:
         as in Lookahead Decoding (ICML 2024), Table 4, as far as the nodes suffice; G is W.
     pool_from_prompt : bool
         Whether the n-grams of the prompt are added to the pool of "jacobi_window".
-    draft_threads : "auto" or int
-        The threads that grow the trees of a step. Drafts do not depend on it.
     drafter : mapping or None
         vLLM's speculative config of a trained drafter, whose chain and alternatives grow into the
         same tree. A path P alone is {"model": P}.
@@ -128,7 +122,6 @@ class LookaheadOptions:
     ngram_size: int = _number(PAPER_NGRAM_SIZE, 2, MAX_NGRAM_SIZE)
     guess_set_size: str | int = _number("auto", 1, MAX_GUESS_SET_SIZE)
     pool_from_prompt: bool = _switch(False)
-    draft_threads: str | int = _number("auto", 1, MAX_DRAFT_THREADS)
     drafter: Mapping[str, Any] | None = _text("a speculative config of vLLM's", {"method": "mtp"})
     parallel: int = _number(1, 1, MAX_PARALLEL)
     share: str = _words("namespace", SHARES)
@@ -262,21 +255,6 @@ class LookaheadOptions:
             return self
         free = critical_decoding_length if self.budget == "auto" else int(self.budget)
         return replace(self, proposer="hybrid" if free >= MIN_TOKENS_FOR_HYBRID else "ngram_trie")
-
-    def for_device(self, on_cpu: bool, num_cores: int) -> LookaheadOptions:
-        """Replace "auto" in `draft_threads`: 1 if the model runs on the CPU.
-
-        Else a quarter of the cores, at least 1 and at most AUTO_DRAFT_THREADS.
-        """
-        if self.draft_threads != "auto":
-            return self
-        threads = 1 if on_cpu else max(1, min(AUTO_DRAFT_THREADS, num_cores // 4))
-        return replace(self, draft_threads=threads)
-
-    @property
-    def num_draft_threads(self) -> int:
-        """The threads that grow trees; 1 while `draft_threads` is "auto"."""
-        return 1 if self.draft_threads == "auto" else int(self.draft_threads)
 
     @property
     def chain_length(self) -> int:

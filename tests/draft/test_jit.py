@@ -59,7 +59,7 @@ def test_a_damaged_file_in_the_cache_is_replaced(
 
 
 ENDS_A_PROCESS_AT_EXIT = """
-import lookahead_vllm.draft.threads
+import lookahead_vllm.draft.progress
 import multiprocessing, time, weakref
 
 class Manager:

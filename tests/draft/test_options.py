@@ -149,21 +149,3 @@ def test_auto_drafts_from_all_sources_where_tokens_are_nearly_free(
 )
 def test_auto_has_fewer_nodes_where_there_is_less_room(given, length):
     assert LookaheadOptions.from_dict(given).at_most(16).decoding_length == length
-
-
-@pytest.mark.parametrize(
-    ("given", "on_cpu", "cores", "threads"),
-    [
-        ("auto", True, 128, 1),
-        ("auto", False, 2, 1),
-        ("auto", False, 8, 2),
-        ("auto", False, 15, 3),
-        ("auto", False, 128, 4),
-        (8, True, 2, 8),
-        (1, False, 128, 1),
-    ],
-)
-def test_auto_threads_leave_the_model_its_cores(given, on_cpu, cores, threads):
-    options = LookaheadOptions(draft_threads=given)
-    assert options.num_draft_threads == (1 if given == "auto" else given)
-    assert options.for_device(on_cpu, cores).num_draft_threads == threads

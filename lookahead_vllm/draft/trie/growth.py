@@ -128,8 +128,9 @@ def grow_all(
     firsts = np.zeros(len(trees) + 1, np.int64)
     # Reused for every tree, and passed one by one: nested in a NamedTuple they cost 2 µs a step.
     hashes = np.empty((largest + 1, NUM_HASHES), np.uint64)
-    places, shares = new_memory(largest)
+    places = np.empty(largest + 1, np.int32)
     candidates = new_candidates()
+    shares = np.empty(MAX_ALL_CANDIDATES, np.float32)
     min_prob = np.float32(max(limits.min_prob, MIN_PROBABILITY))
     size = 0
     for i in range(len(trees)):
@@ -158,12 +159,6 @@ def grow_all(
         sources[:size].copy(),
         firsts,
     )
-
-
-@kernel
-def new_memory(max_nodes: int) -> tuple[Int32s, Float32s]:
-    """The `places` and `shares` of `grow`, for trees of at most `max_nodes` nodes."""
-    return np.empty(max_nodes + 1, np.int32), np.empty(MAX_ALL_CANDIDATES, np.float32)
 
 
 @kernel

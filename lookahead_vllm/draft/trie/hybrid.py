@@ -226,9 +226,9 @@ class HybridProposer(NGramTrieProposer):
         limits = trees[:, NODES].copy(), trees[:, DEPTH].copy()
         return self.branch.join(forest, windows, *limits, self._max_nodes, cost), num_tokens
 
-    def _begin_and_grow(self, step: tuple[Any, ...], num_trees: int) -> tuple[DraftForest, Int64s]:
+    def _begin_and_grow(self, step: tuple[Any, ...]) -> tuple[DraftForest, Int64s]:
         if self._awaited is None:
-            return super()._begin_and_grow(step, num_trees)
+            return super()._begin_and_grow(step)
         trees, (hashes, *others), new, num_tokens = begin_step(*step)
         # Rates are learned first: the tokens were chosen from the new choices.
         self._extend((hashes.copy(), *others), new, inserts=False)

@@ -37,7 +37,6 @@ from lookahead_vllm.draft.trie import priors
 from lookahead_vllm.draft.trie.acceptance_rate import MAX_WEIGHT, NUM_RATES, AcceptanceRate
 from lookahead_vllm.draft.trie.candidates import CHOICES, NUM_SPACES
 from lookahead_vllm.draft.trie.growth import grow_all
-from lookahead_vllm.draft.trie.growth_threads import MIN_SHARED_TREES, GrowthThreads
 from lookahead_vllm.draft.trie.namespaces import Namespaces
 from lookahead_vllm.draft.trie.recycling import make_lines
 from lookahead_vllm.draft.trie.step import begin_and_grow, begin_step, extend
@@ -166,16 +165,6 @@ class NGramTrieProposer:
         them, and whether rates have to be learned from them."""
         self.insertion = InsertionQueue()
         """Prompts and references that are not in the trie yet."""
-        self._threads: GrowthThreads | None = None
-        if options.num_draft_threads > 1:
-            self._threads = GrowthThreads(
-                options.num_draft_threads,
-                self._max_nodes,
-                options.chain_length,
-                self.trie.arrays,
-                self._lines,
-                self.rate.arrays,
-            )
         self._compile()
 
     @property
@@ -266,8 +255,6 @@ class NGramTrieProposer:
     def _grow(self, trees: Int64s) -> DraftForest:
         """The likeliest trees within the limits `trees`, int64 [t, 4]."""
         texts = self._texts.arrays
-        if self._threads is not None and len(trees) >= MIN_SHARED_TREES:
-            return DraftForest(*self._threads.grow_all(texts, trees, self._bounds))
         return DraftForest(
             *grow_all(self.trie.arrays, self._lines, texts, trees, self.rate.arrays, self._bounds)
         )
@@ -377,21 +364,16 @@ class NGramTrieProposer:
         """
         self._learn_drafted()
         step = progress.arrays[:], emitted[:], spans, wanted[:], self._texts.arrays, max_model_len
-        forest, num_tokens = self._begin_and_grow(step, len(wanted.rows))
+        forest, num_tokens = self._begin_and_grow(step)
         return self._cut_by_plan(forest), num_tokens
 
-    def _begin_and_grow(self, step: tuple[Any, ...], num_trees: int) -> tuple[DraftForest, Int64s]:
+    def _begin_and_grow(self, step: tuple[Any, ...]) -> tuple[DraftForest, Int64s]:
         """Move the texts on, and grow the next trees; `step` has the arguments of `begin_step`."""
-        if self._threads is not None and num_trees >= MIN_SHARED_TREES:
-            trees, before, new, num_tokens = begin_step(*step)
-            forest = self._grow(trees)
-        else:
-            nodes, before, new, num_tokens = begin_and_grow(
-                *step, self.trie.arrays, self._lines, self.rate.arrays, self._bounds
-            )
-            forest = DraftForest(*nodes)
+        nodes, before, new, num_tokens = begin_and_grow(
+            *step, self.trie.arrays, self._lines, self.rate.arrays, self._bounds
+        )
         self._unlearned = before, new, True
-        return forest, num_tokens
+        return DraftForest(*nodes), num_tokens
 
     def learn(self) -> None:
         """Learn from the tokens of the last `draft`, and insert texts for a share of the step.
@@ -472,8 +454,6 @@ class NGramTrieProposer:
         self.start("", [0])
         self.extend({"": []})
         self.propose([DraftLimits("", 1, 1)])
-        if self._threads is not None:
-            self._grow(self._trees_of([DraftLimits("", 1, 1)] * MIN_SHARED_TREES))
         self._compile_step()
         compile_budget()
         self.finish("")

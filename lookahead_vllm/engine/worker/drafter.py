@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 from llvmlite.binding import ffi
 from vllm.logger import init_logger
-from vllm.platforms import current_platform
 
 from lookahead_vllm import compilation
 from lookahead_vllm.draft.budget.cost import Load, StepCost, StepWork
@@ -25,7 +24,6 @@ from lookahead_vllm.engine.messages import ProposedDrafts, SentDraft
 from lookahead_vllm.engine.request_options import RequestOptions
 from lookahead_vllm.engine.worker.cache import open_cache
 from lookahead_vllm.engine.worker.step_recorder import Counters, StepRecorder
-from lookahead_vllm.machine import CPUS_AT_START
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -120,9 +118,7 @@ class LookaheadDrafter:
                 f"{config.DRAFTER_PATH} was given as a custom_class; "
                 'write {"method": "lookahead"} in --speculative-config instead'
             )
-        self.options = config.options_of(vllm_config).for_device(
-            current_platform.is_cpu(), len(CPUS_AT_START)
-        )
+        self.options = config.options_of(vllm_config)
         self.may_branch = False
         parallel = vllm_config.parallel_config
         ranks_of_a_stage = parallel.world_size // parallel.pipeline_parallel_size

@@ -27,7 +27,7 @@ from lookahead_vllm.draft.trie.hybrid import HybridProposer
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.suffix import advance
 
-REQUESTS = 20  # more than `MIN_SHARED_TREES`
+REQUESTS = 20
 MAX_MODEL_LEN = 4000
 DRAFTER_OF_3 = {CHAIN_LENGTH: 3}
 IDS = [str(i) for i in range(REQUESTS)]
@@ -145,7 +145,6 @@ class Pair:
         return [table.tobytes() for table in tables]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -171,9 +170,9 @@ class Pair:
     ],
 )
 def test_drafts_and_what_is_learned_are_the_same(
-    kind: type[NGramTrieProposer], options: dict[str, Any], threads: int
+    kind: type[NGramTrieProposer], options: dict[str, Any]
 ) -> None:
-    pair = Pair(kind, options | {"draft_threads": threads})
+    pair = Pair(kind, options)
     num_nodes = num_branching = 0
     sources: set[int] = set()
     before = None
