@@ -29,8 +29,6 @@ class Prompt:
     """The token ids that were recorded as its answer."""
     reference: list[int] | None = None
     """The token ids of a text that the answer may copy from."""
-    id: str = ""
-    """The name of the recorded trace."""
 
 
 def load_prompts(path: Path, tokenize: Tokenize, limit: int | None = None) -> list[Prompt]:
@@ -38,7 +36,7 @@ def load_prompts(path: Path, tokenize: Tokenize, limit: int | None = None) -> li
 
     Each line is an object with `prompt_token_ids` (a list), `prompt` (text) or `messages` (a
     chat). `category`, or else `suite`, the recorded answer, `output_token_ids`, and a text that the
-    answer may copy from, `reference_token_ids`, are optional, and so is its `id`.
+    answer may copy from, `reference_token_ids`, are optional.
 
     Parameters
     ----------
@@ -70,7 +68,6 @@ def load_prompts(path: Path, tokenize: Tokenize, limit: int | None = None) -> li
             lines[i][0],
             _optional_ids(path, lines[i], "output_token_ids"),
             _optional_ids(path, lines[i], "reference_token_ids"),
-            str(lines[i][1].get("id", "")),
         )
         for i in spread(categories, limit)
     ]

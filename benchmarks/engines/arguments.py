@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from benchmarks.command_line import PROMPT_LINES, engine_parser, positives
@@ -75,10 +74,6 @@ how it measures:
   --target-guided makes the recorded token (`output_token_ids`) the likeliest at every position: any
   model then gives the recorded answers, and accepts what the model that was recorded would have
   accepted. It works with random weights, too (--engine-arg load_format=dummy). LLMA, section 3.2.
-  --choices lets it serve `hybrid` and `jacobi_window`, too, which learn from what a model says to
-  drafts: the likeliest tokens that scripts/record_choices.py has recorded, with their gaps. At
-  nodes off the recorded path these are what was recorded after the same two tokens, or the same
-  one, in another text; so the tokens a step of these proposers are an estimate.
   --profile times the decode steps that follow each other, from one launch to the next: `model` is
   the forward pass with the logits, tree attention included; all else is scheduling, sampling,
   drafting and the front end. On a GPU only lookahead's own parts are timed.
@@ -120,14 +115,6 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--adversarial", action="store_true", help="requests whose drafts are never right")
     add("--target-guided", action="store_true", help="the model gives the recorded answers")
-    add(
-        "--choices",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE.npz",
-        help="with --target-guided: what the recorded model said at each token",
-    )
     add(
         "--references",
         type=names,

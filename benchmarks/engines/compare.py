@@ -24,11 +24,10 @@ from benchmarks.command_line import (
     kv_cache_bytes,
     rank_environment,
 )
-from benchmarks.engines import generate, profile, recorded_choices
+from benchmarks.engines import generate, profile
 from benchmarks.engines.arguments import parser
 from benchmarks.engines.fresh_engine import FreshEngine, RunFailed, is_cpu_build
 from benchmarks.engines.generate import Job, Turn
-from benchmarks.engines.recorded_choices import ChoicesError
 from benchmarks.engines.rows import Outcome, Row, Run, make_row
 from benchmarks.methods import (
     BASELINE,
@@ -225,8 +224,6 @@ class Benchmark:
             self.options.adversarial,
             answers if self.options.target_guided else None,
             references if variant.method in self.options.references else None,
-            [str(path.resolve()) for path in self.options.choices],
-            [prompt.id for prompt in self.prompts[size]],
         )
         progress.show({"event": "starting"})
         log = self._log(variant, size, number)
@@ -300,7 +297,6 @@ class Benchmark:
             "adversarial": self.options.adversarial,
             "target_guided": self.options.target_guided,
             "references": self.options.references,
-            "choices": [str(path) for path in self.options.choices],
             "max_tokens": self.options.max_tokens,
             "rounds": self.options.repeat,
             "turns": self.turns,
@@ -372,8 +368,6 @@ def prepare(options: argparse.Namespace) -> Benchmark:
     for size, chosen in prompts.items():
         if len(chosen) < turns[size]:
             raise PromptError(f"--turns {turns[size]}: batch size {size} has {len(chosen)} prompts")
-    if options.choices and not options.target_guided:
-        raise MethodError("--choices are those of recorded answers: add --target-guided")
     if options.target_guided:
         check_target_guided(options, methods, prompts)
     check_references(options, methods, prompts)
@@ -389,34 +383,16 @@ def check_target_guided(
     if options.adversarial:
         raise MethodError("--target-guided follows answers, --adversarial has none: leave one out")
     for name, config in methods.items():
-        if not options.choices and config and config.get("proposer") in HAVE_WINDOW:
+        if config and config.get("proposer") in HAVE_WINDOW:
             raise MethodError(
                 f"--target-guided: {name} learns from what a model says to its drafts, and "
-                "only the answers were recorded; leave it out, or write --choices FILE.npz"
+                "only the answers were recorded; leave it out"
             )
     for prompt in max(prompts.values(), key=len):
         if prompt.answer is None:
             raise PromptError(
                 f"{options.prompts}, line {prompt.line}: --target-guided follows recorded answers, "
                 "and there are no `output_token_ids`"
-            )
-    check_choices(options, max(prompts.values(), key=len))
-
-
-def check_choices(options: argparse.Namespace, prompts: Sequence[Prompt]) -> None:
-    """Check that the files of --choices have the trace of every prompt."""
-    if not options.choices:
-        return
-    if "v2" in options.runner:
-        raise MethodError("--choices: only vLLM's first model runner takes them: --runner v1")
-    traces = recorded_choices.read(options.choices)
-    for prompt in prompts:
-        if len(traces[prompt.id].tokens if prompt.id in traces else ()) < min(
-            options.max_tokens, len(prompt.answer or ())
-        ):
-            raise PromptError(
-                f"{options.prompts}, line {prompt.line}: --choices has none for each token of the "
-                f"answer of the trace {prompt.id!r}; record them with scripts/record_choices.py"
             )
 
 
@@ -444,7 +420,7 @@ def main(argv: Sequence[str]) -> int:
     options = arguments.parse_args(argv)
     try:
         benchmark = prepare(options)
-    except (MethodError, PromptError, ChoicesError) as error:
+    except (MethodError, PromptError) as error:
         arguments.error(str(error))
     stopped = interrupted(benchmark.run)
     rows = report(benchmark, argv)

@@ -28,8 +28,7 @@ class Job:
     `engine_args` are those of `vllm.LLM`, with `max_num_seqs` the batch size; `prompts` are token
     ids. Decoding is greedy; if `sampled`, tokens are drawn without a seed, always `max_tokens`.
     With `answers`, each prompt gets its answer, cut to `max_tokens`. With `references`, requests
-    bring texts to copy from, token ids; an empty one is none. `choices` are files of recorded
-    choices for the traces `ids`, one for each prompt.
+    bring texts to copy from, token ids; an empty one is none.
     """
 
     engine_args: dict[str, Any]
@@ -38,8 +37,6 @@ class Job:
     sampled: bool = False
     answers: list[list[int]] | None = None
     references: list[list[int]] | None = None
-    choices: list[str] = field(default_factory=list)
-    ids: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -176,7 +173,7 @@ def run(job: Job, turns: Iterable[Sequence[int]], emit: Emit) -> None:
     if job.answers is not None:
         from benchmarks.engines import target_guided
 
-        target_guided.follow(llm, job.prompts, job.answers, job.choices, job.ids)
+        target_guided.follow(llm, job.prompts, job.answers)
     emit("ready")
 
     def params_of(index: int) -> Any:

@@ -4,35 +4,20 @@ Source: LLMA (Yang et al., 2023), section 3.2, which measures the speed of a lar
 answers. The model runs as usual; then, at every position from which a token is sampled, the logit
 of the recorded token is raised above all others. A large model with random weights then accepts the
 drafts that the real model would have accepted.
-
-Proposers that learn from the model's choices (`hybrid`, `jacobi_window`) need more: with recorded
-choices (`recorded_choices.py`), the recorded tokens get logits with the recorded gaps, the recorded
-next token always the largest. At nodes off the recorded path nobody knows what the real model would
-have said. There its choices are those that were recorded after the same two tokens, or the same
-one, in another text; where no text has it, they are the guided model's own. What is emitted does
-not depend on them: an accepted node is on the recorded path. So tokens a step of these proposers
-are an estimate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.engines import recorded_choices
-from benchmarks.engines.recorded_choices import RecordedChoices
 from lookahead_vllm.verify.transfer import to_device
-
-if TYPE_CHECKING:
-    from lookahead_vllm.engine.worker.draft_step import DraftStep
 
 LIKELIEST = 1e4
 """A logit above all logits of a model."""
-MIN_GAP = 2.0**-4
-"""The recorded next token's logit is above all others by at least this much."""
 NO_TEXT = -1
 """The number of the text of requests without a recorded answer."""
 
@@ -41,18 +26,10 @@ def follow(
     llm: Any,
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
-    choices: Sequence[str] = (),
-    ids: Sequence[str] = (),
 ) -> None:
     """Give requests with these prompts these answers; other requests do not change.
 
     Tokens after the end of an answer are the model's own.
-
-    Parameters
-    ----------
-    choices, ids
-        Files of recorded choices, and the trace in them of each prompt; on vLLM's first model
-        runner only.
 
     Raises
     ------
@@ -66,26 +43,18 @@ def follow(
             f"an answer has the token {largest}, but the model knows 0 to {vocabulary - 1}; take "
             "answers of its tokenizer, or a model with a larger vocabulary"
         )
-    texts = [*map(list, prompts)], [*map(list, answers)]
-    llm.collective_rpc(_install, args=(*texts, list(choices), list(ids)))
+    llm.collective_rpc(_install, args=([*map(list, prompts)], [*map(list, answers)]))
 
 
 def _install(
-    worker: Any,
-    prompts: list[list[int]],
-    answers: list[list[int]],
-    choices: list[str],
-    ids: list[str],
+    worker: Any, prompts: list[list[int]], answers: list[list[int]], *_unused: Any
 ) -> None:
-    """Runs in a worker, for both of vLLM's model runners: on GPUs plain vLLM uses the second."""
+    """Runs in a worker, for both of vLLM's model runners: on GPUs plain vLLM uses the second.
+
+    Callers of earlier releases give two more lists; they have no meaning now.
+    """
     runner = worker.model_runner
-    recorded = None
-    if choices:
-        if not hasattr(runner, "_sample"):
-            raise ValueError("recorded choices need vLLM's first model runner: --runner v1")
-        traces = recorded_choices.read(choices)
-        recorded = RecordedChoices(prompts, answers, [traces[name] for name in ids])
-    guide = Guide(prompts, answers, runner.device, recorded)
+    guide = Guide(prompts, answers, runner.device)
     execute = runner.execute_model
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,49 +80,10 @@ def _guide_first(runner: Any, guide: Guide) -> None:
         else:
             rows = spec_decode_metadata.logits_indices
             counts = torch.tensor(spec_decode_metadata.num_draft_tokens) + 1
-        rows = rows.long()
-        if guide.recorded is None:
-            guide.guide(logits, req_ids, counts, runner.positions[rows])
-        else:
-            nodes = Nodes(
-                runner.input_ids.gpu[rows].tolist(),
-                runner.positions[rows].tolist(),
-                parents_of(counts.tolist(), getattr(runner, "_step", None)),
-            )
-            guide.choose(logits, req_ids, counts.tolist(), nodes)
+        guide.guide(logits, req_ids, counts, runner.positions[rows.long()])
         return original(logits, spec_decode_metadata)
 
     runner._sample = sample
-
-
-class Nodes(NamedTuple):
-    """The tokens that the rows of a step's logits follow.
-
-    Attributes
-    ----------
-    tokens, positions : list of int
-    parents : list of int
-        The row of the token before, or -1 for a root, which is the last committed token.
-    """
-
-    tokens: list[int]
-    positions: list[int]
-    parents: list[int]
-
-
-def parents_of(counts: Sequence[int], step: DraftStep | None) -> list[int]:
-    """The parent of each row, as in `Nodes`: drafts are chains but for the trees of a step."""
-    parents: list[int] = []
-    roots = []
-    for count in counts:
-        roots.append(len(parents))
-        parents += [-1, *range(len(parents), len(parents) + count - 1)]
-    trees = [] if step is None else zip(step.rows.tolist(), step.forest, strict=True)
-    for row, tree in trees:
-        first = roots[row] + 1
-        own = tree.parents.tolist()
-        parents[first : first + len(own)] = [first + max(parent, -1) for parent in own]
-    return parents
 
 
 def _guide_second(runner: Any, guide: Guide) -> None:
@@ -184,9 +114,7 @@ class Guide:
         prompts: Sequence[Sequence[int]],
         answers: Sequence[Sequence[int]],
         device: torch.device,
-        recorded: RecordedChoices | None = None,
     ) -> None:
-        self.recorded = recorded
         texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         self._text_of_prompt = {tuple(prompt): i for i, prompt in enumerate(prompts)}
         self._text_of_request: dict[str, int] = {}
@@ -227,42 +155,3 @@ class Guide:
         recorded = self._texts[to_device(texts, self._texts.device), columns]
         place = torch.arange(len(recorded), device=recorded.device), recorded.clamp(min=0)
         logits[place] = logits[place].masked_fill(recorded >= 0, LIKELIEST)
-
-    def choose(
-        self, logits: torch.Tensor, req_ids: Sequence[str], counts: Sequence[int], nodes: Nodes
-    ) -> None:
-        """Replace the largest logits in every row of a step by recorded choices, in place.
-
-        On the recorded path the recorded next token's logit is the largest.
-
-        Parameters
-        ----------
-        logits : float [n, vocabulary]
-        req_ids, counts
-            The requests of the batch, and the number of rows of each.
-        """
-        assert self.recorded is not None
-        numbers = [self._text_of_request.get(req_id, NO_TEXT) for req_id in req_ids]
-        texts = np.repeat(numbers, counts).tolist()
-        end = self._texts.shape[1] - 2
-        is_recorded: list[bool] = []
-        for row, (text, token, position, parent) in enumerate(zip(texts, *nodes, strict=True)):
-            own, following = self._texts[text, min(position, end) :][:2].tolist()
-            on_path = position <= end and own == token and (parent < 0 or is_recorded[parent])
-            is_recorded.append(on_path)
-            if on_path:
-                found = self.recorded.at(text, position + 1) if following >= 0 else None
-            elif text != NO_TEXT and parent >= 0:
-                found = self.recorded.after(text, nodes.tokens[parent], token)
-            else:
-                found = None
-            if found is None and not (on_path and following >= 0):
-                continue
-            # Gaps below zero: a logit of bfloat16 near LIKELIEST could not hold them.
-            logits[row] -= LIKELIEST
-            if found is not None:
-                gaps = np.maximum(found.gaps, MIN_GAP if on_path else 0)
-                columns = torch.from_numpy(found.tokens).long()
-                logits[row, columns] = -torch.from_numpy(gaps).to(logits)
-            if on_path:
-                logits[row, following] = 0
