@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import case
+from benchmarks.gpu import accuracy, case
 from benchmarks.gpu.case import depths_and_masks, tree_parents
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.verify.gpu.paged_batch import CAUSAL
@@ -55,6 +58,15 @@ def test_every_case_is_checked_against_attention_by_the_book(
     assert mixed.batch.firsts.tolist() == [0, 34, CAUSAL]
     assert mixed.error("torch") < mixed.max_error == 1e-5
     assert case.Case([20], [9], fp8=True, heads_first=True).error("torch") < 1e-2
+
+
+def test_a_kernel_is_wrong_if_its_error_is_large_or_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_right(error: float) -> bool:
+        fake: Any = SimpleNamespace(error=lambda impl: error, max_error=1e-2)
+        monkeypatch.setattr(accuracy, "kernel_cases", lambda: iter([("a case", fake)]))
+        return accuracy.check_kernels({})
+
+    assert is_right(1e-3) and not is_right(0.5) and not is_right(math.nan)
 
 
 def test_it_needs_only_torch_and_triton_and_reports_a_missing_gpu() -> None:
