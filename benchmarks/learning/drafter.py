@@ -1,0 +1,208 @@
+"""Train a small EAGLE head on a model's own answers.
+
+Source: EAGLE (Li et al., 2024), section 4: one decoder layer reads the model's last hidden state at
+a token and the embedding of the next token, and predicts the hidden state there. The model's own
+output layer turns it into tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from lookahead_vllm.cli.arguments import escape_unprintable
+from lookahead_vllm.simulation.traces import TraceError, load_traces
+
+WINDOW = 256
+"""Tokens of a text that are trained on at once; the head sees nothing before them."""
+BATCH = 8
+"""Windows of a step."""
+SKIPPED = 4
+"""The first tokens of a window, which the head knows too little about."""
+NOISE = 0.1
+"""Uniform noise on the hidden states, because in a chain the head reads its own predictions."""
+LEARNING_RATE = 1e-3
+STATE_WEIGHT = 0.2
+"""Of the distance to the model's hidden states in the loss; the tokens' weight is 1."""
+
+DESCRIPTION = """\
+Train an EAGLE head for a Llama-like model on recorded answers of that model.
+
+Every second line of the traces is left out and written to OUT/held_out.jsonl, to measure on.
+"""
+EPILOG = """\
+example:
+  python scripts/train_drafter.py --model .cache/models/SmolLM2-135M-Instruct \\
+      --traces spec_bench.jsonl humaneval.jsonl --out head
+  python scripts/bench.py --model .cache/models/SmolLM2-135M-Instruct \\
+      --prompts head/held_out.jsonl --dtype float32 --runner v2 --methods none --config \\
+      'both={"method": "lookahead", "drafter": {"method": "eagle", "model": "head"}}'
+"""
+
+
+class Window(NamedTuple):
+    """A stretch of a text."""
+
+    ids: Tensor
+    """int64 [t]"""
+    states: Tensor
+    """float16 [t, hidden]: the model's last hidden state at each token."""
+
+
+class Head(torch.nn.Module):
+    """The head, with the names that vLLM reads.
+
+    Parameters
+    ----------
+    model
+        A Llama-like model of transformers; the head's layer begins as a copy of its last one.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        base = model.model
+        hidden = model.config.hidden_size
+        self.fc = torch.nn.Linear(2 * hidden, hidden, bias=False)
+        layer = type(base.layers[-1])(model.config, 0)
+        layer.load_state_dict(base.layers[-1].state_dict())
+        layer.input_layernorm = torch.nn.Identity()  # as in EAGLE, and in vLLM
+        self.layers = torch.nn.ModuleList([layer])
+        self._rotary = [base.rotary_emb]  # in a list: no weights of the head
+
+    def forward(self, embeddings: Tensor, states: Tensor) -> Tensor:
+        """The predicted states at the embedded tokens, [b, t, hidden].
+
+        `embeddings` and `states`, each [b, t, hidden], are those of a token and of the one before.
+        """
+        x = self.fc(torch.cat((embeddings, states), -1))
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        out: Tensor = self.layers[0](x, position_embeddings=self._rotary[0](x, positions))
+        return out
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command."""
+    escape_unprintable()
+    options = _parser().parse_args(arguments)
+    try:
+        traces = [trace for path in options.traces for trace in load_traces(path).traces]
+    except TraceError as error:
+        print(f"train_drafter: {error}", file=sys.stderr)
+        return 2
+    import transformers as hf
+
+    hf.utils.logging.disable_progress_bar()
+    torch.manual_seed(options.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = hf.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    model = model.to(device).eval().requires_grad_(False)
+    options.out.mkdir(parents=True, exist_ok=True)
+    with (options.out / "held_out.jsonl").open("w", encoding="utf-8") as file:
+        for trace in traces[1::2]:
+            ids = {
+                "prompt_token_ids": trace.prompt.tolist(),
+                "output_token_ids": trace.output.tolist(),
+            }
+            file.write(json.dumps(ids) + "\n")
+    texts = [[*trace.prompt.tolist(), *trace.output.tolist()] for trace in traces[::2]]
+    windows = list(_windows(model, texts, options.tokens))
+    head = Head(model).to(device)
+    agreement = train(head, model, windows, options.epochs)
+    save_file(head.state_dict(), options.out / "model.safetensors")
+    config = model.config.to_dict() | {"num_hidden_layers": 1}
+    (options.out / "config.json").write_text(json.dumps(config, indent=1))
+    print(f"{options.out}: the model's likeliest token is the head's in {agreement:.1%}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR", help="the model that gave the answers")
+    add("--traces", nargs="+", type=Path, required=True, help="as for `lookahead-vllm simulate`")
+    add("--out", type=Path, required=True, metavar="DIR", help="for the head")
+    add("--tokens", type=int, default=100_000, help="train on at most so many (default: 100000)")
+    add("--epochs", type=int, default=6, help="how often each token is seen (default: 6)")
+    add("--seed", type=int, default=0, help="of the weights and of the order (default: 0)")
+    return parser
+
+
+@torch.no_grad()
+def _windows(model: torch.nn.Module, texts: Sequence[list[int]], tokens: int) -> Iterator[Window]:
+    """The texts in windows with the model's states, until there are so many tokens."""
+    device = next(model.parameters()).device
+    with tqdm(total=min(tokens, sum(map(len, texts))), unit="tokens", desc="states") as bar:
+        for text in texts:
+            if bar.n >= tokens:
+                return
+            ids = torch.tensor(text, device=device)
+            states = model.model(input_ids=ids[None]).last_hidden_state[0].half()
+            for first in range(0, len(ids), WINDOW):
+                if len(ids) - first > 2 * SKIPPED:
+                    yield Window(ids[first:][:WINDOW], states[first:][:WINDOW])
+            bar.update(len(ids))
+
+
+def train(head: Head, model: torch.nn.Module, windows: Sequence[Window], epochs: int) -> float:
+    """Train the head; returns the share of tokens of the last epoch at which both agree.
+
+    Only tokens that occur in the windows are told apart, to save time: the model's vocabulary is
+    much larger.
+    """
+    embed = model.get_input_embeddings()
+    vocabulary = torch.cat([window.ids for window in windows]).unique()
+    output = model.get_output_embeddings().weight[vocabulary]
+    optimizer = torch.optim.AdamW(head.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
+    steps = epochs * math.ceil(len(windows) / BATCH)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps)
+    agreed = torch.zeros(2)
+    with tqdm(total=steps, unit="steps", desc="training") as bar:
+        for _ in range(epochs):
+            agreed.zero_()
+            for some in torch.randperm(len(windows)).split(BATCH):
+                batch = [windows[i] for i in some.tolist()]
+                loss, counts = _loss(head, embed, output, batch)
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                agreed += counts
+                bar.update()
+                bar.set_postfix(agreement=f"{agreed[0] / agreed[1]:.1%}")
+    return float(agreed[0] / agreed[1])
+
+
+def _loss(
+    head: Head, embed: torch.nn.Module, output: Tensor, batch: Sequence[Window]
+) -> tuple[Tensor, Tensor]:
+    """The loss of some windows; how often head and model agree, and the number of tokens."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = pad([window.ids for window in batch], batch_first=True)
+    states = pad([window.states.float() for window in batch], batch_first=True)
+    lengths = torch.tensor([len(window.ids) for window in batch], device=ids.device)
+    places = torch.arange(1, ids.shape[1], device=ids.device)
+    counted = (places[None] < lengths[:, None]) & (places >= SKIPPED)
+    noise = NOISE * (2 * torch.rand_like(states[:, :-1]) - 1)
+    predicted = head(embed(ids[:, 1:]), states[:, :-1] + noise)[counted]
+    wanted = states[:, 1:][counted]
+    logits, targets = predicted @ output.T, wanted @ output.T
+    loss = F.cross_entropy(logits, targets.softmax(-1))
+    loss = loss + STATE_WEIGHT * F.smooth_l1_loss(predicted, wanted)
+    agree = (logits.argmax(-1) == targets.argmax(-1)).sum()
+    return loss, torch.tensor([float(agree), float(counted.sum())])
