@@ -110,11 +110,9 @@ def main(arguments: Sequence[str]) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     with (options.out / "held_out.jsonl").open("w", encoding="utf-8") as file:
         for trace in traces[1::2]:
-            ids = {
-                "prompt_token_ids": trace.prompt.tolist(),
-                "output_token_ids": trace.output.tolist(),
-            }
-            file.write(json.dumps(ids) + "\n")
+            prompt, output = trace.prompt.tolist(), trace.output.tolist()
+            line = {"category": trace.category, "prompt_token_ids": prompt}
+            file.write(json.dumps(line | {"output_token_ids": output}) + "\n")
     texts = [[*trace.prompt.tolist(), *trace.output.tolist()] for trace in traces[::2]]
     windows = list(_windows(model, texts, options.tokens))
     head = Head(model).to(device)
