@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as tar
 
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.progress import NUM_ALTERNATIVES, no_chains
+from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.draft.trie.recycling import GAPS
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.config import options_of
@@ -119,6 +120,8 @@ class TrainedDrafter:
             batch, hidden, aux = self._by_accepted_path(batch, hidden, aux)
             metadata, slots = self._without_trees(batch, metadata)
         length = self._speculator.num_speculative_steps
+        if not dummy_run and not self._is_chain_wanted(batch):
+            length = 1  # it comes with the pass that writes the drafter's KV
         self._propose(
             batch,
             metadata,
@@ -131,8 +134,15 @@ class TrainedDrafter:
             **kwargs,
         )
         if not dummy_run:
+            self._chains[: batch.num_reqs, length:] = UNKNOWN
             self.chains = self._send(batch.num_reqs)
         return self._none[: batch.num_reqs]
+
+    def _is_chain_wanted(self, batch: InputBatch) -> bool:
+        """Whether the next step may have drafts: while they do not pay, none has slots."""
+        runner = self._runner
+        # With several engines, all have to run the same passes of experts.
+        return runner.trees.report is not None or batch.has_prefill or runner.dp_size > 1
 
     def _by_accepted_path(
         self, batch: InputBatch, hidden: torch.Tensor, aux: list[torch.Tensor] | None

@@ -11,6 +11,8 @@ from vllm import LLM, SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from lookahead_vllm.draft.progress import PROPOSED
+from lookahead_vllm.draft.tree import UNKNOWN
+from lookahead_vllm.engine.worker.v2.trained_drafter import TrainedDrafter
 from tests.support import v2_on_cpu
 from tests.support.drafters import CONFIGS, TARGETS, save_drafter
 from tests.support.driving import drafter_of, engine, generate_staggered, random_prompts, runner_of
@@ -68,7 +70,10 @@ SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "mtp"])
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_chains_follow_from_the_text_alone(method: str, situation: str, tmp_path: Path) -> None:
+def test_chains_follow_from_the_text_alone(
+    method: str, situation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainedDrafter, "_is_chain_wanted", lambda *_: True)
     target = save_config(TARGETS[method][0], tmp_path, CONFIGS)
     drafter = save_drafter(method, tmp_path)
     settings, driving = SITUATIONS[situation]
@@ -87,6 +92,20 @@ def test_chains_follow_from_the_text_alone(method: str, situation: str, tmp_path
     assert not [place for place in compared if chains[place] != expected[place]]
 
 
+def test_without_slots_the_drafter_makes_one_pass(tmp_path: Path) -> None:
+    target = save_config("llama", tmp_path, CONFIGS)
+    options = dict(budget=8, drafter=save_drafter("draft_model", tmp_path, 4))
+    alone = [_with_extra_args(params, ALONE) for params in PARAMS]
+    with engine(target, options, drafts=False, **SETTINGS) as llm:
+        chains = _record_chains(llm)
+        generate_staggered(llm, PROMPTS, alone, every=1)
+        sent = runner_of(llm).trained.chains.by_request
+    first = {(index, len(prompt) + 1) for index, prompt in enumerate(PROMPTS)}
+    assert {len(chains[place]) for place in first} == {4}
+    assert [len(chain) for chain in chains.values()].count(1) > 300
+    assert (sent[:, 1:, :, PROPOSED] == UNKNOWN).all() and (sent[:, 0] != UNKNOWN).all()
+
+
 def _record_chains(llm: LLM) -> dict[tuple[int, int], list[int]]:
     """Will hold what the drafter proposes by prompt and number of tokens, from now on."""
     trained, chains = runner_of(llm).trained, {}
@@ -98,8 +117,8 @@ def _record_chains(llm: LLM) -> dict[tuple[int, int], list[int]]:
         lengths = batch.seq_lens[: batch.num_reqs] - num_rejected + 1
         for row in num_sampled.nonzero().flatten().tolist():
             index = int(batch.req_ids[row].split("-")[1])
-            chain = trained._chains[row, :, 0, PROPOSED].tolist()
-            chains[index, int(lengths[row])] = chain
+            chain = trained._chains[row, : kwargs["num_speculative_tokens"], 0, PROPOSED]
+            chains[index, int(lengths[row])] = chain.tolist()
 
     trained._propose = propose_and_record
     return chains
