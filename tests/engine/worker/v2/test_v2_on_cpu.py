@@ -17,6 +17,7 @@ from tests.support import v2_on_cpu
 from tests.support.driving import engine, generate, random_prompts
 from tests.support.v2_on_cpu import cases, stand_in
 from tests.support.v2_on_cpu import logit_cases as logit_cases  # which registers its cases
+from tests.support.v2_on_cpu import speculator_cases as speculator_cases
 
 MARKERS = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
 
