@@ -30,6 +30,16 @@ def test_ranks_verify_the_same_trees(
     assert cache_file.read_header(cache).namespaces == 1
 
 
+@pytest.mark.parametrize("runner", ["v2"], indirect=True)
+def test_each_rank_runs_its_part_of_a_trained_drafter(
+    llama: Path, two_ranks: dict[str, Any], plain_of_two_ranks: Answers
+) -> None:
+    drafter = {"method": "draft_model", "model": str(llama), "num_speculative_tokens": 2}
+    lookahead = {"proposer": "ngram_trie", "budget": 16, "drafter": drafter}
+    with engine(llama, lookahead, **two_ranks) as llm:
+        check_lookahead(llm, plain_of_two_ranks)
+
+
 @pytest.fixture
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     if find_spec("ray") is None:
