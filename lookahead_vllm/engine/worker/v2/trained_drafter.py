@@ -189,6 +189,7 @@ class TrainedDrafter:
         draft_step: torch.Tensor,
         draft_logits: torch.Tensor | None,
         spec_step_idx: int = 0,
+        **_: Any,  # 0.33: num_steps, 1 where tokens are drafted one after another
     ) -> torch.Tensor:
         """Replaces `sample_draft`: keeps the likeliest tokens of a depth, and drafts the first.
 
