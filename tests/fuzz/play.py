@@ -30,7 +30,7 @@ from tests.fuzz.isolation import Leak, LeakDetector
 from tests.fuzz.processes import counters_of, engine_elsewhere
 from tests.fuzz.replies import Difference, Reply, differences
 from tests.fuzz.round import TWO_STAGES, Request, Round
-from tests.fuzz.spies import branching_requests, recorded_drafts
+from tests.fuzz.spies import Branching, branching_requests, recorded_drafts
 from tests.support import drafters, proposers, v2_on_cpu
 from tests.support.drafters import save_drafter
 from tests.support.driving import drafter_of, engine, runner_of
@@ -56,8 +56,7 @@ class Played:
     replies: list[Any]
     """Lookahead's replies."""
     counters: Counters
-    branching: set[int] = field(default_factory=set)
-    """Indices of requests that had a branching tree."""
+    branching: Branching = field(default_factory=lambda: Branching(set(), set()))
     preempted: int = 0
     refused: int = 0
     """Requests that both engines refused, if there is no difference."""

@@ -34,7 +34,8 @@ class Report:
             {
                 "draft trees": counters.trees,
                 "branching trees": counters.branching_trees,
-                "requests with a branching tree": len(played.branching),
+                "requests with a branching tree": len(played.branching.of_any),
+                "of these, with nodes of a drafter": len(played.branching.of_drafter),
                 "nodes verified": counters.nodes,
                 "nodes accepted": counters.accepted_nodes,
                 "KV moves": counters.moved_tokens,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
+from lookahead_vllm.draft.sources import DRAFTER
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.v1.runner import SynchronousRunner
 from lookahead_vllm.engine.worker.v2.drafts import Drafts
@@ -44,17 +45,28 @@ def _steps(on_step: OnStep) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def branching_requests() -> Iterator[set[int]]:
+class Branching(NamedTuple):
     """The indices of the requests that have a branching tree verified."""
-    indices: set[int] = set()
+
+    of_any: set[int]
+    of_drafter: set[int]
+    """Those of which one holds nodes of a trained drafter."""
+
+
+@contextmanager
+def branching_requests() -> Iterator[Branching]:
+    """Will hold those of the block."""
+    found = Branching(set(), set())
 
     def add(step: Any, req_ids: Sequence[str]) -> None:
-        for row in step.rows[step.forest.branching].tolist():
-            indices.add(request_index(req_ids[row]))
+        for i in step.forest.branching.nonzero()[0].tolist():
+            index = request_index(req_ids[step.rows[i]])
+            found.of_any.add(index)
+            if (step.forest[i].sources == DRAFTER).any():
+                found.of_drafter.add(index)
 
     with _steps(add):
-        yield indices
+        yield found
 
 
 @contextmanager
