@@ -94,10 +94,11 @@ def play(plan: Plan, folder: Path) -> Report:
         if warnings != 1:
             report.violation(f"for a pipe as cache file, the server warned {warnings} times")
         asyncio.run(Run(plan, report, watches["lookahead"], watches["plain"]).everything())
-        plain_faults = watches["plain"].end()
-        for kind, description in watches["lookahead"].end().items():
-            if kind in plain_faults:
-                report.plain_too[f"at the end, {kind}"].append(plain_faults[kind])
+        with ThreadPoolExecutor() as pool:
+            faults = dict(zip(watches, pool.map(Watch.end, watches.values()), strict=True))
+        for kind, description in faults["lookahead"].items():
+            if kind in faults["plain"]:
+                report.plain_too[f"at the end, {kind}"].append(faults["plain"][kind])
             else:
                 report.violation(description)
     if not cache.is_file():
