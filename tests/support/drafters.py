@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from vllm import LLM
+
+from lookahead_vllm.draft.progress import PROPOSED
+from tests.support.driving import runner_of
 from tests.support.models import NOISY, TINY, save_config
 
 _LLAMA = {**TINY["llama"], "model_type": "llama"}
@@ -49,3 +53,24 @@ def save_drafter(method: str, folder: Path, length: int = 4) -> dict[str, Any]:
     if model is not None:
         drafter["model"] = str(save_config(model, folder, CONFIGS))
     return drafter
+
+
+def record_chains(llm: LLM) -> dict[tuple[int, int], list[int]]:
+    """Will hold what the drafter proposes by prompt and number of tokens, from now on.
+
+    Requests have the ids of `generate_staggered`.
+    """
+    trained, chains = runner_of(llm).trained, {}
+    propose = trained._propose
+
+    def propose_and_record(batch: Any, *args: Any, **kwargs: Any) -> None:
+        propose(batch, *args, **kwargs)
+        num_sampled, num_rejected = args[4:6]
+        lengths = batch.seq_lens[: batch.num_reqs] - num_rejected + 1
+        for row in num_sampled.nonzero().flatten().tolist():
+            index = int(batch.req_ids[row].split("-")[1])
+            chain = trained._chains[row, : kwargs["num_speculative_tokens"], 0, PROPOSED]
+            chains[index, int(lengths[row])] = chain.tolist()
+
+    trained._propose = propose_and_record
+    return chains

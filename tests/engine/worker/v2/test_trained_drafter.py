@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import LLM, SamplingParams
-from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm import SamplingParams
 
 from lookahead_vllm.draft.progress import PROPOSED
 from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.engine.worker.v2.trained_drafter import TrainedDrafter
 from tests.support import v2_on_cpu
-from tests.support.drafters import CONFIGS, TARGETS, save_drafter
+from tests.support.drafters import CONFIGS, TARGETS, record_chains, save_drafter
 from tests.support.driving import drafter_of, engine, generate_staggered, random_prompts, runner_of
 from tests.support.models import WANDERING, save_config
 from tests.support.proposers import record
@@ -79,7 +78,7 @@ def test_chains_follow_from_the_text_alone(
     settings, driving = SITUATIONS[situation]
     options = dict(budget=8, proposer="hidden_path", drafter=drafter)
     with engine(target, options, **SETTINGS, **settings) as llm:
-        chains = _record_chains(llm)
+        chains = record_chains(llm)
         alone = [_with_extra_args(params, ALONE) for params in PARAMS]
         answers = generate_staggered(llm, PROMPTS, alone, **driving)
         expected = dict(chains)
@@ -97,31 +96,13 @@ def test_without_slots_the_drafter_makes_one_pass(tmp_path: Path) -> None:
     options = dict(budget=8, drafter=save_drafter("draft_model", tmp_path, 4))
     alone = [_with_extra_args(params, ALONE) for params in PARAMS]
     with engine(target, options, drafts=False, **SETTINGS) as llm:
-        chains = _record_chains(llm)
+        chains = record_chains(llm)
         generate_staggered(llm, PROMPTS, alone, every=1)
         sent = runner_of(llm).trained.chains.by_request
     first = {(index, len(prompt) + 1) for index, prompt in enumerate(PROMPTS)}
     assert {len(chains[place]) for place in first} == {4}
     assert [len(chain) for chain in chains.values()].count(1) > 300
     assert (sent[:, 1:, :, PROPOSED] == UNKNOWN).all() and (sent[:, 0] != UNKNOWN).all()
-
-
-def _record_chains(llm: LLM) -> dict[tuple[int, int], list[int]]:
-    """Will hold what the drafter proposes by prompt and number of tokens, from now on."""
-    trained, chains = runner_of(llm).trained, {}
-    propose = trained._propose
-
-    def propose_and_record(batch: InputBatch, *args: Any, **kwargs: Any) -> None:
-        propose(batch, *args, **kwargs)
-        num_sampled, num_rejected = args[4:6]
-        lengths = batch.seq_lens[: batch.num_reqs] - num_rejected + 1
-        for row in num_sampled.nonzero().flatten().tolist():
-            index = int(batch.req_ids[row].split("-")[1])
-            chain = trained._chains[row, : kwargs["num_speculative_tokens"], 0, PROPOSED]
-            chains[index, int(lengths[row])] = chain.tolist()
-
-    trained._propose = propose_and_record
-    return chains
 
 
 def _with_extra_args(params: SamplingParams, extra_args: dict[str, Any]) -> SamplingParams:
