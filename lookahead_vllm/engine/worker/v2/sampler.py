@@ -189,7 +189,7 @@ class NodeSampler:
         path = self._walk(sampled, ids, parents, ends, indices, layout.width)
         if self._trees.move is not None:
             self._trees.move(path, requests, ends)
-        order = path.order + rows.start
+        order = path.order + rows.start if rows.start else path.order
         if logprobs is None:
             return _Emitted(path.tokens, path.num_sampled, order, None)
         num_logprobs, max_token_ids = logprobs
