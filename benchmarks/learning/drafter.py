@@ -32,7 +32,9 @@ SKIPPED = 4
 """The first tokens of a window, which the head knows too little about."""
 NOISE = 0.1
 """Uniform noise on the hidden states, because in a chain the head reads its own predictions."""
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 2e-3
+INPUT_SCALE = 0.7
+"""The standard deviation of each part of the layer's input at first."""
 STATE_WEIGHT = 0.2
 """Of the distance to the model's hidden states in the loss; the tokens' weight is 1."""
 
@@ -66,16 +68,24 @@ class Head(torch.nn.Module):
     Parameters
     ----------
     model
-        A Llama-like model of transformers; the head's layer begins as a copy of its last one.
+        A Llama-like model of transformers.
+    state_scale : float
+        The standard deviation of its last hidden states. Embeddings are much smaller, and would
+        hardly be read at first if both had the same weights.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, state_scale: float) -> None:
         super().__init__()
         base = model.model
         hidden = model.config.hidden_size
         self.fc = torch.nn.Linear(2 * hidden, hidden, bias=False)
+        embeddings, states = self.fc.weight.data.split(hidden, 1)
+        embeddings.normal_(0, INPUT_SCALE / float(base.embed_tokens.weight.std()) / hidden**0.5)
+        states.normal_(0, INPUT_SCALE / state_scale / hidden**0.5)
         layer = type(base.layers[-1])(model.config, 0)
-        layer.load_state_dict(base.layers[-1].state_dict())
+        for weight in layer.parameters():
+            if weight.ndim > 1:
+                torch.nn.init.normal_(weight, std=model.config.initializer_range)
         layer.input_layernorm = torch.nn.Identity()  # as in EAGLE, and in vLLM
         self.layers = torch.nn.ModuleList([layer])
         self._rotary = [base.rotary_emb]  # in a list: no weights of the head
@@ -115,7 +125,8 @@ def main(arguments: Sequence[str]) -> int:
             file.write(json.dumps(line | {"output_token_ids": output}) + "\n")
     texts = [[*trace.prompt.tolist(), *trace.output.tolist()] for trace in traces[::2]]
     windows = list(_windows(model, texts, options.tokens))
-    head = Head(model).to(device)
+    scale = float(torch.cat([window.states for window in windows]).float().std())
+    head = Head(model, scale).to(device)
     agreement = train(head, model, windows, options.epochs)
     save_file(head.state_dict(), options.out / "model.safetensors")
     config = model.config.to_dict() | {"num_hidden_layers": 1}
