@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lookahead_vllm.engine.worker.v2.trained_drafter import Chains
 
 
-def has_passed(event: Any) -> bool:
+def _has_passed(event: Any) -> bool:
     """Whether the device has reached this event.
 
     On a CPU, vLLM's events have no `query`, and a step ends before it returns.
@@ -47,7 +47,7 @@ class LaunchedStep:
     def has_ended(self) -> bool:
         """Whether its tokens, and the chains after them, have reached the host."""
         chains = self.chains
-        return has_passed(self.output.copy_event) and (chains is None or chains.have_arrived)
+        return _has_passed(self.output.copy_event) and (chains is None or _has_passed(chains.event))
 
     def wait(self) -> None:
         """Wait until it has ended."""

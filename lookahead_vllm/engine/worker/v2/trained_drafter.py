@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.v1.worker.gpu import spec_decode
+from vllm.v1.worker.gpu import async_utils, spec_decode
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as target_dependent
 
@@ -27,7 +27,6 @@ from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.draft.trie.recycling import GAPS
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.config import options_of
-from lookahead_vllm.engine.worker.v2.launched_step import has_passed
 from lookahead_vllm.engine.worker.v2.speculator import LateSpeculator
 
 if TYPE_CHECKING:
@@ -38,23 +37,15 @@ if TYPE_CHECKING:
     from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 
 
-@dataclass
-class Chains:
+class Chains(NamedTuple):
     """What the drafter proposes after a step, on its way to the host."""
 
-    copied: torch.Tensor
-    """int32 [r, K, NUM_ALTERNATIVES, 2], as `EmittedTokens.chains`; r requests of the batch."""
+    by_request: Int32s
+    """int32 [r, K, NUM_ALTERNATIVES, 2], as `EmittedTokens.chains`, of the batch's requests."""
     event: Any
-
-    @property
-    def have_arrived(self) -> bool:
-        return has_passed(self.event)
-
-    @cached_property
-    def by_request(self) -> Int32s:
-        """The chains, once they have arrived."""
-        chains: Int32s = self.copied.numpy()
-        return chains
+    """When they have arrived."""
+    source: torch.Tensor
+    """On the device; kept until then."""
 
 
 def make_speculator(
@@ -206,18 +197,14 @@ class TrainedDrafter:
 
     def _send(self, num_requests: int) -> Chains:
         """Start to copy the chains to the host, on the stream that copies the tokens."""
-        runner = self._runner
-        chains = self._chains[:num_requests]
-        if chains.device.type == "cpu":
-            return Chains(chains.clone(), None)
-        chains = chains.clone()  # the next step's drafter may write before they have arrived
-        event = torch.cuda.Event()
-        runner.output_copy_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(runner.output_copy_stream):
-            copied = chains.to("cpu", non_blocking=True)
-            event.record()
-        chains.record_stream(runner.output_copy_stream)
-        return Chains(copied, event)
+        copies, main = self._runner.output_copy_stream, self._runner.main_stream
+        chains = self._chains[:num_requests].clone()  # the next step's drafter may write earlier
+        event = torch.cuda.Event(blocking=True)
+        with async_utils.stream(copies, main):
+            copies.wait_stream(main)
+            by_request = async_utils.async_copy_to_np(chains)
+            event.record(copies)
+        return Chains(by_request, event, chains)
 
     def _init_graphs(self, init: Callable[[CUDAGraphMode], None], mode: CUDAGraphMode) -> None:
         """Replaces `init_cudagraph_manager`: the first pass never replays a step with drafts.

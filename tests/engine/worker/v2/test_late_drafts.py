@@ -186,11 +186,11 @@ def test_no_choices_are_kept_for_an_ended_request(
     remaining: list[int] = []
     add_step = LateDrafts.add_step
 
-    def watched(self: LateDrafts, output: Any, drafts: Any, verified: Any) -> None:
+    def watched(self: LateDrafts, output: Any, drafts: Any, verified: Any, *args: Any) -> None:
         arrays = self._progress.arrays
         for req_id in () if verified is None else verified.request_ids:
             remaining.append(int(arrays.remaining[self._requests[req_id].row]))
-        add_step(self, output, drafts, verified)
+        add_step(self, output, drafts, verified, *args)
 
     monkeypatch.setattr(LateDrafts, "add_step", watched)
     with engine(llama, {"proposer": "hybrid", "budget": 8}) as llm:
