@@ -59,7 +59,8 @@ def decide(
     without
         The names of layers that compute no trees: those of a trained drafter.
     """
-    groups = [group for group in groups if not set(group.layer_names) <= set(without)]
+    if without:
+        groups = [group for group in groups if not set(group.layer_names) <= set(without)]
     rows = attention.unsupported_rows(groups)
     if rows:
         logger.info_once("Lookahead drafts nothing here: %s.", rows)

@@ -54,7 +54,7 @@ def limiter_with_free_blocks(free: int) -> Any:
         running=[], kv_cache_manager=SimpleNamespace(block_pool=pool, watermark_blocks=1)
     )
     limiter._managers = [SimpleNamespace(block_size=10, req_to_blocks=defaultdict(list))]
-    limiter._spare_blocks = [0]
+    limiter._spare_blocks, limiter._chain_length = [0], 0
     limiter._refused, limiter._refused_with, limiter._refused_steps = None, 0, 0
     limiter.pool = pool
     return limiter

@@ -73,13 +73,13 @@ class LookaheadRunner(DummyRuns):
 
     attention: TreeAttention
     """Tree attention on this device."""
+    trained: TrainedDrafter | None = None
+    """A drafter with weights, if the options have one."""
     _branching = NOTHING_BRANCHES
     execute_model_state: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.trees = StepTrees()
-        self.trained: TrainedDrafter | None = None
-        """A drafter with weights, if the options have one."""
         # For an n-gram method, vLLM would keep all texts on the device.
         sparse_states = partial(_without_dense_texts, model_runner.RequestState)
         with (
