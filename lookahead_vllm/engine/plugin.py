@@ -138,9 +138,9 @@ def _offer_flags(parser: Any, engine_args: type) -> None:
         with _given_configs(parser) as configs:
             parsed = parse(args, *others, **kwargs)
         if len(configs) > 1:
-            from lookahead_vllm.engine import config
+            from lookahead_vllm.engine import requested
 
-            config.refuse_dropped(configs, parsed[0])
+            requested.refuse_dropped(configs, parsed[0])
         return parsed
 
     @functools.wraps(format_original)
@@ -202,9 +202,9 @@ def _with_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from lookahead_vllm.engine import config
+        from lookahead_vllm.engine import requested
 
-        if not config.requests_lookahead(self):
+        if not requested.requests_lookahead(self):
             return original(self, *args, **kwargs)
         from lookahead_vllm.engine import compatibility
 
@@ -212,9 +212,10 @@ def _with_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
         from vllm.platforms import current_platform
 
         from lookahead_vllm import compilation, kernel_folder
+        from lookahead_vllm.engine import config
         from lookahead_vllm.engine.front_end import requests
 
-        options = config.requested_options(self)
+        options = requested.requested_options(self)
         kernel_folder.share_cache_dir()
         compilation.begin(options, current_platform.is_cpu())
         create = functools.partial(original, self, *args, **kwargs)

@@ -22,7 +22,7 @@ from vllm.logger import init_logger
 
 from lookahead_vllm.draft.allowed import Allowed, folded, nearest
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
-from lookahead_vllm.engine.config import KEY
+from lookahead_vllm.engine.requested import KEY
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from lookahead_vllm.draft.options import OptionError
-from lookahead_vllm.engine import compatibility, config, patches, plugin
+from lookahead_vllm.engine import compatibility, patches, plugin, requested
 
 HOME = "vllm.engine.arg_utils"
 OURS = ("--speculative-model", "--num-speculative-tokens")
@@ -173,7 +173,7 @@ def test_registering_twice_patches_once(registered: Any) -> None:
 def test_a_config_of_another_type_is_refused() -> None:
     args = fake_engine_args(*NOW)(speculative_config="lookahead")
     with pytest.raises(OptionError, match=r"='lookahead' was given, .* must be a dict; write"):
-        config.requested_options(args)
+        requested.requested_options(args)
 
 
 REGISTERED = """
@@ -210,7 +210,7 @@ def test_registering_loads_few_modules() -> None:
     ours = {name for name in registering if name.startswith("lookahead_vllm.engine")}
     assert ours == {f"lookahead_vllm.engine{name}" for name in ("", ".patches", ".plugin")}
     ours = {name for name in making if name.startswith("lookahead_vllm.engine")}
-    assert ours == {"lookahead_vllm.engine.config"}
+    assert ours == {"lookahead_vllm.engine.requested"}
     known = {"lookahead_vllm", *sys.stdlib_module_names}
     others = [n for n in (*registering, *making) if n.partition(".")[0] not in known]
     assert set(others) <= {"vllm.engine"}  # an empty package

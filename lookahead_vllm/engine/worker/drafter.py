@@ -22,6 +22,7 @@ from lookahead_vllm.draft.tree import EMPTY_TREE, UNKNOWN, DraftForest, DraftTre
 from lookahead_vllm.engine import config, request_options
 from lookahead_vllm.engine.messages import ProposedDrafts, SentDraft
 from lookahead_vllm.engine.request_options import RequestOptions
+from lookahead_vllm.engine.requested import DRAFTER_PATH
 from lookahead_vllm.engine.worker.cache import open_cache
 from lookahead_vllm.engine.worker.step_recorder import Counters, StepRecorder
 
@@ -115,7 +116,7 @@ class LookaheadDrafter:
     def __init__(self, vllm_config: VllmConfig) -> None:
         if not config.is_lookahead(vllm_config):
             raise ValueError(
-                f"{config.DRAFTER_PATH} was given as a custom_class; "
+                f"{DRAFTER_PATH} was given as a custom_class; "
                 'write {"method": "lookahead"} in --speculative-config instead'
             )
         self.options = config.options_of(vllm_config)

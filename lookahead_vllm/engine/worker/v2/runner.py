@@ -34,6 +34,7 @@ from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
 from lookahead_vllm.engine.worker.v2.late_shape import LateMetadata, LateShape
 from lookahead_vllm.engine.worker.v2.sampler import NodeSampler, RootSampler
 from lookahead_vllm.engine.worker.v2.slots import filled, write_lengths, write_tokens
+from lookahead_vllm.engine.worker.v2.speculator import without_dense_texts
 from lookahead_vllm.engine.worker.v2.stages import ComputedTrees
 from lookahead_vllm.engine.worker.v2.step_trees import StepTrees
 from lookahead_vllm.engine.worker.v2.trained_drafter import TrainedDrafter, make_speculator
@@ -80,8 +81,7 @@ class LookaheadRunner(DummyRuns):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.trees = StepTrees()
-        # For an n-gram method, vLLM would keep all texts on the device.
-        sparse_states = partial(_without_dense_texts, model_runner.RequestState)
+        sparse_states = partial(without_dense_texts, model_runner.RequestState)
         with (
             patches.swapped(model_runner, "init_speculator", partial(make_speculator, self)),
             patches.swapped(model_runner, "RequestState", sparse_states),
@@ -498,7 +498,3 @@ class LookaheadRunner(DummyRuns):
             self._grammars.shutdown()
             self._branching, self._builders = NOTHING_BRANCHES, []  # they hold the KV caches
             super().shutdown()
-
-
-def _without_dense_texts(request_state: type, *args: Any, **kwargs: Any) -> Any:
-    return request_state(*args, **{**kwargs, "use_dense_all_token_ids": False})

@@ -31,3 +31,8 @@ class LateSpeculator:
     def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Placeholders, int64 [requests, num_speculative_tokens]."""
         return self._no_tokens[: input_batch.num_reqs]
+
+
+def without_dense_texts(request_state: type, *args: Any, **kwargs: Any) -> Any:
+    """vLLM's `RequestState` without the texts on the device, which an n-gram method would read."""
+    return request_state(*args, **{**kwargs, "use_dense_all_token_ids": False})

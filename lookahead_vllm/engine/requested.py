@@ -1,0 +1,136 @@
+"""Reads lookahead's options from vLLM's engine arguments, however they are spelled."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from lookahead_vllm.draft.allowed import folded, nearest, with_known_names
+from lookahead_vllm.draft.options import LookaheadOptions, OptionError
+from lookahead_vllm.draft.registry import PROPOSERS
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+
+KEY = "lookahead"
+"""The key of our options in `VllmConfig.additional_config`."""
+
+PACKAGE = "lookahead_vllm."
+CLASSES = {path.rpartition(".")[2]: name for name, path in PROPOSERS.items()}
+"""Names of proposers by their classes, as vLLM's method custom_class wants them."""
+
+DRAFTER_PATH = "lookahead_vllm.engine.worker.drafter.LookaheadDrafter"
+
+FLAGS = {
+    "method": ("spec_method", "--spec-method"),
+    "model": ("spec_model", "--speculative-model"),
+    "num_speculative_tokens": ("spec_tokens", "--num-speculative-tokens"),
+}
+"""Keys of `speculative_config` that are also fields of `EngineArgs`, with their flags."""
+
+
+def requests_lookahead(args: Any) -> bool:
+    """Whether these engine arguments, of any release of vLLM, request lookahead."""
+    given = _parsed(getattr(args, "speculative_config", None))
+    fields_of_args = ("spec_method", "spec_model", "speculative_model")
+    names = [getattr(args, name, None) for name in fields_of_args]
+    names.extend(given.values() if isinstance(given, Mapping) else [given])
+    return any(_is_lookahead(name) or _is_class(name) for name in names)
+
+
+def refuse_dropped(configs: Sequence[Any], args: Any) -> None:
+    """Refuse several --speculative-config if vLLM, which reads the last one, drops some of ours.
+
+    A config that requests a method replaces those before it, for instance a file's.
+
+    Raises
+    ------
+    OptionError
+        One sentence: which config is read, which are dropped, what to write.
+    """
+    *dropped, last = [config if isinstance(config, Mapping) else {} for config in configs]
+    requested = [args, *(SimpleNamespace(speculative_config=config) for config in dropped)]
+    read = {folded(key) for key in last}
+    lost = [key for config in dropped for key in config if folded(key) not in read]
+    if lost and read.isdisjoint(("method", "model")) and any(map(requests_lookahead, requested)):
+        merged = {key: value for config in (*dropped, last) for key, value in config.items()}
+        raise OptionError(
+            f"--speculative-config was given {len(configs)} times, as JSON, as "
+            "--speculative-config.OPTION or in a file, of which vLLM reads only the last, "
+            f"{json.dumps(last)}, and drops {', '.join(map(repr, lost))}; write one, "
+            f"--speculative-config '{json.dumps(merged)}'"
+        )
+
+
+def _parsed(given: Any) -> Any:
+    """A speculative config that may be written as JSON."""
+    if isinstance(given, str):
+        with suppress(ValueError, RecursionError):
+            return json.loads(given)
+    return given
+
+
+def _is_lookahead(name: Any) -> bool:
+    return isinstance(name, str) and folded(name) == KEY
+
+
+def _is_class(model: Any) -> bool:
+    return isinstance(model, str) and model.strip().startswith(PACKAGE) and model != DRAFTER_PATH
+
+
+def requested_options(args: EngineArgs) -> LookaheadOptions:
+    """The options in engine arguments that request lookahead.
+
+    Raises
+    ------
+    OptionError
+        One sentence: what was given, what is allowed, what to write.
+    """
+    given = _parsed(args.speculative_config) or {}
+    if not isinstance(given, dict):
+        raise OptionError(
+            f"speculative_config={reprlib.repr(given)} was given, but it must be a dict; write for "
+            'instance {"method": "lookahead"}'
+        )
+    given = with_known_names(
+        given, ("method", "model", *(option.name for option in fields(LookaheadOptions)))
+    )
+    flags = {key: getattr(args, attr) for key, (attr, _) in FLAGS.items()}
+    flags = {key: value for key, value in flags.items() if value is not None}
+    settings: dict[str, Any] = {**given, **flags}
+    method, model = settings.pop("method", None), settings.pop("model", None)
+    for key in given.keys() & flags.keys():
+        raise OptionError(
+            f"{key} was given twice, as {FLAGS[key][1]} {flags[key]} and in --speculative-config "
+            f"as {given[key]!r}; write it once"
+        )
+    if not (method is None or _is_lookahead(method) or folded(method) == "customclass"):
+        raise OptionError(
+            f"method {method!r} was given together with model {model!r}; "
+            'write only --speculative-config \'{"method": "lookahead"}\''
+        )
+    if _is_class(model):
+        settings.setdefault("proposer", _proposer_of(model))
+    elif not (model is None or _is_lookahead(model)):
+        raise OptionError(
+            f"model {model!r} was given with method 'lookahead', which needs no draft model; "
+            'write {"method": "lookahead"} without a model'
+        )
+    return LookaheadOptions.from_dict(settings)
+
+
+def _proposer_of(model: str) -> str:
+    """The proposer whose class is `model`."""
+    name = nearest(model.rpartition(".")[2], CLASSES)
+    if name is None or f"{PACKAGE}{name}" != model:
+        raise OptionError(
+            f"model {model!r} was given, but lookahead's classes are "
+            f"{', '.join(PACKAGE + known for known in CLASSES)}; "
+            f'write "{PACKAGE}{name or next(iter(CLASSES))}", or leave model out'
+        )
+    return CLASSES[name]
