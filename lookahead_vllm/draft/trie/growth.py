@@ -12,14 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
-from lookahead_vllm.draft.sources import (
-    ANSWERS,
-    DRAFTER,
-    OWN,
-    RECYCLED,
-    REFERENCE,
-    WINDOW,
-)
+from lookahead_vllm.draft.sources import ANSWERS, DRAFTER, OWN, RECYCLED, REFERENCE, WINDOW
 from lookahead_vllm.draft.trie.acceptance_rate import (
     MAX_ESTIMATE,
     Float32s,

@@ -147,12 +147,8 @@ def begin_step(
     follow_drafter(progress, emitted, texts)
     trees = limit_trees(progress, wanted, max_model_len)
     num_tokens = np.where(progress.is_decoding, progress.num_tokens, 0)[wanted.rows]
-    return (
-        trees,
-        (hashes, spaces, chains),
-        (np.arange(len(has_new)), tokens, sizes[has_new]),
-        num_tokens,
-    )
+    new = np.arange(len(has_new)), tokens, sizes[has_new]
+    return trees, (hashes, spaces, chains), new, num_tokens
 
 
 @kernel
