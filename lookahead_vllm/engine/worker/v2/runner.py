@@ -292,6 +292,8 @@ class LookaheadRunner(DummyRuns):
         shape = self._shape
         shape.batch, shape.tables, shape.slots = input_batch, tables, slots
         if shape.is_open:
+            # vLLM writes -1 into slots; rows that stay unused are read as padding of later graphs.
+            input_batch.input_ids.clamp_(min=0)
             self._attend(NO_DRAFTS)
             return tables, slots
         if self.trees.whole.forest.num_nodes:
