@@ -94,39 +94,25 @@ class TrainedDrafter:
         names: set[str] = self._speculator.draft_attn_layer_names
         return names
 
-    def propose(
-        self,
-        batch: InputBatch,
-        metadata: dict[str, Any],
-        slots: dict[str, torch.Tensor],
-        hidden: torch.Tensor,
-        aux: list[torch.Tensor] | None,
-        *args: Any,
-        dummy_run: bool = False,
-        num_speculative_tokens: int | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Start the drafter; returns placeholders, int64 [r, num_speculative_tokens]."""
-        if not dummy_run:
-            batch, hidden, aux = self._by_accepted_path(batch, hidden, aux)
-            metadata, slots = self._without_trees(batch, metadata)
+    def propose(self, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
+        """Start the drafter; returns placeholders, int64 [r, num_speculative_tokens].
+
+        The arguments are those of vLLM's `BaseSpeculator.propose`.
+        """
         length = self._speculator.num_speculative_steps
-        if not dummy_run and not self._is_chain_wanted(batch):
+        if dummy_run:  # with keywords
+            kwargs |= {"num_speculative_tokens": length, "dummy_run": True}
+            placeholders: torch.Tensor = self._propose(*args, **kwargs)
+            return placeholders
+        batch, metadata, slots, hidden, aux, *others = args
+        batch, hidden, aux = self._by_accepted_path(batch, hidden, aux)
+        metadata, slots = self._without_trees(batch, metadata)
+        if not self._is_chain_wanted(batch):
             length = 1  # it comes with the pass that writes the drafter's KV
-        self._propose(
-            batch,
-            metadata,
-            slots,
-            hidden,
-            aux,
-            *args,
-            dummy_run=dummy_run,
-            num_speculative_tokens=length,
-            **kwargs,
-        )
-        if not dummy_run:
-            self._chains[: batch.num_reqs, length:] = UNKNOWN
-            self.chains = self._send(batch.num_reqs)
+        kwargs["num_speculative_tokens"] = length
+        self._propose(batch, metadata, slots, hidden, aux, *others, **kwargs)
+        self._chains[: batch.num_reqs, length:] = UNKNOWN
+        self.chains = self._send(batch.num_reqs)
         return self._none[: batch.num_reqs]
 
     def _is_chain_wanted(self, batch: InputBatch) -> bool:
