@@ -1,6 +1,6 @@
 """vLLM's CUDA attention backends, with tree attention for the rows of branching trees.
 
-Not run on a GPU yet. The FlashAttention and Triton backends share a cache layout and the fields
+The FlashAttention and Triton backends share a cache layout and the fields
 that are used here, so both get the same builder and implementation.
 """
 

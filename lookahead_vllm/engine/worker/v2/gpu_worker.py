@@ -1,4 +1,4 @@
-"""vLLM's CUDA worker that runs lookahead on Model Runner V2. Not run on a GPU yet."""
+"""vLLM's CUDA worker that runs lookahead on Model Runner V2."""
 
 from __future__ import annotations
 

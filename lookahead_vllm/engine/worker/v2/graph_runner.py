@@ -1,4 +1,4 @@
-"""Steps with drafts in captured graphs, on Model Runner V2. Not run on a GPU yet."""
+"""Steps with drafts in captured graphs, on Model Runner V2."""
 
 from __future__ import annotations
 
