@@ -19,8 +19,8 @@ class NodeLayout(NamedTuple):
     ----------
     parents : int32 [n]
         The row of each row's parent; a root's is its own.
-    roots : int32 [n]
-        The row of the root of each row's request.
+    places : int32 [n]
+        How many rows each row is after its root's.
     depths : int32 [n]
         0 at the roots.
     width : int
@@ -28,16 +28,14 @@ class NodeLayout(NamedTuple):
     """
 
     parents: torch.Tensor
-    roots: torch.Tensor
+    places: torch.Tensor
     depths: torch.Tensor
     width: int
 
     @property
     def shifts(self) -> torch.Tensor:
-        """How far each row is from its place in a chain of the same rows, int32 [n]: its depth
-        minus its place after the root."""
-        rows = torch.arange(len(self.roots), dtype=torch.int32, device=self.roots.device)
-        return self.depths - (rows - self.roots)
+        """How far each row is from its place in a chain of the same rows, int32 [n]."""
+        return self.depths - self.places
 
     @classmethod
     def build(
@@ -55,8 +53,8 @@ class NodeLayout(NamedTuple):
             The first logits row of each request, then the number of rows.
         """
         packed = _lay_out(forest.parents, forest.depths, forest.firsts, requests, cu_num_logits)
-        parents, roots, all_depths = to_device(packed, device)
-        return cls(parents, roots, all_depths, 1 + int(forest.sizes.max(initial=0)))
+        parents, places, all_depths = to_device(packed, device)
+        return cls(parents, places, all_depths, 1 + int(forest.sizes.max(initial=0)))
 
 
 @kernel
@@ -66,13 +64,13 @@ def _lay_out(
     packed = np.zeros((3, cu_num_logits[-1]), np.int32)
     for request in range(len(cu_num_logits) - 1):
         root = cu_num_logits[request]
-        packed[:2, root] = root
+        packed[0, root] = root
     for tree in range(len(requests)):
         root, first = cu_num_logits[requests[tree]], firsts[tree]
         for place in range(firsts[tree + 1] - first):
             row = root + 1 + place
             packed[0, row] = root + 1 + parents[first + place]
-            packed[1, row] = root
+            packed[1, row] = 1 + place
             packed[2, row] = depths[first + place]
     return packed
 

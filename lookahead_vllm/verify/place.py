@@ -37,6 +37,15 @@ class StepRows(NamedTuple):
     slots: Tensor
     """int64 [g, t]: the KV slot of each row, in each of g groups of layers. Slots follow the order
     of the rows."""
+    entries: Tensor
+    """int64 [t]: the entry of each row's request in the table. This and the rest are not written
+    for padding."""
+    parents: Tensor
+    """int32 [t]: the row of each row's parent; a root's is its own."""
+    places: Tensor
+    """int32 [t]: how many rows each row is after its root's."""
+    depths: Tensor
+    """int32 [t]: the depth of each row in its tree, 0 at the root."""
 
 
 class RequestTable(NamedTuple):
@@ -59,16 +68,16 @@ class Split(NamedTuple):
     """
 
     packed: Int32s
-    """int32 [3 + 3 * m + 2 * t], with room for m requests and t rows: the number of requests r and
+    """int32 [3 + 3 * m + 3 * t], with room for m requests and t rows: the number of requests r and
     of rows n; the first row of each request, then n; whether its tree branches; its entry in the
-    table; the token of each row, 0 at roots; its depth."""
+    table; the token of each row, 0 at roots; its depth; how many rows its parent is before it."""
     most_requests: int
     """m."""
 
     @staticmethod
     def size(most_requests: int, most_rows: int) -> int:
         """The length of `packed`."""
-        return 3 + 3 * most_requests + 2 * most_rows
+        return 3 + 3 * (most_requests + most_rows)
 
     def write(self, forest: DraftForest, requests: Int64s, entries: Int64s) -> None:
         """One row for each root and each node.
@@ -106,11 +115,13 @@ class Split(NamedTuple):
 
 
 @kernel
-def parts_of(packed: Int32s, most_requests: int) -> tuple[Int32s, Int32s, Int32s, Int32s, Int32s]:
-    """Views of `Split.packed`: starts, branches, entries, tokens, depths."""
-    m, t = most_requests, (len(packed) - 3 - 3 * most_requests) // 2
-    starts, rest = packed[2 : 3 + m], packed[3 + m :]
-    return starts, rest[:m], rest[m : 2 * m], rest[2 * m : 2 * m + t], rest[2 * m + t :]
+def parts_of(
+    packed: Int32s, most_requests: int
+) -> tuple[Int32s, Int32s, Int32s, Int32s, Int32s, Int32s]:
+    """Views of `Split.packed`: starts, branches, entries, tokens, depths, steps to the parent."""
+    m, t = most_requests, len(packed) // 3 - 1 - most_requests
+    starts, requests, rows = packed[2 : 3 + m], packed[3 + m :], packed[3 + 3 * m :]
+    return starts, requests[:m], requests[m : 2 * m], rows[:t], rows[t : 2 * t], rows[2 * t :]
 
 
 @kernel
@@ -124,13 +135,13 @@ def _pack(
     packed: Int32s,
     most_requests: int,
 ) -> None:
-    starts, branches, own_entries, ids, row_depths = parts_of(packed, most_requests)
+    starts, branches, own_entries, ids, row_depths, steps = parts_of(packed, most_requests)
     num_requests = len(entries)
     num_rows = num_requests + firsts[-1]
     packed[0], packed[1] = num_requests, num_rows
     own_entries[:num_requests] = entries
     starts[: num_requests + 1], branches[:num_requests] = 0, 0
-    ids[:num_rows], row_depths[:num_rows] = 0, 0
+    ids[:num_rows], row_depths[:num_rows], steps[:num_rows] = 0, 0, 0
     for tree in range(len(requests)):
         starts[requests[tree] + 1] = firsts[tree + 1] - firsts[tree]
     for request in range(num_requests):
@@ -140,6 +151,7 @@ def _pack(
         for place in range(firsts[tree + 1] - first):
             ids[row + place] = tokens[first + place]
             row_depths[row + place] = depths[first + place]
+            steps[row + place] = place - parents[first + place]
             if parents[first + place] != place - 1:
                 branches[requests[tree]] = 1
 

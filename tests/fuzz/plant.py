@@ -124,7 +124,7 @@ def _one_too_high(build: Any) -> Any:
 def _one_level_deeper(write: Any) -> Any:
     def wrong(self: Split, *args: Any) -> None:
         write(self, *args)
-        *_, depths = parts_of(self.packed, self.most_requests)
+        *_, depths, _ = parts_of(self.packed, self.most_requests)
         depths += depths > 0
 
     return wrong

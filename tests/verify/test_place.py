@@ -67,6 +67,8 @@ def stale_rows(groups: int) -> StepRows:
         torch.full((ENTRIES + 1,), STALE, dtype=torch.int32),
         torch.full((ENTRIES,), STALE, dtype=torch.int32),
         torch.full((groups, ROWS), STALE),
+        torch.full((ROWS,), STALE),
+        *(torch.full((ROWS,), STALE, dtype=torch.int32) for _ in range(3)),
     )
 
 
@@ -85,6 +87,10 @@ def expected(case: Case) -> tuple[StepRows, torch.Tensor]:
         for place_of_row, (token, depth) in enumerate(zip(ids, [0, *tree.depths], strict=True)):
             rows.ids[row], rows.positions[row] = token, context + int(depth)
             rows.is_padding[row] = False
+            rows.entries[row], rows.places[row], rows.depths[row] = entry, place_of_row, int(depth)
+            is_root = place_of_row == 0
+            parent = -1 if is_root else int(tree.parents[place_of_row - 1])
+            rows.parents[row] = row if is_root else row - place_of_row + 1 + parent
             at = context + place_of_row
             for group, size in enumerate(case.table.block_sizes):
                 block = int(case.table.blocks[group][entry, at // size])

@@ -145,6 +145,7 @@ class PagedCall(NamedTuple):
     sinks: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    context_lse: Tensor | None = None
 
 
 class LatentCall(NamedTuple):

@@ -54,6 +54,9 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
     rows = batch.max_size * group
     block_m, block_n, num_warps = tile_of(rows, query.dtype, head_size)
     tiles = triton.cdiv(rows, block_m)
+    lse = call.context_lse
+    if lse is not None:
+        num_splits = 1
     if num_splits is None:
         programs = batch.expected_requests or len(batch) * tiles
         num_splits = splits_for(programs * kv_heads, batch.max_context, query.device)
@@ -73,12 +76,14 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
         query if sinks is None else sinks,
         k_scale if has_scales else query,
         v_scale if has_scales else query,
+        query if lse is None else lse,
         call.scale, call.logits_soft_cap, call.sliding_window,
         *query.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
         *output.stride()[:2],
         block_table.stride(0), batch.masks.stride(0), num_rows, tiles, num_splits,
+        0 if lse is None else lse.stride(0),
         HEADS=heads,
         GROUP=group,
         HEAD_SIZE=head_size,
@@ -92,6 +97,7 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
         HAS_CAP=call.logits_soft_cap > 0,
         HAS_SINKS=sinks is not None,
         HAS_SCALES=has_scales,
+        HAS_CONTEXT=lse is not None,
         num_warps=num_warps,
         num_stages=NUM_STAGES,
     )  # fmt: skip
@@ -142,23 +148,23 @@ _LAYOUT = ["requests", "starts", "sizes", "contexts", "firsts", "places", "depth
 
 
 @triton.jit(
-    do_not_specialize=["table_row", "mask_row", "num_rows", "tiles", "num_splits"],
+    do_not_specialize=["table_row", "mask_row", "num_rows", "tiles", "num_splits", "lse_head"],
     do_not_specialize_on_alignment=_LAYOUT,
 )
 def _attend_tile(
     query, key_cache, value_cache, output, partial, block_table,
     requests, starts, sizes, contexts, firsts, places, depths, masks,
-    alibi_slopes, sinks, k_scale, v_scale,
+    alibi_slopes, sinks, k_scale, v_scale, context_lse,
     scale, soft_cap, window,
     query_token, query_head,
     key_block, key_slot, key_head,
     value_block, value_slot, value_head,
     output_token, output_head,
-    table_row, mask_row, num_rows, tiles, num_splits,
+    table_row, mask_row, num_rows, tiles, num_splits, lse_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, IS_SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_CONTEXT: tl.constexpr,
 ):  # fmt: skip
     """Attention of BLOCK_M rows of one request and KV head over one split of its context."""
     entry = tl.program_id(0) // tiles
@@ -205,45 +211,53 @@ def _attend_tile(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    # The context, from the oldest slot in a window of the tile's rows.
-    oldest = 0
-    if HAS_WINDOW:
-        oldest = tl.maximum(tl.min(position, axis=0) - window + 1, 0)
-    parts = tl.cdiv(tl.maximum(context - oldest, 0), BLOCK_N)
-    parts_each = tl.cdiv(parts, num_splits)
-    low = oldest + split * parts_each * BLOCK_N
-    high = tl.maximum(tl.minimum(low + parts_each * BLOCK_N, context), low)
-    # First the blocks that need no mask, because every row attends to every key.
-    unmasked_end = low
-    if not HAS_WINDOW:
-        unmasked_end = low + (high - low) // BLOCK_N * BLOCK_N
-    for at in range(low, unmasked_end, BLOCK_N):
-        slot = at + tl.arange(0, BLOCK_N)
-        k, v = _load(
-            key_cache, value_cache, table, slot, slot >= 0, d, is_dim, kv_head,
-            key_block, key_slot, key_head, value_block, value_slot, value_head,
-            BLOCK_SIZE, False, HEAD_SIZE < BLOCK_D,
-        )  # fmt: skip
-        scores = _scores(q, k, factor, soft_cap, slope, slot, position, HAS_CAP, HAS_ALIBI)
-        row_max, row_sum, acc = accumulate(
-            scores, score_factor, v.to(q.dtype), row_max, row_sum, acc
-        )
-    for at in range(unmasked_end, high, BLOCK_N):
-        slot = at + tl.arange(0, BLOCK_N)
-        is_key = slot < high
-        k, v = _load(
-            key_cache, value_cache, table, slot, is_key, d, is_dim, kv_head,
-            key_block, key_slot, key_head, value_block, value_slot, value_head,
-            BLOCK_SIZE, True, HEAD_SIZE < BLOCK_D,
-        )  # fmt: skip
-        scores = _scores(q, k, factor, soft_cap, slope, slot, position, HAS_CAP, HAS_ALIBI)
-        attends = is_row[:, None] & is_key[None, :]
+    out = output + token[:, None] * output_token + head[:, None] * output_head + d[None, :]
+    is_out = is_row[:, None] & is_dim[None, :]
+    if HAS_CONTEXT:
+        lse = tl.load(context_lse + head * lse_head + token, mask=is_row, other=float("-inf"))
+        row_max = lse * _LOG2E
+        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+        acc = tl.load(out, mask=is_out, other=0.0).to(tl.float32)
+    else:
+        # The context, from the oldest slot in a window of the tile's rows.
+        oldest = 0
         if HAS_WINDOW:
-            attends = attends & (slot[None, :] > position[:, None] - window)
-        scores = tl.where(attends, scores, float("-inf"))
-        row_max, row_sum, acc = accumulate(
-            scores, score_factor, v.to(q.dtype), row_max, row_sum, acc
-        )
+            oldest = tl.maximum(tl.min(position, axis=0) - window + 1, 0)
+        parts = tl.cdiv(tl.maximum(context - oldest, 0), BLOCK_N)
+        parts_each = tl.cdiv(parts, num_splits)
+        low = oldest + split * parts_each * BLOCK_N
+        high = tl.maximum(tl.minimum(low + parts_each * BLOCK_N, context), low)
+        # First the blocks that need no mask, because every row attends to every key.
+        unmasked_end = low
+        if not HAS_WINDOW:
+            unmasked_end = low + (high - low) // BLOCK_N * BLOCK_N
+        for at in range(low, unmasked_end, BLOCK_N):
+            slot = at + tl.arange(0, BLOCK_N)
+            k, v = _load(
+                key_cache, value_cache, table, slot, slot >= 0, d, is_dim, kv_head,
+                key_block, key_slot, key_head, value_block, value_slot, value_head,
+                BLOCK_SIZE, False, HEAD_SIZE < BLOCK_D,
+            )  # fmt: skip
+            scores = _scores(q, k, factor, soft_cap, slope, slot, position, HAS_CAP, HAS_ALIBI)
+            row_max, row_sum, acc = accumulate(
+                scores, score_factor, v.to(q.dtype), row_max, row_sum, acc
+            )
+        for at in range(unmasked_end, high, BLOCK_N):
+            slot = at + tl.arange(0, BLOCK_N)
+            is_key = slot < high
+            k, v = _load(
+                key_cache, value_cache, table, slot, is_key, d, is_dim, kv_head,
+                key_block, key_slot, key_head, value_block, value_slot, value_head,
+                BLOCK_SIZE, True, HEAD_SIZE < BLOCK_D,
+            )  # fmt: skip
+            scores = _scores(q, k, factor, soft_cap, slope, slot, position, HAS_CAP, HAS_ALIBI)
+            attends = is_row[:, None] & is_key[None, :]
+            if HAS_WINDOW:
+                attends = attends & (slot[None, :] > position[:, None] - window)
+            scores = tl.where(attends, scores, float("-inf"))
+            row_max, row_sum, acc = accumulate(
+                scores, score_factor, v.to(q.dtype), row_max, row_sum, acc
+            )
 
     # The draft block, or the rows of a chain or a prompt.
     if split == num_splits - 1:
@@ -297,11 +311,7 @@ def _attend_tile(
         result = acc / row_sum[:, None]
         if HAS_SCALES:
             result = result * tl.load(v_scale)
-        tl.store(
-            output + token[:, None] * output_token + head[:, None] * output_head + d[None, :],
-            result.to(output.dtype.element_ty),
-            mask=is_row[:, None] & is_dim[None, :],
-        )
+        tl.store(out, result.to(output.dtype.element_ty), mask=is_out)
 
 
 @triton.jit

@@ -11,7 +11,8 @@ from lookahead_vllm.verify.place import RequestTable, StepRows
 
 _BLOCK = 64
 _COUNTS = ["room_for_requests", "room_for_rows", "num_filled", "slots_stride"]
-_BUFFERS = ["packed", "ids", "positions", "is_padding", "starts", "lengths", "slots"]
+_BUFFERS = ["packed", "ids", "positions", "is_padding", "starts", "lengths", "slots", "row_entries"]
+_BUFFERS += ["parents", "places", "depths"]
 
 
 class Placer:
@@ -47,7 +48,8 @@ class Placer:
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_BUFFERS)
 def _place(
     packed, num_computed, last_sampled, blocks, block_strides, block_sizes,
-    ids, positions, is_padding, starts, lengths, slots, slots_stride, tree_lengths,
+    ids, positions, is_padding, starts, lengths, slots, row_entries, parents, places, depths,
+    slots_stride, tree_lengths,
     room_for_requests, room_for_rows, num_filled,
     GROUPS: tl.constexpr, HAS_TREES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -93,9 +95,14 @@ def _place(
         is_row = row < end
         token = tl.load(tokens + row, mask=is_row, other=0)
         depth = tl.load(tokens + room_for_rows + row, mask=is_row, other=0)
+        step = tl.load(tokens + 2 * room_for_rows + row, mask=is_row, other=0)
         tl.store(ids + row, tl.where(row == start, root, token), mask=is_row)
         tl.store(positions + row, (context + depth).to(tl.int64), mask=is_row)
         tl.store(is_padding + row, 0, mask=is_row)
+        tl.store(row_entries + row, entry, mask=is_row)
+        tl.store(parents + row, row - step, mask=is_row)
+        tl.store(places + row, row - start, mask=is_row)
+        tl.store(depths + row, depth, mask=is_row)
         at = context + row - start
         for group in tl.static_range(GROUPS):
             own = tl.load(blocks + group).to(tl.pointer_type(tl.int32))

@@ -17,7 +17,8 @@ class Placer:
 
     def __init__(self, table: RequestTable, rows: StepRows) -> None:
         self._read = table.num_computed.numpy(), table.last_sampled.numpy()
-        self._written = tuple(part.numpy() for part in rows[:5])
+        written = *rows[:5], *rows[6:]  # all but the slots
+        self._written = tuple(part.numpy() for part in written)
         self._groups = [
             (blocks.numpy(), size, slots.numpy())
             for blocks, size, slots in zip(table.blocks, table.block_sizes, rows.slots, strict=True)
@@ -36,7 +37,7 @@ class Placer:
             return
         lengths = _NONE if tree_lengths is None else tree_lengths.numpy()
         _place(split, *self._read, *self._written, num_filled, lengths)
-        room = len(self._written[-1])
+        room = len(self._written[4])
         for blocks, size, slots in self._groups:
             _map(split, room, self._read[0], blocks, size, slots[:num_filled])
 
@@ -51,11 +52,15 @@ def _place(
     is_padding: NDArray[np.bool_],
     starts: Int32s,
     lengths: Int32s,
+    row_entries: Int64s,
+    parents: Int32s,
+    places: Int32s,
+    row_depths: Int32s,
     num_filled: int,
     tree_lengths: Int32s,
 ) -> None:
     num_requests, num_rows = packed[0], packed[1]
-    firsts, branches, entries, tokens, depths = parts_of(packed, len(lengths))
+    firsts, branches, entries, tokens, depths, steps = parts_of(packed, len(lengths))
     for request in range(num_requests):
         start, end = firsts[request], firsts[request + 1]
         context = num_computed[entries[request]]
@@ -67,6 +72,10 @@ def _place(
             ids[row] = tokens[row]
             positions[row] = context + depths[row]
             is_padding[row] = False
+            row_entries[row] = entries[request]
+            parents[row] = row - steps[row]
+            places[row] = row - start
+            row_depths[row] = depths[row]
         ids[start] = last_sampled[entries[request], 0]
     starts[num_requests:] = num_rows
     lengths[num_requests:] = 0
@@ -85,7 +94,7 @@ def _map(
     block_size: int,
     slots: Int64s,
 ) -> None:
-    firsts, _, entries, _, _ = parts_of(packed, most_requests)
+    firsts, _, entries, _, _, _ = parts_of(packed, most_requests)
     for request in range(packed[0]):
         entry, start = entries[request], firsts[request]
         for row in range(start, firsts[request + 1]):

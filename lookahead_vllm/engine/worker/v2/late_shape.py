@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from vllm.utils.platform_utils import is_uva_available
 from vllm.v1.worker.gpu import buffer_utils
-from vllm.v1.worker.gpu.input_batch import expand_idx_mapping
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.verify.node_layout import NodeLayout
 from lookahead_vllm.verify.place import Placer, RequestTable, Split, StepRows, placer
 
 if TYPE_CHECKING:
@@ -97,6 +97,8 @@ class LateShape:
 
     _rows: StepRows
     _placer: Placer
+    _all_rows: torch.Tensor
+    """int64 [t]: 0, 1, ..."""
     _memory: Any
     """Of `_split`, on the host and as the device reads it. It is written again only when the tokens
     of the step that reads it have arrived."""
@@ -122,7 +124,10 @@ class LateShape:
             buffers.query_start_loc,
             buffers.seq_lens,
             tables.slot_mappings,
+            runner.input_buffers.positions.new_empty(len(buffers.input_ids)),
+            *buffers.input_ids.new_empty(3, len(buffers.input_ids)),
         )
+        self._all_rows = torch.arange(len(buffers.input_ids), device=runner.device)
         table = RequestTable(
             states.num_computed_tokens.gpu,
             states.last_sampled_tokens,
@@ -208,6 +213,12 @@ class LateShape:
         count = self._split.num_rows
         return {"input_ids": self._rows.ids[:count], "positions": self._rows.positions[:count]}
 
+    def layout(self, forest: DraftForest) -> NodeLayout:
+        """Where the nodes of the step are; all of its rows have logits."""
+        rows = slice(self._split.num_rows)
+        parents, places, depths = (part[rows] for part in self._rows[-3:])
+        return NodeLayout(parents, places, depths, 1 + int(forest.sizes.max(initial=0)))
+
     def is_padding(self) -> torch.Tensor:
         """Of the rows without padding, bool [n]: False."""
         return self._rows.is_padding[: self._split.num_rows]
@@ -230,9 +241,6 @@ class LateShape:
         lengths = np.zeros(padded_reqs, np.int32)
         lengths[:num_reqs] = contexts + sizes
         ends = self._rows.starts[: num_reqs + 1]  # every row has logits
-        entries, places = expand_idx_mapping(
-            batch.idx_mapping, num_rows, ends, self._runner.decode_query_len
-        )
         num_nodes = num_rows - num_reqs
         return replace(
             batch,
@@ -250,11 +258,11 @@ class LateShape:
             input_ids=self._rows.ids[:padded],
             positions=self._rows.positions[:padded],
             is_padding=self._rows.is_padding[:padded],
-            logits_indices=torch.arange(num_rows, device=ends.device),
+            logits_indices=self._all_rows[:num_rows],
             cu_num_logits=ends,
             cu_num_logits_np=starts[: num_reqs + 1],
-            expanded_idx_mapping=entries,
-            expanded_local_pos=places,
+            expanded_idx_mapping=self._rows.entries[:num_rows],
+            expanded_local_pos=self._rows.places[:num_rows],
             max_query_len=None if graph is None else graph.max_query_len,
         )
 

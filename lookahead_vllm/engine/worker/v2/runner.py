@@ -121,6 +121,8 @@ class LookaheadRunner(DummyRuns):
             state.prepare_inputs = partial(self._with_depths, state.prepare_inputs)
         if self.model_config.is_hybrid:
             state.prepare_attn = partial(self._with_parents, state.prepare_attn)
+        else:
+            state.prepare_attn = partial(self._unless_late, state.prepare_attn)
         if self.compilation_config.mode == CompilationMode.NONE:
             self.model.forward = partial(self._forward, self.model.forward)
 
@@ -292,8 +294,6 @@ class LookaheadRunner(DummyRuns):
         shape = self._shape
         shape.batch, shape.tables, shape.slots = input_batch, tables, slots
         if shape.is_open:
-            # vLLM writes -1 into slots; rows that stay unused are read as padding of later graphs.
-            input_batch.input_ids.clamp_(min=0)
             self._attend(NO_DRAFTS)
             return tables, slots
         if self.trees.whole.forest.num_nodes:
@@ -318,6 +318,15 @@ class LookaheadRunner(DummyRuns):
             recurrent.set_parents(metadata, to_device(parents, self.device))
         return metadata
 
+    def _unless_late(
+        self, prepare: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Replaces `prepare_attn` of other models: a step that awaits its drafts makes its metadata
+        with them, and in a graph with trees on the device."""
+        if self._shape.awaits_drafts and self.trained is None:
+            return {}
+        return prepare(*args, **kwargs)
+
     def _place(self, batch: InputBatch, slots: torch.Tensor) -> None:
         """Find the drafts' rows of the batch, and set the nodes' positions."""
         step, layout = self._lay_out(batch, slots)
@@ -341,7 +350,11 @@ class LookaheadRunner(DummyRuns):
         """Find the drafts' rows of the batch, and of its logits."""
         trees = self.trees
         step = trees.drafts.in_batch(batch.req_ids, batch.num_scheduled_tokens)
-        layout = NodeLayout.build(step.forest, step.rows, batch.cu_num_logits_np, self.device)
+        if self._shape.is_open:
+            layout = self._shape.layout(step.forest)
+        else:
+            ends = batch.cu_num_logits_np
+            layout = NodeLayout.build(step.forest, step.rows, ends, self.device)
         trees.step = trees.whole_step = step
         trees.layout = layout
         trees.move = partial(self._move, slots) if step.branches else None
@@ -445,7 +458,9 @@ class LookaheadRunner(DummyRuns):
         if self._shape.is_open and self.execute_model_state is not None:
             self._settle()
             self.execute_model_state = self.execute_model_state._replace(input_batch=self._batch)
-        output = super().sample_tokens(grammar_output)
+        # So vLLM does not overwrite its drafts by -1, which later graphs would embed as padding.
+        with patches.swapped(self, "num_speculative_steps", 0):
+            output = super().sample_tokens(grammar_output)
         if not self.is_last_pp_rank and self.trees.step.branches:
             self._keep_trees()
         if not isinstance(output, AsyncOutput) or not self.drafter.is_drafting_rank:

@@ -173,14 +173,16 @@ class NodeSampler:
         if rows.start:
             parents, ends = parents - rows.start, ends - rows.start
         indices, slots = batch.logits_indices[rows], batch.expanded_idx_mapping[rows]
-        ids = batch.input_ids[indices]
+        # If all rows have logits, these are views.
+        own = rows if len(batch.logits_indices) == batch.num_tokens else indices
+        ids = batch.input_ids[own]
         with self.history.following(parents if self._trees.move is not None else None):
             sampled, processed = sampler.sample(
                 logits,
                 slots,
                 batch.idx_mapping[requests],
                 batch.idx_mapping_np[requests],
-                batch.positions[indices],
+                batch.positions[own],
                 ids,
                 batch.expanded_local_pos[rows],
                 batch.seq_lens_cpu_upper_bound.numpy()[requests],

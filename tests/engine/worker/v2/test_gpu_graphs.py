@@ -297,7 +297,7 @@ class FakeBase:
         from vllm.v1.sample.ops.topk_topp_sampler import register_top_k_top_p_warmups
 
         register_top_k_top_p_warmups()
-        self.model_state, self.sampler = SimpleNamespace(), SimpleNamespace()
+        self.model_state, self.sampler = SimpleNamespace(prepare_attn=None), SimpleNamespace()
 
     def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False) -> None:
         builder = SimpleNamespace()
