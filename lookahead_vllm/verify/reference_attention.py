@@ -19,6 +19,7 @@ def reference_attention(
     alibi_slopes: Tensor | None,
     soft_cap: float,
     sinks: Tensor | None,
+    before: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attention of one request's rows, computed in the dtype of `k`: [rows, heads, head_size].
 
@@ -34,6 +35,9 @@ def reference_attention(
         Tokens before the rows.
     depths, masks : int32 [rows], int32 [rows, words], or None
         Of the rows of a tree, as in TreeBatch. None: the rows are a chain or a prompt.
+    before : [rows, heads, head_size] and [heads, rows], optional
+        The rows' attention to what is not among the keys, and the logarithms of the sums of its
+        exponentials: both are merged. Not with sinks.
     """
     kv_heads, num_keys, _ = k.shape
     rows = len(query)
@@ -62,9 +66,16 @@ def reference_attention(
     if sinks is not None:
         sink = sinks.view(kv_heads, 1, group, 1).expand(-1, rows, -1, -1)
         scores = torch.cat((scores, sink.to(scores.dtype)), dim=-1)
-    weights = scores.softmax(dim=-1)[..., :num_keys]
-    result = _weighted_sum(weights.flatten(1, 2), v, allowed.repeat_interleave(group, dim=0))
-    return result.unflatten(1, (rows, group)).transpose(0, 1).flatten(1, 2)
+    if before is not None:
+        lse = before[1].unflatten(0, (kv_heads, group)).transpose(1, 2)
+        scores = torch.cat((scores, lse[..., None]), dim=-1)
+    weights = scores.softmax(dim=-1)
+    own = weights[..., :num_keys].flatten(1, 2)
+    result = _weighted_sum(own, v, allowed.repeat_interleave(group, dim=0))
+    result = result.unflatten(1, (rows, group))
+    if before is not None:
+        result += weights[..., num_keys:] * before[0].unflatten(1, (kv_heads, group)).transpose(0, 1)
+    return result.transpose(0, 1).flatten(1, 2)
 
 
 def _weighted_sum(weights: Tensor, v: Tensor, allowed: Tensor) -> Tensor:

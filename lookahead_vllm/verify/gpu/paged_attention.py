@@ -36,6 +36,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    context_lse: Tensor | None = None,
     impl: Impl = "auto",
 ) -> None:
     """Write the attention of the rows of `batch` to `output`; other rows stay unchanged.
@@ -69,12 +70,16 @@ def paged_attention(
         One more score per head in the softmax, with no value.
     k_scale, v_scale : float32 [1], optional
         Factors of an fp8 cache's keys and values, on the query's device.
+    context_lse : float32 [num_heads, num_tokens], optional
+        `output` holds the attention of the rows to their contexts, and this is the logarithm of the
+        sum of their exponentials, -inf without a context. The rows attend to the draft block alone,
+        and both are merged; `sinks` and scales are those of the block.
     impl : {"auto", "torch", "triton"}
         "auto" is "triton" on CUDA devices and "torch" on others.
     """
     call = PagedCall(
         query, key_cache, value_cache, output, block_table, batch, scale,
-        sliding_window, alibi_slopes, logits_soft_cap, sinks, k_scale, v_scale,
+        sliding_window, alibi_slopes, logits_soft_cap, sinks, k_scale, v_scale, context_lse,
     )  # fmt: skip
     _check(call)
     if not len(batch) or not batch.max_size:
@@ -98,6 +103,9 @@ def _check(call: PagedCall) -> None:
     assert all(tensor.stride(-1) == 1 for tensor in call[:5])
     assert block_table.dtype == torch.int32
     assert call.sliding_window == -1 or call.sliding_window > 0, call.sliding_window
+    if call.context_lse is not None:
+        assert call.context_lse.shape == (heads, len(query)), call.context_lse.shape
+        assert call.context_lse.dtype == torch.float32 and not is_fp8 and call.sinks is None
 
 
 def _attend_torch(call: PagedCall) -> None:
@@ -113,8 +121,10 @@ def reference_paged_attention(
 
     The attention is [rows, heads, head_size] of `dtype`. Synchronises with the device.
     """
-    query, key_cache, value_cache, _, block_table, batch = call[:6]
-    window = call.sliding_window
+    query, key_cache, value_cache, output, block_table, batch = call[:6]
+    window, lse = call.sliding_window, call.context_lse
+    if lse is not None:
+        output = output.view(len(output), *query.shape[1:])
     block_size = key_cache.shape[1]
     for row, start, size, context, first in torch.stack(
         (batch.requests, batch.starts, batch.sizes, batch.contexts, batch.firsts), dim=1
@@ -122,6 +132,8 @@ def reference_paged_attention(
         if not size:
             continue
         oldest = max(0, context - window + 1) if window > 0 else 0
+        if lse is not None:
+            oldest = context
         slots = torch.arange(oldest, context + size, device=query.device)
         blocks = block_table[row, slots // block_size].long()
         k = key_cache[blocks, slots % block_size].to(dtype)
@@ -129,10 +141,11 @@ def reference_paged_attention(
         if call.k_scale is not None and call.v_scale is not None:
             k, v = k * call.k_scale, v * call.v_scale
         is_tree, own = first != CAUSAL, slice(first, first + size)
+        rows = slice(start, start + size)
         yield (
             start,
             reference_attention(
-                query[start : start + size],
+                query[rows],
                 k.transpose(0, 1),
                 v.transpose(0, 1),
                 context,
@@ -143,5 +156,6 @@ def reference_paged_attention(
                 alibi_slopes=call.alibi_slopes,
                 soft_cap=call.logits_soft_cap,
                 sinks=call.sinks,
+                before=None if lse is None else (output[rows].to(dtype), lse[:, rows].to(dtype)),
             ),
         )
