@@ -165,6 +165,7 @@ class Placer(Protocol):
         most_requests: int,
         num_filled: int,
         tree_lengths: Tensor | None = None,
+        contexts_only: bool = False,
     ) -> None:
         """Write the rows of a step, and padding after them; nothing if there is no `Split`.
 
@@ -180,6 +181,8 @@ class Placer(Protocol):
             At least the requests r, and the rows to write, at least n.
         tree_lengths : int32 [m], optional
             Written like the lengths, except that a request whose tree branches has only its rows.
+        contexts_only
+            `tree_lengths` has the tokens before each request's root instead.
         """
 
 

@@ -74,7 +74,8 @@ def reference_attention(
     result = _weighted_sum(own, v, allowed.repeat_interleave(group, dim=0))
     result = result.unflatten(1, (rows, group))
     if before is not None:
-        result += weights[..., num_keys:] * before[0].unflatten(1, (kv_heads, group)).transpose(0, 1)
+        of_others = before[0].unflatten(1, (kv_heads, group)).transpose(0, 1)
+        result += weights[..., num_keys:] * of_others
     return result.transpose(0, 1).flatten(1, 2)
 
 

@@ -48,11 +48,8 @@ class _Impl(CPUAttentionBackendImpl):
                 metadata: Any, output: torch.Tensor, *more: Any) -> torch.Tensor:  # fmt: skip
         if metadata is None:
             return output
-        count = metadata.num_actual_tokens
-        slots, size = metadata.slot_mapping[:count], kv_cache.shape[2]
-        used = slots >= 0
-        places = slots[used] // size, slice(None), slots[used] % size
-        kv_cache[places] = torch.cat([key[:count][used], value[:count][used]], dim=-1)
+        _write(key, value, kv_cache, metadata)
+        size = kv_cache.shape[2]
         starts = metadata.query_start_loc.tolist()
         for row, length in enumerate(metadata.schedule.tolist()):
             own = slice(starts[row], starts[row + 1])
@@ -72,8 +69,40 @@ class _Impl(CPUAttentionBackendImpl):
         return output
 
 
+def _write(key: Any, value: Any, kv_cache: torch.Tensor, metadata: Any) -> None:
+    count = metadata.num_actual_tokens
+    slots, size = metadata.slot_mapping[:count], kv_cache.shape[2]
+    used = slots >= 0
+    places = slots[used] // size, slice(None), slots[used] % size
+    kv_cache[places] = torch.cat([key[:count][used], value[:count][used]], dim=-1)
+
+
 class TorchImpl(gpu_attention._TreeImpl, _Impl):
-    pass
+    def forward(self, layer: Any, query: Any, key: Any, value: Any, kv_cache: torch.Tensor,
+                metadata: Any, output: torch.Tensor, **more: Any) -> torch.Tensor:  # fmt: skip
+        if metadata is not None and not metadata.causal:
+            _write(key, value, kv_cache, metadata)
+        inputs = layer, query, key, value, kv_cache, metadata, output
+        result: torch.Tensor = super().forward(*inputs, **more)
+        return result
+
+    def attend_contexts(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor, metadata: Any
+    ) -> torch.Tensor:
+        lse = torch.full((self.num_heads, len(query)), -torch.inf)
+        starts, size = metadata.query_start_loc.tolist(), kv_cache.shape[2]
+        for row, length in enumerate(metadata.schedule.tolist()):
+            own = slice(starts[row], starts[row + 1])
+            slots = torch.arange(length)
+            blocks = metadata.block_table[row, slots // size].long()
+            kv = kv_cache[blocks, :, slots % size].transpose(0, 1)
+            kv = kv.repeat_interleave(self.num_heads // self.num_kv_heads, 0)
+            keys, values = kv.split(self.head_size, dim=-1)
+            scores = query[own].transpose(0, 1) @ keys.transpose(1, 2) * self.scale
+            lse[:, own] = scores.logsumexp(-1)
+            result = scores.softmax(-1) @ values
+            output.view(len(output), self.num_heads, -1)[own] = result.transpose(0, 1)
+        return lse
 
 
 class _Builder(CPUAttentionMetadataBuilder):
@@ -89,6 +118,7 @@ class _Builder(CPUAttentionMetadataBuilder):
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
+            causal=common.causal,
             schedule=common.seq_lens,
         )
         if self.schedules:
@@ -130,6 +160,10 @@ class _Mover:
 
 class TorchTreeAttention(gpu_attention.GPUTreeAttention):
     replaces_recurrent_chains = True  # vLLM's kernels on a CPU are wrong there
+    merges = False
+
+    def merges_contexts(self, groups: Any, layers: Any) -> bool:
+        return self.merges
 
     def register(self) -> None:
         name = f"{__name__}.{TreeAttentionBackend.__name__}"
@@ -212,9 +246,11 @@ def _noted_context(*args: Any, **kwargs: Any) -> Iterator[None]:
     _contexts.pop()
 
 
-def enable(patch: pytest.MonkeyPatch, schedules: bool = False) -> None:
-    """Let the next lookahead engines on V2 capture graphs, with `_Builder.schedules`."""
+def enable(patch: pytest.MonkeyPatch, schedules: bool = False, merges: bool = False) -> None:
+    """Let the next lookahead engines on V2 capture graphs, with `_Builder.schedules` and
+    `TorchTreeAttention.merges`."""
     patch.setattr(_Builder, "schedules", schedules)
+    patch.setattr(TorchTreeAttention, "merges", merges)
     recorded_graphs.enable(patch)
     patch.setattr(cudagraph_utils, "set_forward_context", _noted_context)
     patch.setattr(cpu_worker, "LookaheadCPUModelRunner", GraphCPURunner)

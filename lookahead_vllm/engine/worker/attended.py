@@ -18,10 +18,10 @@ class GraphBuffers(NamedTuple):
     """What attention in a captured graph reads at fixed addresses, apart from vLLM's buffers."""
 
     trees: FixedBatch
-    """The branching trees of the step that the graph runs."""
+    """The branching trees of the step that the graph runs, or with `holds_all` all requests."""
     seq_lens: torch.Tensor
     """int32 [requests]: the context plus rows of each request, for vLLM's kernel. Requests with
-    branching trees have no context there."""
+    branching trees have no context there. With `holds_all` it is the context of each request."""
     metadata: dict[Any, Any]
     """What each builder made of the step that was captured; it refers to buffers only."""
 
@@ -37,6 +37,16 @@ class AttendedTrees:
     """What tree attention computes; None if it computes nothing."""
     graph: GraphBuffers | None = None
     """The buffers that hold the same trees, if a graph with trees runs the pass or is captured."""
+
+
+def contexts_only(metadata: CommonAttentionMetadata, out: torch.Tensor) -> CommonAttentionMetadata:
+    """Metadata of attention to the contexts alone, which is not causal; `out` gets their lengths.
+
+    `out` is int32 [at least one for each request].
+    """
+    starts = metadata.query_start_loc
+    seq_lens = torch.sub(metadata.seq_lens, starts[1:] - starts[:-1], out=out[: len(starts) - 1])
+    return replace(metadata, seq_lens=seq_lens, causal=False)
 
 
 def without_contexts(

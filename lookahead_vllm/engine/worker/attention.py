@@ -36,6 +36,14 @@ class TreeAttention(ABC):
     def mover(self, kv_caches: Sequence[Any], layer: Any) -> Any:
         """What moves KV in a KV cache group; `layer` is one of its layers."""
 
+    def merges_contexts(self, groups: Sequence[Any], layers: Sequence[Any]) -> bool:
+        """Whether in graphs with trees, vLLM's kernel attends to the contexts of all rows, and tree
+        attention adds the draft blocks.
+
+        `groups` are the runner's attention groups, and `layers` theirs.
+        """
+        return False
+
     def unsupported_rows(self, groups: Sequence[Any]) -> str | None:
         """Why requests with drafts cannot share a step with others, or None if they can."""
         return None

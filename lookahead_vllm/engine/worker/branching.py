@@ -36,6 +36,8 @@ class Branching(NamedTuple):
     """Whether tree attention also computes chains."""
     of_singles: bool
     """Whether it also computes requests that decode one token."""
+    merges_contexts: bool = False
+    """Whether, in graphs with trees, it computes draft blocks alone; see `TreeAttention`."""
 
 
 NOTHING_BRANCHES = Branching(True, False, (), False, False)
@@ -75,7 +77,9 @@ def decide(
     is_latent = config.model_config.use_mla
     of_chains = attention.replaces_chains(is_latent)
     movers = kv_movers(layers, kv_cache_groups, attention, without)
-    return Branching(not rows, True, movers, of_chains, of_chains and not is_latent)
+    names = [name for group in groups for name in group.layer_names if name not in without]
+    merges = attention.merges_contexts(groups, [layers[name] for name in names])
+    return Branching(not rows, True, movers, of_chains, of_chains and not is_latent, merges)
 
 
 def branching_obstacle(

@@ -14,8 +14,10 @@ from tqdm import tqdm
 from vllm.distributed.parallel_state import is_global_first_rank
 from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -34,6 +36,7 @@ from lookahead_vllm.engine.worker import latent_attention
 from lookahead_vllm.engine.worker.attended import (
     AttendedTrees,
     GraphBuffers,
+    contexts_only,
     without_contexts,
 )
 from lookahead_vllm.engine.worker.attention import TreeAttention
@@ -74,7 +77,10 @@ class _TreeBuilder(_Builder):
         fast_build: bool = False,
     ) -> Any:
         trees, graph = self.attended.trees, self.attended.graph
-        if graph is not None:
+        if graph is not None and graph.trees.holds_all:
+            batch = graph.trees.batch
+            without = contexts_only(common_attn_metadata, graph.seq_lens)
+        elif graph is not None:
             batch, count = graph.trees.batch, graph.trees.num_trees
             without = without_contexts(
                 common_attn_metadata,
@@ -107,6 +113,12 @@ class _TreeImpl(_Impl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        trees = getattr(attn_metadata, "trees", None)
+        if trees is not None and getattr(attn_metadata, "causal", True) is False:
+            lse = self.attend_contexts(query, kv_cache, output, attn_metadata)
+            table = attn_metadata.block_table
+            self.attend_trees(layer, query, kv_cache, output, table, trees, lse)
+            return output
         result = super().forward(
             layer,
             query,
@@ -118,12 +130,18 @@ class _TreeImpl(_Impl):
             output_scale,
             output_block_scale,
         )
-        trees = getattr(attn_metadata, "trees", None)
         if trees is None or self.attn_type != AttentionType.DECODER:
             return result
         with timed_attention():
             self.attend_trees(layer, query, kv_cache, output, attn_metadata.block_table, trees)
         return result
+
+    def attend_contexts(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor, metadata: Any
+    ) -> torch.Tensor:
+        """Write the attention of all rows to their contexts alone; returns the logarithms of the
+        sums of its exponentials, float32 [heads, at least one for each row]."""
+        raise NotImplementedError
 
     def attend_trees(
         self,
@@ -133,8 +151,9 @@ class _TreeImpl(_Impl):
         output: torch.Tensor,
         block_table: torch.Tensor,
         trees: PagedBatch,
+        context_lse: torch.Tensor | None = None,
     ) -> None:
-        """Overwrite the rows of branching trees in `output`."""
+        """Overwrite the rows of `trees` in `output`; see `paged_attention` for `context_lse`."""
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         scales = {}
         if is_quantized_kv_cache(self.kv_cache_dtype):
@@ -156,6 +175,7 @@ class _TreeImpl(_Impl):
             alibi_slopes=self.alibi_slopes,
             logits_soft_cap=self.logits_soft_cap,
             sinks=self.sinks,
+            context_lse=context_lse,
             **scales,
         )
 
@@ -175,6 +195,31 @@ class TreeFlashAttentionMetadataBuilder(_TreeBuilder, FlashAttentionMetadataBuil
 
 class TreeFlashAttentionImpl(_TreeImpl, FlashAttentionImpl):
     """FlashAttention's implementation, with trees."""
+
+    def attend_contexts(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor, metadata: Any
+    ) -> torch.Tensor:
+        count = metadata.num_actual_tokens
+        parts = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        keys, values = map(canonicalize_singleton_dim_strides, parts)  # as vLLM does
+        _, lse = fa_utils.flash_attn_varlen_func(
+            query[:count],
+            keys,
+            values,
+            out=output[:count],
+            cu_seqlens_q=metadata.query_start_loc,
+            max_seqlen_q=metadata.max_query_len,
+            seqused_k=metadata.seq_lens,
+            max_seqlen_k=metadata.max_seq_len,
+            softmax_scale=self.scale,
+            softcap=self.logits_soft_cap,
+            block_table=metadata.block_table,
+            scheduler_metadata=metadata.scheduler_metadata,
+            num_splits=metadata.max_num_splits,
+            fa_version=self.vllm_flash_attn_version,
+            return_softmax_lse=True,
+        )
+        return lse
 
 
 class TreeFlashAttentionBackend(FlashAttentionBackend):
@@ -227,6 +272,19 @@ class GPUTreeAttention(TreeAttention):
         triton_mla.TritonMLAMetadataBuilder.query_len_support = QueryLenSupport.SINGLE_ONLY
         # A plain engine in this process may have selected the backend already.
         selector._cached_get_attn_backend.cache_clear()
+
+    def merges_contexts(self, groups: Sequence[Any], layers: Sequence[Any]) -> bool:
+        """See `TreeAttention`. FlashAttention 3 takes half of the time of tree attention for a
+        context; its windows follow places instead of depths, so layers with one keep the trees."""
+        return all(group.backend is TreeFlashAttentionBackend for group in groups) and all(
+            impl.vllm_flash_attn_version == 3
+            and impl.sliding_window == (-1, -1)
+            and impl.alibi_slopes is None
+            and impl.sinks is None
+            and impl.attn_type == AttentionType.DECODER
+            and not is_quantized_kv_cache(impl.kv_cache_dtype)
+            for impl in [layer.impl for layer in layers]
+        )
 
     def replaces_chains(self, is_latent: bool) -> bool:
         """Whether tree attention also computes chains: never, because vLLM's kernels do."""

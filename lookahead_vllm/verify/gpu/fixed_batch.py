@@ -7,12 +7,15 @@ import torch
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.tree import DraftForest, find_branching, take_nodes
-from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
+from lookahead_vllm.verify.gpu.paged_batch import CAUSAL, PagedBatch
 from lookahead_vllm.verify.transfer import staged
 from lookahead_vllm.verify.tree_batch import TreeBatch, lay_out
 
 ROWS_OF_A_TREE = 8
 """The expected tokens of a step for each of its trees; determines how a context is split."""
+
+NO_STARTS: Int32s = np.zeros(1, np.int32)
+"""Of a step without requests."""
 
 _MIN_ROWS = 3  # of a branching tree: the root and two children
 
@@ -35,13 +38,18 @@ class FixedBatch:
     max_context : int
         The longest context.
     device
+    contexts : int32 [at least max_requests], optional
+        On the device. With it, the batch has all requests of a step, in order, and reads the
+        contexts there; those without a branching tree are causal.
 
     Attributes
     ----------
     batch : PagedBatch
         The buffers, with room for every step of `num_tokens` tokens.
     num_trees : int
-        The trees of the current step; they are the first entries.
+        The branching trees of the current step. Without `contexts`, they are the first entries.
+    holds_all : bool
+        Whether the batch has all requests.
     """
 
     def __init__(
@@ -51,8 +59,10 @@ class FixedBatch:
         max_size: int,
         max_context: int,
         device: torch.device | str,
+        contexts: torch.Tensor | None = None,
     ) -> None:
-        entries = min(max_requests, num_tokens // _MIN_ROWS)
+        self.holds_all = contexts is not None
+        entries = min(max_requests, num_tokens if self.holds_all else num_tokens // _MIN_ROWS)
         max_size = min(max_size, num_tokens)
         self._words = (max_size + 31) // 32
         self._lengths = [*[entries] * 5, num_tokens, num_tokens * self._words, num_tokens]
@@ -61,14 +71,14 @@ class FixedBatch:
         """Written again only when the step that reads it has ended."""
         self._packed = torch.empty(size, dtype=torch.int32, device=device)
         parts = self._packed.split(self._lengths)
-        requests, starts, sizes, contexts, firsts, depths, masks, tokens = parts
+        requests, starts, sizes, own_contexts, firsts, depths, masks, tokens = parts
         self.batch = PagedBatch(
             requests,
             starts,
             sizes,
-            contexts,
+            own_contexts if contexts is None else contexts[:entries],
             firsts,
-            firsts,  # all requests have trees
+            firsts,  # all requests have trees; not read with contexts of others
             depths,
             masks.view(num_tokens, self._words),
             tokens,
@@ -78,16 +88,18 @@ class FixedBatch:
         )
         self.num_trees = 0
         none = np.empty(0, np.int64)
-        self.write(DraftForest.of([]), none, none.astype(np.int32), none)
+        self.write(DraftForest.of([]), none, NO_STARTS, none)
         self.upload()
 
-    def fill(self, trees: TreeBatch | None) -> None:
+    def fill(self, trees: TreeBatch | None, starts: Int32s = NO_STARTS) -> None:
         """Write the trees of a step, in one asynchronous copy.
 
         Parameters
         ----------
         trees
             All branching trees of the step; None if there are none.
+        starts : int32 [r + 1]
+            The first row of each request, then the number of rows; read if the batch `holds_all`.
 
         Raises
         ------
@@ -99,7 +111,8 @@ class FixedBatch:
             fields = (trees.requests, trees.starts, trees.sizes, trees.contexts)
             columns = np.stack([field.numpy() for field in fields])
             depths, masks = trees.depths.numpy(), trees.masks.numpy()
-        self._note(_write(self._host.numpy(), *self._limits, columns, depths, masks))
+        write = _write_all if self.holds_all else _write
+        self._note(write(self._host.numpy(), *self._limits, starts, columns, depths, masks))
         self.upload()
 
     def write(
@@ -111,12 +124,15 @@ class FixedBatch:
         ----------
         forest
             t trees, which need not branch.
-        requests, starts, contexts : [t]
+        requests, contexts : [t]
             As in TreeBatch.
+        starts : int32 [r + 1]
+            The first row of each request, then the number of rows.
         """
         packed = self._host.numpy()
         nodes = forest.parents, forest.depths, forest.firsts
-        self._note(_write_forest(packed, *self._limits, *nodes, requests, starts, contexts))
+        trees = *nodes, requests, starts, contexts
+        self._note(_write_forest(packed, *self._limits, *trees, self.holds_all))
 
     def upload(self) -> None:
         """Copy what was written on the host, asynchronously."""
@@ -145,6 +161,7 @@ def _write(
     words: int,
     max_size: int,
     max_context: int,
+    starts: Int32s,
     columns: Int32s,
     depths: Int32s,
     masks: Int32s,
@@ -154,6 +171,8 @@ def _write(
     Parameters
     ----------
     packed : int32 [5 * entries + (2 + words) * num_tokens]
+    starts : int32 [r + 1]
+        Of all requests; not read.
     columns : int32 [4, t]
         Requests, starts, sizes and contexts.
     depths : int32 [n]
@@ -183,6 +202,43 @@ def _write(
 
 
 @kernel
+def _write_all(
+    packed: Int32s,
+    entries: int,
+    num_tokens: int,
+    words: int,
+    max_size: int,
+    max_context: int,
+    starts: Int32s,
+    columns: Int32s,
+    depths: Int32s,
+    masks: Int32s,
+) -> int:
+    """As `_write`, with an entry for each of r requests, those without a tree included."""
+    num_requests = len(starts) - 1
+    if num_requests > entries or len(depths) > num_tokens:
+        return -1
+    packed[:] = 0
+    for request in range(num_requests):
+        packed[request], packed[entries + request] = request, starts[request]
+        packed[2 * entries + request] = starts[request + 1] - starts[request]
+        if packed[2 * entries + request] > max_size:
+            return -1
+    firsts = packed[4 * entries : 5 * entries]
+    firsts[:] = CAUSAL
+    row_depths = packed[5 * entries :]
+    row_masks = row_depths[num_tokens:]
+    row_depths[: len(depths)] = depths
+    row = 0
+    for tree in range(columns.shape[1]):
+        firsts[columns[0, tree]] = row
+        row += columns[2, tree]
+    for row in range(len(depths)):
+        row_masks[row * words : row * words + masks.shape[1]] = masks[row]
+    return columns.shape[1]
+
+
+@kernel
 def _write_forest(
     packed: Int32s,
     entries: int,
@@ -196,16 +252,19 @@ def _write_forest(
     requests: Int64s,
     starts: Int32s,
     contexts: Int64s,
+    holds_all: bool,
 ) -> int:
-    """As `_write`, for the branching trees of a forest."""
+    """As `_write` or `_write_all`, for the branching trees of a forest."""
     trees = np.flatnonzero(find_branching(parents, firsts))
     sizes = firsts[trees + 1] - firsts[trees]
     columns = np.empty((4, len(trees)), np.int32)
-    columns[0], columns[1] = requests[trees], starts[trees]
+    columns[0], columns[1] = requests[trees], starts[requests[trees]]
     columns[2], columns[3] = sizes + 1, contexts[trees]
     nodes, parents, firsts = take_nodes(
         parents, firsts, trees, sizes, np.zeros(len(trees), np.bool_)
     )
     row_depths, masks = lay_out(parents, depths[nodes], firsts, words)
     limits = entries, num_tokens, words, max_size, max_context
-    return _write(packed, *limits, columns, row_depths, masks)
+    if holds_all:
+        return _write_all(packed, *limits, starts, columns, row_depths, masks)
+    return _write(packed, *limits, starts, columns, row_depths, masks)

@@ -34,6 +34,7 @@ class Placer:
         most_requests: int,
         num_filled: int,
         tree_lengths: Tensor | None = None,
+        contexts_only: bool = False,
     ) -> None:
         """See `place.Placer`."""
         table, rows = self._table, self._rows
@@ -41,7 +42,8 @@ class Placer:
             packed, table.num_computed, table.last_sampled, *self._addresses, *rows,
             rows.slots.stride(0), rows.lengths if tree_lengths is None else tree_lengths,
             len(rows.lengths), len(rows.ids), num_filled,
-            GROUPS=len(rows.slots), HAS_TREES=tree_lengths is not None, BLOCK=_BLOCK, num_warps=2,
+            GROUPS=len(rows.slots), HAS_TREES=tree_lengths is not None,
+            CONTEXTS_ONLY=contexts_only, BLOCK=_BLOCK, num_warps=2,
         )  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def _place(
     ids, positions, is_padding, starts, lengths, slots, row_entries, parents, places, depths,
     slots_stride, tree_lengths,
     room_for_requests, room_for_rows, num_filled,
-    GROUPS: tl.constexpr, HAS_TREES: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr, HAS_TREES: tl.constexpr, CONTEXTS_ONLY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program for each request that there may be, and one for the padding."""
     request = tl.program_id(0)
@@ -87,8 +89,11 @@ def _place(
     tl.store(starts + request, start)
     tl.store(lengths + request, context + end - start)
     if HAS_TREES:
-        branches = tl.load(branching + request)
-        tl.store(tree_lengths + request, end - start + tl.where(branches != 0, 0, context))
+        length = context
+        if not CONTEXTS_ONLY:
+            branches = tl.load(branching + request)
+            length = end - start + tl.where(branches != 0, 0, context)
+        tl.store(tree_lengths + request, length)
     root = tl.load(last_sampled + entry).to(tl.int32)
     for first in range(start, end, BLOCK):
         row = first + offset

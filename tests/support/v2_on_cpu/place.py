@@ -30,13 +30,14 @@ class Placer:
         most_requests: int,
         num_filled: int,
         tree_lengths: Tensor | None = None,
+        contexts_only: bool = False,
     ) -> None:
         """See `place.Placer`."""
         split = packed.numpy()
         if split[0] < 0:
             return
         lengths = _NONE if tree_lengths is None else tree_lengths.numpy()
-        _place(split, *self._read, *self._written, num_filled, lengths)
+        _place(split, *self._read, *self._written, num_filled, lengths, contexts_only)
         room = len(self._written[4])
         for blocks, size, slots in self._groups:
             _map(split, room, self._read[0], blocks, size, slots[:num_filled])
@@ -58,6 +59,7 @@ def _place(
     row_depths: Int32s,
     num_filled: int,
     tree_lengths: Int32s,
+    contexts_only: bool,
 ) -> None:
     num_requests, num_rows = packed[0], packed[1]
     firsts, branches, entries, tokens, depths, steps = parts_of(packed, len(lengths))
@@ -66,7 +68,9 @@ def _place(
         context = num_computed[entries[request]]
         starts[request] = start
         lengths[request] = context + end - start
-        if len(tree_lengths):
+        if len(tree_lengths) and contexts_only:
+            tree_lengths[request] = context
+        elif len(tree_lengths):
             tree_lengths[request] = end - start + (0 if branches[request] else context)
         for row in range(start, end):
             ids[row] = tokens[row]

@@ -50,23 +50,27 @@ def test_each_step_has_its_own_trees_at_the_same_addresses(
         assert fixed.batch.tokens.tolist() == used + [-1] * (num_tokens - len(used))
 
 
+@pytest.mark.parametrize("holds_all", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_forest_fills_the_buffers_as_its_branching_trees_do(seed: int) -> None:
+def test_a_forest_fills_the_buffers_as_its_branching_trees_do(seed: int, holds_all: bool) -> None:
     rng = np.random.default_rng(seed)
     trees = [
         random_tree(rng, size) if size % 2 else DraftTree.chain([0] * size)
         for size in rng.integers(0, 12, 7)
     ]
     sizes = np.array([len(tree) + 1 for tree in trees])
-    rows, contexts = rng.permutation(20)[:7], rng.integers(0, 900, 7)
-    starts = (np.cumsum(sizes) - sizes).astype(np.int32)
-    fixed = FixedBatch(96, max_requests=8, max_size=40, max_context=1000, device="cpu")
+    rows, contexts = rng.permutation(7), rng.integers(0, 900, 7)
+    starts = np.zeros(8, np.int32)
+    starts[1:] = np.cumsum(sizes[np.argsort(rows)])
+    on_device = torch.zeros(8, dtype=torch.int32) if holds_all else None
+    fixed = FixedBatch(96, 8, max_size=40, max_context=1000, device="cpu", contexts=on_device)
     fixed.write(DraftForest.of(trees), rows, starts, contexts)
     fixed.upload()
     found, num_trees = fixed._packed.clone(), fixed.num_trees
     chosen = [i for i, tree in enumerate(trees) if not tree.is_chain]
     branching = [trees[i] for i in chosen]
-    fixed.fill(TreeBatch.build(branching, rows[chosen], starts[chosen], contexts[chosen]))
+    of_trees = rows[chosen], starts[rows[chosen]], contexts[chosen]
+    fixed.fill(TreeBatch.build(branching, *of_trees), starts)
     assert torch.equal(found, fixed._packed) and num_trees == fixed.num_trees == len(chosen)
 
 
@@ -100,8 +104,8 @@ def test_a_step_that_does_not_fit_is_refused(step: tuple[list[int], int, int]) -
     sizes, tokens, context = step
     fixed = FixedBatch(tokens, max_requests=4, max_size=7, max_context=100, device="cpu")
     trees = [DraftTree.from_lists(range(n), [-1] * n) for n in sizes]
-    starts = np.cumsum([0, *(n + 1 for n in sizes[:-1])])
-    batch = TreeBatch.build(trees, range(len(sizes)), starts, [context] * len(sizes))
+    starts = np.cumsum([0, *(n + 1 for n in sizes)])
+    batch = TreeBatch.build(trees, range(len(sizes)), starts[:-1], [context] * len(sizes))
     refused = pytest.raises(ValueError, match="do not fit into buffers")
     with refused:
         fixed.fill(batch)

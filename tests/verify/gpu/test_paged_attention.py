@@ -12,6 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
+from lookahead_vllm.verify.gpu.paged_attention import paged_attention
+from lookahead_vllm.verify.gpu.paged_batch import PagedCall
+from lookahead_vllm.verify.tree_batch import TreeBatch
 from tests.support.attention_cases import IMPLS, PagedAttentionCase, random_tree
 from tests.verify.conftest import IS_INTERPRETED
 
@@ -106,3 +110,60 @@ def test_splits_of_the_context_give_the_same(num_splits: int, options: dict[str,
     trees = [random_tree(np.random.default_rng(2), 9), DraftTree.chain([1, 2]), DraftTree.chain([])]
     case = PagedAttentionCase(trees, [600, 3, 0], head_size=64, causal=(1,), **options)
     case.check(partial(attend, num_splits=num_splits))
+
+
+def attend_contexts(call: PagedCall) -> torch.Tensor:
+    """Write the attention of all rows to their contexts alone, and return its sums' logarithms."""
+    batch, heads = call.batch, call.query.shape[1]
+    group, size = heads // call.key_cache.shape[2], call.key_cache.shape[1]
+    lse = torch.full((heads, len(call.query)), -torch.inf)
+    output = call.output.view(len(call.query), heads, -1)
+    columns = batch.requests, batch.starts, batch.sizes, batch.contexts
+    for row, start, count, context in zip(*(column.tolist() for column in columns), strict=True):
+        own, slots = slice(start, start + count), torch.arange(context)
+        place = call.block_table[row, slots // size].long(), slots % size
+        keys, values = (
+            cache[place].double().repeat_interleave(group, 1)
+            for cache in (call.key_cache, call.value_cache)
+        )
+        scores = torch.einsum("qhd,khd->hqk", call.query[own].double(), keys) * call.scale
+        if call.logits_soft_cap:
+            scores = call.logits_soft_cap * torch.tanh(scores / call.logits_soft_cap)
+        lse[:, own] = scores.logsumexp(-1).float()
+        output[own] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(output.dtype)
+    return lse
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("soft_cap", [0.0, 5.0])
+@pytest.mark.parametrize("holds_all", [False, True])
+def test_draft_blocks_are_merged_with_contexts_of_others(
+    impl: str, soft_cap: float, holds_all: bool
+) -> None:
+    rng = np.random.default_rng(3)
+    trees = [random_tree(rng, 12), random_tree(rng, 70), DraftTree.chain([]), DraftTree.chain([0])]
+    case = PagedAttentionCase(
+        trees,
+        [70, 1, 40, 0],
+        heads=4,
+        kv_heads=2,
+        head_size=64,
+        causal=(2, 3),
+        soft_cap=soft_cap,
+        gap=0,
+    )
+
+    def attend(call: PagedCall) -> None:
+        if holds_all:
+            requests = range(4)
+            starts = np.cumsum([0, *(1 + len(tree) for tree in trees)]).astype(np.int32)
+            contexts = torch.tensor(case.contexts, dtype=torch.int32)
+            fixed = FixedBatch(96, 4, 71, 99, "cpu", contexts)
+            branching = TreeBatch.build(trees[:2], requests[:2], starts[:2], case.contexts[:2])
+            fixed.fill(branching, starts)
+            table = call.block_table[case.batch.requests.long()]
+            call = call._replace(batch=fixed.batch, block_table=table)
+        lse = attend_contexts(call)
+        paged_attention(**call._replace(context_lse=lse)._asdict(), impl=impl)
+
+    case.check(attend)

@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
 from vllm.v1.worker.gpu.input_batch import set_dummy_context
 
+from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker.attended import GraphBuffers
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
@@ -25,7 +26,7 @@ from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.step_cost import CapturedTokens
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
-from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
+from lookahead_vllm.verify.gpu.fixed_batch import NO_STARTS, FixedBatch
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -42,6 +43,8 @@ class GraphRunner(LookaheadRunner):
     """
 
     cudagraph_manager: DraftGraphManager | None
+    _starts = NO_STARTS
+    """The first row of each request of a batch that vLLM has prepared with its drafts."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._buffers: dict[int, GraphBuffers] = {}
@@ -114,6 +117,7 @@ class GraphRunner(LookaheadRunner):
                 self.decode_query_len,
                 self.max_model_len,
                 self.device,
+                seq_lens if self._branching.merges_contexts else None,
             )
             self._buffers[size] = GraphBuffers(trees, seq_lens, {})
 
@@ -177,8 +181,7 @@ class GraphRunner(LookaheadRunner):
                 self._metadata_of(self._batch, CUDAGraphMode.FULL)
         else:
             drafts, rows = trees.drafts, shape.rows
-            starts, contexts = split.starts[rows], drafts.num_tokens - 1
-            graph.trees.write(drafts.forest, rows, starts, contexts)
+            graph.trees.write(drafts.forest, rows, split.starts, drafts.num_tokens - 1)
         self._elapsed = self._clock.tick()
         return desc
 
@@ -190,7 +193,7 @@ class GraphRunner(LookaheadRunner):
         graph = self._buffers.get(desc.num_tokens)
         if graph is not None:
             graph.trees.upload()
-            self._shape.place_in_graph(desc, graph.seq_lens)
+            self._shape.place_in_graph(desc, graph)
             for builder in self._builders:
                 builder.refresh(graph)
 
@@ -215,18 +218,24 @@ class GraphRunner(LookaheadRunner):
 
     def prepare_dummy_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
         self._choose_buffers(input_batch)
+        if self.dummies_have_drafts:
+            self._starts = self._starts_of_dummies(input_batch)
         tables, slots = super().prepare_dummy_attn(input_batch, *args, **kwargs)
         if self.dummies_have_drafts:
             self._lay_out_dummies(input_batch, tables)
         return tables, slots
 
+    def _starts_of_dummies(self, batch: InputBatch) -> Int32s:
+        ends = np.cumsum(self._dummy_step.forest.sizes + 1)
+        starts = np.full(batch.num_reqs_after_padding + 1, ends[-1], np.int32)
+        starts[: len(ends) + 1] = [0, *ends]
+        return starts
+
     def _lay_out_dummies(self, batch: InputBatch, tables: tuple[torch.Tensor, ...]) -> None:
         """Replace the requests with which vLLM has filled a graph by those of the dummy step."""
         lengths = (self._dummy_step.forest.sizes + 1).astype(np.int32)
         count, num_tokens = len(lengths), int(lengths.sum())
-        starts = np.full(batch.num_reqs_after_padding + 1, num_tokens, np.int32)
-        starts[: count + 1] = [0, *np.cumsum(lengths)]
-        batch.query_start_loc_np = starts
+        starts = batch.query_start_loc_np = self._starts
         batch.query_start_loc.copy_(torch.from_numpy(starts))
         seq_lens = torch.from_numpy(np.diff(starts))
         batch.seq_lens.copy_(seq_lens)
@@ -256,12 +265,13 @@ class GraphRunner(LookaheadRunner):
         if batch is not None and batch.max_query_len is not None:
             graph = self._buffers.get(batch.num_tokens_after_padding)
         self.trees.attended.graph = graph
+        self._starts = NO_STARTS if batch is None else batch.query_start_loc_np
 
     def _attend(self, step: DraftStep) -> None:
         super()._attend(step)
         attended = self.trees.attended
         if attended.graph is not None:
-            attended.graph.trees.fill(attended.trees)
+            attended.graph.trees.fill(attended.trees, self._starts)
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
         # An idle rank runs one token in the steps of the others, as in plain vLLM.

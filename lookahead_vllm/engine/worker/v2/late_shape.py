@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
+    from lookahead_vllm.engine.worker.attended import GraphBuffers
     from lookahead_vllm.engine.worker.v2.drafts import Drafts
     from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 
@@ -198,10 +199,12 @@ class LateShape:
         """Write the rows of the step to vLLM's buffers."""
         self._placer.place(self._packed, self.batch.num_reqs, num_filled)
 
-    def place_in_graph(self, graph: BatchExecutionDescriptor, tree_lengths: torch.Tensor) -> None:
+    def place_in_graph(self, graph: BatchExecutionDescriptor, buffers: GraphBuffers) -> None:
         """Call this while a graph is captured: it will write the rows of the step that it runs."""
-        most_requests = graph.num_reqs or graph.num_tokens
-        self._placer.place(self._memory.uva(), most_requests, graph.num_tokens, tree_lengths)
+        most_requests, num_filled = graph.num_reqs or graph.num_tokens, graph.num_tokens
+        lengths, contexts_only = buffers.seq_lens, buffers.trees.holds_all
+        packed = self._memory.uva()
+        self._placer.place(packed, most_requests, num_filled, lengths, contexts_only)
 
     def clear(self) -> None:
         """The next graph finds its rows in vLLM's buffers."""

@@ -301,7 +301,7 @@ class FakeBase:
 
     def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False) -> None:
         builder = SimpleNamespace()
-        group = SimpleNamespace(get_metadata_builder=lambda index: builder)
+        group = SimpleNamespace(get_metadata_builder=lambda index: builder, layer_names=[])
         self.builder, self.attn_groups, self.kv_cache_config = builder, [[group]], kv_cache_config
         self.cudagraph_manager = model_runner.ModelCudaGraphManager(
             config_of(self.mode), self.device, self.mode, decode_query_len=self.decode_query_len
@@ -327,7 +327,9 @@ class FakeBase:
 
 class Runner(GraphRunner, FakeBase):
     attention: Any = SimpleNamespace(
-        replaces_chains=lambda is_latent: False, unsupported_rows=lambda groups: None
+        replaces_chains=lambda is_latent: False,
+        unsupported_rows=lambda groups: None,
+        merges_contexts=lambda groups, layers: False,
     )
     vllm_config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
@@ -495,6 +497,6 @@ def test_only_steps_in_graphs_for_drafts_have_their_bound_and_buffers(
         desc = dispatch(made.cudagraph_manager, step)
         batch = made.prepare_inputs(None, None, desc, 0)
         assert batch.max_query_len == bound
-        batch.num_tokens_after_padding = desc.num_tokens
+        batch.num_tokens_after_padding, batch.query_start_loc_np = desc.num_tokens, None
         made._choose_buffers(batch)
         assert made.builder.attended.graph is (made._buffers[8] if bound else None)

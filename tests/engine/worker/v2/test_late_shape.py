@@ -38,6 +38,7 @@ PARAMS = [
 ]
 ABORTED = (3, 7)
 MODES = ("eager", "graphs")
+MERGED = "graphs that merge contexts"
 
 
 class Steps:
@@ -69,7 +70,8 @@ class Steps:
 def lookahead(mode: str, model: Path, options: dict[str, Any], **kwargs: Any) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         if mode != "eager":
-            graph_engine.enable(patch, schedules=mode == "graphs with a schedule")
+            merges = mode == MERGED
+            graph_engine.enable(patch, schedules=merges or "schedule" in mode, merges=merges)
         with engine(model, options, **kwargs) as llm:
             yield llm
 
@@ -103,6 +105,8 @@ def _on_v2() -> Iterator[None]:
         ("graphs", dict(proposer="hybrid", budget="auto")),
         ("eager", dict(proposer="hidden_path", budget=8)),
         ("graphs", dict(proposer="hidden_path", budget=8)),
+        (MERGED, dict(proposer="hidden_path", budget=8)),
+        (MERGED, dict(proposer="ngram_trie", budget=8)),
         # They fill any graph.
         ("graphs", dict(proposer="hidden_path", budget="auto", num_speculative_tokens=24)),
     ],
@@ -124,7 +128,7 @@ def test_the_tokens_are_plain_vllms(
         assert counters.branching_trees > 100
         assert counters.moved_tokens > 5
         assert any(rows < prepared for rows, prepared in steps.placed)
-        if mode == "graphs":
+        if mode != "eager":
             replays = [replay for replay in runner_of(llm).replays if replay.has_drafts]
             assert sum(replay.num_trees for replay in replays) > 50
             assert any(replay.num_tokens < replay.num_prepared for replay in replays)
@@ -207,6 +211,19 @@ def test_a_schedule_is_made_for_the_graph_that_runs(
         assert steps.early > 3 * steps.waiting
 
 
+@pytest.mark.parametrize("mode", ["graphs", MERGED])
+def test_steps_that_wait_before_they_are_prepared_run_in_graphs(
+    mode: str, llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(PROMPTS, plain[2])
+    with lookahead(mode, llama, {"proposer": "hidden_path", "budget": 8}) as llm:
+        steps = Steps(llm, monkeypatch)
+        monkeypatch.setattr(runner_of(llm)._shape, "is_possible", False)
+        assert answers_of(llm) == plain
+        assert not steps.early
+        assert sum(replay.num_trees for replay in runner_of(llm).replays) > 50
+
+
 @pytest.mark.parametrize("mode", ["graphs", "graphs with a schedule"])
 def test_a_step_without_a_node_runs_plain_vllms_graph(
     mode: str, llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -220,7 +237,7 @@ def test_a_step_without_a_node_runs_plain_vllms_graph(
         assert len(empty) > 10
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, MERGED])
 def test_requests_that_start_again_keep_their_tokens(
     mode: str, llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
