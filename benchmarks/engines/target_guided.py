@@ -55,14 +55,6 @@ def _install(
     """
     runner = worker.model_runner
     guide = Guide(prompts, answers, runner.device)
-    execute = runner.execute_model
-
-    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        for request in scheduler_output.scheduled_new_reqs:
-            guide.add_request(request.req_id, request.prompt_token_ids)
-        return execute(scheduler_output, *args, **kwargs)
-
-    runner.execute_model = execute_model
     if hasattr(runner, "_sample"):
         _guide_first(runner, guide)
     else:
@@ -70,7 +62,13 @@ def _install(
 
 
 def _guide_first(runner: Any, guide: Guide) -> None:
-    original = runner._sample
+    execute, original = runner.execute_model, runner._sample
+    texts: dict[str, int] = {}
+
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        for request in scheduler_output.scheduled_new_reqs:
+            texts[request.req_id] = guide.text_of(request.prompt_token_ids)
+        return execute(scheduler_output, *args, **kwargs)
 
     def sample(logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
         req_ids = runner.input_batch.req_ids
@@ -80,21 +78,34 @@ def _guide_first(runner: Any, guide: Guide) -> None:
         else:
             rows = spec_decode_metadata.logits_indices
             counts = torch.tensor(spec_decode_metadata.num_draft_tokens) + 1
-        guide.guide(logits, req_ids, counts, runner.positions[rows.long()])
+        numbers = [texts.get(req_id, NO_TEXT) for req_id in req_ids]
+        of_rows = to_device(torch.tensor(numbers).repeat_interleave(counts), logits.device)
+        guide.raise_logits(logits, of_rows, runner.positions[rows.long()])
         return original(logits, spec_decode_metadata)
 
-    runner._sample = sample
+    runner.execute_model, runner._sample = execute_model, sample
 
 
 def _guide_second(runner: Any, guide: Guide) -> None:
-    original, compute_logits = runner.sample, runner.model.compute_logits
+    execute, original = runner.execute_model, runner.sample
+    compute_logits = runner.model.compute_logits
+    # int64 [entries]: the text of each entry of the runner's table of requests.
+    texts = torch.full((runner.max_num_reqs,), NO_TEXT, device=runner.device)
+
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        output = execute(scheduler_output, *args, **kwargs)
+        if new := scheduler_output.scheduled_new_reqs:
+            entries = [runner.req_states.req_id_to_index[request.req_id] for request in new]
+            numbers = [guide.text_of(request.prompt_token_ids) for request in new]
+            places, values = to_device(torch.tensor([entries, numbers]), runner.device)
+            texts[places] = values
+        return output
 
     def sample(hidden_states: torch.Tensor, batch: Any, grammar_output: Any) -> Any:
         def guided(hidden: torch.Tensor) -> torch.Tensor:
             logits: torch.Tensor = compute_logits(hidden)
-            counts = torch.from_numpy(batch.cu_num_logits_np).diff().long()
-            positions = batch.positions[batch.logits_indices]
-            guide.guide(logits, batch.req_ids, counts, positions)
+            of_rows = texts[batch.expanded_idx_mapping]
+            guide.raise_logits(logits, of_rows, batch.positions[batch.logits_indices])
             return logits
 
         runner.model.compute_logits = guided
@@ -103,11 +114,11 @@ def _guide_second(runner: Any, guide: Guide) -> None:
         finally:
             runner.model.compute_logits = compute_logits
 
-    runner.sample = sample
+    runner.execute_model, runner.sample = execute_model, sample
 
 
 class Guide:
-    """The recorded texts, and the text that each request follows."""
+    """The recorded texts, and what follows each of their positions."""
 
     def __init__(
         self,
@@ -117,41 +128,35 @@ class Guide:
     ) -> None:
         texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         self._text_of_prompt = {tuple(prompt): i for i, prompt in enumerate(prompts)}
-        self._text_of_request: dict[str, int] = {}
-        # int64 [texts + 1, longest + 1]: -1 after a text's end, and in the whole row NO_TEXT.
-        table = np.full((len(texts) + 1, max(map(len, texts), default=0) + 1), -1, np.int64)
-        for row, text in zip(table, texts, strict=False):
-            row[: len(text)] = text
-        self._texts = torch.from_numpy(table).to(device)
+        # [texts + 1, longest + 1]: the token after each position, and its logit; past a text's end,
+        # and in the whole row NO_TEXT, -inf for token 0.
+        shape = len(texts) + 1, max(map(len, texts), default=0) + 1
+        tokens, logits = np.zeros(shape, np.int64), np.full(shape, -np.inf, np.float32)
+        for number, text in enumerate(texts):
+            tokens[number, : len(text) - 1] = text[1:]
+            logits[number, : len(text) - 1] = LIKELIEST
+        self._tokens, self._logits = torch.from_numpy(tokens).to(device), torch.from_numpy(logits)
 
-    def add_request(self, request_id: str, prompt: Sequence[int] | None) -> None:
-        """Find the text of a new request by its prompt."""
-        text = self._text_of_prompt.get(tuple(prompt or ()), NO_TEXT)
-        self._text_of_request[request_id] = text
+    def text_of(self, prompt: Sequence[int] | None) -> int:
+        """The number of the text that begins with this prompt, or NO_TEXT."""
+        return self._text_of_prompt.get(tuple(prompt or ()), NO_TEXT)
 
-    def guide(
-        self,
-        logits: torch.Tensor,
-        req_ids: Sequence[str],
-        counts: torch.Tensor,
-        positions: torch.Tensor,
+    def raise_logits(
+        self, logits: torch.Tensor, texts: torch.Tensor, positions: torch.Tensor
     ) -> None:
         """Raise the logit of the recorded next token in every row of a step's logits, in place.
+
+        A few launches, and no wait for the device: on a GPU, the host may be what a step waits for.
 
         Parameters
         ----------
         logits : float [n, vocabulary]
-        req_ids
-            The requests of the batch.
-        counts : int64 [len(req_ids)]
-            The number of rows of each request, in the order of the rows; on the CPU.
+        texts : int64 [n]
+            The number of the text of each row's request.
         positions : int [n]
             The position of the token that each row follows.
         """
-        numbers = [self._text_of_request.get(req_id, NO_TEXT) for req_id in req_ids]
-        texts = torch.tensor(numbers).repeat_interleave(counts)
-        end = self._texts.shape[1] - 1
-        columns = (positions.long() + 1).clamp(max=end)
-        recorded = self._texts[to_device(texts, self._texts.device), columns]
-        place = torch.arange(len(recorded), device=recorded.device), recorded.clamp(min=0)
-        logits[place] = logits[place].masked_fill(recorded >= 0, LIKELIEST)
+        self._logits = self._logits.to(logits.device, logits.dtype)  # once
+        place = texts, positions.clamp(max=self._tokens.shape[1] - 1)
+        tokens, raised = self._tokens[place], self._logits[place]
+        logits.scatter_reduce_(1, tokens[:, None], raised[:, None], "amax")

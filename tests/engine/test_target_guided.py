@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,20 @@ from vllm import SamplingParams
 
 from benchmarks.engines.generate import Job, run
 from benchmarks.engines.target_guided import Guide, follow
+from tests.support import v2_on_cpu
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 
 
+@pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("lookahead", [None, {"budget": 8}], ids=["plain", "lookahead"])
-def test_a_guided_model_generates_the_recorded_answers(lookahead: dict | None, llama: Path) -> None:
+def test_a_guided_model_generates_the_recorded_answers(
+    lookahead: dict | None, runner: str, llama: Path
+) -> None:
+    with v2_on_cpu.enabled() if runner == "v2" else nullcontext():
+        check_answers(lookahead, llama)
+
+
+def check_answers(lookahead: dict | None, llama: Path) -> None:
     rng = np.random.default_rng(0)
     prompts = random_prompts(5, 30, seed=21)
     # Each answer repeats a phrase, so that there is something to draft.
@@ -58,11 +68,15 @@ def test_no_step_waits_for_the_device() -> None:
     """Else every step of plain vLLM would, too, and lookahead look better than it is."""
     device = torch.device("meta")
     guide = Guide([[1, 2, 3]], [[4, 5]], device)
-    guide.add_request("a", [1, 2, 3])
-    logits = torch.empty(3, 9, device=device)
+    step = (
+        torch.empty(3, 9, device=device),
+        torch.zeros(3, dtype=torch.int64, device=device),
+        torch.arange(3, device=device),
+    )
+    guide.raise_logits(*step)
     with Copies() as copies:
-        guide.guide(logits, ["a", "b"], torch.tensor([2, 1]), torch.arange(3, device=device))
-    assert copies.asynchronous == [True]
+        guide.raise_logits(*step)
+    assert not copies.asynchronous
 
 
 def test_the_requests_of_a_job_bring_their_references(
