@@ -54,8 +54,10 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
     block_m, block_n, num_warps, num_stages = tile_of(rows, query.dtype, head_size)
     if alibi_slopes is not None:  # its positions take registers
         block_n = 32
-    tiles = triton.cdiv(rows, block_m)
     lse = call.context_lse
+    if lse is not None:  # a draft block is short
+        block_m, block_n, num_stages = min(block_m, 32), 32, 3
+    tiles = triton.cdiv(rows, block_m)
     if lse is not None:
         num_splits = 1
     if num_splits is None:
