@@ -24,7 +24,7 @@ class NodeLayout(NamedTuple):
     depths : int32 [n]
         0 at the roots.
     width : int
-        1 + the most nodes of any request.
+        At least 1 + the most nodes of any request; see `width_of`.
     """
 
     parents: torch.Tensor
@@ -54,7 +54,17 @@ class NodeLayout(NamedTuple):
         """
         packed = _lay_out(forest.parents, forest.depths, forest.firsts, requests, cu_num_logits)
         parents, places, all_depths = to_device(packed, device)
-        return cls(parents, places, all_depths, 1 + int(forest.sizes.max(initial=0)))
+        return cls(parents, places, all_depths, width_of(forest))
+
+
+def width_of(forest: DraftForest) -> int:
+    """The width of a table of the tokens that requests with these trees may emit.
+
+    Never a multiple of 16: for such strides, Triton would compile the kernels of vLLM's that read
+    the table once more, while requests wait for them.
+    """
+    width = 1 + int(forest.sizes.max(initial=0))
+    return width if width % 16 else width + 1
 
 
 @kernel

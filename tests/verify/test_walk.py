@@ -12,6 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.verify.node_layout import width_of
 from lookahead_vllm.verify.walk import Walk, empty_walk, walk
 from tests.verify.conftest import IS_INTERPRETED
 
@@ -175,3 +177,9 @@ def test_a_walk_on_a_device_only_launches(monkeypatch: pytest.MonkeyPatch) -> No
     launches.clear()
     walk_roots(70, "meta")
     assert {launch["BLOCK"] for launch in launches} == {16, 32, 64, 128}
+
+
+def test_a_width_holds_the_largest_tree_and_is_no_multiple_of_16() -> None:
+    for nodes in range(130):
+        width = width_of(DraftForest.of([DraftTree.chain([0] * nodes), DraftTree.chain([1])]))
+        assert max(nodes, 1) + 1 <= width <= max(nodes, 1) + 2 and width % 16

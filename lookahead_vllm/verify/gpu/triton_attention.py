@@ -56,10 +56,8 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
         block_n = 32
     lse = call.context_lse
     if lse is not None:  # a draft block is short
-        block_m, block_n, num_stages = min(block_m, 32), 32, 3
+        block_m, block_n, num_stages, num_splits = min(block_m, 32), 32, 3, 1
     tiles = triton.cdiv(rows, block_m)
-    if lse is not None:
-        num_splits = 1
     if num_splits is None:
         programs = batch.expected_requests or len(batch) * tiles
         num_splits = splits_for(programs * kv_heads, batch.max_context, query.device)

@@ -39,7 +39,7 @@ class LookaheadGPUModelRunner(GraphRunner, model_runner.GPUModelRunner):
             self.attention.warm_up(own, self.dtype)
             movers = filter(None, self._branching.movers)
             warm_up.move_nothing(m for m in movers if not isinstance(m, StateMover))
-        warm_up.walk_roots(self.decode_query_len, self.device)
+        warm_up.walk_roots(self.decode_query_len + 1, self.device)  # see `width_of`
         self.compile_node_kernels()
 
     def shutdown(self) -> None:

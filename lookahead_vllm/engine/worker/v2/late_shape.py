@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.tree import DraftForest
-from lookahead_vllm.verify.node_layout import NodeLayout
+from lookahead_vllm.verify.node_layout import NodeLayout, width_of
 from lookahead_vllm.verify.place import Placer, RequestTable, Split, StepRows, placer
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class LateShape:
         """Where the nodes of the step are; all of its rows have logits."""
         rows = slice(self._split.num_rows)
         parents, places, depths = (part[rows] for part in self._rows[-3:])
-        return NodeLayout(parents, places, depths, 1 + int(forest.sizes.max(initial=0)))
+        return NodeLayout(parents, places, depths, width_of(forest))
 
     def is_padding(self) -> torch.Tensor:
         """Of the rows without padding, bool [n]: False."""

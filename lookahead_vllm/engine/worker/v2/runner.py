@@ -458,8 +458,10 @@ class LookaheadRunner(DummyRuns):
         if self._shape.is_open and self.execute_model_state is not None:
             self._settle()
             self.execute_model_state = self.execute_model_state._replace(input_batch=self._batch)
-        # So vLLM does not overwrite its drafts by -1, which later graphs would embed as padding.
-        with patches.swapped(self, "num_speculative_steps", 0):
+        # Without steps, vLLM does not overwrite its drafts by -1, which later graphs would embed as
+        # padding. Stages of a pipeline send each other drafts, and run no such graphs.
+        steps = self.num_speculative_steps if self.use_pp else 0
+        with patches.swapped(self, "num_speculative_steps", steps):
             output = super().sample_tokens(grammar_output)
         if not self.is_last_pp_rank and self.trees.step.branches:
             self._keep_trees()
