@@ -26,6 +26,7 @@ from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.step_clock import StepClock
+from lookahead_vllm.engine.worker.v2 import model_states
 from lookahead_vllm.engine.worker.v2.drafts import NO_TREES, Drafts
 from lookahead_vllm.engine.worker.v2.dummy_runs import DummyRuns
 from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
@@ -106,7 +107,7 @@ class LookaheadRunner(DummyRuns):
         """Seconds from the launch of the step before to that of this one; None if unknown."""
         self._builders: list[Any] = []
         """The builders of attention metadata."""
-        self._attended_step = NO_DRAFTS
+        self.attended_step = NO_DRAFTS
         """The drafts in the next forward pass, of a step or a dummy run."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -116,13 +117,7 @@ class LookaheadRunner(DummyRuns):
             patches.swapped(model_runner, "StructuredOutputsWorker", GrowingMasks),
         ):
             super().load_model(*args, **kwargs)
-        state = self.model_state
-        if getattr(state, "rope_state", None) is not None:
-            state.prepare_inputs = partial(self._with_depths, state.prepare_inputs)
-        if self.model_config.is_hybrid:
-            state.prepare_attn = partial(self._with_parents, state.prepare_attn)
-        else:
-            state.prepare_attn = partial(self._unless_late, state.prepare_attn)
+        model_states.extend(self)
         if self.compilation_config.mode == CompilationMode.NONE:
             self.model.forward = partial(self._forward, self.model.forward)
 
@@ -304,47 +299,14 @@ class LookaheadRunner(DummyRuns):
 
     def _attend(self, step: DraftStep) -> None:
         """Give attention the trees of the next forward pass, of a step or a dummy run."""
-        self._attended_step = step
+        self.attended_step = step
         self.trees.attended.trees = step.trees(self._branching.of_chains)
-
-    def _with_parents(
-        self, prepare: Callable[..., dict[str, Any]], batch: InputBatch, *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Replaces the `prepare_attn` of a model with recurrent layers: they get the trees, too."""
-        metadata = prepare(batch, *args, **kwargs)
-        step = self._attended_step
-        if step.branches or self.attention.replaces_recurrent_chains:
-            parents = recurrent.row_parents(step, batch.query_start_loc_np)
-            recurrent.set_parents(metadata, to_device(parents, self.device))
-        return metadata
-
-    def _unless_late(
-        self, prepare: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Replaces `prepare_attn` of other models: a step that awaits its drafts makes its metadata
-        with them, and in a graph with trees on the device."""
-        if self._shape.awaits_drafts and self.trained is None:
-            return {}
-        return prepare(*args, **kwargs)
 
     def _place(self, batch: InputBatch, slots: torch.Tensor) -> None:
         """Find the drafts' rows of the batch, and set the nodes' positions."""
         step, layout = self._lay_out(batch, slots)
         if step.branches:
             batch.positions[batch.logits_indices] += layout.shifts
-
-    def _with_depths(
-        self, prepare: Callable[..., dict[str, Any]], batch: InputBatch, *args: Any
-    ) -> dict[str, Any]:
-        """Replaces the `prepare_inputs` of a model with M-RoPE.
-
-        The positions of an answer are one range in all dimensions, so a node moves to its depth by
-        the same shift in each.
-        """
-        inputs, trees = prepare(batch, *args), self.trees
-        if trees.layout is not None and trees.step.branches:
-            inputs["positions"][:, batch.logits_indices] += trees.layout.shifts
-        return inputs
 
     def _lay_out(self, batch: InputBatch, slots: torch.Tensor) -> tuple[DraftStep, NodeLayout]:
         """Find the drafts' rows of the batch, and of its logits."""
