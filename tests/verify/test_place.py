@@ -134,6 +134,15 @@ def test_every_row_is_where_its_request_is(seed: int, most: int, groups: int) ->
 
 
 @pytest.mark.interpreted("too")
+def test_the_lengths_of_trees_may_be_contexts_alone() -> None:
+    case, rows, lengths = random_case(5), stale_rows(1), no_lengths()
+    placer(case.table, rows).place(*arguments_of(case), lengths, contexts_only=True)
+    check(case, rows, expected(case)[1])
+    unused = [0] * (ENTRIES - len(case.entries))
+    assert lengths.tolist() == [*case.table.num_computed[case.entries].tolist(), *unused]
+
+
+@pytest.mark.interpreted("too")
 def test_rows_that_were_written_in_another_way_are_left_alone() -> None:
     case, rows, lengths = random_case(3), stale_rows(1), no_lengths()
     split = case.split
