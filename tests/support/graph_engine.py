@@ -80,7 +80,7 @@ def _write(key: Any, value: Any, kv_cache: torch.Tensor, metadata: Any) -> None:
 class TorchImpl(gpu_attention._TreeImpl, _Impl):
     def forward(self, layer: Any, query: Any, key: Any, value: Any, kv_cache: torch.Tensor,
                 metadata: Any, output: torch.Tensor, **more: Any) -> torch.Tensor:  # fmt: skip
-        if metadata is not None and not metadata.causal:
+        if getattr(metadata, "is_of_contexts", False):
             _write(key, value, kv_cache, metadata)
         inputs = layer, query, key, value, kv_cache, metadata, output
         result: torch.Tensor = super().forward(*inputs, **more)
@@ -118,7 +118,6 @@ class _Builder(CPUAttentionMetadataBuilder):
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
-            causal=common.causal,
             schedule=common.seq_lens,
         )
         if self.schedules:

@@ -94,7 +94,7 @@ class _TreeBuilder(_Builder):
         else:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         built = super().build(common_prefix_len, without, fast_build)
-        built.trees = batch
+        built.trees, built.is_of_contexts = batch, graph is not None and graph.trees.holds_all
         if graph is not None:
             graph.metadata.setdefault(self, built)  # the first one is that of the capture
         return built
@@ -114,7 +114,7 @@ class _TreeImpl(_Impl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         trees = getattr(attn_metadata, "trees", None)
-        if trees is not None and getattr(attn_metadata, "causal", True) is False:
+        if trees is not None and attn_metadata.is_of_contexts:
             lse = self.attend_contexts(query, kv_cache, output, attn_metadata)
             table = attn_metadata.block_table
             self.attend_trees(layer, query, kv_cache, output, table, trees, lse)
