@@ -27,6 +27,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.messages import DraftsToVerify
 from lookahead_vllm.engine.worker import gpu_attention
+from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.graph_runner import GraphRunner
@@ -46,7 +47,8 @@ HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 32
 VOCAB = 50
 LAYERS = ("first", "second")
 GARBAGE = 1_000_003
-KINDS = ("FlashAttention", "FlashAttention, scheduled ahead", "Triton")
+APART = "FlashAttention, contexts apart, scheduled ahead"
+KINDS = ("FlashAttention", "FlashAttention, scheduled ahead", APART, "Triton")
 
 
 def embed(
@@ -65,8 +67,14 @@ def write_kv(values: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor) -> 
     )
 
 
-def attend(query: torch.Tensor, cache: torch.Tensor, metadata: Any, output: torch.Tensor) -> None:
-    """Stands in for vLLM's attention; reads of the metadata what is on the device."""
+def attend(
+    query: torch.Tensor, cache: torch.Tensor, metadata: Any, output: torch.Tensor,
+    lse: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Stands in for vLLM's attention; reads of the metadata what is on the device.
+
+    With `lse`, it is not causal.
+    """
     starts = metadata.query_start_loc.tolist()
     if (ahead := getattr(metadata, "scheduler_metadata", None)) is not None:
         assert torch.equal(ahead, schedule(metadata.seq_lens, metadata.max_query_len))
@@ -75,15 +83,21 @@ def attend(query: torch.Tensor, cache: torch.Tensor, metadata: Any, output: torc
         if first == end:
             continue
         assert end - first <= metadata.max_query_len and length <= metadata.max_seq_len
+        assert metadata.causal == (lse is None) if hasattr(metadata, "causal") else lse is None
         slots = torch.arange(length)
         blocks = metadata.block_table[i, slots // BLOCK].long()
         keys, values = cache[blocks, :, slots % BLOCK].split(HEAD_SIZE, dim=-1)
         allowed = slots[None] <= (length - (end - first) + torch.arange(end - first))[:, None]
+        if lse is not None:
+            allowed = torch.ones_like(allowed)
         q = query[first:end].unflatten(1, (HEADS, HEAD_SIZE))
         group = HEADS // KV_HEADS
         scores = torch.einsum("rhd,khd->hrk", q, keys.repeat_interleave(group, 1))
-        scores = (scores * HEAD_SIZE**-0.5).masked_fill(~allowed, -torch.inf).softmax(-1)
-        result = torch.einsum("hrk,khd->rhd", scores, values.repeat_interleave(group, 1))
+        scores = (scores * HEAD_SIZE**-0.5).masked_fill(~allowed, -torch.inf)
+        if lse is not None:
+            lse[:, first:end] = scores.logsumexp(-1)
+        weights = scores.softmax(-1)
+        result = torch.einsum("hrk,khd->rhd", weights, values.repeat_interleave(group, 1))
         output[first:end] = result.flatten(1)
 
 
@@ -99,6 +113,14 @@ class Impl(gpu_attention._TreeImpl, PlainImpl):
     attn_type = AttentionType.DECODER
     head_size, scale, kv_cache_dtype = HEAD_SIZE, HEAD_SIZE**-0.5, "auto"
     sliding_window, alibi_slopes, logits_soft_cap, sinks = (-1, -1), None, 0.0, None
+
+    def attend_contexts(
+        self, query: torch.Tensor, cache: torch.Tensor, output: torch.Tensor, metadata: Any
+    ) -> torch.Tensor:
+        with torch.inference_mode(False):  # a replay writes to it, too
+            lse = torch.full((HEADS, len(query)), -torch.inf)
+        launch(attend, query, cache, metadata, output, lse)
+        return lse
 
 
 def schedule(cache_seqlens: torch.Tensor, max_seqlen_q: int, **options: Any) -> torch.Tensor:
@@ -172,6 +194,7 @@ class Engine:
         self.runner: Any = object.__new__(GraphRunner)
         self.runner._builders, self.runner.device = [self.builder], torch.device("cpu")
         self.runner._buffers, self.runner.trees = {}, StepTrees()
+        self.runner._branching = NOTHING_BRANCHES._replace(merges_contexts=kind == APART)
         self.builder.attended = self.runner.trees.attended
         self.runner.max_num_reqs, self.runner.decode_query_len = REQUESTS, LONGEST
         self.runner.max_model_len = self.model_state.max_model_len
@@ -387,10 +410,12 @@ def test_every_step_of_a_size_replays_its_graph(engine: Engine) -> None:
         assert tensors_of(metadata) == tensors_of(captured), "a tensor has moved"
         assert values_of(metadata) == values_of(captured)
         assert metadata.max_seq_len <= captured.max_seq_len
-        # vLLM's kernel spends no time on the contexts of trees.
         own = metadata.trees
         count = int(step.step.forest.branching.sum())
-        assert torch.equal(metadata.seq_lens[own.requests[:count].long()], own.sizes[:count])
+        if metadata.is_of_contexts:
+            assert metadata.seq_lens[: len(step.contexts)].tolist() == step.contexts.tolist()
+        else:  # vLLM's kernel spends no time on the contexts of trees
+            assert torch.equal(metadata.seq_lens[own.requests[:count].long()], own.sizes[:count])
         _, expected = step.run(eager)
         for one, other in zip(rows, expected, strict=True):
             assert one.isfinite().all()
@@ -437,6 +462,8 @@ def test_a_measured_pass_with_trees_keeps_its_contexts(engine: Engine) -> None:
     expected = step.contexts + step.lengths
     rows = step.step.rows[step.step.forest.branching]
     expected[rows] = step.lengths[rows]
+    if metadata[LAYERS[0]].is_of_contexts:
+        expected = step.contexts
     assert metadata[LAYERS[0]].seq_lens[: len(expected)].tolist() == expected.tolist()
 
 
