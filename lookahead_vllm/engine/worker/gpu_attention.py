@@ -40,7 +40,6 @@ from lookahead_vllm.engine.worker.attended import (
     without_contexts,
 )
 from lookahead_vllm.engine.worker.attention import TreeAttention
-from lookahead_vllm.engine.worker.step_recorder import timed_attention
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
 from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
@@ -113,28 +112,25 @@ class _TreeImpl(_Impl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        trees = getattr(attn_metadata, "trees", None)
+        trees, lse = getattr(attn_metadata, "trees", None), None
         if trees is not None and attn_metadata.is_of_contexts:
             lse = self.attend_contexts(query, kv_cache, output, attn_metadata)
+        else:
+            super().forward(
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
+            )
+        if trees is not None and self.attn_type == AttentionType.DECODER:
             table = attn_metadata.block_table
             self.attend_trees(layer, query, kv_cache, output, table, trees, lse)
-            return output
-        result = super().forward(
-            layer,
-            query,
-            key,
-            value,
-            kv_cache,
-            attn_metadata,
-            output,
-            output_scale,
-            output_block_scale,
-        )
-        if trees is None or self.attn_type != AttentionType.DECODER:
-            return result
-        with timed_attention():
-            self.attend_trees(layer, query, kv_cache, output, attn_metadata.block_table, trees)
-        return result
+        return output
 
     def attend_contexts(
         self, query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor, metadata: Any
