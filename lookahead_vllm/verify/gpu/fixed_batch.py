@@ -111,8 +111,7 @@ class FixedBatch:
             fields = (trees.requests, trees.starts, trees.sizes, trees.contexts)
             columns = np.stack([field.numpy() for field in fields])
             depths, masks = trees.depths.numpy(), trees.masks.numpy()
-        write = _write_all if self.holds_all else _write
-        self._note(write(self._host.numpy(), *self._limits, starts, columns, depths, masks))
+        self._note(_write(self._host.numpy(), *self._limits, starts, columns, depths, masks))
         self.upload()
 
     def write(
@@ -131,18 +130,19 @@ class FixedBatch:
         """
         packed = self._host.numpy()
         nodes = forest.parents, forest.depths, forest.firsts
-        trees = *nodes, requests, starts, contexts
-        self._note(_write_forest(packed, *self._limits, *trees, self.holds_all))
+        self._note(_write_forest(packed, *self._limits, *nodes, requests, starts, contexts))
 
     def upload(self) -> None:
         """Copy what was written on the host, asynchronously."""
         self._packed.copy_(self._host, non_blocking=True)
 
     @property
-    def _limits(self) -> tuple[int, int, int, int, int]:
-        """The entries, rows and words of a mask in the buffers; the largest tree and context."""
+    def _limits(self) -> tuple[int, int, int, int, int, bool]:
+        """The entries, rows and words of a mask in the buffers; the largest tree and context; and
+        whether all requests have entries."""
         entries, *_, num_tokens = self._lengths
-        return entries, num_tokens, self._words, self.batch.max_size, self.batch.max_context
+        batch = self.batch
+        return entries, num_tokens, self._words, batch.max_size, batch.max_context, self.holds_all
 
     def _note(self, num_trees: int) -> None:
         if num_trees < 0:
@@ -161,6 +161,7 @@ def _write(
     words: int,
     max_size: int,
     max_context: int,
+    holds_all: bool,
     starts: Int32s,
     columns: Int32s,
     depths: Int32s,
@@ -171,26 +172,37 @@ def _write(
     Parameters
     ----------
     packed : int32 [5 * entries + (2 + words) * num_tokens]
+    holds_all
+        Whether each of r requests has an entry, those without a tree included.
     starts : int32 [r + 1]
-        Of all requests; not read.
+        The first row of each request, then the number of rows; read if `holds_all`.
     columns : int32 [4, t]
         Requests, starts, sizes and contexts.
     depths : int32 [n]
     masks : int32 [n, at most words]
     """
-    num_trees = columns.shape[1]
-    if num_trees > entries or len(depths) > num_tokens:
+    num_trees, num_requests = columns.shape[1], len(starts) - 1
+    if num_trees > entries or len(depths) > num_tokens or (holds_all and num_requests > entries):
         return -1
     packed[:] = 0
+    if holds_all:
+        packed[4 * entries : 5 * entries] = CAUSAL
+        for request in range(num_requests):
+            size = starts[request + 1] - starts[request]
+            if size > max_size:
+                return -1
+            packed[request], packed[entries + request] = request, starts[request]
+            packed[2 * entries + request] = size
     row_depths = packed[5 * entries :]
     row_masks, tokens = row_depths[num_tokens:], row_depths[(1 + words) * num_tokens :]
     row = 0
     for tree in range(num_trees):
         if columns[2, tree] > max_size or columns[3, tree] > max_context:
             return -1
+        entry = columns[0, tree] if holds_all else tree
         for column in range(4):
-            packed[column * entries + tree] = columns[column, tree]
-        packed[4 * entries + tree] = row
+            packed[column * entries + entry] = columns[column, tree]
+        packed[4 * entries + entry] = row
         for place in range(columns[2, tree]):
             row_depths[row] = depths[row]
             tokens[row] = columns[1, tree] + place
@@ -202,43 +214,6 @@ def _write(
 
 
 @kernel
-def _write_all(
-    packed: Int32s,
-    entries: int,
-    num_tokens: int,
-    words: int,
-    max_size: int,
-    max_context: int,
-    starts: Int32s,
-    columns: Int32s,
-    depths: Int32s,
-    masks: Int32s,
-) -> int:
-    """As `_write`, with an entry for each of r requests, those without a tree included."""
-    num_requests = len(starts) - 1
-    if num_requests > entries or len(depths) > num_tokens:
-        return -1
-    packed[:] = 0
-    for request in range(num_requests):
-        packed[request], packed[entries + request] = request, starts[request]
-        packed[2 * entries + request] = starts[request + 1] - starts[request]
-        if packed[2 * entries + request] > max_size:
-            return -1
-    firsts = packed[4 * entries : 5 * entries]
-    firsts[:] = CAUSAL
-    row_depths = packed[5 * entries :]
-    row_masks = row_depths[num_tokens:]
-    row_depths[: len(depths)] = depths
-    row = 0
-    for tree in range(columns.shape[1]):
-        firsts[columns[0, tree]] = row
-        row += columns[2, tree]
-    for row in range(len(depths)):
-        row_masks[row * words : row * words + masks.shape[1]] = masks[row]
-    return columns.shape[1]
-
-
-@kernel
 def _write_forest(
     packed: Int32s,
     entries: int,
@@ -246,15 +221,15 @@ def _write_forest(
     words: int,
     max_size: int,
     max_context: int,
+    holds_all: bool,
     parents: Int32s,
     depths: Int32s,
     firsts: Int64s,
     requests: Int64s,
     starts: Int32s,
     contexts: Int64s,
-    holds_all: bool,
 ) -> int:
-    """As `_write` or `_write_all`, for the branching trees of a forest."""
+    """As `_write`, for the branching trees of a forest."""
     trees = np.flatnonzero(find_branching(parents, firsts))
     sizes = firsts[trees + 1] - firsts[trees]
     columns = np.empty((4, len(trees)), np.int32)
@@ -264,7 +239,5 @@ def _write_forest(
         parents, firsts, trees, sizes, np.zeros(len(trees), np.bool_)
     )
     row_depths, masks = lay_out(parents, depths[nodes], firsts, words)
-    limits = entries, num_tokens, words, max_size, max_context
-    if holds_all:
-        return _write_all(packed, *limits, starts, columns, row_depths, masks)
+    limits = entries, num_tokens, words, max_size, max_context, holds_all
     return _write(packed, *limits, starts, columns, row_depths, masks)

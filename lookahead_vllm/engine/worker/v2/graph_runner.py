@@ -226,6 +226,7 @@ class GraphRunner(LookaheadRunner):
         return tables, slots
 
     def _starts_of_dummies(self, batch: InputBatch) -> Int32s:
+        """The first row of each request of the dummy step, and of the padding."""
         ends = np.cumsum(self._dummy_step.forest.sizes + 1)
         starts = np.full(batch.num_reqs_after_padding + 1, ends[-1], np.int32)
         starts[: len(ends) + 1] = [0, *ends]
