@@ -21,7 +21,7 @@ from benchmarks.device.step_overhead import LLAMA
 from benchmarks.device.text import MAX_POSITIONS, VOCABULARY, Text
 from benchmarks.engines.engine_process import Emit, answer_questions
 
-PROMPT_TOKENS, WARM_UP = 300, 100
+PROMPT_TOKENS, WARM_UP = 300, 400
 MAX_TOKENS = MAX_POSITIONS - PROMPT_TOKENS - 1
 
 

@@ -210,7 +210,7 @@ class HybridProposer(NGramTrieProposer):
         """See NGramTrieProposer."""
         if self._windows is None:
             forest, num_tokens = super().draft(progress, emitted, spans, wanted, max_model_len)
-            self._drafted = progress.arrays.texts[wanted.rows], forest.sizes
+            self._drafted = progress.arrays.texts[wanted.rows], forest
             return forest, num_tokens
         windows, contexts, load = self._windows
         cost = self._cost
@@ -221,7 +221,7 @@ class HybridProposer(NGramTrieProposer):
         room = self._max_nodes - self.branch.comb_nodes(windows)
         smaller = wanted._replace(max_nodes=np.minimum(wanted.max_nodes, room))
         forest, num_tokens = super().draft(progress, emitted, spans, smaller, max_model_len)
-        self._drafted = progress.arrays.texts[wanted.rows], forest.sizes
+        self._drafted = progress.arrays.texts[wanted.rows], forest
         trees = limit_trees(progress.arrays[:], wanted[:], max_model_len)
         limits = trees[:, NODES].copy(), trees[:, DEPTH].copy()
         return self.branch.join(forest, windows, *limits, self._max_nodes, cost), num_tokens
@@ -242,9 +242,9 @@ class HybridProposer(NGramTrieProposer):
         if awaited is not None:
             trees, verified = awaited
             self._judge(verified, trees.num_grown)
-        rows, sizes = self._drafted
+        rows, forest = self._drafted
         live = rows != NO_TEXT
-        self._note_trees(rows[live], sizes[live])
+        self._note_trees(rows[live], forest.sizes[live])
         super().learn()
 
     def finish(self, request_id: str) -> None:

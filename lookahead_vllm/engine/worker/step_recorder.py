@@ -78,13 +78,17 @@ class StepRecorder:
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
         """Add the wall time of the block to a part of the step, one of `step_report.PARTS`."""
-        start = time.perf_counter()
+        begin = time.perf_counter()
         try:
             yield
         finally:
-            elapsed = time.perf_counter() - start
-            self.report.seconds[part] += elapsed
-            seconds[part] += elapsed
+            self.add_time(part, begin)
+
+    def add_time(self, part: str, begin: float) -> None:
+        """As `timed`: the wall time since `begin`."""
+        elapsed = time.perf_counter() - begin
+        self.report.seconds[part] += elapsed
+        seconds[part] += elapsed
 
     def count_step(self, elapsed: float) -> None:
         """Count the wall time of a whole step, in seconds."""

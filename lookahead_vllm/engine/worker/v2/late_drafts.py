@@ -103,8 +103,8 @@ class LateDrafts:
         """In order; the last ones may still run."""
         self._uncounted: list[LaunchedStep] = []
         """Steps with drafts whose tokens were counted since the last launch."""
-        self._has_drafted = False
-        """Whether the proposer has to learn from the tokens of its last `draft`."""
+        self._drafted: _Plan | None = None
+        """The step whose tokens the proposer got by `draft`, and has to learn from."""
         self._steps_without_slots = 0
         self._durations: deque[float] = deque(maxlen=8)
         """Seconds from the launch of the last steps to their tokens."""
@@ -264,8 +264,8 @@ class LateDrafts:
     def _catch_up(self) -> None:
         """After a launch, do what no draft depends on: learn, and count verified trees."""
         recorder = self._drafter.recorder
-        if self._has_drafted:
-            self._has_drafted = False
+        if self._drafted is not None:
+            self._drafted = None
             compiled = self._compiled
             assert compiled is not None
             with recorder.timed("draft"), self._drafter.surviving("learn"):
@@ -306,8 +306,20 @@ class LateDrafts:
         step = self._steps[0] if len(self._steps) > later else None
         if step is not None:
             self._wait(step)
-        with self._drafter.recorder.timed("draft"):
-            return self._draft(compiled, plan, step, most)
+        begin = time.perf_counter()
+        drafts = self._draft(compiled, plan, step, most)
+        self._drafter.recorder.add_time("draft", begin)
+        return drafts
+
+    @property
+    def drafted_for(self) -> Collection[str]:
+        """The requests that could have a tree in this step, until `add_step`."""
+        if self._drafted is None:
+            return self._drafter.drafted_for
+        arrays, rows = self._progress.arrays, self._drafted.wanted.rows
+        # The text of a request that has ended stays behind its rows.
+        is_drafted = (arrays.remaining[rows] > 0) & (arrays.num_repeated[rows] == 0)
+        return set(compress(self._drafted.req_ids, is_drafted.tolist()))
 
     def could_draft(self, scheduled: Iterable[str]) -> bool:
         """Whether a request of this step could have a draft, judged by the known tokens."""
@@ -408,12 +420,7 @@ class LateDrafts:
             drafts = Drafts(plan.req_ids, forest, num_tokens, pays=compiled.pays)
         if step is not None:
             self._end(step)
-        self._has_drafted = True
-        if drafter.proposer.wants_roots:
-            arrays, rows = progress.arrays, plan.wanted.rows
-            # The text of a request that has ended stays behind its rows.
-            is_drafted = (arrays.remaining[rows] > 0) & (arrays.num_repeated[rows] == 0)
-            drafter.drafted_for.update(compress(plan.req_ids, is_drafted.tolist()))
+        self._drafted = plan
         return drafts or self._drafts_of(plan, None, most)
 
     def _grow(self, plan: _Plan, most: int) -> Drafts:

@@ -258,7 +258,7 @@ class LookaheadRunner(DummyRuns):
         """These are the drafts of this step."""
         trees = self.trees
         trees.drafts = trees.whole = drafts
-        trees.report = LateReport(drafts.sizes, drafts.pays)
+        trees.has_slots = True
 
     def _chains_only(self, scheduled: SchedulerOutput) -> set[str]:
         """Requests with a custom logits processor, which takes the rows before a row as history."""
@@ -403,7 +403,7 @@ class LookaheadRunner(DummyRuns):
         """Start to copy the model's choices to the host, for proposers that need them."""
         drafter, step = self.drafter, self.trees.step
         num_choices = drafter.proposer.num_choices
-        with_roots_of = drafter.drafted_for if drafter.proposer.wants_roots else ()
+        with_roots_of = self._late.drafted_for if drafter.proposer.wants_roots else ()
         if not num_choices or not (step.forest.num_nodes or with_roots_of):
             return
         sizes = np.diff(batch.cu_num_logits_np) - 1
@@ -430,15 +430,17 @@ class LookaheadRunner(DummyRuns):
         if not isinstance(output, AsyncOutput) or not self.drafter.is_drafting_rank:
             return output
         late, trees = self._late, self.trees
-        self._measure(waited=trees.report is not None)
-        if trees.report is None:
+        self._measure(waited=trees.has_slots)
+        if trees.has_slots:
+            report = LateReport(trees.whole.sizes, trees.whole.pays)
+        else:
             scheduled = self._scheduled.num_scheduled_tokens
-            trees.report = LateReport({}, late.would_pay(scheduled))
+            report = LateReport({}, late.would_pay(scheduled))
             if late.could_draft(scheduled):
                 self.drafter.recorder.report.budgets.append(0)
         chains = None if self.trained is None else self.trained.chains
         late.add_step(output, trees.whole_step, trees.verified, chains)
-        messages.attach(output.model_runner_output, trees.report)
+        messages.attach(output.model_runner_output, report)
         step_report.attach(output.model_runner_output, self.drafter.recorder.take_report())
         return output
 

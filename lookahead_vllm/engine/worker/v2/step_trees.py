@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 
 from lookahead_vllm.draft.proposer import Verified
-from lookahead_vllm.engine.messages import LateReport
 from lookahead_vllm.engine.worker.attended import AttendedTrees
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.v2.drafts import NO_TREES, Drafts
@@ -30,8 +29,8 @@ class StepTrees:
         As they were grown. Under lookahead parallelism, this rank's part of them.
     whole : Drafts
         The same, on all ranks that share them.
-    report : LateReport or None
-        For the scheduler: the slots in use. None in a step without slots.
+    has_slots : bool
+        Whether the scheduler has reserved slots for drafts in this step.
     step : DraftStep
         `drafts` in the order of the batch.
     whole_step : DraftStep
@@ -59,7 +58,7 @@ class StepTrees:
         """Forget the step before."""
         self.drafts: Drafts = NO_TREES
         self.whole: Drafts = NO_TREES
-        self.report: LateReport | None = None
+        self.has_slots = False
         self.step: DraftStep = NO_DRAFTS
         self.whole_step: DraftStep = NO_DRAFTS
         self.layout: NodeLayout | None = None

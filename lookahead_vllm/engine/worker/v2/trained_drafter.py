@@ -119,7 +119,7 @@ class TrainedDrafter:
         """Whether the next step may have drafts: while they do not pay, none has slots."""
         runner = self._runner
         # With several engines, all have to run the same passes of experts.
-        return runner.trees.report is not None or batch.has_prefill or runner.dp_size > 1
+        return runner.trees.has_slots or batch.has_prefill or runner.dp_size > 1
 
     def _by_accepted_path(
         self, batch: InputBatch, hidden: torch.Tensor, aux: list[torch.Tensor] | None
