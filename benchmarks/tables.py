@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.engines.profile import decode_step, shares
 from benchmarks.engines.rows import Figures, Row, mean_and_error, median_figures
 from lookahead_vllm.simulation.markdown import MISSING, markdown, number
 
@@ -80,12 +79,11 @@ def turn_table(rows: Sequence[Row]) -> str:
             f"{row['method']}, batch {row['batch_size']}",
             _mean(row["ratio_runs"], 2),
             _mean(row["tokens_per_step_runs"], 2),
-            _mean(row["step_ms_runs"], 1),
         ]
         for row in rows
         if len(row["tokens_per_s_runs"]) > 1
     ]
-    return markdown(["mean of the turns", "ratio", "tokens/step", "ms"], body) if body else ""
+    return markdown(["mean of the turns", "ratio", "tokens/step"], body) if body else ""
 
 
 def _mean(values: Sequence[float], digits: int) -> str:
@@ -121,37 +119,3 @@ def verdict(ratios: Sequence[float]) -> str:
     if abs(middle - 1) <= quantile * error:
         return "level"
     return "ahead" if middle > 1 else "behind"
-
-
-def step_table(rows: Sequence[Row]) -> str:
-    """The mean decode step of each method and the model's part of it; "" if none was measured."""
-    steps = [(row, step) for row in rows if (step := decode_step(row["profile"]))]
-    body = [
-        [
-            f"{row['method']}, batch {row['batch_size']}",
-            number(step.seconds * 1e3, 1),
-            number(step.model * 1e3, 1),
-            f"{step.outside:.1%}",
-        ]
-        for row, step in steps
-    ]
-    return markdown(["decode step", "ms", "model, ms", "not the model"], body) if body else ""
-
-
-def profile_table(rows: Sequence[Row]) -> str:
-    """The shares of a step of each method that was profiled."""
-    profiled = [(row, shares(row["profile"])) for row in rows if shares(row["profile"])]
-    if not profiled:
-        return (
-            "--profile: no method here says where its time goes (only `lookahead` and methods "
-            "built on it do)"
-        )
-    titles = list(profiled[0][1])
-    body = [
-        [
-            f"{row['method']}, batch {row['batch_size']}",
-            *(f"{share[title]:.1%}" for title in titles),
-        ]
-        for row, share in profiled
-    ]
-    return markdown(["share of a step", *titles], body)

@@ -61,8 +61,7 @@ how it measures:
   --turns N removes drift from the ratios, and needs no more starts: the engines of one batch
   size live at the same time, and take turns with one N-th of the prompts (every N-th line),
   in alternating order. The brackets then span the turns, whose prompts differ. A second table has
-  the means over the turns and their standard errors, with --profile also of a decode step in ms,
-  which is the mean of the steps without prompts. Below it, a line for each other method says
+  the means over the turns and their standard errors. Below it, a line for each other method says
   whether `lookahead` is ahead, level or behind (the 95% interval over the turns). All engines
   need memory at once, and each waiting engine takes 1 to 2 % of a core: the same for all methods,
   so that the ratios do not change.
@@ -74,9 +73,6 @@ how it measures:
   --target-guided makes the recorded token (`output_token_ids`) the likeliest at every position: any
   model then gives the recorded answers, and accepts what the model that was recorded would have
   accepted. It works with random weights, too (--engine-arg load_format=dummy). LLMA, section 3.2.
-  --profile times the decode steps that follow each other, from one launch to the next: `model` is
-  the forward pass with the logits, tree attention included; all else is scheduling, sampling,
-  drafting and the front end. On a GPU only lookahead's own parts are timed.
   --runner v2 on a CPU replaces V2's kernels, which are written for GPUs, by the ones of the tests.
   On CPU, Intel's OpenMP and tcmalloc are preloaded where they are found. Threads are bound as
   vLLM does by default, which leaves a core to its front end: on a machine with few cores,
@@ -123,7 +119,6 @@ def parser() -> argparse.ArgumentParser:
         help="the methods, of lookahead, whose requests bring their references",
     )
     add("--check-exact", action="store_true", help="compare every answer with plain vLLM's")
-    add("--profile", action="store_true", help="print the shares of a step; costs a little time")
     add(
         "--max-model-len",
         type=positive,

@@ -24,7 +24,7 @@ from benchmarks.command_line import (
     kv_cache_bytes,
     rank_environment,
 )
-from benchmarks.engines import generate, profile
+from benchmarks.engines import generate
 from benchmarks.engines.arguments import parser
 from benchmarks.engines.fresh_engine import FreshEngine, RunFailed, is_cpu_build
 from benchmarks.engines.generate import Job, Turn
@@ -45,8 +45,6 @@ from benchmarks.prompts import (
 from benchmarks.tables import (
     category_tables,
     main_table,
-    profile_table,
-    step_table,
     turn_table,
     verdicts,
 )
@@ -165,10 +163,8 @@ class Benchmark:
         self.args = engine_args(options, max(prompts.values(), key=len))
         self.method_args = method_args
         self.environment = engine_environment(options)
-        if options.profile:
-            self.environment.update(profile.ENVIRONMENT)
         if options.target_guided:
-            self.environment.update(profile.SENDING_FUNCTIONS)
+            self.environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions to the worker
         self.outcomes: dict[tuple[Variant, int], dict[int, Outcome]] = {
             (variant, size): {} for size in prompts for variant in self.variants
         }
@@ -341,10 +337,6 @@ def report(benchmark: Benchmark, argv: Sequence[str]) -> list[Row]:
         print(f"\n{sentences}")
     if by_category := category_tables(rows):
         print(f"\n{by_category}")
-    if options.profile:
-        if steps := step_table(rows):
-            print(f"\n{steps}")
-        print(f"\n{profile_table(rows)}")
     if options.plot and any(row["tokens_per_s"] for row in rows):
         from benchmarks.engines.plot import plot
 

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.engines.engine_process import Emit, answer_questions
-from benchmarks.engines.profile import Seconds, measure, profiled_seconds
 
 WARM_UP_TOKENS = 16
 """The answer of each request of the warm-up."""
@@ -74,14 +73,12 @@ class Turn:
     """The answers to one turn's prompts.
 
     `seconds` is the wall time, prefills included; for `full_seconds` of it the batch was full.
-    `profile` is the sum over all turns so far.
     """
 
     generations: list[Generation]
     seconds: float
     full_seconds: float
     dtype: str
-    profile: Seconds
 
     @classmethod
     def read(cls, answer: dict[str, Any]) -> Turn:
@@ -164,11 +161,9 @@ def run(job: Job, turns: Iterable[Sequence[int]], emit: Emit) -> None:
     if args.get("speculative_config"):
         args.setdefault("per_request_spec_decode_metrics", "summary")
     llm = LLM(**args)
-    measure(llm)
     emit("warm-up")
     batch_size = args["max_num_seqs"]
     warm_up(llm.llm_engine, job.prompts, batch_size)
-    before = profiled_seconds(llm)
     dtype = str(llm.llm_engine.model_config.dtype).removeprefix("torch.")
     if job.answers is not None:
         from benchmarks.engines import target_guided
@@ -198,11 +193,7 @@ def run(job: Job, turns: Iterable[Sequence[int]], emit: Emit) -> None:
             batch_size,
             lambda done: emit("finished", done=done),
         )
-        profile = {
-            part: total - before.get(part, 0.0) for part, total in profiled_seconds(llm).items()
-        }
-        turn = Turn(generations, seconds, full_seconds, dtype, profile)
-        emit("answer", answer=asdict(turn))
+        emit("answer", answer=asdict(Turn(generations, seconds, full_seconds, dtype)))
 
 
 if __name__ == "__main__":

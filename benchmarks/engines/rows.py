@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypedDict
 
-import numpy as np
-
 from benchmarks.engines.generate import Generation, Turn
-from benchmarks.engines.profile import Seconds
 
 
 class Figures(TypedDict):
@@ -53,8 +50,6 @@ class Row(Figures):
         The share of the time in which the batch was full; at the end of a turn it empties.
     tokens_per_s_runs, ratio_runs, tokens_per_step_runs
         The figure in each turn of each round.
-    step_ms_runs
-        The mean decode step of each turn of each round, in milliseconds; empty if not profiled.
     """
 
     method: str
@@ -65,8 +60,6 @@ class Row(Figures):
     tokens_per_s_runs: list[float]
     ratio_runs: list[float]
     tokens_per_step_runs: list[float]
-    step_ms_runs: list[float]
-    profile: Seconds
     error: str | None
 
 
@@ -161,8 +154,6 @@ def make_row(
             for turn in run.turns
             if (length := tokens_per_step(turn.generations)) is not None
         ],
-        "step_ms_runs": [ms for run, _ in rounds for ms in _step_ms(run)],
-        "profile": rounds[-1][0].turns[-1].profile if rounds else {},
         "error": errors[0] if errors else None,
     }
 
@@ -227,15 +218,6 @@ def tokens_per_s(run: Run, chosen: Sequence[int], batch_size: int) -> float | No
 
 def _speed(turn: Turn) -> float:
     return sum(len(generation.token_ids) for generation in turn.generations) / turn.seconds
-
-
-def _step_ms(run: Run) -> list[float]:
-    """The mean decode step of each turn; `profile` adds up all turns so far."""
-    seconds = np.array([turn.profile.get("decode", 0.0) for turn in run.turns])
-    steps = np.array([turn.profile.get("decode_steps", 0.0) for turn in run.turns])
-    seconds, steps = np.diff(seconds, prepend=0.0), np.diff(steps, prepend=0.0)
-    means: list[float] = (1e3 * seconds[steps > 0] / steps[steps > 0]).tolist()
-    return means
 
 
 def median_figures(rounds: Sequence[Figures]) -> Figures:

@@ -37,7 +37,7 @@ examples:
       --out long-4096.jsonl
   python scripts/bench.py --model configs/shapes/smollm2-135m-32k --prompts long-4096.jsonl \\
       --target-guided --engine-arg load_format=dummy --engine-arg skip_tokenizer_init=true \\
-      --batch-sizes 1,8 --profile --methods none,lookahead \\
+      --batch-sizes 1,8 --methods none,lookahead \\
       --config 'chain={{"method":"lookahead","draft":"single"}}'
 
 copying:

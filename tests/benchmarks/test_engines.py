@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 import pytest
 
 from benchmarks import command_line
-from benchmarks.engines import arguments, fresh_engine, profile
+from benchmarks.engines import arguments, fresh_engine
 from benchmarks.engines import compare as bench
 from benchmarks.engines.generate import Generation, Turn, answer, warm_up_prompts
-from benchmarks.engines.profile import DecodeClock, decode_step
 from benchmarks.engines.rows import Outcome, Row, Run, make_row
 from benchmarks.tables import turn_table, verdict, verdicts
 from tests.support.files import jsonl
@@ -25,10 +24,8 @@ def generation(tokens: int, steps: int, seconds: float = 0.0, **drafts: int) -> 
     return Generation(list(range(tokens)), steps, seconds=seconds, **drafts)
 
 
-def turn(
-    *generations: Generation, seconds: float = 10.0, full: float = 0.0, profile: Any = None
-) -> Turn:
-    return Turn(list(generations), seconds, full, "float32", profile or {})
+def turn(*generations: Generation, seconds: float = 10.0, full: float = 0.0) -> Turn:
+    return Turn(list(generations), seconds, full, "float32")
 
 
 def run(*generations: Generation, **more: Any) -> Run:
@@ -162,20 +159,16 @@ def test_turns_are_merged_and_have_their_own_ratios() -> None:
     figures = make_row("ngram", 8, [Outcome(drafted)], [plain], ["qa"] * 3, True)
     assert figures["ratio"] == 1.5 and figures["ratio_runs"] == [2, 1]
     assert figures["tokens_per_s_runs"] == [42 / 5, 21 / 5]
-    assert figures["tokens_per_step_runs"] == [1, 1] and figures["step_ms_runs"] == []
+    assert figures["tokens_per_step_runs"] == [1, 1]
 
 
 def test_turns_have_a_mean_and_its_standard_error() -> None:
-    totals = [{"decode": 2.0, "decode_steps": 4.0}, {"decode": 5.0, "decode_steps": 10.0}]
-    turns = [
-        replace(turn(generation(21, steps), seconds=2.0), profile=total)
-        for steps, total in zip((10, 5), totals, strict=True)
-    ]
+    turns = [turn(generation(21, steps), seconds=2.0) for steps in (10, 5)]
     plain = Run([turn(generation(21, 20), seconds=s) for s in (4.0, 2.0)])
     figures = make_row("ngram", 1, [Outcome(Run(turns))], [plain], ["qa"] * 2, False)
-    assert figures["tokens_per_step_runs"] == [2, 4] and figures["step_ms_runs"] == [500, 500]
+    assert figures["tokens_per_step_runs"] == [2, 4]
     line = turn_table([figures]).splitlines()[-1]
-    assert line == "| ngram, batch 1    | 1.50 ± 0.50 | 3.00 ± 1.00 | 500.0 ± 0.0 |"
+    assert line == "| ngram, batch 1    | 1.50 ± 0.50 | 3.00 ± 1.00 |"
 
 
 @pytest.mark.parametrize(
@@ -201,37 +194,6 @@ def test_lookahead_is_compared_with_each_method_of_its_runner_and_batch_size() -
         *(turns("lookahead, v2", 1.0, 2.0, 2.0), turns("ngram, v2", 2.0, 4.0, 4.0, size=8)),
     ]
     assert verdicts(rows) == "lookahead, v2 over suffix, batch 1: 2.00 ± 0.00, ahead"
-
-
-def test_decode_steps_are_timed_where_they_follow_each_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = iter(range(100))
-    monkeypatch.setattr(profile.time, "perf_counter", lambda: float(next(now)))
-    seconds: dict[str, float] = {}
-    clock = DecodeClock(seconds)
-    model = clock.model.timing(lambda: None)  # takes 1 s by this clock
-
-    def step(tokens: dict[str, int], drafts: dict[str, list[int]], new: list[str]) -> None:
-        clock.begin_step(
-            SimpleNamespace(
-                num_scheduled_tokens=tokens,
-                scheduled_spec_decode_tokens=drafts,
-                scheduled_new_reqs=new,
-            )
-        )
-        if tokens:
-            model()
-
-    step({"a": 5}, {}, ["a"])  # at 0 s: a prompt
-    step({"a": 1}, {}, [])  # at 3 s; the step from here to 6 s counts
-    step({}, {}, [])  # nothing is launched
-    step({"a": 3}, {"a": [7, 8]}, [])  # at 6 s, to 9 s
-    step({"a": 1}, {}, [])  # at 9 s: the next step has a prompt
-    step({"a": 1, "b": 4}, {}, ["b"])
-    step({"a": 1, "b": 4}, {}, [])  # the rest of the prompt
-    assert seconds == {"decode": 6.0, "model": 2.0, "decode_steps": 2.0}
-    assert decode_step(seconds) == (3.0, 1.0)
 
 
 # Runs.

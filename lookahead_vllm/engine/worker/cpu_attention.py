@@ -21,7 +21,6 @@ from lookahead_vllm import compilation
 from lookahead_vllm.engine.worker import latent_attention
 from lookahead_vllm.engine.worker.attended import AttendedTrees, without_contexts
 from lookahead_vllm.engine.worker.attention import TreeAttention
-from lookahead_vllm.engine.worker.step_recorder import timed_attention
 from lookahead_vllm.verify.cpu import native
 from lookahead_vllm.verify.cpu.kv_moves import KVMover, LatentMover, SlotMover
 from lookahead_vllm.verify.cpu.tree_attention import supported, tree_attention
@@ -95,20 +94,19 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             )
         if not attn_metadata.all_trees:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
-        with timed_attention():
-            tree_attention(
-                query,
-                kv_cache,
-                output,
-                attn_metadata.block_table,
-                attn_metadata.trees,
-                scale=self.scale,
-                sliding_window=self.sliding_window,
-                alibi_slopes=self.alibi_slopes,
-                logits_soft_cap=self.logits_soft_cap,
-                packed=PACKED[layer.isa],
-                sinks=self.sinks,
-            )
+        tree_attention(
+            query,
+            kv_cache,
+            output,
+            attn_metadata.block_table,
+            attn_metadata.trees,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            alibi_slopes=self.alibi_slopes,
+            logits_soft_cap=self.logits_soft_cap,
+            packed=PACKED[layer.isa],
+            sinks=self.sinks,
+        )
         return output
 
 

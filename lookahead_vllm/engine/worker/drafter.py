@@ -361,7 +361,6 @@ class LookaheadDrafter:
         A step that stalled is not reported. It is learned, because the machine may be as slow as
         this from now on: `StepCost` bounds what one step changes.
         """
-        self.recorder.count_step(elapsed)
         cost = self.proposer.cost
         if work is None or cost is None:
             return

@@ -25,7 +25,6 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker.attended import AttendedTrees, without_contexts
-from lookahead_vllm.engine.worker.step_recorder import timed_attention
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
 from lookahead_vllm.verify.latent_attention import DecodeRows, decode_rows, latent_attention
 
@@ -119,8 +118,7 @@ def _then_trees(forward_impl: Callable[..., torch.Tensor]) -> Callable[..., torc
             self, q, k_c_normed, k_pe, kv_cache, attn_metadata, output, *args, **kwargs
         )
         if (trees := getattr(attn_metadata, "trees", None)) is not None:
-            with timed_attention():
-                attend_trees(self, q, kv_cache, output, trees)
+            attend_trees(self, q, kv_cache, output, trees)
         return result
 
     return forward_trees

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,26 +14,8 @@ from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine.step_report import StepReport
 from lookahead_vllm.verify.acceptance import tally
 
-PROFILE_VARIABLE = "LOOKAHEAD_VLLM_PROFILE"
-"""Environment variable; 1 also times tree attention, in every layer."""
-
-_times_attention = os.environ.get(PROFILE_VARIABLE) == "1"
-
 seconds: defaultdict[str, float] = defaultdict(float)
-"""Wall time by part, in this process: draft, attention, verify, compaction; `step` is the total."""
-
-
-@contextmanager
-def timed_attention() -> Iterator[None]:
-    """Add the wall time of the block to `seconds["attention"]`, if PROFILE_VARIABLE is set."""
-    if not _times_attention:
-        yield
-        return
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds["attention"] += time.perf_counter() - start
+"""Wall time by part, in this process: draft, verify, compaction."""
 
 
 @dataclass
@@ -89,10 +70,6 @@ class StepRecorder:
         elapsed = time.perf_counter() - begin
         self.report.seconds[part] += elapsed
         seconds[part] += elapsed
-
-    def count_step(self, elapsed: float) -> None:
-        """Count the wall time of a whole step, in seconds."""
-        seconds["step"] += elapsed
 
     def count_drafts(self, forest: DraftForest, paths: Int32s) -> None:
         """Count verified trees and their accepted nodes; `paths` as in `accepted_paths`."""
