@@ -1,4 +1,4 @@
-"""The values that an option allows, and what a near miss of a value or of a name means."""
+"""The values that an option allows, and the names that a misspelled one may mean."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,17 +15,6 @@ from typing import Any
 
 _BLANKS_AND_QUOTES = " \t\r\n\"'`\u2018\u2019\u201c\u201d"
 _IGNORED = re.compile(f"[{_BLANKS_AND_QUOTES}\\[\\]_\u2013\u2014-]+")
-
-_SUFFIXES = {
-    letter: base**power
-    for letters, base in (("kmgt", 1000), ("KMGT", 1024))
-    for power, letter in enumerate(letters, 1)
-}
-"""As in vLLM's flags, which read 4m as 4000000 and 4M as 4194304."""
-
-_YES = {"yes", "y", "on", "enabled", "enable", "true", "1"}
-_NO = {"no", "n", "off", "disabled", "disable", "never", "false", "none", "null", "0"}
-_SYNONYMS = {"tree": "hierarchical", "chain": "single", "branch": "single", "everyone": "all"}
 
 _LONGEST_NAME = 60
 """Nothing is similar to a longer one."""
@@ -105,23 +94,24 @@ class Allowed:
     def read(self, name: str, value: Any, instead: Any) -> Any:
         """The value that was meant by `value`, given for `name`.
 
-        `instead` is recommended where nothing can be known about what was meant.
+        `instead` is recommended where no word is similar to what was given.
 
         Raises
         ------
         OptionError
-            The value is not allowed, or it is not certain that it means one that is.
+            The value is not allowed.
         """
         if (read := self._read(value)) is not _WRONG:
             return read
-        advice = "" if instead is None else f"write {json.dumps(instead)}, or leave {name} out"
-        for guess in self._guesses(value):
-            if (meant := self._read(guess)) is not _WRONG:
-                advice = "" if meant is None else f"write {json.dumps(meant)}"
-                break
+        words = [word for word in self.words if isinstance(word, str)]
+        close = nearest(value, words) if isinstance(value, str) else None
+        advice = instead if close is None else close
+        if isinstance(advice, bool):  # the opposite may be meant
+            advice = None
         raise OptionError(
             f"{name}={reprlib.repr(value)} was given, but it must be {self}; "
-            + (advice or f"leave {name} out")
+            + ("" if advice is None else f"write {json.dumps(advice)}, or ")
+            + f"leave {name} out"
         )
 
     def __str__(self) -> str:
@@ -151,7 +141,7 @@ class Allowed:
                 meanings["null"] = None
             if folded(value) in meanings:
                 return meanings[folded(value)]
-        number = _number(value, with_suffixes=self.kind == "a whole number")
+        number = _number(value)
         if number is None:
             return _WRONG
         if True in self.words and number in (0, 1):
@@ -162,37 +152,13 @@ class Allowed:
             return int(number)
         return _WRONG if self.kind == "a whole number" else number
 
-    def _guesses(self, value: Any) -> Iterator[Any]:
-        """What may have been meant by a value that is not allowed, the likeliest first."""
-        if isinstance(value, list | tuple) and len(value) == 1:
-            (value,) = value
-            yield value
-        text = folded(value)
-        if text in _YES:
-            yield True
-        if text in _NO:
-            yield from (False, "none", None, 0)
-        if self.is_text and isinstance(value, Real) and not isinstance(value, bool):
-            yield f"./{value}"
-        words = {word: word for word in self.words if isinstance(word, str)}
-        if True in self.words:
-            words |= {"true": "true", "false": "false"}
-        words |= {word: meant for word, meant in _SYNONYMS.items() if meant in words}
-        if isinstance(value, str | int | float) and (word := nearest(value, words)) is not None:
-            yield words[word]
 
-
-def _number(value: Any, with_suffixes: bool = False) -> int | float | None:
+def _number(value: Any) -> int | float | None:
     """The number that `value` is or spells; None if it is none."""
     if isinstance(value, Real) and not isinstance(value, bool):
         return value if isinstance(value, int) else float(value)
-    if not isinstance(value, str):
-        return None
-    text = value.strip(_BLANKS_AND_QUOTES)
-    for read in (int, float):
-        with suppress(ValueError):
-            return read(text)
-    if with_suffixes and text[-1:] in _SUFFIXES:
-        with suppress(ValueError):
-            return int(text[:-1]) * _SUFFIXES[text[-1]]
+    if isinstance(value, str):
+        for read in (int, float):
+            with suppress(ValueError):
+                return read(value.strip(_BLANKS_AND_QUOTES))
     return None
