@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -135,13 +134,7 @@ def _offer_flags(parser: Any, engine_args: type) -> None:
                 from lookahead_vllm.engine import compatibility
 
                 compatibility.check()
-        with _given_configs(parser) as configs:
-            parsed = parse(args, *others, **kwargs)
-        if len(configs) > 1:
-            from lookahead_vllm.engine import requested
-
-            requested.refuse_dropped(configs, parsed[0])
-        return parsed
+        return parse(args, *others, **kwargs)
 
     @functools.wraps(format_original)
     def format_help() -> Any:
@@ -149,36 +142,6 @@ def _offer_flags(parser: Any, engine_args: type) -> None:
         return format_original()
 
     parser.parse_known_args, parser.format_help = parse_known_args, format_help
-
-
-@contextmanager
-def _given_configs(parser: Any) -> Iterator[list[Any]]:
-    """Collects the values of `--speculative-config` that `parser` reads; it keeps only the last."""
-    given: list[Any] = []
-    action = parser._option_string_actions.get("--speculative-config")
-    read = getattr(action, "type", None)
-    if not callable(read):
-        yield given
-        return
-
-    @functools.wraps(read)
-    def read_and_keep(text: str) -> Any:
-        try:
-            given.append(read(text))
-        except Exception:
-            if "lookahead" not in text.lower():
-                raise
-            raise argparse.ArgumentTypeError(
-                f"{text!r} was given, but it must be JSON; write for instance "
-                '\'{"method": "lookahead"}\''
-            ) from None
-        return given[-1]
-
-    action.type = read_and_keep
-    try:
-        yield given
-    finally:
-        action.type = read
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> set[str]:

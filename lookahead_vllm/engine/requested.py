@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lookahead_vllm.draft.allowed import folded, nearest, with_known_names
@@ -41,30 +40,6 @@ def requests_lookahead(args: Any) -> bool:
     names = [getattr(args, name, None) for name in fields_of_args]
     names.extend(given.values() if isinstance(given, Mapping) else [given])
     return any(_is_lookahead(name) or _is_class(name) for name in names)
-
-
-def refuse_dropped(configs: Sequence[Any], args: Any) -> None:
-    """Refuse several --speculative-config if vLLM, which reads the last one, drops some of ours.
-
-    A config that requests a method replaces those before it, for instance a file's.
-
-    Raises
-    ------
-    OptionError
-        One sentence: which config is read, which are dropped, what to write.
-    """
-    *dropped, last = [config if isinstance(config, Mapping) else {} for config in configs]
-    requested = [args, *(SimpleNamespace(speculative_config=config) for config in dropped)]
-    read = {folded(key) for key in last}
-    lost = [key for config in dropped for key in config if folded(key) not in read]
-    if lost and read.isdisjoint(("method", "model")) and any(map(requests_lookahead, requested)):
-        merged = {key: value for config in (*dropped, last) for key, value in config.items()}
-        raise OptionError(
-            f"--speculative-config was given {len(configs)} times, as JSON, as "
-            "--speculative-config.OPTION or in a file, of which vLLM reads only the last, "
-            f"{json.dumps(last)}, and drops {', '.join(map(repr, lost))}; write one, "
-            f"--speculative-config '{json.dumps(merged)}'"
-        )
 
 
 def _parsed(given: Any) -> Any:

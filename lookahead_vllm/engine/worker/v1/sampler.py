@@ -16,19 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from vllm._custom_ops import apply_repetition_penalties
-from vllm.model_executor.layers.utils import get_token_bin_counts_and_mask
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import (
     BUILTIN_LOGITS_PROCESSORS,
     BatchUpdate,
-    LogitsProcessor,
     LogitsProcessors,
 )
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.ops.penalties import _convert_to_tensors
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
@@ -189,66 +185,6 @@ class NodeThinking:
             self._roots._state[row] = self._holder._state[self._nodes.of(row)[place]]
 
 
-class NodePenalties(LogitsProcessor):
-    """Penalties of nodes: the tokens of a request are counted once, then those of its paths.
-
-    vLLM would count the whole history of each node. It applies penalties right after the logits
-    processors that can change the greedy choice, so this is the last of those.
-    """
-
-    def __init__(self, metadata: SamplingMetadata, nodes: NodeRows) -> None:
-        self._metadata = metadata
-        self._nodes = nodes
-
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        pass
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        metadata, pick = self._metadata, partial(_take, self._nodes.owners)
-        in_prompt, counts = self._in_prompt(logits), self._output_counts(logits)
-        in_output = counts > 0
-        apply_repetition_penalties(
-            logits, in_prompt, in_output, pick(metadata.repetition_penalties)
-        )
-        logits -= pick(metadata.frequency_penalties).unsqueeze(1) * counts
-        logits -= pick(metadata.presence_penalties).unsqueeze(1) * in_output
-        return logits
-
-    def _in_prompt(self, logits: torch.Tensor) -> torch.Tensor:
-        """bool, like the logits: whether the prompt has a token."""
-        nodes, prompts = self._nodes, self._metadata.prompt_token_ids
-        assert prompts is not None  # vLLM has them where a request has penalties
-        prompts = _take(nodes.tree_rows, prompts)
-        _, mask = get_token_bin_counts_and_mask(prompts, logits.shape[1], len(prompts))
-        return _take(nodes.forest.owners, mask)
-
-    def _output_counts(self, logits: torch.Tensor) -> torch.Tensor:
-        """int64, like the logits: how often the history of a node has a token.
-
-        Rows of requests without penalties are zero.
-        """
-        nodes, vocab = self._nodes, logits.shape[1]
-        rows = nodes.rows_where(_has_penalty)
-        outputs: list[list[int]] = [
-            nodes.requests[row].output_token_ids if row in rows else []
-            for row in nodes.tree_rows.tolist()
-        ]
-        tokens = _convert_to_tensors(outputs, vocab, logits.device)
-        committed, _ = get_token_bin_counts_and_mask(tokens, vocab, len(outputs))
-        counts = _take(nodes.forest.owners, committed)
-        drafted = [
-            (node, token)
-            for row in rows
-            for node, path in zip(nodes.of(row), nodes.paths(row), strict=True)
-            for token in path
-        ]
-        at = torch.tensor(drafted).to(logits.device).unbind(1)
-        return counts.index_put_(at, counts.new_ones(()), accumulate=True)
-
-
 def _take(rows: Int64s, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[torch.from_numpy(rows).to(tensor.device)]
 
@@ -301,9 +237,7 @@ def node_metadata(
     """
     pick = partial(_of_rows, nodes.owners)
     bad_words = metadata.bad_words_token_ids
-    if nodes.rows_where(_has_penalty):
-        processors = LogitsProcessors([*processors.all, NodePenalties(metadata, nodes)])
-    with_history = set(bad_words)
+    with_history = {*bad_words, *nodes.rows_where(_has_penalty)}
     if thinking is not None:
         with_history.update(thinking._rows)
     histories: list[Sequence[int]] = [[] for _ in range(len(nodes))]
@@ -314,11 +248,10 @@ def node_metadata(
     return replace(
         alike,
         generators={**alike.generators, **generators},
-        no_penalties=True,  # `NodePenalties` applies them
-        prompt_token_ids=None,
-        frequency_penalties=None,
-        presence_penalties=None,
-        repetition_penalties=None,
+        prompt_token_ids=pick(metadata.prompt_token_ids),
+        frequency_penalties=pick(metadata.frequency_penalties),
+        presence_penalties=pick(metadata.presence_penalties),
+        repetition_penalties=pick(metadata.repetition_penalties),
         output_token_ids=histories,
         allowed_token_ids_mask=pick(metadata.allowed_token_ids_mask),
         bad_words_token_ids=_spread(nodes.owners, bad_words),

@@ -1,1 +1,0 @@
-"""Kernels measured without an engine."""
