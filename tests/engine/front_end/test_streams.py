@@ -11,17 +11,16 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import RequestOutputKind
-from vllm.tool_parsers import ToolParserManager
 
 from lookahead_vllm.engine.front_end import streams
 from tests.support.models import save_config
 from tests.support.parser_texts import (
     CHAT_TEMPLATE_KWARGS,
-    EXCUSED,
     FUNCTIONS,
     RESPONSE_TEMPLATE,
+    THINKING_FORMATS,
+    TOOL_FORMATS,
     reasoning_texts,
     special_tokens,
     tool_texts,
@@ -30,9 +29,9 @@ from tests.support.scripted_core import Script, Server, scripted_server
 from tests.support.tokenizer import CHAT_TEMPLATE
 
 END = 1
-TOOL_PARSERS = ToolParserManager.list_registered()
-REASONING_PARSERS = ReasoningParserManager.list_registered()
-BOTH = {*TOOL_PARSERS} & {*REASONING_PARSERS} - EXCUSED.keys()
+TOOL_PARSERS = [name for row in TOOL_FORMATS for name in row.names.split()]
+REASONING_PARSERS = [name for row in THINKING_FORMATS for name in row.names.split()]
+BOTH = {*TOOL_PARSERS} & {*REASONING_PARSERS}
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 TEMPLATE = {"chat_template_kwargs": CHAT_TEMPLATE_KWARGS}
@@ -106,13 +105,11 @@ def check(
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *(("tool", name) for name in sorted(TOOL_PARSERS)),
-        *(("reasoning", name) for name in sorted(REASONING_PARSERS)),
+        *(("tool", name) for name in TOOL_PARSERS),
+        *(("reasoning", name) for name in REASONING_PARSERS),
     ],
 )
-def test_every_parser(server: Server, tokenizer: Any, kind: str, name: str) -> None:
-    if name in EXCUSED:
-        pytest.skip(EXCUSED[name])
+def test_parsers(server: Server, tokenizer: Any, kind: str, name: str) -> None:
     server.configure(**{kind: name})
     texts = tool_texts(name) if kind == "tool" else reasoning_texts(name)
     options = {} if kind == "tool" else {"tools": None}

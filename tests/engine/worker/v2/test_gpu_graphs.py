@@ -96,43 +96,26 @@ TREES = Step(3, 7, branches=True)
 BESIDE_A_PROMPT = Step(3, 37, longest=None, branches=True)
 TOO_MANY_TOKENS = Step(14, 70, uniform=5, branches=True)
 
-CHOICES: dict[CUDAGraphMode, dict[Step, tuple[CUDAGraphMode, int, bool]]] = {
-    # The mode, the padded tokens, and whether the graph is one for drafts.
-    NONE: {
-        PLAIN: (NONE, 5, False),
-        CHAINS: (NONE, 7, False),
-        TREES: (NONE, 7, False),
-        BESIDE_A_PROMPT: (NONE, 37, False),
-        TOO_MANY_TOKENS: (NONE, 70, False),
-    },
-    PIECEWISE: {
-        PLAIN: (PIECEWISE, 8, False),
-        CHAINS: (PIECEWISE, 8, False),
-        TREES: (PIECEWISE, 8, False),
-        BESIDE_A_PROMPT: (PIECEWISE, 40, False),
-        TOO_MANY_TOKENS: (PIECEWISE, 96, False),
-    },
-    FULL: {  # graphs for any batch
-        PLAIN: (FULL, 8, False),
-        CHAINS: (FULL, 8, False),
-        TREES: (FULL, 8, True),
-        BESIDE_A_PROMPT: (NONE, 37, False),
-        TOO_MANY_TOKENS: (NONE, 70, False),
-    },
-    DECODE_ONLY: {
-        PLAIN: (FULL, 8, False),
-        CHAINS: (FULL, 8, True),
-        TREES: (FULL, 8, True),
-        BESIDE_A_PROMPT: (NONE, 37, False),
-        TOO_MANY_TOKENS: (NONE, 70, False),
-    },
-    BOTH: {
-        PLAIN: (FULL, 8, False),
-        CHAINS: (FULL, 8, True),
-        TREES: (FULL, 8, True),
-        BESIDE_A_PROMPT: (PIECEWISE, 40, False),
-        TOO_MANY_TOKENS: (PIECEWISE, 96, False),
-    },
+STEPS = (PLAIN, CHAINS, TREES, BESIDE_A_PROMPT, TOO_MANY_TOKENS)
+CHOICES: dict[CUDAGraphMode, tuple[tuple[CUDAGraphMode, int, bool], ...]] = {
+    # For each step the mode, the padded tokens, and whether the graph is one for drafts.
+    NONE: tuple((NONE, step.tokens, False) for step in STEPS),
+    PIECEWISE: tuple((PIECEWISE, tokens, False) for tokens in (8, 8, 8, 40, 96)),
+    # Graphs for any batch.
+    FULL: (
+        (FULL, 8, False),
+        (FULL, 8, False),
+        (FULL, 8, True),
+        (NONE, 37, False),
+        (NONE, 70, False),
+    ),
+    DECODE_ONLY: (
+        *((FULL, 8, False), (FULL, 8, True), (FULL, 8, True), (NONE, 37, False), (NONE, 70, False)),
+    ),
+    BOTH: (
+        *((FULL, 8, False), (FULL, 8, True), (FULL, 8, True)),
+        *((PIECEWISE, 40, False), (PIECEWISE, 96, False)),
+    ),
 }
 
 
@@ -147,17 +130,17 @@ def dispatch(manager: Any, step: Step, adapters: int = 0) -> Any:
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_the_graph_of_a_step(mode: CUDAGraphMode) -> None:
     manager = manager_of(mode)
-    for step, (graph, tokens, for_drafts) in CHOICES[mode].items():
+    for step, (graph, tokens, for_drafts) in zip(STEPS, CHOICES[mode], strict=True):
         desc = dispatch(manager, step)
         assert (desc.cg_mode, desc.num_tokens) == (graph, tokens), step
         assert (desc.max_query_len is not None) is for_drafts, step
         if graph == FULL:
             assert desc in manager._capture_descs[FULL] and desc.num_reqs >= step.requests
     with manager.in_pieces():
-        for step in CHOICES[mode]:
+        for step in STEPS:
             assert dispatch(manager, step).cg_mode != FULL
     # Afterwards everything is as it was.
-    assert dispatch(manager, TREES).cg_mode == CHOICES[mode][TREES][0]
+    assert dispatch(manager, TREES).cg_mode == CHOICES[mode][STEPS.index(TREES)][0]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
@@ -256,7 +239,7 @@ IDLE = Step(1, 1, uniform=1, longest=1)
 
 @pytest.mark.parametrize("mode", (NONE, PIECEWISE, DECODE_ONLY, BOTH), ids=lambda mode: mode.name)
 def test_ranks_agree_on_a_graph(monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode) -> None:
-    kinds = (PLAIN, CHAINS, TREES, BESIDE_A_PROMPT, TOO_MANY_TOKENS, IDLE)
+    kinds = (*STEPS, IDLE)
     for first in kinds:
         for second in kinds:
             one, other = agree(monkeypatch, mode, [first, second])

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from vllm import SamplingParams
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends import flash_attn
@@ -33,12 +31,8 @@ from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.graph_runner import GraphRunner
 from lookahead_vllm.engine.worker.v2.step_trees import StepTrees
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
-from tests.support import driving, graph_engine, recorded_graphs, v2_on_cpu
+from tests.support import recorded_graphs
 from tests.support.attention_cases import random_tree
-from tests.support.driving import random_prompts
-from tests.support.hybrid_models import HYBRIDS, use_float32_gated_delta
-from tests.support.models import WANDERING, save_config
-from tests.support.proposers import record
 from tests.support.recorded_graphs import launch
 
 REQUESTS, LONGEST, TOKENS = 8, 7, 32
@@ -465,58 +459,3 @@ def test_a_measured_pass_with_trees_keeps_its_contexts(engine: Engine) -> None:
     if metadata[LAYERS[0]].is_of_contexts:
         expected = step.contexts
     assert metadata[LAYERS[0]].seq_lens[: len(expected)].tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("proposer", ["hidden_path", "always_right"])
-def test_an_engine_whose_graphs_are_replayed_gives_the_same_tokens(
-    proposer: str, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = random_prompts(7, 50, seed=11)
-    params = [
-        SamplingParams(
-            temperature=0.9 * (i % 2), seed=i, max_tokens=40, ignore_eos=True, detokenize=False
-        )
-        for i in range(len(prompts))
-    ]
-    with v2_on_cpu.enabled():
-        with driving.engine(llama) as plain:
-            vanilla = driving.generate(plain, prompts, params)
-            staggered = driving.generate_staggered(plain, prompts)
-        record(prompts, vanilla)
-        with monkeypatch.context() as patch:
-            graph_engine.enable(patch)
-            with driving.engine(llama, {"proposer": proposer, "budget": 8}) as llm:
-                assert driving.generate(llm, prompts, params) == vanilla
-                runner = driving.runner_of(llm)
-                with_drafts = [replay for replay in runner.replays if replay.has_drafts]
-                assert len(with_drafts) > 2
-                branches = proposer == "hidden_path"
-                assert any(replay.num_trees > 1 for replay in with_drafts) is branches
-                assert (driving.drafter_of(llm).counters.moved_tokens > 20) is branches
-                assert driving.generate_staggered(llm, prompts) == staggered
-                # Steps without drafts have vLLM's graphs.
-                assert any(not replay.has_drafts for replay in runner.replays)
-
-
-@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next"])
-def test_recurrent_layers_run_in_graphs_without_drafts_and_eagerly_with_trees(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_float32_gated_delta()
-    model = save_config(name, tmp_path, HYBRIDS)
-    lookahead = {"proposer": "hidden_path", "num_speculative_tokens": 6, "budget": 6}
-    prompts = random_prompts(6, 30)
-    with v2_on_cpu.enabled():
-        with driving.engine(model, load_format=WANDERING) as plain:
-            vanilla = driving.generate(plain, prompts)
-        graph_engine.enable(monkeypatch)
-        record(prompts, vanilla)
-        without_drafts = driving.GREEDY.clone()
-        without_drafts.extra_args = {"lookahead": {"enabled": False}}
-        with driving.engine(model, lookahead, load_format=WANDERING) as llm:
-            assert driving.generate_staggered(llm, prompts) == vanilla
-            assert driving.drafter_of(llm).counters.moved_tokens > 20
-            replays = driving.runner_of(llm).replays
-            before = len(replays)
-            assert driving.generate_staggered(llm, prompts, without_drafts) == vanilla
-            assert len(replays) > before + 30
