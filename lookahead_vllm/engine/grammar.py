@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import vllm
@@ -25,12 +24,6 @@ if TYPE_CHECKING:
 
 MAX_TOKEN_LENGTH = 16
 """Characters of a dictated text that are encoded for each token that may be drafted."""
-
-LONG_TEXT = 256
-"""Dictated texts with more characters are kept until the model has written them."""
-
-CUT = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer writes for a character of which it has only some bytes."""
 
 EQUALLY_MANY_MASKS = vllm.__version_tuple__ >= (0, 33)
 """From vLLM 0.33 on, all requests of a step must have the same number of masks."""
@@ -205,7 +198,7 @@ class GrammarTreeWalk:
         most = min(self._free_nodes, self._max_depth - len(path))
         if most <= 0:
             return
-        tokens = self._dictated_tokens(node, path, most)[:most]
+        tokens = self._dictated_tokens(node, most)[:most]
         if not tokens:
             return
         before = self._mask
@@ -240,13 +233,13 @@ class GrammarTreeWalk:
             return False
         return self._grammar.accept_tokens(self._request.request_id, [token])
 
-    def _dictated_tokens(self, node: int, path: list[int], most: int) -> Sequence[int]:
+    def _dictated_tokens(self, node: int, most: int) -> Sequence[int]:
         """The first tokens, at least `most`, of the only text that the grammar allows after `node`.
 
         The model may choose other tokens for the same text; verification then rejects these.
         """
         xgrammar = getattr(self._grammar, "matcher", None)
-        if xgrammar is not None and (text := self._dictated_text(xgrammar, path)):
+        if xgrammar is not None and (text := _whole_characters(xgrammar)):
             return _encoded(self._manager.tokenizer, text[: MAX_TOKEN_LENGTH * most])
         llguidance = getattr(self._grammar, "ll_matcher", None)
         if llguidance is not None and (tokens := llguidance.compute_ff_tokens()):
@@ -257,30 +250,6 @@ class GrammarTreeWalk:
             if word.bit_count() == 1:
                 return [int(words[0]) * 32 + word.bit_length() - 1]
         return []
-
-    def _dictated_text(self, xgrammar: Any, path: list[int]) -> str:
-        """The only text that the grammar allows after `path`; empty inside a character.
-
-        xgrammar takes 0.3 ms for 1000 characters, so what is left of a long text is kept for the
-        next steps.
-        """
-        request, decode = self._request, self._manager.tokenizer.decode
-        if (known := _DICTATED.pop(request, None)) is not None:
-            first, text = known
-            tokens = request.all_token_ids[first:]
-            read, here = decode(tokens), decode(tokens + path)
-            if text.startswith(here) and len(text) > len(here):
-                if not read.endswith(CUT):
-                    known = request.num_tokens, text[len(read) :]
-                _DICTATED[request] = known
-                return text[len(here) :]
-            if here.endswith(CUT):
-                _DICTATED[request] = known
-                return ""
-        text = _whole_characters(xgrammar)
-        if len(text) > LONG_TEXT:
-            _DICTATED[request] = request.num_tokens, decode(path) + text
-        return text
 
     def _allows(self, node: int, token: int, is_masked: bool) -> bool:
         """Whether the grammar allows `token` after `node`."""
@@ -325,10 +294,6 @@ def _one_by_one(original: Callable[..., bool]) -> Callable[..., bool]:
         return all(original(self, request_id, [token]) for token in tokens)
 
     return accept_tokens
-
-
-_DICTATED: WeakKeyDictionary[Request, tuple[int, str]] = WeakKeyDictionary()
-"""A long text that a request's grammar dictates, and how many of its tokens are before the text."""
 
 
 @functools.lru_cache(maxsize=1024)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,32 +14,6 @@ from lookahead_vllm.verify.seeded_draws import GeneratorStates
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
-
-
-class History(Sequence[int]):
-    """The output token ids at a node: the committed ones, which are not copied, then the path."""
-
-    def __init__(self, committed: list[int], path: list[int]) -> None:
-        self._committed = committed
-        self._path = path
-        self._num_committed = len(committed)  # the list grows after the step
-
-    def __len__(self) -> int:
-        return self._num_committed + len(self._path)
-
-    @overload
-    def __getitem__(self, i: int) -> int: ...
-    @overload
-    def __getitem__(self, i: slice) -> list[int]: ...
-    def __getitem__(self, i: int | slice) -> int | list[int]:
-        if isinstance(i, slice):
-            return [self[j] for j in range(len(self))[i]]
-        i = range(len(self))[i]
-        from_path = i - self._num_committed
-        return self._committed[i] if from_path < 0 else self._path[from_path]
-
-    def tolist(self) -> list[int]:
-        return [*self._committed[: self._num_committed], *self._path]
 
 
 class NodeRows:
@@ -94,10 +68,10 @@ class NodeRows:
             self._paths[row] = paths
         return self._paths[row]
 
-    def histories(self, row: int) -> list[History]:
-        """The output token ids at each node of a request."""
+    def histories(self, row: int) -> list[list[int]]:
+        """The output token ids at each node of a request: the committed ones, then the path."""
         committed = self.requests[row].output_token_ids
-        return [History(committed, path) for path in self.paths(row)]
+        return [[*committed, *path] for path in self.paths(row)]
 
     def params(self, row: int) -> SamplingParams:
         """A request's sampling parameters."""

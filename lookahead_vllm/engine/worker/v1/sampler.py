@@ -30,7 +30,7 @@ from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.tree import DraftForest
-from lookahead_vllm.engine.worker.v1.node_rows import History, NodeRows
+from lookahead_vllm.engine.worker.v1.node_rows import NodeRows
 from lookahead_vllm.verify.seeded_draws import GeneratorStates
 
 if TYPE_CHECKING:
@@ -102,13 +102,7 @@ class NodeProcessors:
     def place(self, nodes: NodeRows) -> LogitsProcessors:
         """The processors with this step's nodes; none if they concern no node."""
         added = [
-            (
-                node,
-                nodes.params(row),
-                nodes.requests[row].prompt_token_ids,
-                # vLLM's own processors only take the length.
-                history.tolist() if self._has_custom else history,
-            )
+            (node, nodes.params(row), nodes.requests[row].prompt_token_ids, history)
             for row in nodes.rows_where(self._concerns)
             for node, history in zip(nodes.of(row), nodes.histories(row), strict=True)
         ]
@@ -336,7 +330,7 @@ def _first_stop(request: CachedRequestState, tokens: list[int], max_model_len: i
     params = request.sampling_params
     assert params is not None  # pooling requests have no generators
     for i in range(len(tokens)):
-        output = History(request.output_token_ids, tokens[: i + 1])
+        output = [*request.output_token_ids, *tokens[: i + 1]]
         after: Any = SimpleNamespace(
             sampling_params=params,
             pooling_params=None,
