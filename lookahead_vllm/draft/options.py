@@ -105,9 +105,9 @@ class LookaheadOptions:
     cache_path, cache_interval : str or None, int or float
         The file that keeps the cache for the next start; seconds between two saves, 0 for none
         before the end.
-    max_reference_tokens, max_live_reference_tokens : int
-        The maximum number of reference tokens of one request, and of all live requests of one API
-        server. In a reference that is text, 4 bytes of UTF-8 count as a token.
+    max_reference_tokens : int
+        The maximum number of reference tokens of one request. In a reference that is text, 4 bytes
+        of UTF-8 count as a token.
     accept_references, accept_namespaces : bool
         Whether requests may bring references, and name their namespace. False ignores these.
     """
@@ -128,7 +128,6 @@ class LookaheadOptions:
     cache_path: str | None = _text("the path of a file", "lookahead.cache")
     cache_interval: float = _number(60, 0, WEEK_SECONDS, "a number of seconds")
     max_reference_tokens: int = _number(16_384, 1, 2**20)
-    max_live_reference_tokens: int = _number(131_072, 1, 2**24)
     accept_references: bool = _switch(True)
     accept_namespaces: bool = _switch(True)
 
@@ -160,13 +159,6 @@ class LookaheadOptions:
             raise OptionError(
                 f"cache_path={path!r} was given, but the proposer {self.proposer!r} keeps no "
                 "cache; leave cache_path out"
-            )
-        one, all_live = self.max_reference_tokens, self.max_live_reference_tokens
-        if one > all_live:
-            raise OptionError(
-                f"max_reference_tokens={one} was given, but all requests together may have "
-                f"max_live_reference_tokens={all_live}; write max_live_reference_tokens={one} or "
-                "more"
             )
 
     @classmethod

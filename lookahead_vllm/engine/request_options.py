@@ -78,11 +78,6 @@ class RequestOptions:
     enabled: bool = True
     proposer: str | None = None
 
-    @property
-    def reference_tokens(self) -> int:
-        """The number of reference tokens that count for `LookaheadOptions.max_reference_tokens`."""
-        return sum(map(_tokens_of, self.references))
-
 
 _DEFAULT = LookaheadOptions()
 

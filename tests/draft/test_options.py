@@ -50,10 +50,6 @@ def test_options_round_trip_through_a_dict():
             {"budget": 12, "num_speculative_tokens": 8},
             ["budget=12 was given", "num_speculative_tokens=8", 'write "auto"'],
         ),
-        (
-            {"max_reference_tokens": 9, "max_live_reference_tokens": 8},
-            ["max_reference_tokens=9 was given", "write max_live_reference_tokens=9"],
-        ),
     ],
 )
 def test_the_error_says_what_was_given_what_is_allowed_and_what_to_write(given, says):

@@ -23,8 +23,6 @@ MAX_NAMESPACE = 1024
 MAX_REFERENCES = 64
 MAX_TOKENS = LookaheadOptions().max_reference_tokens
 """Of a request's references. A text counts as one token for every 4 bytes of UTF-8, rounded up."""
-MAX_LIVE_TOKENS = LookaheadOptions().max_live_reference_tokens
-"""Of the references of all running requests together."""
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,16 @@ it pass through unchanged.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from copy import copy
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine import config, patches, request_options
-from lookahead_vllm.engine.front_end.live_references import LiveReferences
 from lookahead_vllm.engine.request_options import RequestError, RequestOptions
 
 
@@ -72,44 +69,27 @@ def with_early_check(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, prompt, sampling_params, *args, **kwargs)
         server = config.options_of(self.vllm_config)
         options = _options(self, server, sampling_params.extra_args)
-        if not options.references:
-            params = _with_options(sampling_params, options)
-            return original(self, prompt, params, *args, **kwargs)
-        if self not in _live_references:
-            _live_references[self] = LiveReferences(server.max_live_reference_tokens)
-        tokens = options.reference_tokens * sampling_params.n
-        release = _live_references[self].charge(tokens)
-        outputs = tokenize_first(self, options, release, prompt, sampling_params, *args, **kwargs)
-        # The `finally` of `tokenize_first` does not run if the answer is never iterated.
-        weakref.finalize(outputs, release).atexit = False
-        return outputs
+        if _texts(options):
+            return tokenize_first(self, options, prompt, sampling_params, *args, **kwargs)
+        params = _with_options(sampling_params, options)
+        return original(self, prompt, params, *args, **kwargs)
 
     async def tokenize_first(
         self: Any,
         options: RequestOptions,
-        release: Callable[[], None],
         prompt: Any,
         sampling_params: Any,
         *args: Any,
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
         """Tokenize long texts without blocking the event loop."""
-        try:
-            if _texts(options):
-                tokenized = await self.renderer.tokenize_prompts_async(*_to_tokenize(options))
-                options = _with_token_ids(options, tokenized)
-            params = _with_options(sampling_params, options)
-            async with aclosing(original(self, prompt, params, *args, **kwargs)) as outputs:
-                async for output in outputs:
-                    yield output
-        finally:
-            release()
+        tokenized = await self.renderer.tokenize_prompts_async(*_to_tokenize(options))
+        params = _with_options(sampling_params, _with_token_ids(options, tokenized))
+        async with aclosing(original(self, prompt, params, *args, **kwargs)) as outputs:
+            async for output in outputs:
+                yield output
 
     return generate
-
-
-_live_references: WeakKeyDictionary[Any, LiveReferences] = WeakKeyDictionary()
-"""By engine client."""
 
 
 def _with_options(params: Any, options: RequestOptions) -> Any:

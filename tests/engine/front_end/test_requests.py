@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import AsyncIterator, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -21,7 +20,6 @@ from vllm.v1.engine import EngineCoreRequest
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine.front_end.requests import with_early_check
 from lookahead_vllm.engine.request_options import RequestError, parse_options
-from tests.support import driving
 from tests.support.driving import GREEDY, drafter_of, engine, generate, random_prompts
 from tests.support.models import save_adapter, save_tiny_model
 from tests.support.proposers import Recorder
@@ -245,61 +243,10 @@ def test_a_text_is_measured_by_its_bytes_not_its_tokens() -> None:
     client = Client(max_reference_tokens=75_000)
     assert asyncio.run(first_output(client, params)) == 0
     options = client.calls[0][1]["lookahead"]
-    assert options.reference_tokens == 100_000
+    assert len(options.references[0]) == 4 * 100_000
     assert parse_options(client.calls[0][1], 128, LookaheadOptions()) is options
     with pytest.raises(RequestError, match="75000 tokens or more"):
         Client(max_reference_tokens=74_999).generate("hello", params, request_id="r")
-
-
-def test_references_of_live_requests_have_a_common_limit() -> None:
-    client = Client(max_reference_tokens=10, max_live_reference_tokens=25)
-    params = SamplingParams(extra_args={"lookahead_reference": [[7] * 10]})
-
-    def ask() -> Any:
-        return client.generate("hello", params, request_id="r")
-
-    async def run() -> None:
-        first, second = ask(), ask()
-        assert await anext(first) == 0
-        with pytest.raises(
-            RequestError, match=r"10 tokens were given.* 25 for all .* too few are free"
-        ):
-            ask()
-        assert [output async for output in first] == [1, 2]
-        third = ask()  # the first one has ended
-        with pytest.raises(RequestError):
-            ask()
-        del second  # never iterated
-        fourth = ask()
-        assert await anext(fourth) == 0
-        await fourth.aclose()  # the client disconnects
-        fifth = ask()
-        assert [output async for output in third] == [0, 1, 2]
-        assert [output async for output in fifth] == [0, 1, 2]
-        several = SamplingParams(n=3, temperature=1.0, extra_args=params.extra_args)
-        with pytest.raises(RequestError, match=r"30 tokens were given.* write fewer"):
-            client.generate("hello", several, request_id="r")
-
-    asyncio.run(run())
-
-
-def test_references_of_cut_connections_in_a_cycle_are_released(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(gc, "collect", driving._collect_garbage)
-    client = Client(max_reference_tokens=10, max_live_reference_tokens=10)
-    params = SamplingParams(extra_args={"lookahead_reference": [[7] * 10]})
-
-    async def run() -> None:
-        cut = client.generate("hello", params, request_id="r")
-        assert await anext(cut) == 0
-        cycle = [cut]
-        cycle.append(cycle)
-        del cut, cycle
-        after = client.generate("hello", params, request_id="r")
-        assert [output async for output in after] == [0, 1, 2]
-
-    asyncio.run(run())
 
 
 @pytest.mark.usefixtures("runner")
