@@ -208,6 +208,11 @@ class StepCost:
         The devices that compute equal parts of a step's nodes at once. A device's own nodes are
         the `nodes` of StepWork.
 
+    Attributes
+    ----------
+    chain : float
+        The time of a trained drafter's passes after its first one.
+
     Raises
     ------
     ValueError
@@ -230,6 +235,7 @@ class StepCost:
         self.curve = curve
         self.captured = captured
         self.parts = parts
+        self.chain = 0.0
         self._without_drafts = self._with_drafts = curve
         if captured is not None:
             self._without_drafts = curve.with_graphs(captured.without_drafts)

@@ -276,6 +276,11 @@ class NGramTrieProposer:
         """The cost of a step; None if nodes are sent whatever they cost."""
         return self.cost if self.options.budget == "auto" else None
 
+    @property
+    def step_seconds(self) -> float | None:
+        """The time of the planned step without nodes; None if nobody knows it."""
+        return None if self._plan.prices is None else self._plan.prices.base
+
     def _price(self, contexts: Int64s, load: Load, num_nodes: int) -> None:
         progress = load.progress(len(contexts))
         self._plan = _Plan(progress)

@@ -116,6 +116,9 @@ class ForwardPasses(Protocol):
     def drafts_in_graph(self, num_tokens: int) -> None:
         """Requests with drafts, `num_tokens` tokens in all, in a graph."""
 
+    def whole_chains(self) -> AbstractContextManager[Any]:
+        """In the block, a trained drafter makes all of its passes; else it makes the first one."""
+
     def with_context(
         self, batch: Batch, context: int, in_graph: bool
     ) -> AbstractContextManager[Callable[[], None]]:
@@ -195,13 +198,15 @@ def _cost_of(facts: dict[str, Any]) -> StepCost:
         GraphTimes(*facts["graphs_without_drafts"]), GraphTimes(*facts["graphs_with_drafts"])
     )
     has_graphs = any(graphs.sizes for graphs in captured)
-    return StepCost(
+    cost = StepCost(
         curve,
         facts["context"],
         facts["causal"],
         facts["trees"],
         captured=captured if has_graphs else None,
     )
+    cost.chain = float(facts["chain"])
+    return cost
 
 
 def measure(runner: MeasuredRunner) -> dict[str, Any]:
@@ -245,6 +250,11 @@ def measure(runner: MeasuredRunner) -> dict[str, Any]:
                 if _broadcast(time.perf_counter() < deadline):
                     times[size] = _fastest(partial(run, size))
                 bar.update()
+        chain = 0.0
+        if runner.drafter.options.chain_length > 1:
+            with passes.whole_chains():
+                whole = _fastest(partial(passes.decode, sizes[0], has_graphs))
+            chain = max(whole - timed[sizes[0]], 0.0)
         without_drafts = _of_all_sizes(captured.without_drafts, in_graphs[0])
         with_drafts = _of_all_sizes(captured.with_drafts, in_graphs[1])
         curve = CostCurve(list(timed), list(timed.values()))
@@ -267,6 +277,7 @@ def measure(runner: MeasuredRunner) -> dict[str, Any]:
         context=read,
         causal=causal,
         trees=trees,
+        chain=chain,
     )
 
 

@@ -226,7 +226,7 @@ def test_no_pass_is_longer_than_max_model_len(
             model_config=SimpleNamespace(max_model_len=longest),
         ),
         max_num_tokens=1024,
-        drafter=SimpleNamespace(may_branch=True),
+        drafter=SimpleNamespace(may_branch=True, options=SimpleNamespace(chain_length=0)),
     )
     monkeypatch.setattr(step_cost, "is_global_first_rank", lambda: False)
     monkeypatch.setattr(step_cost, "_broadcast", lambda value: True)

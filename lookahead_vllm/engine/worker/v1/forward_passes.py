@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +29,10 @@ class RunnerPasses:
     def decode(self, num_tokens: int, attends: bool) -> None:
         """See `ForwardPasses`."""
         self._run(num_tokens, force_attention=attends, profile_seq_lens=1)
+
+    def whole_chains(self) -> AbstractContextManager[Any]:
+        """See `ForwardPasses`. There is no drafter."""
+        return nullcontext()
 
     def decode_in_graph(self, num_tokens: int) -> None:
         """See `ForwardPasses`. Never called."""

@@ -23,6 +23,8 @@ from lookahead_vllm.verify.node_layout import compile_layout
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as _Base
+
+    from lookahead_vllm.engine.worker.v2.trained_drafter import TrainedDrafter
 else:
     _Base = object
 
@@ -34,6 +36,8 @@ class DummyRuns(_Base):
     """
 
     drafter: LookaheadDrafter
+    trained: TrainedDrafter | None = None
+    """A drafter with weights, if the options have one."""
     dummies_are_tokens = False
     """Whether the model computes the tokens of a dummy run as it computes those of a step."""
     dummies_have_drafts = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,12 @@ class RunnerPasses:
 
     def __init__(self, runner: DummyRuns) -> None:
         self._runner = runner
+        self._has_whole_chains = False
         self.attends_in_graphs: bool = runner.attends_in_graphs()
+
+    def whole_chains(self) -> AbstractContextManager[Any]:
+        """See `ForwardPasses`."""
+        return patches.swapped(self, "_has_whole_chains", True)
 
     def captured_tokens(self) -> CapturedTokens:
         """See `ForwardPasses`."""
@@ -65,8 +70,12 @@ class RunnerPasses:
 
     def _run(self, num_tokens: int, **kwargs: Any) -> None:
         runner = self._runner
+        trained = None if self._has_whole_chains else runner.trained
         # vLLM sends padding to no expert, and equal tokens to the same ones.
-        with patches.swapped(runner, "dummies_are_tokens", True):
+        with (
+            patches.swapped(runner, "dummies_are_tokens", True),
+            nullcontext() if trained is None else patches.swapped(trained, "dummy_length", 1),
+        ):
             hidden, last = runner._dummy_run(
                 num_tokens, skip_eplb=True, randomize_inputs=True, **kwargs
             )

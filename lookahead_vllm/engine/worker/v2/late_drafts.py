@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from lookahead_vllm.draft.budget.chain_worth import ChainWorth
 from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.progress import (
@@ -103,6 +104,8 @@ class LateDrafts:
         """In order; the last ones may still run."""
         self._uncounted: list[LaunchedStep] = []
         """Steps with drafts whose tokens were counted since the last launch."""
+        self._chain_worth: ChainWorth | None = None
+        """Set if a trained drafter's further passes have a price."""
         self._drafted: _Plan | None = None
         """The step whose tokens the proposer got by `draft`, and has to learn from."""
         self._steps_without_slots = 0
@@ -258,7 +261,7 @@ class LateDrafts:
     def _end(self, step: LaunchedStep) -> None:
         """The tokens of the first step were counted."""
         self._steps.popleft()
-        if step.drafts.forest.num_nodes:
+        if step.drafts.forest.num_nodes or self._chain_worth is not None:
             self._uncounted.append(step)
 
     def _catch_up(self) -> None:
@@ -276,6 +279,9 @@ class LateDrafts:
             paths = step.accepted_paths
             recorder.count_drafts(step.drafts.forest, paths)
             recorder.counters.moved_tokens += step.drafts.kv_moves(paths).shape[1]
+            if self._chain_worth is not None:
+                num_emitted = int(step.output.num_sampled_tokens_np.sum())
+                self._chain_worth.observe(step.drafts.forest, paths, num_emitted)
         self._uncounted.clear()
 
     # ---- drafts ----------------------------------------------------------------------------------
@@ -417,11 +423,23 @@ class LateDrafts:
             if not forest.is_within(drafter.vocab_size):
                 forest = drafter.checked(forest, plan.wanted.max_nodes)
             forest = forest.at_most(most)
-            drafts = Drafts(plan.req_ids, forest, num_tokens, pays=compiled.pays)
+            is_whole = self._is_chain_whole(compiled)
+            drafts = Drafts(
+                plan.req_ids, forest, num_tokens, pays=compiled.pays, whole_chain=is_whole
+            )
         if step is not None:
             self._end(step)
         self._drafted = plan
         return drafts or self._drafts_of(plan, None, most)
+
+    def _is_chain_whole(self, compiled: NGramTrieProposer) -> bool:
+        """Whether a trained drafter makes its whole chain after the step that is drafted."""
+        cost, seconds = compiled.cost, compiled.step_seconds
+        if cost is None or seconds is None or not cost.chain:
+            return True
+        if self._chain_worth is None:
+            self._chain_worth = ChainWorth(cost.chain)
+        return self._chain_worth.next_step(seconds)
 
     def _grow(self, plan: _Plan, most: int) -> Drafts:
         """The drafts of a step, once the tokens of the steps before it have been passed on."""

@@ -38,7 +38,7 @@ from lookahead_vllm.engine.worker.v2.slots import filled, write_lengths, write_t
 from lookahead_vllm.engine.worker.v2.speculator import without_dense_texts
 from lookahead_vllm.engine.worker.v2.stages import ComputedTrees
 from lookahead_vllm.engine.worker.v2.step_trees import StepTrees
-from lookahead_vllm.engine.worker.v2.trained_drafter import TrainedDrafter, make_speculator
+from lookahead_vllm.engine.worker.v2.trained_drafter import make_speculator
 from lookahead_vllm.verify.node_layout import NodeLayout
 from lookahead_vllm.verify.place import Split
 from lookahead_vllm.verify.recurrence import StateMover
@@ -75,8 +75,6 @@ class LookaheadRunner(DummyRuns):
 
     attention: TreeAttention
     """Tree attention on this device."""
-    trained: TrainedDrafter | None = None
-    """A drafter with weights, if the options have one."""
     _branching = NOTHING_BRANCHES
     execute_model_state: Any
 

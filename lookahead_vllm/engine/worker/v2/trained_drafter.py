@@ -70,10 +70,13 @@ class TrainedDrafter:
     ----------
     chains : Chains or None
         What it proposed after the last step.
+    dummy_length : int
+        The passes of a dummy run.
     """
 
     def __init__(self, runner: LookaheadRunner, speculator: Any, states: RequestState) -> None:
         self.chains: Chains | None = None
+        self.dummy_length: int = speculator.num_speculative_steps
         self._runner, self._speculator = runner, speculator
         self._none = torch.zeros_like(states.draft_tokens)
         most, device = speculator.max_num_reqs, speculator.device
@@ -101,7 +104,7 @@ class TrainedDrafter:
         """
         length = self._speculator.num_speculative_steps
         if dummy_run:  # with keywords
-            kwargs |= {"num_speculative_tokens": length, "dummy_run": True}
+            kwargs |= {"num_speculative_tokens": self.dummy_length, "dummy_run": True}
             placeholders: torch.Tensor = self._propose(*args, **kwargs)
             return placeholders
         batch, metadata, slots, hidden, aux, *others = args
@@ -116,10 +119,12 @@ class TrainedDrafter:
         return self._none[: batch.num_reqs]
 
     def _is_chain_wanted(self, batch: InputBatch) -> bool:
-        """Whether the next step may have drafts: while they do not pay, none has slots."""
-        runner = self._runner
+        """Whether the next step may have drafts, and the further passes are worth their time."""
+        runner, trees = self._runner, self._runner.trees
         # With several engines, all have to run the same passes of experts.
-        return runner.trees.has_slots or batch.has_prefill or runner.dp_size > 1
+        if runner.dp_size > 1:
+            return True
+        return trees.whole.whole_chain if trees.has_slots else batch.has_prefill
 
     def _by_accepted_path(
         self, batch: InputBatch, hidden: torch.Tensor, aux: list[torch.Tensor] | None

@@ -77,7 +77,7 @@ def facts_of(monkeypatch: pytest.MonkeyPatch, passes: Passes) -> dict[str, Any]:
             model_config=SimpleNamespace(max_model_len=2048),
         ),
         max_num_tokens=512,
-        drafter=SimpleNamespace(may_branch=True),
+        drafter=SimpleNamespace(may_branch=True, options=SimpleNamespace(chain_length=0)),
     )
     return step_cost.measure(measured)
 

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from lookahead_vllm.draft.budget import chain_worth
+from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.progress import PROPOSED
 from lookahead_vllm.draft.tree import UNKNOWN
+from lookahead_vllm.engine.worker import step_cost
 from lookahead_vllm.engine.worker.v2.trained_drafter import TrainedDrafter
 from tests.support import v2_on_cpu
 from tests.support.drafters import CONFIGS, TARGETS, record_chains, save_drafter
@@ -104,6 +107,26 @@ def test_without_slots_the_drafter_makes_one_pass(tmp_path: Path) -> None:
     assert {len(chains[place]) for place in first} == {4}
     assert [len(chain) for chain in chains.values()].count(1) > 300
     assert (sent[:, 1:, :, PROPOSED] == UNKNOWN).all() and (sent[:, 0] != UNKNOWN).all()
+
+
+@pytest.mark.parametrize(("seconds", "length"), [(1e-6, 4), (1.0, 1)])
+def test_further_passes_are_made_while_they_are_worth_their_time(
+    seconds: float, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cost = StepCost(CostCurve([1, 256], [0.01, 0.0101]))
+    cost.chain = seconds
+    monkeypatch.setattr(step_cost, "step_cost", lambda runner: cost)
+    monkeypatch.setattr(StepCost, "observe", lambda self, work, time: time)
+    monkeypatch.setattr(chain_worth, "TRIAL_STEPS", 10)
+    target = save_config("llama", tmp_path, CONFIGS)
+    with engine(target, **SETTINGS) as llm:
+        expected = generate_staggered(llm, PROMPTS, PARAMS)
+    options = dict(budget="auto", drafter=save_drafter("draft_model", tmp_path, 4))
+    with engine(target, options, **SETTINGS) as llm:
+        chains = record_chains(llm)
+        assert generate_staggered(llm, PROMPTS, PARAMS) == expected
+    lengths = [len(chain) for chain in chains.values()]
+    assert lengths.count(length) > 0.7 * len(lengths)
 
 
 def _with_extra_args(params: SamplingParams, extra_args: dict[str, Any]) -> SamplingParams:
