@@ -86,6 +86,7 @@ class Simulation:
             steps=options.steps,
             host_delay_ms=options.host_delay_ms,
             waits=method.waits,
+            drafter=method.drafter,
         )
         environment = {
             **cpu_runtime(os.environ),

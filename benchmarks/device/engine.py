@@ -22,6 +22,8 @@ from benchmarks.device.text import MAX_POSITIONS, VOCABULARY, Text
 from benchmarks.engines.engine_process import Emit, answer_questions
 
 PROMPT_TOKENS, WARM_UP = 300, 400
+CHAIN_TOKENS, DRAFTER_SHARE = 3, 0.05
+"""What the drafter proposes, and the time of a pass of it, as a share of the model's."""
 MAX_TOKENS = MAX_POSITIONS - PROMPT_TOKENS - 1
 
 
@@ -42,6 +44,8 @@ class Job:
     host_delay_ms: float
     waits: bool
     """Whether steps are prepared only when their drafts are known."""
+    drafter: bool
+    """Whether a trained drafter's chain is in the trees."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,12 @@ def make_llm(job: Job) -> Any:
         speculation["speculative_config"] = method
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
+        if job.drafter:
+            speculation["speculative_config"]["drafter"] = {
+                "method": "draft_model",
+                "model": folder,
+                "num_speculative_tokens": CHAIN_TOKENS,
+            }
         return LLM(
             model=folder,
             load_format=LOAD_FORMAT,
@@ -158,7 +168,7 @@ def measure(job: Job) -> Callable[[], Measurement]:
     def seconds_of(num_tokens: int) -> float:
         return 1e-3 * job.device_ms + 1e-6 * job.token_us * num_tokens
 
-    stand_ins.register_model(device, text, seconds_of)
+    stand_ins.register_model(device, text, seconds_of, DRAFTER_SHARE)
     engine: Any = make_llm(job).llm_engine
     core = engine.engine_core.engine_core
     if job.host_delay_ms:
@@ -177,14 +187,19 @@ def measure(job: Job) -> Callable[[], Measurement]:
             steps.run()
         for _ in range(WARM_UP):
             steps.run()
-        first, before, begin = len(device.launches), steps.num_tokens, time.thread_time()
+        first, before, begin = len(of_model(device)), steps.num_tokens, time.thread_time()
         for _ in range(job.steps):
             steps.run()
         host_ms = 1e3 * (time.thread_time() - begin) / job.steps
         emitted = steps.num_tokens - before
-        return summary(job, device.launches[first - 1 :], emitted, host_ms)
+        return summary(job, of_model(device)[first - 1 :], emitted, host_ms)
 
     return run
+
+
+def of_model(device: SimulatedDevice) -> list[Launch]:
+    """The launches of the model; a drafter's have no tokens."""
+    return [launch for launch in device.launches if launch.tokens]
 
 
 def summary(job: Job, launches: Sequence[Launch], num_tokens: int, host_ms: float) -> Measurement:

@@ -36,6 +36,9 @@ on the simulated device:
     hybrid_v2      the same, from the trie and the model's choices
     waiting_v2     lookahead_v2 in steps that vLLM prepares only when the drafts are known: with
                    prompts, adapters, M-RoPE, prompt embeddings or several replicas
+    drafter_v2     lookahead_v2 with a trained drafter, whose three tokens are right three times in
+                   four each; a pass of it takes 5 % of the model's time, and its launches are in
+                   no figure but the length of a step
   nodes:
     0              the default options, and a text without patterns, in which no node pays
     4, 16, ...     up to that many nodes for each request in every step (`budget`), in a text

@@ -20,6 +20,8 @@ class Method(NamedTuple):
     """None for the one that lookahead chooses."""
     waits: bool = False
     """Whether its steps are prepared only when their drafts are known."""
+    drafter: bool = False
+    """Whether a trained drafter's chain is in its trees."""
 
 
 METHODS = {
@@ -29,6 +31,7 @@ METHODS = {
     "lookahead_v2": Method(second_runner=True, lookahead=True),
     "hybrid_v2": Method(second_runner=True, lookahead=True, proposer="hybrid"),
     "waiting_v2": Method(second_runner=True, lookahead=True, waits=True),
+    "drafter_v2": Method(second_runner=True, lookahead=True, drafter=True),
 }
 """V1 is vLLM's first model runner with synchronous steps, V2 the second with asynchronous ones."""
 

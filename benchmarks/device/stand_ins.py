@@ -76,8 +76,15 @@ def _install_in_first_runner() -> None:
         setattr(cpu_model_runner.CPUModelRunner, name, method)
 
 
-def register_model(device: SimulatedDevice, text: Text, seconds_of: Callable[[int], float]) -> None:
+def register_model(
+    device: SimulatedDevice,
+    text: Text,
+    seconds_of: Callable[[int], float],
+    drafter_share: float,
+) -> None:
     """Make the load format "simulated": a model whose forward pass the device runs.
+
+    A second model, the drafter, writes the same text, except that every fourth token is wrong.
 
     Parameters
     ----------
@@ -87,6 +94,8 @@ def register_model(device: SimulatedDevice, text: Text, seconds_of: Callable[[in
         What the model writes.
     seconds_of : callable
         The device's time for a forward pass over a number of tokens.
+    drafter_share
+        The drafter's time, as a share of the model's for a single token.
     """
     import torch
     from vllm.model_executor.model_loader import register_model_loader
@@ -94,12 +103,22 @@ def register_model(device: SimulatedDevice, text: Text, seconds_of: Callable[[in
 
     rule = TextOnDevice(text)
 
-    def forward(input_ids: Any, positions: Any, *_: Any, **__: Any) -> Any:
+    def states(tokens: Any) -> Any:
         """Hidden states whose first number is the next token."""
-        device.launch(seconds_of(len(input_ids)), len(input_ids))
-        hidden = torch.zeros(len(input_ids), HIDDEN_SIZE)
-        hidden[:, 0] = rule.next_tokens(input_ids, positions)
+        hidden = torch.zeros(len(tokens), HIDDEN_SIZE)
+        hidden[:, 0] = tokens
         return hidden
+
+    def forward(input_ids: Any, positions: Any, *_: Any, **__: Any) -> Any:
+        device.launch(seconds_of(len(input_ids)), len(input_ids))
+        return states(rule.next_tokens(input_ids, positions))
+
+    def forward_of_drafter(input_ids: Any, positions: Any, *_: Any, **__: Any) -> Any:
+        device.launch(drafter_share * seconds_of(1))
+        tokens = rule.next_tokens(input_ids, positions)
+        return states((tokens + ((input_ids + positions) % 4 == 0)) % VOCABULARY)
+
+    forwards = iter((forward, forward_of_drafter))
 
     def compute_logits(hidden: Any, *_: Any, **__: Any) -> Any:
         logits = torch.zeros(len(hidden), VOCABULARY)
@@ -109,6 +128,6 @@ def register_model(device: SimulatedDevice, text: Text, seconds_of: Callable[[in
     class SimulatedModelLoader(DummyModelLoader):
         def load_model(self, *args: Any, **kwargs: Any) -> Any:
             model = super().load_model(*args, **kwargs)
-            model.forward = forward
+            model.forward = next(forwards)
             model.compute_logits = compute_logits
             return model
