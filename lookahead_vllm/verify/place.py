@@ -55,6 +55,9 @@ class RequestTable(NamedTuple):
     """int32 [m]: tokens before its root."""
     last_sampled: Tensor
     """int64 [m, 1]: the token of its root."""
+    drafted: Tensor
+    """int32 [m, k]: what a trained drafter proposes after its root, for rows of chains whose token
+    is UNKNOWN on the host."""
     blocks: tuple[Tensor, ...]
     """int32 [m, b] each: its KV blocks, in each of g groups of layers."""
     block_sizes: tuple[int, ...]
@@ -70,7 +73,8 @@ class Split(NamedTuple):
     packed: Int32s
     """int32 [3 + 3 * m + 3 * t], with room for m requests and t rows: the number of requests r and
     of rows n; the first row of each request, then n; whether its tree branches; its entry in the
-    table; the token of each row, 0 at roots; its depth; how many rows its parent is before it."""
+    table; the token of each row, 0 at roots, UNKNOWN if the table has it; its depth; how many rows
+    its parent is before it."""
     most_requests: int
     """m."""
 

@@ -8,6 +8,7 @@ from typing import Any
 from vllm import LLM
 
 from lookahead_vllm.draft.progress import PROPOSED
+from lookahead_vllm.draft.tree import UNKNOWN, DraftForest
 from tests.support.driving import runner_of
 from tests.support.models import NOISY, TINY, save_config
 
@@ -74,3 +75,17 @@ def record_chains(llm: LLM) -> dict[tuple[int, int], list[int]]:
 
     trained._propose = propose_and_record
     return chains
+
+
+def record_unknown_chains(llm: LLM) -> list[DraftForest]:
+    """Will hold the forests of steps that were launched before the host knew them."""
+    late, found = runner_of(llm)._late, []
+    add_step = late.add_step
+
+    def add_and_record(output: Any, drafts: Any, *args: Any) -> None:
+        if drafts.forest.num_nodes and drafts.forest.tokens[0] == UNKNOWN:
+            found.append(drafts.forest)
+        add_step(output, drafts, *args)
+
+    late.add_step = add_and_record
+    return found

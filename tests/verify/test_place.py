@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.draft.tree import UNKNOWN, DraftForest, DraftTree
 from lookahead_vllm.verify.place import NO_SLOT, RequestTable, Split, StepRows, placer
 from tests.support.attention_cases import random_tree
 
@@ -43,11 +43,15 @@ def random_case(seed: int, most: int = 9, groups: int = 1, most_requests: int = 
     for _ in range(count):
         size = int(rng.integers(0, most + 1))
         shape = random_tree(rng, size) if rng.random() < 0.6 else DraftTree.chain([0] * size)
-        trees.append(DraftTree.from_lists(rng.integers(0, 999, size), shape.parents))
+        tokens = rng.integers(0, 999, size)
+        if shape.is_chain and rng.random() < 0.5:
+            tokens[:] = UNKNOWN
+        trees.append(DraftTree.from_lists(tokens, shape.parents))
     sizes = tuple(int(size) for size in rng.choice([4, 8, 16], groups))
     table = RequestTable(
         torch.from_numpy(rng.integers(0, 100, ENTRIES).astype(np.int32)),
         torch.from_numpy(rng.integers(0, 999, (ENTRIES, 1))),
+        torch.from_numpy(rng.integers(1000, 1999, (ENTRIES, most)).astype(np.int32)),
         tuple(
             torch.from_numpy(rng.integers(0, 999, (ENTRIES, 40 + i)).astype(np.int32))
             for i in range(groups)
@@ -83,7 +87,9 @@ def expected(case: Case) -> tuple[StepRows, torch.Tensor]:
         rows.starts[request] = row
         rows.lengths[request] = context + 1 + len(tree)
         tree_lengths[request] = 1 + len(tree) + (context if tree.is_chain else 0)
-        ids = [int(case.table.last_sampled[entry]), *tree.tokens.tolist()]
+        drafted = case.table.drafted[entry, : len(tree)].tolist()
+        tokens = drafted if UNKNOWN in tree.tokens else tree.tokens.tolist()
+        ids = [int(case.table.last_sampled[entry]), *tokens]
         for place_of_row, (token, depth) in enumerate(zip(ids, [0, *tree.depths], strict=True)):
             rows.ids[row], rows.positions[row] = token, context + int(depth)
             rows.is_padding[row] = False

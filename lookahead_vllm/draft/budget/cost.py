@@ -146,13 +146,14 @@ class StepWork(NamedTuple):
     """Rows times context length, summed over requests without a tree or with a chain."""
     trees: float
     """Rows times context length, summed over requests with a branching tree."""
-    waits: bool = False
-    """Whether the device waited for drafts before the next step, even if that got none."""
+    waits: bool | None = None
+    """Whether the device waited for drafts before the next step, even if that got none; None if
+    every step with nodes has the cost of drafts."""
 
     @property
     def has_drafts(self) -> bool:
         """Whether the step has the cost of drafts: it has nodes, or the device waited for some."""
-        return self.nodes > 0 or self.waits
+        return self.nodes > 0 if self.waits is None else self.waits
 
     def without_drafts(self) -> StepWork:
         """The same step, if no request had a draft."""

@@ -23,6 +23,7 @@ from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.progress import (
     NOTHING_EMITTED,
     NOTHING_WANTED,
+    PROPOSED,
     EmittedTokens,
     Progress,
     WantedDrafts,
@@ -277,9 +278,16 @@ class NGramTrieProposer:
         return self.cost if self.options.budget == "auto" else None
 
     @property
-    def step_seconds(self) -> float | None:
-        """The time of the planned step without nodes; None if nobody knows it."""
-        return None if self._plan.prices is None else self._plan.prices.base
+    def step_seconds(self) -> tuple[float, float] | None:
+        """The time of the planned step without nodes, and the part in which the device waits for
+        drafts; None if nobody knows it."""
+        prices = self._plan.prices
+        return None if prices is None else (prices.base, prices.waiting)
+
+    def proposed_after(self, texts: Int64s) -> Int32s:
+        """A drafter's chain after each of the `texts`: int32 [t, K]."""
+        chains: Int32s = self._texts.chains[texts, :, 0, PROPOSED]
+        return chains
 
     def _price(self, contexts: Int64s, load: Load, num_nodes: int) -> None:
         progress = load.progress(len(contexts))

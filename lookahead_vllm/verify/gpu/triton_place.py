@@ -10,8 +10,18 @@ from torch import Tensor
 from lookahead_vllm.verify.place import RequestTable, StepRows
 
 _BLOCK = 64
-_COUNTS = ["room_for_requests", "room_for_rows", "num_filled", "slots_stride"]
-_BUFFERS = ["packed", "ids", "positions", "is_padding", "starts", "lengths", "slots", "row_entries"]
+_COUNTS = ["room_for_requests", "room_for_rows", "num_filled", "slots_stride", "drafted_stride"]
+_BUFFERS = [
+    "packed",
+    "drafted",
+    "ids",
+    "positions",
+    "is_padding",
+    "starts",
+    "lengths",
+    "slots",
+    "row_entries",
+]
 _BUFFERS += ["parents", "places", "depths"]
 
 
@@ -39,7 +49,7 @@ class Placer:
         """See `place.Placer`."""
         table, rows = self._table, self._rows
         _place[(most_requests + 1,)](
-            packed, table.num_computed, table.last_sampled, *self._addresses, *rows,
+            packed, *table[:3], *self._addresses, *rows, table.drafted.stride(0),
             rows.slots.stride(0), rows.lengths if tree_lengths is None else tree_lengths,
             len(rows.lengths), len(rows.ids), num_filled,
             GROUPS=len(rows.slots), HAS_TREES=tree_lengths is not None,
@@ -49,9 +59,9 @@ class Placer:
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_BUFFERS)
 def _place(
-    packed, num_computed, last_sampled, blocks, block_strides, block_sizes,
+    packed, num_computed, last_sampled, drafted, blocks, block_strides, block_sizes,
     ids, positions, is_padding, starts, lengths, slots, row_entries, parents, places, depths,
-    slots_stride, tree_lengths,
+    drafted_stride, slots_stride, tree_lengths,
     room_for_requests, room_for_rows, num_filled,
     GROUPS: tl.constexpr, HAS_TREES: tl.constexpr, CONTEXTS_ONLY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -99,6 +109,8 @@ def _place(
         row = first + offset
         is_row = row < end
         token = tl.load(tokens + row, mask=is_row, other=0)
+        own = drafted + entry * drafted_stride + row - start - 1
+        token = tl.where(token < 0, tl.load(own, mask=is_row & (token < 0), other=0), token)
         depth = tl.load(tokens + room_for_rows + row, mask=is_row, other=0)
         step = tl.load(tokens + 2 * room_for_rows + row, mask=is_row, other=0)
         tl.store(ids + row, tl.where(row == start, root, token), mask=is_row)

@@ -16,7 +16,7 @@ class Placer:
     """See `place.Placer`."""
 
     def __init__(self, table: RequestTable, rows: StepRows) -> None:
-        self._read = table.num_computed.numpy(), table.last_sampled.numpy()
+        self._read = tuple(part.numpy() for part in table[:3])
         written = *rows[:5], *rows[6:]  # all but the slots
         self._written = tuple(part.numpy() for part in written)
         self._groups = [
@@ -48,6 +48,7 @@ def _place(
     packed: Int32s,
     num_computed: Int32s,
     last_sampled: Int64s,
+    drafted: Int32s,
     ids: Int32s,
     positions: Int64s,
     is_padding: NDArray[np.bool_],
@@ -73,7 +74,8 @@ def _place(
         elif len(tree_lengths):
             tree_lengths[request] = end - start + (0 if branches[request] else context)
         for row in range(start, end):
-            ids[row] = tokens[row]
+            unknown = tokens[row] < 0
+            ids[row] = drafted[entries[request], row - start - 1] if unknown else tokens[row]
             positions[row] = context + depths[row]
             is_padding[row] = False
             row_entries[row] = entries[request]

@@ -31,6 +31,8 @@ class Drafts(NamedTuple):
     """Whether further steps should wait for drafts."""
     whole_chain: bool = True
     """Whether a trained drafter makes its whole chain after this step."""
+    waited: bool = True
+    """Whether the device waited for them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without probabilities and sources, which only the drafting rank needs, and as one byte

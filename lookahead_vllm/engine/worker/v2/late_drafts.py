@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lookahead_vllm.draft.budget.chain_worth import ChainWorth
 from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.progress import (
@@ -35,6 +34,7 @@ from lookahead_vllm.draft.trie.growth import NODES
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter, prompt_tokens
+from lookahead_vllm.engine.worker.v2.chain_drafts import ChainDrafts
 from lookahead_vllm.engine.worker.v2.drafts import Drafts
 from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
 from lookahead_vllm.engine.worker.v2.launched_step import LaunchedStep
@@ -92,7 +92,15 @@ class LateDrafts:
         Holds the proposer.
     grammars
         Advanced by the emitted tokens.
+
+    Attributes
+    ----------
+    may_be_silent : bool
+        Whether a trained drafter's chains may be verified before the host knows their tokens, and
+        where they are.
     """
+
+    may_be_silent = False
 
     def __init__(self, drafter: LookaheadDrafter, grammars: GrammarCopies) -> None:
         self._drafter = drafter
@@ -104,8 +112,9 @@ class LateDrafts:
         """In order; the last ones may still run."""
         self._uncounted: list[LaunchedStep] = []
         """Steps with drafts whose tokens were counted since the last launch."""
-        self._chain_worth: ChainWorth | None = None
-        """Set if a trained drafter's further passes have a price."""
+        length = drafter.options.chain_length
+        self._chains = ChainDrafts(length) if length else None
+        """Those of a trained drafter, if there is one."""
         self._drafted: _Plan | None = None
         """The step whose tokens the proposer got by `draft`, and has to learn from."""
         self._steps_without_slots = 0
@@ -184,6 +193,8 @@ class LateDrafts:
         rows = [requests[i].row if i in requests else GONE for i in req_ids]
         now = time.perf_counter()
         step = LaunchedStep(output, np.array(rows, np.int64), drafts, verified, now, chains)
+        if self._chains is not None:
+            step.proposed, self._chains.proposed = self._chains.proposed, None
         for req_id in req_ids:
             if req_id not in requests:
                 step.drop(req_id, GONE)
@@ -261,7 +272,9 @@ class LateDrafts:
     def _end(self, step: LaunchedStep) -> None:
         """The tokens of the first step were counted."""
         self._steps.popleft()
-        if step.drafts.forest.num_nodes or self._chain_worth is not None:
+        if self._steps:
+            self._steps[0].know(step)
+        if step.drafts.forest.num_nodes or self._chains is not None:
             self._uncounted.append(step)
 
     def _catch_up(self) -> None:
@@ -279,9 +292,8 @@ class LateDrafts:
             paths = step.accepted_paths
             recorder.count_drafts(step.drafts.forest, paths)
             recorder.counters.moved_tokens += step.drafts.kv_moves(paths).shape[1]
-            if self._chain_worth is not None:
-                num_emitted = int(step.output.num_sampled_tokens_np.sum())
-                self._chain_worth.observe(step.drafts.forest, paths, num_emitted)
+            if self._chains is not None:
+                self._chains.observe(step, paths)
         self._uncounted.clear()
 
     # ---- drafts ----------------------------------------------------------------------------------
@@ -303,6 +315,8 @@ class LateDrafts:
         num_slots = {req_id: len(own) for req_id, own in slots.items()}
         plan = self._plan(scheduled.num_scheduled_tokens, num_slots, chains_only, order)
         most = min(self._drafter.max_step_nodes, sys.maxsize if most is None else most)
+        if order is not None and (chains := self._chains_alone(plan, most)) is not None:
+            return chains
         later = self._num_later(plan.wanted.rows)
         compiled = self._prepare(plan, later)
         if compiled is None:
@@ -314,6 +328,10 @@ class LateDrafts:
             self._wait(step)
         begin = time.perf_counter()
         drafts = self._draft(compiled, plan, step, most)
+        if self._chains is not None and order is not None:
+            texts = self._progress.arrays.texts[plan.wanted.rows]
+            proposed = compiled.proposed_after(texts)
+            self._chains.note(proposed, drafts.forest.sizes, plan.wanted)
         self._drafter.recorder.add_time("draft", begin)
         return drafts
 
@@ -423,23 +441,30 @@ class LateDrafts:
             if not forest.is_within(drafter.vocab_size):
                 forest = drafter.checked(forest, plan.wanted.max_nodes)
             forest = forest.at_most(most)
-            is_whole = self._is_chain_whole(compiled)
-            drafts = Drafts(
-                plan.req_ids, forest, num_tokens, pays=compiled.pays, whole_chain=is_whole
-            )
+            whole = self._chains is None or self._chains.are_whole(compiled)
+            drafts = Drafts(plan.req_ids, forest, num_tokens, pays=compiled.pays, whole_chain=whole)
         if step is not None:
             self._end(step)
         self._drafted = plan
         return drafts or self._drafts_of(plan, None, most)
 
-    def _is_chain_whole(self, compiled: NGramTrieProposer) -> bool:
-        """Whether a trained drafter makes its whole chain after the step that is drafted."""
-        cost, seconds = compiled.cost, compiled.step_seconds
-        if cost is None or seconds is None or not cost.chain:
-            return True
-        if self._chain_worth is None:
-            self._chain_worth = ChainWorth(cost.chain)
-        return self._chain_worth.next_step(seconds)
+    def _chains_alone(self, plan: _Plan, most: int) -> Drafts | None:
+        """See `ChainDrafts.alone`; learns from all steps but the last one."""
+        compiled, rows = self._compiled, plan.wanted.rows
+        if self._chains is None or compiled is None or not self._steps or self._grammars:
+            return None
+        if not self.may_be_silent:
+            return None
+        arrays = self._progress.arrays
+        if (arrays.texts[rows] == NO_TEXT).any() or arrays.num_repeated[rows].any():
+            return None
+        last = self._steps[-1]
+        drafts = self._chains.alone(plan.req_ids, plan.wanted, last, compiled, most)
+        if drafts is not None:
+            self._learn(True, 1)
+            self._catch_up()
+            compiled.insertion.end_step()
+        return drafts
 
     def _grow(self, plan: _Plan, most: int) -> Drafts:
         """The drafts of a step, once the tokens of the steps before it have been passed on."""

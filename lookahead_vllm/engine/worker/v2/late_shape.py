@@ -132,6 +132,7 @@ class LateShape:
         table = RequestTable(
             states.num_computed_tokens.gpu,
             states.last_sampled_tokens,
+            self._rows.ids.new_zeros(1, 1) if runner.trained is None else runner.trained.tokens,
             tuple(table.gpu for table in tables.block_tables),
             tuple(tables.block_sizes),
         )

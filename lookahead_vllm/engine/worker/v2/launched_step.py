@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lookahead_vllm.draft.jit import Int32s, Int64s
-from lookahead_vllm.draft.progress import GONE, NO_CHAINS, EmittedTokens
+from lookahead_vllm.draft.progress import GONE, NO_CHAINS, PROPOSED, EmittedTokens
 from lookahead_vllm.draft.proposer import Verified
+from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.verify.acceptance import paths_of_tokens
 
@@ -42,6 +43,8 @@ class LaunchedStep:
     launched: float
     chains: Chains | None = None
     """What a trained drafter proposes after its tokens."""
+    proposed: Int32s | None = None
+    """int32 [r, K]: what it proposed before them, if the host knew this before the launch."""
 
     @property
     def has_ended(self) -> bool:
@@ -74,6 +77,17 @@ class LaunchedStep:
         tokens = np.ascontiguousarray(self.output.sampled_token_ids[rows])
         counts = self.output.num_sampled_tokens_np[rows]
         return paths_of_tokens(self.drafts.forest, tokens, counts)
+
+    def know(self, before: LaunchedStep) -> None:
+        """Fill in the tokens of a step that was launched with the chains of the one `before`."""
+        forest, chains = self.drafts.forest, before.chains
+        if chains is None or not forest.num_nodes or forest.tokens[0] != UNKNOWN:
+            return
+        row_of = {row: i for i, row in enumerate(before.rows.tolist())}
+        rows = self.rows[self.drafts.rows]
+        places = np.array([row_of.get(row, -1) for row in rows.tolist()])
+        tokens = chains.by_request[places[forest.owners], forest.places, 0, PROPOSED]
+        forest.tokens[:] = np.where(rows[forest.owners] == GONE, UNKNOWN, tokens)
 
     def drop(self, req_id: str, row: int) -> None:
         """A request has ended: its tokens do not count, and no choices are learned."""

@@ -137,6 +137,7 @@ class LookaheadRunner(DummyRuns):
             self.vllm_config, groups, cache_groups, self.attention, without
         )
         self.drafter.use(self._branching)
+        self._late.may_be_silent = not self._branching.of_chains
         if self.model_config.is_hybrid:
             layers = self.compilation_config.static_forward_context
             recurrent.start(groups, layers, self.device, self.num_speculative_steps)
@@ -404,6 +405,8 @@ class LookaheadRunner(DummyRuns):
         with_roots_of = self._late.drafted_for if drafter.proposer.wants_roots else ()
         if not num_choices or not (step.forest.num_nodes or with_roots_of):
             return
+        if not self.trees.whole.waited:  # the host does not know the texts before these nodes
+            return
         sizes = np.diff(batch.cu_num_logits_np) - 1
         self.trees.verified = step.collect_choices(
             logits,
@@ -428,7 +431,7 @@ class LookaheadRunner(DummyRuns):
         if not isinstance(output, AsyncOutput) or not self.drafter.is_drafting_rank:
             return output
         late, trees = self._late, self.trees
-        self._measure(waited=trees.has_slots)
+        self._measure(waited=trees.has_slots and trees.whole.waited)
         if trees.has_slots:
             report = LateReport(trees.whole.sizes, trees.whole.pays)
         else:

@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as target_dependent
 
 from lookahead_vllm.draft.jit import Int32s
-from lookahead_vllm.draft.progress import NUM_ALTERNATIVES, no_chains
+from lookahead_vllm.draft.progress import NUM_ALTERNATIVES, PROPOSED, no_chains
 from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.draft.trie.recycling import GAPS
 from lookahead_vllm.engine import patches
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 class Chains(NamedTuple):
     """What the drafter proposes after a step, on its way to the host."""
+
+    length: int
+    """How many tokens it proposes."""
 
     by_request: Int32s
     """int32 [r, K, NUM_ALTERNATIVES, 2], as `EmittedTokens.chains`, of the batch's requests."""
@@ -70,6 +73,8 @@ class TrainedDrafter:
     ----------
     chains : Chains or None
         What it proposed after the last step.
+    tokens : Tensor
+        int32 [max_num_reqs, K]: its chain after each request that the runner knows.
     dummy_length : int
         The passes of a dummy run.
     """
@@ -83,6 +88,7 @@ class TrainedDrafter:
         chains = no_chains(speculator.num_speculative_steps, most)
         self._chains = torch.from_numpy(chains).to(device)
         """Written by `_choose` at fixed addresses, because a graph may contain it."""
+        self.tokens = self._chains[:, :, 0, PROPOSED].clone()
         self._gaps = torch.tensor(GAPS, device=device)
         self._propose = speculator.propose
         speculator.propose = self.propose
@@ -114,8 +120,10 @@ class TrainedDrafter:
             length = 1  # it comes with the pass that writes the drafter's KV
         kwargs["num_speculative_tokens"] = length
         self._propose(batch, metadata, slots, hidden, aux, *others, **kwargs)
-        self._chains[: batch.num_reqs, length:] = UNKNOWN
-        self.chains = self._send(batch.num_reqs)
+        chains = self._chains[: batch.num_reqs]
+        chains[:, length:] = UNKNOWN
+        self.tokens[batch.idx_mapping.long()] = chains[:, :, 0, PROPOSED]
+        self.chains = self._send(chains, length)
         return self._none[: batch.num_reqs]
 
     def _is_chain_wanted(self, batch: InputBatch) -> bool:
@@ -186,16 +194,16 @@ class TrainedDrafter:
         self._chains[: len(logits)].index_copy_(1, draft_step.view(1).long(), chosen)
         return tokens[:, 0].contiguous()  # vLLM's kernels take no stride
 
-    def _send(self, num_requests: int) -> Chains:
+    def _send(self, chains: torch.Tensor, length: int) -> Chains:
         """Start to copy the chains to the host, on the stream that copies the tokens."""
         copies, main = self._runner.output_copy_stream, self._runner.main_stream
-        chains = self._chains[:num_requests].clone()  # the next step's drafter may write earlier
+        chains = chains.clone()  # the next step's drafter may write earlier
         event = torch.cuda.Event(blocking=True)
         with async_utils.stream(copies, main):
             copies.wait_stream(main)
             by_request = async_utils.async_copy_to_np(chains)
             event.record(copies)
-        return Chains(by_request, event, chains)
+        return Chains(length, by_request, event, chains)
 
     def _init_graphs(self, init: Callable[[CUDAGraphMode], None], mode: CUDAGraphMode) -> None:
         """Replaces `init_cudagraph_manager`: the first pass never replays a step with drafts.

@@ -26,6 +26,9 @@ class WarmUpDrafts:
         The most nodes of a step.
     """
 
+    drafted_for, may_be_silent = (), False
+    """See `LateDrafts`."""
+
     def __init__(self, may_branch: bool, max_nodes: int) -> None:
         self._may_branch = may_branch
         self._max_nodes = max_nodes

@@ -6,17 +6,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from lookahead_vllm.draft.budget import chain_worth
+from lookahead_vllm.draft.budget import chain as chain_budget
+from lookahead_vllm.draft.budget.chain import TrieWorth
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.progress import PROPOSED
 from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.engine.worker import step_cost
+from lookahead_vllm.engine.worker.cpu_attention import CPUTreeAttention
+from lookahead_vllm.engine.worker.v2.launched_step import LaunchedStep
 from lookahead_vllm.engine.worker.v2.trained_drafter import TrainedDrafter
-from tests.support import v2_on_cpu
-from tests.support.drafters import CONFIGS, TARGETS, record_chains, save_drafter
+from tests.support import graph_engine, v2_on_cpu
+from tests.support.drafters import (
+    CONFIGS,
+    TARGETS,
+    record_chains,
+    record_unknown_chains,
+    save_drafter,
+)
 from tests.support.driving import drafter_of, engine, generate_staggered, random_prompts, runner_of
 from tests.support.models import WANDERING, save_config
 from tests.support.proposers import record
@@ -109,15 +119,21 @@ def test_without_slots_the_drafter_makes_one_pass(tmp_path: Path) -> None:
     assert (sent[:, 1:, :, PROPOSED] == UNKNOWN).all() and (sent[:, 0] != UNKNOWN).all()
 
 
-@pytest.mark.parametrize(("seconds", "length"), [(1e-6, 4), (1.0, 1)])
-def test_further_passes_are_made_while_they_are_worth_their_time(
-    seconds: float, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def cost(monkeypatch: pytest.MonkeyPatch) -> StepCost:
+    """The cost of all steps, whatever they take."""
     cost = StepCost(CostCurve([1, 256], [0.01, 0.0101]))
-    cost.chain = seconds
     monkeypatch.setattr(step_cost, "step_cost", lambda runner: cost)
     monkeypatch.setattr(StepCost, "observe", lambda self, work, time: time)
-    monkeypatch.setattr(chain_worth, "TRIAL_STEPS", 10)
+    return cost
+
+
+@pytest.mark.parametrize(("seconds", "length"), [(1e-6, 4), (1.0, 1)])
+def test_further_passes_are_made_while_they_are_worth_their_time(
+    seconds: float, length: int, cost: StepCost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cost.chain = seconds
+    monkeypatch.setattr(chain_budget, "TRIAL_STEPS", 10)
     target = save_config("llama", tmp_path, CONFIGS)
     with engine(target, **SETTINGS) as llm:
         expected = generate_staggered(llm, PROMPTS, PARAMS)
@@ -127,6 +143,35 @@ def test_further_passes_are_made_while_they_are_worth_their_time(
         assert generate_staggered(llm, PROMPTS, PARAMS) == expected
     lengths = [len(chain) for chain in chains.values()]
     assert lengths.count(length) > 0.7 * len(lengths)
+
+
+@pytest.mark.parametrize("in_graphs", [False, True])
+def test_chains_are_verified_before_the_host_knows_them(
+    in_graphs: bool, cost: StepCost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = save_config("llama", tmp_path, CONFIGS)
+    with engine(target, **SETTINGS) as llm:
+        expected = generate_staggered(llm, PROMPTS, PARAMS, every=10)
+    if in_graphs:
+        graph_engine.enable(monkeypatch)
+    else:  # tree attention on a CPU wants to know where chains are
+        monkeypatch.setattr(CPUTreeAttention, "replaces_chains", lambda *_: False)
+    accepted = {}
+    options = dict(budget="auto", drafter=save_drafter("draft_model", tmp_path, 4))
+    for waits in (True, False):
+        monkeypatch.setattr(TrieWorth, "waits", lambda *_, waits=waits: waits)
+        monkeypatch.setattr(LaunchedStep, "has_ended", False)  # nothing has to be waited for here
+        with engine(target, options, **SETTINGS) as llm:
+            unknown = record_unknown_chains(llm)
+            assert generate_staggered(llm, PROMPTS, PARAMS, every=10) == expected
+            counters = drafter_of(llm).counters
+        assert bool(unknown) is not waits
+        accepted[waits] = counters.accepted_nodes / counters.trees
+    assert sum(map(len, unknown)) > 60
+    # The host has filled in what the device has verified, except for requests that have ended.
+    tokens = np.concatenate([forest.tokens for forest in unknown])
+    assert (tokens != UNKNOWN).mean() > 0.9
+    assert accepted[False] > 0.7 * accepted[True]
 
 
 def _with_extra_args(params: SamplingParams, extra_args: dict[str, Any]) -> SamplingParams:

@@ -1,10 +1,10 @@
-"""Whether the further passes of a trained drafter are worth their time."""
+"""What a trained drafter's chain is worth, and what the trie adds to it."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from lookahead_vllm.draft.jit import Int32s
+from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.sources import DRAFTER
 from lookahead_vllm.draft.tree import DraftForest
 
@@ -67,3 +67,53 @@ class ChainWorth:
             self._pause = RETRY_STEPS - 1
             return False
         return True
+
+
+SILENT_STEPS = 64
+"""After so many steps that did not wait for the trie, some wait, to see whether it would help."""
+PROBE_STEPS = 4
+"""The number of these."""
+
+
+class TrieWorth:
+    """Judges the trie by the tokens that its trees add to the drafter's chain.
+
+    A step that is the chain alone can be launched before the host knows it. While the trie adds
+    less than the device loses by waiting for it, steps do not wait.
+    """
+
+    def __init__(self) -> None:
+        self._gained = self._emitted = 0.0
+        """Moving averages: tokens of a step that the chain would not have given, and all."""
+        self._trials = self._silent = 0
+
+    def observe(self, proposed: Int32s, tokens: Int64s, counts: Int32s) -> None:
+        """Learn from a step that has waited.
+
+        Parameters
+        ----------
+        proposed : int32 [r, k]
+            The drafter's chain after each request's root, or UNKNOWN.
+        tokens, counts : int64 [r, w], int32 [r]
+            What the requests have emitted, and how many tokens that is.
+        """
+        most = min(proposed.shape[1], tokens.shape[1])
+        agrees = np.logical_and.accumulate(proposed[:, :most] == tokens[:, :most], axis=1)
+        accepted = np.maximum(counts - 1, 0)
+        gained = int((accepted - np.minimum(agrees.sum(axis=1), accepted)).sum())
+        self._gained += (gained - self._gained) / MEMORY_STEPS
+        self._emitted += (int(counts.sum()) - self._emitted) / MEMORY_STEPS
+        self._trials += 1
+
+    def waits(self, step_seconds: float, waiting_seconds: float) -> bool:
+        """Whether the next step waits, which takes these times in all and for waiting."""
+        if self._silent:
+            self._silent -= 1
+            if not self._silent:
+                self._trials = TRIAL_STEPS - PROBE_STEPS
+            return False
+        without, plain = self._emitted - self._gained, step_seconds - waiting_seconds
+        if self._trials < TRIAL_STEPS or self._gained * plain >= without * waiting_seconds:
+            return True
+        self._silent = SILENT_STEPS - 1
+        return False
