@@ -37,7 +37,7 @@ from lookahead_vllm.engine.worker.drafter import LookaheadDrafter, prompt_tokens
 from lookahead_vllm.engine.worker.v2.chain_drafts import ChainDrafts
 from lookahead_vllm.engine.worker.v2.drafts import Drafts
 from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
-from lookahead_vllm.engine.worker.v2.launched_step import LaunchedStep
+from lookahead_vllm.engine.worker.v2.launched_step import LaunchedStep, Waiter
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -47,11 +47,6 @@ if TYPE_CHECKING:
 
 PROBE_EVERY = 4
 """While no slots are reserved, trees are grown in every fourth step, to see whether they pay."""
-
-SLEEP_SHARE = 0.8
-"""The drafting rank sleeps for so much of the shortest of the last steps before it polls."""
-POLL_SECONDS = 0.01
-"""After this time of polling, it waits as vLLM does."""
 
 
 class _Request:
@@ -118,8 +113,7 @@ class LateDrafts:
         self._drafted: _Plan | None = None
         """The step whose tokens the proposer got by `draft`, and has to learn from."""
         self._steps_without_slots = 0
-        self._durations: deque[float] = deque(maxlen=8)
-        """Seconds from the launch of the last steps to their tokens."""
+        self._waiter = Waiter()
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -214,31 +208,13 @@ class LateDrafts:
         while len(self._steps) > kept:
             step = self._steps[0]
             if wait:
-                self._wait(step)
+                self._waiter.wait(step)
             elif not step.has_ended:
                 return
             self._follow_new(step)
             with self._drafter.recorder.timed("draft"):
                 self._learn_from(step)
                 self._end(step)
-
-    def _wait(self, step: LaunchedStep) -> None:
-        """Wait for the tokens of a step.
-
-        vLLM's event puts the thread to sleep until the driver wakes it, 20 to 60 µs late, while the
-        device has nothing to do. So sleep until shortly before they should come, and poll then.
-        """
-        if step.has_ended:
-            return
-        shortest = min(self._durations, default=0.0)
-        time.sleep(max(step.launched + SLEEP_SHARE * shortest - time.perf_counter(), 0.0))
-        give_up = time.perf_counter() + POLL_SECONDS
-        while not step.has_ended:
-            if time.perf_counter() > give_up:
-                step.wait()
-                break
-            time.sleep(0)  # leaves the GIL to others
-        self._durations.append(time.perf_counter() - step.launched)
 
     def _follow_new(self, step: LaunchedStep) -> None:
         """Pass the requests of a step that are new to the proposer; needs no tokens."""
@@ -325,7 +301,7 @@ class LateDrafts:
                 return self._grow(plan, most)
         step = self._steps[0] if len(self._steps) > later else None
         if step is not None:
-            self._wait(step)
+            self._waiter.wait(step)
         begin = time.perf_counter()
         drafts = self._draft(compiled, plan, step, most)
         if self._chains is not None and order is not None:
