@@ -14,6 +14,7 @@ import pytest
 from vllm import SamplingParams, TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 
+from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.progress import GONE
 from lookahead_vllm.draft.proposer import DraftLimits, NoProposer
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
@@ -106,6 +107,7 @@ def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again: 
     drafter: Any = SimpleNamespace(
         recorder=SimpleNamespace(timed=lambda name: nullcontext()),
         proposer=NoProposer(),
+        options=LookaheadOptions(),
         is_drafting_rank=True,
         is_enabled=lambda req_id: False,
         announce=lambda req_id, params: params,
@@ -142,7 +144,7 @@ def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again: 
 
 
 def test_tokens_of_steps_in_other_stages_of_a_pipeline_are_not_awaited() -> None:
-    late = LateDrafts(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    late = LateDrafts(SimpleNamespace(options=LookaheadOptions()), SimpleNamespace())  # type: ignore[arg-type]
     late._steps.extend(
         SimpleNamespace(rows=np.array(rows))  # type: ignore[misc]
         for rows in ([1, 2], [GONE], [3, 4], [5])
