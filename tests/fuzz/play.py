@@ -30,7 +30,7 @@ from tests.fuzz.isolation import Leak, LeakDetector
 from tests.fuzz.processes import counters_of, engine_elsewhere
 from tests.fuzz.replies import Difference, Reply, differences
 from tests.fuzz.round import TWO_STAGES, Request, Round
-from tests.fuzz.spies import Branching, branching_requests, recorded_drafts
+from tests.fuzz.spies import Branching, branching_requests, chains_alone, recorded_drafts
 from tests.support import drafters, proposers, v2_on_cpu
 from tests.support.drafters import save_drafter
 from tests.support.driving import drafter_of, engine, runner_of
@@ -354,7 +354,11 @@ class Rounds:
                 stress["distributed_executor_backend"] = "mp"
             if round_.processes == TWO_STAGES:
                 stress["pipeline_parallel_size"] = 2
-        with start(model, lookahead, **{**settings, **stress}) as llm:
+        is_silent = lookahead is not None and "chains alone" in round_.features
+        with (
+            chains_alone() if is_silent else nullcontext(),
+            start(model, lookahead, **{**settings, **stress}) as llm,
+        ):
             yield llm
 
 
