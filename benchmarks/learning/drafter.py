@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lookahead_vllm.cli.arguments import escape_unprintable
-from lookahead_vllm.simulation.traces import TraceError, load_traces
+from lookahead_vllm.draft.progress import NUM_ALTERNATIVES
+from lookahead_vllm.draft.trie.recycling import GAPS
+from lookahead_vllm.simulation.traces import Trace, TraceError, load_traces
 
 WINDOW = 256
 """Tokens of a text that are trained on at once; the head sees nothing before them."""
@@ -100,6 +102,12 @@ class Head(torch.nn.Module):
         out: Tensor = self.layers[0](x, position_embeddings=self._rotary[0](x, positions))
         return out
 
+    def at(self, x: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """The layer's outputs for the inputs x [n, hidden], with an additive mask [1, 1, n, n]."""
+        rotary = self._rotary[0](x[None], positions[None])
+        out: Tensor = self.layers[0](x[None], attention_mask=mask, position_embeddings=rotary)
+        return out[0]
+
 
 def main(arguments: Sequence[str]) -> int:
     """The command."""
@@ -118,21 +126,32 @@ def main(arguments: Sequence[str]) -> int:
     model = hf.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     model = model.to(device).eval().requires_grad_(False)
     options.out.mkdir(parents=True, exist_ok=True)
-    with (options.out / "held_out.jsonl").open("w", encoding="utf-8") as file:
-        for trace in traces[1::2]:
-            prompt, output = trace.prompt.tolist(), trace.output.tolist()
-            line = {"category": trace.category, "prompt_token_ids": prompt}
-            file.write(json.dumps(line | {"output_token_ids": output}) + "\n")
     texts = [[*trace.prompt.tolist(), *trace.output.tolist()] for trace in traces[::2]]
     windows = list(_windows(model, texts, options.tokens))
     scale = float(torch.cat([window.states for window in windows]).float().std())
     head = Head(model, scale).to(device)
     agreement = train(head, model, windows, options.epochs)
+    write_held_out(options.out / "held_out.jsonl", traces[1::2], head, model, options.chains)
     save_file(head.state_dict(), options.out / "model.safetensors")
     config = model.config.to_dict() | {"num_hidden_layers": 1}
     (options.out / "config.json").write_text(json.dumps(config, indent=1))
     print(f"{options.out}: the model's likeliest token is the head's in {agreement:.1%}")
     return 0
+
+
+def write_held_out(
+    path: Path, traces: Sequence[Trace], head: Head, model: torch.nn.Module, length: int | None
+) -> None:
+    """Write traces, with chains of this length if it is given."""
+    with path.open("w", encoding="utf-8") as file:
+        for trace in tqdm(traces, unit="texts", desc=path.name):
+            prompt, output = trace.prompt.tolist(), trace.output.tolist()
+            line: dict[str, Any] = {"category": trace.category, "prompt_token_ids": prompt}
+            line["output_token_ids"] = output
+            if length:
+                ids = torch.tensor([*prompt, *output], device=head.fc.weight.device)
+                line["chains"] = chains_of(head, model, ids, length)[len(prompt) :].tolist()
+            file.write(json.dumps(line) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -147,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, required=True, metavar="DIR", help="for the head")
     add("--tokens", type=int, default=100_000, help="train on at most so many (default: 100000)")
     add("--epochs", type=int, default=6, help="how often each token is seen (default: 6)")
+    add("--chains", type=int, metavar="K", help="write K proposals after each held-out token")
     add("--seed", type=int, default=0, help="of the weights and of the order (default: 0)")
     return parser
 
@@ -165,6 +185,40 @@ def _windows(model: torch.nn.Module, texts: Sequence[list[int]], tokens: int) ->
                 if len(ids) - first > 2 * SKIPPED:
                     yield Window(ids[first:][:WINDOW], states[first:][:WINDOW])
             bar.update(len(ids))
+
+
+@torch.no_grad()
+def chains_of(head: Head, model: torch.nn.Module, ids: Tensor, length: int) -> Tensor:
+    """What the head proposes after each token of a text.
+
+    Returns
+    -------
+    int32 [t, length, NUM_ALTERNATIVES, 2]
+        As `EmittedTokens.chains`; `ids` int64 [t].
+    """
+    embed, output = model.get_input_embeddings(), model.get_output_embeddings().weight
+    states = model.model(input_ids=ids[None]).last_hidden_state[0]
+    t, places = len(ids), torch.arange(len(ids))
+    tokens, before = ids, torch.cat((torch.zeros_like(states[:1]), states[:-1]))
+    inputs, chains = [], []
+    for depth in range(length):
+        inputs.append(head.fc(torch.cat((embed(tokens), before), -1)))
+        # A row sees the text up to its place, and the rows of its own chain.
+        sees = torch.eye(t, dtype=torch.bool).repeat(depth + 1, depth + 1)
+        sees &= (
+            torch.arange((depth + 1) * t)[None] // t <= torch.arange((depth + 1) * t)[:, None] // t
+        )
+        sees[:, :t] = (places[None] <= places[:, None]).repeat(depth + 1, 1)
+        mask = torch.zeros(1, 1, *sees.shape).masked_fill(~sees, -torch.inf)
+        positions = torch.cat([places + deeper for deeper in range(depth + 1)])
+        before = head.at(torch.cat(inputs), positions, mask)[-t:]
+        best, chosen = (before @ output.T).topk(NUM_ALTERNATIVES)
+        gaps = best[:, :1] - best
+        gaps[:, 0] = gaps[:, 1]
+        classes = torch.bucketize(gaps, torch.tensor(GAPS), right=True)
+        chains.append(torch.stack((chosen, classes), -1))
+        tokens = chosen[:, 0]
+    return torch.stack(chains, 1).int()
 
 
 def train(head: Head, model: torch.nn.Module, windows: Sequence[Window], epochs: int) -> float:

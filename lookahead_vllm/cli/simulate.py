@@ -31,11 +31,13 @@ example:
 
 a line of the traces:
   {"prompt_token_ids": [1, 9690, ...], "output_token_ids": [504, ...],
-   "suite": "spec_bench", "category": "qa", "loops": false}
-  The last three may be missing.
+   "suite": "spec_bench", "category": "qa", "loops": false, "chains": [...]}
+  The last four may be missing. `chains` has what a trained drafter proposed after each output
+  token; scripts/train_drafter.py --chains writes them.
 
 proposers:
   ngram_trie, with the options of a server, as in ngram_trie:branch_length=8:max_nodes=50000.
+  ngram_trie:drafter=4 has the first four tokens of the recorded chains in its trees.
   hybrid and jacobi_window learn from the model's choices, which a recording does not have.
 
 modes:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from lookahead_vllm.draft.allowed import folded
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
-from lookahead_vllm.draft.options import LookaheadOptions, OptionError
+from lookahead_vllm.draft.options import CHAIN_LENGTH, LookaheadOptions, OptionError
 from lookahead_vllm.draft.proposer import Proposer
 from lookahead_vllm.draft.registry import HAVE_WINDOW, PROPOSERS, make_proposer
 
@@ -79,6 +79,8 @@ def _maker(spec: str) -> Make:
     for key in ("num_speculative_tokens", "budget"):
         if folded(key) in map(folded, settings):
             raise OptionError(f"{key} is the simulator's to set; leave it out")
+    if isinstance(settings.get("drafter"), int):
+        settings["drafter"] = {CHAIN_LENGTH: settings["drafter"]}
     LookaheadOptions.from_dict(settings)
     return partial(proposer_of, settings)
 

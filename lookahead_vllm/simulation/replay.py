@@ -17,8 +17,10 @@ import numpy as np
 from tqdm import tqdm
 
 from lookahead_vllm.draft.budget.cost import CostCurve
+from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.proposer import DraftLimits, Proposer
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest
+from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.simulation.traces import Trace, TraceFile
 from lookahead_vllm.verify.acceptance import accepted_paths
 
@@ -90,6 +92,7 @@ def play(proposer: Proposer, trace: Trace, request_id: str, budget: int) -> Play
     answer = trace.output.tolist()
     expected = np.append(trace.output, -1)  # -1 agrees with no token beyond the end
     proposer.start(request_id, trace.prompt)  # type: ignore[arg-type]
+    follow = _follower(proposer)
     done, new_tokens = 0, answer[:1]
     while True:
         before = perf_counter_ns()
@@ -98,6 +101,8 @@ def play(proposer: Proposer, trace: Trace, request_id: str, budget: int) -> Play
         done += len(new_tokens)
         if done == len(answer):
             break
+        if follow is not None and trace.chains is not None:
+            follow(request_id, trace.chains[done - 1])
         max_depth = min(budget, len(answer) - done - 1)
         tree = EMPTY_TREE
         if max_depth > 0:
@@ -113,6 +118,18 @@ def play(proposer: Proposer, trace: Trace, request_id: str, budget: int) -> Play
         played.nodes.append(int((tree.depths <= max_depth).sum()))
     proposer.finish(request_id)
     return played
+
+
+def _follower(proposer: Proposer) -> Callable[[str, Int32s], None] | None:
+    """Gives a request its drafter's chain; None if the proposer's options have no drafter."""
+    if not isinstance(proposer, NGramTrieProposer) or not proposer.options.chain_length:
+        return None
+
+    def follow(request_id: str, chain: Int32s) -> None:
+        length = proposer.options.chain_length
+        proposer.follow_chains(np.array([proposer.text_of(request_id)]), chain[None, :length])
+
+    return follow
 
 
 def simulate(

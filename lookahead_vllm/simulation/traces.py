@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead_vllm.draft.progress import NUM_ALTERNATIVES
 from lookahead_vllm.json_lines import are_token_ids, read_json_lines
 
 Int32s = NDArray[np.int32]
@@ -27,6 +28,9 @@ class Trace:
     output: Int32s
     category: str
     id: str = ""
+    chains: Int32s | None = None
+    """int32 [outputs, K, NUM_ALTERNATIVES, 2]: what a trained drafter proposed after each output
+    token, as in `draft/progress.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ def load_traces(
 ) -> TraceFile:
     """Read a JSON-lines file of objects with `prompt_token_ids` and `output_token_ids`.
 
-    The keys `id`, `suite`, `category` and `loops` are optional.
+    The keys `id`, `suite`, `category`, `loops` and `chains` are optional.
 
     Parameters
     ----------
@@ -101,6 +105,7 @@ def _trace(place: str, line: Any) -> tuple[Trace, bool]:
         _token_ids(place, line, "output_token_ids"),
         "/".join(names) or "all",
         str(line.get("id", "")),
+        _chains(place, line),
     )
     return trace, bool(line.get("loops"))
 
@@ -110,3 +115,19 @@ def _token_ids(place: str, line: dict[str, Any], key: str) -> Int32s:
     if not are_token_ids(ids):
         raise TraceError(f"{place}: `{key}` must be a list of token ids")
     return np.array(ids, dtype=np.int32)
+
+
+def _chains(place: str, line: dict[str, Any]) -> Int32s | None:
+    if line.get("chains") is None:
+        return None
+    try:
+        chains = np.array(line["chains"], np.int32)
+    except (TypeError, ValueError, OverflowError):
+        chains = np.empty(0, np.int32)
+    outputs, *chain = len(line["output_token_ids"]), NUM_ALTERNATIVES, 2
+    if chains.ndim != 4 or chains.shape != (outputs, chains.shape[1], *chain):
+        raise TraceError(
+            f"{place}: `chains` must have, for each output token and each depth, "
+            f"{NUM_ALTERNATIVES} pairs of a token and a class"
+        )
+    return chains

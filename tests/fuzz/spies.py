@@ -153,6 +153,6 @@ def chains_alone() -> Iterator[None]:
             (LaunchedStep, "has_ended", False),
             (CPUTreeAttention, "replaces_chains", lambda *_: False),  # as on a GPU
         ),
-        mock.patch.object(launched_step, "POLL_SECONDS", 0.0),
+        mock.patch.multiple(launched_step, SLEEP_SHARE=0.0, POLL_SECONDS=0.0),
     ):
         yield
