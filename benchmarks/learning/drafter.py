@@ -150,7 +150,7 @@ def write_held_out(
             line["output_token_ids"] = output
             if length:
                 ids = torch.tensor([*prompt, *output], device=head.fc.weight.device)
-                line["chains"] = chains_of(head, model, ids, length)[len(prompt) :].tolist()
+                line["chains"] = chains_of(head, model, ids, length)[len(prompt) - 1 :].tolist()
             file.write(json.dumps(line) + "\n")
 
 
@@ -189,25 +189,24 @@ def _windows(model: torch.nn.Module, texts: Sequence[list[int]], tokens: int) ->
 
 @torch.no_grad()
 def chains_of(head: Head, model: torch.nn.Module, ids: Tensor, length: int) -> Tensor:
-    """What the head proposes after each token of a text.
+    """What the head proposes after each token of a text but the first one.
 
     Returns
     -------
-    int32 [t, length, NUM_ALTERNATIVES, 2]
+    int32 [t - 1, length, NUM_ALTERNATIVES, 2]
         As `EmittedTokens.chains`; `ids` int64 [t].
     """
     embed, output = model.get_input_embeddings(), model.get_output_embeddings().weight
     states = model.model(input_ids=ids[None]).last_hidden_state[0]
-    t, places = len(ids), torch.arange(len(ids))
-    tokens, before = ids, torch.cat((torch.zeros_like(states[:1]), states[:-1]))
+    t, places = len(ids) - 1, torch.arange(len(ids) - 1)
+    tokens, before = ids[1:], states[:-1]
     inputs, chains = [], []
     for depth in range(length):
         inputs.append(head.fc(torch.cat((embed(tokens), before), -1)))
         # A row sees the text up to its place, and the rows of its own chain.
         sees = torch.eye(t, dtype=torch.bool).repeat(depth + 1, depth + 1)
-        sees &= (
-            torch.arange((depth + 1) * t)[None] // t <= torch.arange((depth + 1) * t)[:, None] // t
-        )
+        depths = torch.arange((depth + 1) * t) // t
+        sees &= depths[None] <= depths[:, None]
         sees[:, :t] = (places[None] <= places[:, None]).repeat(depth + 1, 1)
         mask = torch.zeros(1, 1, *sees.shape).masked_fill(~sees, -torch.inf)
         positions = torch.cat([places + deeper for deeper in range(depth + 1)])

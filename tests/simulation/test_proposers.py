@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,9 @@ import pytest
 from lookahead_vllm.draft.budget.cost import CostCurve
 from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.simulation.proposers import choose_proposers
+from lookahead_vllm.simulation.replay import simulate
+from lookahead_vllm.simulation.traces import load_traces
+from tests.support.files import jsonl
 
 
 def test_a_proposer_has_the_settings_of_its_name_and_the_simulators_budget() -> None:
@@ -20,6 +25,23 @@ def test_a_proposer_has_the_settings_of_its_name_and_the_simulators_budget() -> 
     curve = CostCurve([1, 2], [1.0, 3.0])
     costed: Any = choose_proposers(name)[name](24, curve)
     assert costed.options.budget == "auto" and costed.cost.curve is curve
+
+
+def test_recorded_chains_are_in_the_trees_of_a_proposer_with_a_drafter(tmp_path: Path) -> None:
+    """Half of the chains are right; the texts do not repeat, so the trie proposes nothing."""
+    output = [*range(10, 90)]
+    chains = [
+        [[[token + depth if i % 2 else 0, 0]] + [[1, 0]] * 3 for depth in range(1, 4)]
+        for i, token in enumerate(output)
+    ]
+    line = dict(prompt_token_ids=[1, 2], output_token_ids=output, chains=chains)
+    file = load_traces(jsonl(tmp_path / "t.jsonl", line))
+    names = "ngram_trie,ngram_trie:drafter=1,ngram_trie:drafter=3"
+    alone, first, whole = (
+        simulate(partial(make, 8, None), 8, [file], ["cold"])["cold"]["edl"]
+        for make in choose_proposers(names).values()
+    )
+    assert alone == 1 < first < whole
 
 
 @pytest.mark.parametrize(

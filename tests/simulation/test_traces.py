@@ -41,6 +41,8 @@ def test_traces_are_filtered_then_shuffled_then_limited(tmp_path: Path) -> None:
         ({"prompt_token_ids": [1]}, r"t.jsonl, line 2: `output_token_ids` must be a list"),
         (line([1, -1]), r"t.jsonl, line 2: `output_token_ids` must be a list"),
         ({"prompt_token_ids": "x", "output_token_ids": []}, r"t.jsonl, line 2: `prompt_token_ids`"),
+        (line([1, 2], chains=[[[[1, 0]] * 4]]), r"t.jsonl, line 2: `chains` must have, for each"),
+        (line([1, 2], chains=[1, 2]), r"t.jsonl, line 2: `chains` must have, for each"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, second: Any, message: str) -> None:
