@@ -15,10 +15,8 @@ from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.engine.worker.cpu_attention import CPUTreeAttention
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.v1.runner import SynchronousRunner
-from lookahead_vllm.engine.worker.v2 import launched_step
 from lookahead_vllm.engine.worker.v2.drafts import Drafts
 from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
-from lookahead_vllm.engine.worker.v2.launched_step import LaunchedStep
 from tests.fuzz.isolation import LeakDetector, request_index
 
 OnStep = Callable[[Any, Sequence[str]], None]
@@ -140,19 +138,13 @@ def recorded_drafts(detector: LeakDetector) -> Iterator[None]:
 
 @contextmanager
 def chains_alone() -> Iterator[None]:
-    """In engines with a trained drafter, about half of the steps that may do not wait for the trie.
-
-    The tokens of a step arrive when they are waited for, as on a device.
-    """
+    """In engines with a trained drafter, about half of the steps that may do not wait for the
+    trie."""
     rng = random.Random(0)
     decided: Any = lambda *_: rng.random() < 0.5  # noqa: E731
-    with (
-        _replaced(
-            (TrieWorth, "waits", decided),
-            (NGramTrieProposer, "step_seconds", (1.0, 0.1)),
-            (LaunchedStep, "has_ended", False),
-            (CPUTreeAttention, "replaces_chains", lambda *_: False),  # as on a GPU
-        ),
-        mock.patch.multiple(launched_step, SLEEP_SHARE=0.0, POLL_SECONDS=0.0),
+    with _replaced(
+        (TrieWorth, "waits", decided),
+        (NGramTrieProposer, "step_seconds", (1.0, 0.1)),
+        (CPUTreeAttention, "replaces_chains", lambda *_: False),  # as on a GPU
     ):
         yield

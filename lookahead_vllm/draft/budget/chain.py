@@ -73,6 +73,9 @@ SILENT_STEPS = 64
 """After so many steps that did not wait for the trie, some wait, to see whether it would help."""
 PROBE_STEPS = 4
 """The number of these."""
+EXPLORE_STEPS, EXPLORE_BELOW = 1024, 0.1
+"""After so many steps that waited, some do not, so that the price of waiting is known: if the trie
+adds less than this share."""
 
 
 class TrieWorth:
@@ -86,6 +89,8 @@ class TrieWorth:
         self._gained = self._emitted = 0.0
         """Moving averages: tokens of a step that the chain would not have given, and all."""
         self._trials = self._silent = 0
+        self._waited = EXPLORE_STEPS - TRIAL_STEPS
+        """Steps since the last one that did not wait."""
 
     def observe(self, proposed: Int32s, tokens: Int64s, counts: Int32s) -> None:
         """Learn from a step that has waited.
@@ -112,8 +117,11 @@ class TrieWorth:
             if not self._silent:
                 self._trials = TRIAL_STEPS - PROBE_STEPS
             return False
+        self._waited += 1
         without, plain = self._emitted - self._gained, step_seconds - waiting_seconds
-        if self._trials < TRIAL_STEPS or self._gained * plain >= without * waiting_seconds:
+        explores = self._waited > EXPLORE_STEPS and self._gained < EXPLORE_BELOW * without
+        pays = self._gained * plain >= without * waiting_seconds and not explores
+        if self._trials < TRIAL_STEPS or pays:
             return True
-        self._silent = SILENT_STEPS - 1
+        self._silent, self._waited = SILENT_STEPS - 1, 0
         return False

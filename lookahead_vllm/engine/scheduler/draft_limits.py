@@ -34,10 +34,19 @@ class DraftLimiter:
         tokens come after the draft and need blocks too.
     chain_length : int
         The slots behind the last token of a step that a trained drafter writes to.
+    drafter_tokens : int
+        The tokens of a step that vLLM reserves for a trained drafter, for each request.
     """
 
-    def __init__(self, scheduler: Scheduler, steps_ahead: int = 0, chain_length: int = 0) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        steps_ahead: int = 0,
+        chain_length: int = 0,
+        drafter_tokens: int = 0,
+    ) -> None:
         self._scheduler = scheduler
+        self._drafter_tokens = drafter_tokens
         self._steps_ahead, self._chain_length = steps_ahead, chain_length
         self._may_hold_unused = False
         """Whether a request may hold blocks with nothing but rejected tokens."""
@@ -87,7 +96,7 @@ class DraftLimiter:
             return {}
         # A request whose draft is in flight in another pipeline stage has no tokens, or less.
         free_tokens = scheduler.max_num_scheduled_tokens
-        free_tokens -= sum(max(_plain_tokens(request), 0) for request in scheduler.running)
+        free_tokens -= self._charge(scheduler.running)
         waiting = starting = list(self._admissible())
         kept: dict[str, list[int]] = {}
         if is_tight := self._may_lack_blocks(drafted, waiting, free_tokens):
@@ -98,7 +107,7 @@ class DraftLimiter:
             self._may_hold_unused = True
             if starting:
                 self._cut_unlikely(drafted, probs_of, min_prob_beside_prompt)
-            free_tokens -= sum(max(_plain_tokens(request), 0) for request in starting)
+            free_tokens -= self._charge(starting)
             excess = sum(len(request.spec_token_ids) for request in drafted) - max(free_tokens, 0)
             if excess > 0:
                 self._cut_tokens(drafted, excess, probs_of)
@@ -108,6 +117,11 @@ class DraftLimiter:
                 charged = starting if self._may_free_blocks and not self._steps_ahead else waiting
                 self._cut_to_blocks(drafted, charged, probs_of)
         return kept
+
+    def _charge(self, requests: Sequence[Request]) -> int:
+        """The tokens of a step that these requests take without drafts."""
+        plain = sum(max(_plain_tokens(request), 0) for request in requests)
+        return plain + self._drafter_tokens * len(requests)
 
     def _admissible(self) -> Iterator[Request]:
         """The waiting requests that could start in this step."""
@@ -120,7 +134,7 @@ class DraftLimiter:
             if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:  # a session without input
                 continue
             yield request
-            tokens -= _plain_tokens(request)
+            tokens -= _plain_tokens(request) + self._drafter_tokens
             if tokens <= 0:
                 return
 

@@ -56,7 +56,8 @@ class LateDraftScheduler(DraftScheduler, AsyncScheduler):
         self._empty_steps = 0
         # A trained drafter writes its KV behind the last token of each step.
         self.num_lookahead_tokens = options.chain_length
-        self._draft_limiter = DraftLimiter(self, STEPS_AHEAD, options.chain_length)
+        slots = self.vllm_config.speculative_config.max_num_new_slots_for_drafting
+        self._draft_limiter = DraftLimiter(self, STEPS_AHEAD, options.chain_length, slots)
         self._slots = [-1] * self.num_spec_tokens
         # A slot's value depends only on its index; the limiter removes the last ones first.
         self._probs = [1 / (1 + slot) for slot in range(self.num_spec_tokens)]

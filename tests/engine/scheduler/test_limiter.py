@@ -25,6 +25,7 @@ def test_sessions_without_input_do_not_start_in_a_step() -> None:
 
     new, idle = request(RequestStatus.WAITING), request(RequestStatus.WAITING_FOR_STREAMING_REQ)
     limiter: Any = object.__new__(DraftLimiter)
+    limiter._drafter_tokens = 0
     limiter._scheduler = SimpleNamespace(
         running=[],
         kv_holding_waiting=[idle],
@@ -103,3 +104,12 @@ def test_the_largest_number_that_fits(most: int, limit: int) -> None:
 
     assert _largest(most, fits) == max(min(most, limit), 0)
     assert len(tried) <= 8
+
+
+def test_a_drafter_that_needs_a_token_of_each_request_is_charged() -> None:
+    """vLLM reserves it, so drafts that took it would leave nothing for the last prompt."""
+    limiter = limiter_with_free_blocks(9)
+    requests = [waiting_request(5), waiting_request(7)]
+    for tokens, charged in ((0, 12), (1, 14)):
+        limiter._drafter_tokens = tokens
+        assert limiter._charge(requests) == charged

@@ -75,8 +75,7 @@ class ChainDrafts:
     ) -> Drafts | None:
         """The chains after the `last` step as drafts of the next one; their tokens are UNKNOWN.
 
-        None if the step has to wait: because the trie adds enough, is asked whether it would, or
-        the tokens of the last step have arrived anyway.
+        None if the step has to wait: because the trie adds enough, or is asked whether it would.
         """
         sizes, seconds = self._sizes(wanted), proposer.step_seconds
         if (
@@ -87,7 +86,6 @@ class ChainDrafts:
             or not sizes.all()
             or sizes.sum() > most
             or not np.isin(wanted.rows, last.rows).all()
-            or last.has_ended
             or self._trie_worth.waits(*seconds)
         ):
             return None

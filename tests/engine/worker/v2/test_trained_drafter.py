@@ -17,7 +17,6 @@ from lookahead_vllm.draft.progress import PROPOSED
 from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.engine.worker import step_cost
 from lookahead_vllm.engine.worker.cpu_attention import CPUTreeAttention
-from lookahead_vllm.engine.worker.v2.launched_step import LaunchedStep
 from lookahead_vllm.engine.worker.v2.trained_drafter import TrainedDrafter
 from tests.support import graph_engine, v2_on_cpu
 from tests.support.drafters import (
@@ -160,7 +159,6 @@ def test_chains_are_verified_before_the_host_knows_them(
     options = dict(budget="auto", drafter=save_drafter("draft_model", tmp_path, 4))
     for waits in (True, False):
         monkeypatch.setattr(TrieWorth, "waits", lambda *_, waits=waits: waits)
-        monkeypatch.setattr(LaunchedStep, "has_ended", False)  # nothing has to be waited for here
         with engine(target, options, **SETTINGS) as llm:
             unknown = record_unknown_chains(llm)
             assert generate_staggered(llm, PROMPTS, PARAMS, every=10) == expected
