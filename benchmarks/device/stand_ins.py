@@ -50,6 +50,7 @@ def install(device: SimulatedDevice, second_runner: bool) -> None:
     torch.Tensor.cpu = cpu
     if second_runner:
         _install_copies(device)
+        _attend_as_on_a_gpu()
     else:
         _install_in_first_runner()
 
@@ -63,6 +64,13 @@ def _install_copies(device: SimulatedDevice) -> None:
         return device.copy_to_host(tensor.numpy())
 
     async_utils.async_copy_to_np = utils.async_copy_to_np = async_copy_to_np
+
+
+def _attend_as_on_a_gpu() -> None:
+    """There, chains are vLLM's kernel's, which reads on the device where they are."""
+    from lookahead_vllm.engine.worker.cpu_attention import CPUTreeAttention
+
+    CPUTreeAttention.replaces_chains = lambda self, is_latent: False  # type: ignore[method-assign]
 
 
 def _install_in_first_runner() -> None:
