@@ -320,6 +320,7 @@ class Runner(GraphRunner, FakeBase):
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
     device = torch.device("cpu")
+    _late: Any = SimpleNamespace()
 
 
 @pytest.fixture
