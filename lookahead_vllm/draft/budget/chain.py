@@ -16,6 +16,26 @@ RETRY_STEPS = 1000
 """Steps with one pass after which the whole chain is tried again."""
 
 
+class _Gains:
+    """Moving averages of the tokens of a step: those that something has added, and all."""
+
+    def __init__(self) -> None:
+        self.gained = self._emitted = 0.0
+        self.trials = 0
+        """The steps that count for a judgement."""
+
+    def add(self, gained: int, emitted: int) -> None:
+        """A step has emitted so many tokens."""
+        self.gained += (gained - self.gained) / MEMORY_STEPS
+        self._emitted += (emitted - self._emitted) / MEMORY_STEPS
+        self.trials += 1
+
+    @property
+    def without(self) -> float:
+        """The tokens of a step that would have come anyway."""
+        return self._emitted - self.gained
+
+
 class ChainWorth:
     """Judges a drafter's chain by the tokens that it adds.
 
@@ -31,9 +51,8 @@ class ChainWorth:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._gained = self._emitted = 0.0
-        """Moving averages: tokens of a step that followed from the chain, and all of its tokens."""
-        self._trials = self._pause = 0
+        self._chain = _Gains()
+        self._pause = 0
 
     def observe(self, forest: DraftForest, paths: Int32s, num_emitted: int) -> None:
         """Learn from a step, if it was drafted with the whole chain.
@@ -51,19 +70,18 @@ class ChainWorth:
         from_chain = is_node & (forest.sources[forest.firsts[:-1, None] + paths] == DRAFTER)
         from_chain[:, :1] = False  # these come with the first pass
         gained = int((np.maximum.accumulate(from_chain, axis=1) & is_node).sum())
-        self._gained += (gained - self._gained) / MEMORY_STEPS
-        self._emitted += (num_emitted - self._emitted) / MEMORY_STEPS
-        self._trials += 1
+        self._chain.add(gained, num_emitted)
 
     def next_step(self, step_seconds: float) -> bool:
         """Whether the chain after the next step, which takes this time without it, is whole."""
         if self._pause:
             self._pause -= 1
             if not self._pause:
-                self._trials = 0
+                self._chain.trials = 0
             return False
-        without = self._emitted - self._gained
-        if self._trials >= TRIAL_STEPS and self._gained * step_seconds < without * self._seconds:
+        chain = self._chain
+        pays = chain.gained * step_seconds >= chain.without * self._seconds
+        if chain.trials >= TRIAL_STEPS and not pays:
             self._pause = RETRY_STEPS - 1
             return False
         return True
@@ -86,9 +104,8 @@ class TrieWorth:
     """
 
     def __init__(self) -> None:
-        self._gained = self._emitted = 0.0
-        """Moving averages: tokens of a step that the chain would not have given, and all."""
-        self._trials = self._silent = 0
+        self._trie = _Gains()
+        self._silent = 0
         self._waited = EXPLORE_STEPS - TRIAL_STEPS
         """Steps since the last one that did not wait."""
 
@@ -106,22 +123,20 @@ class TrieWorth:
         agrees = np.logical_and.accumulate(proposed[:, :most] == tokens[:, :most], axis=1)
         accepted = np.maximum(counts - 1, 0)
         gained = int((accepted - np.minimum(agrees.sum(axis=1), accepted)).sum())
-        self._gained += (gained - self._gained) / MEMORY_STEPS
-        self._emitted += (int(counts.sum()) - self._emitted) / MEMORY_STEPS
-        self._trials += 1
+        self._trie.add(gained, int(counts.sum()))
 
     def waits(self, step_seconds: float, waiting_seconds: float) -> bool:
         """Whether the next step waits, which takes these times in all and for waiting."""
         if self._silent:
             self._silent -= 1
             if not self._silent:
-                self._trials = TRIAL_STEPS - PROBE_STEPS
+                self._trie.trials = TRIAL_STEPS - PROBE_STEPS
             return False
         self._waited += 1
-        without, plain = self._emitted - self._gained, step_seconds - waiting_seconds
-        explores = self._waited > EXPLORE_STEPS and self._gained < EXPLORE_BELOW * without
-        pays = self._gained * plain >= without * waiting_seconds and not explores
-        if self._trials < TRIAL_STEPS or pays:
+        trie, plain = self._trie, step_seconds - waiting_seconds
+        explores = self._waited > EXPLORE_STEPS and trie.gained < EXPLORE_BELOW * trie.without
+        pays = trie.gained * plain >= trie.without * waiting_seconds and not explores
+        if trie.trials < TRIAL_STEPS or pays:
             return True
         self._silent, self._waited = SILENT_STEPS - 1, 0
         return False

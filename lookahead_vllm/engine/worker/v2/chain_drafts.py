@@ -28,11 +28,6 @@ class ChainDrafts:
     ----------
     length
         K, the tokens of a whole chain.
-
-    Attributes
-    ----------
-    proposed : int32 [r, K] or None
-        What was proposed before the next launch, as `LaunchedStep.proposed`.
     """
 
     def __init__(self, length: int) -> None:
@@ -42,11 +37,9 @@ class ChainDrafts:
         self._trie_worth = TrieWorth()
         self._are_sent = False
         """Whether the last trees were as large as the chains."""
-        self.proposed: Int32s | None = None
 
-    def note(self, proposed: Int32s, sizes: Int64s, wanted: WantedDrafts) -> None:
-        """The next step has waited for trees of these `sizes`, int64 [r]."""
-        self.proposed = proposed
+    def note(self, sizes: Int64s, wanted: WantedDrafts) -> None:
+        """A step has waited for trees of these `sizes`, int64 [t]."""
         self._are_sent = bool((sizes >= self._sizes(wanted)).all())
 
     def observe(self, step: LaunchedStep, paths: Int32s) -> None:
@@ -89,11 +82,8 @@ class ChainDrafts:
             or self._trie_worth.waits(*seconds)
         ):
             return None
-        firsts = np.append(0, np.cumsum(sizes))
-        places = (np.arange(firsts[-1]) - np.repeat(firsts[:-1], sizes)).astype(np.int32)
-        unknown, sources = np.full_like(places, UNKNOWN), np.full(len(places), DRAFTER, np.uint8)
-        probs = np.full(len(places), 0.5, np.float32)
-        forest = DraftForest(unknown, places - 1, probs, places + 1, sources, firsts)
+        forest = DraftForest.of([]).with_empty(len(sizes)).after_chains(sizes)
+        forest.tokens[:], forest.sources[:] = UNKNOWN, DRAFTER
         not_known = np.zeros(len(sizes), np.int64)
         whole = self.are_whole(proposer)
         return Drafts(req_ids, forest, not_known, pays=True, whole_chain=whole, waited=False)

@@ -187,13 +187,22 @@ class LateDrafts:
         rows = [requests[i].row if i in requests else GONE for i in req_ids]
         now = time.perf_counter()
         step = LaunchedStep(output, np.array(rows, np.int64), drafts, verified, now, chains)
-        if self._chains is not None:
-            step.proposed, self._chains.proposed = self._chains.proposed, None
+        if self._chains is not None and self._drafted is not None:
+            self._note_chains(step, self._chains, self._drafted)
         for req_id in req_ids:
             if req_id not in requests:
                 step.drop(req_id, GONE)
         self._steps.append(step)
         self._catch_up()
+
+    def _note_chains(self, step: LaunchedStep, chains: ChainDrafts, plan: _Plan) -> None:
+        """Note what a trained drafter has proposed before a step that has waited for its drafts."""
+        compiled, texts = self._compiled, self._progress.arrays.texts
+        if compiled is not None and len(plan.req_ids) == len(step.rows):  # all of them decode
+            step.proposed = compiled.proposed_after(texts[step.rows])
+            sizes = np.zeros(len(texts), np.int64)
+            sizes[step.rows[step.drafts.rows]] = step.drafts.forest.sizes
+            chains.note(sizes[plan.wanted.rows], plan.wanted)
 
     def learn(self, wait: bool = True) -> None:
         """Pass the tokens of all steps to the proposer; without `wait`, of those that have ended.
@@ -304,10 +313,6 @@ class LateDrafts:
             self._waiter.wait(step)
         begin = time.perf_counter()
         drafts = self._draft(compiled, plan, step, most)
-        if self._chains is not None and order is not None:
-            texts = self._progress.arrays.texts[plan.wanted.rows]
-            proposed = compiled.proposed_after(texts)
-            self._chains.note(proposed, drafts.forest.sizes, plan.wanted)
         self._drafter.recorder.add_time("draft", begin)
         return drafts
 
@@ -427,9 +432,9 @@ class LateDrafts:
     def _chains_alone(self, plan: _Plan, most: int) -> Drafts | None:
         """See `ChainDrafts.alone`; learns from all steps but the last one."""
         compiled, rows = self._compiled, plan.wanted.rows
-        if self._chains is None or compiled is None or not self._steps or self._grammars:
+        if not self.may_be_silent or not self._steps or self._grammars:
             return None
-        if not self.may_be_silent:
+        if self._chains is None or compiled is None:
             return None
         arrays = self._progress.arrays
         if (arrays.texts[rows] == NO_TEXT).any() or arrays.num_repeated[rows].any():
