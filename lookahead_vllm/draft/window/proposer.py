@@ -199,9 +199,10 @@ class JacobiWindowProposer:
         for limit in limits:
             text = self._texts[limit.request_id]
             before = len(chains)
-            for rest, source in text.pool.candidates(text.tail[-1]):
-                chains.append(rest)
-                sources.append(source)
+            if text.tail:  # a prompt of embeddings has no tokens before its answer begins
+                for rest, source in text.pool.candidates(text.tail[-1]):
+                    chains.append(rest)
+                    sources.append(source)
             counts.append(len(chains) - before)
         allowed = np.array([limit.max_nodes for limit in limits], np.int64)
         *fields, ranks = _merge(

@@ -128,3 +128,13 @@ def test_the_proposer_keeps_to_each_request_s_limits():
     depths = [int(tree.depths.max(initial=0)) for tree in forest]
     assert all(depth <= limit.max_depth for depth, limit in zip(depths, limits, strict=True))
     assert not forest.branching[3]
+
+
+def test_a_prompt_of_embeddings_may_be_asked_for_a_draft_before_its_answer_begins():
+    """It has no tokens; steps without slots grow trees as soon as a request has started."""
+    proposer = JacobiWindowProposer(OPTIONS)
+    proposer.start("embeddings", [])
+    proposer.start("tokens", PROMPT.tolist())
+    limits = [DraftLimits(i, 64, 8) for i in ("embeddings", "tokens")]
+    empty, tree = proposer.propose(limits)
+    assert not len(empty.tokens) and len(tree.tokens)
