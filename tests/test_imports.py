@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "draft/trie": {"numpy", *(f"{DRAFT}.{name}" for name in ("*", "budget", "trie", "window"))},
     "draft/window": {"numpy", f"{DRAFT}.*", f"{DRAFT}.budget", f"{DRAFT}.window"},
     "draft/cache": {"numpy", f"{DRAFT}.*", f"{DRAFT}.trie", f"{DRAFT}.cache"},
+    "draft/fleet": {"numpy", f"{DRAFT}.*", f"{DRAFT}.trie", f"{DRAFT}.fleet"},
     "verify": {"numpy", "torch", f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.cpu", f"{VERIFY}.gpu"},
     "verify/cpu": {"numpy", "torch", f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.cpu"},
     "verify/gpu": {
@@ -38,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
         *(f"{DRAFT}.*", f"{ENGINE}.*", f"{ENGINE}.scheduler"),
     },
     "engine/worker": {
-        *("numpy", "torch", "vllm", "llvmlite", "tqdm"),
+        *("numpy", "torch", "vllm", "llvmlite", "redis", "tqdm"),
         *(DRAFT, VERIFY, f"{ENGINE}.*", f"{ENGINE}.worker.*"),
     },
     "engine/worker/v1": {

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, sleep
 
 from lookahead_vllm.draft.jit import Int32s
 
@@ -25,12 +25,21 @@ class _Text:
     insert: Callable[[Int32s], None]
     tokens: Int32s
 
+    def insert_chunk(self) -> None:
+        self.insert(self.tokens[:CHUNK_TOKENS])
+        self.tokens = self.tokens[CHUNK_TOKENS:]
+
+
+class _Arrivals:
+    """The request whose texts come from other replicas."""
+
 
 class InsertionQueue:
     """Inserts long texts over several steps, so that no request delays the others.
 
-    Requests take turns of CHUNK_TOKENS tokens. The length of a step is the time between the last
-    two calls of `end_step`; a step inserts for a share of it, and at most one turn longer.
+    Requests take turns of CHUNK_TOKENS tokens; all texts of other replicas count as one request.
+    The length of a step is the time between the last two calls of `end_step`; a step inserts for a
+    share of it, and at most one turn longer.
 
     Attributes
     ----------
@@ -51,6 +60,8 @@ class InsertionQueue:
         self._last_end: float | None = None
         self._waiting: dict[Hashable, deque[_Text]] = {}
         """By request, in the order of their turns."""
+        self._arrived: deque[_Text] = deque()
+        """Texts of other replicas that are not in `_waiting`; another thread uses it, too."""
 
     def add(self, request: Hashable, insert: Callable[[Int32s], None], tokens: Int32s) -> None:
         """Queue `tokens` int32 [n] for `insert`, in parts, after the request's earlier texts."""
@@ -63,12 +74,12 @@ class InsertionQueue:
 
     def work(self) -> None:
         """Insert until this step's time is used up or the queue is empty."""
-        while self._waiting and (self._left > 0 or self.seconds == math.inf):
+        while self._has_work() and (self._left > 0 or self.seconds == math.inf):
             self._take_turn()
 
     def end_step(self) -> None:
         """Insert for the rest of this step's time, at least one turn, and begin the next step."""
-        if self._waiting and not self._has_inserted:
+        if not self._has_inserted and self._has_work():
             self._take_turn()
         self.work()
         self._has_inserted = False
@@ -77,14 +88,51 @@ class InsertionQueue:
         length = math.inf if last is None else now - last
         self._left = min(self.share * length, self.seconds)
 
+    # ---- texts of other replicas, from another thread --------------------------------------------
+
+    def arrive(self, insert: Callable[[Int32s], None], tokens: Int32s) -> None:
+        """As `add`, for a text of another replica."""
+        self._arrived.append(_Text(insert, tokens))
+
+    @property
+    def num_arrived(self) -> int:
+        """The tokens that have arrived and are not in turns yet."""
+        return sum(len(text.tokens) for text in tuple(self._arrived))
+
+    def seconds_since_step(self) -> float:
+        """The time since the last step ended."""
+        return math.inf if self._last_end is None else self.clock() - self._last_end
+
+    def insert_arrived(self) -> bool:
+        """Insert a whole text that has arrived, in the other thread; False if there is none.
+
+        Kernels hold the global interpreter lock, so a step that begins waits for one part.
+        """
+        text = self._next_arrived()
+        while text is not None and len(text.tokens):
+            text.insert_chunk()
+            sleep(0)  # lets a step begin
+        return text is not None
+
+    def _next_arrived(self) -> _Text | None:
+        try:
+            return self._arrived.popleft()
+        except IndexError:  # the other thread may have taken the last one
+            return None
+
+    def _has_work(self) -> bool:
+        if self._arrived and _Arrivals not in self._waiting:
+            text = self._next_arrived()
+            if text is not None:
+                self._waiting[_Arrivals] = deque([text])
+        return bool(self._waiting)
+
     def _take_turn(self) -> None:
         start = self.clock()
         request = next(iter(self._waiting))
         texts = self._waiting.pop(request)
-        text = texts[0]
-        text.insert(text.tokens[:CHUNK_TOKENS])
-        text.tokens = text.tokens[CHUNK_TOKENS:]
-        if not len(text.tokens):
+        texts[0].insert_chunk()
+        if not len(texts[0].tokens):
             texts.popleft()
         if texts:
             self._waiting[request] = texts  # after all others

@@ -23,6 +23,7 @@ from lookahead_vllm.draft.window.shape import (
 
 DRAFTS = ("hierarchical", "single")
 SHARES = ("none", "namespace", "all")
+SHARE_SCHEMES = ("redis://", "rediss://", "unix://")
 
 MAX_DECODING_LENGTH = 128
 
@@ -105,6 +106,9 @@ class LookaheadOptions:
     cache_path, cache_interval : str or None, int or float
         The file that keeps the cache for the next start; seconds between two saves, 0 for none
         before the end.
+    share_with, share_messages : str or None, int
+        The server through which replicas of this engine learn from each other's answers; the most
+        messages that it keeps of a namespace.
     max_reference_tokens : int
         The maximum number of reference tokens of one request. In a reference that is text, 4 bytes
         of UTF-8 count as a token.
@@ -127,6 +131,10 @@ class LookaheadOptions:
     share: str = _words("namespace", SHARES)
     cache_path: str | None = _text("the path of a file", "lookahead.cache")
     cache_interval: float = _number(60, 0, WEEK_SECONDS, "a number of seconds")
+    share_with: str | None = _text(
+        "the URL of a Redis or Valkey server", "redis://localhost:6379/0"
+    )
+    share_messages: int = _number(4_000, 1, 10_000_000)
     max_reference_tokens: int = _number(16_384, 1, 2**20)
     accept_references: bool = _switch(True)
     accept_namespaces: bool = _switch(True)
@@ -154,12 +162,9 @@ class LookaheadOptions:
                 f"drafter={reprlib.repr(self.drafter)} was given, but only the trees of the "
                 "proposers 'hybrid' and 'ngram_trie' hold its tokens; leave proposer out"
             )
-        path = self.cache_path
-        if path is not None and self.proposer not in ("auto", *KEEP_CACHE):
-            raise OptionError(
-                f"cache_path={path!r} was given, but the proposer {self.proposer!r} keeps no "
-                "cache; leave cache_path out"
-            )
+        self._check_keeping("cache_path", "keeps no cache")
+        self._check_keeping("share_with", "learns from no other request")
+        self._check_sharing()
 
     @classmethod
     def from_dict(cls, given: Mapping[str, object]) -> LookaheadOptions:
@@ -295,6 +300,28 @@ class LookaheadOptions:
                     f"'hybrid' and 'jacobi_window' have a window; leave {name} out, or write "
                     "proposer='hybrid'"
                 )
+
+    def _check_keeping(self, option: str, reason: str) -> None:
+        if getattr(self, option) is not None and self.proposer not in ("auto", *KEEP_CACHE):
+            raise OptionError(
+                f"{option} was given, but the proposer {self.proposer!r} {reason}; leave {option} "
+                "out"
+            )
+
+    def _check_sharing(self) -> None:
+        """Without showing the URL, which may hold a password."""
+        if self.share_with is None:
+            return
+        if not self.share_with.startswith(SHARE_SCHEMES):
+            raise OptionError(
+                f"share_with was given, but it must begin with {', '.join(SHARE_SCHEMES)}; write "
+                "for instance redis://localhost:6379/0"
+            )
+        if self.share == "none":
+            raise OptionError(
+                'share_with and share="none" were given, but they contradict each other; leave '
+                "one of them out"
+            )
 
     def _check_comb(self) -> None:
         if self.proposer not in HAVE_WINDOW or self.window_size == "auto":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lookahead_vllm.draft.options import (
@@ -373,6 +374,11 @@ def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> Non
     for sentence, applies in _refusals(config, runner, options).items():
         if applies:
             raise OptionError(sentence)
+    if options.share_with is not None and find_spec("redis") is None:
+        raise OptionError(
+            "share_with was given, but the package redis is not installed; install "
+            "lookahead-vllm[fleet]"
+        )
     options = options.with_checked_cache().for_model(_num_parameters(config.model_config))
     speculation = config.speculative_config
     if options.drafter is not None:

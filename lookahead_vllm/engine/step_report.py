@@ -54,6 +54,11 @@ class StepReport:
     """N-grams in the trie; None if there is no trie."""
     trie_bytes: int | None = None
     """Size of the proposer's tables in bytes; None if there is no trie."""
+    published: int = 0
+    """Tokens that were sent to the engine's fleet; this and the next three as in `Traffic`."""
+    learned: int = 0
+    dropped: int = 0
+    lag_seconds: float | None = None
 
     def count_nodes(self, verified: Iterable[int], accepted: Iterable[int]) -> None:
         """Add nodes by source, in the order of `sources.NAMES`."""

@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +38,7 @@ CHUNK_BYTES = 1 << 20
 
 MAX_HEADER_BYTES = 64 << 20
 
+_MESSAGE_ID = re.compile("[0-9]{1,20}-[0-9]{1,20}")
 _PREFIX = struct.Struct("<8sII")
 _DIGEST_BYTES = 16
 _DTYPES = {np.dtype(code).str for code in "bhiqBHIQefd"}
@@ -284,6 +286,9 @@ def _parse_header(content: Any, size: int) -> Header:
         arrays.append(ArrayHeader(name, dtype, shape))
     namespaces = content["facts"]["namespaces"]
     if not all(type(space) is int and 0 < space < 2**31 for space in namespaces.values()):
+        raise ValueError
+    followed = content["facts"].get("followed", {})
+    if not all(_MESSAGE_ID.fullmatch(position) for position in followed.values()):
         raise ValueError
     if len({entry.name for entry in arrays}) < len(arrays):
         raise ValueError

@@ -39,12 +39,11 @@ class Namespaces:
         self._lock = threading.Lock()
         """Held while `_spaces` is used: another thread saves it."""
 
-    def space_of(self, namespace: str, live: Callable[[], Collection[int]]) -> int:
+    def space_of(self, digest: str, live: Callable[[], Collection[int]]) -> int:
         """The space of a namespace, NO_SPACE if there are no more numbers for spaces.
 
-        `live` returns the spaces that must not be forgotten.
+        `digest` is that of its name; `live` returns the spaces that must not be forgotten.
         """
-        digest = digest_of(namespace)
         with self._lock:
             space = self._spaces.pop(digest, None)
             if space is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,7 @@ from lookahead_vllm.draft.trie import priors
 from lookahead_vllm.draft.trie.acceptance_rate import MAX_WEIGHT, NUM_RATES, AcceptanceRate
 from lookahead_vllm.draft.trie.candidates import CHOICES, NUM_SPACES
 from lookahead_vllm.draft.trie.growth import grow_all
-from lookahead_vllm.draft.trie.namespaces import Namespaces
+from lookahead_vllm.draft.trie.namespaces import Namespaces, digest_of
 from lookahead_vllm.draft.trie.recycling import make_lines
 from lookahead_vllm.draft.trie.step import begin_and_grow, begin_step, extend
 from lookahead_vllm.draft.trie.suffix import (
@@ -66,6 +66,8 @@ class _LiveTexts:
     ----------
     hashes : uint64 [capacity, NUM_HASHES]
     spaces : int32 [capacity, NUM_SPACES]
+    numbers : int64 [capacity]
+        A number for each request, which no later one gets.
     chains : int32 [capacity, chain_length, NUM_ALTERNATIVES, 2]
         What a trained drafter proposes after each text.
     """
@@ -74,6 +76,8 @@ class _LiveTexts:
         self.request_rows = RequestRows()
         self.hashes: Hashes = np.zeros((self.request_rows.capacity, NUM_HASHES), np.uint64)
         self.spaces: Int32s = np.zeros((self.request_rows.capacity, NUM_SPACES), np.int32)
+        self.numbers: Int64s = np.zeros(self.request_rows.capacity, np.int64)
+        self._last_number = 0
         self.chains = no_chains(chain_length, self.request_rows.capacity)
         self._with_choices = True
         self._choices: Int32s = np.zeros(self.request_rows.capacity, np.int32)
@@ -89,9 +93,12 @@ class _LiveTexts:
         row = self.request_rows.add(request_id)
         self.hashes = self.request_rows.resized(self.hashes)
         self.spaces = self.request_rows.resized(self.spaces)
+        self.numbers = self.request_rows.resized(self.numbers)
         self.chains = self.request_rows.resized(self.chains)
         self._choices = self.request_rows.resized(self._choices)
         self.spaces[row], self._choices[row] = NO_SPACE, NO_SPACE
+        self._last_number += 1
+        self.numbers[row] = self._last_number
         self.chains[row] = UNKNOWN
         return row
 
@@ -117,6 +124,32 @@ class _LiveTexts:
     def shared_spaces(self) -> set[int]:
         """The shared spaces of the texts, and possibly of some ended requests."""
         return {*self.spaces[:, ANSWERS].tolist(), *self._choices.tolist()}
+
+
+class Fleet(Protocol):
+    """Where answers go, and where others' come from."""
+
+    def follow(self, digest: str, space: int) -> None:
+        """A request of a namespace has started, whose answers are in this space."""
+
+    def send(
+        self, numbers: Int64s, spaces: Int32s, hashes: Hashes, tokens: Int32s, sizes: Int64s
+    ) -> None:
+        """t requests have emitted `tokens` int32 [n], `sizes` int64 [t] each; the arrays do not
+        change any more.
+
+        Parameters
+        ----------
+        numbers : int64 [t]
+            A number for each request, which no later one gets.
+        spaces : int32 [t]
+            Of their namespaces; NO_SPACE for requests that share nothing.
+        hashes : uint64 [t, NUM_HASHES]
+            Of their texts before these tokens.
+        """
+
+    def positions(self) -> dict[str, str]:
+        """The messages that have been learned, for `followed` of a snapshot."""
 
 
 class _Plan(NamedTuple):
@@ -166,6 +199,10 @@ class NGramTrieProposer:
         them, and whether rates have to be learned from them."""
         self.insertion = InsertionQueue()
         """Prompts and references that are not in the trie yet."""
+        self.fleet: Fleet | None = None
+        """Proposers that get what this one emits; see `draft/fleet/`."""
+        self.followed: dict[str, str] = {}
+        """Of the restored snapshot: how far it had read the messages of each namespace."""
         self._compile()
 
     @property
@@ -196,7 +233,10 @@ class NGramTrieProposer:
         with_choices = len(self._lines) > 0 and proposer != "ngram_trie"
         own = shared = NO_SPACE
         if namespace is not None:
-            shared = self._namespaces.space_of(namespace, self._texts.shared_spaces)
+            digest = digest_of(namespace)
+            shared = self.shared_space(digest)
+            if self.fleet is not None and shared != NO_SPACE:
+                self.fleet.follow(digest, shared)
         if with_trie or shared == NO_SPACE:
             own = self.trie.new_private(len(tokens) + length + EXPECTED_ANSWER_TOKENS)
         if with_choices:
@@ -216,10 +256,12 @@ class NGramTrieProposer:
     def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
         """See Proposer. The new tokens can be drafted at once."""
         self._learn_drafted()
+        rows = self._texts.rows_of(tokens)
         emitted = (
-            self._texts.rows_of(tokens),
+            rows,
             np.fromiter(chain.from_iterable(tokens.values()), np.int32),
             np.fromiter(map(len, tokens.values()), np.int64),
+            rows,
         )
         self._extend(self._texts.arrays, emitted)
 
@@ -231,6 +273,11 @@ class NGramTrieProposer:
         inserts: bool = True,
     ) -> None:
         """Learn rates from the `emitted` tokens, insert them, and move the `texts` on."""
+        if self.fleet is not None and inserts:
+            hashes, spaces, _ = texts
+            rows, tokens, sizes, live = emitted
+            numbers = self._texts.numbers[live]
+            self.fleet.send(numbers, spaces[rows, ANSWERS], hashes[rows], tokens, sizes)
         extend(self.trie.arrays, self._lines, texts, emitted, self.rate.arrays, learns, inserts)
 
     def follow_chains(self, texts: Int64s, chains: Int32s) -> None:
@@ -410,6 +457,11 @@ class NGramTrieProposer:
             for space in self._texts.spaces_of(row):
                 self.trie.eliminate(space)
 
+    def shared_space(self, digest: str) -> int:
+        """The space of a namespace's answers, by the digest of its name; NO_SPACE if it has none
+        and there are no more."""
+        return self._namespaces.space_of(digest, self._texts.shared_spaces)
+
     def snapshot(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
         """The learned arrays by name, not copied, and further facts that can be stored as JSON.
 
@@ -423,6 +475,7 @@ class NGramTrieProposer:
             "weights": self.rate.weights,
         }
         facts = {"namespaces": self._namespaces.to_dict(), "suffixes": SUFFIXES}
+        facts["followed"] = self.followed if self.fleet is None else self.fleet.positions()
         return arrays, {**facts, "share": self.options.share}
 
     def restore(self, arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> None:
@@ -454,6 +507,7 @@ class NGramTrieProposer:
         self.rate.weights.clip(-MAX_WEIGHT, MAX_WEIGHT, out=self.rate.weights)  # of older releases
         self.trie.recount()
         self._namespaces.restore(facts["namespaces"])
+        self.followed = {**facts.get("followed", {})}
 
     def _insert_later(self, row: int, space: int, hashes: Hashes, tokens: Int32s) -> None:
         """Insert `tokens` after the text of `hashes`, as soon as a step has time for it."""

@@ -38,6 +38,8 @@ MAX_TOKENS_LEARNED = 64
 """The most tokens of a step from which acceptance rates are learned, in about 0.1 ms. If there are
 more, only every second token counts, or every third, and so on."""
 
+NewTokenFields = tuple[Int64s, Int32s, Int64s, Int64s]
+
 
 class NewTokens(NamedTuple):
     """The output tokens of a step."""
@@ -48,6 +50,8 @@ class NewTokens(NamedTuple):
     """int32 [n]: the tokens of all texts, one text after another."""
     sizes: Int64s
     """int64 [t]: the number of tokens of each text."""
+    live: Int64s
+    """int64 [t]: the row of each text among those of the live requests, which may be another."""
 
 
 @kernel
@@ -118,7 +122,7 @@ def begin_step(
     wanted: WantedDrafts,
     texts: TextArrays,
     max_model_len: int,
-) -> tuple[Int64s, tuple[Hashes, Int32s, Int32s], tuple[Int64s, Int32s, Int64s], Int64s]:
+) -> tuple[Int64s, tuple[Hashes, Int32s, Int32s], NewTokenFields, Int64s]:
     """Move the texts on by the counted tokens of a step, and a drafter's new chains to them.
 
     Returns the limits of the next trees; what `extend` needs to learn from the tokens: the texts
@@ -132,11 +136,12 @@ def begin_step(
     hashes = np.empty((len(has_new), NUM_HASHES), np.uint64)
     spaces = np.empty((len(has_new), NUM_SPACES), np.int32)
     chains = np.empty((len(has_new), *texts.chains.shape[1:]), np.int32)
+    live = np.empty(len(has_new), np.int64)
     tokens = np.empty(sizes.sum(), np.int32)
     next_hashes = np.empty(NUM_HASHES, np.uint64)
     size = 0
     for place, i in enumerate(has_new):
-        text = progress.texts[emitted.rows[i]]
+        live[place] = text = progress.texts[emitted.rows[i]]
         hashes[place], spaces[place] = texts.hashes[text], texts.spaces[text]
         chains[place] = texts.chains[text]
         for at in range(spans[i, 0], spans[i, 1]):
@@ -147,7 +152,7 @@ def begin_step(
     follow_drafter(progress, emitted, texts)
     trees = limit_trees(progress, wanted, max_model_len)
     num_tokens = np.where(progress.is_decoding, progress.num_tokens, 0)[wanted.rows]
-    new = np.arange(len(has_new)), tokens, sizes[has_new]
+    new = np.arange(len(has_new)), tokens, sizes[has_new], live
     return trees, (hashes, spaces, chains), new, num_tokens
 
 
@@ -163,7 +168,7 @@ def begin_and_grow(
     lines: Int32s,
     learned: RateArrays,
     limits: TreeLimits,
-) -> tuple[ForestFields, tuple[Hashes, Int32s, Int32s], tuple[Int64s, Int32s, Int64s], Int64s]:
+) -> tuple[ForestFields, tuple[Hashes, Int32s, Int32s], NewTokenFields, Int64s]:
     """As `begin_step`, but returns the trees instead of their limits."""
     trees, before, new, num_tokens = begin_step(
         progress, emitted, spans, wanted, texts, max_model_len

@@ -166,7 +166,7 @@ class Trie:
         `hashes` uint64 [NUM_HASHES] is updated to the longer text. O(n). No n-gram reaches across
         UNKNOWN. A request's own text is inserted without the suffix WHOLE.
         """
-        _insert_text(self.arrays, space, hashes, tokens, with_whole)
+        insert_text(self.arrays, space, hashes, tokens, with_whole)
 
 
 def spaces_of(edges: Int64s) -> Int32s:
@@ -296,9 +296,10 @@ def count(edges: Int64s, live: Int32s, counters: Int64s, key: int, line: int, to
 
 
 @kernel
-def _insert_text(
+def insert_text(
     trie: TrieArrays, space: int, hashes: Hashes, tokens: Int32s, with_whole: bool
 ) -> None:
+    """See `Trie.insert`."""
     trie = TrieArrays(*trie)
     next_hashes = np.empty_like(hashes)
     edges, live, counters = trie.edges, trie.live, trie.counters

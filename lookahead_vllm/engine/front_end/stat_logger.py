@@ -223,6 +223,14 @@ class EngineMetrics:
         self._evictions = series(
             Counter, "trie_evictions", "N-grams that were pruned to make room for newer ones."
         )
+        self._published = series(Counter, "fleet_tokens_published", "Tokens sent to other servers.")
+        self._learned = series(Counter, "fleet_tokens_learned", "Tokens read from other servers.")
+        self._dropped = series(
+            Counter, "fleet_dropped", "Tokens that could not be sent, and messages refused."
+        )
+        self._lag = series(
+            Gauge, "fleet_lag_seconds", "Age of the latest message of another server when read."
+        )
 
     def count(self, report: StepReport) -> None:
         for source, verified, accepted in zip(NAMES, report.verified, report.accepted, strict=True):
@@ -245,6 +253,11 @@ class EngineMetrics:
             self._trie_nodes.set(report.trie_nodes)
         if report.trie_bytes is not None:
             self._trie_bytes.set(report.trie_bytes)
+        self._published.inc(report.published)
+        self._learned.inc(report.learned)
+        self._dropped.inc(report.dropped)
+        if report.lag_seconds is not None:
+            self._lag.set(report.lag_seconds)
 
 
 def _series(

@@ -24,6 +24,7 @@ from lookahead_vllm.engine.messages import ProposedDrafts, SentDraft
 from lookahead_vllm.engine.request_options import RequestOptions
 from lookahead_vllm.engine.requested import DRAFTER_PATH
 from lookahead_vllm.engine.worker.cache import open_cache
+from lookahead_vllm.engine.worker.fleet import join_fleet
 from lookahead_vllm.engine.worker.step_recorder import Counters, StepRecorder
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
     from lookahead_vllm.draft.cache.keeper import CacheKeeper
+    from lookahead_vllm.draft.fleet.exchange import Exchange
     from lookahead_vllm.engine.worker.branching import Branching
 
 logger = init_logger(f"vllm.{__name__}")
@@ -126,6 +128,7 @@ class LookaheadDrafter:
         self.is_drafting_rank = parallel.rank == parallel.world_size - ranks_of_a_stage
         self.proposer: Proposer = NoProposer()
         self._cache: CacheKeeper | None = None
+        self._exchange: Exchange | None = None
         self.recorder = StepRecorder()
         self.max_model_len = vllm_config.model_config.max_model_len
         self.vocab_size = vllm_config.model_config.get_vocab_size()
@@ -159,6 +162,9 @@ class LookaheadDrafter:
         self.proposer = make_proposer(self.options)
         self.proposer.cost = cost
         self._cache = open_cache(vllm_config, self.options, self.proposer)
+        self._exchange = join_fleet(vllm_config, self.options, self.proposer)
+        if self._exchange is not None:
+            self.recorder.traffic = self._exchange.traffic
         self.recorder.follow(self.proposer)  # evictions before the restart are not counted again
 
     @property
@@ -371,7 +377,9 @@ class LookaheadDrafter:
             report.plain_seconds += cost.predict(work.without_drafts())
 
     def shutdown(self) -> None:
-        """Save the cache, if there is one, because the engine ends."""
+        """Leave the fleet, and save the cache, if there is one, because the engine ends."""
+        if self._exchange is not None:
+            self._exchange.close()
         if self._cache is not None:
             self._cache.close()
 

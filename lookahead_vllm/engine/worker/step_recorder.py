@@ -6,9 +6,10 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from lookahead_vllm.draft.fleet.exchange import Traffic
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine.step_report import StepReport
@@ -41,11 +42,15 @@ class StepRecorder:
         Since the worker started.
     report : StepReport
         Since the last `take_report`.
+    traffic : Traffic or None
+        Of the engine's fleet, if it shares with one.
     """
 
     def __init__(self) -> None:
         self.counters = Counters()
         self.report = StepReport()
+        self.traffic: Traffic | None = None
+        self._reported_traffic = Traffic()
         self._reported_refused = self._reported_pruned = 0
         self._proposer: Any = None
         self._trie: Any = None
@@ -95,4 +100,11 @@ class StepRecorder:
             self._reported_pruned = pruned
             report.trie_nodes = self._trie.num_filled
             report.trie_bytes = self._proposer.num_bytes
+        if self.traffic is not None:
+            now, last = replace(self.traffic), self._reported_traffic
+            report.published = now.published - last.published
+            report.learned = now.learned - last.learned
+            report.dropped = now.dropped - last.dropped
+            report.lag_seconds = now.lag_seconds
+            self._reported_traffic = now
         return report

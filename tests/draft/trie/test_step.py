@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lookahead_vllm.draft.budget.cost import CostCurve, Load, StepCost
+from lookahead_vllm.draft.fleet.replica import Replica
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.options import CHAIN_LENGTH, LookaheadOptions
 from lookahead_vllm.draft.progress import (
@@ -45,10 +46,11 @@ class Pair:
         settings = {"max_nodes": 1 << 16, "num_speculative_tokens": 24} | options
         self.other, self.late = (kind(LookaheadOptions(**settings)) for _ in range(2))
         self.progress = Progress()
-        self.lengths = self.rng.integers(20, 60, REQUESTS)
+        self.lengths = self.prompt_lengths = self.rng.integers(20, 60, REQUESTS)
         self.rows = np.array(
             [self.progress.add(i, n) for i, n in zip(IDS, self.lengths.tolist(), strict=True)]
         )
+        self.replicas = [Replica(one) for one in (self.other, self.late)]
         for one in (self.other, self.late):
             one.insertion.seconds = np.inf
             if options["budget"] == "auto":
@@ -125,7 +127,7 @@ class Pair:
                 texts.hashes[row] = after
         sizes = np.array([len(burst) for burst in bursts.values()])
         tokens = np.array([token for burst in bursts.values() for token in burst], np.int32)
-        return before, (np.arange(len(rows)), tokens, sizes)
+        return before, (np.arange(len(rows)), tokens, sizes, rows)
 
     def verify(self, forest: DraftForest) -> Verified:
         """Random choices; the first node of every second tree was accepted."""
@@ -184,6 +186,10 @@ def test_drafts_and_what_is_learned_are_the_same(
         num_branching += int(late.branching.sum())
         sources.update(late.sources.tolist())
         before = late
+    (other_pieces,), (late_pieces,) = (one.take().values() for one in pair.replicas)
+    for own, others in zip(late_pieces, other_pieces, strict=True):
+        assert own.tolist() == others.tolist()
+    assert late_pieces.sizes.tolist() == (pair.lengths - pair.prompt_lengths).tolist()
     assert num_nodes > 1000 and num_branching > 50
     assert (DRAFTER in sources) == (pair.late.options.drafter is not None)
 

@@ -1,0 +1,281 @@
+"""The thread that sends a replica's answers to a Redis or Valkey server, and reads the others'.
+
+Each namespace has a stream, whose key is made of a fingerprint of the engine and the namespace's
+digest, so no name reaches the stream of another. One more stream, the news, says which of them have
+got messages, so that a replica reads only those. All keys expire, and all streams are trimmed.
+
+No step waits for the server: a slow or missing one costs what is not exchanged, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from lookahead_vllm.draft.fleet.pieces import MessageError, messages_of, unpack
+from lookahead_vllm.draft.fleet.replica import Replica
+from lookahead_vllm.machine import CPUS_AT_START
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+INTERVAL_SECONDS = 0.1
+"""The time between two exchanges."""
+
+MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.5, 30.0
+"""The time until the next try after a failure, which doubles each time."""
+
+TIMEOUT_SECONDS = 5.0
+"""After so long without an answer, the server counts as gone."""
+
+EXPIRE_SECONDS = 7 * 24 * 3600
+"""A stream without new messages is deleted after so long."""
+
+MAX_NEWS = 10_000
+MESSAGES_AT_A_TIME = 32
+STREAMS_AT_A_TIME = 64
+NEWS = "news"
+BY, TEXTS, STREAMS = b"by", b"texts", b"streams"
+
+
+@dataclass
+class Traffic:
+    """What was exchanged since the engine started, in tokens of answers."""
+
+    published: int = 0
+    learned: int = 0
+    """Tokens of other replicas that were read, to be inserted."""
+    dropped: int = 0
+    """Own tokens that could not be sent, and messages that were refused, each as one."""
+    lag_seconds: float | None = None
+    """The age of the latest message when it was read, by the server's clock."""
+
+
+class Exchange:
+    """Runs until `close`.
+
+    Parameters
+    ----------
+    replica : Replica
+        What is sent, and where it goes.
+    connect : callable
+        Returns a client for the server, `redis.Redis` with `protocol=2`, which connects when it is
+        used.
+    prefix : str
+        Of all keys.
+    max_entries : int
+        The messages that a stream keeps, about.
+    vocab_size : int
+        Messages with larger tokens are refused.
+    tail_tokens : int
+        The most tokens of a stream that are read when it is followed for the first time.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        connect: Callable[[], Any],
+        prefix: str,
+        max_entries: int,
+        vocab_size: int,
+        tail_tokens: int,
+    ) -> None:
+        self.traffic = Traffic()
+        self._replica, self._client = replica, connect()
+        self._prefix, self._max_entries = prefix, max_entries
+        self._vocab_size, self._tail_tokens = vocab_size, tail_tokens
+        self._name = secrets.token_bytes(8)
+        self._news_position: bytes | None = None
+        """None: what was published is not known, so all streams have to be read."""
+        self._due: dict[str, None] = {}
+        """The streams that have something to read, by digest."""
+        self._num_dropped = 0
+        """Of the outbox, at the last exchange."""
+        self._has_refused = False
+        """Whether a malformed message was logged."""
+        self._is_refused = False
+        """Whether the server refused what the last exchange sent."""
+        self._backoff = 0.0
+        self._complaint = ""
+        """What the log says about the server; empty while all is well."""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lookahead-fleet", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send what is left, for two seconds at most; further calls do nothing."""
+        self._closing.set()
+        self._thread.join(2.0)
+
+    def _run(self) -> None:
+        # vLLM binds a CPU worker's threads to cores, and a new thread inherits one of them.
+        if CPUS_AT_START:
+            with suppress(OSError):  # a core may be offline by now
+                os.sched_setaffinity(0, CPUS_AT_START)
+        is_last = False
+        while not is_last:
+            is_last = self._closing.wait(self._backoff * random.uniform(0.5, 1) or INTERVAL_SECONDS)
+            try:
+                self._exchange()
+            except Exception as error:  # of the network, the server, or what it sent
+                self._news_position = None
+                self._backoff = min(
+                    max(2 * self._backoff, MIN_BACKOFF_SECONDS), MAX_BACKOFF_SECONDS
+                )
+                self._complain(f"{type(error).__name__}: {error}")
+            else:
+                self._backoff = 0.0
+            self._replica.insert_if_idle()
+        with suppress(Exception):
+            self._client.close()
+
+    def _complain(self, reason: str) -> None:
+        """Log once that the server does not work."""
+        if not self._complaint:
+            logger.warning(
+                "Lookahead does not share with other servers for now: %s. Requests go on, and it "
+                "is tried again.",
+                reason,
+            )
+        self._complaint = reason
+
+    def _exchange(self) -> None:
+        """Send what is new here, then read what is new elsewhere."""
+        began = time.monotonic()
+        is_first = self._news_position is None
+        if is_first:
+            self._client.ping()  # fails before anything is taken from the outbox
+        pipe = self._client.pipeline(transaction=False)
+        tokens = self._publish(pipe)
+        if is_first:
+            pipe.xrevrange(self._key(NEWS), count=1)
+        else:
+            pipe.xread({self._key(NEWS): self._news_position}, count=MAX_NEWS)
+        pipe.time()
+        *results, news, clock = self._executed(pipe, tokens)
+        if is_first:
+            self._news_position = news[0][0] if news else b"0-0"
+            self._due = dict.fromkeys(self._replica.followed.copy())
+        else:
+            self._read_news(news)
+        self._read_due(clock[0] + clock[1] / 1e6)
+        if self._complaint and (is_first or results) and not self._is_refused:
+            logger.info("Lookahead shares with other servers again, after: %s.", self._complaint)
+            self._complaint = ""
+        if time.monotonic() - began > TIMEOUT_SECONDS:
+            self._news_position = None  # the news may have been trimmed meanwhile
+
+    def _executed(self, pipe: Any, tokens: int) -> list[Any]:
+        """The results of the commands; those that send `tokens` may fail, on a full server."""
+        try:
+            results: list[Any] = pipe.execute(raise_on_error=False)
+        except Exception:
+            self.traffic.dropped += tokens
+            raise
+        for answer in results[-2:]:
+            if isinstance(answer, Exception):
+                raise answer
+        refusals = [result for result in results if isinstance(result, Exception)]
+        self._is_refused = bool(refusals)
+        if refusals:
+            self.traffic.dropped += tokens
+            self._complain(f"{type(refusals[0]).__name__}: {refusals[0]}")
+        else:
+            self.traffic.published += tokens
+        return results
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}:{name}"
+
+    def _publish(self, pipe: Any) -> int:
+        """Add commands that send what is new here; returns the number of tokens."""
+        tokens, digests = 0, []
+        for digest, pieces in self._replica.take().items():
+            for message in messages_of(pieces):
+                self._append(pipe, digest, {BY: self._name, TEXTS: message}, self._max_entries)
+            tokens += len(pieces.tokens)
+            digests.append(digest)
+        if digests:
+            names = "".join(digests).encode()
+            self._append(pipe, NEWS, {BY: self._name, STREAMS: names}, MAX_NEWS)
+        num_dropped = self._replica.outbox.dropped
+        self.traffic.dropped += num_dropped - self._num_dropped
+        self._num_dropped = num_dropped
+        return tokens
+
+    def _append(self, pipe: Any, name: str, fields: dict[bytes, bytes], length: int) -> None:
+        pipe.xadd(self._key(name), fields, maxlen=length, approximate=True)
+        pipe.expire(self._key(name), EXPIRE_SECONDS)
+
+    def _read_news(self, answer: Any) -> None:
+        followed = self._replica.followed
+        for entry_id, fields in _entries(answer):
+            self._news_position = entry_id
+            if fields.get(BY) == self._name:
+                continue
+            names = fields.get(STREAMS, b"").decode("ascii", "replace")
+            for at in range(0, len(names), 32):
+                if names[at : at + 32] in followed:
+                    self._due[names[at : at + 32]] = None
+
+    def _read_due(self, now: float) -> None:
+        """Read the streams that are due, as far as there is room."""
+        followed, new = self._replica.followed, self._replica.new
+        while new and self._replica.has_room:
+            self._read_tail(new[0])
+            self._due.pop(new.popleft(), None)
+        while self._due and self._replica.has_room:
+            digests = list(self._due)[:STREAMS_AT_A_TIME]
+            positions = {self._key(i): followed[i] for i in digests if i in followed}
+            answer = self._client.xread(positions, count=MESSAGES_AT_A_TIME) if positions else []
+            for digest in digests:
+                del self._due[digest]
+            for key, entries in answer:
+                digest = key.decode().rpartition(":")[2]
+                self._take_in(digest, entries, now)
+                if len(entries) == MESSAGES_AT_A_TIME:
+                    self._due[digest] = None  # there may be more
+
+    def _read_tail(self, digest: str) -> None:
+        """Read the latest messages of a stream that was not read before."""
+        parts: list[Any] = []
+        left, end = self._tail_tokens, "+"
+        while left > 0:
+            part = self._client.xrevrange(self._key(digest), end, count=MESSAGES_AT_A_TIME)
+            left -= sum(len(fields.get(TEXTS, b"")) // 8 for _, fields in part)
+            parts.extend(part)
+            if len(part) < MESSAGES_AT_A_TIME:
+                break
+            end = "(" + part[-1][0].decode()
+        self._take_in(digest, reversed(parts), None)
+
+    def _take_in(self, digest: str, entries: Iterable[Any], now: float | None) -> None:
+        """Hand on the messages of others; `now` is the server's time in seconds."""
+        for entry_id, fields in entries:
+            self._replica.followed[digest] = entry_id.decode()
+            if fields.get(BY) == self._name:
+                continue
+            try:
+                pieces = unpack(fields.get(TEXTS, b""), self._vocab_size)
+            except MessageError as error:
+                self.traffic.dropped += 1
+                if not self._has_refused:
+                    self._has_refused = True
+                    logger.warning("Lookahead refuses a message of another server: %s.", error)
+                continue
+            self._replica.put(digest, pieces)
+            self.traffic.learned += len(pieces.tokens)
+            if now is not None:
+                self.traffic.lag_seconds = now - int(entry_id.split(b"-")[0]) / 1000
+
+
+def _entries(answer: Any) -> Iterable[Any]:
+    """The entries in an answer to XREAD of one stream."""
+    return answer[0][1] if answer else ()

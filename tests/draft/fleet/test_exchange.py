@@ -1,0 +1,274 @@
+"""Replicas learn each other's answers through a real server, whatever happens to it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lookahead_vllm.draft.fleet import exchange as exchange_module
+from lookahead_vllm.draft.fleet.exchange import Exchange
+from lookahead_vllm.draft.fleet.pieces import NUM_HASHES, Pieces, messages_of
+from lookahead_vllm.draft.fleet.replica import Replica
+from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.proposer import DraftLimits
+from lookahead_vllm.draft.trie.namespaces import digest_of
+from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from lookahead_vllm.engine.worker.fleet import connect
+from tests.support.redis_server import RedisServer, needs_redis
+
+pytestmark = needs_redis
+
+OPTIONS = LookaheadOptions(proposer="ngram_trie", budget=16, max_nodes=65536)
+PROMPT = list(range(100, 140))
+ANSWER = np.random.default_rng(7).integers(1000, 30_000, 40).tolist()
+VOCAB = 32_000
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    yield server
+    server.thaw()
+    server.kill()
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_module, "INTERVAL_SECONDS", 0.02)
+    monkeypatch.setattr(exchange_module, "MIN_BACKOFF_SECONDS", 0.05)
+    monkeypatch.setattr(exchange_module, "MAX_BACKOFF_SECONDS", 0.1)
+
+
+class Engine:
+    """A proposer in a fleet."""
+
+    def __init__(self, url: str, prefix: str = "lookahead:test", max_entries: int = 1000) -> None:
+        self.proposer = NGramTrieProposer(OPTIONS)
+        self._join = lambda: Exchange(
+            Replica(self.proposer), lambda: connect(url), prefix, max_entries, VOCAB, 8192
+        )
+        self.exchange = self._join()
+
+    def answer(self, tokens: list[int] = ANSWER, namespace: str | None = "") -> None:
+        """Serve a request, several tokens a step."""
+        self.proposer.start("r", PROMPT, namespace)
+        for at in range(0, len(tokens), 3):
+            self.proposer.extend({"r": tokens[at : at + 3]})
+        self.proposer.finish("r")
+
+    def drafts(self, namespace: str | None = "", after: int = 5) -> list[int]:
+        """What is drafted for a request that has begun with the answer."""
+        self.proposer.start("asking", PROMPT, namespace)
+        try:
+            return self.proposer.propose([DraftLimits("asking", 16, 8)])[0].tokens.tolist()
+        finally:
+            self.proposer.finish("asking")
+
+    def learns(self, namespace: str | None = "") -> bool:
+        return wait(lambda: ANSWER[0] in self.drafts(namespace))
+
+
+def wait(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.fixture
+def engines(server: RedisServer) -> Iterator[Callable[..., Engine]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(*args: Any, **kwargs: Any) -> Engine:
+            engine = Engine(server.url, *args, **kwargs)
+            stack.callback(engine.exchange.close)
+            return engine
+
+        yield make
+
+
+def test_an_answer_of_one_is_drafted_by_another(engines: Callable[..., Engine]) -> None:
+    first, second = engines(), engines()
+    first.answer()
+    assert second.learns()
+    assert second.exchange.traffic.learned == len(ANSWER)
+    assert first.exchange.traffic.published == len(ANSWER)
+    lag = second.exchange.traffic.lag_seconds
+    assert lag is None or 0 <= lag < 5  # None: it was read as the tail of the stream
+    time.sleep(0.2)
+    assert first.exchange.traffic.learned == second.exchange.traffic.published == 0
+
+
+def test_a_later_replica_starts_from_the_tail(engines: Callable[..., Engine]) -> None:
+    first = engines()
+    first.answer()
+    assert wait(lambda: first.exchange.traffic.published > 0)
+    assert engines().learns()
+
+
+def test_namespaces_models_and_requests_that_share_nothing_stay_apart(
+    engines: Callable[..., Engine], server: RedisServer
+) -> None:
+    first, second = engines(), engines()
+    other_model = engines("lookahead:other")
+    first.answer(namespace="team-a")
+    first.answer(ANSWER[::-1], namespace=None)
+    assert second.learns("team-a") or second.learns("team-a")
+    for namespace in ("", "team-b", "team-a:", None):
+        assert not second.drafts(namespace)
+    assert not wait(lambda: bool(other_model.drafts("team-a")), 0.2)
+    texts = b"".join(server.client().xrange(key)[0][1][b"texts"] for key in _streams(server))
+    assert np.array(ANSWER[:3], "<u4").tobytes() in texts
+    assert np.array(ANSWER[::-1][:3], "<u4").tobytes() not in texts
+
+
+def _streams(server: RedisServer) -> list[bytes]:
+    return [key for key in server.client().scan_iter() if not key.endswith(b":news")]
+
+
+def test_streams_are_trimmed_and_expire(
+    engines: Callable[..., Engine], server: RedisServer
+) -> None:
+    engine = engines(max_entries=1)
+    for _ in range(300):  # Redis trims whole nodes of a hundred entries
+        engine.answer()
+        published = engine.exchange.traffic.published
+        wait(lambda before=published: engine.exchange.traffic.published > before)
+    client = server.client()
+    (stream,) = _streams(server)
+    assert 0 < client.xlen(stream) <= 150
+    assert all(0 < client.ttl(key) <= exchange_module.EXPIRE_SECONDS for key in client.scan_iter())
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xff" * 8, b"\0" * 4000, b"x" * (2 << 20)])
+def test_garbage_in_a_stream_is_refused(
+    garbage: bytes,
+    engines: Callable[..., Engine],
+    server: RedisServer,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, second = engines(), engines()
+    assert wait(lambda: second.exchange._news_position is not None)
+    client, digest = server.client(), digest_of("")
+    wrong_token = Pieces(np.zeros((1, NUM_HASHES), np.uint64), np.array([1]), np.array([VOCAB]))
+    for texts in (garbage, *messages_of(wrong_token)):
+        client.xadd(f"lookahead:test:{digest}", {b"by": b"a stranger", b"texts": texts})
+    client.xadd(f"lookahead:test:{digest}", {b"something": b"else"})
+    client.xadd("lookahead:test:news", {b"streams": digest.encode() + b"\xff\xff"})
+    first.answer()
+    assert second.learns()
+    assert second.exchange.traffic.dropped >= 3
+    assert wait(lambda: first.exchange.traffic.dropped >= 3)
+    refused = [r for r in caplog.records if "refuses a message" in r.message]
+    assert len(refused) == 2  # one of each replica
+
+
+def test_a_server_that_is_killed_ten_times_costs_two_lines_each(
+    engines: Callable[..., Engine], server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    first, second = engines(), engines()
+    for _ in range(10):
+        server.kill()
+        first.answer()
+        time.sleep(0.15)
+        server.start()
+        assert wait(lambda: not first.exchange._complaint and not second.exchange._complaint)
+    first.answer()
+    assert second.learns()
+    lost = [r for r in caplog.records if "does not share" in r.message]
+    found = [r for r in caplog.records if "shares with other servers again" in r.message]
+    assert 2 <= len(lost) <= 20 and len(found) == len(lost)
+
+
+def test_no_step_waits_for_a_server_that_hangs(
+    engines: Callable[..., Engine], server: RedisServer
+) -> None:
+    first, second = engines(), engines()
+    first.answer()
+    assert second.learns()
+    server.freeze()
+    slowest = 0.0
+    for _ in range(200):
+        start = time.monotonic()
+        first.answer()
+        slowest = max(slowest, time.monotonic() - start)
+    assert slowest < 1.0  # the server would be given up after five seconds
+    start = time.monotonic()
+    first.exchange.close()
+    assert time.monotonic() - start < 3
+
+
+def test_what_waits_for_a_missing_server_is_bounded(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lookahead_vllm.draft.fleet.outbox.MAX_TOKENS", 1000)
+    server.kill()
+    engine = Engine(server.url)
+    for _ in range(100):
+        engine.answer()
+    outbox = engine.exchange._replica.outbox
+    assert sum(len(step.tokens) for step in outbox._steps) <= 1000
+    assert outbox.dropped >= 2900
+    server.start()
+    assert wait(lambda: engine.exchange.traffic.published > 0)
+    assert engine.exchange.traffic.published + engine.exchange.traffic.dropped == 100 * len(ANSWER)
+    engine.exchange.close()
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [(("--maxmemory", "1"), "OutOfMemory"), (("--requirepass", "secret"), "Authentication")],
+)
+def test_a_server_that_refuses_is_named_once(
+    setting: tuple[str, str], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = RedisServer(tmp_path, *setting)
+    engine = Engine(server.url)
+    for _ in range(5):
+        engine.answer()
+        time.sleep(0.1)
+    engine.exchange.close()
+    server.kill()
+    (line,) = [r.getMessage() for r in caplog.records if "does not share" in r.getMessage()]
+    assert reason in line
+    assert engine.exchange.traffic.published == 0
+
+
+def test_a_password_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = RedisServer(tmp_path, "--requirepass", "secret")
+    monkeypatch.setenv("LOOKAHEAD_VLLM_SHARE_PASSWORD", "secret")
+    engine = Engine(server.url)
+    engine.answer()
+    assert wait(lambda: engine.exchange.traffic.published == len(ANSWER))
+    engine.exchange.close()
+    server.kill()
+
+
+def test_a_restarted_replica_goes_on_where_its_cache_was_saved(
+    engines: Callable[..., Engine],
+) -> None:
+    first, second = engines(), engines()
+    first.answer()
+    assert second.learns()
+    assert wait(lambda: digest_of("") in second.exchange._replica.positions())
+    arrays, facts = second.proposer.snapshot()
+    second.exchange.close()
+    first.answer(ANSWER[::-1])
+    restarted = engines()
+    restarted.exchange.close()
+    restarted.proposer.restore(arrays, facts)
+    restarted.exchange = restarted._join()
+    assert wait(lambda: restarted.exchange.traffic.learned == len(ANSWER))  # only the second one
+    time.sleep(0.1)
+    assert restarted.exchange.traffic.learned == len(ANSWER)
+    restarted.exchange.close()

@@ -1,0 +1,98 @@
+"""Another replica's pieces are inserted exactly as its own answers are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lookahead_vllm.draft.fleet.pieces import (
+    MAX_MESSAGE_BYTES,
+    MessageError,
+    Pieces,
+    messages_of,
+    unpack,
+)
+from lookahead_vllm.draft.fleet.replica import Replica
+from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from lookahead_vllm.draft.trie.suffix import NUM_HASHES
+from lookahead_vllm.draft.trie.table import TIME_SHIFT, USE, spaces_of
+
+VOCAB = 500
+
+
+def make_proposer() -> NGramTrieProposer:
+    return NGramTrieProposer(LookaheadOptions(proposer="ngram_trie", max_nodes=1 << 22))
+
+
+def ngrams_of(proposer: NGramTrieProposer) -> list[tuple[int, int]]:
+    """The n-grams of all namespaces and how often they occurred, without the time."""
+    edges = proposer.trie.edges[spaces_of(proposer.trie.edges) > 0]
+    edges[:, USE] &= (1 << TIME_SHIFT) - 1
+    return sorted(map(tuple, edges.tolist()))
+
+
+@pytest.mark.parametrize("steps_between", [1, 4, 1000])
+def test_the_n_grams_of_both_replicas_are_equal(steps_between: int) -> None:
+    """Requests of two namespaces run side by side, end, and others get their rows."""
+    rng = np.random.default_rng(3)
+    here, there = make_proposer(), make_proposer()
+    sent, received = Replica(here), Replica(there)
+
+    def text(length: int) -> list[int]:
+        """Few tokens follow the same one, so no n-gram displaces another."""
+        steps = rng.integers(1, 3, length)
+        return (np.cumsum(steps) % VOCAB).tolist()
+
+    def exchange() -> None:
+        for digest, pieces in sent.take().items():
+            for message in messages_of(pieces):
+                received.put(digest, unpack(message, VOCAB))
+        while there.insertion.insert_arrived():
+            pass
+
+    there.start("follows", [1], "team")
+    left: dict[str, list[int]] = {}
+    for step in range(100):
+        while len(left) < 5:
+            name = f"{step}-{len(left)}"
+            here.start(name, text(40), "team" if len(left) % 2 else "")
+            left[name] = text(int(rng.integers(1, 40)))
+        sizes = rng.integers(0, 4, len(left)).tolist()
+        here.extend({name: left[name][:size] for name, size in zip(left, sizes, strict=True)})
+        left = {name: left[name][size:] for name, size in zip(left, sizes, strict=True)}
+        for name in [name for name, rest in left.items() if not rest]:
+            here.finish(name)
+            del left[name]
+        if step % steps_between == 0:
+            exchange()
+    exchange()
+    assert len(ngrams_of(here)) > 1000
+    assert ngrams_of(here) == ngrams_of(there)
+
+
+def test_long_pieces_become_several_messages_and_too_long_ones_none() -> None:
+    sizes = np.array([1000] * 300 + [MAX_MESSAGE_BYTES // 4 + 1])
+    pieces = Pieces(
+        np.arange(len(sizes) * NUM_HASHES, dtype=np.uint64).reshape(-1, NUM_HASHES),
+        sizes,
+        np.arange(sizes.sum(), dtype=np.int32) % VOCAB,
+    )
+    messages = [unpack(message, VOCAB) for message in messages_of(pieces)]
+    assert len(messages) > 1
+    tokens = np.concatenate([message.tokens for message in messages])
+    assert np.array_equal(tokens, pieces.tokens[: 300 * 1000])
+    hashes = np.concatenate([message.hashes for message in messages])
+    assert np.array_equal(hashes, pieces.hashes[:300])
+
+
+@pytest.mark.parametrize("cut", [0, 3, 4, 11, -1])
+def test_a_message_that_is_cut_or_extended_is_refused(cut: int) -> None:
+    pieces = Pieces(np.ones((2, NUM_HASHES), np.uint64), np.array([2, 1]), np.arange(3, dtype="i4"))
+    (message,) = messages_of(pieces)
+    assert unpack(message, 3).tokens.tolist() == [0, 1, 2]
+    for wrong in (message[:cut], message + b"\0\0\0\0"):
+        with pytest.raises(MessageError):
+            unpack(wrong, 3)
+    with pytest.raises(MessageError, match="the token 2"):
+        unpack(message, 2)
