@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -28,21 +28,18 @@ from lookahead_vllm.draft.progress import (
     Progress,
     WantedDrafts,
     count_tokens,
-    no_chains,
 )
 from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
-from lookahead_vllm.draft.request_rows import RequestRows
 from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
-from lookahead_vllm.draft.tree import UNKNOWN, DraftForest
+from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie import priors
 from lookahead_vllm.draft.trie.acceptance_rate import MAX_WEIGHT, NUM_RATES, AcceptanceRate
-from lookahead_vllm.draft.trie.candidates import CHOICES, NUM_SPACES
 from lookahead_vllm.draft.trie.growth import grow_all
+from lookahead_vllm.draft.trie.live_texts import LiveTexts
 from lookahead_vllm.draft.trie.namespaces import Namespaces, digest_of
 from lookahead_vllm.draft.trie.recycling import make_lines
 from lookahead_vllm.draft.trie.step import begin_and_grow, begin_step, extend
 from lookahead_vllm.draft.trie.suffix import (
-    NUM_HASHES,
     NUM_SPARSE,
     ORDERS,
     PROMPT_END,
@@ -57,73 +54,6 @@ EXPECTED_ANSWER_TOKENS = 2048
 
 SUFFIXES = [*ORDERS, -NUM_SPARSE, PROMPT_END]
 """Identifies the n-grams of a snapshot: the lengths of the suffixes."""
-
-
-class _LiveTexts:
-    """The texts of the live requests and the spaces that they read and write.
-
-    Attributes
-    ----------
-    hashes : uint64 [capacity, NUM_HASHES]
-    spaces : int32 [capacity, NUM_SPACES]
-    numbers : int64 [capacity]
-        A number for each request, which no later one gets.
-    chains : int32 [capacity, chain_length, NUM_ALTERNATIVES, 2]
-        What a trained drafter proposes after each text.
-    """
-
-    def __init__(self, chain_length: int) -> None:
-        self.request_rows = RequestRows()
-        self.hashes: Hashes = np.zeros((self.request_rows.capacity, NUM_HASHES), np.uint64)
-        self.spaces: Int32s = np.zeros((self.request_rows.capacity, NUM_SPACES), np.int32)
-        self.numbers: Int64s = np.zeros(self.request_rows.capacity, np.int64)
-        self._last_number = 0
-        self.chains = no_chains(chain_length, self.request_rows.capacity)
-        self._with_choices = True
-        self._choices: Int32s = np.zeros(self.request_rows.capacity, np.int32)
-        """int32 [capacity]: each text's space for the model's choices, also while it is unused."""
-
-    @property
-    def arrays(self) -> tuple[Hashes, Int32s, Int32s]:
-        """The fields of TextArrays."""
-        return self.hashes, self.spaces, self.chains
-
-    def add(self, request_id: str) -> int:
-        """The row of a new text, which has no spaces yet."""
-        row = self.request_rows.add(request_id)
-        self.hashes = self.request_rows.resized(self.hashes)
-        self.spaces = self.request_rows.resized(self.spaces)
-        self.numbers = self.request_rows.resized(self.numbers)
-        self.chains = self.request_rows.resized(self.chains)
-        self._choices = self.request_rows.resized(self._choices)
-        self.spaces[row], self._choices[row] = NO_SPACE, NO_SPACE
-        self._last_number += 1
-        self.numbers[row] = self._last_number
-        self.chains[row] = UNKNOWN
-        return row
-
-    def keep_choices_in(self, row: int, space: int) -> None:
-        """Give the text a space for the model's choices."""
-        self._choices[row] = space
-        if self._with_choices:
-            self.spaces[row, CHOICES] = space
-
-    def use_choices(self, with_choices: bool) -> None:
-        """Whether all texts read and write the model's choices from now on."""
-        self._with_choices = with_choices
-        self.spaces[:, CHOICES] = self._choices if with_choices else NO_SPACE
-
-    def rows_of(self, request_ids: Iterable[str]) -> Int64s:
-        """The row of each text, int64 [t]; KeyError for an unknown request."""
-        return self.request_rows.rows_of(request_ids)
-
-    def spaces_of(self, row: int) -> set[int]:
-        """All spaces of a text."""
-        return {*self.spaces[row].tolist(), int(self._choices[row])}
-
-    def shared_spaces(self) -> set[int]:
-        """The shared spaces of the texts, and possibly of some ended requests."""
-        return {*self.spaces[:, ANSWERS].tolist(), *self._choices.tolist()}
 
 
 class Fleet(Protocol):
@@ -192,7 +122,7 @@ class NGramTrieProposer:
         self._min_prob = 0.0
         """Nodes less likely than this are not grown: sending them would not pay."""
         self._namespaces = Namespaces(self.trie)
-        self._texts = _LiveTexts(options.chain_length)
+        self._texts = LiveTexts(options.chain_length)
         self._plan: _Plan
         self._unlearned: tuple[tuple[Any, ...], tuple[Any, ...], bool] | None = None
         """The texts before the tokens of the last `draft`, and the tokens, as `extend` takes
