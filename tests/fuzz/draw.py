@@ -123,6 +123,7 @@ def draw_round(
     runner: str = "v1",
     elsewhere_share: float = 0.125,
     with_drafter: bool = False,
+    with_fleet: bool = False,
 ) -> Round:
     """Draw the round of this seed; equal arguments give equal rounds.
 
@@ -136,6 +137,8 @@ def draw_round(
         On V2: the probability that lookahead's engine runs in other processes.
     with_drafter
         On V2: whether a trained drafter proposes, too.
+    with_fleet
+        Whether two engines share what they learn.
     """
     rng = random.Random(seed)
     model = rng.choice(models)
@@ -154,7 +157,7 @@ def draw_round(
     # After reasoning, a grammar and the rest of a longer end may leave no permitted token.
     short_end = runner == "v2" and "reasoning_parser" in settings
     stress = _draw_stress(draws, model, settings, tiny, short_end)
-    lookahead = _draw_lookahead(draws, with_drafter)
+    lookahead = _draw_lookahead(draws, with_drafter, with_fleet)
     if elsewhere == TWO_REPLICAS:
         lookahead["parallel"] = 2
     drafter = ""
@@ -193,6 +196,7 @@ def draw_round(
         drafter,
         elsewhere,
         reset_every,
+        with_fleet,
     )
 
 
@@ -263,12 +267,14 @@ def _draw_stress(
     return stress
 
 
-def _draw_lookahead(draws: FeatureDraws, with_drafter: bool) -> dict[str, Any]:
+def _draw_lookahead(draws: FeatureDraws, with_drafter: bool, with_fleet: bool) -> dict[str, Any]:
     """Draw the speculative config."""
     rng = draws.rng
     choices = [*["hidden_path"] * 4, "ngram_trie", "always_right", *["jacobi_window", "hybrid"] * 2]
     if with_drafter:
         choices = ["hidden_path", *["ngram_trie", "hybrid"] * 3]
+    if with_fleet:
+        choices = ["ngram_trie", "hybrid"]
     proposer = rng.choice(choices)
     draws.features.add(f"proposer {proposer}")
     nodes = rng.choice([1, 4, 8, 16, 16, 32])
@@ -276,7 +282,8 @@ def _draw_lookahead(draws: FeatureDraws, with_drafter: bool) -> dict[str, Any]:
     if proposer == "ngram_trie":
         lookahead["draft"] = rng.choice(["hierarchical", "single"])
     if proposer in ("ngram_trie", "hybrid"):
-        lookahead["share"] = rng.choice(["all", "namespace", "namespace", "none"])
+        shares = ["all", "namespace", "namespace"] + ["none"] * (not with_fleet)
+        lookahead["share"] = rng.choice(shares)
         for option in ("accept_namespaces", "accept_references"):
             if rng.random() < 0.2:
                 lookahead[option] = False

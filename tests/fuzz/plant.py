@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from lookahead_vllm.draft.fleet.replica import Replica
 from lookahead_vllm.engine import request_options
 from lookahead_vllm.engine.scheduler.scheduler import LookaheadScheduler
 from lookahead_vllm.engine.worker.v1.runner import SynchronousRunner
@@ -38,6 +39,13 @@ def _one_namespace(namespace_of: Any) -> Any:
     def wrong(*_: Any) -> str | None:
         namespace: str | None = namespace_of("all", None, None, None)
         return namespace
+
+    return wrong
+
+
+def _into_the_first_namespace(put: Any) -> Any:
+    def wrong(self: Replica, digest: str, pieces: Any) -> None:
+        put(self, next(iter(self.followed)), pieces)
 
     return wrong
 
@@ -138,6 +146,8 @@ BUGS: dict[str, list[Patch]] = {
     "mask": [(TreeBatch, "build", _wrong_mask_bit)],
     # One namespace for all requests.
     "namespace": [(request_options, "shared_namespace", _one_namespace)],
+    # All that other engines send goes to one namespace.
+    "fleet": [(Replica, "put", _into_the_first_namespace)],
     # KV moved one slot too far.
     "kv": [(KVMover, "move", _moved_one_too_far)],
     # A generator one draw ahead.

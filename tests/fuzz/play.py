@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,6 +25,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.sampler import Sampler as SecondSampler
 
+from lookahead_vllm.draft.fleet import exchange
 from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.engine.worker.step_recorder import Counters
 from tests.fuzz.isolation import Leak, LeakDetector
@@ -37,6 +39,7 @@ from tests.support.driving import drafter_of, engine, runner_of
 from tests.support.hybrid_models import ENGINE_SETTINGS, HYBRIDS, use_float32_gated_delta
 from tests.support.models import WANDERING, save_adapter, save_config, save_tiny_model
 from tests.support.processors import NoRepeat, NoRepeatOnV2
+from tests.support.redis_server import RedisServer
 from tests.support.tokenizer import save_tokenizer
 
 CONFIGS = drafters.CONFIGS | HYBRIDS
@@ -281,28 +284,46 @@ class Rounds:
         references = [_references(request, plain) for request in requests]
         proposer = round_.lookahead["proposer"]
         passes = 2 if proposer in ("ngram_trie", "hybrid") else 1
-        if round_.processes:
-            with self._engine(round_, round_.lookahead, **round_.stress) as llm:
-                for _ in range(passes):
-                    replies = play(llm, requests, self._adapters, references, round_.reset_every)
-                refused = sum(reply.refused is not None for reply in replies)
-                return Played(replies, counters_of(llm), refused=refused)
         detector = LeakDetector(requests, references, round_.lookahead)
+        played = Played([], Counters())
         with (
+            nullcontext() if round_.processes else recorded_drafts(detector),
             counted_preemptions() as preempted,
-            branching_requests() as branching,
-            recorded_drafts(detector),
-            self._engine(round_, round_.lookahead, **round_.stress) as llm,
+            branching_requests() as played.branching,
+            self._shared(round_) as lookahead,
         ):
-            for _ in range(passes):
-                replies = play(llm, requests, self._adapters, references, round_.reset_every)
-            refused = sum(reply.refused is not None for reply in replies)
-            counters = drafter_of(llm).counters
-            played = Played(replies, counters, branching, len(preempted), refused)
+            for engine_passes in [1] * passes if round_.fleet else [passes]:
+                with self._engine(round_, lookahead, **round_.stress) as llm:
+                    for _ in range(engine_passes):
+                        replies = play(
+                            llm, requests, self._adapters, references, round_.reset_every
+                        )
+                    counters = counters_of(llm) if round_.processes else drafter_of(llm).counters
+                    played.replies, played.counters = replies, counters
+        played.preempted = len(preempted)
+        played.refused = sum(reply.refused is not None for reply in replies)
         # Proposers of the tests hold the plain answers; the detector knows no turns.
-        if not PROPOSERS[proposer].startswith("tests.") and "sessions" not in round_.features:
+        if (
+            not round_.processes
+            and not PROPOSERS[proposer].startswith("tests.")
+            and "sessions" not in round_.features
+        ):
             played.leaks, played.checked = detector.leaks(), detector.checked
         return played
+
+    @contextmanager
+    def _shared(self, round_: Round) -> Iterator[dict[str, Any]]:
+        """The speculative config of the round's engines; in a fleet they share a server."""
+        if not round_.fleet:
+            yield round_.lookahead
+            return
+        folder = Path(tempfile.mkdtemp(dir=self._folder))  # a socket's path must be short
+        server = RedisServer(folder)
+        try:
+            with mock.patch.object(exchange, "INTERVAL_SECONDS", 0.01):
+                yield {**round_.lookahead, "share_with": server.url}
+        finally:
+            server.kill()
 
     def _is_tie(self, round_: Round, index: int, reply: Reply) -> bool:
         """Whether plain vLLM also gives this reply, in another batch or with perturbed logits.

@@ -80,3 +80,6 @@ class Round:
     processes: str = ""
     reset_every: int = 0
     """After so many steps, the lookahead engine preempts all requests; 0 is never."""
+    fleet: bool = False
+    """The requests are sent to one lookahead engine, and then to another one that starts with what
+    the first has shared."""

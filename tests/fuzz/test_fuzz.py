@@ -21,6 +21,7 @@ from tests.fuzz.replies import Answer, Reply, alike, differences
 from tests.fuzz.report import MANY_ROUNDS, Report
 from tests.fuzz.round import Round
 from tests.support.models import TINY
+from tests.support.redis_server import needs_redis
 
 MODELS = sorted(TINY)
 
@@ -30,11 +31,12 @@ ON_V1 = ("kv", "generator", "row", "turn")
 FEW_REQUESTS = 25
 """Rounds with fewer requests are played, to save time."""
 
-LEAKS = ("namespace", "row")
+LEAKS = ("namespace", "fleet", "row")
 """The planted bugs that leak."""
 
 NEEDED = {
     "namespace": {"namespaces", "proposer ngram_trie"},
+    "fleet": {"namespaces of disjoint vocabularies"},
     "row": {"prompt embeddings", "proposer ngram_trie"},
     "turn": {"sessions"},
 }
@@ -85,14 +87,26 @@ def leaks_are_checked(round_: Round) -> bool:
     return "sessions" not in round_.features and round_.lookahead["share"] == "namespace"
 
 
-@pytest.mark.parametrize(("bug", "runner"), [(bug, "v1" if bug in ON_V1 else "v2") for bug in BUGS])
+@pytest.mark.parametrize(
+    ("bug", "runner"),
+    [
+        pytest.param(bug, "v1" if bug in ON_V1 else "v2", marks=[needs_redis] * (bug == "fleet"))
+        for bug in BUGS
+    ],
+)
 def test_a_planted_bug_is_found(
     bug: str, runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(play, "PERTURBATIONS", 2)  # to save time: a difference is hardly a tie
     rounds = Rounds(tmp_path)
     drawn = (
-        draw_round(f"4-{number}", ["llama", "qwen3"], runner=runner, elsewhere_share=0)
+        draw_round(
+            f"4-{number}",
+            ["llama", "qwen3"],
+            runner=runner,
+            elsewhere_share=0,
+            with_fleet=bug == "fleet",
+        )
         for number in itertools.count()
     )
     suitable = (
@@ -119,11 +133,15 @@ def test_a_planted_bug_is_found(
     pytest.fail(f"20 rounds did not find {bug}")
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_nothing_is_found_without_a_planted_bug(runner: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("runner", "fleet"), [("v1", False), ("v2", False), pytest.param("v2", True, marks=needs_redis)]
+)
+def test_nothing_is_found_without_a_planted_bug(runner: str, fleet: bool, tmp_path: Path) -> None:
     rounds = Rounds(tmp_path)
     for number in itertools.count():
-        round_ = draw_round(f"2-{number}", ["llama", "qwen3"], runner=runner, elsewhere_share=0)
+        round_ = draw_round(
+            f"2-{number}", ["llama", "qwen3"], runner=runner, elsewhere_share=0, with_fleet=fleet
+        )
         played = rounds.compare(round_)
         assert not played.differences and not played.leaks
         if len(played.branching.of_any) > 10:

@@ -59,8 +59,10 @@ class Replica:
 
         `position` is the id of the last message that was read, if the namespace is not followed.
         """
-        if self._spaces.get(digest) == space:
+        before = self._spaces.get(digest)
+        if before == space:
             return
+        self._digests.pop(before or space, None)
         self._spaces[digest], self._digests[space] = space, digest
         if digest in self.followed:
             return

@@ -1,0 +1,135 @@
+"""Engines with one `share_with` draft each other's answers; others do not."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lookahead_vllm.draft.options import LookaheadOptions, OptionError
+from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
+from lookahead_vllm.engine.worker.fleet import fingerprint_of_engine, join_fleet
+from tests.support.driving import drafter_of, engine, generate, learn_last_step, random_prompts
+from tests.support.models import save_tiny_model
+from tests.support.redis_server import RedisServer, needs_redis
+
+PROMPTS = random_prompts(4, 12)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    yield server
+    server.kill()
+
+
+@needs_redis
+@pytest.mark.usefixtures("runner")
+@pytest.mark.parametrize("proposer", ["ngram_trie", "hybrid"])
+def test_a_second_engine_drafts_the_answers_of_the_first(
+    server: RedisServer, tmp_path: Path, proposer: str
+) -> None:
+    model = save_tiny_model("llama", tmp_path)
+    settings = {"proposer": proposer, "budget": 8, "max_nodes": 50_000, "share_with": server.url}
+    accepted, answers, published = [], [], [0]
+    for _ in range(2):
+        with engine(model, settings) as llm:
+            drafter = drafter_of(llm)
+            exchange = drafter._exchange
+            assert exchange is not None
+            deadline = time.monotonic() + 10
+            while exchange.traffic.learned < published[-1] and time.monotonic() < deadline:
+                time.sleep(0.01)
+            answers.append(generate(llm, PROMPTS))
+            learn_last_step(llm)
+            accepted.append(drafter.counters.accepted_nodes)
+        assert exchange.traffic.learned == published[-1]
+        published.append(exchange.traffic.published)
+    tokens = sum(len(answer) for each in answers[0] for answer in each)
+    assert answers[0] == answers[1]
+    assert published == [0, tokens, tokens]
+    assert accepted[1] > accepted[0] + 50
+
+
+def model_config(**changes: Any) -> Any:
+    config = {"hidden_size": 64, "transformers_version": "5", "_name_or_path": "elsewhere"}
+    settings = dict(
+        model="m",
+        served_model_name="m",
+        revision=None,
+        skip_tokenizer_init=True,
+        runner_type="generate",
+        get_vocab_size=lambda: 128,
+        hf_config=SimpleNamespace(to_dict=lambda: dict(config)),
+    )
+    return SimpleNamespace(**{**settings, **changes})
+
+
+def test_only_equal_engines_share() -> None:
+    def print_of(share: str = "namespace", **changes: Any) -> str:
+        return fingerprint_of_engine(model_config(**changes), share)
+
+    other = {"hidden_size": 65}
+    newer = {"hidden_size": 64, "transformers_version": "6", "_name_or_path": "here"}
+    assert print_of() == print_of(hf_config=SimpleNamespace(to_dict=lambda: newer))
+    prints = {
+        print_of(),
+        print_of("all"),
+        print_of(model="n"),
+        print_of(served_model_name="n"),
+        print_of(revision="n"),
+        print_of(get_vocab_size=lambda: 129),
+        print_of(hf_config=SimpleNamespace(to_dict=lambda: other)),
+    }
+    assert len(prints) == 7
+
+
+def test_without_the_option_there_is_no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)  # importing it fails
+    options = LookaheadOptions(max_nodes=4096)
+    assert join_fleet(SimpleNamespace(), options, SimpleNamespace()) is None  # type: ignore[arg-type]
+
+
+def test_only_the_drafting_rank_shares() -> None:
+    drafter = LookaheadDrafter.__new__(LookaheadDrafter)
+    drafter.options = LookaheadOptions(max_nodes=4096, budget=4, share_with="redis://localhost")
+    drafter.is_drafting_rank, drafter._exchange = False, None
+    drafter.begin(SimpleNamespace(), None)  # type: ignore[arg-type]
+    assert drafter._exchange is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"share_with": "http://localhost"}, "must begin with redis://"),
+        ({"share_with": "redis://h", "share": "none"}, "contradict each other"),
+        ({"share_with": "redis://h", "proposer": "jacobi_window"}, "learns from no other request"),
+        ({"share_with": "redis://h", "share_messages": 0}, "share_messages=0 was given"),
+    ],
+)
+def test_what_contradicts_is_refused_without_the_password(
+    options: dict[str, Any], message: str
+) -> None:
+    if options["share_with"].startswith("redis"):
+        options = {**options, "share_with": "redis://:secret@h"}
+    with pytest.raises(OptionError) as refused:
+        LookaheadOptions(**options)
+    assert message in str(refused.value) and "secret" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("runner")
+def test_a_missing_client_is_named_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lookahead_vllm.engine.config.find_spec", lambda name: None)
+    model = save_tiny_model("llama", tmp_path)
+    with (
+        pytest.raises(OptionError, match=r"install lookahead-vllm\[fleet\]"),
+        engine(model, {"share_with": "redis://localhost"}),
+    ):
+        pass
