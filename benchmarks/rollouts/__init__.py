@@ -1,0 +1,1 @@
+"""Rollouts: groups of samples of the same prompts, again and again while the weights change."""
