@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--same-seeds",
         action="store_true",
-        help="a sample has the same seed in every epoch, so its text changes with the weights alone",
+        help="a sample has one seed in all epochs, so its text changes with the weights alone",
     )
     add(
         "--engine-arg",
