@@ -109,6 +109,8 @@ class LookaheadOptions:
     share_with, share_messages : str or None, int
         The server through which replicas of this engine learn from each other's answers; the most
         messages that it keeps of a namespace.
+    weights_half_life : int or float
+        The number of changes of the model's weights after which a frequency counts half; 0: none.
     max_reference_tokens : int
         The maximum number of reference tokens of one request. In a reference that is text, 4 bytes
         of UTF-8 count as a token.
@@ -135,6 +137,7 @@ class LookaheadOptions:
         "the URL of a Redis or Valkey server", "redis://localhost:6379/0"
     )
     share_messages: int = _number(4_000, 1, 10_000_000)
+    weights_half_life: float = _number(1, 0, 1_000_000, "a number of changes")
     max_reference_tokens: int = _number(16_384, 1, 2**20)
     accept_references: bool = _switch(True)
     accept_namespaces: bool = _switch(True)

@@ -387,6 +387,12 @@ class NGramTrieProposer:
             for space in self._texts.spaces_of(row):
                 self.trie.eliminate(space)
 
+    def age(self) -> None:
+        """The model has got other weights: what was learned from the old ones counts less."""
+        if self.options.weights_half_life:
+            self.trie.age(1 / self.options.weights_half_life)
+            self.rate.age()
+
     def shared_space(self, digest: str) -> int:
         """The space of a namespace's answers, by the digest of its name; NO_SPACE if it has none
         and there are no more."""

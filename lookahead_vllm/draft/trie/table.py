@@ -55,7 +55,7 @@ MAX_LIVE_SPACES = 1 << 12
 """The most private spaces that are live at a time."""
 
 # Slots of `Trie.counters`.
-MADE, PRUNED, LAST_PRIVATE, LAST_SHARED, FILLED = range(5)
+CLOCK, PRUNED, LAST_PRIVATE, LAST_SHARED, FILLED = range(5)
 
 
 class TrieArrays(NamedTuple):
@@ -88,7 +88,8 @@ class Trie:
         region's length in lines. All edges of the space are in its region, so a short text uses a
         small part of the table, which stays in the processor's cache.
     counters : int64 [5]
-        MADE and PRUNED edges, the LAST_PRIVATE and LAST_SHARED space numbers, FILLED slots.
+        The CLOCK, in edges that were made; PRUNED edges, the LAST_PRIVATE and LAST_SHARED space
+        numbers, FILLED slots.
     """
 
     def __init__(self, max_nodes: int) -> None:
@@ -119,6 +120,12 @@ class Trie:
     def num_filled(self) -> int:
         """Slots that hold an edge; edges of eliminated spaces count until they are replaced."""
         return int(self.counters[FILLED])
+
+    def age(self, half_lives: float) -> None:
+        """Let so many half-lives pass at once, in O(1): a frequency counts less from its next
+        occurrence on, and is pruned earlier."""
+        ticks = round(half_lives * HALF_LIFE_TICKS)
+        self.counters[CLOCK] += ticks * max(1, len(self.edges) // CLOCK_TICKS)
 
     def recount(self) -> None:
         """Count the filled slots again: a cache file leaves out the edges of live requests."""
@@ -264,7 +271,7 @@ def count(edges: Int64s, live: Int32s, counters: Int64s, key: int, line: int, to
     `line` is the first slot of the suffix's line. Takes the trie's arrays one by one: as a
     NamedTuple they cost 0.1 µs more for each token.
     """
-    now = counters[MADE] // max(1, len(edges) // CLOCK_TICKS) & MAX_UINT16
+    now = counters[CLOCK] // max(1, len(edges) // CLOCK_TICKS) & MAX_UINT16
     first = edge = -1
     for slot in range(line, line + SLOTS_PER_LINE):
         if edges[slot, KEY] == key:
@@ -285,7 +292,7 @@ def count(edges: Int64s, live: Int32s, counters: Int64s, key: int, line: int, to
             value = _value(edges, live, slot, now)
             if value < least:
                 edge, least = slot, value
-        counters[MADE] += 1
+        counters[CLOCK] += 1
         counters[PRUNED] += least >= 0
         counters[FILLED] += least == _EMPTY
     use = now << TIME_SHIFT | min(times + 1, MAX_UINT16) << COUNT_SHIFT | np.int64(token)

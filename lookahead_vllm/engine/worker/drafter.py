@@ -19,6 +19,7 @@ from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.proposer import DraftLimits, NoProposer, Proposer, Verified
 from lookahead_vllm.draft.registry import make_proposer
 from lookahead_vllm.draft.tree import EMPTY_TREE, UNKNOWN, DraftForest, DraftTree, DraftTreeError
+from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.engine import config, request_options
 from lookahead_vllm.engine.messages import ProposedDrafts, SentDraft
 from lookahead_vllm.engine.request_options import RequestOptions
@@ -142,6 +143,7 @@ class LookaheadDrafter:
         self._sent: dict[str, SentDraft] = {}
         """Drafts that are not verified yet."""
         self.drafted_for: set[str] = set()
+        self._has_new_weights = False
         compilation.wait()
         compilation.compile_verification()
 
@@ -172,6 +174,10 @@ class LookaheadDrafter:
         """Numbers of drafts since the worker started."""
         return self.recorder.counters
 
+    def weights_changed(self) -> None:
+        """The model gets other weights: from the next request on, what was learned counts less."""
+        self._has_new_weights = True
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: there is no draft model."""
 
@@ -187,6 +193,9 @@ class LookaheadDrafter:
         A request that is announced again, after a preemption, keeps its options: its parameters
         have no references any more.
         """
+        if self._has_new_weights and isinstance(self.proposer, NGramTrieProposer):
+            self.proposer.age()
+        self._has_new_weights = False
         if params is None:
             return None
         params = copy(params)  # several answers to one request share their parameters

@@ -29,6 +29,7 @@ from lookahead_vllm import __version__
 from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.engine.worker import weights
 from lookahead_vllm.engine.worker.pipeline import gather_from_stages
 from lookahead_vllm.kept_file import replacing, set_aside
 from lookahead_vllm.machine import cpu_name
@@ -136,6 +137,9 @@ class MeasuredRunner(Protocol):
     drafter: LookaheadDrafter
     max_num_tokens: int
 
+    def get_model(self) -> Any:
+        """The model."""
+
     def forward_passes(self) -> ForwardPasses:
         """Passes to measure the cost of a step with."""
 
@@ -150,6 +154,7 @@ def begin_to_draft(runner: MeasuredRunner) -> None:
     if cost is not None:
         cost.parts = drafter.options.parallel
     drafter.begin(runner.vllm_config, cost)
+    weights.watch(runner.get_model(), drafter.weights_changed)
     options = drafter.options
     why = f"the budget is fixed at {options.budget} nodes"
     if cost is not None:

@@ -16,12 +16,12 @@ from lookahead_vllm.draft.trie.suffix import (
     hashes_of,
 )
 from lookahead_vllm.draft.trie.table import (
+    CLOCK,
     CLOCK_TICKS,
     HALF_LIFE_TICKS,
     LAST_PRIVATE,
     LAST_SHARED,
     LIVE_BONUS,
-    MADE,
     MAX_LIVE_SPACES,
     MAX_SPACE,
     NO_SPACE,
@@ -109,7 +109,7 @@ def test_of_the_equally_frequent_the_oldest_goes():
     space = trie.new_shared()
     for token in range(SLOTS_PER_LINE + 1):
         insert(trie, space, [99, token])
-        trie.counters[MADE] += (1 << 16) // CLOCK_TICKS  # a tick of the clock
+        trie.counters[CLOCK] += (1 << 16) // CLOCK_TICKS  # a tick of the clock
     held = {token for token, _ in followers(trie, space, [99])[0]}
     assert held == set(range(1, SLOTS_PER_LINE + 1))
 
@@ -217,7 +217,7 @@ def test_a_frequency_that_is_not_refreshed_fades():
     space, other = trie.new_shared(), trie.new_shared()
     for _ in range(40):
         insert(trie, space, [1, 2])
-    trie.counters[MADE] += (
+    trie.counters[CLOCK] += (
         2 * HALF_LIFE_TICKS * (4096 // CLOCK_TICKS)
     )  # as if so many edges had been made
     insert(trie, space, [1, 2])
@@ -263,7 +263,7 @@ def test_a_prompt_of_32k_tokens_takes_linear_work(vocabulary):
     space = trie.new_private(32_000)
     stream = np.random.default_rng(0).integers(0, vocabulary, 32_000)
     insert(trie, space, stream)
-    assert trie.counters[MADE] <= 32_000 * NUM_SUFFIXES
+    assert trie.counters[CLOCK] <= 32_000 * NUM_SUFFIXES
     assert followers(trie, space, stream[:-1])[4][0][0] == stream[-1]
 
 

@@ -39,3 +39,7 @@ class LookaheadCPUWorker(cpu_worker.CPUWorker):
         times = super().compile_or_warm_up_model()
         self.model_runner.warm_up_drafting()
         return times
+
+    def lookahead_weights_changed(self) -> None:
+        """For `collective_rpc`: the model has got other weights in a way of the caller's own."""
+        self.model_runner.drafter.weights_changed()

@@ -1,0 +1,173 @@
+"""Rollouts: groups of samples, and weights that change between them, as trainers do it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm import LLM, AsyncEngineArgs, SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from lookahead_vllm.draft.trie.acceptance_rate import AGED_TRIALS, TRIALS
+from lookahead_vllm.draft.trie.table import CLOCK
+from tests.support.driving import drafter_of, engine, generate, learn_last_step, runner_of
+from tests.support.models import save_tiny_model
+
+PROMPT = list(range(20, 60))
+LOOKAHEAD = {"method": "lookahead", "proposer": "ngram_trie", "budget": 8, "max_nodes": 65536}
+
+
+def samples(n: int, epoch: int = 0) -> list[SamplingParams]:
+    return [
+        SamplingParams(temperature=1.0, seed=100 * epoch + i, max_tokens=24, ignore_eos=True)
+        for i in range(n)
+    ]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two models with slightly different weights."""
+    first = save_tiny_model("llama", tmp_path_factory.mktemp("first"))
+    second = save_tiny_model("llama", tmp_path_factory.mktemp("second"))
+    weights = load_file(second / "model.safetensors")
+    torch.manual_seed(1)
+    changed = {
+        name: weight + 0.01 * weight.std() * torch.randn_like(weight) if weight.ndim > 1 else weight
+        for name, weight in weights.items()
+    }
+    save_file(changed, second / "model.safetensors", metadata={"format": "pt"})
+    return [first, second]
+
+
+def load_by_vllm(llm: LLM, checkpoint: Path) -> None:
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
+
+
+def load_as_trl(llm: LLM, checkpoint: Path) -> None:
+    """As TRL's colocated engine: parameter by parameter, in the same process.
+
+    Only the norms: on a CPU, vLLM packs the matrices when it has loaded them.
+    """
+    model = runner_of(llm).model
+    for name, weight in load_file(checkpoint / "model.safetensors").items():
+        if weight.ndim == 1:
+            model.load_weights([(name, weight)])
+
+
+@pytest.mark.usefixtures("runner")
+def test_samples_equal_plain_vllms_before_and_after_a_change_of_weights(
+    checkpoints: list[Path],
+) -> None:
+    answers: dict[bool, list[Any]] = {}
+    for is_plain in (True, False):
+        with engine(checkpoints[0], None if is_plain else LOOKAHEAD) as llm:
+            answers[is_plain] = epochs = []
+            for epoch, checkpoint in enumerate([*checkpoints, *checkpoints]):
+                if epoch:
+                    load_by_vllm(llm, checkpoint)
+                epochs.append(generate(llm, [PROMPT] * 8, samples(8, epoch % 2)))
+    assert answers[True] == answers[False]
+    assert answers[True][0] == answers[True][2] != answers[True][1]
+
+
+@pytest.mark.usefixtures("runner")
+@pytest.mark.parametrize("load", [load_by_vllm, load_as_trl])
+@pytest.mark.parametrize("half_life", [0, 2])
+def test_counts_age_once_with_each_change_of_weights(
+    checkpoints: list[Path], load: Any, half_life: int
+) -> None:
+    with engine(checkpoints[0], {**LOOKAHEAD, "weights_half_life": half_life}) as llm:
+        generate(llm, [PROMPT] * 8, samples(8))
+        learn_last_step(llm)
+        proposer: Any = drafter_of(llm).proposer
+        trie, rate = proposer.trie, proposer.rate
+        before = int(trie.counters[CLOCK])
+        rate.trials[:, TRIALS] = 400
+        load(llm, checkpoints[1])
+        assert trie.counters[CLOCK] == before  # from the next request on
+        generate(llm, [[1]], SamplingParams(max_tokens=1, temperature=0))
+        ticks = (trie.counters[CLOCK] - before) / (len(trie.edges) // 64)
+        assert ticks == pytest.approx(32 / half_life if half_life else 0, abs=0.1)
+        most = AGED_TRIALS if half_life else 400
+        assert rate.trials[:, TRIALS].max() == pytest.approx(most)
+
+
+def test_a_trainer_may_tell_by_itself(checkpoints: list[Path]) -> None:
+    with engine(checkpoints[0], LOOKAHEAD, drafts=None) as llm:
+        llm.collective_rpc("lookahead_weights_changed")
+        assert drafter_of(llm)._has_new_weights
+
+
+def test_rates_follow_new_weights_within_some_hundred_tokens() -> None:
+    """A kind of evidence that was always right is always wrong from now on."""
+    from lookahead_vllm.draft.trie.acceptance_rate import AcceptanceRate, RateArrays, _record
+
+    def rate_after(num_trials: int, ages: bool) -> float:
+        rate = AcceptanceRate()
+        rate.trials[0] = 380, 400
+        if ages:
+            rate.age()
+        for _ in range(num_trials):
+            _record(RateArrays(*rate.arrays), 0, np.float32(0), np.float32(0), np.float32(4))
+        return float(1 / (1 + np.exp(-rate.rates[0])))
+
+    assert rate_after(100, ages=False) > 0.6
+    assert rate_after(100, ages=True) < 0.3
+
+
+@pytest.mark.usefixtures("runner")
+@pytest.mark.parametrize("n", [8, 16])
+def test_samples_of_a_group_draft_from_each_other_while_they_run(
+    checkpoints: list[Path], n: int
+) -> None:
+    accepted = {}
+    for share in ("none", "namespace"):
+        with engine(checkpoints[0], {**LOOKAHEAD, "share": share}, drafts=None) as llm:
+            generate(llm, [PROMPT], SamplingParams(n=n, seed=1, max_tokens=24, temperature=0.3))
+            accepted[share] = drafter_of(llm).counters.accepted_nodes
+    assert accepted["namespace"] > 1.2 * accepted["none"]
+
+
+def test_the_loop_of_a_trainer_with_async_llm(checkpoints: list[Path]) -> None:
+    """Generate, change the weights, generate, with an engine in a process of its own."""
+
+    async def rollouts(config: dict[str, Any] | None) -> list[list[list[int]]]:
+        args = AsyncEngineArgs(
+            model=str(checkpoints[0]),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            kv_cache_memory_bytes=64 << 20,
+            max_model_len=256,
+            speculative_config=config,
+        )
+        llm = AsyncLLM.from_engine_args(args)
+        try:
+            return [epoch async for epoch in epochs(llm)]
+        finally:
+            llm.shutdown()
+
+    async def epochs(llm: AsyncLLM) -> Any:
+        for epoch, checkpoint in enumerate(checkpoints):
+            if epoch:
+                await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
+                await llm.reset_prefix_cache()
+            yield await asyncio.gather(
+                *(one(llm, params, f"{epoch}-{i}") for i, params in enumerate(samples(4, epoch)))
+            )
+
+    async def one(llm: AsyncLLM, params: SamplingParams, request_id: str) -> list[int]:
+        prompt = TokensPrompt(prompt_token_ids=PROMPT)
+        tokens: list[int] = []
+        async for output in llm.generate(prompt, params, request_id):
+            tokens = list(output.outputs[0].token_ids)
+        return tokens
+
+    plain, drafted = (asyncio.run(rollouts(config)) for config in (None, LOOKAHEAD))
+    assert plain == drafted and plain[0] != plain[1]
