@@ -32,35 +32,49 @@ def positives(text: str) -> list[int]:
 
 def check_outputs(options: argparse.Namespace, error: type[ValueError]) -> None:
     """Raise `error` if the files of --json and --plot cannot be written after the run."""
-    for path in (options.json, options.plot):
+    plot = getattr(options, "plot", None)
+    for path in (options.json, plot):
         if path:
             check_output(path, error)
-    if options.plot:
-        if options.plot.suffix.lower() not in PLOT_TYPES:
+    if plot:
+        if plot.suffix.lower() not in PLOT_TYPES:
             types = f"{', '.join(PLOT_TYPES[:-1])} or {PLOT_TYPES[-1]}"
-            raise error(f"--plot {options.plot}: the name must end in {types}")
+            raise error(f"--plot {plot}: the name must end in {types}")
         try:
             version("matplotlib")
         except PackageNotFoundError:
             raise error("--plot needs matplotlib: pip install matplotlib") from None
 
 
-def engine_parser(description: str | None, epilog: str, methods: str) -> argparse.ArgumentParser:
-    """A parser with the options of all benchmarks that start engines.
-
-    Parameters
-    ----------
-    epilog : str
-        The text below the options in `--help`.
-    methods : str
-        The default of --methods.
-    """
+def model_parser(description: str | None, epilog: str) -> argparse.ArgumentParser:
+    """A parser with the options of all benchmarks of a model; `epilog` is the text below them."""
     result = argparse.ArgumentParser(
         description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = result.add_argument
     add("--model", required=True, metavar="DIR", help="the model's folder, or its name on a hub")
     add("--prompts", required=True, type=Path, metavar="FILE.jsonl", help="see below")
+    add("--max-tokens", type=positive, default=128, metavar="N", help="default: 128")
+    add("--json", type=Path, metavar="OUT.json", help="write everything there")
+    add("--dtype", default="auto", help="as for vLLM: auto, float32, bfloat16, ...")
+    add(
+        "--kv-cache-gib",
+        type=float,
+        metavar="G",
+        help="of each engine (default: 1 on CPU, vLLM's choice elsewhere)",
+    )
+    add(
+        "--threads",
+        metavar="BIND",
+        help="VLLM_CPU_OMP_THREADS_BIND: auto, nobind, or cores as in 0-7 (default: vLLM's, auto)",
+    )
+    return result
+
+
+def engine_parser(description: str | None, epilog: str, methods: str) -> argparse.ArgumentParser:
+    """As `model_parser`, for benchmarks that compare methods; `methods` are the default ones."""
+    result = model_parser(description, epilog)
+    add = result.add_argument
     add(
         "--methods",
         default=methods,
@@ -75,21 +89,7 @@ def engine_parser(description: str | None, epilog: str, methods: str) -> argpars
         help="also run this `speculative_config`, as a method of that name (null: plain vLLM); "
         "repeatable",
     )
-    add("--max-tokens", type=positive, default=128, metavar="N", help="default: 128")
-    add("--json", type=Path, metavar="OUT.json", help="write everything there")
     add("--plot", type=Path, metavar="OUT.png", help="draw it there")
-    add("--dtype", default="auto", help="as for vLLM: auto, float32, bfloat16, ...")
-    add(
-        "--kv-cache-gib",
-        type=float,
-        metavar="G",
-        help="of each engine (default: 1 on CPU, vLLM's choice elsewhere)",
-    )
-    add(
-        "--threads",
-        metavar="BIND",
-        help="VLLM_CPU_OMP_THREADS_BIND: auto, nobind, or cores as in 0-7 (default: vLLM's, auto)",
-    )
     return result
 
 

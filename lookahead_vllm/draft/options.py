@@ -22,6 +22,7 @@ from lookahead_vllm.draft.window.shape import (
 )
 
 DRAFTS = ("hierarchical", "single")
+OBJECTIVES = ("throughput", "makespan")
 SHARES = ("none", "namespace", "all")
 SHARE_SCHEMES = ("redis://", "rediss://", "unix://")
 
@@ -90,6 +91,9 @@ class LookaheadOptions:
     budget : "auto" or int
         "auto": each step sends only the nodes that pay for themselves. A number: up to that many
         for each request, whatever they cost.
+    objective : "throughput" or "makespan"
+        What the nodes of a step are chosen for: the most tokens a second, or that the last request
+        of a batch ends early.
     window_size, ngram_size, guess_set_size : "auto" or int
         W, N and G of the lookahead branch; W = 0 disables it. "auto": W by the size of the model,
         as in Lookahead Decoding (ICML 2024), Table 4, as far as the nodes suffice; G is W.
@@ -124,6 +128,7 @@ class LookaheadOptions:
     draft: str = _words("hierarchical", DRAFTS)
     proposer: str = "auto"
     budget: str | int = _number("auto", 1, MAX_DECODING_LENGTH)
+    objective: str = _words("throughput", OBJECTIVES)
     window_size: str | int = _number("auto", 0, MAX_WINDOW_SIZE)
     ngram_size: int = _number(PAPER_NGRAM_SIZE, 2, MAX_NGRAM_SIZE)
     guess_set_size: str | int = _number("auto", 1, MAX_GUESS_SET_SIZE)

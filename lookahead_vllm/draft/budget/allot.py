@@ -40,7 +40,13 @@ class Allotment(NamedTuple):
     """The probability below which no further node would have been sent; 0 if all are sent."""
 
 
-def allot(forest: DraftForest, progress: int, prices: StepPrices, may_probe: bool) -> Allotment:
+def allot(
+    forest: DraftForest,
+    progress: int,
+    prices: StepPrices,
+    may_probe: bool,
+    weights: NDArray[np.float32] | None = None,
+) -> Allotment:
     """Choose the nodes with which the step emits the most tokens per unit of time.
 
     A step is expected to emit one token for each decoding request plus the sum of the probabilities
@@ -59,8 +65,14 @@ def allot(forest: DraftForest, progress: int, prices: StepPrices, may_probe: boo
     may_probe : bool
         Whether no node is sent if the expected speed-up is below PROBE_BELOW_SPEEDUP; see
         `is_probe_due`.
+    weights : float32 [t], optional
+        What a token of each request is worth, 1 on average. Then `min_prob` is that of a request
+        of weight 1.
     """
-    fields, kept, rate, min_prob = _cut(forest.arrays, progress, prices[:], may_probe)
+    worths = forest.probs
+    if weights is not None:
+        worths = worths * weights[forest.owners]
+    fields, kept, rate, min_prob = _cut(forest.arrays, worths, progress, prices[:], may_probe)
     return Allotment(DraftForest(*fields), kept, rate, min_prob)
 
 
@@ -83,13 +95,20 @@ def is_worth_waiting(cost: StepCost, speedup: float) -> bool:
 
 @kernel
 def _cut(
-    forest: ForestArrays, progress: int, prices: StepPrices, may_probe: bool
+    forest: ForestArrays,
+    worths: NDArray[np.float32],
+    progress: int,
+    prices: StepPrices,
+    may_probe: bool,
 ) -> tuple[ForestFields, Int64s, float, float]:
-    """The fields of the forest of the Allotment, and its other fields."""
+    """The fields of the forest of the Allotment, and its other fields.
+
+    `worths` float32 [n] are the nodes' probabilities times their requests' weights.
+    """
     forest = ForestArrays(*forest)
     branching = find_branching(forest.parents, forest.firsts)
     sizes, chained, rate, min_prob = _allot(
-        forest.probs, forest.parents, forest.firsts, branching, progress, prices
+        worths, forest.parents, forest.firsts, branching, progress, prices
     )
     if may_probe and rate * prices[0] < PROBE_BELOW_SPEEDUP * progress:
         sizes[:] = 0
@@ -186,8 +205,8 @@ def _allot(
     if best < num_nodes:
         cheapest = min(chain.min(), tree.min())
         min_prob = rate * (cheapest + _price_of_next(forward, best, num_nodes, captured))
-        if captured and best > 0:
-            # The last node sent completed a plateau, so a node as likely as it can pay again.
+        if best > 0:
+            # Where the price rises steeply after the last node sent, one as likely can pay again.
             min_prob = min(min_prob, probs[order[best - 1]])
     return sizes, chained, rate, min_prob
 

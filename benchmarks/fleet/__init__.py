@@ -1,0 +1,1 @@
+"""A fleet: engines behind a load balancer that learn from each other, or alone."""
