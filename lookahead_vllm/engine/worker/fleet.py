@@ -61,7 +61,6 @@ def connect(url: str) -> Any:
         socket_timeout=TIMEOUT_SECONDS,
         socket_connect_timeout=TIMEOUT_SECONDS,
         retry=Retry(NoBackoff(), 0),
-        client_name="lookahead-vllm",
         **{name: value for name, value in given.items() if value},
     )
 

@@ -244,13 +244,19 @@ def test_a_server_that_refuses_is_named_once(
     assert engine.exchange.traffic.published == 0
 
 
-def test_a_password_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = RedisServer(tmp_path, "--requirepass", "secret")
+def test_a_user_from_the_environment_needs_only_the_rights_that_are_documented(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = "+ping +xadd +expire +xread +xrevrange +time"
+    user = f"replica on >secret ~lookahead:* {commands}"
+    server = RedisServer(tmp_path, "--user", *user.split())
+    monkeypatch.setenv("LOOKAHEAD_VLLM_SHARE_USERNAME", "replica")
     monkeypatch.setenv("LOOKAHEAD_VLLM_SHARE_PASSWORD", "secret")
-    engine = Engine(server.url)
-    engine.answer()
-    assert wait(lambda: engine.exchange.traffic.published == len(ANSWER))
-    engine.exchange.close()
+    first, second = Engine(server.url), Engine(server.url)
+    first.answer()
+    assert second.learns()
+    first.exchange.close()
+    second.exchange.close()
     server.kill()
 
 

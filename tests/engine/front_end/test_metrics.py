@@ -20,6 +20,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from lookahead_vllm.draft.fleet.exchange import Traffic
 from lookahead_vllm.draft.sources import NAMES
 from lookahead_vllm.engine import step_report
 from lookahead_vllm.engine.front_end import stat_logger
@@ -107,6 +108,7 @@ def full_report() -> StepReport:
     report.evictions += 6
     report.refused_trees += 2
     report.trie_nodes, report.trie_bytes = 100, 1600
+    report.published, report.learned, report.dropped, report.lag_seconds = 10, 30, 2, 0.25
     return report
 
 
@@ -171,6 +173,10 @@ def test_every_number_of_a_report_is_counted() -> None:
     assert value("trie_bytes") == 1600
     assert value("trie_evictions_total") == 12
     assert value("trees_refused_total") == 4
+    assert value("fleet_tokens_published_total") == 20
+    assert value("fleet_tokens_learned_total") == 60
+    assert value("fleet_dropped_total") == 4
+    assert value("fleet_lag_seconds") == 0.25
 
 
 def test_engines_stay_apart_and_begin_with_zeros() -> None:
@@ -243,6 +249,16 @@ def test_a_report_waits_for_an_output_with_requests() -> None:
     runner.output = output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
     runner.sample_tokens(None)
     assert step_report.attached(output) is report and recorder.report == StepReport()
+
+
+def test_the_traffic_of_a_fleet_is_that_since_the_last_report() -> None:
+    recorder = StepRecorder()
+    assert recorder.take_report().published == 0
+    recorder.traffic = traffic = Traffic(published=5, learned=7, dropped=1)
+    recorder.take_report()
+    traffic.published, traffic.lag_seconds = 9, 0.5
+    report = recorder.take_report()
+    assert (report.published, report.learned, report.dropped, report.lag_seconds) == (4, 0, 0, 0.5)
 
 
 def test_evictions_are_those_since_the_last_report() -> None:
@@ -358,7 +374,7 @@ def test_whatever_is_exposed_is_named_and_the_other_way_round(path: Path) -> Non
         for family in REGISTRY.collect()
         if family.name.startswith(PREFIX) and not family.name.endswith("_created")
     }
-    assert len(exposed) == 12
+    assert len(exposed) == 16
     named = set(re.findall(rf"(?<![\w:]){PREFIX}[a-z_]+", path.read_text()))
     assert named - set().union(*exposed.values()) == set()
     assert [family for family, names in exposed.items() if not names & named] == []
