@@ -36,6 +36,8 @@ on the simulated device:
     hybrid_v2      the same, from the trie and the model's choices
     waiting_v2     lookahead_v2 in steps that vLLM prepares only when the drafts are known: with
                    prompts, adapters, M-RoPE, prompt embeddings or several replicas
+    fleet_v2       lookahead_v2 that shares (share_with) with three other engines, each with as many
+                   requests of 200 tokens a second; starts a redis-server
     drafter_v2     lookahead_v2 with a trained drafter, whose three tokens are right three times in
                    four each; a pass of it takes 5 % of the model's time, and its launches are in
                    no figure but the length of a step

@@ -22,6 +22,8 @@ class Method(NamedTuple):
     """Whether its steps are prepared only when their drafts are known."""
     drafter: bool = False
     """Whether a trained drafter's chain is in its trees."""
+    fleet: bool = False
+    """Whether it shares with three other engines."""
 
 
 METHODS = {
@@ -31,6 +33,7 @@ METHODS = {
     "lookahead_v2": Method(second_runner=True, lookahead=True),
     "hybrid_v2": Method(second_runner=True, lookahead=True, proposer="hybrid"),
     "waiting_v2": Method(second_runner=True, lookahead=True, waits=True),
+    "fleet_v2": Method(second_runner=True, lookahead=True, fleet=True),
     "drafter_v2": Method(second_runner=True, lookahead=True, drafter=True),
 }
 """V1 is vLLM's first model runner with synchronous steps, V2 the second with asynchronous ones."""

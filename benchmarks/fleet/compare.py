@@ -7,13 +7,12 @@ import json
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from benchmarks.command_line import (
 )
 from benchmarks.engines.arguments import engine_arg
 from benchmarks.engines.fresh_engine import FreshEngine
+from benchmarks.fleet.server import redis_server
 from benchmarks.prompts import Prompt, PromptError, context_length, load_prompts, model_tokenizer
 from benchmarks.rollouts.engine import Batch, Job, Request, Rollout
 from lookahead_vllm.cli.arguments import positive
@@ -177,22 +177,6 @@ class FleetBenchmark:
         stack.enter_context(engine)
         engine.wait_until_ready()
         return engine
-
-
-@contextmanager
-def redis_server() -> Iterator[str]:
-    """A Redis server on a socket of its own; yields its URL."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "redis.sock"
-        command = ["redis-server", "--port", "0", "--save", "", "--unixsocket", str(path)]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        try:
-            while not path.exists() and process.poll() is None:
-                time.sleep(0.01)
-            yield f"unix://{path}"
-        finally:
-            process.terminate()
-            process.wait()
 
 
 def table(answered: Sequence[Answered]) -> str:

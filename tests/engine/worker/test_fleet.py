@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lookahead_vllm.draft.fleet import exchange as exchange_module
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.fleet import fingerprint_of_engine, join_fleet
@@ -54,6 +56,42 @@ def test_a_second_engine_drafts_the_answers_of_the_first(
     assert answers[0] == answers[1]
     assert published == [0, tokens, tokens]
     assert accepted[1] > accepted[0] + 50
+
+
+@needs_redis
+@pytest.mark.usefixtures("runner")
+def test_no_answer_differs_and_no_step_waits_while_the_server_dies_ten_times(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange_module, "INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(exchange_module, "MIN_BACKOFF_SECONDS", 0.01)
+    model = save_tiny_model("llama", tmp_path)
+    settings = {"proposer": "ngram_trie", "budget": 8, "max_nodes": 50_000}
+    with engine(model) as llm:
+        plain = generate(llm, PROMPTS)
+    stop = threading.Event()
+
+    def kill_and_start() -> None:
+        for _ in range(10):
+            time.sleep(0.05)
+            server.kill()
+            time.sleep(0.05)
+            server.start()
+        stop.set()
+
+    with engine(model, {**settings, "share_with": server.url}) as llm:
+        killer = threading.Thread(target=kill_and_start)
+        killer.start()
+        rounds, slowest = 0, 0.0
+        while not stop.is_set() or rounds < 10:
+            start = time.monotonic()
+            assert generate(llm, PROMPTS) == plain
+            slowest = max(slowest, time.monotonic() - start)
+            rounds += 1
+        killer.join()
+        traffic = drafter_of(llm)._exchange.traffic  # type: ignore[union-attr]
+    assert slowest < 4  # a step that waited for the server would wait for its timeout
+    assert traffic.published > 0
 
 
 def model_config(**changes: Any) -> Any:

@@ -1,0 +1,86 @@
+"""The figures of rollouts and of fleets are those of their definitions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.fleet.compare import Answered
+from benchmarks.fleet.compare import table as fleet_table
+from benchmarks.prompts import Prompt
+from benchmarks.rollouts import compare
+from benchmarks.rollouts.compare import RolloutBenchmark, parser
+from benchmarks.rollouts.engine import Rollout, drifted
+from benchmarks.rollouts.figures import Epoch, table
+
+
+def rollout(running: list[int], tokens: list[list[int]], seconds: float) -> Rollout:
+    return Rollout(tokens, [len(own) // 2 for own in tokens], running, seconds, 0, 0)
+
+
+def test_an_epoch_counts_the_steps_to_its_end_and_its_tail() -> None:
+    tokens = [[1, 2]] * 19 + [[1, 2, 3, 4]]
+    epoch = Epoch.of(rollout([20, 20, 12, 2, 1, 1], tokens, 3.0))
+    assert (epoch.steps, epoch.tail, epoch.seconds) == (6, 3, 3.0)
+    assert epoch.tokens_per_step == pytest.approx(42 / 21)
+
+
+def test_each_epoch_is_compared_with_plain_vllms() -> None:
+    plain = [Epoch.of(rollout([1] * 8, [[1] * 8], 2.0)), Epoch.of(rollout([1] * 6, [[2] * 6], 1.0))]
+    ours = [Epoch.of(rollout([1] * 4, [[1] * 8], 1.0)), Epoch.of(rollout([1] * 3, [[3] * 6], 2.0))]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in table({"none": plain, "lookahead": ours}).splitlines()[2:]
+    ]
+    assert [row[1:4] for row in rows if row[1] == "lookahead"] == [
+        ["lookahead", "4", "0.50"],
+        ["lookahead", "3", "0.50"],
+    ]
+    assert [row[-2:] for row in rows if row[1] == "lookahead"] == [["2.00", "0"], ["0.50", "1"]]
+
+
+def test_weights_drift_a_little_further_in_each_epoch(tmp_path: Path) -> None:
+    weights = {"norm": torch.ones(4), "matrix": torch.randn(64, 64)}
+    save_file(weights, tmp_path / "model.safetensors")
+    first, second, again = (dict(drifted(tmp_path, 0.1, seeds)) for seeds in ([1], [1, 2], [1, 2]))
+    assert torch.equal(first["norm"], weights["norm"])
+    assert torch.equal(second["matrix"], again["matrix"])
+    for before, after in ((weights, first), (first, second)):
+        change = (after["matrix"] - before["matrix"]).std() / weights["matrix"].std()
+        assert change == pytest.approx(0.1, rel=0.1)
+
+
+def test_methods_get_the_same_seeds_and_epochs_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--model", "m", "--prompts", "p.jsonl", "--samples", "2", "--namespaces", "b"]
+    prompts = [Prompt([1, 2], "all", 1), Prompt([3], "all", 2)]
+
+    def batches(*more: str) -> list[compare.Batch]:
+        benchmark = RolloutBenchmark(
+            parser().parse_args([*arguments, *more]), {"a": None, "b": {}}, prompts
+        )
+        return [benchmark._batch(method, epoch) for epoch in range(2) for method in ("a", "b")]
+
+    a, b, a_later, _ = batches()
+    assert [request.prompt for request in a.requests] == [0, 0, 1, 1]
+    assert [request.namespace for request in b.requests] == ["prompt 0"] * 2 + ["prompt 1"] * 2
+    seeds = [[request.seed for request in batch.requests] for batch in (a, b, a_later)]
+    assert seeds[0] == seeds[1] and not set(seeds[0]) & set(seeds[2]) and len(set(seeds[0])) == 4
+    assert (a.drift_seeds, a_later.drift_seeds) == ([], [1])
+    first, *_, last = batches("--same-seeds")
+    assert [r.seed for r in first.requests] == [r.seed for r in last.requests]
+
+
+def test_the_engines_of_a_fleet_have_a_mean_and_a_range() -> None:
+    answered = [
+        Answered("alone", 0, 0, False, 100, 50, None),
+        Answered("alone", 0, 1, False, 100, 100, None),
+        Answered("fleet", 0, 0, True, 300, 100, 0.12),
+        Answered("one", 0, 0, False, 200, 50, None),
+    ]
+    text = fleet_table(answered)
+    first = [cell.strip() for cell in text.splitlines()[2].split("|")[1:-1]]
+    assert first == ["1", "1.50 (1.00–2.00)", "–", "4.00", "–", "3.00"]
+    assert text.endswith("lag of a message: 120 ms")
