@@ -124,7 +124,7 @@ class RolloutBenchmark:
                 for method in list(self.methods)[:: -1 if epoch % 2 else 1]:
                     bar.set_description(f"epoch {epoch + 1}, {method}")
                     if method not in self.failures:
-                        question = asdict(self._batch(method, epoch))
+                        question = asdict(self.batch(method, epoch))
                         answer = self._surviving(
                             method, lambda q=question, e=engines[method]: e.ask(q)
                         )
@@ -170,7 +170,8 @@ class RolloutBenchmark:
             lambda event: None,
         )
 
-    def _batch(self, method: str, epoch: int) -> Batch:
+    def batch(self, method: str, epoch: int) -> Batch:
+        """What the engine of a method gets in an epoch."""
         is_named = method in self.options.namespaces
         draw = 0 if self.options.same_seeds else epoch
         requests = [

@@ -61,7 +61,7 @@ def test_methods_get_the_same_seeds_and_epochs_others(monkeypatch: pytest.Monkey
         benchmark = RolloutBenchmark(
             parser().parse_args([*arguments, *more]), {"a": None, "b": {}}, prompts
         )
-        return [benchmark._batch(method, epoch) for epoch in range(2) for method in ("a", "b")]
+        return [benchmark.batch(method, epoch) for epoch in range(2) for method in ("a", "b")]
 
     a, b, a_later, _ = batches()
     assert [request.prompt for request in a.requests] == [0, 0, 1, 1]

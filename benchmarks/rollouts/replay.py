@@ -1,0 +1,194 @@
+"""Replay recorded rollouts through the trie, without a model: what samples learn from each other.
+
+`python -m benchmarks.rollouts.replay OUT.json` takes what `bench_rollouts.py --json` has written
+with the method `none`. It replays the samples of an epoch side by side, as they ran, for each way
+to share; then with the budget of a device, for each objective.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks.methods import BASELINE
+from benchmarks.rollouts.engine import Request
+from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
+from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.proposer import DraftLimits
+from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from lookahead_vllm.simulation.markdown import markdown, number
+
+CURVE = CostCurve([1, 64, 256, 512, 4096], [6.0, 6.3, 7.2, 12.0, 90.0])
+"""Of a device on which a step takes hardly longer with up to 256 tokens; ms by tokens."""
+
+SUBSETS = 12
+"""Random halves of the prompts on which objectives are compared."""
+
+
+class Recorded(NamedTuple):
+    """Rollouts of some epochs."""
+
+    prompts: list[list[int]]
+    requests: list[Request]
+    """Of each epoch, in order."""
+    epochs: list[list[list[int]]]
+    """The token ids of each request, by epoch."""
+
+    @classmethod
+    def load(cls, path: Path) -> Recorded:
+        """Read a file of `bench_rollouts.py`."""
+        content = json.loads(path.read_text())
+        requests = [Request(prompt, 0) for prompt in content["prompt_of_sample"]]
+        epochs = [epoch["token_ids"] for epoch in content["epochs"][BASELINE]]
+        return cls(content["prompts"], requests, epochs)
+
+    def some(self, prompts: set[int]) -> Recorded:
+        """The rollouts of these prompts."""
+        kept = [i for i, request in enumerate(self.requests) if request.prompt in prompts]
+        epochs = [[epoch[i] for i in kept] for epoch in self.epochs]
+        return Recorded(self.prompts, [self.requests[i] for i in kept], epochs)
+
+
+class Replayed(NamedTuple):
+    """What an epoch came to."""
+
+    steps: int
+    tokens_per_step: float
+    milliseconds: float
+    """To the end of the batch, on the device of CURVE."""
+    nodes: float
+    """Of a request in a step, until nine of ten have ended."""
+    nodes_in_tail: float
+    """The same after that."""
+
+
+def replay(
+    recorded: Recorded, options: LookaheadOptions, namespaces: Sequence[str | None]
+) -> list[Replayed]:
+    """Replay all epochs; `namespaces` are those of the requests."""
+    proposer = NGramTrieProposer(options)
+    proposer.insertion.seconds = np.inf
+    if options.budget == "auto":
+        proposer.cost = StepCost(CURVE)
+    epochs = []
+    for texts in recorded.epochs:
+        names = [str(i) for i in range(len(texts))]
+        for name, request, namespace in zip(names, recorded.requests, namespaces, strict=True):
+            proposer.start(name, recorded.prompts[request.prompt], namespace)
+        # The prefills emit a token each.
+        done = dict.fromkeys(range(len(texts)), 1)
+        proposer.extend({name: text[:1] for name, text in zip(names, texts, strict=True)})
+        steps, milliseconds, decoded = 1, 0.0, len(texts)
+        nodes: tuple[list[float], list[float]] = [], []
+        while live := [i for i, text in enumerate(texts) if done[i] < len(text)]:
+            most = options.max_nodes_per_tree
+            forest = proposer.propose([DraftLimits(names[i], most, most) for i in live])
+            emitted = {
+                names[i]: texts[i][done[i] : done[i] + 1 + _accepted(tree, texts[i][done[i] : -1])]
+                for i, tree in zip(live, forest, strict=True)
+            }
+            proposer.extend(emitted)
+            steps, decoded = steps + 1, decoded + len(live)
+            milliseconds += float(CURVE(len(live) + forest.num_nodes))
+            nodes[len(live) <= len(texts) / 10].append(forest.num_nodes / len(live))
+            for i in live:
+                done[i] += len(emitted[names[i]])
+                if done[i] >= len(texts[i]):
+                    proposer.finish(names[i])
+        tokens = sum(map(len, texts))
+        means = [statistics.fmean(part) if part else 0.0 for part in nodes]
+        epochs.append(Replayed(steps, tokens / decoded, milliseconds, *means))
+    return epochs
+
+
+def _accepted(tree: DraftTree, text: Sequence[int]) -> int:
+    """How many tokens of the text are a path from the tree's root."""
+    children = {
+        (parent, token): node
+        for node, (parent, token) in enumerate(
+            zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
+        )
+    }
+    node = -1
+    for depth, token in enumerate(text):
+        child = children.get((node, token))
+        if child is None:
+            return depth
+        node = child
+    return len(text)
+
+
+def sharing_table(recorded: Recorded, nodes: Sequence[int]) -> str:
+    """Tokens a step, for each way to share and number of nodes."""
+    ways: dict[str, list[str | None]] = {
+        "alone": [None for _ in recorded.requests],
+        "a namespace for each prompt": [str(request.prompt) for request in recorded.requests],
+        "one namespace": ["" for _ in recorded.requests],
+    }
+    body = []
+    for count in tqdm(nodes, desc="sharing"):
+        for way, namespaces in ways.items():
+            options = LookaheadOptions(
+                proposer="ngram_trie", num_speculative_tokens=count, budget=count
+            )
+            epochs = replay(recorded, options, namespaces)
+            body.append([way, str(count), *(_cell(epoch) for epoch in epochs)])
+    epochs_named = [f"epoch {i + 1}" for i in range(len(recorded.epochs))]
+    return markdown(["samples share", "nodes", *epochs_named], body)
+
+
+def _cell(epoch: Replayed) -> str:
+    return f"{number(epoch.tokens_per_step)} ({epoch.steps})"
+
+
+def objective_table(recorded: Recorded) -> str:
+    """The batch's end with each objective, over random halves of the prompts."""
+    prompts = sorted({request.prompt for request in recorded.requests})
+    rng = random.Random(1)
+    ratios: list[list[float]] = []
+    nodes: list[tuple[float, float]] = []
+    for _ in tqdm(range(SUBSETS), desc="objectives"):
+        part = recorded.some(set(rng.sample(prompts, max(1, len(prompts) // 2))))
+        namespaces = ["" for _ in part.requests]
+        sums, ends = (
+            replay(part, LookaheadOptions(proposer="ngram_trie", objective=objective), namespaces)
+            for objective in ("throughput", "makespan")
+        )
+        ratios.append([b.milliseconds / a.milliseconds for a, b in zip(sums, ends, strict=True)])
+        nodes += [(epoch.nodes, epoch.nodes_in_tail) for epoch in sums if epoch.nodes_in_tail]
+    body = []
+    for i, epoch in enumerate(zip(*ratios, strict=True)):
+        error = statistics.stdev(epoch) / len(epoch) ** 0.5
+        body.append([str(i + 1), f"{number(statistics.fmean(epoch), 3)} ± {number(error, 3)}"])
+    before, after = (statistics.fmean(part) for part in zip(*nodes, strict=True))
+    table = markdown(["epoch", "time to the batch's end, makespan over throughput"], body)
+    return (
+        f"{table}\n\nnodes of a request in a step, throughput: {number(before, 1)} until nine of "
+        f"ten requests have ended, {number(after, 1)} after that"
+    )
+
+
+def main() -> None:
+    """Print the tables of the file on the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, metavar="OUT.json")
+    recorded = Recorded.load(parser.parse_args().file)
+    print("tokens a step (and steps to the batch's end):\n")
+    print(sharing_table(recorded, [4, 16, 64]))
+    print()
+    print(objective_table(recorded))
+
+
+if __name__ == "__main__":
+    main()
