@@ -206,6 +206,9 @@ def shaped(shape, dtype="<i8", name="edges"):
         {"arrays": None},
         {"facts": {"namespaces": {"a": -1}}},
         {"facts": {"namespaces": ["a"]}},
+        {"facts": {"namespaces": {}, "followed": {"a": "*"}}},
+        {"facts": {"namespaces": {}, "followed": {"a": 1}}},
+        {"facts": {"namespaces": {}, "followed": ["a"]}},
         {"created": "yesterday"},
     ],
 )
