@@ -11,7 +11,8 @@ import argparse
 import json
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +22,9 @@ from tqdm import tqdm
 from benchmarks.methods import BASELINE
 from benchmarks.rollouts.engine import Request
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
-from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.options import AUTO_DECODING_LENGTH, LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftLimits
-from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.simulation.markdown import markdown, number
 
@@ -58,6 +59,48 @@ class Recorded(NamedTuple):
         return Recorded(self.prompts, [self.requests[i] for i in kept], epochs)
 
 
+class SuffixDrafter:
+    """vLLM's `suffix` with its default settings: arctic-inference's drafts, which are chains."""
+
+    MAX_TREE_DEPTH, MAX_SPEC_FACTOR, MIN_TOKEN_PROB = 24, 1.0, 0.1
+
+    def __init__(self) -> None:
+        from arctic_inference.suffix_decoding import SuffixDecodingCache
+
+        self._cache = SuffixDecodingCache(
+            max_tree_depth=self.MAX_TREE_DEPTH, max_cached_requests=10_000
+        )
+        self._texts: dict[str, list[int]] = {}
+        self._ids: dict[str, int] = {}
+        self._last_id = 0
+
+    def start(self, name: str, prompt: list[int], namespace: str | None) -> None:
+        self._last_id += 1
+        self._texts[name], self._ids[name] = list(prompt), self._last_id
+        self._cache.start_request(self._ids[name], np.array(prompt, np.int32))
+
+    def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
+        for name, new in tokens.items():
+            self._texts[name] += new
+            self._cache.add_active_response(self._ids[name], list(new))
+
+    def propose(self, limits: Sequence[DraftLimits]) -> DraftForest:
+        return DraftForest.of([DraftTree.chain(self._draft(limit.request_id)) for limit in limits])
+
+    def _draft(self, name: str) -> list[int]:
+        draft = self._cache.speculate(
+            self._ids[name],
+            np.array(self._texts[name][-self.MAX_TREE_DEPTH :], np.int32),
+            max_spec_tokens=self.MAX_TREE_DEPTH,
+            max_spec_factor=self.MAX_SPEC_FACTOR,
+            min_token_prob=self.MIN_TOKEN_PROB,
+        )
+        return list(draft.token_ids)
+
+    def finish(self, name: str) -> None:
+        self._cache.stop_request(self._ids[name])
+
+
 class Replayed(NamedTuple):
     """What an epoch came to."""
 
@@ -71,14 +114,22 @@ class Replayed(NamedTuple):
     """The same after that."""
 
 
-def replay(
-    recorded: Recorded, options: LookaheadOptions, namespaces: Sequence[str | None]
-) -> list[Replayed]:
-    """Replay all epochs; `namespaces` are those of the requests."""
+def trie(options: LookaheadOptions) -> NGramTrieProposer:
+    """The trie, on the device of CURVE if its budget is "auto"."""
     proposer = NGramTrieProposer(options)
     proposer.insertion.seconds = np.inf
     if options.budget == "auto":
         proposer.cost = StepCost(CURVE)
+    return proposer
+
+
+def replay(
+    recorded: Recorded,
+    proposer: NGramTrieProposer | SuffixDrafter,
+    namespaces: Sequence[str | None],
+    most: int,
+) -> list[Replayed]:
+    """Replay all epochs with drafts of at most so many nodes; `namespaces` are the requests'."""
     epochs = []
     for texts in recorded.epochs:
         names = [str(i) for i in range(len(texts))]
@@ -90,7 +141,6 @@ def replay(
         steps, milliseconds, decoded = 1, 0.0, len(texts)
         nodes: tuple[list[float], list[float]] = [], []
         while live := [i for i, text in enumerate(texts) if done[i] < len(text)]:
-            most = options.max_nodes_per_tree
             forest = proposer.propose([DraftLimits(names[i], most, most) for i in live])
             emitted = {
                 names[i]: texts[i][done[i] : done[i] + 1 + _accepted(tree, texts[i][done[i] : -1])]
@@ -140,8 +190,14 @@ def sharing_table(recorded: Recorded, nodes: Sequence[int]) -> str:
             options = LookaheadOptions(
                 proposer="ngram_trie", num_speculative_tokens=count, budget=count
             )
-            epochs = replay(recorded, options, namespaces)
+            epochs = replay(recorded, trie(options), namespaces, count)
             body.append([way, str(count), *(_cell(epoch) for epoch in epochs)])
+    if find_spec("arctic_inference") is not None:
+        epochs = replay(recorded, SuffixDrafter(), ways["one namespace"], 1)
+        mean = statistics.fmean(epoch.nodes for epoch in epochs)
+        body.append(
+            ["vLLM's suffix", f"{number(mean, 1)} on average", *(_cell(epoch) for epoch in epochs)]
+        )
     epochs_named = [f"epoch {i + 1}" for i in range(len(recorded.epochs))]
     return markdown(["samples share", "nodes", *epochs_named], body)
 
@@ -160,7 +216,12 @@ def objective_table(recorded: Recorded) -> str:
         part = recorded.some(set(rng.sample(prompts, max(1, len(prompts) // 2))))
         namespaces = ["" for _ in part.requests]
         sums, ends = (
-            replay(part, LookaheadOptions(proposer="ngram_trie", objective=objective), namespaces)
+            replay(
+                part,
+                trie(LookaheadOptions(proposer="ngram_trie", objective=objective)),
+                namespaces,
+                AUTO_DECODING_LENGTH,
+            )
             for objective in ("throughput", "makespan")
         )
         ratios.append([b.milliseconds / a.milliseconds for a, b in zip(sums, ends, strict=True)])

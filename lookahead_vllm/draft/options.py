@@ -142,7 +142,7 @@ class LookaheadOptions:
         "the URL of a Redis or Valkey server", "redis://localhost:6379/0"
     )
     share_messages: int = _number(4_000, 1, 10_000_000)
-    weights_half_life: float = _number(1, 0, 1_000_000, "a number of changes")
+    weights_half_life: float = _number(32, 0, 1_000_000, "a number of changes")
     max_reference_tokens: int = _number(16_384, 1, 2**20)
     accept_references: bool = _switch(True)
     accept_namespaces: bool = _switch(True)
