@@ -36,9 +36,8 @@ examples:
   python scripts/bench_rollouts.py --model .cache/models/SmolLM2-135M-Instruct \\
       --prompts prompts.jsonl --limit 4 --samples 8 --epochs 3 --dtype float32
 
-  is it better to tell prompts apart by namespaces?
-      --methods none --config 'one={{"method":"lookahead"}}' \\
-      --config 'groups={{"method":"lookahead"}}' --namespaces groups
+  as on a device whose steps take hardly longer with more tokens
+      --methods none --config 'budget16={{"method":"lookahead","budget":16}}'
 
 {PROMPT_LINES}
 
@@ -53,15 +52,16 @@ columns:
                --dtype float32: bfloat16 rounds a step of several tokens differently)
 
 how it measures:
-  On CPUs, vLLM 0.32's own speculation (`ngram`, `suffix`) samples wrong tokens at temperatures above
-  0; `python -m benchmarks.rollouts.replay OUT.json` replays plain vLLM's samples through `suffix`
-  and through the trie.
   Each method has an engine, and all engines live until the end and take turns, in alternating
   order. In an epoch, an engine gets --samples requests for each prompt at once, and runs all of
   them at a time, as a trainer's rollout does. Each request has a seed of its own, the same for all
-  methods, and another one in each epoch. Before every epoch but the first, normal noise is added
-  to each weight matrix, --drift times its standard deviation, by vLLM's `reload_weights`: by
-  default as much as some hundred steps of Adam at a rate of 1e-6. The texts change with it. What an engine has learned stays.
+  methods, and another one in each epoch (unless --same-seeds). Before every epoch but the first,
+  normal noise is added to each weight matrix, --drift times its standard deviation, by vLLM's
+  `reload_weights`: by default as much as some hundred steps of Adam at a rate of 1e-6. The texts
+  change with it. What an engine has learned stays.
+  On CPUs, vLLM 0.32's own speculation (`ngram`, `suffix`) samples wrong tokens at temperatures
+  above 0. `python -m benchmarks.rollouts.replay OUT.json` replays plain vLLM's samples through
+  `suffix` and through the trie.
 
 The exit status is 0 if all methods finished, 1 if one failed, 2 for wrong options, 130 after
 Ctrl-C.
@@ -89,13 +89,6 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         metavar="KEY=VALUE",
         help="a further argument of `vllm.LLM`; repeatable",
-    )
-    add(
-        "--namespaces",
-        action="append",
-        default=[],
-        metavar="METHOD",
-        help="a method of lookahead that gets a namespace for each prompt; repeatable",
     )
     return result
 
@@ -127,7 +120,7 @@ class RolloutBenchmark:
                 for method in list(self.methods)[:: -1 if epoch % 2 else 1]:
                     bar.set_description(f"epoch {epoch + 1}, {method}")
                     if method not in self.failures:
-                        question = asdict(self.batch(method, epoch))
+                        question = asdict(self.batch(epoch))
                         answer = self._surviving(
                             method, lambda q=question, e=engines[method]: e.ask(q)
                         )
@@ -173,15 +166,14 @@ class RolloutBenchmark:
             lambda event: None,
         )
 
-    def batch(self, method: str, epoch: int) -> Batch:
-        """What the engine of a method gets in an epoch."""
-        is_named = method in self.options.namespaces
+    def batch(self, epoch: int) -> Batch:
+        """What the engines get in an epoch."""
         draw = 0 if self.options.same_seeds else epoch
+        samples = self.options.samples
         requests = [
-            Request(i, (draw * len(self.prompts) + i) * self.options.samples + sample, name)
+            Request(i, (draw * len(self.prompts) + i) * samples + sample)
             for i in range(len(self.prompts))
-            for name in [f"prompt {i}" if is_named else ""]
-            for sample in range(self.options.samples)
+            for sample in range(samples)
         ]
         return Batch(requests, self.options.drift, list(range(1, epoch + 1)))
 
@@ -199,9 +191,6 @@ def main(argv: Sequence[str]) -> int:
     try:
         check_outputs(options, PromptError)
         methods = choose_methods(options.methods, options.config)
-        for name in options.namespaces:
-            if name not in methods:
-                raise MethodError(f"--namespaces {name}: there is no such method")
         prompts = load_prompts(options.prompts, model_tokenizer(options.model), options.limit)
     except (MethodError, PromptError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)

@@ -31,11 +31,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Request:
-    """One sample: the index of its prompt, its seed, and its namespace for lookahead, or ""."""
+    """One sample: the index of its prompt, and its seed."""
 
     prompt: int
     seed: int
-    namespace: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,12 +130,8 @@ def run(job: Job, batches: Iterable[dict[str, Any]], emit: Emit) -> None:
     emit("ready")
 
     def params_of(request: Request) -> Any:
-        more: dict[str, Any] = {}
-        if request.namespace:
-            more["extra_args"] = {"lookahead_namespace": request.namespace}
-        if job.temperature:
-            more["seed"] = request.seed
-        return SamplingParams(temperature=job.temperature, max_tokens=job.max_tokens, **more)
+        seed = request.seed if job.temperature else None
+        return SamplingParams(temperature=job.temperature, max_tokens=job.max_tokens, seed=seed)
 
     for question in batches:
         batch = Batch.read(question)

@@ -53,24 +53,22 @@ def test_weights_drift_a_little_further_in_each_epoch(tmp_path: Path) -> None:
         assert change == pytest.approx(0.1, rel=0.1)
 
 
-def test_methods_get_the_same_seeds_and_epochs_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["--model", "m", "--prompts", "p.jsonl", "--samples", "2", "--namespaces", "b"]
+def test_each_epoch_has_other_seeds_unless_they_shall_be_the_same() -> None:
+    arguments = ["--model", "m", "--prompts", "p.jsonl", "--samples", "2"]
     prompts = [Prompt([1, 2], "all", 1), Prompt([3], "all", 2)]
 
     def batches(*more: str) -> list[compare.Batch]:
-        benchmark = RolloutBenchmark(
-            parser().parse_args([*arguments, *more]), {"a": None, "b": {}}, prompts
-        )
-        return [benchmark.batch(method, epoch) for epoch in range(2) for method in ("a", "b")]
+        options = parser().parse_args([*arguments, *more])
+        benchmark = RolloutBenchmark(options, {"none": None}, prompts)
+        return [benchmark.batch(epoch) for epoch in range(2)]
 
-    a, b, a_later, _ = batches()
-    assert [request.prompt for request in a.requests] == [0, 0, 1, 1]
-    assert [request.namespace for request in b.requests] == ["prompt 0"] * 2 + ["prompt 1"] * 2
-    seeds = [[request.seed for request in batch.requests] for batch in (a, b, a_later)]
-    assert seeds[0] == seeds[1] and not set(seeds[0]) & set(seeds[2]) and len(set(seeds[0])) == 4
-    assert (a.drift_seeds, a_later.drift_seeds) == ([], [1])
-    first, *_, last = batches("--same-seeds")
-    assert [r.seed for r in first.requests] == [r.seed for r in last.requests]
+    first, second = batches()
+    assert [request.prompt for request in first.requests] == [0, 0, 1, 1]
+    seeds = [{request.seed for request in batch.requests} for batch in (first, second)]
+    assert len(seeds[0]) == 4 and not seeds[0] & seeds[1]
+    assert (first.drift_seeds, second.drift_seeds) == ([], [1])
+    first, second = batches("--same-seeds")
+    assert first.requests == second.requests
 
 
 def test_the_engines_of_a_fleet_have_a_mean_and_a_range() -> None:
