@@ -49,6 +49,8 @@ class Outbox:
         self, numbers: Int64s, spaces: Int32s, hashes: Hashes, tokens: Int32s, sizes: Int64s
     ) -> None:
         """Add the new `tokens` of t texts, `sizes` each; the arrays must not change any more."""
+        if not len(tokens):
+            return
         with self._lock:
             self._steps.append(_Step(numbers, spaces, hashes, tokens, sizes))
             self._num_tokens += len(tokens)

@@ -217,6 +217,11 @@ def test_what_waits_for_a_missing_server_is_bounded(
     for _ in range(100):
         engine.answer()
     outbox = engine.exchange._replica.outbox
+    engine.proposer.start("waits", PROMPT)
+    waiting = len(outbox._steps)
+    for _ in range(100):
+        engine.proposer.extend({"waits": []})
+    assert len(outbox._steps) == waiting
     assert sum(len(step.tokens) for step in outbox._steps) <= 1000
     assert outbox.dropped >= 2900
     server.start()
