@@ -1,4 +1,4 @@
-"""Data parallelism: a server's engines are exact, learn each for itself, and end together."""
+"""Data parallelism: a server's engines are exact, share if they are told to, and end together."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from vllm import SamplingParams
 
 from lookahead_vllm.draft.cache import file as cache_file
 from tests.support.driving import engine, generate, random_prompts
+from tests.support.redis_server import BINARY, RedisServer
 from tests.support.servers import ANSWER_SECONDS, END_SECONDS, cores_of, running
 
 ENGINES = 2
@@ -59,6 +60,9 @@ def test_two_engines_answer_as_plain_vllm_and_end_together(llama: Path, tmp_path
         expected = [answer for (answer,) in generate(plain, [case[0] for case in cases], sampling)]
     cache = tmp_path / "learned.cache"
     lookahead = {"method": "lookahead", "budget": 8, "cache_path": str(cache), "cache_interval": 0}
+    server = RedisServer(tmp_path) if BINARY else None
+    if server is not None:
+        lookahead["share_with"] = server.url
     flags = ("--enforce-eager", "--dtype", "float32", "--attention-backend", "CPU_MLA")
     flags += ("--max-model-len", "256", "--kv-cache-memory-bytes", "64M")
     flags += ("--data-parallel-size", str(ENGINES), "--speculative-config", json.dumps(lookahead))
@@ -77,7 +81,11 @@ def test_two_engines_answer_as_plain_vllm_and_end_together(llama: Path, tmp_path
         process.send_signal(signal.SIGTERM)
         assert process.wait(END_SECONDS) == 0
         assert not psutil.wait_procs(processes, timeout=END_SECONDS)[1]
-    for name in ("nodes_verified", "nodes_accepted"):
+    names = ["nodes_verified", "nodes_accepted"]
+    if server is not None:
+        server.kill()
+        names.append("fleet_tokens_learned")
+    for name in names:
         assert min(by_engine(metrics, f"lookahead_vllm:{name}_total")) > 20, name
     caches = [cache, cache.with_name(f"{cache.name}.dp1")]
     assert all(cache_file.count_ngrams(cache_file.load(path)[0]) > 100 for path in caches)
