@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
         *("numpy", "torch", "triton"),
         *(f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.gpu"),
     },
-    "engine": {"numpy", "vllm", f"{DRAFT}.*", ENGINE},
+    "engine": {"numpy", "vllm", "redis", f"{DRAFT}.*", ENGINE},
     "engine/front_end": {
         *("numpy", "vllm", "prometheus_client"),
         *(f"{DRAFT}.*", f"{ENGINE}.*", f"{ENGINE}.front_end"),

@@ -374,11 +374,7 @@ def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> Non
     for sentence, applies in _refusals(config, runner, options).items():
         if applies:
             raise OptionError(sentence)
-    if options.share_with is not None and find_spec("redis") is None:
-        raise OptionError(
-            "share_with was given, but the package redis is not installed; install "
-            "lookahead-vllm[fleet]"
-        )
+    _check_fleet(options)
     options = options.with_checked_cache().for_model(_num_parameters(config.model_config))
     speculation = config.speculative_config
     if options.drafter is not None:
@@ -392,6 +388,26 @@ def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> Non
     config.additional_config = {**config.additional_config, KEY: options.to_dict()}
     if options.parallel > 1:
         config.parallel_config.distributed_executor_backend = REPLICA_EXECUTOR
+
+
+def _check_fleet(options: LookaheadOptions) -> None:
+    """Raise OptionError if the server of `share_with` cannot be reached with this URL."""
+    if options.share_with is None:
+        return
+    if find_spec("redis") is None:
+        raise OptionError(
+            "share_with was given, but the package redis is not installed; install "
+            "lookahead-vllm[fleet]"
+        )
+    from redis.connection import parse_url
+
+    try:
+        parse_url(options.share_with)  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        raise OptionError(
+            f"share_with was given, but its URL is wrong: {error}; write for instance "
+            "redis://localhost:6379/0"
+        ) from None
 
 
 def _num_parameters(model_config: ModelConfig) -> float:

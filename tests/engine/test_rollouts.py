@@ -64,16 +64,18 @@ def load_as_trl(llm: LLM, checkpoint: Path) -> None:
 def test_samples_equal_plain_vllms_before_and_after_a_change_of_weights(
     checkpoints: list[Path],
 ) -> None:
-    answers: dict[bool, list[Any]] = {}
-    for is_plain in (True, False):
-        with engine(checkpoints[0], None if is_plain else LOOKAHEAD) as llm:
-            answers[is_plain] = epochs = []
+    answers: list[list[Any]] = []
+    makespan = {**LOOKAHEAD, "budget": "auto", "objective": "makespan"}
+    for config in (None, LOOKAHEAD, makespan):
+        with engine(checkpoints[0], config, drafts=None if config is makespan else True) as llm:
+            epochs: list[Any] = []
+            answers.append(epochs)
             for epoch, checkpoint in enumerate([*checkpoints, *checkpoints]):
                 if epoch:
                     load_by_vllm(llm, checkpoint)
                 epochs.append(generate(llm, [PROMPT] * 8, samples(8, epoch % 2)))
-    assert answers[True] == answers[False]
-    assert answers[True][0] == answers[True][2] != answers[True][1]
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[0][0] == answers[0][2] != answers[0][1]
 
 
 @pytest.mark.usefixtures("runner")

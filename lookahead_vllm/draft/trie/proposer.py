@@ -301,7 +301,7 @@ class NGramTrieProposer:
             return forest
         forest, _, rate, min_prob = allot(forest, progress, prices, may_probe, weights)
         # Nodes far below the probability that pays are not grown in the next step.
-        self._min_prob = min_prob / 2 / (1 if weights is None else max(1, weights.max()))
+        self._min_prob = min_prob / 2 / (1 if weights is None else max(1.0, float(weights.max())))
         self.min_prob_beside_prompt = rate * price_beside_prompt
         speedup = rate * (prices.base - prices.waiting) / progress
         self.pays = forest.num_nodes > 0 and is_worth_waiting(self.cost, speedup)

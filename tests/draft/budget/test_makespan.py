@@ -107,6 +107,7 @@ def test_the_longer_answer_gets_more_nodes(objective: str) -> None:
             proposer.extend({name: text[24:]})
             proposer.finish(name)
     assert 8 <= sum(nodes.values()) <= 10
+    assert type(proposer._min_prob) is float  # another type would be compiled for
     if objective == "makespan":
         assert nodes["short"] <= 1 and nodes["long"] >= 7
     else:

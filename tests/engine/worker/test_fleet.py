@@ -161,6 +161,17 @@ def test_what_contradicts_is_refused_without_the_password(
 
 
 @pytest.mark.usefixtures("runner")
+def test_a_wrong_url_is_refused_at_the_start(tmp_path: Path) -> None:
+    model = save_tiny_model("llama", tmp_path)
+    with (
+        pytest.raises(OptionError, match="its URL is wrong") as refused,
+        engine(model, {"share_with": "redis://:secret@localhost:abc"}),
+    ):
+        pass
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("runner")
 def test_a_missing_client_is_named_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
