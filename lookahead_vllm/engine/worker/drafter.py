@@ -116,6 +116,8 @@ class LookaheadDrafter:
         The most nodes of a step; its logits have a row for each.
     """
 
+    _has_new_weights = False
+
     def __init__(self, vllm_config: VllmConfig) -> None:
         if not config.is_lookahead(vllm_config):
             raise ValueError(
@@ -143,7 +145,6 @@ class LookaheadDrafter:
         self._sent: dict[str, SentDraft] = {}
         """Drafts that are not verified yet."""
         self.drafted_for: set[str] = set()
-        self._has_new_weights = False
         compilation.wait()
         compilation.compile_verification()
 

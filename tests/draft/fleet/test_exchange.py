@@ -175,7 +175,7 @@ def test_garbage_in_a_stream_is_refused(
 def test_a_server_that_is_killed_ten_times_costs_two_lines_each(
     engines: Callable[..., Engine], server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger=exchange_module.logger.name)
     first, second = engines(), engines()
     for _ in range(10):
         server.kill()
