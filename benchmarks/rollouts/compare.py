@@ -185,6 +185,19 @@ def report(benchmark: RolloutBenchmark) -> str:
     return "\n".join(lines)
 
 
+def content(benchmark: RolloutBenchmark, argv: Sequence[str]) -> dict[str, Any]:
+    """What --json writes; `replay.py` reads it."""
+    return {
+        "command": list(argv),
+        "cpu": cpu_name(),
+        "versions": versions(),
+        "prompts": [prompt.token_ids for prompt in benchmark.prompts],
+        "prompt_of_sample": [request.prompt for request in benchmark.batch(0).requests],
+        "epochs": {method: list(map(asdict, own)) for method, own in benchmark.epochs.items()},
+        "failures": benchmark.failures,
+    }
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark of the command line; returns the exit status."""
     options = parser().parse_args(argv)
@@ -199,17 +212,7 @@ def main(argv: Sequence[str]) -> int:
     was_interrupted = interrupted(benchmark.run)
     print(report(benchmark))
     if options.json:
-        content = {
-            "command": list(argv),
-            "cpu": cpu_name(),
-            "versions": versions(),
-            "epochs": {
-                method: [asdict(one) for one in epochs]
-                for method, epochs in benchmark.epochs.items()
-            },
-            "failures": benchmark.failures,
-        }
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        options.json.write_text(json.dumps(content(benchmark, argv), indent=1) + "\n")
     if options.plot:
         plot(benchmark.epochs, options.plot)
     if was_interrupted:

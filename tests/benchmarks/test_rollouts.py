@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from benchmarks.rollouts import compare
 from benchmarks.rollouts.compare import RolloutBenchmark, parser
 from benchmarks.rollouts.engine import Rollout, drifted
 from benchmarks.rollouts.figures import Epoch, table
+from benchmarks.rollouts.replay import Recorded, replay, trie
+from lookahead_vllm.draft.options import LookaheadOptions
 
 
 def rollout(running: list[int], tokens: list[list[int]], seconds: float) -> Rollout:
@@ -69,6 +72,24 @@ def test_each_epoch_has_other_seeds_unless_they_shall_be_the_same() -> None:
     assert (first.drift_seeds, second.drift_seeds) == ([], [1])
     first, second = batches("--same-seeds")
     assert first.requests == second.requests
+
+
+def test_what_was_written_can_be_replayed(tmp_path: Path) -> None:
+    """The second epoch repeats the first one, so it takes few steps, unless nothing is shared."""
+    options = parser().parse_args(["--model", "m", "--prompts", "p.jsonl", "--samples", "2"])
+    benchmark = RolloutBenchmark(options, {"none": None}, [Prompt([1, 2], "all", 1)])
+    texts = [list(range(100, 140)), list(range(200, 230))]
+    for _ in range(2):
+        benchmark.epochs["none"].append(Epoch.of(rollout([2] * 30 + [1] * 10, texts, 1.0)))
+    file = tmp_path / "out.json"
+    file.write_text(json.dumps(compare.content(benchmark, [])))
+    recorded = Recorded.load(file)
+    assert recorded.epochs == [texts, texts]
+    options = LookaheadOptions(proposer="ngram_trie", num_speculative_tokens=8, budget=8)
+    for namespace, most in (("", 8), (None, 40)):
+        first, second = replay(recorded, trie(options), [namespace] * 2, 8)
+        assert (first.steps, first.tokens_per_step) == (40, 1.0)
+        assert second.steps <= most and (second.tokens_per_step > 5) == (namespace == "")
 
 
 def test_the_engines_of_a_fleet_have_a_mean_and_a_range() -> None:
