@@ -230,8 +230,10 @@ def objective_table(recorded: Recorded) -> str:
     for i, epoch in enumerate(zip(*ratios, strict=True)):
         error = statistics.stdev(epoch) / len(epoch) ** 0.5
         body.append([str(i + 1), f"{number(statistics.fmean(epoch), 3)} ± {number(error, 3)}"])
-    before, after = (statistics.fmean(part) for part in zip(*nodes, strict=True))
     table = markdown(["epoch", "time to the batch's end, makespan over throughput"], body)
+    if not nodes:
+        return table
+    before, after = (statistics.fmean(part) for part in zip(*nodes, strict=True))
     return (
         f"{table}\n\nnodes of a request in a step, throughput: {number(before, 1)} until nine of "
         f"ten requests have ended, {number(after, 1)} after that"
