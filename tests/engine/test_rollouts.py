@@ -80,7 +80,7 @@ def test_samples_equal_plain_vllms_before_and_after_a_change_of_weights(
 
 @pytest.mark.usefixtures("runner")
 @pytest.mark.parametrize("load", [load_by_vllm, load_as_trl])
-@pytest.mark.parametrize("half_life", [0, 2])
+@pytest.mark.parametrize("half_life", [0, 2, 100])
 def test_counts_age_once_with_each_change_of_weights(
     checkpoints: list[Path], load: Any, half_life: int
 ) -> None:

@@ -15,13 +15,13 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from lookahead_vllm.draft.fleet.pieces import MessageError, messages_of, unpack
-from lookahead_vllm.draft.fleet.replica import Replica
+from lookahead_vllm.draft.fleet.replica import NOTHING_READ, Replica
 from lookahead_vllm.machine import CPUS_AT_START
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -41,6 +41,8 @@ EXPIRE_SECONDS = 7 * 24 * 3600
 MAX_NEWS = 10_000
 MESSAGES_AT_A_TIME = 32
 STREAMS_AT_A_TIME = 64
+MIN_TOKENS = 64
+"""A message of a tail counts for at least so many tokens."""
 NEWS = "news"
 BY, TEXTS, STREAMS = b"by", b"texts", b"streams"
 
@@ -217,9 +219,8 @@ class Exchange:
     def _read_news(self, answer: Any) -> None:
         followed = self._replica.followed
         for entry_id, fields in _entries(answer):
+            # Own messages are read, too: only then is it known that others' before them were.
             self._news_position = entry_id
-            if fields.get(BY) == self._name:
-                continue
             names = fields.get(STREAMS, b"").decode("ascii", "replace")
             for at in range(0, len(names), 32):
                 if names[at : at + 32] in followed:
@@ -232,13 +233,21 @@ class Exchange:
             self._read_tail(new[0])
             self._due.pop(new.popleft(), None)
         while self._due and self._replica.has_room:
-            digests = list(self._due)[:STREAMS_AT_A_TIME]
-            positions = {self._key(i): followed[i] for i in digests if i in followed}
-            answer = self._client.xread(positions, count=MESSAGES_AT_A_TIME) if positions else []
+            digests = [digest for digest in self._due if digest in followed]
+            digests = digests[:STREAMS_AT_A_TIME]
+            pipe = self._client.pipeline(transaction=False)
             for digest in digests:
+                position = followed.get(digest, NOTHING_READ)
+                pipe.xread({self._key(digest): position}, count=MESSAGES_AT_A_TIME)
+            answers = pipe.execute(raise_on_error=False) if digests else []
+            if not digests:
+                self._due.clear()
+            for digest, answer in zip(digests, answers, strict=True):
                 del self._due[digest]
-            for key, entries in answer:
-                digest = key.decode().rpartition(":")[2]
+                if isinstance(answer, Exception):
+                    self._refuse(answer)
+                    continue
+                entries = _entries(answer)
                 self._take_in(digest, entries, now)
                 if len(entries) == MESSAGES_AT_A_TIME:
                     self._due[digest] = None  # there may be more
@@ -247,9 +256,14 @@ class Exchange:
         """Read the latest messages of a stream that was not read before."""
         parts: list[Any] = []
         left, end = self._tail_tokens, "+"
-        while left > 0:
-            part = self._client.xrevrange(self._key(digest), end, count=MESSAGES_AT_A_TIME)
-            left -= sum(len(fields.get(TEXTS, b"")) // 8 for _, fields in part)
+        while left > 0 and digest in self._replica.followed:
+            pipe = self._client.pipeline(transaction=False)
+            pipe.xrevrange(self._key(digest), end, count=MESSAGES_AT_A_TIME)
+            (part,) = pipe.execute(raise_on_error=False)
+            if isinstance(part, Exception):
+                self._refuse(part)
+                return
+            left -= sum(max(MIN_TOKENS, len(fields.get(TEXTS, b"")) // 8) for _, fields in part)
             parts.extend(part)
             if len(part) < MESSAGES_AT_A_TIME:
                 break
@@ -259,23 +273,29 @@ class Exchange:
     def _take_in(self, digest: str, entries: Iterable[Any], now: float | None) -> None:
         """Hand on the messages of others; `now` is the server's time in seconds."""
         for entry_id, fields in entries:
+            if digest not in self._replica.followed:  # too many namespaces
+                return
             self._replica.followed[digest] = entry_id.decode()
             if fields.get(BY) == self._name:
                 continue
             try:
                 pieces = unpack(fields.get(TEXTS, b""), self._vocab_size)
             except MessageError as error:
-                self.traffic.dropped += 1
-                if not self._has_refused:
-                    self._has_refused = True
-                    logger.warning("Lookahead refuses a message of another server: %s.", error)
+                self._refuse(error)
                 continue
             self._replica.put(digest, pieces)
             self.traffic.learned += len(pieces.tokens)
             if now is not None:
                 self.traffic.lag_seconds = now - int(entry_id.split(b"-")[0]) / 1000
 
+    def _refuse(self, reason: Exception) -> None:
+        """Count what is no message, or no stream; the first one is logged."""
+        self.traffic.dropped += 1
+        if not self._has_refused:
+            self._has_refused = True
+            logger.warning("Lookahead refuses a message of another server: %s.", reason)
 
-def _entries(answer: Any) -> Iterable[Any]:
+
+def _entries(answer: Any) -> Sequence[Any]:
     """The entries in an answer to XREAD of one stream."""
     return answer[0][1] if answer else ()

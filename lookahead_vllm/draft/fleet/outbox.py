@@ -69,6 +69,9 @@ class Outbox:
         if not steps:
             return {}
         numbers, spaces, hashes, tokens, sizes = map(np.concatenate, zip(*steps, strict=True))
+        has_new = sizes > 0
+        numbers, spaces, hashes = numbers[has_new], spaces[has_new], hashes[has_new]
+        sizes = sizes[has_new]
         order = np.argsort(numbers, kind="stable")
         # The tokens in the same order: those of a request one after another.
         place = np.empty_like(order)

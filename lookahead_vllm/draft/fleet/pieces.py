@@ -68,7 +68,8 @@ def unpack(message: bytes, vocab_size: int) -> Pieces:
     Raises
     ------
     MessageError
-        The message is too long, its parts do not fit together, or a token is not in the vocabulary.
+        The message is too long, its parts do not fit together, a piece is empty, or a token is not
+        in the vocabulary.
     """
     if not 4 <= len(message) <= MAX_MESSAGE_BYTES:
         raise MessageError(f"it has {len(message)} bytes")
@@ -78,6 +79,8 @@ def unpack(message: bytes, vocab_size: int) -> Pieces:
     if tokens_at > len(message):
         raise MessageError(f"it has {len(message)} bytes, too few for {count} pieces")
     sizes = np.frombuffer(message, "<u4", count, 4).astype(np.int64)
+    if not sizes.all() or not count:
+        raise MessageError("it has a piece without a token, or no piece")
     if tokens_at + 4 * int(sizes.sum()) != len(message):
         raise MessageError(f"it has {len(message)} bytes, which its sizes contradict")
     tokens = np.frombuffer(message, "<u4", -1, tokens_at)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
+
 from lookahead_vllm.draft.fleet.outbox import Outbox
 from lookahead_vllm.draft.fleet.pieces import PieceInserter, Pieces
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.trie.namespaces import MAX_NAMESPACES, digest_of
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
-from lookahead_vllm.draft.trie.suffix import Hashes
+from lookahead_vllm.draft.trie.suffix import Hashes, empty_hashes
+from lookahead_vllm.draft.trie.table import NO_SPACE
 
 MAX_WAITING_TOKENS = 1 << 18
 """No more is read from the server while so many tokens wait to be inserted."""
@@ -39,7 +42,7 @@ class Replica:
     def __init__(self, proposer: NGramTrieProposer) -> None:
         self.outbox = Outbox()
         self.followed: dict[str, str] = {}
-        self.new: deque[str] = deque()
+        self.new: deque[str] = deque(maxlen=MAX_NAMESPACES)
         self._trie, self._insertion = proposer.trie, proposer.insertion
         self._spaces: dict[str, int] = {}
         self._digests: dict[int, str] = {}
@@ -47,6 +50,9 @@ class Replica:
             self.follow(digest, proposer.shared_space(digest), position)
         self.follow(digest_of(""), proposer.shared_space(digest_of("")))
         proposer.fleet = self
+        # Compiles the kernel, so that no step waits for the compiler.
+        nothing = Pieces(empty_hashes()[None], np.ones(1, np.int64), np.zeros(1, np.int32))
+        PieceInserter(proposer.trie, NO_SPACE, nothing)(nothing.tokens)
 
     def send(
         self, numbers: Int64s, spaces: Int32s, hashes: Hashes, tokens: Int32s, sizes: Int64s
@@ -71,7 +77,8 @@ class Replica:
             self.new.append(digest)
         if len(self.followed) > MAX_NAMESPACES:
             oldest = next(iter(self.followed))
-            del self.followed[oldest], self._digests[self._spaces.pop(oldest)]
+            del self.followed[oldest]
+            self._digests.pop(self._spaces.pop(oldest, NO_SPACE), None)
 
     def positions(self) -> dict[str, str]:
         """See Fleet. Any thread may call it."""
@@ -80,8 +87,8 @@ class Replica:
     def take(self) -> dict[str, Pieces]:
         """What was not sent yet, by the digest of its namespace."""
         taken = self.outbox.take()
-        digests = self._digests
-        return {digests[space]: pieces for space, pieces in taken.items() if space in digests}
+        named = [(self._digests.get(space), pieces) for space, pieces in taken.items()]
+        return {digest: pieces for digest, pieces in named if digest is not None}
 
     @property
     def has_room(self) -> bool:

@@ -124,8 +124,8 @@ class Trie:
     def age(self, half_lives: float) -> None:
         """Let so many half-lives pass at once, in O(1): a frequency counts less from its next
         occurrence on, and is pruned earlier."""
-        ticks = round(half_lives * HALF_LIFE_TICKS)
-        self.counters[CLOCK] += ticks * max(1, len(self.edges) // CLOCK_TICKS)
+        edges_per_tick = max(1, len(self.edges) // CLOCK_TICKS)
+        self.counters[CLOCK] += round(half_lives * HALF_LIFE_TICKS * edges_per_tick)
 
     def recount(self) -> None:
         """Count the filled slots again: a cache file leaves out the edges of live requests."""

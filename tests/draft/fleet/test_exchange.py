@@ -282,3 +282,39 @@ def test_a_restarted_replica_goes_on_where_its_cache_was_saved(
     time.sleep(0.1)
     assert restarted.exchange.traffic.learned == len(ANSWER)
     restarted.exchange.close()
+
+
+def test_a_restarted_replica_does_not_learn_its_own_answers_again(
+    engines: Callable[..., Engine],
+) -> None:
+    """Nobody else has written to the streams."""
+    first = engines()
+    for _ in range(5):
+        first.answer(namespace="team-a")
+    digest = digest_of("team-a")
+    assert wait(lambda: first.exchange.traffic.published == 5 * len(ANSWER))
+    assert wait(lambda: not first.exchange._due and first.exchange._replica.followed[digest] > "1")
+    time.sleep(0.1)
+    arrays, facts = first.proposer.snapshot()
+    first.exchange.close()
+    restarted = engines()
+    restarted.exchange.close()
+    restarted.proposer.restore(arrays, facts)
+    restarted.exchange = restarted._join()
+    time.sleep(0.3)
+    assert restarted.exchange.traffic.learned == 0
+    restarted.exchange.close()
+
+
+def test_a_key_that_is_no_stream_stops_only_its_namespace(
+    engines: Callable[..., Engine], server: RedisServer
+) -> None:
+    server.client().set(f"lookahead:test:{digest_of('evil')}", b"x")
+    first, second = engines(), engines()
+    second.drafts("evil")
+    first.answer()
+    assert second.learns()
+    second.drafts("evil")
+    first.answer(namespace="team-a")
+    assert second.learns("team-a")
+    assert not second.exchange._complaint

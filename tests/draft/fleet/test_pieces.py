@@ -8,7 +8,9 @@ import pytest
 from lookahead_vllm.draft.fleet.pieces import (
     MAX_MESSAGE_BYTES,
     MessageError,
+    PieceInserter,
     Pieces,
+    _insert,
     messages_of,
     unpack,
 )
@@ -16,9 +18,10 @@ from lookahead_vllm.draft.fleet.replica import Replica
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES
-from lookahead_vllm.draft.trie.table import TIME_SHIFT, USE, spaces_of
+from lookahead_vllm.draft.trie.table import TIME_SHIFT, USE, Trie, spaces_of
 
 VOCAB = 500
+PIECES = Pieces(np.ones((2, NUM_HASHES), np.uint64), np.array([2, 1]), np.arange(3, dtype="i4"))
 
 
 def make_proposer() -> NGramTrieProposer:
@@ -96,3 +99,20 @@ def test_a_message_that_is_cut_or_extended_is_refused(cut: int) -> None:
             unpack(wrong, 3)
     with pytest.raises(MessageError, match="the token 2"):
         unpack(message, 2)
+
+
+def test_an_empty_piece_is_refused() -> None:
+    """It would take memory, and count as no token."""
+    hashes = np.ones((2, NUM_HASHES), np.uint64)
+    (message,) = messages_of(Pieces(hashes, np.array([0, 1]), np.zeros(1, np.int32)))
+    for wrong in (message, bytes(4)):
+        with pytest.raises(MessageError, match="without a token"):
+            unpack(wrong, 3)
+
+
+def test_no_step_compiles_the_kernel_that_inserts_pieces() -> None:
+    Replica(make_proposer())
+    before = len(_insert.signatures)
+    inserted = unpack(messages_of(PIECES)[0], VOCAB)
+    PieceInserter(Trie(1024), 1, inserted)(inserted.tokens[:2])
+    assert before == len(_insert.signatures) > 0
