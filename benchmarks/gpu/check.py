@@ -30,15 +30,15 @@ Three parts, each of which can be left out:
   kernels   every implementation against attention by the book in float64, over a grid of dtypes,
             head sizes, trees, contexts, cache layouts and options; unused slots hold NaN
   timings   milliseconds a call, one layer, replayed from a CUDA graph: FlashAttention on a chain of
-            as many tokens, then trees with triton and torch; `floor` is the time that reading the
-            K/V once takes at the bandwidth that a copy reaches here
+            as many tokens, then trees with triton, xformers and torch; `floor` is the time that
+            reading the K/V once takes at the bandwidth that a copy reaches here
   bench     scripts/bench.py with the model that --model names, where vLLM with CUDA is installed
 
 FlashAttention is vLLM's or the package flash-attn, over the same pages; where neither is installed,
 torch's own over K/V without pages, which is named `torch flash` in the table.
 
-It runs with torch, triton and numpy alone. One table goes to the terminal, everything to --json,
-and pictures to --plot, where matplotlib is installed.
+It runs with torch, triton and numpy alone, and measures xformers where it is installed. One table
+goes to the terminal, everything to --json, and pictures to --plot, where matplotlib is installed.
 
 examples:
   python scripts/gpu_check.py --json gpu.json --plot gpu.png

@@ -7,6 +7,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
     results["bandwidth"] = bandwidth
     print(f"\na copy moves {bandwidth / 1e12:.2f} TB/s\n")
     head = ["requests", "context", "nodes"]
-    head += ["floor", "flash", "triton", "/flash", "torch"]
+    head += ["floor", "flash", "triton", "/flash", "xformers", "torch"]
     print(" | ".join(name.rjust(8) for name in head))
     rows = results["timings"] = []
     slot_bytes = 2 * options.kv_heads * options.head_size * 2
@@ -136,6 +137,9 @@ def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
             "flash": milliseconds(flash),
             "flash_by": flash_name,
             "triton": milliseconds(partial(case.run, "triton")),
+            "xformers": milliseconds(partial(case.run, "xformers"))
+            if find_spec("xformers")
+            else None,
             "torch": milliseconds(partial(case.run, "torch"), graph=False)
             if requests == 1
             else None,
@@ -147,7 +151,7 @@ def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     ratio = row["triton"] / row["flash"] if row["triton"] and row["flash"] else None
-    times = (row["floor"], row["flash"], row["triton"], ratio, row["torch"])
+    times = (row["floor"], row["flash"], row["triton"], ratio, row["xformers"], row["torch"])
     return [
         *(str(row[key]) for key in ("requests", "context", "nodes")),
         *("-" if value is None else f"{value:.3f}" for value in times),

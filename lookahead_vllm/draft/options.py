@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lookahead_vllm.draft.allowed import Allowed, with_known_names
 from lookahead_vllm.draft.allowed import OptionError as OptionError
@@ -23,6 +23,7 @@ from lookahead_vllm.draft.window.shape import (
 
 DRAFTS = ("hierarchical", "single")
 OBJECTIVES = ("throughput", "makespan")
+ATTENTIONS = ("auto", "triton", "xformers")
 SHARES = ("none", "namespace", "all")
 SHARE_SCHEMES = ("redis://", "rediss://", "unix://")
 
@@ -102,6 +103,8 @@ class LookaheadOptions:
     drafter : mapping or None
         vLLM's speculative config of a trained drafter, whose chain and alternatives grow into the
         same tree. A path P alone is {"model": P}.
+    attention : "auto", "triton" or "xformers"
+        What computes trees on a GPU. "auto": Triton, and FlashAttention 3 the contexts of a graph.
     parallel : int
         Replicas of the model that verify one step together, each a part of the nodes.
         Source: Lookahead Decoding (ICML 2024), section 3.4.
@@ -134,6 +137,7 @@ class LookaheadOptions:
     guess_set_size: str | int = _number("auto", 1, MAX_GUESS_SET_SIZE)
     pool_from_prompt: bool = _switch(False)
     drafter: Mapping[str, Any] | None = _text("a speculative config of vLLM's", {"method": "mtp"})
+    attention: Literal["auto", "triton", "xformers"] = _words("auto", ATTENTIONS)
     parallel: int = _number(1, 1, MAX_PARALLEL)
     share: str = _words("namespace", SHARES)
     cache_path: str | None = _text("the path of a file", "lookahead.cache")

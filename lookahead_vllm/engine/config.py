@@ -299,6 +299,8 @@ def _of_the_first_runner(config: VllmConfig, options: LookaheadOptions) -> dict[
         f"which vLLM logs; or {_LEAVE_OUT}": config.parallel_config.worker_cls == _GPU_WORKER,
         "drafter was given, but on a CPU vLLM runs its first model runner, where lookahead has no "
         "trained drafter; leave drafter out": options.drafter is not None,
+        f"attention={options.attention!r} was given, but it is a choice for GPUs; leave attention "
+        "out": options.attention != "auto",
         "parallel was given, but on a CPU all replicas read their weights from one memory, so they "
         "gain nothing; write tensor_parallel_size instead, or leave parallel out": (
             options.parallel > 1

@@ -321,6 +321,12 @@ def test_steps_of_the_first_runner_are_synchronous(model: Path) -> None:
         made(model, speculative_config={"method": "lookahead"}, async_scheduling=True)
 
 
+def test_on_a_cpu_there_is_no_choice_of_attention(model: Path) -> None:
+    asked = {"method": "lookahead", "attention": "xformers"}
+    with pytest.raises(OptionError, match=r"attention='xformers' was .* for GPUs; leave"):
+        made(model, speculative_config=asked)
+
+
 def test_the_first_runner_serves_cpus_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A config of a GPU is refused there; on Model Runner V2 it gets our GPU worker."""
     original = CpuPlatform.check_and_update_config

@@ -20,9 +20,9 @@ def enable() -> None:
     builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)  # twice as fast
     store = builder.create_masked_store
 
-    def store_where(ptrs: Any, value: Any, mask: Any, cache_policy: Any) -> Any:
+    def store_where(ptrs: Any, value: Any, mask: Any, *policies: Any) -> Any:
         mask.data = mask.data.astype(bool)  # vLLM passes integer masks
-        return store(ptrs, value, mask, cache_policy)
+        return store(ptrs, value, mask, *policies)
 
     builder.create_masked_store = store_where
     from vllm.v1.sample.ops import topk_topp_sampler

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.logger import init_logger
 
+from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.worker.pipeline import gather_from_stages
 from lookahead_vllm.engine.worker.recurrent import (
     LAYERS,
@@ -78,7 +79,9 @@ def decide(
     of_chains = attention.replaces_chains(is_latent)
     movers = kv_movers(layers, kv_cache_groups, attention, without)
     names = [name for group in groups for name in group.layer_names if name not in without]
-    merges = attention.merges_contexts(groups, [layers[name] for name in names])
+    merges = options_of(config).attention == "auto" and attention.merges_contexts(
+        groups, [layers[name] for name in names]
+    )
     return Branching(not rows, True, movers, of_chains, of_chains and not is_latent, merges)
 
 

@@ -32,6 +32,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
+from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine.worker import latent_attention
 from lookahead_vllm.engine.worker.attended import (
     AttendedTrees,
@@ -40,11 +41,13 @@ from lookahead_vllm.engine.worker.attended import (
     without_contexts,
 )
 from lookahead_vllm.engine.worker.attention import TreeAttention
-from lookahead_vllm.verify.gpu.paged_attention import paged_attention
+from lookahead_vllm.verify.gpu.paged_attention import Impl, paged_attention
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
 from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
 
 MAX_HEAD_SIZE = 256
+
+_NOT_BY_XFORMERS = 'attention="xformers" was given, but {}; leave attention out'
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionImpl as _Impl
@@ -100,6 +103,9 @@ class _TreeBuilder(_Builder):
 
 
 class _TreeImpl(_Impl):
+    trees_by: Impl = "auto"
+    """What computes trees: the option `attention`."""
+
     def forward(
         self,
         layer: Any,
@@ -172,6 +178,7 @@ class _TreeImpl(_Impl):
             logits_soft_cap=self.logits_soft_cap,
             sinks=self.sinks,
             context_lse=context_lse,
+            impl=self.trees_by,
             **scales,
         )
 
@@ -334,18 +341,39 @@ class GPUTreeAttention(TreeAttention):
             kv_caches = [cache.unsqueeze(1) for cache in kv_caches]  # the latents are one head
         return PagedKVMover(kv_caches)
 
-    def warm_up(self, layers: Sequence[Any], dtype: torch.dtype) -> None:
-        """Compile the kernels of a step with trees, so that no request waits for it."""
+    def warm_up(
+        self, layers: Sequence[Any], dtype: torch.dtype, implementation: Impl = "auto"
+    ) -> None:
+        """Compile the kernels of a step with trees, so that no request waits for it.
+
+        Parameters
+        ----------
+        layers
+            Those whose trees are computed from now on by `implementation`.
+
+        Raises
+        ------
+        OptionError
+            xformers cannot compute them.
+        """
         from lookahead_vllm.verify.gpu.warm_up import attention_batches
 
         for layer in tqdm(layers, "Compiling tree attention", disable=not is_global_first_rank()):
             if latent_attention.is_latent([layer]):
+                if implementation == "xformers":
+                    raise OptionError(_NOT_BY_XFORMERS.format("xformers has no latent attention"))
                 latent_attention.warm_up(layer, dtype)
                 continue
             impl, device = layer.impl, layer.kv_cache.device
+            impl.trees_by = implementation
             query = torch.zeros(1, impl.num_heads, impl.head_size, dtype=dtype, device=device)
             block_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
             for batch in attention_batches(
                 impl.num_heads, impl.num_kv_heads, impl.head_size, dtype, device
             ):
-                impl.attend_trees(layer, query, layer.kv_cache, query.clone(), block_table, batch)
+                try:
+                    impl.attend_trees(
+                        layer, query, layer.kv_cache, query.clone(), block_table, batch
+                    )
+                except ValueError as reason:
+                    raise OptionError(_NOT_BY_XFORMERS.format(reason)) from None

@@ -1,7 +1,7 @@
 """Attention over vLLM's paged KV cache on GPUs, where some requests have draft trees.
 
-Implemented in Triton, and in plain PyTorch as the reference. vLLM's cache on CPUs has another
-layout: see `cpu/tree_attention.py`.
+Implemented in Triton, by xformers for part of the cases, and in plain PyTorch as the reference.
+vLLM's cache on CPUs has another layout: see `cpu/tree_attention.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from lookahead_vllm.verify.gpu.paged_batch import CAUSAL, PagedBatch, PagedCall
 from lookahead_vllm.verify.reference_attention import reference_attention
 
-Impl = Literal["auto", "torch", "triton"]
+Impl = Literal["auto", "torch", "triton", "xformers"]
 
 _QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -74,8 +74,13 @@ def paged_attention(
         `output` holds the attention of the rows to their contexts, and this is the logarithm of the
         sum of their exponentials, -inf without a context. The rows attend to the draft block alone,
         and both are merged; `sinks` and scales are those of the block.
-    impl : {"auto", "torch", "triton"}
+    impl : {"auto", "torch", "triton", "xformers"}
         "auto" is "triton" on CUDA devices and "torch" on others.
+
+    Raises
+    ------
+    ValueError
+        xformers does not support a dtype, a head size or an option.
     """
     call = PagedCall(
         query, key_cache, value_cache, output, block_table, batch, scale,
@@ -87,6 +92,8 @@ def paged_attention(
     attend: Callable[[PagedCall], None] = _attend_torch
     if impl == "triton" or (impl == "auto" and query.device.type == "cuda"):
         from lookahead_vllm.verify.gpu.triton_attention import attend
+    elif impl == "xformers":
+        from lookahead_vllm.verify.gpu.xformers_attention import attend
     attend(call)
 
 

@@ -17,6 +17,7 @@ from vllm.config import ParallelConfig
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention, QueryLenSupport
 from vllm.v1.attention.backend import AttentionType
 
+from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine.worker import branching, cpu_attention, gpu_attention
 from lookahead_vllm.engine.worker import latent_attention as worker_latent_attention
@@ -115,10 +116,9 @@ def test_warming_up_runs_every_kind_of_batch_and_changes_nothing(
     fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = PagedAttentionCase([random_tree(np.random.default_rng(0), 9)], [70], fp8=fp8)
-    impl = Impl(case)
-    impl.num_heads, impl.num_kv_heads = case.heads, case.kv_heads
-    kv_cache = case.paged_cache.transpose(1, 2)
-    layer = SimpleNamespace(impl=impl, kv_cache=kv_cache.view(torch.uint8) if fp8 else kv_cache)
+    layer = layer_of(case)
+    if fp8:
+        layer.kv_cache = layer.kv_cache.view(torch.uint8)
     layer._k_scale, layer._v_scale = case.scales.get("k_scale"), case.scales.get("v_scale")
     before = layer.kv_cache.clone()
     kinds: list[tuple[int, int]] = []
@@ -134,6 +134,36 @@ def test_warming_up_runs_every_kind_of_batch_and_changes_nothing(
     ON_GPU.warm_up([layer, layer], case.dtype)
     assert len(set(kinds)) * 2 == len(kinds) == 8  # 16 and 32 rows, split or not, in two layers
     assert torch.equal(before.view(torch.uint8), layer.kv_cache.view(torch.uint8))
+
+
+def layer_of(case: PagedAttentionCase) -> Any:
+    impl = Impl(case)
+    impl.num_heads, impl.num_kv_heads = case.heads, case.kv_heads
+    return SimpleNamespace(impl=impl, kv_cache=case.paged_cache.transpose(1, 2))
+
+
+def test_another_implementation_is_used_from_the_warm_up_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = PagedAttentionCase([random_tree(np.random.default_rng(0), 9)], [70])
+    layer, used = layer_of(case), set()
+    monkeypatch.setattr(
+        gpu_attention, "paged_attention", lambda *args, impl, **options: used.add(impl)
+    )
+    ON_GPU.warm_up([layer], case.dtype, "xformers")
+    metadata = SimpleNamespace(trees=case.paged_batch, is_of_contexts=False, block_table=None)
+    layer.impl.forward(layer, case.query, None, None, layer.kv_cache, metadata, case.output)
+    assert used == {"xformers"}
+
+
+def test_what_xformers_cannot_compute_stops_the_start() -> None:
+    case = PagedAttentionCase([random_tree(np.random.default_rng(0), 9)], [70])
+    for layer, reason in (
+        (layer_of(case), "no attention over pages in float32"),
+        (latent_layer(), "no latent attention"),
+    ):
+        with pytest.raises(OptionError, match=f'attention="xformers".*{reason}; leave attention'):
+            ON_GPU.warm_up([layer], case.dtype, "xformers")
 
 
 LAYER = SimpleNamespace(impl=SimpleNamespace())

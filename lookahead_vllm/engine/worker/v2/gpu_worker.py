@@ -36,7 +36,8 @@ class LookaheadGPUModelRunner(GraphRunner, model_runner.GPUModelRunner):
             groups = chain.from_iterable(self.attn_groups)
             own = [layers[name] for group in groups for name in group.layer_names]
             own = [layer for layer in own if not is_recurrent(layer)]
-            self.attention.warm_up(own, self.dtype)
+            attention = options_of(self.vllm_config).attention
+            self.attention.warm_up(own, self.dtype, attention)
             movers = filter(None, self._branching.movers)
             warm_up.move_nothing(m for m in movers if not isinstance(m, StateMover))
         warm_up.walk_roots(self.decode_query_len + 1, self.device)  # see `width_of`

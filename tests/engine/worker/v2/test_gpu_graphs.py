@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.engine.requested import KEY
 from lookahead_vllm.engine.worker import branching
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.step_clock import StepClock
@@ -312,9 +313,10 @@ class Runner(GraphRunner, FakeBase):
     attention: Any = SimpleNamespace(
         replaces_chains=lambda is_latent: False,
         unsupported_rows=lambda groups: None,
-        merges_contexts=lambda groups, layers: False,
+        merges_contexts=lambda groups, layers: True,
     )
     vllm_config: Any = SimpleNamespace(
+        additional_config={KEY: {}},
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         model_config=SimpleNamespace(use_mla=False),
         compilation_config=SimpleNamespace(static_forward_context={}),
@@ -353,6 +355,14 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return make
 
 
+@pytest.mark.parametrize("attention", ["triton", "xformers"])
+def test_an_implementation_that_was_chosen_attends_to_contexts_itself(
+    attention: str, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(Runner.vllm_config.additional_config, KEY, {"attention": attention})
+    assert not make()._branching.merges_contexts
+
+
 def captured_with_drafts(made: Any) -> list[int]:
     made.cudagraph_manager._graphs_captured = True
     return list(made.captured_tokens().with_drafts)
@@ -364,6 +374,7 @@ def test_what_a_runner_captures(make: Callable[..., Any]) -> None:
     assert list(made.captured_tokens().without_drafts) == [1, 2, 4, 8, 16]
     assert made.cudagraph_manager.decode_query_len == 1 and made.decode_query_len == LONGEST
     assert made._branching.movers == ["mover"] and made.drafter.may_branch
+    assert made._branching.merges_contexts
     assert model_runner.ModelCudaGraphManager is ModelCudaGraphManager
     # Chains need no buffers.
     chains = make(branch=False)
