@@ -70,7 +70,7 @@ def test_buffers_of_a_graph() -> None:
     [
         ({"dtype": torch.float32}, "float32"),
         ({"head_size": 80}, "heads of 80, only of 16, 32, 64, 128, 256"),
-        ({"window": 9}, "sliding windows"),
+        ({"window": 9}, "sliding window"),
         ({"soft_cap": 3.0}, "soft caps"),
         ({"fp8": True}, "no KV cache of torch.float8_e4m3fn"),
     ],
