@@ -1,44 +1,112 @@
-"""Every implementation of tree attention against float64."""
+"""Every kernel against a reference: tree attention in all its cases against float64, and the others."""
 
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache, partial
 from typing import Any
+
+from tqdm import tqdm
 
 from benchmarks.gpu.case import IMPLS, Case, kernel_cases
 
+MAX_PROCESSES = 6
+OTHERS = "other kernels"
+"""In place of an implementation of tree attention."""
 
-def accuracy_row(name: str, case: Case, impl: str) -> dict[str, Any]:
+
+def accuracy_row(make: Callable[[], Case], impl: str) -> dict[str, Any]:
     """`error` and `bound` of a case, or `left_out`: why the implementation cannot do it."""
+    case = make()
     try:
         error = case.error(impl)
     except ValueError as reason:
-        return {"case": name, "impl": impl, "left_out": str(reason)}
-    return {"case": name, "impl": impl, "error": error, "bound": case.max_error}
+        return {"left_out": str(reason)}
+    return {"error": error, "bound": case.max_error}
+
+
+@cache
+def checks() -> list[tuple[str, str, Callable[[], dict[str, Any]]]]:
+    """Implementation, case, and the function that checks it."""
+    found: list[tuple[str, str, Callable[[], dict[str, Any]]]] = [
+        (impl, name, partial(accuracy_row, make, impl))
+        for name, make in kernel_cases()
+        for impl in IMPLS
+    ]
+    try:
+        from benchmarks.gpu import kernels
+    except ImportError as reason:
+        said = f"it needs the project's tests and what they import: {reason}"
+        return [*found, (OTHERS, "all", lambda: {"left_out": said})]
+    return [*found, *((OTHERS, name, check) for name, check in kernels.checks())]
+
+
+def run(index: int) -> dict[str, Any]:
+    """The row of one of the `checks`."""
+    impl, name, check = checks()[index]
+    start = time.perf_counter()
+    try:
+        row = check()
+    except Exception as error:
+        traceback.print_exc()
+        row = {"raised": f"{type(error).__name__}: {error}"[:500]}
+    return {"impl": impl, "case": name, "seconds": time.perf_counter() - start, **row}
 
 
 def is_wrong(row: dict[str, Any]) -> bool:
-    """Whether a row's error is NaN or not below the bound."""
-    return "error" in row and not row["error"] < row["bound"]
+    """Whether a check raised, or an error is NaN or not below its bound."""
+    return "raised" in row or ("error" in row and not row["error"] < row["bound"])
 
 
-def check_kernels(results: dict[str, Any]) -> bool:
-    """Check all cases, one after the other; whether none is wrong. `results` gets the rows."""
+def check_kernels(
+    results: dict[str, Any], save: Callable[[], None] = lambda: None, until: float = math.inf
+) -> bool:
+    """Check all cases in several processes, as compiling takes the time; whether none is wrong.
+
+    `results` gets the rows, and `save` is called after each. `until`, of `time.monotonic`, ends it.
+    """
     rows: list[dict[str, Any]] = []
     results["kernels"] = rows
-    for name, case in kernel_cases():
-        for impl in IMPLS:
-            row = accuracy_row(name, case, impl)
-            rows.append(row)
-            if is_wrong(row):
-                found = f"{row['error']:.2e}, where {row['bound']:.0e} is allowed"
-                print(f"WRONG: {impl}, {name}: {found}")
-    for impl in IMPLS:
-        checked = [row for row in rows if row["impl"] == impl and "error" in row]
-        left_out = sum(row["impl"] == impl for row in rows) - len(checked)
-        share = max((row["error"] / row["bound"] for row in checked), default=math.nan)
-        print(
-            f"{impl}: {len(checked)} cases right to within {share:.2f} of what is allowed, "
-            f"{left_out} left out"
-        )
+    count = len(checks())
+    processes = min(MAX_PROCESSES, os.cpu_count() or 1)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, spawn) as pool:
+        # The others first: each takes longer.
+        futures = [pool.submit(run, index) for index in reversed(range(count))]
+        left = None if until == math.inf else max(0.0, until - time.monotonic())
+        try:
+            for future in tqdm(as_completed(futures, left), "kernels", count, leave=False):
+                row = future.result()
+                rows.append(row)
+                save()
+                if is_wrong(row):
+                    tqdm.write(f"WRONG: {row['impl']}, {row['case']}: {_reason(row)}")
+        except TimeoutError:
+            pool.shutdown(cancel_futures=True)
+    for impl in (*IMPLS, OTHERS):
+        print(_summary(impl, [row for row in rows if row["impl"] == impl]))
+    if len(rows) < count:
+        print(f"{count - len(rows)} checks not made: the time was up")
     return not any(map(is_wrong, rows))
+
+
+def _reason(row: dict[str, Any]) -> str:
+    if "raised" in row:
+        return str(row["raised"])
+    return f"{row['error']:.2e}, where {row['bound']:.0e} is allowed"
+
+
+def _summary(impl: str, rows: list[dict[str, Any]]) -> str:
+    left_out = sum("left_out" in row for row in rows)
+    wrong = sum(map(is_wrong, rows))
+    share = max((row["error"] / row["bound"] for row in rows if "error" in row), default=math.nan)
+    return (
+        f"{impl}: {len(rows) - wrong - left_out} right, to within {share:.2f} of what is allowed; "
+        f"{wrong} wrong, {left_out} left out"
+    )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,22 +153,22 @@ class Case:
         return largest
 
 
-def kernel_cases() -> Iterator[tuple[str, Case]]:
-    """Named cases over dtypes, head sizes, cache layouts, head counts and options."""
+def kernel_cases() -> Iterator[tuple[str, Callable[[], Case]]]:
+    """Names and makers of cases over dtypes, head sizes, cache layouts, head counts and options."""
     for dtype, head_size in itertools.product(MAX_ERROR, (64, 80, 96, 128, 192, 256)):
         name = f"{str(dtype).removeprefix('torch.')}, head size {head_size}"
         for heads_first in (False, True):
             order = "heads first" if heads_first else "tokens first"
             yield (
                 f"{name}, {order}",
-                Case(
-                    [0, 1, 700, 3000, 16], [16, 128, 0, 33, 200], head_size=head_size,
+                partial(
+                    Case, [0, 1, 700, 3000, 16], [16, 128, 0, 33, 200], head_size=head_size,
                     dtype=dtype, causal=(4,), heads_first=heads_first,
                 ),
             )  # fmt: skip
     for heads, kv_heads in ((8, 8), (7, 1), (32, 4), (71, 1)):
         name = f"{heads} heads, {kv_heads} KV heads"
-        yield name, Case([513, 40], [60, 5], heads=heads, kv_heads=kv_heads)
+        yield name, partial(Case, [513, 40], [60, 5], heads=heads, kv_heads=kv_heads)
     for options in (
         {"sliding_window": 100},
         {"logits_soft_cap": 20.0},
@@ -177,7 +178,8 @@ def kernel_cases() -> Iterator[tuple[str, Case]]:
     ):
         for contexts in ([500, 30, 2], [20_000, 3, 7]):
             name = ", ".join(options) + f", contexts of {contexts[0]}"
-            yield name, Case(contexts, [40, 7, 90], options=options, causal=(2,))
+            yield name, partial(Case, contexts, [40, 7, 90], options=options, causal=(2,))
     if torch.cuda.get_device_capability() >= (8, 9):
-        yield "fp8 cache", Case([900, 5], [30, 60], fp8=True, causal=(1,))
-    yield "64 requests", Case(list(range(10, 2000, 31))[:64], [i % 40 for i in range(64)])
+        yield "fp8 cache", partial(Case, [900, 5], [30, 60], fp8=True, causal=(1,))
+    contexts, nodes = list(range(10, 2000, 31))[:64], [i % 40 for i in range(64)]
+    yield "64 requests", partial(Case, contexts, nodes)

@@ -1,0 +1,164 @@
+"""All Triton kernels of a step on the GPU, against the references of the tests: see `accuracy.py` for
+attention by cases. Needs the project's tests and what they import."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.case import DEVICE, MAX_ERROR, Case
+from lookahead_vllm.verify import history
+from lookahead_vllm.verify.choices import top_choices
+from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
+from lookahead_vllm.verify.gpu.paged_attention import paged_attention, reference_paged_attention
+from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
+from lookahead_vllm.verify.gpu.triton_walk import walk_rows
+from lookahead_vllm.verify.latent_attention import latent_attention
+from lookahead_vllm.verify.tree_batch import TreeBatch
+from tests.support.attention_cases import ROW_ERROR, random_tree
+from tests.support.latent_cases import LatentCase
+from tests.verify import test_history, test_walk
+from tests.verify.gpu.test_triton_moves import path_moves
+
+Found = dict[str, Any]
+"""`error` and `bound`, or nothing if all is equal; a difference raises."""
+
+
+def checks() -> Iterator[tuple[str, Callable[[], Found]]]:
+    """Names, and functions that check a kernel."""
+    yield "walk", check_walk
+    yield "KV moves", check_moves
+    for dtype in (torch.bfloat16, torch.float32):
+        yield f"trees in a replayed graph, {dtype}", partial(check_graph, dtype)
+        yield f"latent attention, {dtype}", partial(check_latents, dtype)
+    for what in ("penalties", "bad words", "thinking budgets"):
+        yield f"{what} at nodes", partial(check_history, what)
+    yield "the model's choices", check_choices
+
+
+def _moved(value: Any) -> Any:
+    """The same with all tensors on the device, those in tuples included."""
+    if isinstance(value, torch.Tensor):
+        return value.to(DEVICE)
+    return type(value)(*map(_moved, value)) if isinstance(value, tuple) else value
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest distance of a row, relative to its length; inf for NaN."""
+    distances = (found.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return float(distances.nan_to_num(math.inf).max())
+
+
+def check_walk() -> Found:
+    for seed in range(40):
+        case = test_walk.random_case(
+            seed, 4, (0, 4, 9, 20, 70)[seed % 5], 1 + seed % 2, padding=seed % 3
+        )
+        out = test_walk.poisoned(len(case.ids), len(case.cu_num_logits) - 1, case.width, DEVICE)
+        walk_rows(*map(_moved, case.tensors(seed % 2 == 0)), *out)
+        test_walk.check(case, type(out)(*(part.cpu() for part in out)))
+    return {}
+
+
+def check_moves() -> Found:
+    for seed in range(4):
+        for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
+            for heads_first in (False, True):
+                _check_moves(seed, dtype, heads_first)
+    return {}
+
+
+def _check_moves(seed: int, dtype: torch.dtype, heads_first: bool) -> None:
+    shape = (5, 3, 16, 256) if heads_first else (5, 16, 3, 256)
+    caches = [torch.randn(shape, device=DEVICE).to(dtype) for _ in range(3)]
+    if not heads_first:
+        caches = [cache.transpose(1, 2) for cache in caches]
+    bits = torch.int8 if dtype.itemsize == 1 else dtype  # float8 cannot be compared
+    before = [cache.view(bits).clone() for cache in caches]
+    expected = [cache.clone() for cache in before]
+    src, dst, moves = path_moves(seed)
+    for old, new in zip(before, expected, strict=True):
+        for a, b in moves:
+            new[b // 16, :, b % 16] = old[a // 16, :, a % 16]
+    mover = PagedKVMover(caches)
+    if seed % 2:
+        mover.move(src.flatten().to(DEVICE), dst.flatten().to(DEVICE))
+    else:
+        mover.move_paths(src.to(DEVICE), dst.to(DEVICE))
+    for cache, new in zip(caches, expected, strict=True):
+        assert torch.equal(cache.view(bits), new), (dtype, heads_first, seed)
+
+
+def check_graph(dtype: torch.dtype) -> Found:
+    """A graph captured once, replayed for steps with other trees, contexts and requests."""
+    case = Case([900, 40, 3000, 7, 1500, 64], [40] * 6, dtype=dtype)
+    fixed = FixedBatch(256, 8, 65, 4096, DEVICE)
+    query = torch.zeros(256, *case.query.shape[1:], dtype=dtype, device=DEVICE)
+    query[: len(case.query)] = case.query
+    output = torch.full_like(query, math.nan)
+    call = case.call._replace(query=query, output=output, batch=fixed.batch)
+    paged_attention(**call._asdict())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_attention(**call._asdict())
+    rng, largest = np.random.default_rng(0), 0.0
+    for step in range(12):
+        rows = sorted(rng.choice(6, int(rng.integers(1, 7)), replace=False).tolist())
+        trees = [random_tree(rng, int(rng.integers(2, 40))) for _ in rows]
+        contexts = [int(rng.integers(0, case.contexts[row] + 1)) for row in rows]
+        starts = [case.starts[row] for row in rows]
+        fixed.fill(TreeBatch.build(trees, rows, starts, contexts) if step else None)
+        output.fill_(math.nan)
+        graph.replay()
+        is_used = torch.zeros(256, dtype=torch.bool, device=DEVICE)
+        for start, expected in reference_paged_attention(call, torch.float64):
+            rows_of = slice(start, start + len(expected))
+            largest = max(largest, _distance(output[rows_of], expected))
+            is_used[rows_of] = True
+        assert output[~is_used].isnan().all(), "a row without a tree was written"
+        assert is_used.any() or not step
+    return {"error": largest, "bound": MAX_ERROR[dtype]}
+
+
+def check_history(what: str) -> Found:
+    for seed in range(12):
+        step = test_history.random_step(seed)
+        logits, rows, texts = step.logits.to(DEVICE), _moved(step.rows), _moved(step.texts)
+        if what == "penalties":
+            expected = test_history.penalized(step)
+            history.apply_penalties(logits, rows, _moved(step.penalties))
+        elif what == "bad words":
+            expected = test_history.without_bad_words(step)
+            history.apply_bad_words(logits, rows, texts, _moved(step.words), step.max_words)
+        else:
+            expected = test_history.with_forced_ends(step)
+            slots, thinking = step.slots.to(DEVICE), _moved(step.thinking)
+            history.apply_thinking_budgets(logits, rows, slots, texts, thinking)
+        wanted = torch.as_tensor(expected, dtype=torch.float32)
+        torch.testing.assert_close(logits.cpu(), wanted, atol=1e-5, rtol=1e-5)
+    return {}
+
+
+def check_latents(dtype: torch.dtype) -> Found:
+    rng, largest = np.random.default_rng(1), 0.0
+    for contexts in ([20, 3000], [700]):
+        trees = [random_tree(rng, 20) for _ in contexts]
+        case = LatentCase(trees, contexts, 16, 512, 64, 64, dtype)
+        batch = type(case.batch)(*map(_moved, vars(case.batch).values()))
+        output = torch.full_like(case.output, math.nan, device=DEVICE)
+        inputs = case.query.to(DEVICE), case.cache.to(DEVICE), output, case.block_table.to(DEVICE)
+        latent_attention(*inputs, batch, scale=case.scale)
+        largest = max(largest, _distance(output.cpu(), case.reference()))
+    return {"error": largest, "bound": ROW_ERROR[dtype]}
+
+
+def check_choices() -> Found:
+    logits, rows = torch.randn(40, 5000, device=DEVICE), np.array([3, 3, 39, 0, 17])
+    expected = logits[torch.from_numpy(rows).to(DEVICE)].topk(8).indices.cpu().numpy()
+    assert np.array_equal(top_choices(logits, rows, 8).tokens, expected)
+    return {}
