@@ -65,6 +65,8 @@ how it measures:
   whether `lookahead` is ahead, level or behind (the 95% interval over the turns). All engines
   need memory at once, and each waiting engine takes 1 to 2 % of a core: the same for all methods,
   so that the ratios do not change.
+  --one-engine saves starts: an engine for the largest batch size answers all of them, one after the
+  other, and drafters keep what they learned from the smaller ones.
   --adversarial gives the model random weights close to zero, which takes the same time, and
   samples --max-tokens tokens for each prompt: all tokens are equally likely, so that a draft
   token is right with probability 1 over the size of the vocabulary.
@@ -108,6 +110,11 @@ def parser() -> argparse.ArgumentParser:
         default=[None],
         metavar="v1,v2",
         help="vLLM's model runner, or both of them (default: vLLM's choice)",
+    )
+    add(
+        "--one-engine",
+        action="store_true",
+        help="each method answers all batch sizes with one engine: it starts once, and remembers",
     )
     add("--adversarial", action="store_true", help="requests whose drafts are never right")
     add("--target-guided", action="store_true", help="the model gives the recorded answers")

@@ -174,55 +174,64 @@ class Benchmark:
         """Run every method at every batch size, round by round."""
         for number in range(self.options.repeat):
             variants = self.variants[:: -1 if number % 2 else 1]
-            for size in self.prompts:
-                together = self.turns[size] > 1
+            batches = [[*self.prompts]] if self.options.one_engine else [[s] for s in self.prompts]
+            for sizes in batches:
+                together = any(self.turns[size] > 1 for size in sizes)
                 for group in [variants] if together else [[variant] for variant in variants]:
-                    self._run_group(group, size, number)
+                    self._run_group(group, sizes, number)
 
-    def _run_group(self, variants: list[Variant], size: int, number: int) -> None:
-        """Start the engines of these variants, and let them take turns with the prompts."""
-        name = f"batch {size}"
+    def _run_group(self, variants: list[Variant], sizes: Sequence[int], number: int) -> None:
+        """Start the engines of these variants, and let them take turns with the prompts of each
+        batch size."""
+        name = f"batch {', '.join(map(str, sizes))}"
         if self.options.repeat > 1:
             name += f", round {number + 1}/{self.options.repeat}"
-        count = len(self.prompts[size])
+        count = sum(len(self.prompts[size]) for size in sizes)
         bar_format = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}, {remaining} left"
         engines: dict[Variant, FreshEngine] = {}
-        turns: dict[Variant, list[Turn]] = {variant: [] for variant in variants}
         with ExitStack() as stack, tqdm(total=count * len(variants), bar_format=bar_format) as bar:
             for variant in variants:
-                with self._recording_failure(variant, size, number):
+                with self._recording_failure(variant, sizes, number):
                     progress = Progress(bar, f"{variant}, {name}")
-                    engine = self._engine(variant, size, number, progress)
+                    engine = self._engine(variant, sizes, number, progress)
                     engines[variant] = stack.enter_context(engine)
                     engine.wait_until_ready()
-            for part in range(self.turns[size]):
-                for variant in variants[:: -1 if part % 2 else 1]:
-                    if number in self.outcomes[variant, size]:  # it has failed
-                        continue
-                    with self._recording_failure(variant, size, number):
-                        chosen = range(part, count, self.turns[size])
-                        turns[variant].append(Turn.read(engines[variant].ask(list(chosen))))
-        for variant, engine in engines.items():
-            run = Run(turns[variant], engine.bound_cores())
-            self.outcomes[variant, size].setdefault(number, Outcome(run))
+            first = 0
+            for size in sizes:
+                end = first + len(self.prompts[size])
+                turns: dict[Variant, list[Turn]] = {variant: [] for variant in engines}
+                for part in range(self.turns[size]):
+                    chosen = list(range(first + part, end, self.turns[size]))
+                    for variant in variants[:: -1 if part % 2 else 1]:
+                        if number in self.outcomes[variant, size]:  # it has failed
+                            continue
+                        with self._recording_failure(variant, [size], number):
+                            question = {"prompts": chosen, "batch_size": size}
+                            turns[variant].append(Turn.read(engines[variant].ask(question)))
+                for variant, engine in engines.items():
+                    run = Run(turns[variant], engine.bound_cores())
+                    self.outcomes[variant, size].setdefault(number, Outcome(run))
+                first = end
 
-    def _engine(self, variant: Variant, size: int, number: int, progress: Progress) -> FreshEngine:
-        args = {**self.args, **self.method_args[variant.method], "max_num_seqs": size}
+    def _engine(
+        self, variant: Variant, sizes: Sequence[int], number: int, progress: Progress
+    ) -> FreshEngine:
+        args = {**self.args, **self.method_args[variant.method], "max_num_seqs": max(sizes)}
         if self.methods[variant.method] is not None:
             args["speculative_config"] = self.methods[variant.method]
-        prompts = [prompt.token_ids for prompt in self.prompts[size]]
-        answers = [prompt.answer or [] for prompt in self.prompts[size]]
-        references = [prompt.reference or [] for prompt in self.prompts[size]]
+        prompts = [prompt for size in sizes for prompt in self.prompts[size]]
+        answers = [prompt.answer or [] for prompt in prompts]
+        references = [prompt.reference or [] for prompt in prompts]
         job = Job(
             args,
-            prompts,
+            [prompt.token_ids for prompt in prompts],
             self.options.max_tokens,
             self.options.adversarial,
             answers if self.options.target_guided else None,
             references if variant.method in self.options.references else None,
         )
         progress.show({"event": "starting"})
-        log = self._log(variant, size, number)
+        log = self._log(variant, sizes[0], number)
         environment = {
             **self.environment,
             **rank_environment(
@@ -238,16 +247,21 @@ class Benchmark:
         return self.logs / f"{variant}-{size}-{number}.log".replace("/", "_").replace(", ", "-")
 
     @contextmanager
-    def _recording_failure(self, variant: Variant, size: int, number: int) -> Iterator[None]:
+    def _recording_failure(
+        self, variant: Variant, sizes: Sequence[int], number: int
+    ) -> Iterator[None]:
         """Catch RunFailed, print it with the end of the log, and make it the variant's outcome."""
         try:
             yield
         except RunFailed as error:
-            self.outcomes[variant, size][number] = Outcome(error=str(error))
-            log = self._log(variant, size, number)
+            for size in sizes:
+                self.outcomes[variant, size][number] = Outcome(error=str(error))
+            first = next(iter(self.prompts)) if self.options.one_engine else sizes[0]
+            log = self._log(variant, first, number)
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
             print(
-                f"\n{variant}, batch {size} failed: {error}\nThe log, {log}, ends with\n{tail}\n",
+                f"\n{variant}, batch {', '.join(map(str, sizes))} failed: {error}\n"
+                f"The log, {log}, ends with\n{tail}\n",
                 file=sys.stderr,
             )
 

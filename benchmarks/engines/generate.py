@@ -1,6 +1,7 @@
-"""The process of one engine, for one method at one batch size.
+"""The process of one engine, for one method.
 
-Each question is a turn: the list of the prompts to answer.
+Each question is a turn: the numbers of the `prompts` to answer, and how many at a time
+(`batch_size`).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -24,10 +26,10 @@ MAX_WARM_UP_PROMPT_TOKENS = 256
 class Job:
     """The input of a run.
 
-    `engine_args` are those of `vllm.LLM`, with `max_num_seqs` the batch size; `prompts` are token
-    ids. Decoding is greedy; if `sampled`, tokens are drawn without a seed, always `max_tokens`.
-    With `answers`, each prompt gets its answer, cut to `max_tokens`. With `references`, requests
-    bring texts to copy from, token ids; an empty one is none.
+    `engine_args` are those of `vllm.LLM`, with `max_num_seqs` the largest batch size; `prompts` are
+    token ids. Decoding is greedy; if `sampled`, tokens are drawn without a seed, always
+    `max_tokens`. With `answers`, each prompt gets its answer, cut to `max_tokens`. With
+    `references`, requests bring texts to copy from, token ids; an empty one is none.
     """
 
     engine_args: dict[str, Any]
@@ -114,8 +116,8 @@ def answer(
 ) -> tuple[list[Generation], float, float]:
     """Answer all prompts, each with its own sampling parameters.
 
-    All requests are queued at once, and the engine runs `max_num_seqs`, the batch size, of them: a
-    request starts in the step after another ends, so the batch is full until the queue is empty.
+    A request starts in the step after another ends, so the batch is full until the queue is empty.
+    All requests are queued in the engine at once if it runs no more than the batch size of them.
 
     Returns
     -------
@@ -123,12 +125,17 @@ def answer(
         The answers, the wall time in seconds, and the seconds in which the batch was full.
     """
     generations = {str(index): Generation() for index in range(len(prompts))}
+    max_queued = batch_size
+    if engine.vllm_config.scheduler_config.max_num_seqs <= batch_size:
+        max_queued = len(prompts)
     start = last = time.perf_counter()
-    for request_id, prompt, own_params in zip(generations, prompts, params, strict=True):
-        engine.add_request(request_id, {"prompt_token_ids": prompt}, own_params)
+    queue = deque(zip(generations, prompts, params, strict=True))
     done = 0
     full_seconds = 0.0
-    while engine.has_unfinished_requests():
+    while queue or engine.has_unfinished_requests():
+        while queue and engine.get_num_unfinished_requests() < max_queued:
+            request_id, prompt, own_params = queue.popleft()
+            engine.add_request(request_id, {"prompt_token_ids": prompt}, own_params)
         for output in engine.step():
             generation = generations[output.request_id]
             completion = output.outputs[0]
@@ -153,7 +160,7 @@ def warm_up(engine: Any, prompts: Sequence[list[int]], batch_size: int) -> None:
     answer(engine, random_prompts, [params] * len(random_prompts), batch_size)
 
 
-def run(job: Job, turns: Iterable[Sequence[int]], emit: Emit) -> None:
+def run(job: Job, turns: Iterable[dict[str, Any]], emit: Emit) -> None:
     """Start an engine, warm it up, and answer the prompts of each turn."""
     from vllm import LLM, SamplingParams
 
@@ -162,8 +169,7 @@ def run(job: Job, turns: Iterable[Sequence[int]], emit: Emit) -> None:
         args.setdefault("per_request_spec_decode_metrics", "summary")
     llm = LLM(**args)
     emit("warm-up")
-    batch_size = args["max_num_seqs"]
-    warm_up(llm.llm_engine, job.prompts, batch_size)
+    warm_up(llm.llm_engine, job.prompts, args["max_num_seqs"])
     dtype = str(llm.llm_engine.model_config.dtype).removeprefix("torch.")
     if job.answers is not None:
         from benchmarks.engines import target_guided
@@ -184,13 +190,14 @@ def run(job: Job, turns: Iterable[Sequence[int]], emit: Emit) -> None:
             return SamplingParams(ignore_eos=True, **more)
         return SamplingParams(temperature=0, **more)
 
-    for chosen in turns:
+    for turn in turns:
         emit("generating")
+        chosen = turn["prompts"]
         generations, seconds, full_seconds = answer(
             llm.llm_engine,
             [job.prompts[index] for index in chosen],
             [params_of(index) for index in chosen],
-            batch_size,
+            turn["batch_size"],
             lambda done: emit("finished", done=done),
         )
         emit("answer", answer=asdict(Turn(generations, seconds, full_seconds, dtype)))

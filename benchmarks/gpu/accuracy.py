@@ -1,4 +1,4 @@
-"""Every kernel against a reference: tree attention in all its cases against float64, and the others."""
+"""Tree attention in all its cases against float64, and the other kernels."""
 
 from __future__ import annotations
 

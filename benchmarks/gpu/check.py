@@ -1,17 +1,23 @@
-"""Check lookahead's GPU attention on this machine: is it right, and how fast is it?"""
+"""Check lookahead on this machine's GPU: is it right, and how fast is it?"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+GRACE_SECONDS = 20.0
+"""For a command that is interrupted to report what it knows."""
 
 try:
     import torch
@@ -25,28 +31,36 @@ except ImportError as error:
     sys.exit(f"gpu_check.py needs torch, triton and numpy, and nothing else: {error}")
 
 EPILOG = """\
-Three parts, each of which can be left out:
+Four parts, each of which can be left out:
 
-  kernels   every implementation against attention by the book in float64, over a grid of dtypes,
-            head sizes, trees, contexts, cache layouts and options; unused slots hold NaN
+  kernels   every implementation of tree attention against attention by the book in float64, over a
+            grid of dtypes, head sizes, trees, contexts, cache layouts and options, where unused
+            slots hold NaN; and the other kernels against the references of the tests
+  exact     engines over small models with made-up weights: in float32, lookahead's answers are
+            plain vLLM's, eager and with trees in CUDA graphs; in bfloat16, log-probabilities are as
+            exact as plain vLLM's. Where vLLM with CUDA and pytest are installed
   timings   milliseconds a call, one layer, replayed from a CUDA graph: FlashAttention on a chain of
             as many tokens, then trees with triton, xformers and torch; `floor` is the time that
             reading the K/V once takes at the bandwidth that a copy reaches here
-  bench     scripts/bench.py with the model that --model names, where vLLM with CUDA is installed
+  bench     scripts/bench.py with the model that --model names, where vLLM with CUDA is installed;
+            what follows `--` goes to it
 
 FlashAttention is vLLM's or the package flash-attn, over the same pages; where neither is installed,
 torch's own over K/V without pages, which is named `torch flash` in the table.
 
-It runs with torch, triton and numpy alone, and measures xformers where it is installed. One table
-goes to the terminal, everything to --json, and pictures to --plot, where matplotlib is installed.
+It runs with torch, triton and numpy alone, and takes in what else is installed. One table goes to
+the terminal, everything to --json, after each check, and pictures to --plot, where matplotlib is
+installed. --seconds ends it in time; what is known by then is reported.
 
 examples:
   python scripts/gpu_check.py --json gpu.json --plot gpu.png
   python scripts/gpu_check.py --only kernels
   python scripts/gpu_check.py --only timings --contexts 1024,8192 --nodes 16,128 --requests 1
+  python scripts/gpu_check.py --only bench --model configs/shapes/llama-8b --prompts FILE.jsonl \\
+      -- --target-guided --engine-arg load_format=dummy --engine-arg skip_tokenizer_init=true
 """
 
-PARTS = ("kernels", "timings", "bench")
+PARTS = ("kernels", "exact", "timings", "bench")
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -73,10 +87,12 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         choices=("float16", "bfloat16"),
         help="of the timings (default: bfloat16)",
     )
+    add("--seconds", type=positive, metavar="N", help="the most that it may take")
     add("--json", type=Path, metavar="OUT.json", help="write everything there")
     add("--plot", type=Path, metavar="OUT.png", help="draw the timings there")
     add("--model", help="a model's folder or name, for `bench`")
     add("--prompts", type=Path, metavar="FILE.jsonl", help="prompts, for `bench`")
+    add("more", nargs="*", metavar="-- ...", help="options of scripts/bench.py, for `bench`")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error(
@@ -92,27 +108,75 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def bench(options: argparse.Namespace) -> bool:
-    """Run scripts/bench.py; False if it fails, True where it cannot run."""
+class Limit:
+    """The time that is left."""
+
+    def __init__(self, seconds: int | None) -> None:
+        self.until = math.inf if seconds is None else time.monotonic() + seconds
+
+    @property
+    def left(self) -> float | None:
+        """Seconds, or None without a limit."""
+        return None if self.until == math.inf else max(0.0, self.until - time.monotonic())
+
+    def run(self, command: Sequence[str], **environment: str) -> str:
+        """Run a command, and interrupt it when the time is up; "well", or what became of it."""
+        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment})
+        try:
+            code = process.wait(self.left)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            return "the time was up"
+        return "well" if code == 0 else f"failed ({code})"
+
+
+def missing(*packages: str) -> str | None:
+    """What is not installed of vLLM with CUDA and these packages."""
     try:
-        release = version("vllm")
-    except PackageNotFoundError:
-        print("\nbench: vLLM is not installed, so it is left out")
-        return True
-    if "cpu" in release or not (options.model and options.prompts):
-        print("\nbench: needs vLLM with CUDA, --model and --prompts, so it is left out")
-        return True
-    command = [
-        *(sys.executable, str(ROOT / "scripts" / "bench.py")),
-        *("--model", options.model, "--prompts", str(options.prompts)),
-        *("--batch-sizes", "1,8,64", "--limit", "24,96,240", "--turns", "3"),
-    ]
-    return subprocess.run(command).returncode == 0
+        if "cpu" in version("vllm"):
+            return "vLLM with CUDA"
+        for package in packages:
+            version(package)
+    except PackageNotFoundError as error:
+        return str(error.name)
+    return None
+
+
+def exact(options: argparse.Namespace, limit: Limit) -> str:
+    """Run the tests of exactness on a GPU."""
+    if what := missing("pytest"):
+        return f"left out: {what} is not installed"
+    folder = str(ROOT / "benchmarks" / "gpu")
+    path = os.pathsep.join([str(ROOT), folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+    tests = "tests/engine/test_on_a_gpu.py"
+    return limit.run(
+        [sys.executable, "-m", "pytest", "-p", "on_a_gpu", "-v", "-s", tests], PYTHONPATH=path
+    )
+
+
+def bench(options: argparse.Namespace, limit: Limit) -> str:
+    """Run scripts/bench.py."""
+    if what := missing():
+        return f"left out: {what} is not installed"
+    if not (options.model and options.prompts):
+        return "left out: it needs --model and --prompts"
+    return limit.run(
+        [
+            *(sys.executable, str(ROOT / "scripts" / "bench.py"), "--one-engine"),
+            *("--model", options.model, "--prompts", str(options.prompts)),
+            *("--batch-sizes", "1,8,32", "--limit", "24,96,192", "--turns", "2", *options.more),
+        ]
+    )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the chosen parts; 1 if a kernel is wrong or the benchmark fails."""
+    """Run the chosen parts; 1 if something is wrong or fails."""
     options = parse_args(argv)
+    limit = Limit(options.seconds)
     parts = options.only or PARTS
     results: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
@@ -121,17 +185,24 @@ def main(argv: Sequence[str]) -> int:
         "argv": list(argv),
     }
     print(f"{results['device']}, torch {torch.__version__}, triton {triton.__version__}\n")
+
+    def save() -> None:
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
+
     passed = True
     try:
         if "kernels" in parts:
-            passed = check_kernels(results)
+            passed = check_kernels(results, save, limit.until)
         if "timings" in parts:
-            measure(options, results)
-    finally:  # what is known, if a kernel fails
-        if options.json:
-            options.json.write_text(json.dumps(results, indent=1) + "\n")
+            measure(options, results, save, limit.until)
+        for name, run in (("exact", exact), ("bench", bench)):
+            if name in parts:
+                results[name] = said = run(options, limit)
+                print(f"\n{name}: {said}", flush=True)
+                passed = passed and not said.startswith("failed")
+    finally:  # what is known, if something raises
+        save()
     if options.plot and results.get("timings"):
         plot(results, options.plot)
-    if "bench" in parts:
-        passed = bench(options) and passed
     return 0 if passed else 1

@@ -1,11 +1,11 @@
-"""All Triton kernels of a step on the GPU, against the references of the tests: see `accuracy.py` for
-attention by cases. Needs the project's tests and what they import."""
+"""The kernels of a step on the GPU, against the references of the project's tests."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,12 @@ from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
 from lookahead_vllm.verify.gpu.triton_walk import walk_rows
 from lookahead_vllm.verify.latent_attention import latent_attention
 from lookahead_vllm.verify.tree_batch import TreeBatch
-from tests.support.attention_cases import ROW_ERROR, random_tree
-from tests.support.latent_cases import LatentCase
-from tests.verify import test_history, test_walk
-from tests.verify.gpu.test_triton_moves import path_moves
+
+attention_cases: Any = import_module("tests.support.attention_cases")
+latent_cases: Any = import_module("tests.support.latent_cases")
+test_history: Any = import_module("tests.verify.test_history")
+test_moves: Any = import_module("tests.verify.gpu.test_triton_moves")
+test_walk: Any = import_module("tests.verify.test_walk")
 
 Found = dict[str, Any]
 """`error` and `bound`, or nothing if all is equal; a difference raises."""
@@ -60,7 +62,8 @@ def check_walk() -> Found:
             seed, 4, (0, 4, 9, 20, 70)[seed % 5], 1 + seed % 2, padding=seed % 3
         )
         out = test_walk.poisoned(len(case.ids), len(case.cu_num_logits) - 1, case.width, DEVICE)
-        walk_rows(*map(_moved, case.tensors(seed % 2 == 0)), *out)
+        inputs: Any = [*map(_moved, case.tensors(seed % 2 == 0)), *out]
+        walk_rows(*inputs)
         test_walk.check(case, type(out)(*(part.cpu() for part in out)))
     return {}
 
@@ -81,7 +84,7 @@ def _check_moves(seed: int, dtype: torch.dtype, heads_first: bool) -> None:
     bits = torch.int8 if dtype.itemsize == 1 else dtype  # float8 cannot be compared
     before = [cache.view(bits).clone() for cache in caches]
     expected = [cache.clone() for cache in before]
-    src, dst, moves = path_moves(seed)
+    src, dst, moves = test_moves.path_moves(seed)
     for old, new in zip(before, expected, strict=True):
         for a, b in moves:
             new[b // 16, :, b % 16] = old[a // 16, :, a % 16]
@@ -109,7 +112,7 @@ def check_graph(dtype: torch.dtype) -> Found:
     rng, largest = np.random.default_rng(0), 0.0
     for step in range(12):
         rows = sorted(rng.choice(6, int(rng.integers(1, 7)), replace=False).tolist())
-        trees = [random_tree(rng, int(rng.integers(2, 40))) for _ in rows]
+        trees = [attention_cases.random_tree(rng, int(rng.integers(2, 40))) for _ in rows]
         contexts = [int(rng.integers(0, case.contexts[row] + 1)) for row in rows]
         starts = [case.starts[row] for row in rows]
         fixed.fill(TreeBatch.build(trees, rows, starts, contexts) if step else None)
@@ -147,14 +150,14 @@ def check_history(what: str) -> Found:
 def check_latents(dtype: torch.dtype) -> Found:
     rng, largest = np.random.default_rng(1), 0.0
     for contexts in ([20, 3000], [700]):
-        trees = [random_tree(rng, 20) for _ in contexts]
-        case = LatentCase(trees, contexts, 16, 512, 64, 64, dtype)
+        trees = [attention_cases.random_tree(rng, 20) for _ in contexts]
+        case = latent_cases.LatentCase(trees, contexts, 16, 512, 64, 64, dtype)
         batch = type(case.batch)(*map(_moved, vars(case.batch).values()))
         output = torch.full_like(case.output, math.nan, device=DEVICE)
         inputs = case.query.to(DEVICE), case.cache.to(DEVICE), output, case.block_table.to(DEVICE)
         latent_attention(*inputs, batch, scale=case.scale)
         largest = max(largest, _distance(output.cpu(), case.reference()))
-    return {"error": largest, "bound": ROW_ERROR[dtype]}
+    return {"error": largest, "bound": attention_cases.ROW_ERROR[dtype]}
 
 
 def check_choices() -> Found:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -106,8 +108,16 @@ def milliseconds(run: Callable[[], Any], graph: bool = True) -> float | None:
         return None
 
 
-def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Print the times of all implementations, side by side; `results` gets the rows."""
+def measure(
+    options: argparse.Namespace,
+    results: dict[str, Any],
+    save: Callable[[], None] = lambda: None,
+    until: float = math.inf,
+) -> None:
+    """Print the times of all implementations, side by side.
+
+    `results` gets the rows, and `save` is called after each. `until`, of `time.monotonic`, ends it.
+    """
     bandwidth = copy_bandwidth()
     results["bandwidth"] = bandwidth
     print(f"\na copy moves {bandwidth / 1e12:.2f} TB/s\n")
@@ -123,6 +133,9 @@ def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
         kv_bytes = requests * (context + nodes + 1) * slot_bytes
         if kv_bytes > MEMORY_SHARE * memory_bytes:
             continue
+        if time.monotonic() > until:
+            print("the time was up")
+            break
         case = Case(
             [context] * requests, [nodes] * requests, heads=options.heads,
             kv_heads=options.kv_heads, head_size=options.head_size, page_size=options.page_size,
@@ -145,6 +158,7 @@ def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
             else None,
         }
         rows.append(row)
+        save()
         print(" | ".join(cell.rjust(8) for cell in _cells(row)), flush=True)
     print(f"\nmilliseconds a call; flash is {rows[-1]['flash_by'] if rows else 'nobody'}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +73,11 @@ class ScriptedEngine:
     def __init__(self, *steps: dict[str, int]) -> None:
         self.steps = list(steps)
         self.lengths: dict[str, int] = {}
+
+    vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=2))
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.lengths)
 
     def add_request(self, request_id: str, prompt: Any, params: Any) -> None:
         self.lengths[request_id] = 0
@@ -204,6 +209,7 @@ class FakeEngine:
 
     alive: ClassVar[list[str]] = []
     log: ClassVar[list[str]] = []
+    asked: ClassVar[list[int]] = []
     started: ClassVar[list[tuple[int | None, int | None]]] = []
     seconds_by_runner: ClassVar[dict[str | None, float]] = {None: 10.0}
 
@@ -228,7 +234,9 @@ class FakeEngine:
         if self.name.startswith("suffix"):
             raise fresh_engine.RunFailed("it broke")
 
-    def ask(self, chosen: Sequence[int]) -> Any:
+    def ask(self, question: dict[str, Any]) -> Any:
+        chosen = question["prompts"]
+        self.asked.append(question["batch_size"])
         self.log.append(f"{self.name}: {[self.prompts[i][0] for i in chosen]} of {len(self.alive)}")
         answers = [generation(11, 10, seconds=1.0) for _ in chosen]
         return asdict(turn(*answers, seconds=self.seconds, full=1.0))
@@ -246,6 +254,7 @@ def run_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunBenchma
     monkeypatch.setattr(bench, "FreshEngine", FakeEngine)
     monkeypatch.setattr(FakeEngine, "log", [])
     monkeypatch.setattr(FakeEngine, "started", [])
+    monkeypatch.setattr(FakeEngine, "asked", [])
     prompts = jsonl(tmp_path / "p.jsonl", *({"prompt_token_ids": [i]} for i in range(4)))
     out = tmp_path / "out.json"
 
@@ -281,6 +290,23 @@ def test_a_method_may_have_arguments_of_its_own(
     )  # fmt: skip
     assert FakeEngine.started == [(None, 1), (2, 1)]
     assert [row["method"] for row in written["rows"]] == ["none", "tp"]
+
+
+def test_one_engine_answers_all_batch_sizes(run_benchmark: RunBenchmark) -> None:
+    log, written = run_benchmark(
+        "--methods", "none,suffix,ngram", "--batch-sizes", "1,2",
+        "--limit", "2,4", "--turns", "1,2", "--one-engine",
+    )  # fmt: skip
+    assert log == [
+        "none 2: [0, 1] of 3", "ngram 2: [0, 1] of 3",
+        "none 2: [0, 2] of 3", "ngram 2: [0, 2] of 3",
+        "ngram 2: [1, 3] of 3", "none 2: [1, 3] of 3",
+    ]  # fmt: skip
+    assert FakeEngine.asked == [1, 1, 2, 2, 2, 2] and len(FakeEngine.started) == 3
+    assert [row["error"] for row in written["rows"] if row["method"] == "suffix"] == 2 * [
+        "it broke"
+    ]
+    assert [row["prompts"] for row in written["rows"] if row["method"] == "none"] == [2, 4]
 
 
 def test_engines_that_take_turns_live_together_and_a_failing_one_is_left_out(

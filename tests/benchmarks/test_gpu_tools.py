@@ -6,6 +6,8 @@ import math
 import random
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import accuracy, case
+from benchmarks.gpu import accuracy, case, kernels
 from benchmarks.gpu.case import depths_and_masks, tree_parents
+from benchmarks.gpu.check import Limit
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.verify.gpu.paged_batch import CAUSAL
 from lookahead_vllm.verify.tree_batch import TreeBatch
@@ -60,13 +63,43 @@ def test_every_case_is_checked_against_attention_by_the_book(
     assert case.Case([20], [9], fp8=True, heads_first=True).error("torch") < 1e-2
 
 
-def test_a_kernel_is_wrong_if_its_error_is_large_or_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    def is_right(error: float) -> bool:
-        fake: Any = SimpleNamespace(error=lambda impl: error, max_error=1e-2)
-        monkeypatch.setattr(accuracy, "kernel_cases", lambda: iter([("a case", fake)]))
-        return accuracy.check_kernels({})
+def test_a_kernel_is_wrong_if_its_error_is_large_or_nan_or_it_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def row_of(error: Any) -> dict[str, Any]:
+        fake: Any = SimpleNamespace(error=error, max_error=1e-2)
+        check = partial(accuracy.accuracy_row, lambda: fake, "triton")
+        monkeypatch.setattr(accuracy, "checks", lambda: [("triton", "a case", check)])
+        return accuracy.run(0)
 
-    assert is_right(1e-3) and not is_right(0.5) and not is_right(math.nan)
+    def raises(error: Exception) -> Any:
+        raise error
+
+    for error, is_wrong in ((1e-3, False), (0.5, True), (math.nan, True)):
+        row = row_of(lambda impl, error=error: error)
+        assert accuracy.is_wrong(row) == is_wrong and row["case"] == "a case"
+    assert accuracy.is_wrong(row_of(lambda impl: raises(RuntimeError("it broke"))))
+    left_out = row_of(lambda impl: raises(ValueError("not this one")))
+    assert left_out["left_out"] == "not this one" and not accuracy.is_wrong(left_out)
+
+
+@pytest.mark.parametrize("name", ["penalties", "bad words", "thinking", "latent", "choices"])
+def test_the_other_kernels_are_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a CPU stand in for them."""
+    monkeypatch.setattr(kernels, "DEVICE", "cpu")
+    for found, check in kernels.checks():
+        if name in found:
+            row = check()
+            assert row.get("error", 0) < row.get("bound", 1)
+
+
+def test_a_command_is_interrupted_when_the_time_is_up() -> None:
+    program = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('known')"
+    start = time.monotonic()
+    assert Limit(1).run([sys.executable, "-c", program]) == "the time was up"
+    assert time.monotonic() - start < 30
+    assert Limit(None).run([sys.executable, "-c", "raise SystemExit(3)"]) == "failed (3)"
+    assert Limit(60).run([sys.executable, "-c", ""]) == "well"
 
 
 def test_it_needs_only_torch_and_triton_and_reports_a_missing_gpu() -> None:

@@ -47,8 +47,8 @@ KINDS: dict[str, dict[str, Any]] = {
 ENVIRONMENT = {"breakable": {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}}
 NODES = 16
 PLAIN_ROUNDING = {"mean": 0.04, "p99": 0.15}
-"""What is allowed where plain vLLM's own kernels happen to agree to the bit. On a CPU, lookahead has
-0.012 and 0.06; with positions that are one too high 0.15 and 1.4."""
+"""What is allowed where plain vLLM's own kernels happen to agree to the bit. On a CPU, lookahead
+has 0.012 and 0.06; with positions that are one too high 0.15 and 1.4."""
 
 on_gpus = pytest.mark.skipif(not IS_GPU, reason="it needs a GPU")
 
@@ -126,7 +126,7 @@ def test_float32_answers_are_plain_vllms(
         assert kind == "eager" or steps["FULL, drafts"]
 
 
-# ---- bfloat16 --------------------------------------------------------------------------------------
+# ---- bfloat16 ------------------------------------------------------------------------------------
 
 
 def distances(llm: LLM) -> tuple[dict[str, float], list[list[list[int]]]]:

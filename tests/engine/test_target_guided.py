@@ -105,7 +105,7 @@ def test_the_requests_of_a_job_bring_their_references(
                 answers=answers[half],
                 references=given and given[half],
             )
-            run(job, [[0, 1]], emit)
+            run(job, [{"prompts": [0, 1], "batch_size": 2}], emit)
     assert [[g["token_ids"] for g in turn["generations"]] for turn in turns] == [
         answers[:2],
         answers[2:],
