@@ -66,7 +66,7 @@ how it measures:
   need memory at once, and each waiting engine takes 1 to 2 % of a core: the same for all methods,
   so that the ratios do not change.
   --one-engine saves starts: an engine for the largest batch size answers all of them, one after the
-  other, and drafters keep what they learned from the smaller ones.
+  other. Each has prompts of its own, and drafters keep what they learned from the others.
   --adversarial gives the model random weights close to zero, which takes the same time, and
   samples --max-tokens tokens for each prompt: all tokens are equally likely, so that a draft
   token is right with probability 1 over the size of the vocabulary.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
+import random
 import shutil
 import sys
 import tempfile
@@ -38,6 +40,7 @@ from benchmarks.methods import (
 from benchmarks.prompts import (
     Prompt,
     PromptError,
+    Tokenize,
     context_length,
     load_prompts,
     model_tokenizer,
@@ -160,7 +163,7 @@ class Benchmark:
         self.variants = [Variant(method, r) for r in options.runner for method in methods]
         self.prompts = prompts
         self.turns = turns
-        self.args = engine_args(options, max(prompts.values(), key=len))
+        self.args = engine_args(options, [*itertools.chain(*prompts.values())])
         self.method_args = method_args
         self.environment = engine_environment(options)
         if options.target_guided:
@@ -367,10 +370,13 @@ def prepare(options: argparse.Namespace) -> Benchmark:
     check_outputs(options, MethodError)
     turns = by_size("turns", options)
     tokenize = model_tokenizer(options.model)
-    prompts = {
-        size: load_prompts(options.prompts, tokenize, limit)
-        for size, limit in by_size("limit", options).items()
-    }
+    limits = by_size("limit", options)
+    if options.one_engine:
+        prompts = prompts_apart(options.prompts, tokenize, limits)
+    else:
+        prompts = {
+            size: load_prompts(options.prompts, tokenize, limit) for size, limit in limits.items()
+        }
     for size, chosen in prompts.items():
         if len(chosen) < turns[size]:
             raise PromptError(f"--turns {turns[size]}: batch size {size} has {len(chosen)} prompts")
@@ -378,6 +384,27 @@ def prepare(options: argparse.Namespace) -> Benchmark:
         check_target_guided(options, methods, prompts)
     check_references(options, methods, prompts)
     return Benchmark(options, methods, prompts, turns, args_by_method)
+
+
+def prompts_apart(
+    path: Path, tokenize: Tokenize, limits: dict[int, int | None]
+) -> dict[int, list[Prompt]]:
+    """Other prompts for each batch size, as an engine remembers what it has answered."""
+    counts = [limit for limit in limits.values() if limit is not None]
+    if len(counts) < len(limits):
+        raise PromptError("--one-engine needs --limit, as each batch size gets other prompts")
+    chosen = load_prompts(path, tokenize, sum(counts))
+    if len(chosen) < sum(counts):
+        raise PromptError(
+            f"--one-engine: the batch sizes need {sum(counts)} prompts together, and {path} has "
+            f"{len(chosen)}; write a smaller --limit"
+        )
+    dealt = random.Random(0).sample(range(len(chosen)), len(chosen))
+    firsts = itertools.accumulate(counts, initial=0)
+    return {
+        size: [chosen[i] for i in sorted(dealt[first : first + count])]
+        for size, first, count in zip(limits, firsts, counts, strict=False)
+    }
 
 
 def check_target_guided(
@@ -394,7 +421,7 @@ def check_target_guided(
                 f"--target-guided: {name} learns from what a model says to its drafts, and "
                 "only the answers were recorded; leave it out"
             )
-    for prompt in max(prompts.values(), key=len):
+    for prompt in itertools.chain(*prompts.values()):
         if prompt.answer is None:
             raise PromptError(
                 f"{options.prompts}, line {prompt.line}: --target-guided follows recorded answers, "
@@ -415,7 +442,7 @@ def check_references(
                 f"--references: {name!r} is not a method here that is lookahead; write for example "
                 """--config 'guided={"method":"lookahead"}' --references guided"""
             )
-    if options.references and not any(p.reference for p in max(prompts.values(), key=len)):
+    if options.references and not any(p.reference for p in itertools.chain(*prompts.values())):
         raise PromptError(f"--references: no line of {options.prompts} has `reference_token_ids`")
 
 

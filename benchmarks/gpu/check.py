@@ -57,7 +57,7 @@ examples:
   python scripts/gpu_check.py --only kernels
   python scripts/gpu_check.py --only timings --contexts 1024,8192 --nodes 16,128 --requests 1
   python scripts/gpu_check.py --only bench --model configs/shapes/llama-8b --prompts FILE.jsonl \\
-      -- --target-guided --engine-arg load_format=dummy --engine-arg skip_tokenizer_init=true
+      -- --methods none,lookahead --target-guided --engine-arg load_format=dummy
 """
 
 PARTS = ("kernels", "exact", "timings", "bench")
