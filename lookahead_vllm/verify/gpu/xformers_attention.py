@@ -1,9 +1,11 @@
-"""Attention over a paged KV cache by xformers, where some requests have draft trees.
+"""Attention over a paged KV cache where xformers attends to the contexts.
 
-Rows attend to their context, page by page, and to their draft block under a bias; the log-sum-exps
-of both merge them. xformers has this for equal trees (`xformers.ops.tree_attention`); here each
-request has its own. Its kernel (split-K, in Triton) is compiled for numbers of requests, rows and
-pages, so all three are rounded up to powers of two.
+Attention to a context and to a draft block are merged by their log-sum-exps, as in xformers'
+`tree_attention`. That computes a block with K, V and a bias of its own for each request, padded to
+the largest tree of all; here, the Triton kernel adds the blocks, from the pages.
+
+xformers' kernel (split-K, in Triton) is compiled for numbers of requests, rows and pages, so all
+three are rounded up to powers of two.
 """
 
 from __future__ import annotations
@@ -18,21 +20,21 @@ import triton
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lookahead_vllm.verify.gpu.paged_batch import CAUSAL, PagedBatch, PagedCall
+from lookahead_vllm.verify.gpu import triton_attention
+from lookahead_vllm.verify.gpu.paged_batch import PagedCall
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
 """Those of the kernel."""
 
-_MIN_ROWS = 16  # of a product of matrices on tensor cores
-_BLOCK = 64  # the most tokens that the kernel reads at once; they are in one page
+_BLOCK = 64
+"""The most tokens that the kernel reads at once; they are in one page."""
 
 
 def obstacle(call: PagedCall) -> str | None:
     """Why xformers cannot compute this call, or None if it can."""
-    head_size = call.query.shape[2]
+    head_size, release = call.query.shape[2], triton.__version__
     if find_spec("xformers") is None:
         return "xformers is not installed; install lookahead-vllm[xformers]"
-    release = triton.__version__
     if tuple(map(int, release.split(".")[:2])) >= (3, 9):
         return f"xformers' kernel needs block pointers, which Triton {release} does not have"
     if call.query.dtype == torch.float32:
@@ -62,61 +64,28 @@ def attend(call: PagedCall) -> None:
         raise ValueError(reason)
     from xformers.ops import fmha
 
-    requests, starts, sizes, contexts, firsts = _entries(call.batch)
-    count, size = len(sizes), max(_MIN_ROWS, triton.next_power_of_2(call.batch.max_size))
-    _, heads, head_size = call.query.shape
+    tokens, (_, heads, head_size) = call.batch.tokens, call.query.shape
     page, kv_heads = call.key_cache.shape[1:3]
-    group = heads // kv_heads
-    # The rows after a request's last one repeat it.
-    places = torch.arange(size, device=call.query.device)
-    rows = torch.minimum(places, (sizes - 1).clamp(min=0)[:, None])
-    tokens = starts[:, None] + rows
-    query = call.query[tokens].view(count, size, kv_heads, group, head_size)
-    operator = _operator(page)
-
-    keys, values, factor = _tokens_of(call)
-    of_contexts, context_lse = fmha.memory_efficient_attention_partial(
-        query.view(1, count * size, kv_heads, group, head_size),
-        keys.expand(1, -1, kv_heads, group, head_size),
-        values.expand(1, -1, kv_heads, group, head_size),
-        _context_mask(call, requests, contexts, size, factor),
+    own = kv_heads, heads // kv_heads, head_size
+    keys, values, factor = _texts_of(call)
+    attended, lse = fmha.memory_efficient_attention_partial(
+        call.query[tokens.clamp(min=0)].view(1, -1, *own),
+        keys.expand(1, -1, *own),
+        values.expand(1, -1, *own),
+        _mask_of(call, factor),
         scale=call.scale,
-        op=operator,
+        op=_operator(page),
     )
-
-    slots = contexts[:, None] + rows
-    blocks = call.block_table[requests[:, None], slots // page]
-    drafted = [
-        part[blocks, slots % page][:, :, :, None].expand(query.shape)
-        for part in (call.key_cache, call.value_cache)
-    ]
-    bias = _block_bias(call.batch, rows, firsts, query.dtype)
-    of_blocks, block_lse = fmha.memory_efficient_attention_partial(
-        query, *drafted, bias.expand(-1, kv_heads, group, -1, -1), scale=call.scale, op=operator
-    )
-
-    context_lse = context_lse.view(kv_heads, group, count, size).permute(2, 0, 1, 3)
-    merged, _ = fmha.merge_attentions(
-        torch.stack((of_contexts.view(query.shape), of_blocks)),
-        torch.stack((context_lse.float(), block_lse.float())),
-        write_lse=False,
-        output_dtype=query.dtype,
-    )
+    # Rows that are left over are written where the first row is written, and the same.
+    first, is_used = tokens[:1], tokens >= 0
+    rows = torch.where(is_used, torch.arange(len(tokens), device=tokens.device), 0)
+    places = torch.where(is_used, tokens, first).clamp(min=0)
     output = call.output.view(len(call.output), heads, head_size)
-    is_used = (sizes > 0)[:, None, None, None]
-    output[tokens] = torch.where(is_used, merged.reshape(count, size, heads, -1), output[tokens])
-
-
-def _entries(batch: PagedBatch) -> Tensor:
-    """Requests, starts, sizes, contexts and firsts, int32 [5, a power of two].
-
-    Entries without rows are copies of the first one.
-    """
-    columns = batch.requests, batch.starts, batch.sizes, batch.contexts, batch.firsts
-    unused = triton.next_power_of_2(len(batch)) - len(batch)
-    packed = pad(torch.stack(columns), (0, unused))
-    entries = torch.arange(packed.shape[1], device=packed.device)
-    return packed[:, torch.where(packed[2] > 0, entries, 0)]
+    found = attended.reshape(-1, heads, head_size)[rows].to(output.dtype)
+    output[places] = torch.where((first >= 0)[:, None, None], found, output[places])
+    context_lse = torch.empty(heads, len(call.query), device=tokens.device)
+    context_lse[:, places] = lse.reshape(heads, -1)[:, rows].float()
+    triton_attention.attend(call._replace(context_lse=context_lse))
 
 
 @cache
@@ -130,10 +99,10 @@ def _operator(page_size: int) -> Any:
     return type("PagedSplitK", (triton_splitk.FwOp,), {"BLOCK_N": block})
 
 
-def _tokens_of(call: PagedCall) -> tuple[Tensor, Tensor, int]:
-    """Keys and values as one text [1, tokens, KV heads, 1, head size], and the number of pages of
-    this text from one block to the next: 1 if memory has the tokens of a block first, the KV
-    heads if it has the heads first."""
+def _texts_of(call: PagedCall) -> tuple[Tensor, Tensor, int]:
+    """Keys and values as one text [1, tokens, KV heads, 1, head size], and the number of its pages
+    from one block to the next: 1 if memory has the tokens of a block first, the KV heads if it has
+    the heads first."""
     blocks, page, heads, head_size = call.key_cache.shape
     texts = []
     for part in (call.key_cache, call.value_cache):
@@ -145,16 +114,17 @@ def _tokens_of(call: PagedCall) -> tuple[Tensor, Tensor, int]:
     return *texts, factor
 
 
-def _context_mask(
-    call: PagedCall, requests: Tensor, contexts: Tensor, size: int, factor: int
-) -> Any:
-    """Each request's `size` rows attend to its context; without a synchronisation."""
-    page, width = call.key_cache.shape[1], call.block_table.shape[1]
-    pages = triton.next_power_of_2(max(1, triton.cdiv(call.batch.max_context, page)))
-    pages = min(pages, width)
-    on_host = _mask_on_host(len(requests), size, pages, page)
-    end = len(requests) * size + 1
-    ends = torch.arange(0, end, size, dtype=torch.int32, device=contexts.device)
+def _mask_of(call: PagedCall, factor: int) -> Any:
+    """All rows of a request attend to its whole context; made without a synchronisation."""
+    batch, page = call.batch, call.key_cache.shape[1]
+    entries = triton.next_power_of_2(len(batch))
+    size = triton.next_power_of_2(batch.max_size)
+    pages = triton.next_power_of_2(max(1, triton.cdiv(batch.max_context, page)))
+    pages = min(pages, call.block_table.shape[1])
+    columns = torch.stack((batch.requests, batch.sizes, batch.contexts))
+    requests, sizes, contexts = pad(columns, (0, entries - len(batch)))
+    on_host = _mask_on_host(len(batch.tokens), entries, size, pages, page)
+    ends = pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
     return replace(
         on_host,
         q_seqinfo=replace(on_host.q_seqinfo, seqstart=ends),
@@ -164,26 +134,16 @@ def _context_mask(
 
 
 @cache
-def _mask_on_host(requests: int, size: int, pages: int, page_size: int) -> Any:
-    """xformers' mask of so many requests with equal rows and contexts."""
+def _mask_on_host(rows: int, entries: int, size: int, pages: int, page_size: int) -> Any:
+    """xformers' mask of so many requests, the largest of `size` rows; its tensors are replaced."""
     from xformers.ops.fmha.attn_bias import PagedBlockDiagonalPaddedKeysMask
 
-    return PagedBlockDiagonalPaddedKeysMask.from_seqlens(
-        [size] * requests,
-        [pages * page_size] * requests,
-        torch.zeros(requests, pages, dtype=torch.int32),
+    mask = PagedBlockDiagonalPaddedKeysMask.from_seqlens(
+        [size] * entries,
+        [pages * page_size] * entries,
+        torch.zeros(entries, pages, dtype=torch.int32),
         page_size,
         device=torch.device("cpu"),
     )
-
-
-def _block_bias(batch: PagedBatch, rows: Tensor, firsts: Tensor, dtype: torch.dtype) -> Tensor:
-    """[requests, 1, 1, size, size]: 0 where a row attends to another one, else -inf."""
-    size, words = rows.shape[1], batch.masks.shape[1]
-    places = torch.arange(size, device=rows.device)
-    masks = pad(batch.masks, (0, max(0, triton.cdiv(size, 32) - words), 0, 1))  # there may be none
-    own = masks[(firsts[:, None] + rows).clamp(0, len(masks) - 1)]  # any rows, for a causal request
-    bits = own[:, :, places // 32] >> places % 32 & 1
-    attended = torch.where((firsts == CAUSAL)[:, None, None], places <= rows[:, :, None], bits > 0)
-    bias = torch.zeros(attended.shape, dtype=dtype, device=rows.device)
-    return bias.masked_fill_(~attended, -torch.inf)[:, None, None]
+    mask.q_seqinfo.seqstart_py[-1] = rows  # checked against the query
+    return mask

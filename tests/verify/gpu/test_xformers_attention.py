@@ -44,7 +44,7 @@ def test_it_equals_float64_and_writes_no_other_row(layout: str, block_size: int)
     case.check("xformers")
 
 
-def test_a_long_context_is_split_and_masks_have_three_words() -> None:
+def test_a_long_context_is_split() -> None:
     trees = [random_tree(np.random.default_rng(2), 66), DraftTree.chain([1, 2])]
     case = PagedAttentionCase(trees, [1100, 3], 2, 1, head_size=16, dtype=torch.float16)
     case.check("xformers")
@@ -56,7 +56,7 @@ def test_buffers_of_a_graph() -> None:
     for sizes in ([15, 7, 2], [4]):
         trees = [DraftTree.from_lists(range(size), [-1] * size) for size in sizes]
         contexts = [30, 0, 1][: len(sizes)]
-        case = PagedAttentionCase(trees, contexts, head_size=16, dtype=torch.float16, gap=0)
+        case = PagedAttentionCase(trees, contexts, head_size=16, dtype=torch.float16)
         fixed.fill(case.batch)
         case.paged_batch = fixed.batch
         case.check("xformers")
