@@ -168,7 +168,7 @@ def bench(options: argparse.Namespace, limit: Limit) -> str:
         [
             *(sys.executable, str(ROOT / "scripts" / "bench.py"), "--one-engine"),
             *("--model", options.model, "--prompts", str(options.prompts)),
-            *("--batch-sizes", "1,8,32", "--limit", "24,96,192", "--turns", "2", *options.more),
+            *("--batch-sizes", "1,8,32", "--limit", "16,48,96", "--turns", "2", *options.more),
         ]
     )
 

@@ -322,6 +322,8 @@ for _model in (MRoPEQwen2ForCausalLM, MRoPEQwen3ForCausalLM):
 
 WANDERING = "wandering"
 """The load format for a folder without weights."""
+CALM = "calm"
+"""The same for models in bfloat16."""
 NOISY = "noisy_"
 """The beginning of a folder's name whose weights are those of another one, with some noise."""
 
@@ -333,13 +335,18 @@ class WanderingModelLoader(DummyModelLoader):
     Their variance is larger than usual, so that outputs do not fall into loops.
     """
 
+    width = 3.0
+
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         rng = torch.Generator().manual_seed(0)  # on the CPU, whatever the model's device
         noise = 0.05 * Path(model_config.model).name.startswith(NOISY)
         for name, parameter in model.named_parameters():
             weights = parameter.data
             if weights.ndim > 1:
-                mean, width = 0.0, (0.1 if "embed" in name else 3) * weights.shape[-1] ** -0.5
+                mean, width = (
+                    0.0,
+                    (0.1 if "embed" in name else self.width) * weights.shape[-1] ** -0.5,
+                )
             elif name.endswith("sinks"):  # of the size of the attention scores
                 mean, width = 10.0, 5.0
             elif name.endswith("weight"):  # norms
@@ -351,6 +358,13 @@ class WanderingModelLoader(DummyModelLoader):
             if noise:
                 drawn += noise * width * torch.randn(drawn.shape)
             weights.copy_(drawn)
+
+
+@register_model_loader(CALM)
+class CalmModelLoader(WanderingModelLoader):
+    """The same with less variance, which does not blow bfloat16's rounding up."""
+
+    width = 1.5
 
 
 def save_config(name: str, folder: Path, configs: Mapping[str, Mapping[str, Any]] = TINY) -> Path:
