@@ -121,7 +121,7 @@ class Limit:
 
     def run(self, command: Sequence[str], **environment: str) -> str:
         """Run a command, and interrupt it when the time is up; "well", or what became of it."""
-        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment})
+        process = subprocess.Popen(command, env={**os.environ, **environment})
         try:
             code = process.wait(self.left)
         except subprocess.TimeoutExpired:
@@ -152,7 +152,7 @@ def exact(options: argparse.Namespace, limit: Limit) -> str:
         return f"left out: {what} is not installed"
     folder = str(ROOT / "benchmarks" / "gpu")
     path = os.pathsep.join([str(ROOT), folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-    tests = "tests/engine/test_on_a_gpu.py"
+    tests = str(ROOT / "tests" / "engine" / "test_on_a_gpu.py")
     return limit.run(
         [sys.executable, "-m", "pytest", "-p", "on_a_gpu", "-v", "-s", tests], PYTHONPATH=path
     )
