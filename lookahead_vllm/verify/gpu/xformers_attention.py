@@ -123,27 +123,26 @@ def _mask_of(call: PagedCall, factor: int) -> Any:
     pages = min(pages, call.block_table.shape[1])
     columns = torch.stack((batch.requests, batch.sizes, batch.contexts))
     requests, sizes, contexts = pad(columns, (0, entries - len(batch)))
-    on_host = _mask_on_host(len(batch.tokens), entries, size, pages, page)
+    on_host = _mask_on_host(entries, size, pages, page)
     ends = pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
     return replace(
         on_host,
-        q_seqinfo=replace(on_host.q_seqinfo, seqstart=ends),
+        # The last end on the host is checked against the query; the others are not read.
+        q_seqinfo=replace(on_host.q_seqinfo, seqstart=ends, seqstart_py=[0, len(batch.tokens)]),
         k_seqinfo=replace(on_host.k_seqinfo, seqlen=contexts),
         block_tables=call.block_table[requests, :pages] * factor,
     )
 
 
 @cache
-def _mask_on_host(rows: int, entries: int, size: int, pages: int, page_size: int) -> Any:
+def _mask_on_host(entries: int, size: int, pages: int, page_size: int) -> Any:
     """xformers' mask of so many requests, the largest of `size` rows; its tensors are replaced."""
     from xformers.ops.fmha.attn_bias import PagedBlockDiagonalPaddedKeysMask
 
-    mask = PagedBlockDiagonalPaddedKeysMask.from_seqlens(
+    return PagedBlockDiagonalPaddedKeysMask.from_seqlens(
         [size] * entries,
         [pages * page_size] * entries,
-        torch.zeros(entries, pages, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32).expand(entries, pages),
         page_size,
         device=torch.device("cpu"),
     )
-    mask.q_seqinfo.seqstart_py[-1] = rows  # checked against the query
-    return mask
