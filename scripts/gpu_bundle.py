@@ -8,4 +8,5 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu.bundle.pack import main
 
-sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__":  # their processes import this file
+    sys.exit(main(sys.argv[1:]))

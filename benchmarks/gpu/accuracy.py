@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from functools import cache, partial
 from typing import Any
 
@@ -40,11 +41,11 @@ def checks() -> list[tuple[str, str, Callable[[], dict[str, Any]]]]:
         for impl in IMPLS
     ]
     try:
-        from benchmarks.gpu import kernels
+        from benchmarks.gpu import other_kernels
     except ImportError as reason:
         said = f"it needs the project's tests and what they import: {reason}"
         return [*found, (OTHERS, "all", lambda: {"left_out": said})]
-    return [*found, *((OTHERS, name, check) for name, check in kernels.checks())]
+    return [*found, *((OTHERS, name, check) for name, check in other_kernels.checks())]
 
 
 def run(index: int) -> dict[str, Any]:
@@ -89,6 +90,9 @@ def check_kernels(
                     tqdm.write(f"WRONG: {row['impl']}, {row['case']}: {_reason(row)}")
         except TimeoutError:
             pool.shutdown(cancel_futures=True)
+        except BrokenProcessPool as error:
+            rows.append({"impl": OTHERS, "case": "all that is left", "raised": str(error)})
+            tqdm.write(f"WRONG: a process ended: {error}")
     for impl in (*IMPLS, OTHERS):
         print(_summary(impl, [row for row in rows if row["impl"] == impl]))
     if len(rows) < count:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import accuracy, case, kernels
+from benchmarks.gpu import accuracy, case, other_kernels
 from benchmarks.gpu.case import depths_and_masks, tree_parents
 from benchmarks.gpu.check import Limit
 from lookahead_vllm.draft.tree import DraftTree
@@ -86,11 +86,20 @@ def test_a_kernel_is_wrong_if_its_error_is_large_or_nan_or_it_raises(
 @pytest.mark.parametrize("name", ["penalties", "bad words", "thinking", "latent", "choices"])
 def test_the_other_kernels_are_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a CPU stand in for them."""
-    monkeypatch.setattr(kernels, "DEVICE", "cpu")
-    for found, check in kernels.checks():
+    monkeypatch.setattr(other_kernels, "DEVICE", "cpu")
+    for found, check in other_kernels.checks():
         if name in found:
             row = check()
             assert row.get("error", 0) < row.get("bound", 1)
+
+
+def test_processes_may_import_the_scripts() -> None:
+    """Those of a pool do, under another name; a script that ran then would start pools again."""
+    for name in ("gpu_check", "gpu_bundle"):
+        script = str(ROOT / "scripts" / f"{name}.py")
+        program = f"import runpy; runpy.run_path({script!r}, run_name='__mp_main__')"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 def test_a_command_is_interrupted_when_the_time_is_up() -> None:

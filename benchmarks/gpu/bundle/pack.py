@@ -112,6 +112,8 @@ def fetch(names: list[str], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     done = folder / ".done"
     if not (done.is_file() and done.read_text() == "\n".join(names)):
+        for wheel in folder.glob("*.whl"):  # of other pins
+            wheel.unlink()
         pip("download", "-q", "--no-deps", *for_the_machine(), "-d", str(folder), *names)
         done.write_text("\n".join(names))
     return sorted(folder.glob("*.whl"))

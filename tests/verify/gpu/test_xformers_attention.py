@@ -63,6 +63,8 @@ def test_buffers_of_a_graph() -> None:
     fixed.fill(None)
     case.output.fill_(7)
     assert (case.run("xformers") == 7).all()
+    too_small = FixedBatch(2, 8, 16, 200, "cpu").batch
+    assert len(too_small) == 0 and (case.run("xformers", too_small) == 7).all()
 
 
 @pytest.mark.parametrize(
