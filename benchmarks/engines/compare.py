@@ -192,11 +192,12 @@ class Benchmark:
         count = sum(len(self.prompts[size]) for size in sizes)
         bar_format = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}, {remaining} left"
         engines: dict[Variant, FreshEngine] = {}
+        logs = {variant: self._log(variant, sizes[0], number) for variant in variants}
         with ExitStack() as stack, tqdm(total=count * len(variants), bar_format=bar_format) as bar:
             for variant in variants:
-                with self._recording_failure(variant, sizes, number):
+                with self._recording_failure(variant, sizes, number, logs[variant]):
                     progress = Progress(bar, f"{variant}, {name}")
-                    engine = self._engine(variant, sizes, number, progress)
+                    engine = self._engine(variant, sizes, logs[variant], progress)
                     engines[variant] = stack.enter_context(engine)
                     engine.wait_until_ready()
             first = 0
@@ -208,7 +209,7 @@ class Benchmark:
                     for variant in variants[:: -1 if part % 2 else 1]:
                         if number in self.outcomes[variant, size]:  # it has failed
                             continue
-                        with self._recording_failure(variant, [size], number):
+                        with self._recording_failure(variant, [size], number, logs[variant]):
                             question = {"prompts": chosen, "batch_size": size}
                             turns[variant].append(Turn.read(engines[variant].ask(question)))
                 for variant, engine in engines.items():
@@ -217,7 +218,7 @@ class Benchmark:
                 first = end
 
     def _engine(
-        self, variant: Variant, sizes: Sequence[int], number: int, progress: Progress
+        self, variant: Variant, sizes: Sequence[int], log: Path, progress: Progress
     ) -> FreshEngine:
         args = {**self.args, **self.method_args[variant.method], "max_num_seqs": max(sizes)}
         if self.methods[variant.method] is not None:
@@ -234,7 +235,6 @@ class Benchmark:
             references if variant.method in self.options.references else None,
         )
         progress.show({"event": "starting"})
-        log = self._log(variant, sizes[0], number)
         environment = {
             **self.environment,
             **rank_environment(
@@ -251,7 +251,7 @@ class Benchmark:
 
     @contextmanager
     def _recording_failure(
-        self, variant: Variant, sizes: Sequence[int], number: int
+        self, variant: Variant, sizes: Sequence[int], number: int, log: Path
     ) -> Iterator[None]:
         """Catch RunFailed, print it with the end of the log, and make it the variant's outcome."""
         try:
@@ -259,8 +259,6 @@ class Benchmark:
         except RunFailed as error:
             for size in sizes:
                 self.outcomes[variant, size][number] = Outcome(error=str(error))
-            first = next(iter(self.prompts)) if self.options.one_engine else sizes[0]
-            log = self._log(variant, first, number)
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
             print(
                 f"\n{variant}, batch {', '.join(map(str, sizes))} failed: {error}\n"

@@ -66,11 +66,11 @@ def is_wrong(row: dict[str, Any]) -> bool:
 
 
 def check_kernels(
-    results: dict[str, Any], save: Callable[[], None] = lambda: None, until: float = math.inf
+    results: dict[str, Any], save: Callable[[], None] = lambda: None, seconds: float | None = None
 ) -> bool:
     """Check all cases in several processes, as compiling takes the time; whether none is wrong.
 
-    `results` gets the rows, and `save` is called after each. `until`, of `time.monotonic`, ends it.
+    `results` gets the rows, and `save` is called after each. It ends after so many seconds.
     """
     rows: list[dict[str, Any]] = []
     results["kernels"] = rows
@@ -80,9 +80,8 @@ def check_kernels(
     with ProcessPoolExecutor(processes, spawn) as pool:
         # The others first: each takes longer.
         futures = [pool.submit(run, index) for index in reversed(range(count))]
-        left = None if until == math.inf else max(0.0, until - time.monotonic())
         try:
-            for future in tqdm(as_completed(futures, left), "kernels", count, leave=False):
+            for future in tqdm(as_completed(futures, seconds), "kernels", count, leave=False):
                 row = future.result()
                 rows.append(row)
                 save()

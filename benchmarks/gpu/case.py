@@ -44,6 +44,12 @@ def _signed(word: int) -> int:
     return word - (1 << 32) if word >> 31 else word
 
 
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest distance of a row, relative to the row's length; inf for NaN."""
+    distances = (found.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return float(distances.nan_to_num(math.inf).max())
+
+
 @dataclass
 class Case:
     """A batch of requests with random K/V in pages, on the GPU. Unused slots hold NaN."""
@@ -147,9 +153,8 @@ class Case:
         self.run(impl)
         largest = 0.0
         for start, expected in reference_paged_attention(self.call, torch.float64):
-            found = self.output[start : start + len(expected)].double()
-            distance = ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
-            largest = max(largest, math.inf if math.isnan(distance) else distance)
+            found = self.output[start : start + len(expected)]
+            largest = max(largest, distance(found, expected))
         return largest
 
 

@@ -193,7 +193,7 @@ def main(argv: Sequence[str]) -> int:
     passed = True
     try:
         if "kernels" in parts:
-            passed = check_kernels(results, save, limit.until)
+            passed = check_kernels(results, save, limit.left)
         if "timings" in parts:
             measure(options, results, save, limit.until)
         for name, run in (("exact", exact), ("bench", bench)):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu.case import DEVICE, MAX_ERROR, Case
+from benchmarks.gpu.case import DEVICE, MAX_ERROR, Case, distance
 from lookahead_vllm.verify import history
 from lookahead_vllm.verify.choices import top_choices
 from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
@@ -48,12 +48,6 @@ def _moved(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(DEVICE)
     return type(value)(*map(_moved, value)) if isinstance(value, tuple) else value
-
-
-def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest distance of a row, relative to its length; inf for NaN."""
-    distances = (found.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
-    return float(distances.nan_to_num(math.inf).max())
 
 
 def check_walk() -> Found:
@@ -121,7 +115,7 @@ def check_graph(dtype: torch.dtype) -> Found:
         is_used = torch.zeros(256, dtype=torch.bool, device=DEVICE)
         for start, expected in reference_paged_attention(call, torch.float64):
             rows_of = slice(start, start + len(expected))
-            largest = max(largest, _distance(output[rows_of], expected))
+            largest = max(largest, distance(output[rows_of], expected))
             is_used[rows_of] = True
         assert output[~is_used].isnan().all(), "a row without a tree was written"
         assert is_used.any() or not step
@@ -156,7 +150,7 @@ def check_latents(dtype: torch.dtype) -> Found:
         output = torch.full_like(case.output, math.nan, device=DEVICE)
         inputs = case.query.to(DEVICE), case.cache.to(DEVICE), output, case.block_table.to(DEVICE)
         latent_attention(*inputs, batch, scale=case.scale)
-        largest = max(largest, _distance(output.cpu(), case.reference()))
+        largest = max(largest, distance(output.cpu(), case.reference()))
     return {"error": largest, "bound": attention_cases.ROW_ERROR[dtype]}
 
 

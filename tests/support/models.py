@@ -343,10 +343,8 @@ class WanderingModelLoader(DummyModelLoader):
         for name, parameter in model.named_parameters():
             weights = parameter.data
             if weights.ndim > 1:
-                mean, width = (
-                    0.0,
-                    (0.1 if "embed" in name else self.width) * weights.shape[-1] ** -0.5,
-                )
+                mean = 0.0
+                width = (0.1 if "embed" in name else self.width) * weights.shape[-1] ** -0.5
             elif name.endswith("sinks"):  # of the size of the attention scores
                 mean, width = 10.0, 5.0
             elif name.endswith("weight"):  # norms

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 import zipfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -34,6 +35,7 @@ GPUs need another number, as 80 for Ampere; FlashAttention 3 is for Hopper alone
 It needs pip, a package index and 4 GB of disk in the temporary folder, and no GPU.
 """
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
 VLLM = "vllm==0.33.0"
 PYTHON = "3.12"
 MIB = 1 << 20
@@ -143,12 +145,13 @@ def unpack_vllm(wheel: Path, site: Path, architecture: int) -> None:
 
 def name_plugin(site: Path) -> None:
     """So that vLLM finds lookahead in a checkout, without an installation."""
-    folder = site / "lookahead_vllm-0.1.0.dist-info"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    name, version, group = project["name"], project["version"], "vllm.general_plugins"
+    folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir()
-    metadata = "Metadata-Version: 2.1\nName: lookahead-vllm\nVersion: 0.1.0\n"
-    (folder / "METADATA").write_text(metadata)
-    entry = "[vllm.general_plugins]\nlookahead = lookahead_vllm.engine.plugin:register\n"
-    (folder / "entry_points.txt").write_text(entry)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    entries = [f"{key} = {value}" for key, value in project["entry-points"][group].items()]
+    (folder / "entry_points.txt").write_text("\n".join([f"[{group}]", *entries]) + "\n")
 
 
 def install_suffix(wheel: Path, site: Path) -> None:

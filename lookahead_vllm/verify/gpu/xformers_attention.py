@@ -64,7 +64,9 @@ def attend(call: PagedCall) -> None:
         raise ValueError(reason)
     from xformers.ops import fmha
 
-    tokens, (_, heads, head_size) = call.batch.tokens, call.query.shape
+    _, heads, head_size = call.query.shape
+    count = len(call.batch.tokens)
+    tokens = pad(call.batch.tokens, (0, triton.next_power_of_2(count) - count), value=-1)
     page, kv_heads = call.key_cache.shape[1:3]
     own = kv_heads, heads // kv_heads, head_size
     keys, values, factor = _texts_of(call)
@@ -72,7 +74,7 @@ def attend(call: PagedCall) -> None:
         call.query[tokens.clamp(min=0)].view(1, -1, *own),
         keys.expand(1, -1, *own),
         values.expand(1, -1, *own),
-        _mask_of(call, factor),
+        _mask_of(call, len(tokens), factor),
         scale=call.scale,
         op=_operator(page),
     )
@@ -114,7 +116,7 @@ def _texts_of(call: PagedCall) -> tuple[Tensor, Tensor, int]:
     return *texts, factor
 
 
-def _mask_of(call: PagedCall, factor: int) -> Any:
+def _mask_of(call: PagedCall, rows: int, factor: int) -> Any:
     """All rows of a request attend to its whole context; made without a synchronisation."""
     batch, page = call.batch, call.key_cache.shape[1]
     entries = triton.next_power_of_2(len(batch))
@@ -128,7 +130,7 @@ def _mask_of(call: PagedCall, factor: int) -> Any:
     return replace(
         on_host,
         # The last end on the host is checked against the query; the others are not read.
-        q_seqinfo=replace(on_host.q_seqinfo, seqstart=ends, seqstart_py=[0, len(batch.tokens)]),
+        q_seqinfo=replace(on_host.q_seqinfo, seqstart=ends, seqstart_py=[0, rows]),
         k_seqinfo=replace(on_host.k_seqinfo, seqlen=contexts),
         block_tables=call.block_table[requests, :pages] * factor,
     )

@@ -115,10 +115,9 @@ def test_every_other_kernel_is_launched_at_start_up(monkeypatch: pytest.MonkeyPa
     runner.drafter = SimpleNamespace(may_branch=True)
     runner.vllm_config = SimpleNamespace(additional_config={KEY: {"attention": "triton"}})
     case = PagedAttentionCase([random_tree(np.random.default_rng(0), 9)], [70])
-    impl = test_gpu_wiring.Impl(case)
-    impl.num_heads, impl.num_kv_heads = case.heads, case.kv_heads
-    cache = case.paged_cache.transpose(1, 2)
-    attention = SimpleNamespace(impl=impl, kv_cache=cache, _k_scale=None, _v_scale=None)
+    attention = test_gpu_wiring.layer_of(case)
+    attention._k_scale = attention._v_scale = None
+    cache = attention.kv_cache
     layers = {"a": "recurrent", "b": attention, "c": test_gpu_wiring.latent_layer()}
     runner.compilation_config = SimpleNamespace(static_forward_context=layers)
     runner.attn_groups = [[SimpleNamespace(layer_names=list(layers))]]
