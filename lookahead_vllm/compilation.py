@@ -134,7 +134,7 @@ def _end_with_parent() -> None:
 def _lock(kind: int) -> Iterator[bool]:
     """Take the lock of the process that compiles; yields whether it was free."""
     path = cache_dir() / "compiling.lock"
-    with path.open("a+") as file:  # NFS shares a lock of a file that can be read
+    with path.open("a+b") as file:  # NFS shares a lock of a file that can be read
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -28,7 +28,7 @@ def cpu_name() -> str:
     """The model name of the processor."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        for line in info.read_text().splitlines():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()

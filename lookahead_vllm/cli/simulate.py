@@ -175,6 +175,7 @@ def main(argv: Sequence[str]) -> int:
     results = run(options, makers, files)
     if options.json:
         content = {"meta": {"versions": versions(), "argv": list(argv)}, "results": results}
-        options.json.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+        options.json.write_text(text, encoding="utf-8")
     report(results, files)
     return 0

@@ -372,7 +372,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     Files that another user could have written are not read.
     """
     try:
-        with path.open() as file:
+        with path.open("rb") as file:
             found = os.fstat(file.fileno())
             if found.st_uid != os.geteuid() or found.st_mode & 0o022:
                 return None

@@ -26,6 +26,12 @@ _FLAGS = [
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
 ]
 
+_MAX_SECONDS = 300.0
+"""A compiler that has not ended after this time is ended."""
+_LOAD_ERRORS = (OSError, AttributeError, UnicodeDecodeError)
+"""What loading a library raises. ctypes decodes the loader's message, which names the file, as
+strict UTF-8."""
+
 _pointer, _i64, _i32, _f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 
@@ -151,7 +157,7 @@ class ConvolutionCall(ctypes.Structure):
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The compiled library, or None if it cannot be built.
+    """The compiled library, or None if it cannot be built or loaded.
 
     A build takes seconds, so an engine calls this at start-up. Builds are kept in
     `kernel_folder.cache_dir()`, named by a hash of sources, flags, compiler and CPU. A failure is
@@ -163,18 +169,15 @@ def load() -> ctypes.CDLL | None:
         return None
     try:
         return _load_cached(compiler)
-    except subprocess.CalledProcessError as error:
-        reason = error.stderr.strip()[-2000:]
-    except (OSError, AttributeError) as error:
-        reason = str(error)
-    logger.warning("Tree attention runs on plain torch; its kernel did not build: %s", reason)
-    return None
+    except (*_LOAD_ERRORS, subprocess.SubprocessError) as error:
+        logger.warning("Tree attention runs on plain torch; its kernel cannot be used: %s", error)
+        return None
 
 
 def _load_cached(compiler: str) -> ctypes.CDLL:
     path = cache_dir() / f"verify-{_fingerprint(compiler)}.so"
     if path.exists():
-        with suppress(OSError, AttributeError):  # damaged: build it again
+        with suppress(*_LOAD_ERRORS):  # damaged: build it again
             return _open(path)
     _build(compiler, path)
     return _open(path)
@@ -199,13 +202,11 @@ def _compiler() -> str | None:
 def _fingerprint(compiler: str) -> str:
     parts = [source.read_bytes() for source in _SOURCES]
     parts.append(" ".join(_FLAGS).encode())
-    parts.append(subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = list(os.uname())
-    cpu_fields = ("model name", "flags", "Features", "CPU part")
-    parts += sorted({line.encode() for line in lines if line.startswith(cpu_fields)})
+    parts.append(_run([compiler, "--version"]).encode())
+    cpu_fields = (b"model name", b"flags", b"Features", b"CPU part")
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+        parts += sorted({line for line in lines if line.startswith(cpu_fields)})
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
 
 
@@ -215,15 +216,49 @@ def _build(compiler: str, path: Path) -> None:
     try:
         command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", temporary]
         # The compiler's temporary files go beside the library, because /tmp may be full.
-        env = os.environ | {"TMPDIR": str(path.parent)}
-        subprocess.run(command, capture_output=True, check=True, text=True, env=env)
+        _run(command, TMPDIR=str(path.parent))
         os.replace(temporary, path)  # atomic: other processes see the old file or the new one
     finally:
         Path(temporary).unlink(missing_ok=True)
 
 
+def _run(command: list[str], **environment: str) -> str:
+    """What a compiler prints. If it fails, the error has its messages and how it ended."""
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=_MAX_SECONDS,
+        env=os.environ | environment,
+        encoding="locale",
+        errors="backslashreplace",  # it may print any bytes; escapes can be logged everywhere
+    )
+    if done.returncode:
+        ended = subprocess.CalledProcessError(done.returncode, command[0])
+        raise OSError(f"{ended} {done.stderr.strip()[-2000:]}".rstrip())
+    return done.stdout
+
+
+def _link(path: Path) -> ctypes.CDLL:
+    """Load a library, or its copy in the temporary folder if its own is mounted with noexec."""
+    try:
+        return ctypes.CDLL(str(path))
+    except _LOAD_ERRORS as error:
+        with suppress(*_LOAD_ERRORS), tempfile.NamedTemporaryFile(suffix=".so") as copy:
+            copy.write(path.read_bytes())
+            copy.flush()
+            library = ctypes.CDLL(copy.name)
+            logger.info(
+                "Lookahead's compiled kernels are loaded from a copy in %s: %s.",
+                tempfile.gettempdir(),
+                error,
+            )
+            return library
+        raise
+
+
 def _open(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
+    library = _link(path)
     library.lookahead_tree_attention.argtypes = [_pointer, _pointer, _i32]
     library.lookahead_tree_attention.restype = None
     library.lookahead_move_kv.argtypes = [

@@ -1,9 +1,6 @@
 """Tree attention is exact: each row attends to the context, its ancestors and itself."""
 
-import functools
-import logging
 import math
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_vllm.draft.tree import DraftTree
-from lookahead_vllm.kernel_folder import cache_dir
 from lookahead_vllm.verify.cpu import native
 from lookahead_vllm.verify.cpu.tree_attention import supported
 from lookahead_vllm.verify.tree_batch import TreeBatch
@@ -176,51 +172,6 @@ def test_what_is_supported():
     assert not supported(64, torch.float32, 24)
     assert supported(64, torch.bfloat16, 32, packed=True)
     assert not supported(64, torch.float16, 32, packed=True)
-
-
-@pytest.fixture
-def empty_cache(tmp_path, monkeypatch):
-    """An empty folder for compiled kernels."""
-    monkeypatch.setenv("LOOKAHEAD_VLLM_CACHE", str(tmp_path))
-    cache_dir.cache_clear()
-    yield
-    cache_dir.cache_clear()
-
-
-@native_only
-@pytest.mark.usefixtures("empty_cache")
-def test_a_damaged_build_is_rebuilt(monkeypatch):
-    monkeypatch.setattr(native, "_FLAGS", [f if f != "-O3" else "-O0" for f in native._FLAGS])
-    compiler = native._compiler()
-    path = cache_dir() / f"verify-{native._fingerprint(compiler)}.so"
-    path.write_bytes(b"not a library")
-    assert native.load.__wrapped__() is not None
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
-
-
-@native_only
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are for x86")
-@pytest.mark.usefixtures("empty_cache")
-@pytest.mark.parametrize("flag", ["-mno-avx512bf16", "-mno-avx512f", "-march=x86-64"])
-def test_builds_for_older_processors_are_exact(flag, monkeypatch):
-    monkeypatch.setattr(native, "_FLAGS", [*native._FLAGS, "-O1", flag])
-    monkeypatch.setattr(native, "load", functools.cache(native.load.__wrapped__))
-    trees = [random_tree(np.random.default_rng(4), 17), DraftTree.chain(range(3))]
-    options = {"window": 150, "alibi": True, "soft_cap": 30.0, "sinks": True, "nan_node": True}
-    for dtype in ROUNDING:
-        AttentionCase(trees, [300, 5], head_size=80, block_size=48, dtype=dtype).check("native")
-        AttentionCase(trees, [300, 5], head_size=64, dtype=dtype, **options).check("native")
-
-
-def test_without_a_compiler_torch_is_used(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(native, "load", native.load.__wrapped__)
-    caplog.set_level(logging.WARNING, native.logger.name)
-    monkeypatch.setattr(native.logger, "handlers", [caplog.handler])
-    assert not native.available()
-    assert "compiler" in caplog.text
-    AttentionCase([DraftTree.from_lists([1, 2], [-1, -1])], [4]).check("auto")
 
 
 COUNT_THREADS = """
