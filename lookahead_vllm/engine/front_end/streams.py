@@ -120,7 +120,7 @@ def token_by_token(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_outputs(
         self: Any,
         outputs: list[Any],
-        timestamp: float | None = None,
+        engine_core_timestamp: float | None = None,
         iteration_stats: Any = None,
         *args: Any,
         **kwargs: Any,
@@ -133,7 +133,7 @@ def token_by_token(original: Callable[..., Any]) -> Callable[..., Any]:
         if bursts:
             parts = (split(o) if o.request_id in bursts else (o,) for o in outputs)
             outputs = [part for output in parts for part in output]
-        processed = original(self, outputs, timestamp, iteration_stats, *args, **kwargs)
+        processed = original(self, outputs, engine_core_timestamp, iteration_stats, *args, **kwargs)
         if bursts and iteration_stats is not None:
             # All tokens of a step have its timestamp, so those after the first have a latency of 0.
             latencies = iteration_stats.inter_token_latencies_iter
