@@ -178,12 +178,17 @@ def _refuse_cached_states(was_requested: bool) -> None:
             "mamba_cache_mode='none', which has no caching; write --no-enable-prefix-caching, or "
             f"{_LEAVE_OUT}"
         )
-    from vllm.logger import init_logger
-
-    init_logger(f"vllm.{__name__}").info_once(
+    _inform(
         "Lookahead turns prefix caching off: recurrent layers keep a state for each node of a "
         "draft instead."
     )
+
+
+def _inform(sentence: str) -> None:
+    """Log `sentence` once."""
+    from vllm.logger import init_logger
+
+    init_logger(f"vllm.{__name__}").info_once(sentence)
 
 
 def _refusals(config: VllmConfig, runner: _Runner, options: LookaheadOptions) -> dict[str, bool]:
@@ -390,6 +395,10 @@ def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> Non
     config.additional_config = {**config.additional_config, KEY: options.to_dict()}
     if options.parallel > 1:
         config.parallel_config.distributed_executor_backend = REPLICA_EXECUTOR
+    _inform(
+        "Lookahead: vLLM's warnings about a custom scheduler class, max_num_scheduled_tokens, and "
+        "on a CPU a custom proposer and asynchronous scheduling, are no faults."
+    )
 
 
 def _check_fleet(options: LookaheadOptions) -> None:

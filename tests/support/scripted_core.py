@@ -51,12 +51,10 @@ class ScriptedCore:
         self.script = Script(())
         self.engine: Any = None
         self._steps: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
-        self._time = 0.0
 
     async def add_request_async(self, request: Any) -> None:
-        for output in _outputs(request, self.script):
-            self._time += 1.0
-            await self._steps.put(EngineCoreOutputs(outputs=[output], timestamp=self._time))
+        for time, output in enumerate(_outputs(request, self.script), 1):
+            await self._steps.put(EngineCoreOutputs(outputs=[output], timestamp=float(time)))
 
     async def get_output_async(self) -> EngineCoreOutputs:
         # A step takes longer than the server needs to send the tokens of the step before it, if

@@ -111,10 +111,20 @@ def collecting_tokens(original: type) -> type:
 
 
 def token_by_token(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`OutputProcessor.process_outputs`, which gets an output for each token of a parsed stream."""
+    """`OutputProcessor.process_outputs`, which gets an output for each token of a parsed stream.
+
+    The statistics are those of the step: its tokens have one latency.
+    """
 
     @functools.wraps(original)
-    def process_outputs(self: Any, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+    def process_outputs(
+        self: Any,
+        outputs: list[Any],
+        engine_core_timestamp: float | None = None,
+        iteration_stats: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         bursts = {
             output.request_id
             for output in outputs
@@ -123,7 +133,12 @@ def token_by_token(original: Callable[..., Any]) -> Callable[..., Any]:
         if bursts:
             parts = (split(o) if o.request_id in bursts else (o,) for o in outputs)
             outputs = [part for output in parts for part in output]
-        return original(self, outputs, *args, **kwargs)
+        processed = original(self, outputs, engine_core_timestamp, iteration_stats, *args, **kwargs)
+        if bursts and iteration_stats is not None:
+            # All tokens of a step have its timestamp, so those after the first have a latency of 0.
+            latencies = iteration_stats.inter_token_latencies_iter
+            latencies[:] = filter(None, latencies)
+        return processed
 
     return process_outputs
 

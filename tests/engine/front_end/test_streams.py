@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -170,6 +173,44 @@ def test_a_stream_without_a_parser_keeps_its_bursts(
         for steps in ([[token] for token in ids], bursts(ids, 1))
     ]
     assert chunks[0] - chunks[1] == len(ids) - len(bursts(ids, 1))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(stop=["zone"]), dict(max_tokens=20), dict(n=2)], ids=str
+)
+def test_metrics_are_those_of_steps(
+    server: Server, tokenizer: Any, options: dict[str, Any]
+) -> None:
+    """Whether a parser reads the stream or not."""
+    ids = [*tokenizer.encode("the time zone of a stream of some words"), END]
+    steps = bursts(ids, 1)
+
+    def counted(tool: str | None) -> dict[str, float]:
+        server.configure(tool=tool)
+        before = metrics()
+        body = dict(messages=BODIES[CHAT]["messages"], max_tokens=100) | options
+        server.stream(CHAT, Script(steps, END), body)
+        return {name: value - before[name] for name, value in metrics().items()}
+
+    parsed = counted("hermes")
+    assert parsed == pytest.approx(counted(None))
+    if not options:
+        assert parsed["vllm:generation_tokens_total"] == len(ids)
+        assert parsed["vllm:inter_token_latency_seconds_count"] == len(steps) - 1
+        assert parsed["vllm:inter_token_latency_seconds_sum"] == len(steps) - 1
+
+
+def metrics() -> Counter[str]:
+    """vLLM's metrics, without times of the real clock: the script has a clock of its own."""
+    real_time = re.compile(
+        "(time_to_first_token|e2e_request_latency)_seconds_(sum|bucket)|_created"
+    )
+    totals: Counter[str] = Counter()
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            if sample.name.startswith("vllm:") and not real_time.search(sample.name):
+                totals[sample.name + sample.labels.get("le", "")] += sample.value
+    return totals
 
 
 def test_an_error_overtakes_the_tokens_that_wait() -> None:
