@@ -16,6 +16,7 @@ from tests.support.driving import (
     engine,
     generate,
     generate_staggered,
+    obstacle_of,
     random_prompts,
 )
 from tests.support.proposers import record
@@ -87,6 +88,32 @@ def test_output_equals_plain_vllm_under_every_engine_setting(settings: dict, lla
         assert generate_staggered(llm, prompts, params) == vanilla
         assert generate(llm, prompts, params) == vanilla
         assert drafter_of(llm).counters.moved_tokens > 50
+
+
+def test_output_over_an_fp8_cache_equals_plain_vllms(llama: Path) -> None:
+    with engine(llama, kv_cache_dtype="fp8") as llm:
+        vanilla = generate(llm, PROMPTS)
+    record(PROMPTS, vanilla)
+    with engine(llama, HIDDEN, kv_cache_dtype="fp8") as llm:
+        assert "holds torch.uint8" in str(obstacle_of(llm))
+        assert generate(llm, PROMPTS) == vanilla
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache", "drafts"),
+    [
+        ("bfloat16", "float16", True),
+        ("float32", "bfloat16", False),
+        ("float32", "int8_per_token_head", False),
+    ],
+)
+def test_no_dtype_of_the_cache_ends_an_engine(
+    dtype: str, cache: str, drafts: bool, llama: Path
+) -> None:
+    """Trees would not read what vLLM's kernel writes; where slots overlap, there are no drafts."""
+    with engine(llama, TRIE, drafts, dtype=dtype, kv_cache_dtype=cache) as llm:
+        assert f"not the model's torch.{dtype}" in str(obstacle_of(llm))
+        assert all(len(answer) == 40 for [answer] in generate(llm, [PROMPTS[0] * 2] * 3))
 
 
 def test_preempted_requests_keep_their_output(

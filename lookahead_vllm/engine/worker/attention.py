@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 
 class TreeAttention(ABC):
     """Tree attention in vLLM's attention backends on one kind of device.
@@ -47,3 +49,9 @@ class TreeAttention(ABC):
     def unsupported_rows(self, groups: Sequence[Any]) -> str | None:
         """Why requests with drafts cannot share a step with others, or None if they can."""
         return None
+
+
+def dtype_obstacle(layers: Sequence[Any], dtype: torch.dtype) -> str | None:
+    """Why trees cannot attend to the KV of these layers: it has another dtype than the model."""
+    others = {layer.kv_cache.dtype for layer in layers} - {dtype}
+    return f"the KV cache holds {others.pop()}, not the model's {dtype}" if others else None

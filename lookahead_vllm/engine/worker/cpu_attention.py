@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from lookahead_vllm import compilation
 from lookahead_vllm.engine.worker import latent_attention
 from lookahead_vllm.engine.worker.attended import AttendedTrees, without_contexts
-from lookahead_vllm.engine.worker.attention import TreeAttention
+from lookahead_vllm.engine.worker.attention import TreeAttention, dtype_obstacle
 from lookahead_vllm.verify.cpu import native
 from lookahead_vllm.verify.cpu.kv_moves import KVMover, LatentMover, SlotMover
 from lookahead_vllm.verify.cpu.tree_attention import supported, tree_attention
@@ -155,10 +155,25 @@ class CPUTreeAttention(TreeAttention):
         builder = group.get_metadata_builder()
         if builder.isa not in PACKED:
             return f"the KV layout of instruction set {builder.isa!r} is unknown"
-        if cache_dtype.startswith("fp8"):
-            return "there is no tree attention over an fp8 KV cache"
+        if reason := dtype_obstacle(layers, builder.dtype):
+            return reason
         if not supported(builder.head_dim, builder.dtype, builder.block_size, PACKED[builder.isa]):
             return f"there is no tree attention for heads of {builder.head_dim} {builder.dtype}"
+        return None
+
+    def unsupported_rows(self, groups: Sequence[Any]) -> str | None:
+        """See `TreeAttention`.
+
+        vLLM's kernel takes any cache for one of the model's dtype. If its elements are smaller, the
+        keys and values of a block overlap, so a rejected draft would change them.
+        """
+        for builder in [group.get_metadata_builder() for group in groups]:
+            if not isinstance(builder, CPUAttentionMetadataBuilder):
+                continue
+            cache, own = builder.kv_cache_spec.dtype, builder.dtype
+            is_supported = builder.kv_cache_dtype in CPUAttentionBackend.supported_kv_cache_dtypes
+            if not is_supported and cache.itemsize != own.itemsize:
+                return f"vLLM's kernel for CPUs writes {own} into a KV cache of {cache}"
         return None
 
     def mover(self, kv_caches: Sequence[torch.Tensor], layer: Any) -> SlotMover:

@@ -40,7 +40,7 @@ from lookahead_vllm.engine.worker.attended import (
     contexts_only,
     without_contexts,
 )
-from lookahead_vllm.engine.worker.attention import TreeAttention
+from lookahead_vllm.engine.worker.attention import TreeAttention, dtype_obstacle
 from lookahead_vllm.verify.gpu.paged_attention import Impl, paged_attention
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
 from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
@@ -310,6 +310,10 @@ class GPUTreeAttention(TreeAttention):
         if builder.headdim > MAX_HEAD_SIZE:
             return f"there is no tree attention for heads of {builder.headdim}"
         config = builder.vllm_config.model_config
+        if not is_quantized_kv_cache(cache_dtype) and (
+            reason := dtype_obstacle(layers, config.dtype)
+        ):
+            return reason
         if config.rswa_window is not None or config.is_mm_prefix_lm:
             return "rows attend to more than the rows before them"
         names = "_k_scale", "_v_scale"

@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker.attended import AttendedTrees, without_contexts
+from lookahead_vllm.engine.worker.attention import dtype_obstacle
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
 from lookahead_vllm.verify.latent_attention import DecodeRows, decode_rows, latent_attention
 
@@ -61,10 +62,12 @@ def obstacle(group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
         return "latent attention does not see the whole context"
     if is_quantized_kv_cache(cache_dtype) and cache_dtype not in ("fp8", "fp8_e4m3"):
         return f"there is no tree attention over a latent cache of {cache_dtype}"
-    passes = group.get_metadata_builder().vllm_config.compilation_config.pass_config
-    if passes.fuse_attn_quant:
+    config = group.get_metadata_builder().vllm_config
+    if config.compilation_config.pass_config.fuse_attn_quant:
         return "latent attention quantizes its output"
-    return None
+    if is_quantized_kv_cache(cache_dtype):
+        return None
+    return dtype_obstacle(layers, config.model_config.dtype)
 
 
 def _with_trees(build: Callable[..., MLACommonMetadata]) -> Callable[..., MLACommonMetadata]:

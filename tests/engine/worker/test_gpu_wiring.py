@@ -166,14 +166,21 @@ def test_what_xformers_cannot_compute_stops_the_start() -> None:
             ON_GPU.warm_up([layer], case.dtype, "xformers")
 
 
-LAYER = SimpleNamespace(impl=SimpleNamespace())
+def layer_with(k_scale: torch.Tensor | None = None, **of_impl: Any) -> Any:
+    cache = torch.empty(0, dtype=torch.bfloat16)
+    return SimpleNamespace(impl=SimpleNamespace(**of_impl), kv_cache=cache, _k_scale=k_scale)
+
+
+LAYER = layer_with()
 ON_GPU = gpu_attention.GPUTreeAttention()
 
 
 def group(
     backend: type = gpu_attention.TreeFlashAttentionBackend, head_size: int = 128, **model: Any
 ) -> Any:
-    config = SimpleNamespace(**{"rswa_window": None, "is_mm_prefix_lm": False, **model})
+    config = SimpleNamespace(
+        **{"rswa_window": None, "is_mm_prefix_lm": False, "dtype": torch.bfloat16, **model}
+    )
     builder = SimpleNamespace(headdim=head_size, vllm_config=SimpleNamespace(model_config=config))
     return SimpleNamespace(backend=backend, get_metadata_builder=lambda: builder)
 
@@ -189,15 +196,11 @@ def test_layers_without_tree_attention_get_chains() -> None:
         (group(), LAYER, "fp8_e5m2", "over a KV cache of fp8_e5m2"),
         (triton, LAYER, "fp8_per_token_head", "over a KV cache of fp8_per_token_head"),
         (group(head_size=512), LAYER, "auto", "for heads of 512"),
+        (group(dtype=torch.float16), LAYER, "bfloat16", "holds torch.bfloat16, not the model's"),
         (group(is_mm_prefix_lm=True), LAYER, "auto", "rows attend to more"),
-        (triton, SimpleNamespace(impl=SimpleNamespace(chunk_lookback=4)), "auto", "a chunk"),
-        (
-            group(),
-            SimpleNamespace(impl=SimpleNamespace(), _k_scale=torch.ones(2)),
-            "fp8",
-            "a scale for each head",
-        ),
-        (triton, SimpleNamespace(impl=SimpleNamespace(use_alibi_sqrt=True)), "auto", "ALiBi"),
+        (triton, layer_with(chunk_lookback=4), "auto", "a chunk"),
+        (group(), layer_with(k_scale=torch.ones(2)), "fp8", "a scale for each head"),
+        (triton, layer_with(use_alibi_sqrt=True), "auto", "ALiBi"),
     ):
         assert says in str(obstacle(case, [layer], cache))
 
@@ -267,14 +270,19 @@ class PaddedAttention(MLAAttention):
 
 def test_latent_layers_without_tree_attention_get_chains() -> None:
     passes = SimpleNamespace(fuse_attn_quant=False)
-    config = SimpleNamespace(compilation_config=SimpleNamespace(pass_config=passes))
+    model = SimpleNamespace(dtype=torch.float32)
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(pass_config=passes), model_config=model
+    )
     builder = SimpleNamespace(vllm_config=config)
     case = SimpleNamespace(backend=PlainImpl, get_metadata_builder=lambda: builder)
     amx = latent_layer()
     del amx.W_UK_T
     for attention in (cpu_attention.CPUTreeAttention(), ON_GPU):
-        for cache in ("auto", "bfloat16", "fp8", "fp8_e4m3"):
+        for cache in ("auto", "fp8", "fp8_e4m3"):
             assert attention.obstacle(case, [latent_layer()], cache) is None
+        bfloat16 = latent_layer(kv_cache=torch.empty(0, dtype=torch.bfloat16))
+        assert "holds torch.bfloat16" in str(attention.obstacle(case, [bfloat16], "bfloat16"))
         for layer, cache, says in (
             (amx, "auto", "for the backend PlainImpl"),
             (latent_layer(PaddedAttention), "auto", "for the backend PlainImpl"),
