@@ -36,8 +36,8 @@ TIMEOUT_SECONDS = 2.0
 """After so long without an answer, the server counts as gone."""
 
 CONNECTION_SECONDS = 3.0
-"""A connection is made anew after so long: an old one stays with a server that has become a
-replica, or that the address no longer leads to."""
+"""A connection lives so long, since an old one stays with a server that became a replica, or that
+the address no longer leads to."""
 
 EXPIRE_SECONDS = 7 * 24 * 3600
 """A stream without new messages is deleted after so long."""
@@ -110,6 +110,7 @@ class Exchange:
         self._is_refused = False
         """Whether the server refused what was sent last."""
         self._warned: set[str] = set()
+        """Warnings that are logged once."""
         self._backoff = 0.0
         self._complaint = ""
         """What the log says about the server; empty while all is well."""
@@ -230,6 +231,7 @@ class Exchange:
         pipe.expire(self._key(name), EXPIRE_SECONDS)
 
     def _read_news(self, entries: Sequence[Any] | None) -> None:
+        """Note which streams have got messages, from what `_after` has returned."""
         if entries is None:
             self._news_position = None
             return
