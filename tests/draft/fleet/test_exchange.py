@@ -58,6 +58,12 @@ class Engine:
         )
         self.exchange = self._join()
 
+    def start_from(self, snapshot: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        """Join again, as after a restart with this cache."""
+        self.exchange.close()
+        self.proposer.restore(*snapshot)
+        self.exchange = self._join()
+
     def answer(self, tokens: list[int] = ANSWER, namespace: str | None = "") -> None:
         """Serve a request, several tokens a step."""
         self.proposer.start("r", PROMPT, namespace)
@@ -92,7 +98,7 @@ def engines(server: RedisServer) -> Iterator[Callable[..., Engine]]:
 
         def make(*args: Any, **kwargs: Any) -> Engine:
             engine = Engine(server.url, *args, **kwargs)
-            stack.callback(engine.exchange.close)
+            stack.callback(lambda: engine.exchange.close())
             return engine
 
         yield make
@@ -286,16 +292,14 @@ def test_a_right_that_is_missing_is_named_and_what_was_shared_is_counted(
     engine.answer()
     assert wait(lambda: bool(caplog.records))
     engine.exchange.close()
-    shared = b"".join(
-        fields[b"texts"] for key in _streams(server) for _, fields in server.client().xrange(key)
-    )
+    is_shared = bool(_streams(server))
     server.kill()
     (line,) = [record.getMessage() for record in caplog.records]
     assert f"'{missing}'" in line
     assert ("shares, but its streams never expire" in line) == (missing == "expire")
     traffic = engine.exchange.traffic
-    assert traffic.published == (len(ANSWER) if shared else 0)
-    assert bool(shared) == (missing not in ("ping", "xadd"))
+    assert is_shared == (missing not in ("ping", "xadd"))
+    assert traffic.published == (len(ANSWER) if is_shared else 0)
     assert traffic.dropped == (len(ANSWER) if missing == "xadd" else 0)
 
 
@@ -305,17 +309,14 @@ def test_a_restarted_replica_goes_on_where_its_cache_was_saved(
     first, second = engines(), engines()
     first.answer()
     assert wait(lambda: second.exchange.traffic.learned == len(ANSWER))
-    arrays, facts = second.proposer.snapshot()
+    snapshot = second.proposer.snapshot()
     second.exchange.close()
     first.answer(OTHER_ANSWER)
     restarted = engines()
-    restarted.exchange.close()
-    restarted.proposer.restore(arrays, facts)
-    restarted.exchange = restarted._join()
+    restarted.start_from(snapshot)
     assert wait(lambda: restarted.exchange.traffic.learned == len(ANSWER))  # only the second one
     time.sleep(0.1)
     assert restarted.exchange.traffic.learned == len(ANSWER)
-    restarted.exchange.close()
 
 
 def test_a_restarted_replica_does_not_learn_its_own_answers_again(
@@ -329,15 +330,12 @@ def test_a_restarted_replica_does_not_learn_its_own_answers_again(
         assert wait(lambda published=published: first.exchange.traffic.published == published)
     last = server.client().xinfo_stream(f"lookahead:test:{digest}")["last-generated-id"].decode()
     assert wait(lambda: first.exchange._replica.followed[digest] == last)
-    arrays, facts = first.proposer.snapshot()
+    snapshot = first.proposer.snapshot()
     first.exchange.close()
     restarted = engines()
-    restarted.exchange.close()
-    restarted.proposer.restore(arrays, facts)
-    restarted.exchange = restarted._join()
+    restarted.start_from(snapshot)
     time.sleep(0.3)
     assert restarted.exchange.traffic.learned == 0
-    restarted.exchange.close()
 
 
 def test_a_key_that_is_no_stream_stops_only_its_namespace(
@@ -422,10 +420,8 @@ def test_positions_of_another_clock_are_forgotten(
     assert second.learns()
     snapshot = {key: server.client().dump(key) for key in server.client().scan_iter()}
     set_clock_ahead(server)
-    learned = second.exchange.traffic.learned
     first.answer()
-    assert wait(lambda: second.exchange.traffic.learned > learned)
-    assert second.exchange.traffic.lag_seconds == 0
+    assert wait(lambda: second.exchange.traffic.lag_seconds == 0)
 
     if event == "restarted":
         server.kill()
@@ -446,19 +442,14 @@ def test_positions_in_a_cache_file_count_only_if_their_messages_are_there(
     first, second = engines(), engines()
     first.answer()
     assert second.learns()
-    arrays, facts = second.proposer.snapshot()
+    snapshot = second.proposer.snapshot()
     second.exchange.close()
 
     client, (stream,) = server.client(), _streams(server)
-    first.answer(OTHER_ANSWER)
-    assert wait(lambda: client.xlen(stream) == 2)
-    (_, message) = client.xrevrange(stream, count=1)[0]
     client.flushall()
-    client.xadd(stream, message, id="1-1")  # older than the position
+    older = Pieces(np.zeros((1, NUM_HASHES), np.uint64), np.ones(1, int), np.ones(1, np.int32))
+    client.xadd(stream, {b"texts": messages_of(older)[0]}, id="1-1")
     first.answer()
     restarted = engines()
-    restarted.exchange.close()
-    restarted.proposer.restore(arrays, facts)
-    restarted.exchange = restarted._join()
-    assert wait(lambda: restarted.exchange.traffic.learned == 2 * len(ANSWER))
-    restarted.exchange.close()
+    restarted.start_from(snapshot)
+    assert wait(lambda: restarted.exchange.traffic.learned == 1 + len(ANSWER))
