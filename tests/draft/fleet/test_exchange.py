@@ -362,35 +362,44 @@ def teaches(first: Engine, second: Engine, seconds: float) -> bool:
     return wait(is_learned, seconds)
 
 
-@pytest.mark.parametrize("fate", ["becomes a replica", "lives on as a primary", "hangs"])
-def test_replicas_follow_an_address_to_another_server(fate: str, tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
+@pytest.fixture
+def primary_and_replica(tmp_path: Path) -> Iterator[tuple[RedisServer, RedisServer]]:
     port = str(free_port())
-    old, new = RedisServer(tmp_path / "a", "--port", port), RedisServer(tmp_path / "b")
-    new.client().replicaof("127.0.0.1", port)
+    with contextlib.ExitStack() as stack:
+
+        def start(name: str, *settings: str) -> RedisServer:
+            (tmp_path / name).mkdir()
+            server = RedisServer(tmp_path / name, *settings)
+            stack.callback(server.kill)
+            return server
+
+        primary, replica = start("a", "--port", port), start("b")
+        replica.client().replicaof("127.0.0.1", port)
+        yield primary, replica
+
+
+@pytest.mark.parametrize("fate", ["becomes a replica", "lives on as a primary", "hangs"])
+def test_replicas_follow_an_address_to_another_server(
+    fate: str, primary_and_replica: tuple[RedisServer, RedisServer], tmp_path: Path
+) -> None:
+    old, new = primary_and_replica
     address = tmp_path / "address"
     address.symlink_to(old.path)
     first = Engine(f"unix://{address}")
-    try:
-        first.answer()
-        assert wait(lambda: bool(_streams(new)))
+    first.answer()
+    assert wait(lambda: bool(_streams(new)))
 
-        new.client().replicaof("NO", "ONE")
-        if fate == "becomes a replica":
-            old.client().replicaof("127.0.0.1", "1")
-        elif fate == "hangs":
-            old.freeze()
-        address.unlink()
-        address.symlink_to(new.path)
-        second = Engine(f"unix://{address}")
-        assert teaches(first, second, seconds=5.0)
-        second.exchange.close()
-    finally:
-        first.exchange.close()
-        old.thaw()
-        old.kill()
-        new.kill()
+    new.client().replicaof("NO", "ONE")
+    if fate == "becomes a replica":
+        old.client().replicaof("127.0.0.1", "1")
+    elif fate == "hangs":
+        old.freeze()
+    address.unlink()
+    address.symlink_to(new.path)
+    second = Engine(f"unix://{address}")
+    assert teaches(first, second, seconds=5.0)
+    first.exchange.close()
+    second.exchange.close()
 
 
 def test_replicas_share_when_their_server_is_promoted(
