@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -16,30 +17,32 @@ needs_redis = pytest.mark.skipif(BINARY is None, reason="redis-server is not ins
 
 
 class RedisServer:
-    """Keeps nothing on disk: a server that was killed starts empty."""
+    """Listens on the socket at `path`, and keeps nothing: a killed server starts empty."""
 
     def __init__(self, folder: Path, *settings: str) -> None:
-        self._socket, self._settings = folder / "redis.sock", settings
-        self.url = f"unix://{self._socket}"
+        self.path, self._settings = folder / "redis.sock", settings
+        self.url = f"unix://{self.path}"
         self.start()
 
     def start(self) -> None:
         assert BINARY is not None
         silent = ["--port", "0", "--save", "", "--appendonly", "no"]
+        silent += ["--dir", str(self.path.parent), "--repl-diskless-sync-delay", "0"]
         self._process = subprocess.Popen(
-            [BINARY, *silent, "--unixsocket", str(self._socket), *self._settings],
+            [BINARY, *silent, "--unixsocket", str(self.path), *self._settings],
             stdout=subprocess.DEVNULL,
         )
         for _ in range(500):
-            if self._socket.exists():
-                return
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(str(self.path)) == 0:
+                    return
             time.sleep(0.01)
         raise TimeoutError("redis-server did not start")
 
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._socket.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
     def freeze(self) -> None:
         self._process.send_signal(signal.SIGSTOP)

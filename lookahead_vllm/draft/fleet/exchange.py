@@ -29,11 +29,15 @@ logger = logging.getLogger(f"vllm.{__name__}")
 INTERVAL_SECONDS = 0.1
 """The time between two exchanges."""
 
-MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.5, 30.0
+MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.5, 2.0
 """The time until the next try after a failure, which doubles each time."""
 
-TIMEOUT_SECONDS = 5.0
+TIMEOUT_SECONDS = 2.0
 """After so long without an answer, the server counts as gone."""
+
+CONNECTION_SECONDS = 3.0
+"""A connection lives so long, since an old one stays with a server that became a replica, or that
+the address no longer leads to."""
 
 EXPIRE_SECONDS = 7 * 24 * 3600
 """A stream without new messages is deleted after so long."""
@@ -57,7 +61,8 @@ class Traffic:
     dropped: int = 0
     """Own tokens that could not be sent, and messages that were refused, each as one."""
     lag_seconds: float | None = None
-    """The age of the latest message when it was read, by the server's clock."""
+    """The age of the latest message when it was read, by the server's clock; 0 if that was set
+    back."""
 
 
 class Exchange:
@@ -94,16 +99,18 @@ class Exchange:
         self._prefix, self._max_entries = prefix, max_entries
         self._vocab_size, self._tail_tokens = vocab_size, tail_tokens
         self._name = secrets.token_bytes(8)
-        self._news_position: bytes | None = None
+        self._connect_at = 0.0
+        """When the next connection is made, by the monotonic clock."""
+        self._news_position: str | None = None
         """None: what was published is not known, so all streams have to be read."""
         self._due: dict[str, None] = {}
         """The streams that have something to read, by digest."""
         self._num_dropped = 0
         """Of the outbox, at the last exchange."""
-        self._has_refused = False
-        """Whether a malformed message was logged."""
         self._is_refused = False
-        """Whether the server refused what the last exchange sent."""
+        """Whether the server refused what was sent last."""
+        self._warned: set[str] = set()
+        """Warnings that are logged once."""
         self._backoff = 0.0
         self._complaint = ""
         """What the log says about the server; empty while all is well."""
@@ -127,7 +134,7 @@ class Exchange:
             try:
                 self._exchange()
             except Exception as error:  # of the network, the server, or what it sent
-                self._news_position = None
+                self._connect_at = 0.0
                 self._backoff = min(
                     max(2 * self._backoff, MIN_BACKOFF_SECONDS), MAX_BACKOFF_SECONDS
                 )
@@ -150,48 +157,55 @@ class Exchange:
 
     def _exchange(self) -> None:
         """Send what is new here, then read what is new elsewhere."""
-        began = time.monotonic()
-        is_first = self._news_position is None
-        if is_first:
+        if time.monotonic() >= self._connect_at:
+            self._client.connection_pool.disconnect()
             self._client.ping()  # fails before anything is taken from the outbox
+            self._connect_at = time.monotonic() + CONNECTION_SECONDS
         pipe = self._client.pipeline(transaction=False)
         tokens = self._publish(pipe)
-        if is_first:
+        position = self._news_position
+        if position is None:
             pipe.xrevrange(self._key(NEWS), count=1)
         else:
-            pipe.xread({self._key(NEWS): self._news_position}, count=MAX_NEWS)
+            pipe.xrange(self._key(NEWS), position, count=MAX_NEWS)
         pipe.time()
-        *results, news, clock = self._executed(pipe, tokens)
-        if is_first:
-            self._news_position = news[0][0] if news else b"0-0"
+        news, clock = self._executed(pipe, tokens)
+        if position is None:
+            self._news_position = news[0][0].decode() if news else NOTHING_READ
             self._due = dict.fromkeys(self._replica.followed.copy())
         else:
-            self._read_news(news)
+            self._read_news(_after(position, news))
         self._read_due(clock[0] + clock[1] / 1e6)
-        if self._complaint and (is_first or results) and not self._is_refused:
+        if self._complaint and not self._is_refused:
             logger.info("Lookahead shares with other servers again, after: %s.", self._complaint)
             self._complaint = ""
-        if time.monotonic() - began > TIMEOUT_SECONDS:
-            self._news_position = None  # the news may have been trimmed meanwhile
 
-    def _executed(self, pipe: Any, tokens: int) -> list[Any]:
-        """The results of the commands; those that send `tokens` may fail, on a full server."""
+    def _executed(self, pipe: Any, tokens: int) -> tuple[Any, Any]:
+        """The answers to the last two commands, after those of `_publish`, which may fail."""
         try:
-            results: list[Any] = pipe.execute(raise_on_error=False)
+            *results, news, clock = pipe.execute(raise_on_error=False)
         except Exception:
             self.traffic.dropped += tokens
             raise
-        for answer in results[-2:]:
+        if results:
+            self._count(tokens, added=results[::2], expiring=results[1::2])
+        for answer in (news, clock):
             if isinstance(answer, Exception):
                 raise answer
-        refusals = [result for result in results if isinstance(result, Exception)]
+        return news, clock
+
+    def _count(self, tokens: int, added: Sequence[Any], expiring: Sequence[Any]) -> None:
+        """Count the tokens that were sent, by the results of each XADD and each EXPIRE."""
+        refusals = [result for result in added if isinstance(result, Exception)]
         self._is_refused = bool(refusals)
         if refusals:
             self.traffic.dropped += tokens
             self._complain(f"{type(refusals[0]).__name__}: {refusals[0]}")
-        else:
-            self.traffic.published += tokens
-        return results
+            return
+        self.traffic.published += tokens
+        for result in expiring:
+            if isinstance(result, Exception):
+                self._warn_once("Lookahead shares, but its streams never expire: %s.", result)
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}:{name}"
@@ -216,11 +230,15 @@ class Exchange:
         pipe.xadd(self._key(name), fields, maxlen=length, approximate=True)
         pipe.expire(self._key(name), EXPIRE_SECONDS)
 
-    def _read_news(self, answer: Any) -> None:
+    def _read_news(self, entries: Sequence[Any] | None) -> None:
+        """Note which streams have got messages, from what `_after` has returned."""
+        if entries is None:
+            self._news_position = None
+            return
         followed = self._replica.followed
-        for entry_id, fields in _entries(answer):
+        for entry_id, fields in entries:
             # Own messages are read, too: only then is it known that others' before them were.
-            self._news_position = entry_id
+            self._news_position = entry_id.decode()
             names = fields.get(STREAMS, b"").decode("ascii", "replace")
             for at in range(0, len(names), 32):
                 if names[at : at + 32] in followed:
@@ -236,24 +254,27 @@ class Exchange:
             digests = [digest for digest in self._due if digest in followed]
             digests = digests[:STREAMS_AT_A_TIME]
             pipe = self._client.pipeline(transaction=False)
-            for digest in digests:
-                position = followed.get(digest, NOTHING_READ)
-                pipe.xread({self._key(digest): position}, count=MESSAGES_AT_A_TIME)
+            positions = [followed.get(digest, NOTHING_READ) for digest in digests]
+            for digest, position in zip(digests, positions, strict=True):
+                pipe.xrange(self._key(digest), position, count=MESSAGES_AT_A_TIME)
             answers = pipe.execute(raise_on_error=False) if digests else []
             if not digests:
                 self._due.clear()
-            for digest, answer in zip(digests, answers, strict=True):
+            for digest, position, answer in zip(digests, positions, answers, strict=True):
                 del self._due[digest]
                 if isinstance(answer, Exception):
                     self._refuse(answer)
                     continue
-                entries = _entries(answer)
+                entries = _after(position, answer)
+                if entries is None:
+                    new.append(digest)
+                    continue
                 self._take_in(digest, entries, now)
-                if len(entries) == MESSAGES_AT_A_TIME:
+                if len(answer) == MESSAGES_AT_A_TIME:
                     self._due[digest] = None  # there may be more
 
     def _read_tail(self, digest: str) -> None:
-        """Read the latest messages of a stream that was not read before."""
+        """Read the latest messages of a stream, whatever was read of it before."""
         parts: list[Any] = []
         left, end = self._tail_tokens, "+"
         while left > 0 and digest in self._replica.followed:
@@ -268,6 +289,8 @@ class Exchange:
             if len(part) < MESSAGES_AT_A_TIME:
                 break
             end = "(" + part[-1][0].decode()
+        if digest in self._replica.followed:
+            self._replica.followed[digest] = NOTHING_READ
         self._take_in(digest, reversed(parts), None)
 
     def _take_in(self, digest: str, entries: Iterable[Any], now: float | None) -> None:
@@ -286,16 +309,27 @@ class Exchange:
             self._replica.put(digest, pieces)
             self.traffic.learned += len(pieces.tokens)
             if now is not None:
-                self.traffic.lag_seconds = now - int(entry_id.split(b"-")[0]) / 1000
+                age = now - int(entry_id.split(b"-")[0]) / 1000
+                self.traffic.lag_seconds = max(0.0, age)
 
     def _refuse(self, reason: Exception) -> None:
         """Count what is no message, or no stream; the first one is logged."""
         self.traffic.dropped += 1
-        if not self._has_refused:
-            self._has_refused = True
-            logger.warning("Lookahead refuses a message of another server: %s.", reason)
+        self._warn_once("Lookahead refuses a message of another server: %s.", reason)
+
+    def _warn_once(self, message: str, reason: Exception) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message, reason)
 
 
-def _entries(answer: Any) -> Sequence[Any]:
-    """The entries in an answer to XREAD of one stream."""
-    return answer[0][1] if answer else ()
+def _after(position: str, entries: Sequence[Any]) -> Sequence[Any] | None:
+    """Those of the entries from `position` on that were not read yet.
+
+    None if the message at `position` is gone: the stream was trimmed, emptied or restored, or is
+    that of another server, so that ids say nothing about what was read.
+    """
+    if position == NOTHING_READ:
+        return entries
+    is_there = bool(entries) and entries[0][0].decode() == position
+    return entries[1:] if is_there else None

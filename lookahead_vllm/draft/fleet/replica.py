@@ -36,7 +36,7 @@ class Replica:
         The namespaces whose messages are read, by digest: the id of the last message that was
         read, or NOTHING_READ.
     new : deque of str
-        Those of them that the other thread has not begun with.
+        Those of them whose latest messages the other thread has to read, whatever was read before.
     """
 
     def __init__(self, proposer: NGramTrieProposer) -> None:

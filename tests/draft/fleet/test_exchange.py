@@ -22,12 +22,14 @@ from lookahead_vllm.draft.trie.namespaces import digest_of
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.engine.worker.fleet import connect
 from tests.support.redis_server import RedisServer, needs_redis
+from tests.support.servers import free_port
 
 pytestmark = needs_redis
 
 OPTIONS = LookaheadOptions(proposer="ngram_trie", budget=16, max_nodes=65536)
 PROMPT = list(range(100, 140))
 ANSWER = np.random.default_rng(7).integers(1000, 30_000, 40).tolist()
+OTHER_ANSWER = ANSWER[::-1]
 VOCAB = 32_000
 
 
@@ -54,6 +56,12 @@ class Engine:
         self._join = lambda: Exchange(
             Replica(self.proposer), lambda: connect(url), prefix, max_entries, VOCAB, 8192
         )
+        self.exchange = self._join()
+
+    def start_from(self, snapshot: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        """Join again, as after a restart with this cache."""
+        self.exchange.close()
+        self.proposer.restore(*snapshot)
         self.exchange = self._join()
 
     def answer(self, tokens: list[int] = ANSWER, namespace: str | None = "") -> None:
@@ -90,7 +98,7 @@ def engines(server: RedisServer) -> Iterator[Callable[..., Engine]]:
 
         def make(*args: Any, **kwargs: Any) -> Engine:
             engine = Engine(server.url, *args, **kwargs)
-            stack.callback(engine.exchange.close)
+            stack.callback(lambda: engine.exchange.close())
             return engine
 
         yield make
@@ -121,14 +129,14 @@ def test_namespaces_models_and_requests_that_share_nothing_stay_apart(
     first, second = engines(), engines()
     other_model = engines("lookahead:other")
     first.answer(namespace="team-a")
-    first.answer(ANSWER[::-1], namespace=None)
+    first.answer(OTHER_ANSWER, namespace=None)
     assert second.learns("team-a")
     for namespace in ("", "team-b", "team-a:", None):
         assert not second.drafts(namespace)
     assert not wait(lambda: bool(other_model.drafts("team-a")), 0.2)
     texts = b"".join(server.client().xrange(key)[0][1][b"texts"] for key in _streams(server))
     assert np.array(ANSWER[:3], "<u4").tobytes() in texts
-    assert np.array(ANSWER[::-1][:3], "<u4").tobytes() not in texts
+    assert np.array(OTHER_ANSWER[:3], "<u4").tobytes() not in texts
 
 
 def _streams(server: RedisServer) -> list[bytes]:
@@ -202,7 +210,7 @@ def test_no_step_waits_for_a_server_that_hangs(
         start = time.monotonic()
         first.answer()
         slowest = max(slowest, time.monotonic() - start)
-    assert slowest < 1.0  # the server would be given up after five seconds
+    assert slowest < 1.0  # the server would be given up after two seconds
     start = time.monotonic()
     first.exchange.close()
     assert time.monotonic() - start < 3
@@ -249,14 +257,23 @@ def test_a_server_that_refuses_is_named_once(
     assert engine.exchange.traffic.published == 0
 
 
+RIGHTS = ["ping", "xadd", "expire", "xrange", "xrevrange", "time"]
+
+
+def server_with_rights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, rights: list[str]
+) -> RedisServer:
+    """A server whose user in the environment has only these rights."""
+    monkeypatch.setenv("LOOKAHEAD_VLLM_SHARE_USERNAME", "replica")
+    monkeypatch.setenv("LOOKAHEAD_VLLM_SHARE_PASSWORD", "secret")
+    user = ["replica", "on", ">secret", "~lookahead:*", *(f"+{right}" for right in rights)]
+    return RedisServer(folder, "--user", *user)
+
+
 def test_a_user_from_the_environment_needs_only_the_rights_that_are_documented(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands = "+ping +xadd +expire +xread +xrevrange +time"
-    user = f"replica on >secret ~lookahead:* {commands}"
-    server = RedisServer(tmp_path, "--user", *user.split())
-    monkeypatch.setenv("LOOKAHEAD_VLLM_SHARE_USERNAME", "replica")
-    monkeypatch.setenv("LOOKAHEAD_VLLM_SHARE_PASSWORD", "secret")
+    server = server_with_rights(tmp_path, monkeypatch, RIGHTS)
     first, second = Engine(server.url), Engine(server.url)
     first.answer()
     assert second.learns()
@@ -265,23 +282,41 @@ def test_a_user_from_the_environment_needs_only_the_rights_that_are_documented(
     server.kill()
 
 
+@pytest.mark.parametrize("missing", RIGHTS)
+def test_a_right_that_is_missing_is_named_and_what_was_shared_is_counted(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rights = [right for right in RIGHTS if right != missing]
+    server = server_with_rights(tmp_path, monkeypatch, rights)
+    engine = Engine(server.url)
+    engine.answer()
+    assert wait(lambda: bool(caplog.records))
+    engine.exchange.close()
+    is_shared = bool(_streams(server))
+    server.kill()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"'{missing}'" in line
+    assert ("shares, but its streams never expire" in line) == (missing == "expire")
+    traffic = engine.exchange.traffic
+    assert is_shared == (missing not in ("ping", "xadd"))
+    assert traffic.published == (len(ANSWER) if is_shared else 0)
+    assert traffic.dropped == (len(ANSWER) if missing == "xadd" else 0)
+
+
 def test_a_restarted_replica_goes_on_where_its_cache_was_saved(
     engines: Callable[..., Engine],
 ) -> None:
     first, second = engines(), engines()
     first.answer()
     assert wait(lambda: second.exchange.traffic.learned == len(ANSWER))
-    arrays, facts = second.proposer.snapshot()
+    snapshot = second.proposer.snapshot()
     second.exchange.close()
-    first.answer(ANSWER[::-1])
+    first.answer(OTHER_ANSWER)
     restarted = engines()
-    restarted.exchange.close()
-    restarted.proposer.restore(arrays, facts)
-    restarted.exchange = restarted._join()
+    restarted.start_from(snapshot)
     assert wait(lambda: restarted.exchange.traffic.learned == len(ANSWER))  # only the second one
     time.sleep(0.1)
     assert restarted.exchange.traffic.learned == len(ANSWER)
-    restarted.exchange.close()
 
 
 def test_a_restarted_replica_does_not_learn_its_own_answers_again(
@@ -295,15 +330,12 @@ def test_a_restarted_replica_does_not_learn_its_own_answers_again(
         assert wait(lambda published=published: first.exchange.traffic.published == published)
     last = server.client().xinfo_stream(f"lookahead:test:{digest}")["last-generated-id"].decode()
     assert wait(lambda: first.exchange._replica.followed[digest] == last)
-    arrays, facts = first.proposer.snapshot()
+    snapshot = first.proposer.snapshot()
     first.exchange.close()
     restarted = engines()
-    restarted.exchange.close()
-    restarted.proposer.restore(arrays, facts)
-    restarted.exchange = restarted._join()
+    restarted.start_from(snapshot)
     time.sleep(0.3)
     assert restarted.exchange.traffic.learned == 0
-    restarted.exchange.close()
 
 
 def test_a_key_that_is_no_stream_stops_only_its_namespace(
@@ -318,3 +350,115 @@ def test_a_key_that_is_no_stream_stops_only_its_namespace(
     first.answer(namespace="team-a")
     assert second.learns("team-a")
     assert not second.exchange._complaint
+
+
+def teaches(first: Engine, second: Engine, seconds: float) -> bool:
+    """Whether the second one learns an answer that the first one repeats until then."""
+
+    def is_learned() -> bool:
+        first.answer(OTHER_ANSWER)
+        return OTHER_ANSWER[0] in second.drafts()
+
+    return wait(is_learned, seconds)
+
+
+@pytest.fixture
+def primary_and_replica(tmp_path: Path) -> Iterator[tuple[RedisServer, RedisServer]]:
+    port = str(free_port())
+    with contextlib.ExitStack() as stack:
+
+        def start(name: str, *settings: str) -> RedisServer:
+            (tmp_path / name).mkdir()
+            server = RedisServer(tmp_path / name, *settings)
+            stack.callback(server.kill)
+            return server
+
+        primary, replica = start("a", "--port", port), start("b")
+        replica.client().replicaof("127.0.0.1", port)
+        yield primary, replica
+
+
+@pytest.mark.parametrize("fate", ["becomes a replica", "lives on as a primary", "hangs"])
+def test_replicas_follow_an_address_to_another_server(
+    fate: str, primary_and_replica: tuple[RedisServer, RedisServer], tmp_path: Path
+) -> None:
+    old, new = primary_and_replica
+    address = tmp_path / "address"
+    address.symlink_to(old.path)
+    first = Engine(f"unix://{address}")
+    first.answer()
+    assert wait(lambda: bool(_streams(new)))
+
+    new.client().replicaof("NO", "ONE")
+    if fate == "becomes a replica":
+        old.client().replicaof("127.0.0.1", "1")
+    elif fate == "hangs":
+        old.freeze()
+    address.unlink()
+    address.symlink_to(new.path)
+    second = Engine(f"unix://{address}")
+    assert teaches(first, second, seconds=5.0)
+    first.exchange.close()
+    second.exchange.close()
+
+
+def test_replicas_share_when_their_server_is_promoted(
+    engines: Callable[..., Engine], server: RedisServer
+) -> None:
+    server.client().replicaof("127.0.0.1", "1")
+    first, second = engines(), engines()
+    first.answer()
+    assert wait(lambda: first.exchange.traffic.dropped == len(ANSWER))
+    server.client().replicaof("NO", "ONE")
+    assert teaches(first, second, seconds=5.0)
+
+
+def set_clock_ahead(server: RedisServer) -> None:
+    """Give the streams the ids of a server whose clock is an hour ahead."""
+    client, later = server.client(), int(1000 * (time.time() + 3600))
+    for key in client.scan_iter():
+        client.execute_command("XSETID", key, f"{later}-0")
+
+
+@pytest.mark.parametrize("event", ["emptied", "restarted", "restored"])
+def test_positions_of_another_clock_are_forgotten(
+    event: str, engines: Callable[..., Engine], server: RedisServer
+) -> None:
+    first, second = engines(), engines()
+    first.answer()
+    assert second.learns()
+    snapshot = {key: server.client().dump(key) for key in server.client().scan_iter()}
+    set_clock_ahead(server)
+    first.answer()
+    assert wait(lambda: second.exchange.traffic.lag_seconds == 0)
+
+    if event == "restarted":
+        server.kill()
+        server.start()
+    else:
+        server.client().flushall()
+    if event == "restored":
+        for key, content in snapshot.items():
+            server.client().restore(key, 0, content)
+    assert teaches(first, second, seconds=5.0)
+    assert wait(lambda: not second.exchange._complaint)
+    assert second.exchange.traffic.lag_seconds == pytest.approx(0, abs=5)
+
+
+def test_positions_in_a_cache_file_count_only_if_their_messages_are_there(
+    engines: Callable[..., Engine], server: RedisServer
+) -> None:
+    first, second = engines(), engines()
+    first.answer()
+    assert second.learns()
+    snapshot = second.proposer.snapshot()
+    second.exchange.close()
+
+    client, (stream,) = server.client(), _streams(server)
+    client.flushall()
+    older = Pieces(np.zeros((1, NUM_HASHES), np.uint64), np.ones(1, int), np.ones(1, np.int32))
+    client.xadd(stream, {b"texts": messages_of(older)[0]}, id="1-1")
+    first.answer()
+    restarted = engines()
+    restarted.start_from(snapshot)
+    assert wait(lambda: restarted.exchange.traffic.learned == 1 + len(ANSWER))

@@ -65,6 +65,7 @@ def test_no_answer_differs_and_no_step_waits_while_the_server_dies_ten_times(
 ) -> None:
     monkeypatch.setattr(exchange_module, "INTERVAL_SECONDS", 0.01)
     monkeypatch.setattr(exchange_module, "MIN_BACKOFF_SECONDS", 0.01)
+    monkeypatch.setattr("lookahead_vllm.engine.worker.fleet.TIMEOUT_SECONDS", 5.0)
     model = save_tiny_model("llama", tmp_path)
     settings = {"proposer": "ngram_trie", "budget": 8, "max_nodes": 50_000}
     with engine(model) as llm:
