@@ -105,7 +105,7 @@ def check_model(model: str) -> None:
     """Raise UsageError if there is no such model; the hub is asked once, while vLLM asks often."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
-    if Path(model).is_dir():
+    if Path(model).exists():
         return
     try:
         names = ("config.json", "params.json")  # the second one is Mistral's
