@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,8 @@ class ServerRenderer:
         )
         self.model_config = config
         self.tokenizer = renderer.get_tokenizer()
+        # A document may be longer than the model's context, of which transformers would warn.
+        logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
         self._renderer = OnlineRenderer(
             config,
             renderer,
