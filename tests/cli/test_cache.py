@@ -217,7 +217,6 @@ def test_an_answer_is_the_end_of_the_chat_that_vllm_renders(
     ("answer", "learned"),
     [
         ({"content": None, "refusal": "no"}, "</s>\n"),
-        ({"tool_calls": None}, "</s>\n"),
         ({"content": "so", "reasoning_content": "hm"}, "hm, so</s>\n"),
     ],
 )
