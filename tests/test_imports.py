@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
         *("numpy", "tqdm"),
         *(DRAFT, f"{VERIFY}.*", "lookahead_vllm.simulation"),
     },
-    "cli": {"numpy", "tqdm", "torch", "vllm", "transformers", PACKAGE.name},
+    "cli": {"numpy", "tqdm", "torch", "vllm", "huggingface_hub", "pydantic", PACKAGE.name},
 }
 """Permitted imports by folder. `X.*` permits the modules directly in X, not its subfolders.
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from lookahead_vllm.cli.arguments import check_output, positive
 from lookahead_vllm.draft.cache import file as cache_file
-from lookahead_vllm.draft.cache.warming import TextError, learn, read_texts
+from lookahead_vllm.draft.cache.warming import Renderer, TextError, check_texts, learn, read_texts
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.draft.trie.namespaces import digest_of
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.kept_file import RefusedFileError
+
+if TYPE_CHECKING:
+    from lookahead_vllm.cli.server_renderer import ServerRenderer
 
 MAX_NAMESPACES = 20
 """The number of namespaces that `info` lists."""
@@ -38,11 +42,13 @@ texts:
     {"text": "a document"}
     {"prompt": "a question", "response": "an answer"}   (or "completion" for "response")
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+        as in requests to a server's chat endpoint: with tool calls, content in parts, "tools"
     {"prompt_token_ids": [1, 9690], "output_token_ids": [504]}   (the prompt may be missing)
   Any other file is one document, in UTF-8.
   Documents and answers are learned like a model's answers. A prompt only gives the context of its
-  answer: its n-grams are not stored. List the least important files first: a full cache drops the
-  oldest n-grams.
+  answer: its n-grams are not stored. A chat is rendered by vLLM; a line with a chat that it would
+  refuse is named and skipped. List the least important files first: a full cache drops the oldest
+  n-grams.
 
 requirements:
   the model      A cache file belongs to one tokenizer; servers with another refuse it.
@@ -73,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     )
     build.set_defaults(run=build_cache, error=build.error)
     add = build.add_argument
-    add("--model", required=True, help="as for vllm serve; its tokenizer is loaded")
+    add("--model", required=True, help="as for vllm serve; only its tokenizer is loaded")
     add("--texts", nargs="+", type=Path, required=True, metavar="FILE", help="see below")
     add("--out", type=Path, required=True, metavar="FILE", help="the cache file to write")
     add("--add", action="store_true", help="extend the file of --out, which must exist")
@@ -95,28 +101,46 @@ class UsageError(ValueError):
     """One sentence: what is wrong with the command line."""
 
 
-def load_tokenizer(model: str) -> Any:
-    """The tokenizer of a model, a folder or a name on the hub; UsageError if there is none."""
-    from transformers import AutoTokenizer
+def check_model(model: str) -> None:
+    """Raise UsageError if there is no such model; the hub is asked once, while vLLM asks often."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
 
+    if Path(model).exists():
+        return
     try:
-        return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError):
+        names = ("config.json", "params.json")  # the second one is Mistral's
+        cached = any(isinstance(try_to_load_from_cache(model, name), str) for name in names)
+        found = cached or HfApi().repo_exists(model)
+        reason = "the hub has no such model"
+    except Exception as error:  # no name of the hub's, no network
+        found, reason = False, str(error).splitlines()[0]
+    if not found:
         raise UsageError(
-            f"--model: no tokenizer could be loaded from {model}; write a folder that holds a "
-            "tokenizer.json, or the name of a model that vllm serve finds"
+            f"--model: {model} is no folder, and no model of the hub was found ({reason}); write a "
+            "folder that holds a config.json, or the name of a model that vllm serve finds"
+        )
+
+
+def load_renderer(model: str) -> ServerRenderer:
+    """The renderer of a model, a folder or a name on the hub; UsageError if vLLM cannot load it."""
+    try:
+        from lookahead_vllm.cli.server_renderer import ServerRenderer, first_line
+    except ImportError as error:
+        raise UsageError(f"cache build needs vLLM, which cannot be imported: {error}") from None
+    try:
+        return ServerRenderer(model)
+    except Exception as error:
+        raise UsageError(
+            f"--model: vLLM cannot load the configuration and the tokenizer of {model}: "
+            f"{first_line(error)}"
         ) from None
 
 
 def full_namespace(name: str) -> str:
     """The engine's namespace of requests with this name, no cache salt and no LoRA adapter."""
-    if not name:
-        return ""
-    try:
-        from lookahead_vllm.engine.request_options import shared_namespace
-    except ImportError as error:
-        raise UsageError(f"--namespace needs vLLM, which cannot be imported: {error}") from None
-    return shared_namespace("namespace", None, None, name) or ""
+    from lookahead_vllm.engine.request_options import shared_namespace
+
+    return shared_namespace("namespace", None, None, name) or "" if name else ""
 
 
 def print_info(options: argparse.Namespace) -> None:
@@ -182,49 +206,73 @@ def make_proposer(options: argparse.Namespace, fingerprint: str) -> NGramTriePro
     """
     if options.add:
         arrays, facts = cache_file.load(options.out, fingerprint)
-        proposer = restored(arrays, facts)
-        capacity = len(arrays["edges"])
+        capacity = len(arrays.get("edges", ()))
         if options.max_nodes not in (None, capacity):
             raise UsageError(
                 f"--max-nodes: {options.out} has {capacity}, which --add keeps; leave it out"
             )
+        proposer = restored(arrays, facts)
     else:
-        given = {} if options.max_nodes is None else {"max_nodes": options.max_nodes}
-        proposer = NGramTrieProposer(LookaheadOptions.from_dict(given))
+        proposer = NGramTrieProposer(options_of_new_cache(options))
     # Each prompt at once: here no step waits, and none begins.
     proposer.insertion.seconds = math.inf
     return proposer
 
 
-def check_paths(options: argparse.Namespace) -> None:
-    """Raise UsageError if a text cannot be read or the file cannot be written."""
+def options_of_new_cache(options: argparse.Namespace) -> LookaheadOptions:
+    """The proposer's options; OptionError if --max-nodes is out of range."""
+    given = {} if options.max_nodes is None else {"max_nodes": options.max_nodes}
+    return LookaheadOptions.from_dict(given)
+
+
+def check_arguments(options: argparse.Namespace) -> None:
+    """Check what can be checked before anything is loaded or compiled.
+
+    Raises
+    ------
+    UsageError, RefusedFileError, OptionError, OSError
+    """
     try:
         check_output(options.out.resolve(), UsageError)
     except UsageError as error:
         raise UsageError(f"--out: {error}") from None
-    if options.out.exists() and not options.add:
+    if options.add:
+        cache_file.read_header(options.out)
+    elif options.out.exists():
         raise UsageError(f"--out: {options.out} exists; write --add to go on from it, or remove it")
+    else:
+        options_of_new_cache(options)
     for path in options.texts:
         if not path.is_file():
             raise UsageError(f"--texts: there is no file {path}")
+    check_model(options.model)
 
 
 def build_cache(options: argparse.Namespace) -> None:
     """`cache build`: learn the texts and write the file."""
-    check_paths(options)
-    namespace = full_namespace(options.namespace)
-    tokenizer = load_tokenizer(options.model)
-    fingerprint = cache_file.fingerprint(tokenizer.get_vocab())
+    check_arguments(options)
+    largest_ids = {path: check_texts(path) for path in options.texts}
+    renderer = load_renderer(options.model)
+    vocabulary = renderer.tokenizer.get_vocab()
+    last = max(vocabulary.values())
+    for path, largest in largest_ids.items():
+        if largest > last:
+            raise UsageError(
+                f"--texts: {path} has token {largest}, and the tokenizer ends at {last}"
+            )
+    fingerprint = cache_file.fingerprint(vocabulary)
     proposer = make_proposer(options, fingerprint)
     start, pruned_before = time.perf_counter(), proposer.trie.num_pruned
-    num_texts, num_tokens = learn_files(proposer, options.texts, tokenizer, namespace)
+    namespace = full_namespace(options.namespace)
+    num_texts, num_tokens, num_skipped = learn_files(proposer, options.texts, renderer, namespace)
     arrays, facts = proposer.snapshot()
     size = cache_file.save(options.out.resolve(), arrays, facts, fingerprint)
     held, capacity = cache_file.count_ngrams(arrays), len(arrays["edges"])
+    skipped = f" ({num_skipped} lines were skipped)" if num_skipped else ""
     print(
         f"{options.out}: {num_tokens} tokens of {num_texts} texts learned in "
-        f"{time.perf_counter() - start:.1f} s; it holds {held} n-grams of at most {capacity} "
-        f"({held / capacity:.1%}), {size / 1e6:.1f} MB"
+        f"{time.perf_counter() - start:.1f} s{skipped}; it holds {held} n-grams of at most "
+        f"{capacity} ({held / capacity:.1%}), {size / 1e6:.1f} MB"
     )
     pruned = proposer.trie.num_pruned - pruned_before
     if held + pruned > capacity:
@@ -235,16 +283,25 @@ def build_cache(options: argparse.Namespace) -> None:
 
 
 def learn_files(
-    proposer: NGramTrieProposer, paths: Sequence[Path], tokenizer: Any, namespace: str
-) -> tuple[int, int]:
-    """Learn all texts, with a progress bar; returns how many texts and tokens were learned."""
-    num_texts, num_tokens = 0, 0
+    proposer: NGramTrieProposer, paths: Sequence[Path], renderer: Renderer, namespace: str
+) -> tuple[int, int, int]:
+    """Learn all texts, with a progress bar; names the lines that a server would refuse.
+
+    Returns how many texts and tokens were learned, and how many lines were skipped.
+    """
+    num_texts, num_tokens, num_skipped = 0, 0, 0
+
+    def skip(sentence: str) -> None:
+        nonlocal num_skipped
+        num_skipped += 1
+        tqdm.write(f"skipped: {sentence}", file=sys.stderr)
+
     for path in paths:
-        for text in tqdm(read_texts(path, tokenizer), path.name, unit=" texts", disable=None):
+        for text in tqdm(read_texts(path, renderer, skip), path.name, unit=" texts", disable=None):
             learn(proposer, text, namespace)
             num_texts += bool(text.answer)
             num_tokens += len(text.answer)
-    return num_texts, num_tokens
+    return num_texts, num_tokens, num_skipped
 
 
 def main(argv: Sequence[str]) -> int:

@@ -60,8 +60,9 @@ method:
   Requests run one at a time. The prefill produces the first output token, so that token is no
   decode step. A step proposes a tree, accepts its longest path that agrees with the recorded
   output, and commits that path and one more token. The remaining recorded output bounds the depth:
-  deeper nodes are not sent. Times are those of the proposer's calls, in this
-  process, with garbage collection off, after a warm-up on another instance.
+  deeper nodes are not sent. Every prompt is inserted at once, which no engine does, so the figures
+  for long prompts are up to 18% too good. Times are those of the proposer's calls, in this process,
+  with garbage collection off, after a warm-up on another instance.
 
 The exit status is 0, 2 for wrong options or traces, 130 after Ctrl-C.
 """

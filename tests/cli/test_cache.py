@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 from pathlib import Path
@@ -10,41 +11,57 @@ from typing import Any
 
 import numpy as np
 import pytest
+from huggingface_hub import HfApi
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+from vllm.renderers.chat_utils import parse_chat_messages
+from vllm.renderers.hf import safe_apply_chat_template
 
-from lookahead_vllm.cli.cache import load_tokenizer, main, make_proposer, restored
+from lookahead_vllm.cli import cache as command
+from lookahead_vllm.cli.cache import main, make_proposer, restored
 from lookahead_vllm.cli.main import main as main_command
+from lookahead_vllm.cli.server_renderer import ServerRenderer
 from lookahead_vllm.draft.cache import file as cache_file
-from lookahead_vllm.draft.cache.warming import TextError, read_texts
+from lookahead_vllm.draft.cache.warming import TextError, check_texts, read_texts
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.trie.namespaces import digest_of
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from tests.support.smollm2 import SMOLLM2
+from tests.support.tokenizer import save_tokenizer
 
 WORDS = ["[UNK]", "<user>", "<bot>", "<end>", *(f"w{i}" for i in range(60))]
 SENTENCE = " ".join(f"w{i}" for i in range(20))
 CHAT = "{% for m in messages %}<{{m.role}}> {{m.content}} <end> {% endfor %}"
-CHAT += "{% if messages[0].role is not string %}{{ raise_exception('no role') }}{% endif %}"
+CHAT += "{% if messages[0].content == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}"
 CHAT += "{% if add_generation_prompt %}<bot>{% endif %}"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer whose tokens are words."""
+    """A model without weights; the tokens of its tokenizer are words."""
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     fast.chat_template = CHAT.replace("<{{m.role}}>", "{{'<bot>' if m.role[0]=='a' else '<user>'}}")
     folder = tmp_path_factory.mktemp("model")
     fast.save_pretrained(folder)
+    save_config(folder)
     return folder
 
 
+def save_config(folder: Path) -> None:
+    LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+
+
 @pytest.fixture(scope="module")
-def tokenizer(model: Path) -> Any:
-    return PreTrainedTokenizerFast.from_pretrained(model)
+def renderer(model: Path) -> ServerRenderer:
+    return ServerRenderer(str(model))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(renderer: ServerRenderer) -> Any:
+    return renderer.tokenizer
 
 
 def ids(text: str) -> list[int]:
@@ -56,8 +73,10 @@ def write(path: Path, *lines: Any) -> Path:
     return path
 
 
-def texts(path: Path, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    return [(text.prompt, text.answer) for text in read_texts(path, tokenizer) if text.answer]
+def texts(path: Path, renderer: ServerRenderer) -> list[tuple[list[int], list[int]]]:
+    check_texts(path)
+    found = read_texts(path, renderer, skip=pytest.fail)
+    return [(text.prompt, text.answer) for text in found if text.answer]
 
 
 # ---- what is read -------------------------------------------------------------------------------
@@ -91,15 +110,15 @@ def texts(path: Path, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
     ],
 )
 def test_every_kind_of_line_is_an_answer_after_its_prompt(
-    line: Any, expected: list[tuple[str, str]], tmp_path: Path, tokenizer: Any
+    line: Any, expected: list[tuple[str, str]], tmp_path: Path, renderer: ServerRenderer
 ) -> None:
     path = write(tmp_path / "a.jsonl", line)
-    assert texts(path, tokenizer) == [(ids(before), ids(answer)) for before, answer in expected]
+    assert texts(path, renderer) == [(ids(before), ids(answer)) for before, answer in expected]
 
 
-def test_a_file_of_another_kind_is_one_document(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_file_of_another_kind_is_one_document(tmp_path: Path, renderer: ServerRenderer) -> None:
     (tmp_path / "a.md").write_text("\ufeffw1 w2\n\nw3\n", encoding="utf-8")
-    assert texts(tmp_path / "a.md", tokenizer) == [([], ids("w1 w2 w3"))]
+    assert texts(tmp_path / "a.md", renderer) == [([], ids("w1 w2 w3"))]
 
 
 @pytest.mark.parametrize(
@@ -109,13 +128,9 @@ def test_a_file_of_another_kind_is_one_document(tmp_path: Path, tokenizer: Any) 
         ("\n{w1\n", "line 2: it is not JSON"),
         ('{"output_token_ids": [1, -1]}\n', "`output_token_ids` must be a list of token ids"),
         ('{"output_token_ids": [1], "prompt_token_ids": "w1"}\n', "`prompt_token_ids` must be"),
-        ('{"output_token_ids": [64]}\n', "a token id is above 63, the tokenizer's last"),
         ('{"messages": "w1"}\n', "`messages` must be a list of objects"),
-        ('{"messages": [{"role": "user", "content": "w1"}]}\n', "none of the role `assistant`"),
-        (
-            '{"messages": [{"role": 1}, {"role": "assistant"}]}\n',
-            "the chat template refuses it: no role",
-        ),
+        ('{"messages": [{"role": 1}]}\n', "`messages` must be a list of objects with a `role`"),
+        ('{"messages": [{"role": "user", "content": 1}]}\n', "`content` that is a text, a list"),
         (b"\xff\xfe\n", "is not text in UTF-8"),
         ('{"text": "w1 \\ud800"}\n', r"line 1: its text has half of a surrogate pair, \ud800"),
         (
@@ -125,17 +140,189 @@ def test_a_file_of_another_kind_is_one_document(tmp_path: Path, tokenizer: Any) 
     ],
 )
 def test_a_wrong_text_is_named_with_its_line(
-    content: str | bytes, message: str, tmp_path: Path, tokenizer: Any
+    content: str | bytes, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(TextError) as error:
-        list(read_texts(path, tokenizer))
+        check_texts(path)
     assert message in str(error.value) and str(path) in str(error.value)
     assert "\n" not in str(error.value)
 
 
+# ---- chats, as a server renders them ------------------------------------------------------------
+
+ROLES = "{% for m in messages %}<{{ m.role }}>{% if m.reasoning %}{{ m.reasoning }}, {% endif %}"
+ROLES += "{{ m.content }}"
+CALLS = "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}{% endfor %}"
+TOOLS = "{% if tools %}<tools>{{ tools[0].function.name }}</tools>{% endif %}"
+END = "</s>\n{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
+THINKING = PROMPT.replace("<assistant>", "<assistant><think>")
+
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "look", "arguments": '{"at": 1, "by": [2]}'},
+}
+CALLED = '<call>{"name": "look", "arguments": {"at": 1, "by": [2]}}</s>\n'
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+
+
+@pytest.fixture(scope="module")
+def chat_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ServerRenderer]:
+    """Models that differ in what their prompts end with; a token is a character."""
+    renderers = {}
+    for name, prompt in {"plain": PROMPT, "thinking": THINKING}.items():
+        folder = save_tokenizer(tmp_path_factory.mktemp(name))
+        (folder / "chat_template.jinja").write_text(TOOLS + ROLES + CALLS + END + prompt)
+        save_config(folder)
+        renderers[name] = ServerRenderer(str(folder))
+    return renderers
+
+
+@pytest.mark.parametrize("name", ["plain", "thinking"])
+@pytest.mark.parametrize(
+    ("answer", "learned"),
+    [
+        ({"content": None, "tool_calls": [CALL]}, CALLED),
+        ({"content": "on it", "tool_calls": [CALL]}, "on it" + CALLED),
+        ({"content": "so", "tool_calls": [], "reasoning": "hm"}, "hm, so</s>\n"),
+        ({"content": PARTS}, "one\ntwo</s>\n"),
+        ({"content": [{"type": "refusal", "refusal": "no"}]}, "no</s>\n"),
+    ],
+)
+def test_an_answer_is_the_end_of_the_chat_that_vllm_renders(
+    answer: Any,
+    learned: str,
+    name: str,
+    tmp_path: Path,
+    chat_models: dict[str, ServerRenderer],
+) -> None:
+    renderer = chat_models[name]
+    messages = [
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": PARTS},
+        {"role": "assistant", **answer},
+    ]
+    path = write(tmp_path / "a.jsonl", {"messages": messages, "tools": [TOOL], "model": "x"})
+    ((prompt, ids),) = texts(path, renderer)
+    assert renderer.tokenizer.decode(ids) == learned
+    assert prompt == rendered_by_vllm(renderer, messages[:2], add_generation_prompt=True)
+    assert rendered_by_vllm(renderer, messages, add_generation_prompt=False)[-len(ids) :] == ids
+
+
+@pytest.mark.parametrize(
+    ("answer", "learned"),
+    [
+        ({"content": None, "refusal": "no"}, "</s>\n"),
+        ({"content": "so", "reasoning_content": "hm"}, "hm, so</s>\n"),
+    ],
+)
+def test_null_is_empty_and_reasoning_may_have_its_older_name(
+    answer: Any, learned: str, tmp_path: Path, chat_models: dict[str, ServerRenderer]
+) -> None:
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", **answer}]
+    ((_, ids),) = texts(write(tmp_path / "a.jsonl", {"messages": messages}), chat_models["plain"])
+    assert chat_models["plain"].tokenizer.decode(ids) == learned
+
+
+def rendered_by_vllm(
+    renderer: ServerRenderer, messages: list[Any], add_generation_prompt: bool
+) -> list[int]:
+    """What vLLM's chat endpoint makes of the messages."""
+    conversation, _, _ = parse_chat_messages(
+        copy.deepcopy(messages), renderer.model_config, content_format="string"
+    )
+    return safe_apply_chat_template(
+        renderer.model_config,
+        renderer.tokenizer,
+        conversation,
+        tools=[TOOL],
+        add_generation_prompt=add_generation_prompt,
+    )
+
+
+def test_a_line_that_vllm_refuses_is_named_and_skipped(
+    model: Path, tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
+    custom = [{"id": "1", "type": "custom", "custom": {"name": "w1", "input": "w2"}}]
+    path = write(
+        tmp_path / "a.jsonl",
+        {"text": "w1 w2 w3 w4"},
+        chat([image], "w9"),
+        chat("bad", "w9"),
+        chat("w5", None, tool_calls=custom),
+        {"messages": [{"role": "user", "content": "w1"}]},
+        chat("w5", "w6 w7 w8"),
+    )
+    out = tmp_path / "warm.cache"
+    assert main(["build", "--model", str(model), "--texts", str(path), "--out", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert "8 tokens of 2 texts learned" in printed.out and "(4 lines were skipped)" in printed.out
+    skipped = [line for line in printed.err.splitlines() if line.startswith("skipped: ")]
+    for line, number, reason in zip(
+        skipped,
+        range(2, 6),
+        ("is not a multimodal model", "no bad words", "of type 'function'", "has no answer"),
+        strict=True,
+    ):
+        assert f"{path}, line {number}: " in line and reason in line
+    assert drafted(out, tokenizer, "w6 w7")[:1] == ids("w8")
+
+
+def chat(question: Any, answer: Any, **more: Any) -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer, **more},
+        ]
+    }
+
+
 # ---- the command --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hub", ["answers", "is out of reach"])
+def test_a_misspelt_model_is_told_before_anything_is_loaded(
+    hub: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def repo_exists(self: HfApi, name: str) -> bool:
+        if hub == "answers":
+            return False
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr(HfApi, "repo_exists", repo_exists)
+    monkeypatch.setattr(command, "load_renderer", pytest.fail)
+    text = tmp_path / "a.txt"
+    text.write_text(SENTENCE)
+    for model, reason in {
+        "my/modle": "has no such model" if hub == "answers" else "no route to the hub",
+        "./modle": "Repo id must use",
+    }.items():
+        with pytest.raises(SystemExit):
+            main(["build", "--model", model, "--texts", str(text), "--out", str(tmp_path / "c")])
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert f"--model: {model} is no folder" in error and reason in error
+
+
+@pytest.mark.parametrize("last", ["{bad", '{"text": 3}', '{"messages": [3]}'])
+def test_a_bad_last_line_is_told_before_anything_is_loaded(
+    last: str,
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "load_renderer", pytest.fail)
+    path = write(tmp_path / "a.jsonl", {"text": "w1"}, chat("w1", "w2"))
+    with path.open("a") as file:
+        file.write(last)
+    with pytest.raises(SystemExit):
+        main(["build", "--model", str(model), "--texts", str(path), "--out", str(tmp_path / "c")])
+    assert f"{path}, line 3: " in capsys.readouterr().err.splitlines()[-1]
 
 
 def drafted(cache: Path, tokenizer: Any, output: str, namespace: str = "") -> list[int]:
@@ -230,7 +417,8 @@ def test_info_prints_the_contents_of_a_file(
             "build --model {model} --texts {text} {there}/no --out {there}/c",
             "there is no file {there}/no",
         ),
-        ("build --model {there} --texts {text} --out {there}/c", "no tokenizer could be loaded"),
+        ("build --model {there} --texts {text} --out {there}/c", "vLLM cannot load the config"),
+        ("build --model {model} --texts {ids} --out {there}/c", "{ids} has token 64, and the tok"),
         (
             "build --model {model} --texts {text} --out {there}/no/c",
             "there is no folder {there}/no",
@@ -258,6 +446,7 @@ def test_a_wrong_command_line_gets_one_sentence(
     given: str, message: str, cache: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = dict(model=model, there=cache.parent, text=cache.with_name("a.txt"), cache=cache)
+    places["ids"] = write(cache.with_name("ids.jsonl"), {"output_token_ids": [64]})
     before = sorted(cache.parent.iterdir())
     with pytest.raises(SystemExit) as error:
         main([part.format(**places) for part in given.split()])
@@ -341,7 +530,7 @@ def test_a_real_tokenizers_chats_and_documents(tmp_path: Path) -> None:
     out = tmp_path / "warm.cache"
     given = ["build", "--model", str(SMOLLM2), "--max-nodes", "65536"]
     assert main([*given, "--texts", str(path), "--out", str(out)]) == 0
-    tokenizer = load_tokenizer(str(SMOLLM2))
+    tokenizer = ServerRenderer(str(SMOLLM2)).tokenizer
     arrays, facts = cache_file.load(out, cache_file.fingerprint(tokenizer.get_vocab()))
     proposer = restored(arrays, facts)
     proposer.start("r", [])

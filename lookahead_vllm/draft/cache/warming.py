@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
-from lookahead_vllm.json_lines import are_token_ids, parse_line
+from lookahead_vllm.json_lines import are_token_ids, read_json_lines
 
 RESPONSES = ("response", "completion")
 """The keys under which a line may hold its answer."""
@@ -33,110 +33,176 @@ class Text(NamedTuple):
     answer: list[int]
 
 
-def read_texts(path: Path, tokenizer: Any) -> Iterator[Text]:
-    """Read the texts of a file, in order.
+class Renderer(Protocol):
+    """Texts as the token ids that a server makes of them."""
+
+    def text(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The token ids of a text without a template."""
+
+    def chat(
+        self, chat: Mapping[str, Any], messages: Sequence[Any], add_generation_prompt: bool
+    ) -> list[int]:
+        """The token ids of the first messages of a chat, with its tools.
+
+        Raises
+        ------
+        ValueError
+            A server would refuse them; the message is one sentence.
+        """
+
+
+# ---- checking, without a tokenizer ---------------------------------------------------------------
+
+
+def check_texts(path: Path) -> int:
+    """Check every line of a file of texts.
 
     Parameters
     ----------
     path : Path
         In a `.jsonl` file, each line is a text. Any other file is one document in UTF-8.
-    tokenizer
-        A tokenizer from `transformers`.
+
+    Returns
+    -------
+    int
+        The largest token id in the file; -1 if it has none.
 
     Raises
     ------
     TextError
         The file cannot be read, or a line is not a text.
     """
-    max_id = max(tokenizer.get_vocab().values())
-    number = 0
+    largest = -1
+    for place, line in _lines(path):
+        try:
+            _check_line(line)
+        except ValueError as error:
+            raise TextError(f"{place}: {error}") from None
+        if "output_token_ids" in line:
+            largest = max([largest, *(token for ids in _recorded(line) for token in ids)])
+    return largest
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """The place and the value of each line; a document counts as a line with `text`."""
+    if path.suffix == ".jsonl":
+        for number, line in read_json_lines(path, TextError):
+            yield f"{path}, line {number}", line
+        return
     try:
-        with path.open("rb") as file:
-            if path.suffix != ".jsonl":
-                yield Text([], _encode(tokenizer, file.read().decode("utf-8-sig")))
-                return
-            for raw in file:
-                number += 1
-                turns = _turns(parse_line(raw), tokenizer) if raw.strip() else []
-                if any(token > max_id for turn in turns for part in turn for token in part):
-                    raise ValueError(f"a token id is above {max_id}, the tokenizer's last")
-                yield from turns
+        yield str(path), {"text": path.read_bytes().decode("utf-8-sig")}
     except UnicodeDecodeError:
         raise TextError(f"{path} is not text in UTF-8") from None
     except OSError as error:
         raise TextError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise TextError(f"{path}, line {number}: {error}") from None
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
-
-
-def _turns(line: Any, tokenizer: Any) -> list[Text]:
-    """The prompt and the answer of each turn in a line; ValueError if the line is malformed."""
+def _check_line(line: Any) -> None:
+    """ValueError if a line is malformed."""
     if not isinstance(line, dict):
         raise ValueError(_EXPECTED)
     if "output_token_ids" in line:
-        prompt = _ids(line, "prompt_token_ids") if line.get("prompt_token_ids") else []
-        return [Text(prompt, _ids(line, "output_token_ids"))]
+        for key, ids in zip(("prompt_token_ids", "output_token_ids"), _recorded(line), strict=True):
+            if not are_token_ids(ids):
+                raise ValueError(f"`{key}` must be a list of token ids")
+        return
     if "messages" in line:
-        _refuse_surrogates(line["messages"])
-        return _turns_of_chat(line["messages"], tokenizer)
-    answer = next((line[key] for key in ("text", *RESPONSES) if key in line), None)
-    prompt_text = line.get("prompt", "") if "text" not in line else ""
-    if not isinstance(answer, str) or not isinstance(prompt_text, str):
+        if not isinstance(line["messages"], list) or not all(map(_is_message, line["messages"])):
+            raise ValueError(
+                "`messages` must be a list of objects with a `role`, and with a `content` that is "
+                "a text, a list or null"
+            )
+    elif not all(isinstance(part, str) for part in _prompt_and_answer(line)):
         raise ValueError(_EXPECTED)
-    _refuse_surrogates([prompt_text, answer])
-    # A server puts special tokens before a prompt, and none before an answer.
-    prompt = list(tokenizer.encode(prompt_text, verbose=False)) if prompt_text else []
-    return [Text(prompt, _encode(tokenizer, answer))]
-
-
-def _refuse_surrogates(texts: Any) -> None:
-    """ValueError if a text has half of a surrogate pair, which no tokenizer takes."""
     try:
-        json.dumps(texts, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
+        json.dumps(line, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # no tokenizer takes it
         code = ord(error.object[error.start])
         raise ValueError(f"its text has half of a surrogate pair, \\u{code:04x}") from None
 
 
-def _ids(line: dict[str, Any], key: str) -> list[int]:
-    ids = line[key]
-    if not are_token_ids(ids):
-        raise ValueError(f"`{key}` must be a list of token ids")
-    return ids
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str | list | None)
+    )
 
 
-def _turns_of_chat(messages: Any, tokenizer: Any) -> list[Text]:
-    """Each of the assistant's messages as an answer, with the chat before it as its prompt."""
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise ValueError("`messages` must be a list of objects with `role` and `content`")
-    turns = []
-    for i, message in enumerate(messages):
-        if message.get("role") != "assistant":
-            continue
+def _recorded(line: Mapping[str, Any]) -> Text:
+    """The parts of a line with token ids; its prompt may be missing."""
+    return Text(line.get("prompt_token_ids") or [], line["output_token_ids"])
+
+
+def _prompt_and_answer(line: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The two parts of a line with `text`, or with `prompt` and `response`."""
+    if "text" in line:
+        return "", line["text"]
+    return line.get("prompt", ""), next((line[key] for key in RESPONSES if key in line), None)
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def read_texts(path: Path, renderer: Renderer, skip: Callable[[str], object]) -> Iterator[Text]:
+    """Read the texts of a file that `check_texts` has checked, in order.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    renderer : Renderer
+        Of the model that is to serve.
+    skip : callable
+        Called with one sentence for each line that a server would refuse.
+    """
+    for place, line in _lines(path):
         try:
-            prompt = _render(tokenizer, messages[:i], add_generation_prompt=True)
-            whole = _render(tokenizer, messages[: i + 1], add_generation_prompt=False)
-        except Exception as error:
-            sentence = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(f"the chat template refuses it: {sentence}") from None
-        if whole[: len(prompt)] == prompt:
-            turns.append(Text(prompt, whole[len(prompt) :]))
-        else:  # some templates render the last message differently from earlier ones
-            turns.append(Text(prompt, _encode(tokenizer, str(message.get("content", "")))))
-    if not turns:
-        raise ValueError("`messages` has none of the role `assistant`")
-    return turns
+            turns = list(_turns(line, renderer))
+        except ValueError as error:
+            skip(f"{place}: {error}")
+            continue
+        yield from turns
 
 
-def _render(tokenizer: Any, messages: list[Any], add_generation_prompt: bool) -> list[int]:
-    return list(
-        tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, return_dict=False
+def _turns(line: Mapping[str, Any], renderer: Renderer) -> Iterator[Text]:
+    """The prompt and the answer of each turn in a line; ValueError if there is none."""
+    if "output_token_ids" in line:
+        yield _recorded(line)
+    elif "messages" in line:
+        yield from _turns_of_chat(line, renderer)
+    else:
+        prompt, answer = _prompt_and_answer(line)
+        # A server puts special tokens before a prompt, and none before an answer.
+        yield Text(
+            renderer.text(prompt, add_special_tokens=True) if prompt else [],
+            renderer.text(answer, add_special_tokens=False),
         )
+
+
+def _turns_of_chat(chat: Mapping[str, Any], renderer: Renderer) -> Iterator[Text]:
+    """Each of the assistant's messages as an answer, with the chat before it as its prompt."""
+    messages = chat["messages"]
+    # A message before all others is no model's answer.
+    answers = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
+    if not answers:
+        raise ValueError("`messages` has no answer, a message of the role `assistant` after others")
+    for i in answers:
+        prompt = renderer.chat(chat, messages[:i], add_generation_prompt=True)
+        whole = renderer.chat(chat, messages[: i + 1], add_generation_prompt=False)
+        start = _num_common(whole, prompt)
+        if start < len(prompt):
+            # Some templates render the last message differently from earlier ones, or end a prompt
+            # with tokens that no finished chat has. The answer begins where an empty one differs.
+            empty = [*messages[:i], {"role": "assistant", "content": ""}]
+            start = _num_common(whole, renderer.chat(chat, empty, add_generation_prompt=False))
+        yield Text(prompt, whole[start:])
+
+
+def _num_common(a: list[int], b: list[int]) -> int:
+    """The number of tokens with which both begin."""
+    return next(
+        (n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )
 
 
