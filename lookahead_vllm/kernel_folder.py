@@ -46,10 +46,9 @@ def cache_dir() -> Path:
 
 
 def sources_of_kernels(package: Path) -> list[Path]:
-    """All modules of `draft/` and `verify/`, subfolders included: those that may hold kernels."""
-    return sorted(
-        source for folder in ("draft", "verify") for source in (package / folder).rglob("*.py")
-    )
+    """All modules of the folders that may hold kernels, subfolders included."""
+    folders = "draft", "verify", "engine/cpu_kernels"
+    return sorted(source for folder in folders for source in (package / folder).rglob("*.py"))
 
 
 def share_cache_dir() -> None:

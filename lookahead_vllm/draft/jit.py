@@ -25,7 +25,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 
     numba recompiles a cached kernel when the kernel's own file changes, but not when the file of
     an inlined kernel does. So the cache is a folder of `kernel_folder.cache_dir()` that is named by
-    a hash of all sources of `draft/` and `verify/`. If there is no usable folder, each process
+    a hash of all sources that may hold kernels. If there is no usable folder, each process
     compiles for itself.
     """
     compiled = numba.njit(error_model="numpy")(function)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lookahead_vllm.draft.options import (
     AUTO_RECURRENT_LENGTH,
@@ -14,7 +15,8 @@ from lookahead_vllm.draft.options import (
     LookaheadOptions,
     OptionError,
 )
-from lookahead_vllm.engine.requested import DRAFTER_PATH, FLAGS, KEY
+from lookahead_vllm.engine import cpu_runner
+from lookahead_vllm.engine.requested import FLAGS, KEY
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -24,12 +26,15 @@ _GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 
 WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": (
-        "lookahead_vllm.engine.worker.v1.cpu_worker.LookaheadCPUWorker"
+        "lookahead_vllm.engine.worker.cpu_worker.LookaheadCPUWorker"
     ),
-    _GPU_WORKER: "lookahead_vllm.engine.worker.v2.gpu_worker.LookaheadGPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": (
+        "lookahead_vllm.engine.worker.v2.gpu_worker.LookaheadGPUWorker"
+    ),
 }
-"""Our worker by vLLM's: CPUs have the first runner, GPUs the second one."""
+"""Our worker by vLLM's."""
 
+SCHEDULER = "lookahead_vllm.engine.scheduler.late_scheduler.LateDraftScheduler"
 REPLICA_EXECUTOR = "lookahead_vllm.engine.scheduler.replica_executor.ReplicaExecutor"
 
 _LEAVE_OUT = "leave lookahead out of the speculative config"
@@ -44,35 +49,15 @@ MAMBA_1_HYBRIDS = ("jamba",)
 """Types of models with attention and Mamba 1 layers."""
 
 
-class _Runner(NamedTuple):
-    """What an engine with one of vLLM's model runners gets."""
-
-    name: str
-    scheduler: str
-    speculation: dict[str, Any]
-    """The speculative config that vLLM accepts with this runner."""
-
-
-FIRST_RUNNER = _Runner(
-    "v1",
-    "lookahead_vllm.engine.scheduler.scheduler.LookaheadScheduler",
-    {"method": "custom_class", "model": DRAFTER_PATH},
-)
-SECOND_RUNNER = _Runner(
-    "v2",
-    "lookahead_vllm.engine.scheduler.late_scheduler.LateDraftScheduler",
-    # The only method without a draft model that vLLM combines with asynchronous scheduling.
-    {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 1},
-)
-
-_METHODS = [runner.speculation["method"] for runner in (FIRST_RUNNER, SECOND_RUNNER)]
-"""What vLLM takes lookahead for."""
+SPECULATION = {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 1}
+"""What vLLM takes lookahead for: the only method without a draft model that it combines with
+asynchronous scheduling."""
 
 
 def make_config(
     args: EngineArgs, options: LookaheadOptions, create: Callable[[], VllmConfig]
 ) -> VllmConfig:
-    """The engine's config with `options`, for the model runner that plain vLLM would choose.
+    """The engine's config with `options`.
 
     Parameters
     ----------
@@ -84,45 +69,31 @@ def make_config(
     OptionError
         The config contains something that lookahead cannot serve exactly.
     """
-    from vllm import envs
-    from vllm.config import vllm as vllm_config
-
-    wanted = envs.VLLM_USE_V2_MODEL_RUNNER
     caches_states = args.enable_prefix_caching or args.mamba_cache_mode not in (None, "none")
-    make = _Maker(args, create)
+    make = _Maker(args, functools.partial(cpu_runner.make, create))
     if args.enable_lora:
         options = _within_lora_rows(make, options)
-    if wanted or (wanted is None and vllm_config.HAS_TRITON):
-        config, own = _for_states(make, SECOND_RUNNER, options, caches_states)
-        if config.use_v2_model_runner:
-            apply(config, own, SECOND_RUNNER)
-            return config
-    if args.async_scheduling:
-        raise OptionError(
-            "--async-scheduling was given, but this engine runs vLLM's first model runner, on "
-            "which lookahead's steps are synchronous; leave it out"
-        )
-    config, own = _for_states(make, FIRST_RUNNER, options, caches_states)
-    apply(config, own, FIRST_RUNNER)
+    config, own = _for_states(make, options, caches_states)
+    apply(config, own)
     return config
 
 
 def _for_states(
-    make: _Maker, runner: _Runner, options: LookaheadOptions, caches_states: bool
+    make: _Maker, options: LookaheadOptions, caches_states: bool
 ) -> tuple[VllmConfig, LookaheadOptions]:
     """vLLM's config and the options; drafts of recurrent layers are short, and states not cached.
 
     `caches_states` says whether the user asked for a cache of states.
     """
-    config = make(runner, options)
+    config = make(options)
     if not config.model_config.is_hybrid:
         return config, options
     shorter = options.at_most(AUTO_RECURRENT_LENGTH)
     if config.cache_config.mamba_cache_mode != "none":
         _refuse_cached_states(caches_states)
-        config = make(runner, shorter, enable_prefix_caching=False)
+        config = make(shorter, enable_prefix_caching=False)
     elif shorter != options:
-        config = make(runner, shorter)
+        config = make(shorter)
     return config, shorter
 
 
@@ -137,15 +108,15 @@ class _Maker:
         self._args, self._create = args, create
         self._given = dict(vars(args))
 
-    def __call__(self, runner: _Runner, options: LookaheadOptions, **changes: Any) -> VllmConfig:
+    def __call__(self, options: LookaheadOptions, **changes: Any) -> VllmConfig:
         """With a speculative method that vLLM accepts, and other `changes`.
 
-        It is the trained drafter's, or else the runner's.
+        It is the trained drafter's, or else `SPECULATION`.
         """
-        if runner is SECOND_RUNNER and options.drafter is not None:
+        if options.drafter is not None:
             return self._make(dict(options.drafter), changes)
         tokens = {"num_speculative_tokens": options.decoding_length}
-        return self._make({**runner.speculation, **tokens}, changes)
+        return self._make({**SPECULATION, **tokens}, changes)
 
     def plain(self) -> VllmConfig:
         """Plain vLLM's, without speculation."""
@@ -191,17 +162,13 @@ def _inform(sentence: str) -> None:
     init_logger(f"vllm.{__name__}").info_once(sentence)
 
 
-def _refusals(config: VllmConfig, runner: _Runner, options: LookaheadOptions) -> dict[str, bool]:
+def _refusals(config: VllmConfig, options: LookaheadOptions) -> dict[str, bool]:
     """What lookahead does not serve exactly, in a sentence each, and whether `config` has it."""
-    tables = [_of_settings(config), _of_models(config)]
+    tables = [_of_settings(config), _of_models(config), _of_the_runner(config, options)]
     if options.drafter is None:
         tables.append(_of_the_method(config))
-    elif runner is SECOND_RUNNER:
-        tables.append(_beside_a_drafter(config, options))
-    if runner is SECOND_RUNNER:
-        tables.append(_of_the_second_runner(config))
     else:
-        tables.append(_of_the_first_runner(config, options))
+        tables.append(_beside_a_drafter(config, options))
     if options.parallel > 1:
         tables.append(_beside_replicas(config))
     return {sentence: applies for table in tables for sentence, applies in table.items()}
@@ -230,7 +197,7 @@ def _of_the_method(config: VllmConfig) -> dict[str, bool]:
     return {
         f"model {speculation.model!r} is a draft model, for which vLLM chooses the method "
         f"{speculation.method!r} and serves {model!r}; write that model instead, or {_LEAVE_OUT}": (
-            speculation.method not in _METHODS
+            speculation.method != SPECULATION["method"]
         ),
     }
 
@@ -296,27 +263,11 @@ def _of_models(config: VllmConfig) -> dict[str, bool]:
     }
 
 
-def _of_the_first_runner(config: VllmConfig, options: LookaheadOptions) -> dict[str, bool]:
-    stages = config.parallel_config.pipeline_parallel_size
-    return {
-        "this engine would run vLLM's first model runner, on which lookahead serves CPUs alone; "
-        "unset VLLM_USE_V2_MODEL_RUNNER, and leave out what Model Runner V2 does not support, "
-        f"which vLLM logs; or {_LEAVE_OUT}": config.parallel_config.worker_cls == _GPU_WORKER,
-        "drafter was given, but on a CPU vLLM runs its first model runner, where lookahead has no "
-        "trained drafter; leave drafter out": options.drafter is not None,
-        f"attention={options.attention!r} was given, but it is a choice for GPUs; leave attention "
-        "out": options.attention != "auto",
-        "parallel was given, but on a CPU all replicas read their weights from one memory, so they "
-        "gain nothing; write tensor_parallel_size instead, or leave parallel out": (
-            options.parallel > 1
-        ),
-        f"pipeline_parallel_size={stages} was given, but on a CPU lookahead runs in one stage; "
-        f"write tensor_parallel_size instead, or {_LEAVE_OUT}": stages > 1,
-    }
-
-
-def _of_the_second_runner(config: VllmConfig) -> dict[str, bool]:
+def _of_the_runner(config: VllmConfig, options: LookaheadOptions) -> dict[str, bool]:
     reasons = {
+        f"attention={options.attention!r} was given, but it is a choice for GPUs": (
+            config.device_config.device_type == "cpu" and options.attention != "auto"
+        ),
         "enable_batch_sharded_sampling was given, with which no rank has the logits of all nodes": (
             bool(config.parallel_config.enable_batch_sharded_sampling)
         ),
@@ -330,7 +281,11 @@ def _of_the_second_runner(config: VllmConfig) -> dict[str, bool]:
             config.model_config.enable_trace_replay
         ),
     }
-    return {f"{reason}; leave it out, or {_LEAVE_OUT}": given for reason, given in reasons.items()}
+    return {
+        "this engine would run vLLM's first model runner, on which lookahead does not run; unset "
+        "VLLM_USE_V2_MODEL_RUNNER, and leave out what Model Runner V2 does not support, which vLLM "
+        f"logs; or {_LEAVE_OUT}": not config.use_v2_model_runner
+    } | {f"{reason}; leave it out, or {_LEAVE_OUT}": given for reason, given in reasons.items()}
 
 
 def _beside_replicas(config: VllmConfig) -> dict[str, bool]:
@@ -363,7 +318,7 @@ def _beside_replicas(config: VllmConfig) -> dict[str, bool]:
     }
 
 
-def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> None:
+def apply(config: VllmConfig, options: LookaheadOptions) -> None:
     """Write `options`, our worker and our scheduler into `config`.
 
     Raises
@@ -378,7 +333,7 @@ def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> Non
             "VLLM_USE_RUST_FRONTEND=1 is set, but only vLLM's Python front-end passes lookahead's "
             f"namespaces and request options on; unset it, or {_LEAVE_OUT}"
         )
-    for sentence, applies in _refusals(config, runner, options).items():
+    for sentence, applies in _refusals(config, options).items():
         if applies:
             raise OptionError(sentence)
     _check_fleet(options)
@@ -390,14 +345,14 @@ def apply(config: VllmConfig, options: LookaheadOptions, runner: _Runner) -> Non
         options = replace(options, drafter={**options.drafter, **length})
         speculation.num_speculative_tokens = options.decoding_length
     setattr(speculation, _MARK, True)
-    config.scheduler_config.scheduler_cls = runner.scheduler
+    config.scheduler_config.scheduler_cls = SCHEDULER
     config.parallel_config.worker_cls = WORKERS[config.parallel_config.worker_cls]
     config.additional_config = {**config.additional_config, KEY: options.to_dict()}
     if options.parallel > 1:
         config.parallel_config.distributed_executor_backend = REPLICA_EXECUTOR
     _inform(
-        "Lookahead: vLLM's warnings about a custom scheduler class, max_num_scheduled_tokens, and "
-        "on a CPU a custom proposer and asynchronous scheduling, are no faults."
+        "Lookahead: vLLM's warnings about a custom scheduler class and max_num_scheduled_tokens "
+        "are no faults."
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -19,6 +20,10 @@ from lookahead_vllm.engine import patches
 
 HOME = "vllm.engine.arg_utils"
 """The module of `EngineArgs`."""
+
+PLAIN_V2 = "LOOKAHEAD_VLLM_PLAIN_V2"
+"""The environment variable with which plain vLLM runs Model Runner V2 on a CPU, too, with the
+kernels that lookahead brings: then seeded samples can be compared."""
 
 FLAGS: dict[str, dict[str, Any]] = {
     "--speculative-model": dict(
@@ -167,8 +172,9 @@ def _with_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         from lookahead_vllm.engine import requested
 
+        create = functools.partial(original, self, *args, **kwargs)
         if not requested.requests_lookahead(self):
-            return original(self, *args, **kwargs)
+            return _plain_config(create)
         from lookahead_vllm.engine import compatibility
 
         compatibility.check()
@@ -181,9 +187,17 @@ def _with_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
         options = requested.requested_options(self)
         kernel_folder.share_cache_dir()
         compilation.begin(options, current_platform.is_cpu())
-        create = functools.partial(original, self, *args, **kwargs)
         vllm_config = config.make_config(self, options, create)
         requests.install()
         return vllm_config
 
     return create_engine_config
+
+
+def _plain_config(create: Callable[[], Any]) -> Any:
+    """Plain vLLM's config; on Model Runner V2, if a variable says so on a CPU."""
+    if PLAIN_V2 not in os.environ:
+        return create()
+    from lookahead_vllm.engine import cpu_runner
+
+    return cpu_runner.make_plain(create)

@@ -7,16 +7,10 @@ from types import ModuleType
 
 import torch
 
-_GPU, _CPU = "lookahead_vllm.verify.gpu", "lookahead_vllm.verify.cpu"
+_NOUNS = ("history", "place", "recurrence", "walk")
 
-ON_GPUS = {
-    "history": f"{_GPU}.triton_history",
-    "place": f"{_GPU}.triton_place",
-    "recurrence": f"{_GPU}.triton_recurrence",
-    "walk": f"{_GPU}.triton_walk",
-}
-ON_CPUS = {"recurrence": f"{_CPU}.recurrence"}
-"""The first model runner needs no others. The tests add theirs, to run the second one on a CPU."""
+ON_GPUS = {noun: f"lookahead_vllm.verify.gpu.triton_{noun}" for noun in _NOUNS}
+ON_CPUS = {noun: f"lookahead_vllm.verify.cpu.{noun}" for noun in _NOUNS}
 
 
 def module_for(noun: str, device: torch.device) -> ModuleType:

@@ -47,6 +47,10 @@ class SlotMover:
         assert slots.min() >= 0 and slots.max() < self._num_slots, slots.tolist()
         self._copy(src, dst)
 
+    def move_paths(self, src: Tensor, dst: Tensor) -> None:
+        """As `move`, for the paths of several requests, int64 [r, m] each."""
+        self.move(src.flatten(), dst.flatten())
+
     def read(self, slots: Tensor) -> Tensor:
         """The contents of these slots, int64 [m], in all layers: uint8 [m, bytes of a slot]."""
         parts = [view[place] for view, place in self._places(slots)]

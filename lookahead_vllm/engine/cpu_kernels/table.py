@@ -1,4 +1,8 @@
-"""What stands in for a Triton kernel, and the table of all of them."""
+"""The table of kernels for CPUs, and how they take the place of vLLM's.
+
+Model Runner V2 launches kernels in Triton, which has no compiler for CPUs in vLLM's builds. Each
+function of this folder computes what one of these kernels computes; `replaces` names it.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +12,32 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import torch
 from numpy.typing import NDArray
+from vllm.triton_utils import triton
+
+from lookahead_vllm.draft.jit import kernel as kernel
 
 Array = NDArray[Any]
 Grid = tuple[int, ...]
 
-STAND_INS: dict[str, StandIn] = {}
-"""By the kernel's name below `vllm.v1.worker`, as in "gpu.sample.min_p._min_p_kernel"."""
+KERNELS: dict[str, CPUKernel] = {}
+"""By the name of vLLM's kernel below `vllm.v1.worker`, as in "gpu.sample.min_p._min_p_kernel"."""
 
-jit = numba.njit(cache=True, nogil=True, error_model="numpy")
-"""Compiles a function and keeps it beside its file.
+_MODULES = (
+    "block_tables",
+    "input_batch",
+    "logits",
+    "logprobs",
+    "sampling",
+    "speculator",
+    "thinking",
+)
+"""The modules of this folder that fill the table."""
 
-numba compiles again when the function's own file has changed, so compiled functions call none of
-another file.
-"""
 
-
-class StandIn:
-    """Is launched like a kernel: `stand_in[grid](*arguments, **constants)`.
+class CPUKernel:
+    """Is launched as in Triton: `kernel[grid](*arguments, **constants)`.
 
     Parameters
     ----------
@@ -67,25 +77,35 @@ def memory(tensor: torch.Tensor) -> Array:
     return tensor.numpy().reshape(-1)
 
 
-def stand_in(kernel: str, of_tensors: bool = False) -> Callable[[Any], Any]:
-    """Enter the decorated function in `STAND_INS`; see `StandIn`."""
+def replaces(name: str, of_tensors: bool = False) -> Callable[[Any], Any]:
+    """Enter the decorated function in `KERNELS`; see `CPUKernel`."""
 
     def register(function: Any) -> Any:
-        STAND_INS[kernel] = StandIn(function, of_tensors)
+        KERNELS[name] = CPUKernel(function, of_tensors)
         return function
 
     return register
 
 
-def home_of(kernel: str) -> tuple[Any, str]:
+def load() -> dict[str, CPUKernel]:
+    """Return the whole table."""
+    for name in _MODULES:
+        importlib.import_module(f"{__package__}.{name}")
+    return KERNELS
+
+
+def home_of(name: str) -> tuple[Any, str]:
     """The module of vLLM that holds a kernel of the table, and the kernel's name in it."""
-    module, _, name = kernel.rpartition(".")
-    return importlib.import_module(f"vllm.v1.worker.{module}"), name
+    module, _, kernel_name = name.rpartition(".")
+    return importlib.import_module(f"vllm.v1.worker.{module}"), kernel_name
 
 
-def replace_kernels() -> None:
-    """Put the stand-ins in the place of vLLM's kernels, in this process."""
-    for kernel, replacement in STAND_INS.items():
-        module, name = home_of(kernel)
-        assert hasattr(module, name), kernel
-        setattr(module, name, replacement)
+@functools.cache
+def install() -> None:
+    """Put the table's kernels in the place of vLLM's, in this process."""
+    # vLLM's placeholder for a missing Triton lacks this function.
+    triton.next_power_of_2 = lambda n: 1 << max(n - 1, 0).bit_length()
+    for name, replacement in load().items():
+        module, kernel_name = home_of(name)
+        assert hasattr(module, kernel_name), name
+        setattr(module, kernel_name, replacement)

@@ -1,4 +1,4 @@
-"""Stand-ins for the kernels that draw tokens: temperature, min_p and Gumbel noise.
+"""The kernels that draw tokens: temperature, min_p and Gumbel noise.
 
 They take what vLLM's kernels take; `slots` has the slot of each row of logits.
 """
@@ -10,14 +10,14 @@ from typing import Any
 import numba
 import numpy as np
 
-from tests.support.v2_on_cpu.stand_in import Array, Grid, jit, stand_in
+from lookahead_vllm.engine.cpu_kernels.table import Array, Grid, kernel, replaces
 
 _inline = numba.njit(inline="always")
 _LN2 = np.float32(0.6931472)
 
 
-@stand_in("gpu.sample.gumbel._temperature_kernel")
-@jit
+@replaces("gpu.sample.gumbel._temperature_kernel")
+@kernel
 def apply_temperature(
     grid: Grid, logits: Array, stride: int, slots: Array, temperatures: Array, vocab: int
 ) -> None:
@@ -29,8 +29,8 @@ def apply_temperature(
                 values[token] /= temperature
 
 
-@stand_in("gpu.sample.min_p._min_p_kernel")
-@jit
+@replaces("gpu.sample.min_p._min_p_kernel")
+@kernel
 def apply_min_p(
     grid: Grid, logits: Array, stride: int, slots: Array, min_ps: Array, vocab: int
 ) -> None:
@@ -45,7 +45,7 @@ def apply_min_p(
                 values[token] = -np.inf
 
 
-@jit
+@kernel
 def _first_largest(values: Array) -> int:
     """The index of the largest float32. Compares integers, which compilers vectorize."""
     bits = values.view(np.int32)
@@ -67,7 +67,7 @@ def _order(bits: np.int32) -> np.int32:
     return np.int32(key + (key == -1))
 
 
-@stand_in("gpu.sample.gumbel._gumbel_sample_kernel")
+@replaces("gpu.sample.gumbel._gumbel_sample_kernel")
 def sample_with_noise(
     grid: Grid,
     winners: Array,
@@ -112,7 +112,7 @@ def sample_with_noise(
     )
 
 
-@jit
+@kernel
 def _sample(
     grid: Grid,
     winners: Array,
@@ -167,7 +167,7 @@ def _finished(state: np.uint32) -> np.uint32:
     return np.uint32(state ^ (state >> np.uint32(16)))
 
 
-@jit
+@kernel
 def _hash(seed: int, position: int) -> np.uint32:
     """The part of the hash that all tokens of a row share."""
     bits, low = np.uint64(seed), np.uint64(0xFFFFFFFF)
@@ -176,7 +176,7 @@ def _hash(seed: int, position: int) -> np.uint32:
     return _mixed(state, np.uint32(np.uint64(position) & low))
 
 
-@jit
+@kernel
 def _draw_uniforms(state: np.uint32, first: int, uniforms: Array) -> None:
     """float32 in (0, 1], one for each token from `first` on, from 32 bits of their hashes."""
     for i in range(uniforms.size):
@@ -187,7 +187,7 @@ def _draw_uniforms(state: np.uint32, first: int, uniforms: Array) -> None:
         ) * np.float32(2**-32)
 
 
-@jit
+@kernel
 def _largest_with_noise(
     logits: Array, uniforms: Array, bounds: Array
 ) -> tuple[int, np.floating[Any]]:

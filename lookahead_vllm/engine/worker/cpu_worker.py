@@ -1,15 +1,16 @@
-"""vLLM's CPU worker that runs lookahead on Model Runner V2, which products have on GPUs alone."""
+"""vLLM's CPU worker on Model Runner V2, with lookahead and without."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.worker import cpu_worker
+from vllm.v1.worker import cpu_worker, gpu_worker
 from vllm.v1.worker.cpu import model_runner
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.config import options_of
+from lookahead_vllm.engine.cpu_kernels import table
 from lookahead_vllm.engine.worker.cpu_attention import CPUTreeAttention
 from lookahead_vllm.engine.worker.replicas import become_replica
 from lookahead_vllm.engine.worker.v2.replica_runner import ReplicaRunner
@@ -30,7 +31,16 @@ class ReplicaCPUModelRunner(ReplicaRunner, LookaheadCPUModelRunner):
     """vLLM's CPU runner with lookahead, under lookahead parallelism."""
 
 
-class LookaheadCPUWorker(cpu_worker.CPUWorker):
+class PlainCPUWorker(cpu_worker.CPUWorker):
+    """vLLM's CPU worker, with kernels for Model Runner V2."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        table.install()
+        with patches.swapped(gpu_worker, "HAS_TRITON", True):  # vLLM 0.33 asks here, too
+            super().__init__(vllm_config, *args, **kwargs)
+
+
+class LookaheadCPUWorker(PlainCPUWorker):
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         become_replica(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
@@ -55,3 +65,7 @@ class LookaheadCPUWorker(cpu_worker.CPUWorker):
         self.model_runner.compile_node_kernels()
         self.model_runner.warm_up_drafting()
         return times
+
+    def lookahead_weights_changed(self) -> None:
+        """For `collective_rpc`: the model has got other weights in a way of the caller's own."""
+        self.model_runner.drafter.weights_changed()

@@ -1,4 +1,4 @@
-"""Stand-ins for the kernels that change logits: penalties, biases, bad words, grammars.
+"""The kernels that change logits: penalties, biases, bad words, grammars.
 
 They take what vLLM's kernels take. `slots` has the slot of each row of logits, `offsets` the row's
 place among its request's rows, and `input_ids` the token before it: the last committed token at
@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.support.v2_on_cpu.stand_in import Array, Grid, jit, memory, stand_in
+from lookahead_vllm.engine.cpu_kernels.table import Array, Grid, kernel, memory, replaces
 
 
-@stand_in("gpu.sample.penalties._penalties_kernel")
-@jit
+@replaces("gpu.sample.penalties._penalties_kernel")
+@kernel
 def apply_penalties(
     grid: Grid,
     logits: Array,
@@ -57,8 +57,8 @@ def apply_penalties(
             in_output[token] -= 1
 
 
-@stand_in("gpu.sample.penalties._bincount_kernel")
-@jit
+@replaces("gpu.sample.penalties._bincount_kernel")
+@kernel
 def count_tokens(
     grid: Grid,
     slots: Array,
@@ -81,7 +81,7 @@ def count_tokens(
             counts[slot * counts_stride + token] += 1
 
 
-@stand_in("gpu.sample.logit_bias._bias_kernel")
+@replaces("gpu.sample.logit_bias._bias_kernel")
 def apply_biases(
     grid: Grid,
     logits: Array,
@@ -126,8 +126,8 @@ def _of_slot(table: Array, stride: int, slot: int, counts: Array) -> Array:
     return table[slot * stride : slot * stride + counts[slot]]
 
 
-@stand_in("gpu.sample.bad_words._bad_words_kernel")
-@jit
+@replaces("gpu.sample.bad_words._bad_words_kernel")
+@kernel
 def forbid_bad_words(
     grid: Grid,
     logits: Array,
@@ -167,7 +167,7 @@ def forbid_bad_words(
                 logits[row * stride + word[-1]] = -np.inf
 
 
-@stand_in("gpu.structured_outputs._apply_grammar_bitmask_kernel", of_tensors=True)
+@replaces("gpu.structured_outputs._apply_grammar_bitmask_kernel", of_tensors=True)
 def apply_grammar(
     grid: Grid,
     logits: torch.Tensor,
@@ -188,7 +188,7 @@ def apply_grammar(
     _mask(grid[0], values, stride, *tables, masks_stride, vocab, MASK_STRIDE, lowest)
 
 
-@jit
+@kernel
 def _mask(
     num_masks: int,
     values: Array,

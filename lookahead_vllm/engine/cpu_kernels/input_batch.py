@@ -1,4 +1,4 @@
-"""Stand-ins for the kernels that prepare a step's inputs and commit its output.
+"""The kernels that prepare a step's inputs and commit its output.
 
 They take what vLLM's kernels take. A *slot* is a request's row in the runner's state; `slots` has
 those of the step's requests. Requests of a step have the rows `starts[i]` to `starts[i + 1]`, and
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.support.v2_on_cpu.stand_in import Array, Grid, jit, stand_in
+from lookahead_vllm.engine.cpu_kernels.table import Array, Grid, kernel, replaces
 
 
-@stand_in("gpu.input_batch._prepare_prefill_inputs_kernel")
-@jit
+@replaces("gpu.input_batch._prepare_prefill_inputs_kernel")
+@kernel
 def prepare_prefill_inputs(
     grid: Grid,
     input_ids: Array,
@@ -41,8 +41,8 @@ def prepare_prefill_inputs(
             next_tokens[i * next_stride + slot] = tokens[first + length + i] if is_known else 0
 
 
-@stand_in("gpu.input_batch._prepare_pos_seq_lens_kernel")
-@jit
+@replaces("gpu.input_batch._prepare_pos_seq_lens_kernel")
+@kernel
 def prepare_positions(
     grid: Grid,
     positions: Array,
@@ -62,8 +62,8 @@ def prepare_positions(
     seq_lens[num_requests:max_requests] = 0
 
 
-@stand_in("gpu.input_batch._combine_sampled_and_draft_tokens_kernel")
-@jit
+@replaces("gpu.input_batch._combine_sampled_and_draft_tokens_kernel")
+@kernel
 def combine_sampled_and_draft_tokens(
     grid: Grid,
     input_ids: Array,
@@ -94,8 +94,8 @@ def combine_sampled_and_draft_tokens(
             input_ids[end - num_drafts + i] = drafts[slot * drafts_stride + i]
 
 
-@stand_in("gpu.input_batch._expand_idx_mapping_kernel")
-@jit
+@replaces("gpu.input_batch._expand_idx_mapping_kernel")
+@kernel
 def expand_slots(
     grid: Grid, slots: Array, expanded_slots: Array, offsets: Array, first_logits: Array
 ) -> None:
@@ -106,8 +106,8 @@ def expand_slots(
             offsets[first + i] = i
 
 
-@stand_in("gpu.input_batch._get_num_sampled_and_rejected_kernel")
-@jit
+@replaces("gpu.input_batch._get_num_sampled_and_rejected_kernel")
+@kernel
 def count_sampled_and_rejected(
     grid: Grid,
     num_sampled: Array,
@@ -126,7 +126,7 @@ def count_sampled_and_rejected(
             num_rejected[request] = num_logits - num_sampled[request]
 
 
-@stand_in("gpu.input_batch._post_update_kernel")
+@replaces("gpu.input_batch._post_update_kernel")
 def commit(
     grid: Grid,
     slots: Array,
@@ -160,7 +160,7 @@ def commit(
         kept_drafts.reshape(-1, num_drafts)[slots[rows]] = of_rows[rows]
 
 
-@jit
+@kernel
 def _append(
     rows: Array,
     slots: Array,
@@ -182,7 +182,7 @@ def _append(
             total_lens[slot] += new
 
 
-@jit
+@kernel
 def _count(
     rows: Array,
     slots: Array,
@@ -197,7 +197,7 @@ def _count(
             counts[slots[row] * counts_stride + sampled[row * sampled_stride + i]] += 1
 
 
-@jit
+@kernel
 def _advance(
     rows: Array, slots: Array, starts: Array, num_rejected: Array, num_computed: Array
 ) -> None:
@@ -205,15 +205,15 @@ def _advance(
         num_computed[slots[row]] += starts[row + 1] - starts[row] - num_rejected[row]
 
 
-@stand_in("gpu.input_batch._post_update_num_computed_tokens_kernel")
-@jit
+@replaces("gpu.input_batch._post_update_num_computed_tokens_kernel")
+@kernel
 def count_computed(grid: Grid, slots: Array, num_computed: Array, starts: Array) -> None:
     for request in range(grid[0]):
         num_computed[slots[request]] += starts[request + 1] - starts[request]
 
 
-@stand_in("gpu.mm.rope._prepare_rope_positions_kernel")
-@jit
+@replaces("gpu.mm.rope._prepare_rope_positions_kernel")
+@kernel
 def prepare_rope_positions(
     grid: Grid,
     positions: Array,
@@ -241,16 +241,16 @@ def prepare_rope_positions(
                     positions[at] = first + i + deltas[slot]
 
 
-@stand_in("gpu.model_states.mamba_hybrid._scatter_num_accepted_kernel")
-@jit
+@replaces("gpu.model_states.mamba_hybrid._scatter_num_accepted_kernel")
+@kernel
 def scatter_num_accepted(grid: Grid, slots: Array, num_sampled: Array, accepted: Array) -> None:
     for request in range(grid[0]):
         if slots[request] >= 0:
             accepted[slots[request]] = max(num_sampled[request], 1)
 
 
-@stand_in("gpu.model_states.mamba_hybrid._fill_num_accepted_kernel")
-@jit
+@replaces("gpu.model_states.mamba_hybrid._fill_num_accepted_kernel")
+@kernel
 def fill_num_accepted(grid: Grid, slots: Array, accepted: Array, num_sampled: int) -> None:
     for request in range(grid[0]):
         if slots[request] >= 0:

@@ -1,4 +1,4 @@
-"""Stand-ins for the kernels of block tables and of others that follow addresses.
+"""The kernels of block tables and of others that follow addresses.
 
 They take what vLLM's kernels take; see `input_batch.py` for slots and starts.
 """
@@ -13,7 +13,7 @@ import torch
 from numba import types
 from numba.extending import intrinsic
 
-from tests.support.v2_on_cpu.stand_in import Array, Grid, jit, stand_in
+from lookahead_vllm.engine.cpu_kernels.table import Array, Grid, kernel, replaces
 
 
 @intrinsic
@@ -26,17 +26,17 @@ def _pointer(typing_context: Any, address: Any) -> Any:
     return types.CPointer(types.uint8)(types.uint64), generate
 
 
-@jit
+@kernel
 def _bytes_at(address: np.uint64, count: int) -> Array:
     return numba.carray(_pointer(address), (count,))
 
 
-@jit
+@kernel
 def _integers_at(address: np.uint64, count: int) -> Array:
     return _bytes_at(address, count * 4).view(np.int32)
 
 
-@stand_in("gpu.buffer_utils._apply_write_kernel")
+@replaces("gpu.buffer_utils._apply_write_kernel")
 def apply_writes(
     grid: Grid,
     target: Array,
@@ -55,7 +55,7 @@ def apply_writes(
         _write(grid[0], target, stride, rows, columns, contents, ends)
 
 
-@jit
+@kernel
 def _write(
     num_writes: int,
     target: Array,
@@ -73,7 +73,7 @@ def _write(
         start = ends[write]
 
 
-@jit
+@kernel
 def _write_groups(
     num_writes: int,
     targets: Array,
@@ -94,7 +94,7 @@ def _write_groups(
         start = ends[write]
 
 
-@stand_in("gpu.block_table._gather_block_tables_kernel")
+@replaces("gpu.block_table._gather_block_tables_kernel")
 def gather_block_tables(
     grid: Grid,
     slots: Array,
@@ -127,7 +127,7 @@ def gather_block_tables(
     )
 
 
-@jit
+@kernel
 def _gather(
     grid: Grid,
     slots: Array,
@@ -156,7 +156,7 @@ def _gather(
                 target[request * stride + i] = block
 
 
-@stand_in("gpu.block_table._compute_slot_mappings_kernel")
+@replaces("gpu.block_table._compute_slot_mappings_kernel")
 def compute_slot_mappings(
     grid: Grid,
     max_tokens: int,
@@ -191,7 +191,7 @@ def compute_slot_mappings(
         )
 
 
-@jit
+@kernel
 def _map_tokens(
     num_requests: int,
     slots: Array,
@@ -216,7 +216,7 @@ def _map_tokens(
     mapping[starts[num_requests] :] = pad
 
 
-@stand_in("gpu.model_states.prompt_embeds._apply_prompt_embeds_kernel", of_tensors=True)
+@replaces("gpu.model_states.prompt_embeds._apply_prompt_embeds_kernel", of_tensors=True)
 def apply_prompt_embeds(
     grid: Grid,
     target: torch.Tensor,
@@ -236,7 +236,7 @@ def apply_prompt_embeds(
     _overlay(grid[0], target.view(torch.uint8).numpy(), row_bytes, *tables)
 
 
-@jit
+@kernel
 def _overlay(
     num_requests: int,
     target: Array,
@@ -259,8 +259,8 @@ def _overlay(
             target[starts[request] + i - first, :] = row[i * row_bytes : (i + 1) * row_bytes]
 
 
-@stand_in("utils._zero_kv_blocks_kernel")
-@jit
+@replaces("utils._zero_kv_blocks_kernel")
+@kernel
 def zero_blocks(grid: Grid, addresses: Array, strides: Array, sizes: Array, blocks: Array) -> None:
     """Strides and sizes count words of four bytes."""
     for segment in range(grid[1]):

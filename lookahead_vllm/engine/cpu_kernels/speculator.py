@@ -1,14 +1,14 @@
-"""Stand-ins for the kernels with which vLLM's speculators prepare their inputs."""
+"""The kernels with which vLLM's speculators prepare their inputs."""
 
 from __future__ import annotations
 
-from tests.support.v2_on_cpu.stand_in import Array, Grid, jit, stand_in
+from lookahead_vllm.engine.cpu_kernels.table import Array, Grid, kernel, replaces
 
 _AR = "gpu.spec_decode.target_dependent_ar.speculator."
 
 
-@stand_in(_AR + "_prepare_prefill_inputs_kernel")
-@jit
+@replaces(_AR + "_prepare_prefill_inputs_kernel")
+@kernel
 def prepare_prefill_inputs(
     grid: Grid,
     last_token_indices: Array,
@@ -52,8 +52,8 @@ def prepare_prefill_inputs(
         last_token_indices[i] = 0
 
 
-@stand_in(_AR + "_prepare_decode_inputs_kernel")
-@jit
+@replaces(_AR + "_prepare_decode_inputs_kernel")
+@kernel
 def prepare_decode_inputs(
     grid: Grid,
     tokens: Array,
@@ -84,8 +84,8 @@ def prepare_decode_inputs(
         seq_lens[request] = length
 
 
-@stand_in(_AR + "_update_draft_inputs_kernel")
-@jit
+@replaces(_AR + "_update_draft_inputs_kernel")
+@kernel
 def update_draft_inputs(
     grid: Grid,
     out_tokens: Array,
@@ -119,8 +119,8 @@ def update_draft_inputs(
             seq_lens[request] = min(seq_lens[request] + 1, max_model_len)
 
 
-@stand_in("gpu.spec_decode.standalone_ar.speculator._prepare_prefill_inputs_kernel")
-@jit
+@replaces("gpu.spec_decode.standalone_ar.speculator._prepare_prefill_inputs_kernel")
+@kernel
 def prepare_expanded_inputs(
     grid: Grid,
     ids: Array,

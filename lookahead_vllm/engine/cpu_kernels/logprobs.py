@@ -1,13 +1,13 @@
-"""Stand-ins for the kernels of logprobs, those of prompts included."""
+"""The kernels of logprobs, those of prompts included."""
 
 from __future__ import annotations
 
 import torch
 
-from tests.support.v2_on_cpu.stand_in import Array, Grid, jit, stand_in
+from lookahead_vllm.engine.cpu_kernels.table import Array, Grid, kernel, replaces
 
 
-@stand_in("gpu.sample.logprob._topk_log_softmax_kernel", of_tensors=True)
+@replaces("gpu.sample.logprob._topk_log_softmax_kernel", of_tensors=True)
 def log_softmax_of_ids(
     grid: Grid,
     out: torch.Tensor,
@@ -23,7 +23,7 @@ def log_softmax_of_ids(
     out.copy_(values.gather(1, ids) - values.exp().sum(dim=1, keepdim=True).log())
 
 
-@stand_in("gpu.sample.logprob._ranks_kernel", of_tensors=True)
+@replaces("gpu.sample.logprob._ranks_kernel", of_tensors=True)
 def count_at_least_as_likely(
     grid: Grid,
     ranks: torch.Tensor,
@@ -39,8 +39,8 @@ def count_at_least_as_likely(
     ranks.copy_((logits >= own).sum(dim=1) + num_padding * own[:, 0].isneginf())
 
 
-@stand_in("gpu.sample.logprob._fill_logprob_token_ids_kernel")
-@jit
+@replaces("gpu.sample.logprob._fill_logprob_token_ids_kernel")
+@kernel
 def choose_ids(
     grid: Grid,
     ids: Array,
@@ -70,8 +70,8 @@ def choose_ids(
             is_valid[row * valid_stride + 1 + i] = True
 
 
-@stand_in("gpu.sample.prompt_logprob._prompt_logprobs_token_ids_kernel")
-@jit
+@replaces("gpu.sample.prompt_logprob._prompt_logprobs_token_ids_kernel")
+@kernel
 def shift_prompt(
     grid: Grid,
     ids: Array,

@@ -1,4 +1,4 @@
-"""Stand-ins for the kernels of thinking budgets.
+"""The kernels of thinking budgets.
 
 They take what vLLM's kernels take; see `logits.py` for slots, offsets and input ids.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.support.v2_on_cpu.stand_in import Array, Grid, jit, stand_in
+from lookahead_vllm.engine.cpu_kernels.table import Array, Grid, kernel, replaces
 
 
-@stand_in("gpu.sample.thinking_budget._update_committed_marker_cache_kernel")
-@jit
+@replaces("gpu.sample.thinking_budget._update_committed_marker_cache_kernel")
+@kernel
 def find_markers(
     grid: Grid,
     slots: Array,
@@ -56,7 +56,7 @@ def find_markers(
         num_scanned[slot] = max(size - (MAX_LEN - 1), 0)
 
 
-@jit
+@kernel
 def _last_match(text: Array, marker: Array, first: int, end: int, default: int) -> int:
     """The last place in [first, end) at which the whole marker stands in the text."""
     for place in range(min(end, text.size - marker.size + 1) - 1, first - 1, -1):
@@ -68,8 +68,8 @@ def _last_match(text: Array, marker: Array, first: int, end: int, default: int) 
     return default
 
 
-@stand_in("gpu.sample.thinking_budget._thinking_budget_kernel")
-@jit
+@replaces("gpu.sample.thinking_budget._thinking_budget_kernel")
+@kernel
 def force_end_of_thinking(
     grid: Grid,
     logits: Array,
@@ -114,7 +114,7 @@ def force_end_of_thinking(
         logits[row * stride + token] = np.float32(1e9)
 
 
-@jit
+@kernel
 def _last_match_in_drafts(
     tail: Array, marker: Array, tail_start: int, size: int, default: int
 ) -> int:
@@ -124,7 +124,7 @@ def _last_match_in_drafts(
     return default if place < 0 else place + tail_start
 
 
-@jit
+@kernel
 def _num_forced(tail: Array, forced: Array) -> int:
     """The number of tokens at the end of the text that begin the forced marker."""
     for length in range(min(forced.size - 1, tail.size), 0, -1):
