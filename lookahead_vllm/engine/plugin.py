@@ -191,9 +191,11 @@ def _with_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return original(self, *args, **kwargs)
             except Exception as error:
-                if (name := requested.misspelled_name(self)) is not None:
-                    raise requested.OptionError(requested.MISSPELLED.format(name)) from error
-                raise
+                if (name := requested.misspelled_name(self)) is None:
+                    raise
+                from lookahead_vllm.draft.options import OptionError
+
+                raise OptionError(requested.MISSPELLED.format(name)) from error
         from lookahead_vllm.engine import compatibility
 
         compatibility.check()
