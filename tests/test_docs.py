@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+import vllm
 import yaml
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -89,6 +91,20 @@ def test_all_pages_are_listed() -> None:
     text = (DOCS / "README.md").read_text()
     for page in DOCS.glob("*.md"):
         assert page.name == "README.md" or f"({page.name})" in text, page.name
+
+
+def test_the_offline_example_starts_however_much_memory_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU, vLLM checks the free memory unless the KV cache has a size."""
+    readme = (ROOT / "README.md").read_text()
+    (example,) = (text for _, text in blocks("python") if text.startswith("from vllm import LLM"))
+    llm = MagicMock()
+    monkeypatch.setattr(vllm, "LLM", llm)
+    exec(example, {"__name__": "__main__"})
+    ((model,), options) = llm.call_args
+    assert f"vllm serve {model} " in readme
+    assert options["kv_cache_memory_bytes"] <= 2**30
 
 
 def test_blocks_can_be_read() -> None:
@@ -233,9 +249,10 @@ def texts_of_sources() -> str:
 
 
 def test_the_messages_that_are_explained_exist() -> None:
-    """In the tables of messages, `...` stands for a value; vLLM has the first two messages."""
-    text = (
-        texts_of_sources() + "unrecognized arguments: --speculative-model Input should be 'ngram'"
+    """In the tables of messages, `...` stands for a value; a few messages are vLLM's."""
+    text = texts_of_sources() + (
+        "unrecognized arguments: --speculative-model Input should be 'ngram'"
+        "is less than desired CPU memory utilization"
     )
     cells = re.findall(r"^\| (`.*`) \| ", (DOCS / "troubleshooting.md").read_text(), re.M)
     messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]

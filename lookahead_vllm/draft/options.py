@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lookahead_vllm.draft.allowed import Allowed, with_known_names
 from lookahead_vllm.draft.allowed import OptionError as OptionError
-from lookahead_vllm.draft.registry import HAVE_WINDOW, KEEP_CACHE, PROPOSERS
+from lookahead_vllm.draft.registry import HAVE_WINDOW, PROPOSERS
 from lookahead_vllm.draft.window.shape import (
     MAX_GUESS_SET_SIZE,
     MAX_NGRAM_SIZE,
@@ -161,7 +160,6 @@ class LookaheadOptions:
             object.__setattr__(self, option.name, read)
         if isinstance(self.drafter, str):
             object.__setattr__(self, "drafter", {"model": self.drafter})
-        self._check_window()
         length = self.num_speculative_tokens
         if "auto" not in (self.budget, length) and int(self.budget) > int(length):
             raise OptionError(
@@ -169,14 +167,11 @@ class LookaheadOptions:
                 f'num_speculative_tokens={length}; write "auto", or leave budget out'
             )
         self._check_comb()
-        if self.drafter is not None and self.proposer == "jacobi_window":
-            raise OptionError(
-                f"drafter={reprlib.repr(self.drafter)} was given, but only the trees of the "
-                "proposers 'hybrid' and 'ngram_trie' hold its tokens; leave proposer out"
+        if self.share_with is not None and not self.share_with.startswith(SHARE_SCHEMES):
+            raise OptionError(  # without the URL, which may hold a password
+                f"share_with was given, but it must begin with {', '.join(SHARE_SCHEMES)}; write "
+                "for instance redis://localhost:6379/0"
             )
-        self._check_keeping("cache_path", "keeps no cache")
-        self._check_keeping("share_with", "learns from no other request")
-        self._check_sharing()
 
     @classmethod
     def from_dict(cls, given: Mapping[str, object]) -> LookaheadOptions:
@@ -185,14 +180,17 @@ class LookaheadOptions:
         Raises
         ------
         OptionError
-            A key is unknown, a value has a wrong type or is out of range, or two contradict.
+            A key is unknown, a value has a wrong type or is out of range, two contradict, or an
+            option has no effect.
         """
         values = with_known_names(given, [option.name for option in fields(cls)])
         for name, value in list(values.items()):
             # null means the default, unless it may be meant to be the word "none".
             if value is None and "none" not in allowed_values(name).words:
                 del values[name]
-        return cls(**values)
+        options = cls(**values)
+        options._check_needs()
+        return options
 
     def to_dict(self) -> dict[str, object]:
         """The options as plain values, which `from_dict` reads back."""
@@ -228,10 +226,11 @@ class LookaheadOptions:
         return replace(self, cache_path=str(path))
 
     def for_model(self, num_parameters: float) -> LookaheadOptions:
-        """Replace "auto" in `window_size` and `guess_set_size`, for a model of this size.
+        """Replace "auto" in `window_size`, for a model of this size.
 
         W is the paper's, or the largest whose comb fits into half of a tree's nodes with the
-        proposer "jacobi_window", into a quarter with "hybrid". G is W, at least 1.
+        proposer "jacobi_window", into a quarter with "hybrid". With "jacobi_window", "auto" in
+        `guess_set_size` becomes W, at least 1.
         """
         if self.proposer not in HAVE_WINDOW:
             return self
@@ -240,7 +239,7 @@ class LookaheadOptions:
             sizes = range(paper_window_size(num_parameters) + 1)
             nodes = [WindowShape(size, self.ngram_size).nodes for size in sizes]
             size = max(s for s, n in zip(sizes, nodes, strict=True) if n <= self._max_comb_nodes)
-        if guesses == "auto":
+        if guesses == "auto" and self.proposer == "jacobi_window":
             guesses = max(1, int(size))
         return replace(self, window_size=size, guess_set_size=guesses)
 
@@ -302,38 +301,18 @@ class LookaheadOptions:
         comb = WindowShape(size, self.ngram_size).nodes
         return min(MAX_DECODING_LENGTH, max(1, comb + guesses * (self.ngram_size - 1)))
 
-    def _check_window(self) -> None:
-        if self.proposer in HAVE_WINDOW:
-            return
-        for name in ("window_size", "guess_set_size"):
-            if getattr(self, name) != "auto":
-                raise OptionError(
-                    f"{name}={getattr(self, name)!r} was given, but only the proposers "
-                    f"'hybrid' and 'jacobi_window' have a window; leave {name} out, or write "
-                    "proposer='hybrid'"
-                )
-
-    def _check_keeping(self, option: str, reason: str) -> None:
-        if getattr(self, option) is not None and self.proposer not in ("auto", *KEEP_CACHE):
-            raise OptionError(
-                f"{option} was given, but the proposer {self.proposer!r} {reason}; leave {option} "
-                "out"
-            )
-
-    def _check_sharing(self) -> None:
-        """Without showing the URL, which may hold a password."""
-        if self.share_with is None:
-            return
-        if not self.share_with.startswith(SHARE_SCHEMES):
-            raise OptionError(
-                f"share_with was given, but it must begin with {', '.join(SHARE_SCHEMES)}; write "
-                "for instance redis://localhost:6379/0"
-            )
-        if self.share == "none":
-            raise OptionError(
-                'share_with and share="none" were given, but they contradict each other; leave '
-                "one of them out"
-            )
+    def _check_needs(self) -> None:
+        given = [
+            option.name for option in fields(self) if getattr(self, option.name) != option.default
+        ]
+        for need in NEEDS:
+            for name in given:
+                if name in need.of and not need.is_met(self):
+                    # Without its value: the URL of `share_with` may hold a password.
+                    raise OptionError(
+                        f"{name} was given, but it has no effect without {need.what}; "
+                        f"{need.write}, or leave {name} out"
+                    )
 
     def _check_comb(self) -> None:
         if self.proposer not in HAVE_WINDOW or self.window_size == "auto":
@@ -346,6 +325,64 @@ class LookaheadOptions:
                 f"but their {self.window.nodes} nodes are more than {name}={max_nodes}; "
                 "leave window_size out"
             )
+
+
+class Need(NamedTuple):
+    """What some options have no effect without."""
+
+    of: tuple[str, ...]
+    what: str
+    write: str
+    is_met: Callable[[LookaheadOptions], bool]
+
+
+NEEDS = (
+    Need(
+        ("window_size", "ngram_size"),
+        "a window, which only the proposers 'hybrid' and 'jacobi_window' have",
+        "write proposer='hybrid'",
+        lambda options: options.proposer in HAVE_WINDOW,
+    ),
+    Need(
+        ("guess_set_size", "pool_from_prompt"),
+        "a pool of n-grams, which only the proposer 'jacobi_window' has",
+        "write proposer='jacobi_window'",
+        lambda options: options.proposer == "jacobi_window",
+    ),
+    Need(
+        (
+            *("branch_length", "max_nodes", "draft", "objective", "weights_half_life"),
+            *("drafter", "share", "cache_path", "share_with"),
+        ),
+        "a trie, which the proposer 'jacobi_window' does not have",
+        "leave proposer out",
+        lambda options: options.proposer != "jacobi_window",
+    ),
+    Need(
+        ("share_with",),
+        "requests that learn from each other, and share='none' was given",
+        "write share='namespace'",
+        lambda options: options.share != "none",
+    ),
+    Need(
+        ("cache_interval",),
+        "a cache file",
+        "give cache_path, too",
+        lambda options: options.cache_path is not None,
+    ),
+    Need(
+        ("share_messages",),
+        "a server to share with",
+        "give share_with, too",
+        lambda options: options.share_with is not None,
+    ),
+    Need(
+        ("max_reference_tokens",),
+        "references, and accept_references=False was given",
+        "leave that out",
+        lambda options: options.accept_references,
+    ),
+)
 
 
 def allowed_values(option: str) -> Allowed:

@@ -20,9 +20,6 @@ PROPOSERS = {
 HAVE_WINDOW = {"jacobi_window", "hybrid"}
 """Proposers with a lookahead branch, which need the model's choices."""
 
-KEEP_CACHE = {"ngram_trie", "hybrid"}
-"""Proposers that implement `cache.keeper.Cacheable`: `snapshot` and `restore`."""
-
 
 def make_proposer(options: LookaheadOptions) -> Proposer:
     """Make a proposer of the class named by `options.proposer`."""

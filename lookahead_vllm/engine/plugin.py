@@ -1,8 +1,8 @@
 """The entry point `vllm.general_plugins`: puts `lookahead` among vLLM's speculative methods.
 
 Two functions of `EngineArgs` are patched (`seams.md`). Without lookahead in the engine's
-arguments they add two flags to `--help` and nothing else: all other modules are imported when
-lookahead is requested, most of them after `compatibility.check`.
+arguments they add two flags and a choice of --spec-method to `--help`, and nothing else: all other
+modules are imported when lookahead is requested, most of them after `compatibility.check`.
 """
 
 from __future__ import annotations
@@ -96,13 +96,14 @@ def patch_engine_args(engine_args: Any) -> None:
 
 
 def _with_flags(engine_args: type, original: Callable[..., Any]) -> Callable[..., Any]:
-    """`EngineArgs.add_cli_args`, whose parser also has our flags."""
+    """`EngineArgs.add_cli_args`, whose parser also has our flags and our method."""
 
     @functools.wraps(original)
     def add_cli_args(*args: Any, **kwargs: Any) -> Any:
         parser = original(*args, **kwargs)
         if isinstance(parser, argparse.ArgumentParser):
             _offer_flags(parser, engine_args)
+            _offer_method(parser)
         return parser
 
     return add_cli_args
@@ -162,6 +163,25 @@ def _add_flags(parser: argparse.ArgumentParser) -> set[str]:
     return set(free)
 
 
+def _offer_method(parser: argparse.ArgumentParser) -> None:
+    """Make lookahead a choice of vLLM's own flag for the method, if this release has one."""
+    flag = parser._option_string_actions.get("--spec-method")
+    if flag is None or flag.choices is None:
+        return
+    read, known = flag.type, list(flag.choices)
+
+    def method(text: str) -> Any:
+        from lookahead_vllm.engine import requested
+
+        if requested.is_lookahead(text):
+            return requested.KEY
+        if text not in known and requested.is_misspelled(text):
+            raise argparse.ArgumentTypeError(requested.MISSPELLED.format(text))
+        return read(text) if callable(read) else text
+
+    flag.type, flag.choices = method, [*known, "lookahead"]
+
+
 # ---- the engine's config -------------------------------------------------------------------------
 
 
@@ -174,7 +194,14 @@ def _with_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
 
         create = functools.partial(original, self, *args, **kwargs)
         if not requested.requests_lookahead(self):
-            return _plain_config(create)
+            try:
+                return _plain_config(create)
+            except Exception as error:
+                if (name := requested.misspelled_name(self)) is None:
+                    raise
+                from lookahead_vllm.draft.options import OptionError
+
+                raise OptionError(requested.MISSPELLED.format(name)) from error
         from lookahead_vllm.engine import compatibility
 
         compatibility.check()

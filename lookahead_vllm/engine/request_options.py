@@ -130,6 +130,41 @@ def parse_options(
     return RequestOptions(**options)
 
 
+def check_places(body: Any) -> None:
+    """Check that vLLM reads lookahead's options where they are in `body`, a request's JSON.
+
+    Raises
+    ------
+    RequestError
+        vLLM would ignore one of them.
+    """
+    if not isinstance(body, Mapping):
+        return
+    if "token_ids" in body:  # of the endpoint /inference/v1/generate
+        right, example = "sampling_params.extra_args", '{"sampling_params": {"extra_args": {...}}}'
+    else:
+        right, example = "vllm_xargs", '{"vllm_xargs": {...}}'
+    for place, name in _places(body):
+        if place != right:
+            raise RequestError(
+                f"{reprlib.repr(name)} was given {f'in {place}' if place else 'at the top'} of the "
+                f"request, but lookahead's options are read only in {right}; write {example}"
+            )
+
+
+_FIELDS = ("extra_args", "extra_body", "sampling_params", "vllm_xargs")
+"""Where options are written; vLLM reads two of them."""
+
+
+def _places(fields: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, str]]:
+    """The field and the name of each of lookahead's options in the JSON of a request."""
+    for key, value in fields.items():
+        if folded(key).startswith(KEY):
+            yield place, key
+        elif key in _FIELDS and isinstance(value, Mapping):
+            yield from _places(value, f"{place}.{key}" if place else key)
+
+
 def with_options(extra_args: Mapping[str, Any] | None, options: RequestOptions) -> dict[str, Any]:
     """A copy of extra_args that holds options; parse_options returns them as they are."""
     return {**_others(extra_args), KEY: options}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import reprlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from lookahead_vllm.draft.allowed import folded, nearest, with_known_names
@@ -32,14 +34,34 @@ FLAGS = {
 }
 """Keys of `speculative_config` that are also fields of `EngineArgs`, with their flags."""
 
+MISSPELLED = (
+    "speculative method or model {!r} was given, which vLLM does not know; write 'lookahead'"
+)
+
 
 def requests_lookahead(args: Any) -> bool:
     """Whether these engine arguments, of any release of vLLM, request lookahead."""
+    return any(is_lookahead(name) or _is_class(name) for name in _names(args))
+
+
+def misspelled_name(args: Any) -> str | None:
+    """What is probably meant to be "lookahead" in engine arguments that vLLM refused, or None."""
+    return next((name for name in _names(args) if is_misspelled(name)), None)
+
+
+def is_misspelled(name: Any) -> bool:
+    """Whether a method or a model that vLLM does not know is probably meant to be "lookahead"."""
+    if not isinstance(name, str) or len(name) > 60 or "/" in name or os.path.exists(name):
+        return False
+    return KEY in folded(name) or bool(get_close_matches(folded(name), [KEY], cutoff=0.8))
+
+
+def _names(args: Any) -> list[Any]:
+    """What engine arguments, of any release of vLLM, say about speculation."""
     given = _parsed(getattr(args, "speculative_config", None))
     fields_of_args = ("spec_method", "spec_model", "speculative_model")
     names = [getattr(args, name, None) for name in fields_of_args]
-    names.extend(given.values() if isinstance(given, Mapping) else [given])
-    return any(_is_lookahead(name) or _is_class(name) for name in names)
+    return [*names, *(given.values() if isinstance(given, Mapping) else [given])]
 
 
 def _parsed(given: Any) -> Any:
@@ -50,7 +72,8 @@ def _parsed(given: Any) -> Any:
     return given
 
 
-def _is_lookahead(name: Any) -> bool:
+def is_lookahead(name: Any) -> bool:
+    """Whether a method or a model is "lookahead", however it is spelled."""
     return isinstance(name, str) and folded(name) == KEY
 
 
@@ -84,14 +107,14 @@ def requested_options(args: EngineArgs) -> LookaheadOptions:
             f"{key} was given twice, as {FLAGS[key][1]} {flags[key]} and in --speculative-config "
             f"as {given[key]!r}; write it once"
         )
-    if not (method is None or _is_lookahead(method) or folded(method) == "customclass"):
+    if not (method is None or is_lookahead(method) or folded(method) == "customclass"):
         raise OptionError(
             f"method {method!r} was given together with model {model!r}; "
             'write only --speculative-config \'{"method": "lookahead"}\''
         )
     if _is_class(model):
         settings.setdefault("proposer", _proposer_of(model))
-    elif not (model is None or _is_lookahead(model)):
+    elif not (model is None or is_lookahead(model)):
         raise OptionError(
             f"model {model!r} was given with method 'lookahead', which needs no draft model; "
             'write {"method": "lookahead"} without a model'

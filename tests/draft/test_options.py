@@ -2,11 +2,11 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
-from lookahead_vllm.draft.registry import PROPOSERS
 
 
 def test_missing_options_have_defaults():
@@ -24,10 +24,6 @@ def test_options_round_trip_through_a_dict():
     [
         ({"depth": 8}, ["'depth' was given", "options are num_speculative_tokens", "leave it out"]),
         ({"window": 8}, ["'window' was given", "did you mean 'window_size'?"]),
-        (
-            {"window_size": 8},
-            ["'hybrid' and 'jacobi_window' have a window", "leave window_size out"],
-        ),
         (
             {"proposer": "jacobi_window", "window_size": 15, "num_speculative_tokens": 16},
             ["window_size=15 and ngram_size=5", "59 nodes", "=16;", "leave window_size out"],
@@ -79,10 +75,43 @@ def test_an_unwritable_cache_path_is_refused_at_start(path, says, tmp_path, monk
     assert "\n" not in str(error.value)
 
 
-def test_cache_path_is_refused_for_a_proposer_without_a_cache(monkeypatch):
-    monkeypatch.setitem(PROPOSERS, "forgetful", "a.Class")
-    with pytest.raises(OptionError, match="'forgetful' keeps no cache; leave cache_path out"):
-        LookaheadOptions(proposer="forgetful", cache_path="a.cache")
+SHARING = {"share_with": "redis://:secret@h"}
+
+
+@pytest.mark.parametrize(
+    ("given", "option", "missing"),
+    [
+        ({"window_size": 8}, "window_size", "a window"),
+        ({"proposer": "ngram_trie", "ngram_size": 4}, "ngram_size", "a window"),
+        ({"proposer": "hybrid", "guess_set_size": 7}, "guess_set_size", "a pool of n-grams"),
+        ({"pool_from_prompt": True}, "pool_from_prompt", "a pool of n-grams"),
+        *(
+            ({"proposer": "jacobi_window", **given}, next(iter(given)), "a trie")
+            for given in (
+                {"branch_length": 8},
+                {"max_nodes": 4096},
+                {"drafter": "path"},
+                {"share": "all"},
+                {"cache_path": "a.cache"},
+                SHARING,
+            )
+        ),
+        ({**SHARING, "share": "none"}, "share_with", "requests that learn from each other"),
+        ({"cache_interval": 20}, "cache_interval", "a cache file"),
+        ({"share_messages": 20}, "share_messages", "a server to share with"),
+        (
+            {"max_reference_tokens": 20, "accept_references": False},
+            *("max_reference_tokens", "references, and accept_references=False"),
+        ),
+    ],
+)
+def test_an_option_without_effect_is_refused(
+    given: dict[str, Any], option: str, missing: str
+) -> None:
+    says = f"^{option} was given, but it has no effect without {missing}.*, or leave {option} out$"
+    with pytest.raises(OptionError, match=says) as error:
+        LookaheadOptions.from_dict(given)
+    assert "secret" not in str(error.value)
 
 
 def test_cache_path_becomes_absolute(tmp_path, monkeypatch):
@@ -102,9 +131,9 @@ def test_cache_path_becomes_absolute(tmp_path, monkeypatch):
         ({"proposer": "jacobi_window"}, 34e9, 55, (7, 5), 7),
         ({"proposer": "jacobi_window", "num_speculative_tokens": 32}, 7e9, 32, (4, 5), 4),
         ({"proposer": "jacobi_window", "window_size": 5, "ngram_size": 4}, 7e9, 29, (5, 4), 5),
-        ({"proposer": "hybrid"}, 7e9, 64, (4, 5), 4),
-        ({"proposer": "hybrid", "budget": 8}, 7e9, 8, (0, 5), 1),
-        ({"proposer": "hybrid", "window_size": 0}, 7e9, 64, (0, 5), 1),
+        ({"proposer": "hybrid"}, 7e9, 64, (4, 5), "auto"),
+        ({"proposer": "hybrid", "budget": 8}, 7e9, 8, (0, 5), "auto"),
+        ({"proposer": "hybrid", "window_size": 0}, 7e9, 64, (0, 5), "auto"),
     ],
 )
 def test_auto_follows_the_papers_table_4(given, parameters, length, window, guesses):

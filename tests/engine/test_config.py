@@ -58,6 +58,12 @@ def test_every_spelling_means_the_same(model: Path) -> None:
         ),
         from_cli(
             model,
+            "--spec-method=lookahead",
+            "--spec-tokens=12",
+            "--speculative-config.branch_length=9",
+        ),
+        from_cli(
+            model,
             "--speculative_model",
             "lookahead",
             "--speculative-config",
@@ -216,6 +222,14 @@ def test_a_wrong_option_stops_start_up(
     assert given in message
     assert allowed in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("near", [{"method": "lookahaed"}, {"model": "[lookahed]"}])
+def test_a_near_miss_of_our_name_is_told(near: dict[str, Any], model: Path) -> None:
+    (name,) = near.values()
+    with pytest.raises(OptionError) as error:
+        made(model, speculative_config={**near, "num_speculative_tokens": 4})
+    assert f"{name!r} was given, which vLLM does not know; write 'lookahead'" in str(error.value)
 
 
 @pytest.mark.parametrize(

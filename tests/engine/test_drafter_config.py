@@ -59,7 +59,7 @@ def test_a_path_is_a_draft_model(tmp_path: Path) -> None:
         ),
         ({}, {"parallel": 2}, {}, "parallel=2"),
         ({}, {}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
-        ({}, {"proposer": "jacobi_window"}, {}, "only the trees of the proposers 'hybrid'"),
+        ({}, {"proposer": "jacobi_window"}, {}, "without a trie"),
     ],
 )
 def test_what_a_drafter_cannot_be_combined_with(

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from lookahead_vllm.draft.options import OptionError
@@ -100,6 +101,72 @@ def test_without_lookahead_nothing_changes(
             flag[2:].replace("-", "_") for flag in (*OURS, "--spec-model", "--speculative-config")
         }
         parser.format_help()
+
+
+NEAR = ["lookahaed", "[lookahed]", "look_ahead_decoding", "LookAhead-vLLM", "lokahead"]
+FAR = ["ngram", "lookup", "HEAD", "org/lookahead-head", "lookahead_head", 7, "[" * 1000]
+
+
+@pytest.mark.parametrize("name", [*NEAR, *FAR], ids=lambda name: repr(name)[:20])
+def test_a_near_miss_is_told_once_vllm_has_refused_it(
+    name: Any, registered: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lookahead_head").touch()  # a model
+    monkeypatch.chdir(tmp_path)
+    refusal = ValueError("vLLM's")
+
+    def refuse(self: Any) -> None:
+        raise refusal
+
+    for given in (
+        {"speculative_config": {"method": name}},
+        {"speculative_config": json.dumps({"model": name})},
+        {"spec_method": name},
+        {"spec_model": name},
+    ):
+        assert registered(fake_engine_args(*NOW))(**given).create_engine_config()  # as vLLM does
+        engine_args = fake_engine_args(*NOW)
+        engine_args.create_engine_config = refuse
+        with pytest.raises(ValueError, match="vLLM") as error:
+            registered(engine_args)(**given).create_engine_config()
+        if name in FAR:
+            assert error.value is refusal
+            continue
+        assert isinstance(error.value, OptionError) and error.value.__cause__ is refusal
+        assert f"{name!r} was given" in str(error.value)
+        assert "write 'lookahead'" in str(error.value)
+
+
+def test_no_method_of_vllm_is_a_near_miss() -> None:
+    (flag,) = [a for a in real_parser()._actions if "--spec-method" in a.option_strings]
+    others = [name for name in flag.choices if name not in (None, "lookahead")]
+    assert len(others) > 30 and not any(map(requested.is_misspelled, others))
+
+
+def real_parser() -> Any:
+    """vLLM's parser, with what `register` adds."""
+    plugin.register()
+    return EngineArgs.add_cli_args(FlexibleArgumentParser())
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [("lookahead", "lookahead"), ("[Look-Ahead]", "lookahead"), ("ngram", "ngram")],
+)
+def test_vllms_own_flag_takes_our_method(given: str, read: str) -> None:
+    assert real_parser().parse_args(["--spec-method", given]).spec_method == read
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [("lookahaed", "write 'lookahead'"), ("n_gram", "invalid choice: 'n_gram'")],
+)
+def test_vllms_own_flag_refuses_others(
+    given: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        real_parser().parse_args(["--spec-method", given])
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("engine_args", [None, lambda: None, 7, object()])

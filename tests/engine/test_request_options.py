@@ -15,6 +15,7 @@ from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine.request_options import (
     RequestError,
     RequestOptions,
+    check_places,
     fields_for_worker,
     options_in_worker,
     parse_options,
@@ -121,6 +122,44 @@ def test_a_wrong_request_says_what_to_write(extra_args: dict[str, Any], parts: l
         assert part in str(error.value)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 300
+
+
+OPTION = {"lookahead_enabled": False}
+
+
+@pytest.mark.parametrize(
+    ("body", "written", "read"),
+    [
+        (OPTION, "at the top", "vllm_xargs"),
+        ({"Lookahead-Enabled": 0}, "at the top", "vllm_xargs"),
+        ({"lookahead": {"enabled": False}}, "at the top", "vllm_xargs"),
+        ({"vllm_xargs": OPTION, "lookahead_namespace": "a"}, "at the top", "vllm_xargs"),
+        ({"extra_body": OPTION}, "in extra_body", "vllm_xargs"),
+        ({"extra_body": {"vllm_xargs": OPTION}}, "in extra_body.vllm_xargs", "vllm_xargs"),
+        ({"extra_args": OPTION}, "in extra_args", "vllm_xargs"),
+        ({"token_ids": [5], "vllm_xargs": OPTION}, "in vllm_xargs", "sampling_params.extra_args"),
+    ],
+)
+def test_an_option_where_vllm_ignores_it_is_refused(
+    body: dict[str, Any], written: str, read: str
+) -> None:
+    says = f"was given {written} of the request, but lookahead's options are read only in {read};"
+    with pytest.raises(RequestError, match=says):
+        check_places(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "lookahead_enabled", "vllm_xargs": OPTION},
+        {"token_ids": [5], "sampling_params": {"extra_args": OPTION}},
+        {"prompt": "a", "vllm_xargs": None, "metadata": OPTION},
+        {"extra_body": "lookahead", "looked_up": 1},
+        *([OPTION], "lookahead", None),
+    ],
+)
+def test_an_option_where_vllm_reads_it_is_not(body: Any) -> None:
+    check_places(body)
 
 
 HYBRID = LookaheadOptions(proposer="hybrid").for_model(7e9)

@@ -23,6 +23,7 @@ from lookahead_vllm.engine.request_options import RequestError, RequestOptions
 @functools.cache
 def install() -> None:
     """Patch vLLM's front-end, with its streams and its metrics, once in each process."""
+    from vllm.entrypoints.launchers.api_server import entry
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -33,12 +34,35 @@ def install() -> None:
 
     stat_logger.install()
     streams.install()
+    patches.patch(entry, "build_app", with_checked_places)
     patches.patch(ChatCompletionRequest, "to_sampling_params", with_prediction)
     patches.patch(AsyncLLM, "generate", with_early_check)
     patches.patch(AsyncLLM, "add_request", preparing_core_requests)
     patches.patch(LLMEngine, "add_request", preparing_core_requests)
     patches.patch(InputProcessor, "process_inputs", preparing)
     patches.patch(SamplingParams, "_validate_spec_decode", allowing_every_parameter)
+
+
+def with_checked_places(original: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's `build_app`, whose endpoints refuse options of lookahead that they would not read."""
+    from vllm.entrypoints.serve.utils.api_utils import validate_json_request
+
+    @functools.wraps(validate_json_request)
+    async def validate(raw_request: Any) -> None:
+        await validate_json_request(raw_request)
+        try:
+            body = await raw_request.json()
+        except ValueError:
+            return  # the endpoint refuses it
+        request_options.check_places(body)
+
+    @functools.wraps(original)
+    def build_app(*args: Any, **kwargs: Any) -> Any:
+        app = original(*args, **kwargs)
+        app.dependency_overrides[validate_json_request] = validate
+        return app
+
+    return build_app
 
 
 def with_prediction(original: Callable[..., Any]) -> Callable[..., Any]:

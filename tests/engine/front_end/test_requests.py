@@ -11,13 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fastapi.testclient import TestClient
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.entrypoints.launchers.api_server import entry
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.lora.request import LoRARequest
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreRequest
 
 from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.engine.front_end import requests
 from lookahead_vllm.engine.front_end.requests import with_early_check
 from lookahead_vllm.engine.request_options import RequestError, parse_options
 from tests.support.driving import GREEDY, drafter_of, engine, generate, random_prompts
@@ -247,6 +252,45 @@ def test_a_text_is_measured_by_its_bytes_not_its_tokens() -> None:
     assert parse_options(client.calls[0][1], 128, LookaheadOptions()) is options
     with pytest.raises(RequestError, match="75000 tokens or more"):
         Client(max_reference_tokens=74_999).generate("hello", params, request_id="r")
+
+
+@pytest.fixture(scope="module")
+def endpoints() -> TestClient:
+    """The endpoints of vLLM's server, with no engine behind them."""
+    requests.install()
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--enable-scale-out"])
+    return TestClient(entry.build_app(args, ("generate",)), raise_server_exceptions=False)
+
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("/v1/completions", {"prompt": "Hello"}),
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/chat/completions/batch", {"messages": [MESSAGES]}),
+        ("/v1/responses", {"input": "Hello"}),
+        ("/v1/messages", {"model": "m", "max_tokens": 3, "messages": MESSAGES}),
+        ("/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": {}}),
+        ("/invocations", {"prompt": "Hello"}),
+    ],
+)
+def test_every_endpoint_refuses_an_option_that_it_would_ignore(
+    endpoint: str, body: dict[str, Any], endpoints: TestClient
+) -> None:
+    wrong = endpoints.post(endpoint, json={**body, "lookahead_enabled": False})
+    assert wrong.status_code == 400
+    assert "'lookahead_enabled' was given at the top" in wrong.json()["error"]["message"]
+    right = endpoints.post(endpoint, json=body)
+    assert "has no attribute" in right.text  # the engine's
+
+
+def test_endpoints_still_refuse_what_is_no_json(endpoints: TestClient) -> None:
+    for kind, says in (("application/json", "JSON decode error"), ("text/plain", "Unsupported")):
+        refused = endpoints.post("/invocations", content=b"{", headers={"content-type": kind})
+        assert refused.status_code == 400 and says in refused.text
 
 
 @pytest.mark.usefixtures("runner")

@@ -146,8 +146,6 @@ def test_only_the_drafting_rank_shares() -> None:
     ("options", "message"),
     [
         ({"share_with": "http://localhost"}, "must begin with redis://"),
-        ({"share_with": "redis://h", "share": "none"}, "contradict each other"),
-        ({"share_with": "redis://h", "proposer": "jacobi_window"}, "learns from no other request"),
         ({"share_with": "redis://h", "share_messages": 0}, "share_messages=0 was given"),
     ],
 )
