@@ -24,7 +24,7 @@ from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.worker import branching
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.step_clock import StepClock
-from lookahead_vllm.engine.worker.step_cost import Batch
+from lookahead_vllm.engine.worker.timed_passes import Batch
 from lookahead_vllm.engine.worker.v2 import graph_runner, runner
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager, sizes_with_drafts
 from lookahead_vllm.engine.worker.v2.drafts import NO_TREES
