@@ -79,7 +79,9 @@ def step_cost(runner: MeasuredRunner) -> tuple[StepCost, Path]:
     is_first_rank = is_global_first_rank()
     times = broadcast(_read(path, plan) if is_first_rank else None)
     if times is not None and is_outdated(plan, times):
-        logger.info_once("Lookahead: steps are faster than as kept in %s.", path)
+        logger.info_once(
+            "Lookahead measures the cost of a step again: passes are faster than in %s.", path
+        )
         times = None
     if times is None:
         times, is_certain = measure(plan)
@@ -96,7 +98,7 @@ def step_cost(runner: MeasuredRunner) -> tuple[StepCost, Path]:
     logger.info_once(
         "Lookahead: a forward pass costs, in ms, "
         "%s; in graphs without drafts %s, with drafts %s; a thousand tokens of context %.3f, and "
-        "%.3f for each row (%.3f in trees). The file for it is %s.",
+        "%.3f for each row (%.3f in trees). Its file is %s.",
         CostCurve(cost.curve.sizes.astype(int).tolist(), (1e3 * cost.curve.times).tolist()),
         *(GraphTimes(graphs.sizes, (1e3 * graphs.times).tolist()) for graphs in captured),
         1e6 * context,
