@@ -38,8 +38,8 @@ DRAFTERS = ("draft_model", "eagle", "eagle3", "mtp")
 """vLLM's methods whose drafters lookahead's trees may hold; "mtp" stands for all kinds of MTP."""
 
 _OPTIONS = "lookahead_options"
-"""Attribute of vLLM's speculative config in an engine with lookahead. vLLM hashes the fields of its
-configs to know what it has compiled, and our options change nothing that it compiles."""
+"""Attribute of vLLM's speculative config in an engine with lookahead. vLLM finds what it has
+compiled by a hash of the fields of its configs: those hold all that our options change of it."""
 
 MAMBA_1_HYBRIDS = ("jamba",)
 """Types of models with attention and Mamba 1 layers."""
