@@ -246,8 +246,7 @@ class Machine:
 def test_a_program_that_disturbs_for_a_while_disturbs_no_size(
     begin: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes two thirds of the machine for 0.4 seconds, in which one size could be timed again and
-    again."""
+    """It takes two thirds of the machine for 0.4 seconds: time for four passes of one size."""
     machine = Machine(lambda now: 3.0 if begin <= now < begin + 0.4 else 1.0, monkeypatch)
     times, is_certain = measure(machine.plan)
     assert is_certain and times == pytest.approx(machine.plan.runs)
