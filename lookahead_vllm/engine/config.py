@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from lookahead_vllm.draft.options import (
     OptionError,
 )
 from lookahead_vllm.engine import cpu_runner
-from lookahead_vllm.engine.requested import FLAGS, KEY
+from lookahead_vllm.engine.requested import FLAGS
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -42,8 +42,9 @@ _LEAVE_OUT = "leave lookahead out of the speculative config"
 DRAFTERS = ("draft_model", "eagle", "eagle3", "mtp")
 """vLLM's methods whose drafters lookahead's trees may hold; "mtp" stands for all kinds of MTP."""
 
-_MARK = "is_lookahead"
-"""Attribute of vLLM's speculative config in an engine with lookahead."""
+_OPTIONS = "lookahead_options"
+"""Attribute of vLLM's speculative config in an engine with lookahead. vLLM finds what it has
+compiled by a hash of the fields of its configs: those hold all that our options change of it."""
 
 MAMBA_1_HYBRIDS = ("jamba",)
 """Types of models with attention and Mamba 1 layers."""
@@ -344,10 +345,9 @@ def apply(config: VllmConfig, options: LookaheadOptions) -> None:
         length = {CHAIN_LENGTH: speculation.num_speculative_tokens}
         options = replace(options, drafter={**options.drafter, **length})
         speculation.num_speculative_tokens = options.decoding_length
-    setattr(speculation, _MARK, True)
+    setattr(speculation, _OPTIONS, options)
     config.scheduler_config.scheduler_cls = SCHEDULER
     config.parallel_config.worker_cls = WORKERS[config.parallel_config.worker_cls]
-    config.additional_config = {**config.additional_config, KEY: options.to_dict()}
     if options.parallel > 1:
         config.parallel_config.distributed_executor_backend = REPLICA_EXECUTOR
     _inform(
@@ -385,14 +385,15 @@ def _num_parameters(model_config: ModelConfig) -> float:
 
 def options_of(config: VllmConfig) -> LookaheadOptions:
     """The options that `apply` wrote."""
-    return LookaheadOptions.from_dict(config.additional_config[KEY])
+    options: LookaheadOptions = getattr(config.speculative_config, _OPTIONS)
+    return options
 
 
 def is_marked(speculative_config: Any) -> bool:
     """Whether `apply` prepared this speculative config of vLLM's."""
-    return getattr(speculative_config, _MARK, False)
+    return hasattr(speculative_config, _OPTIONS)
 
 
 def is_lookahead(config: VllmConfig) -> bool:
     """Whether `apply` wrote options into this config."""
-    return isinstance(config.additional_config, Mapping) and KEY in config.additional_config
+    return is_marked(config.speculative_config)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 KEY = "lookahead"
-"""The key of our options in `VllmConfig.additional_config`."""
+"""The speculative method, and the key of our options in a request's `extra_args`."""
 
 PACKAGE = "lookahead_vllm."
 CLASSES = {path.rpartition(".")[2]: name for name, path in PROPOSERS.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,28 @@ def test_without_lookahead_the_config_is_unchanged(model: Path) -> None:
         assert not config.is_lookahead(made_config)
         assert made_config.parallel_config.worker_cls == next(iter(config.WORKERS))
         assert made_config.additional_config == {}
+
+
+def test_options_that_change_no_compiled_graph_do_not_change_vllms_hash(
+    model: Path, tmp_path: Path
+) -> None:
+    """By which vLLM finds what it has compiled. What a user adds to the config counts as ever."""
+
+    def hash_with(additional: dict[str, Any], **options: Any) -> str:
+        given = {"method": "lookahead", **options}
+        made_config = made(model, speculative_config=given, additional_config=additional)
+        assert made_config.additional_config == additional
+        sent = pickle.loads(pickle.dumps(made_config))  # as to another process
+        assert config.options_of(sent) == config.options_of(made_config)
+        assert sent.compute_hash() == made_config.compute_hash()
+        return made_config.compute_hash()
+
+    user: dict[str, Any] = {"platform": {"x": 1}}
+    default = hash_with({})
+    path = str(tmp_path / "learned.cache")
+    assert hash_with({}, cache_path=path, cache_interval=5, max_nodes=2048) == default
+    assert hash_with({}, accept_references=False, proposer="ngram_trie", budget=8) == default
+    assert hash_with(user) == hash_with(user, num_speculative_tokens=8) != default
 
 
 @pytest.mark.parametrize(

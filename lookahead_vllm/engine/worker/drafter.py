@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -132,6 +133,7 @@ class LookaheadDrafter:
         self.proposer: Proposer = NoProposer()
         self._cache: CacheKeeper | None = None
         self._exchange: Exchange | None = None
+        self._cost_file: Path | None = None
         self.recorder = StepRecorder()
         self.max_model_len = vllm_config.model_config.max_model_len
         self.vocab_size = vllm_config.model_config.get_vocab_size()
@@ -154,16 +156,19 @@ class LookaheadDrafter:
         if not branching.has_drafts:
             self.max_step_nodes = 0
 
-    def begin(self, vllm_config: VllmConfig, cost: StepCost | None) -> None:
+    def begin(
+        self, vllm_config: VllmConfig, cost: StepCost | None, cost_file: Path | None = None
+    ) -> None:
         """Choose the proposer by the cost of a step, and make it on the rank that drafts.
 
-        `cost` is None if the budget is fixed.
+        `cost` is None if the budget is fixed; else `cost_file` keeps it for the next start.
         """
         self.options = self.options.for_step_cost(cost.critical_decoding_length if cost else 0)
         if not self.is_drafting_rank:
             return
         self.proposer = make_proposer(self.options)
         self.proposer.cost = cost
+        self._cost_file = cost_file
         self._cache = open_cache(vllm_config, self.options, self.proposer)
         self._exchange = join_fleet(vllm_config, self.options, self.proposer)
         if self._exchange is not None:
@@ -387,11 +392,16 @@ class LookaheadDrafter:
             report.plain_seconds += cost.predict(work.without_drafts())
 
     def shutdown(self) -> None:
-        """Leave the fleet, and save the cache, if there is one, because the engine ends."""
+        """Leave the fleet, save the cache, and remove a kept cost that serving disproved, because
+        the engine ends."""
         if self._exchange is not None:
             self._exchange.close()
         if self._cache is not None:
             self._cache.close()
+        cost = self.proposer.cost
+        if self._cost_file is not None and cost is not None and cost.is_overestimated:
+            with suppress(OSError):
+                self._cost_file.unlink(missing_ok=True)
 
     def checked(self, forest: DraftForest, max_nodes: Int64s) -> DraftForest:
         """The forest without malformed trees, and of at most `max_step_nodes`.

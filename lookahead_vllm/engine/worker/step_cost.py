@@ -9,139 +9,41 @@ import hashlib
 import json
 import math
 import os
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import vllm
-from tqdm import tqdm
 from vllm import envs
-from vllm.distributed.parallel_state import get_world_group, is_global_first_rank
+from vllm.distributed.parallel_state import is_global_first_rank
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from lookahead_vllm import __version__
 from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
-from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine.worker import weights
-from lookahead_vllm.engine.worker.pipeline import gather_from_stages
+from lookahead_vllm.engine.worker.timed_passes import (
+    IN_GRAPH,
+    IN_PIECES,
+    WITH_DRAFTS,
+    Batch,
+    MeasuredRunner,
+    Plan,
+    broadcast,
+    is_outdated,
+    measure,
+    name_of,
+)
 from lookahead_vllm.kept_file import replacing, set_aside
 from lookahead_vllm.machine import cpu_name
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
-
 logger = init_logger(f"vllm.{__name__}")
-
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Tokens of the forward passes that are timed without attention to a context."""
-
-MAX_SECONDS = 10.0
-"""After this time, sizes and batches that have not been measured are left out."""
-
-CONTEXT_TOKENS = 1024
-"""Context of each row when attention is timed; shorter where it does not fit."""
 
 MAX_FILES = 64
 """The number of cached measurements that are kept; the oldest are deleted."""
-
-
-class Batch(NamedTuple):
-    """A batch whose attention is timed."""
-
-    requests: int
-    rows: int
-    """Tokens of each request: a root and its draft."""
-    trees: bool
-
-    @property
-    def num_tokens(self) -> int:
-        return self.requests * self.rows
-
-    @property
-    def tree(self) -> DraftTree:
-        """The draft of each request: its first two nodes are children of the root, and the parent
-        of node i is node i - 2."""
-        parents = [-1, -1, *range(self.rows - 3)] if self.trees else range(-1, self.rows - 2)
-        return DraftTree.from_lists([0] * (self.rows - 1), list(parents)[: self.rows - 1])
-
-
-BATCHES = (
-    Batch(1, 1, False),
-    Batch(8, 1, False),
-    Batch(32, 1, False),
-    Batch(1, 4, False),
-    Batch(1, 16, False),
-    Batch(8, 4, False),
-    Batch(1, 4, True),
-    Batch(1, 16, True),
-    Batch(8, 4, True),
-)
-
-
-class CapturedTokens(NamedTuple):
-    """The numbers of tokens of a runner's graphs of the whole model, rising."""
-
-    without_drafts: Sequence[int] = ()
-    with_drafts: Sequence[int] = ()
-    longest: int = 0
-    """The most tokens of a request in a graph with drafts."""
-
-
-class ForwardPasses(Protocol):
-    """Dummy passes of a model runner, logits included. Each returns when the device is done."""
-
-    attends_in_graphs: bool
-    """Whether graphs of the whole model attend to the context of dummy requests."""
-
-    def captured_tokens(self) -> CapturedTokens:
-        """For which numbers of tokens `decode_in_graph` and `drafts_in_graph` have a graph."""
-
-    def decode(self, num_tokens: int, attends: bool) -> None:
-        """One token of each request, without a graph of the whole model.
-
-        With `attends`, the layers attend to a context of one token.
-        """
-
-    def decode_in_graph(self, num_tokens: int) -> None:
-        """One token of each request, as many as fit into a graph of `num_tokens`."""
-
-    def drafts_in_graph(self, num_tokens: int) -> None:
-        """Requests with drafts, `num_tokens` tokens in all, in a graph."""
-
-    def whole_chains(self) -> AbstractContextManager[Any]:
-        """In the block, a trained drafter makes all of its passes; else it makes the first one."""
-
-    def with_context(
-        self, batch: Batch, context: int, in_graph: bool
-    ) -> AbstractContextManager[Callable[[], None]]:
-        """Give every request of `batch` a context; yield a function that runs the pass.
-
-        With `in_graph`, it runs in the graph of the whole model for so many tokens, or for more if
-        the batch has drafts.
-        """
-
-
-class MeasuredRunner(Protocol):
-    """A model runner of vLLM with lookahead."""
-
-    vllm_config: VllmConfig
-    drafter: LookaheadDrafter
-    max_num_tokens: int
-
-    def get_model(self) -> Any:
-        """The model."""
-
-    def forward_passes(self) -> ForwardPasses:
-        """Passes to measure the cost of a step with."""
 
 
 def begin_to_draft(runner: MeasuredRunner) -> None:
@@ -150,10 +52,10 @@ def begin_to_draft(runner: MeasuredRunner) -> None:
     Every rank must call this.
     """
     drafter = runner.drafter
-    cost = step_cost(runner) if drafter.options.budget == "auto" else None
+    cost, file = step_cost(runner) if drafter.options.budget == "auto" else (None, None)
     if cost is not None:
         cost.parts = drafter.options.parallel
-    drafter.begin(runner.vllm_config, cost)
+    drafter.begin(runner.vllm_config, cost, file)
     weights.watch(runner.get_model(), drafter.weights_changed)
     options = drafter.options
     why = f"the budget is fixed at {options.budget} nodes"
@@ -167,155 +69,98 @@ def begin_to_draft(runner: MeasuredRunner) -> None:
     )
 
 
-def step_cost(runner: MeasuredRunner) -> StepCost:
-    """The cost of a step of this engine's model, in seconds: from the cache, or measured."""
-    path = _file_of(runner.vllm_config)
+def step_cost(runner: MeasuredRunner) -> tuple[StepCost, Path]:
+    """The cost of a step of this engine's model, in seconds: from the cache, or measured.
+
+    Also returns the file that keeps it. Every rank must call this.
+    """
+    plan = Plan(runner)
+    path = _file_of(runner, plan)
     is_first_rank = is_global_first_rank()
-    facts = _broadcast(_read(path) if is_first_rank else None)
-    if facts is None:
-        facts = measure(runner)
-        if is_first_rank:
-            _write(path, facts)
-    cost = _cost_of(facts)
+    times = broadcast(_read(path, plan) if is_first_rank else None)
+    if times is not None and is_outdated(plan, times):
+        logger.info_once(
+            "Lookahead measures the cost of a step again: passes are faster than in %s.", path
+        )
+        times = None
+    if times is None:
+        times, is_certain = measure(plan)
+        if not is_certain:
+            logger.warning_once(
+                "Lookahead: other programs disturbed the measurement of the cost of a step, so it "
+                "is not kept for the next start."
+            )
+        elif is_first_rank:
+            _write(path, times)
+    cost = _cost_of(plan, times)
     captured = cost.captured or CapturedSizes(GraphTimes(), GraphTimes())
+    context, causal, trees = cost.weights[-3:].tolist()
     logger.info_once(
         "Lookahead: a forward pass costs, in ms, "
         "%s; in graphs without drafts %s, with drafts %s; a thousand tokens of context %.3f, and "
-        "%.3f for each row (%.3f in trees). Kept in %s.",
-        CostCurve(facts["sizes"], [1e3 * t for t in facts["times"]]),
-        *(GraphTimes(graphs.sizes, [1e3 * t for t in graphs.times]) for graphs in captured),
-        1e6 * facts["context"],
-        1e6 * facts["causal"],
-        1e6 * facts["trees"],
+        "%.3f for each row (%.3f in trees). Its file is %s.",
+        CostCurve(cost.curve.sizes.astype(int).tolist(), (1e3 * cost.curve.times).tolist()),
+        *(GraphTimes(graphs.sizes, (1e3 * graphs.times).tolist()) for graphs in captured),
+        1e6 * context,
+        1e6 * causal,
+        1e6 * trees,
         path,
     )
+    return cost, path
+
+
+def _cost_of(plan: Plan, times: Mapping[str, float]) -> StepCost:
+    """The cost of a step by the times of a plan's passes; some may be missing.
+
+    Raises
+    ------
+    TypeError, ValueError
+        These are no such times.
+    """
+    if not all(0 < seconds < math.inf for seconds in times.values()):
+        raise ValueError("a time is not above 0")
+
+    def timed(kind: str, sizes: Sequence[int]) -> dict[int, float]:
+        names = {size: name_of(kind, size) for size in sizes}
+        return {size: times[name] for size, name in names.items() if name in times}
+
+    in_pieces = timed(IN_PIECES, plan.sizes)
+    curve = CostCurve(list(in_pieces), list(in_pieces.values()))
+    graphs = CapturedSizes(
+        _of_all_sizes(plan.captured.without_drafts, timed(IN_GRAPH, plan.captured.without_drafts)),
+        _of_all_sizes(plan.captured.with_drafts, timed(WITH_DRAFTS, plan.captured.with_drafts)),
+    )
+    attention = []
+    for batch in plan.batches:
+        without_context = _without_context(plan, batch, curve, graphs)
+        if batch.name in times and without_context is not None:
+            attention.append((batch, times[batch.name], without_context))
+    has_graphs = any(times_of.sizes for times_of in graphs)
+    cost = StepCost(curve, *_fit(attention, plan.context), captured=graphs if has_graphs else None)
+    if plan.whole_chain is not None and plan.whole_chain in times:
+        cost.chain = max(times[plan.whole_chain] - in_pieces[plan.sizes[0]], 0.0)
     return cost
 
 
-def _broadcast(value: Any) -> Any:
-    """The first rank's value, so that all ranks run the same passes."""
-    return get_world_group().broadcast_object(value)
-
-
-def _cost_of(facts: dict[str, Any]) -> StepCost:
-    curve = CostCurve(facts["sizes"], facts["times"])
-    captured = CapturedSizes(
-        GraphTimes(*facts["graphs_without_drafts"]), GraphTimes(*facts["graphs_with_drafts"])
-    )
-    has_graphs = any(graphs.sizes for graphs in captured)
-    cost = StepCost(
-        curve,
-        facts["context"],
-        facts["causal"],
-        facts["trees"],
-        captured=captured if has_graphs else None,
-    )
-    cost.chain = float(facts["chain"])
-    return cost
-
-
-def measure(runner: MeasuredRunner) -> dict[str, Any]:
-    """Time forward passes, logits included, then attention in chains and in trees; in seconds.
-
-    CUDA graphs of the whole model are timed by themselves, with drafts and without.
-    """
-    deadline = time.perf_counter() + MAX_SECONDS
-    passes = runner.forward_passes()
-    captured = passes.captured_tokens()
-    config = runner.vllm_config
-    limit = config.scheduler_config.max_num_seqs, runner.max_num_tokens
-    max_model_len = config.model_config.max_model_len
-    sizes = [size for size in SIZES if size <= limit[1]]
-    batches = [b._replace(rows=min(b.rows, captured.longest or b.rows)) for b in BATCHES]
-    batches = [b for b in batches if b.requests <= limit[0] and b.num_tokens <= limit[1]]
-    batches = [batch for batch in batches if batch.rows < max_model_len]
-    if not runner.drafter.may_branch:
-        batches = [batch for batch in batches if not batch.trees]
-    most_rows = max((batch.rows for batch in batches), default=0)
-    context = min(CONTEXT_TOKENS, max_model_len - most_rows)
-    graphs = [
-        (_about_doubling(captured.without_drafts), passes.decode_in_graph),
-        (_about_doubling(captured.with_drafts), passes.drafts_in_graph),
-    ]
-    has_graphs = any(tokens for tokens, _ in graphs)
-    timed: dict[int, float] = {}
-    in_graphs: tuple[dict[int, float], ...] = ({}, {})
-    attention: list[tuple[Batch, float, float]] = []
-    with tqdm(
-        total=len(sizes) + sum(len(tokens) for tokens, _ in graphs) + len(batches),
-        desc="Measuring the cost of a step",
-        disable=not is_global_first_rank(),
-    ) as bar:
-        for size in sizes:
-            if len(timed) < 3 or _broadcast(time.perf_counter() < deadline):
-                timed[size] = _fastest(partial(passes.decode, size, has_graphs))
-            bar.update()
-        for times, (tokens, run) in zip(in_graphs, graphs, strict=True):
-            for size in tokens:
-                if _broadcast(time.perf_counter() < deadline):
-                    times[size] = _fastest(partial(run, size))
-                bar.update()
-        chain = 0.0
-        if runner.drafter.options.chain_length > 1:
-            with passes.whole_chains():
-                whole = _fastest(partial(passes.decode, sizes[0], has_graphs))
-            chain = max(whole - timed[sizes[0]], 0.0)
-        without_drafts = _of_all_sizes(captured.without_drafts, in_graphs[0])
-        with_drafts = _of_all_sizes(captured.with_drafts, in_graphs[1])
-        curve = CostCurve(list(timed), list(timed.values()))
-        times_in_graphs = CapturedSizes(GraphTimes(*without_drafts), GraphTimes(*with_drafts))
-        for batch in batches:
-            if _broadcast(time.perf_counter() < deadline):
-                without_context = _time_in_graph(batch, passes, times_in_graphs)
-                in_graph = without_context is not None
-                if without_context is None:
-                    without_context = float(curve(batch.num_tokens))
-                with passes.with_context(batch, context, in_graph) as attend:
-                    attention.append((batch, _fastest(attend), without_context))
-            bar.update()
-    read, causal, trees = _fit(attention, context)
-    return dict(
-        sizes=list(timed),
-        times=list(timed.values()),
-        graphs_without_drafts=without_drafts,
-        graphs_with_drafts=with_drafts,
-        context=read,
-        causal=causal,
-        trees=trees,
-        chain=chain,
-    )
-
-
-def _time_in_graph(batch: Batch, passes: ForwardPasses, graphs: CapturedSizes) -> float | None:
-    """The time without a context, in seconds, in the graph that runs such a step.
-
-    None if the batch cannot be timed in a graph. A dummy run without drafts has as many requests as
-    its graph, so only a graph of just so many tokens will do.
-    """
-    times = graphs.with_drafts if batch.rows > 1 else graphs.without_drafts
-    size = times.padded(batch.num_tokens)
-    if size not in times.sizes or (batch.rows == 1 and size > batch.num_tokens):
+def _without_context(
+    plan: Plan, batch: Batch, curve: CostCurve, graphs: CapturedSizes
+) -> float | None:
+    """The seconds that a batch's pass takes without a context; None if they are not known."""
+    size = plan.graph_of(batch)
+    if size is None:
+        return float(curve(batch.num_tokens))
+    in_graphs = graphs.with_drafts if batch.rows > 1 else graphs.without_drafts
+    if size > in_graphs.largest:  # there was no time for it
         return None
-    if not (passes.attends_in_graphs or batch.trees):  # tree attention always does
-        return None
-    return float(times.times[times.sizes.index(size)])
+    return float(in_graphs.times[in_graphs.sizes.index(size)])
 
 
-def _about_doubling(sizes: Sequence[int]) -> list[int]:
-    """Some of these rising sizes, the first and the last among them."""
-    chosen = list(sizes[:1])
-    for size, larger in zip(sizes[1:], [*sizes[2:], math.inf], strict=False):
-        if larger > 2 * chosen[-1]:
-            chosen.append(size)
-    return chosen
-
-
-def _of_all_sizes(sizes: Sequence[int], timed: dict[int, float]) -> list[list[Any]]:
+def _of_all_sizes(sizes: Sequence[int], timed: Mapping[int, float]) -> GraphTimes:
     """The sizes up to the largest one that was timed, and their times, by interpolation."""
     known = [size for size in sizes if size <= max(timed, default=0)]
     if not known:
-        return [[], []]
-    return [known, np.interp(known, list(timed), list(timed.values())).tolist()]
+        return GraphTimes()
+    return GraphTimes(known, np.interp(known, list(timed), list(timed.values())).tolist())
 
 
 def _fit(attention: list[tuple[Batch, float, float]], context: int) -> tuple[float, float, float]:
@@ -338,18 +183,9 @@ def _fit(attention: list[tuple[Batch, float, float]], context: int) -> tuple[flo
     return float(read), float(causal), float(trees or causal)
 
 
-def _fastest(run: Any) -> float:
-    """The least time of several runs, in seconds; in a pipeline, the sum over all stages."""
-    times = []
-    for _ in range(4):  # the first one warms up
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return sum(gather_from_stages(min(times)))  # a step runs through all stages
-
-
-def _file_of(config: VllmConfig) -> Path:
-    """The cache file, named by a hash of config, model, device and versions."""
+def _file_of(runner: MeasuredRunner, plan: Plan) -> Path:
+    """The cache file, named by a hash of what the measured passes depend on."""
+    config = runner.vllm_config
     device = current_platform.get_device_name()
     if current_platform.is_cpu():
         device = f"{cpu_name()}, {torch.get_num_threads()} threads"
@@ -357,6 +193,9 @@ def _file_of(config: VllmConfig) -> Path:
         config.compute_hash(),
         config.model_config.model,
         str(config.model_config.dtype),
+        runner.drafter.options.attention,
+        list(plan.runs),
+        plan.context,
         device,
         torch.__version__,
         vllm.__version__,
@@ -366,8 +205,8 @@ def _file_of(config: VllmConfig) -> Path:
     return Path(envs.VLLM_CACHE_ROOT) / "lookahead_step_cost" / f"{name}.json"
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """An earlier measurement, or None. A malformed file is set aside.
+def _read(path: Path, plan: Plan) -> dict[str, float] | None:
+    """The times of an earlier measurement, or None. A malformed file is set aside.
 
     Files that another user could have written are not read.
     """
@@ -376,12 +215,12 @@ def _read(path: Path) -> dict[str, Any] | None:
             found = os.fstat(file.fileno())
             if found.st_uid != os.geteuid() or found.st_mode & 0o022:
                 return None
-            facts: dict[str, Any] = json.load(file)
-        _cost_of(facts)
-        return facts
+            times: dict[str, float] = json.load(file)
+        _cost_of(plan, times)
+        return times
     except (FileNotFoundError, PermissionError, NotADirectoryError):
         return None
-    except (OSError, LookupError, TypeError, ValueError) as error:
+    except (OSError, AttributeError, LookupError, TypeError, ValueError) as error:
         problem = error
     with suppress(OSError):
         set_aside(path)
@@ -394,12 +233,12 @@ def _read(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _write(path: Path, facts: dict[str, Any]) -> None:
+def _write(path: Path, times: dict[str, float]) -> None:
     """Cache a measurement, and delete the oldest files."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with replacing(path) as new:
-            new.write(json.dumps(facts).encode())
+            new.write(json.dumps(times).encode())
         files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
         for file in files[:-MAX_FILES]:
             file.unlink(missing_ok=True)

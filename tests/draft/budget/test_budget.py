@@ -240,6 +240,15 @@ def test_one_outlier_changes_little():
     assert cost.predict(work(4)) < 30
 
 
+@pytest.mark.parametrize(("share", "is_overestimated"), [(0.5, True), (1.0, False), (3.0, False)])
+def test_steps_that_take_less_time_than_measured_disprove_the_measurement(share, is_overestimated):
+    cost = StepCost(CPU)
+    assert not cost.is_overestimated
+    for _ in range(40):
+        cost.observe(work(4), 25.0 * share)
+    assert cost.is_overestimated is is_overestimated
+
+
 def test_a_cost_at_its_lower_bound_does_not_distort_the_others():
     """The steps lack the attention cost measured at start; the other weights compensate."""
     cost = StepCost(CPU, context=1e-3, causal=5e-4)

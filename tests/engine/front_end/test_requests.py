@@ -191,7 +191,8 @@ class Client:
     """Stands in for `AsyncLLM`; its tokenizer makes one token of each character."""
 
     def __init__(self, **options: Any) -> None:
-        self.vllm_config = SimpleNamespace(additional_config={"lookahead": options})
+        speculation = SimpleNamespace(lookahead_options=LookaheadOptions(**options))
+        self.vllm_config = SimpleNamespace(speculative_config=speculation)
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 128)
         self.renderer = SimpleNamespace(
             tokenizer=object(), tokenize_prompts_async=self._tokenize_prompts_async
@@ -236,7 +237,7 @@ def test_a_stream_is_refused_before_it_starts() -> None:
     assert params.extra_args == {"lookahead_reference": ["abc", "de"], "other": 1}
 
     client.calls.clear()
-    client.vllm_config.additional_config = {}
+    client.vllm_config.speculative_config = None
     assert asyncio.run(first_output(client, params)) == 0
     assert client.calls[0][1] is params.extra_args
 

@@ -1,11 +1,13 @@
-"""The cost of a step is measured once and cached; damaged or foreign files are not used."""
+"""The cost of a step is measured once and cached, unless it was disturbed; damaged or foreign files
+are not used."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +15,16 @@ from typing import Any
 
 import pytest
 
-from lookahead_vllm.draft.budget.cost import CostCurve
-from lookahead_vllm.engine.worker import step_cost
-from lookahead_vllm.engine.worker.step_cost import BATCHES, Batch
+from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
+from lookahead_vllm.engine.worker import step_cost, timed_passes
+from lookahead_vllm.engine.worker.timed_passes import (
+    BATCHES,
+    Batch,
+    CapturedTokens,
+    Measurement,
+    Plan,
+    measure,
+)
 from lookahead_vllm.engine.worker.v1.forward_passes import RunnerPasses
 from tests.support.driving import drafter_of, engine, generate, random_prompts, runner_of
 
@@ -26,7 +35,7 @@ AUTO = {"proposer": "ngram_trie"}
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where engines keep what they measured."""
     monkeypatch.setattr(step_cost, "envs", SimpleNamespace(VLLM_CACHE_ROOT=str(tmp_path)))
-    monkeypatch.setattr(step_cost, "MAX_SECONDS", float("inf"))  # all is measured, however slowly
+    monkeypatch.setattr(timed_passes, "MAX_SECONDS", math.inf)  # all is measured, however slowly
     return tmp_path / "lookahead_step_cost"
 
 
@@ -43,23 +52,25 @@ def _timed(monkeypatch: pytest.MonkeyPatch) -> None:
         last.update(num_tokens=num_tokens, **options)
         original(self, num_tokens, **options)
 
-    def time_of(run: Any) -> float:
-        run()
+    def time_of(prepare: Any) -> float:
+        with prepare() as run:
+            run()
         pass_ = 0.007 if last.get("uniform_decode") else 0.010
         return pass_ + last["num_tokens"] * (1e-4 + 1e-6 * (last["profile_seq_lens"] - 1))
 
     monkeypatch.setattr(RunnerPasses, "_run", note)
-    monkeypatch.setattr(step_cost, "_fastest", time_of)
+    monkeypatch.setattr(timed_passes, "_seconds", time_of)
+    monkeypatch.setattr(StepCost, "is_overestimated", False)  # real steps are faster
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Measurement]:
     """Every measurement that is made."""
-    found: list[dict[str, Any]] = []
+    found: list[Measurement] = []
     original = step_cost.measure
 
-    def measure(runner: Any) -> dict[str, Any]:
-        found.append(original(runner))
+    def measure(plan: Plan) -> Measurement:
+        found.append(original(plan))
         return found[-1]
 
     monkeypatch.setattr(step_cost, "measure", measure)
@@ -67,7 +78,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("_timed")
-def test_an_engine_measures_once(llama: Path, kept: Path, measured: list[dict[str, Any]]) -> None:
+def test_an_engine_measures_once(llama: Path, kept: Path, measured: list[Measurement]) -> None:
     prompts = random_prompts(3, 30)
     with engine(llama) as plain:
         vanilla = generate(plain, prompts)
@@ -82,13 +93,13 @@ def test_an_engine_measures_once(llama: Path, kept: Path, measured: list[dict[st
             assert generate(llm, prompts) == vanilla
     assert len(measured) == 1
     (file,) = kept.iterdir()
-    facts = json.loads(file.read_text())
-    assert facts == measured[0]
-    assert facts["times"] == pytest.approx([0.010 + 1e-4 * size for size in facts["sizes"]])
-    assert facts["causal"] == pytest.approx(1e-6, rel=0.1)
-    assert facts["trees"] == pytest.approx(1e-6, rel=0.1)
-    assert facts["context"] == pytest.approx(0, abs=1e-6)
-    assert facts["graphs_without_drafts"] == facts["graphs_with_drafts"] == [[], []]
+    assert json.loads(file.read_text()) == measured[0].times
+    assert cost.curve.times == pytest.approx(0.010 + 1e-4 * cost.curve.sizes)
+    context, causal, trees = step_cost._cost_of(Plan(runner), measured[0].times).weights[-3:]
+    assert causal == pytest.approx(1e-6, rel=0.1)
+    assert trees == pytest.approx(1e-6, rel=0.1)
+    assert context == pytest.approx(0, abs=1e-6)
+    assert cost.captured is None
 
     with engine(llama, AUTO, max_num_seqs=8):
         pass
@@ -98,28 +109,21 @@ def test_an_engine_measures_once(llama: Path, kept: Path, measured: list[dict[st
 @pytest.fixture
 def _nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass takes 10 ms, and none is made."""
-    monkeypatch.setattr(step_cost, "_fastest", lambda run: 0.01)
+    monkeypatch.setattr(timed_passes, "_seconds", lambda prepare: 0.01)
 
 
-DAMAGED = (
-    "",
-    "[1, 2]",
-    '{"sizes": [1], "times": [-1], "graphs_without_drafts": [[], []], '
-    '"graphs_with_drafts": [[], []], "context": 0, "causal": 0, "trees": 0}',
-)
+DAMAGED = ("", "[1, 2]", "{}", '{"1 tokens in pieces": -1}', '{"1 tokens in pieces": "1"}')
 
 
 @pytest.mark.usefixtures("_nothing_runs")
-def test_a_damaged_file_is_set_aside(
-    llama: Path, kept: Path, measured: list[dict[str, Any]]
-) -> None:
+def test_a_damaged_file_is_set_aside(llama: Path, kept: Path, measured: list[Measurement]) -> None:
     with engine(llama, AUTO):
         (file,) = kept.iterdir()
     for damaged in DAMAGED:
         file.write_text(damaged)
         with engine(llama, AUTO) as llm:
             assert drafter_of(llm).proposer.cost is not None
-        assert json.loads(file.read_text()) == measured[-1]
+        assert json.loads(file.read_text()) == measured[-1].times
         (aside,) = set(kept.iterdir()) - {file}
         assert aside.read_text() == damaged
         aside.unlink()
@@ -131,10 +135,6 @@ def test_an_engine_starts_without_a_writable_cache(llama: Path, kept: Path) -> N
     kept.write_text("a file where the folder should be")
     with engine(llama, AUTO) as llm:
         assert drafter_of(llm).proposer.cost is not None
-        facts = step_cost.measure(runner_of(llm))
-        assert facts["sizes"] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
-        assert facts["times"] == pytest.approx([0.010 + 1e-4 * size for size in facts["sizes"]])
-        assert facts["graphs_without_drafts"] == facts["graphs_with_drafts"] == [[], []]
 
 
 @pytest.mark.usefixtures("_nothing_runs")
@@ -157,7 +157,7 @@ def test_a_source_tree_has_a_version_too(
 def test_files_that_others_could_write_are_not_read(
     llama: Path,
     kept: Path,
-    measured: list[dict[str, Any]],
+    measured: list[Measurement],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -166,7 +166,7 @@ def test_files_that_others_could_write_are_not_read(
     assert file.stat().st_mode & 0o777 == 0o600 and kept.stat().st_mode & 0o777 == 0o700
     file.chmod(0o666)
     with engine(llama, AUTO):
-        assert len(measured) == 2 and json.loads(file.read_text()) == measured[1]
+        assert len(measured) == 2 and json.loads(file.read_text()) == measured[1].times
     monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
     with engine(llama, AUTO):
         assert len(measured) == 3
@@ -174,7 +174,7 @@ def test_files_that_others_could_write_are_not_read(
 
 
 def test_a_fixed_budget_measures_nothing(
-    llama: Path, kept: Path, measured: list[dict[str, Any]]
+    llama: Path, kept: Path, measured: list[Measurement]
 ) -> None:
     with engine(llama, AUTO | {"budget": 4}) as llm:
         assert drafter_of(llm).proposer.cost is None
@@ -200,26 +200,16 @@ def test_attention_is_separated_from_the_forward_pass() -> None:
 
 
 @pytest.mark.parametrize("longest", [1, 8, 16, 20, 4096])
-def test_no_pass_is_longer_than_max_model_len(
-    longest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[Batch] = []
-
-    @contextmanager
-    def with_context(batch: Batch, context: int, in_graph: bool) -> Iterator[Callable[[], None]]:
-        assert 0 < context <= longest - batch.rows
-        measured.append(batch)
-        yield lambda: None
-
+def test_no_pass_is_longer_than_max_model_len(longest: int) -> None:
     passes = SimpleNamespace(
         attends_in_graphs=False,
-        captured_tokens=lambda: step_cost.CapturedTokens(),
+        captured_tokens=lambda: CapturedTokens(),
         decode=lambda size, attends: None,
         decode_in_graph=None,
         drafts_in_graph=None,
-        with_context=with_context,
+        with_context=nullcontext,
     )
-    runner = SimpleNamespace(
+    runner: Any = SimpleNamespace(
         forward_passes=lambda: passes,
         vllm_config=SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_seqs=64),
@@ -228,8 +218,94 @@ def test_no_pass_is_longer_than_max_model_len(
         max_num_tokens=1024,
         drafter=SimpleNamespace(may_branch=True, options=SimpleNamespace(chain_length=0)),
     )
-    monkeypatch.setattr(step_cost, "is_global_first_rank", lambda: False)
-    monkeypatch.setattr(step_cost, "_broadcast", lambda value: True)
-    monkeypatch.setattr(step_cost, "_fastest", lambda run: run() or 0.01)
-    step_cost.measure(runner)
-    assert measured == [batch for batch in BATCHES if batch.rows < longest]
+    plan = Plan(runner)
+    assert plan.batches == [batch for batch in BATCHES if batch.rows < longest]
+    assert all(0 < plan.context <= longest - batch.rows for batch in plan.batches)
+
+
+class Machine:
+    """Runs passes of 10, 20, 30 and 40 ms; each is `slowdown(seconds since the start)` times as
+    long."""
+
+    plan: Any = SimpleNamespace(runs={str(size): 0.01 * size for size in (1, 2, 3, 4)})
+
+    def __init__(self, slowdown: Callable[[float], float], patch: pytest.MonkeyPatch) -> None:
+        self._slowdown, self._seconds = slowdown, 0.0
+        patch.setattr(timed_passes, "_seconds", self._run)
+        patch.setattr(timed_passes, "time", SimpleNamespace(perf_counter=lambda: self._seconds))
+        patch.setattr(timed_passes, "broadcast", lambda value: value)
+        patch.setattr(timed_passes, "is_global_first_rank", lambda: False)
+
+    def _run(self, seconds: float) -> float:
+        elapsed = seconds * self._slowdown(self._seconds)
+        self._seconds += elapsed
+        return elapsed
+
+
+@pytest.mark.parametrize("begin", [0.0, 0.1, 0.2, 0.3])
+def test_a_program_that_disturbs_for_a_while_disturbs_no_size(
+    begin: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes two thirds of the machine for 0.4 seconds: time for four passes of one size."""
+    machine = Machine(lambda now: 3.0 if begin <= now < begin + 0.4 else 1.0, monkeypatch)
+    times, is_certain = measure(machine.plan)
+    assert is_certain and times == pytest.approx(machine.plan.runs)
+
+
+def test_a_measurement_whose_rounds_never_agree_is_uncertain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(lambda now: 1 + 5 * now, monkeypatch)
+    assert not measure(machine.plan).is_certain
+
+
+@pytest.fixture
+def _slowed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """A pass takes the factor in here times 10 ms, and that times the growth from pass to pass."""
+    speed = {"factor": 1.0, "growth": 1.0}
+
+    def seconds(prepare: Any) -> float:
+        speed["factor"] *= speed["growth"]
+        return 0.01 * speed["factor"]
+
+    monkeypatch.setattr(timed_passes, "_seconds", seconds)
+    return speed
+
+
+def test_a_disturbed_measurement_is_not_kept(
+    llama: Path,
+    kept: Path,
+    _slowed: dict[str, float],
+    measured: list[Measurement],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _slowed["growth"] = 1.2
+    with engine(llama, AUTO):
+        assert not kept.exists() and "other programs disturbed" in caplog.text
+    _slowed["growth"] = 1.0
+    with engine(llama, AUTO):
+        assert len(measured) == 2 and len(list(kept.iterdir())) == 1
+
+
+def test_a_kept_cost_is_replaced_if_passes_are_faster_now(
+    llama: Path, kept: Path, _slowed: dict[str, float], measured: list[Measurement]
+) -> None:
+    """A slower pass does not count: the machine may be busy now."""
+    for factor, measurements in ((5.0, 1), (5.5, 1), (1.0, 2), (5.0, 2)):
+        _slowed["factor"] = factor
+        with engine(llama, AUTO):
+            assert len(measured) == measurements
+        (file,) = kept.iterdir()
+        assert json.loads(file.read_text()) == measured[-1].times
+
+
+def test_a_kept_cost_that_serving_disproves_is_measured_again(
+    llama: Path, kept: Path, _slowed: dict[str, float], measured: list[Measurement]
+) -> None:
+    """The machine is as busy at every start, and never afterwards."""
+    _slowed["factor"] = 500.0
+    for start in (1, 2):
+        with engine(llama, AUTO, drafts=None) as llm:
+            assert len(measured) == start and len(list(kept.iterdir())) == 1
+            generate(llm, random_prompts(2, 10))
+        assert not list(kept.iterdir())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lookahead_vllm.engine.worker.step_cost import Batch, CapturedTokens
+from lookahead_vllm.engine.worker.timed_passes import Batch, CapturedTokens
 
 if TYPE_CHECKING:
     from lookahead_vllm.engine.worker.v1.runner import SynchronousRunner

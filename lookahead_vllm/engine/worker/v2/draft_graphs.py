@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 )
 
 from lookahead_vllm.engine import patches
-from lookahead_vllm.engine.worker.step_cost import CapturedTokens
+from lookahead_vllm.engine.worker.timed_passes import CapturedTokens
 from lookahead_vllm.engine.worker.v2.step_trees import StepTrees
 
 

@@ -13,7 +13,8 @@ from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
-from lookahead_vllm.engine.worker.step_cost import CapturedTokens, begin_to_draft
+from lookahead_vllm.engine.worker.step_cost import begin_to_draft
+from lookahead_vllm.engine.worker.timed_passes import CapturedTokens
 from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker.v2.late_shape import LateShape
 from lookahead_vllm.engine.worker.v2.sampler import max_chunk_rows

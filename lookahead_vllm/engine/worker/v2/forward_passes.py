@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lookahead_vllm.engine import patches
-from lookahead_vllm.engine.worker.step_cost import Batch, CapturedTokens
+from lookahead_vllm.engine.worker.timed_passes import Batch, CapturedTokens
 
 if TYPE_CHECKING:
     from lookahead_vllm.engine.worker.v2.dummy_runs import DummyRuns

@@ -23,7 +23,7 @@ from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker.attended import GraphBuffers
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
-from lookahead_vllm.engine.worker.step_cost import CapturedTokens
+from lookahead_vllm.engine.worker.timed_passes import CapturedTokens
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 from lookahead_vllm.verify.gpu.fixed_batch import NO_STARTS, FixedBatch

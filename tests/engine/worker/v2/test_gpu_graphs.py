@@ -19,12 +19,12 @@ from vllm.v1.worker.gpu import dp_utils, model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
+from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine.requested import KEY
 from lookahead_vllm.engine.worker import branching
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.step_clock import StepClock
-from lookahead_vllm.engine.worker.step_cost import Batch
+from lookahead_vllm.engine.worker.timed_passes import Batch
 from lookahead_vllm.engine.worker.v2 import graph_runner, runner
 from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager, sizes_with_drafts
 from lookahead_vllm.engine.worker.v2.drafts import NO_TREES
@@ -316,7 +316,7 @@ class Runner(GraphRunner, FakeBase):
         merges_contexts=lambda groups, layers: True,
     )
     vllm_config: Any = SimpleNamespace(
-        additional_config={KEY: {}},
+        speculative_config=SimpleNamespace(lookahead_options=LookaheadOptions()),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         model_config=SimpleNamespace(use_mla=False),
         compilation_config=SimpleNamespace(static_forward_context={}),
@@ -359,7 +359,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 def test_an_implementation_that_was_chosen_attends_to_contexts_itself(
     attention: str, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(Runner.vllm_config.additional_config, KEY, {"attention": attention})
+    options = LookaheadOptions(attention=attention)
+    monkeypatch.setattr(Runner.vllm_config.speculative_config, "lookahead_options", options)
     assert not make()._branching.merges_contexts
 
 

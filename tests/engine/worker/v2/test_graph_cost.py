@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from vllm.v1.worker.gpu import input_batch, model_runner
 
-from lookahead_vllm.draft.budget.cost import StepWork
-from lookahead_vllm.engine.worker import step_cost
+from lookahead_vllm.draft.budget.cost import StepCost, StepWork
+from lookahead_vllm.engine.worker import step_cost, timed_passes
+from lookahead_vllm.engine.worker.timed_passes import BATCHES, Batch, CapturedTokens, Plan, measure
 from lookahead_vllm.engine.worker.v2 import graph_runner
 from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
 from tests.support import graph_engine, v2_on_cpu
@@ -27,12 +28,12 @@ class Passes:
     of a tree 2. A pass in pieces with trees takes 4 ms more, for the launches of tree attention.
     """
 
-    def __init__(self, captured: step_cost.CapturedTokens, attends_in_graphs: bool = True) -> None:
+    def __init__(self, captured: CapturedTokens, attends_in_graphs: bool = True) -> None:
         self.captured = captured
         self.attends_in_graphs = attends_in_graphs
         self.ran: list[tuple[str, int, float]] = []
 
-    def captured_tokens(self) -> step_cost.CapturedTokens:
+    def captured_tokens(self) -> CapturedTokens:
         return self.captured
 
     def decode(self, num_tokens: int, attends: bool) -> None:
@@ -60,16 +61,17 @@ class Passes:
         return nullcontext(lambda: self.ran.append((kind, tokens, attention)))
 
 
-def facts_of(monkeypatch: pytest.MonkeyPatch, passes: Passes) -> dict[str, Any]:
-    def fastest(run: Any) -> float:
-        run()
+def cost_of(monkeypatch: pytest.MonkeyPatch, passes: Passes) -> StepCost:
+    def seconds(prepare: Any) -> float:
+        with prepare() as run:
+            run()
         kind, tokens, attention = passes.ran[-1]
         start = {"pieces": 0.010, "plain": 0.006, "drafts": 0.007}[kind]
         return start + 1e-4 * tokens + attention
 
-    monkeypatch.setattr(step_cost, "_fastest", fastest)
-    monkeypatch.setattr(step_cost, "_broadcast", lambda value: value)
-    monkeypatch.setattr(step_cost, "is_global_first_rank", lambda: False)
+    monkeypatch.setattr(timed_passes, "_seconds", seconds)
+    monkeypatch.setattr(timed_passes, "broadcast", lambda value: value)
+    monkeypatch.setattr(timed_passes, "is_global_first_rank", lambda: False)
     measured: Any = SimpleNamespace(
         forward_passes=lambda: passes,
         vllm_config=SimpleNamespace(
@@ -79,16 +81,18 @@ def facts_of(monkeypatch: pytest.MonkeyPatch, passes: Passes) -> dict[str, Any]:
         max_num_tokens=512,
         drafter=SimpleNamespace(may_branch=True, options=SimpleNamespace(chain_length=0)),
     )
-    return step_cost.measure(measured)
+    plan = Plan(measured)
+    return step_cost._cost_of(plan, measure(plan).times)
 
 
 def test_graphs_are_timed_at_captured_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = [1, 2, 4, *range(8, 65, 8)]
-    passes = Passes(step_cost.CapturedTokens(plain, DRAFT_SIZES, 17))
-    cost = step_cost._cost_of(facts_of(monkeypatch, passes))
+    passes = Passes(CapturedTokens(plain, DRAFT_SIZES, 17))
+    cost = cost_of(monkeypatch, passes)
     ran = [(kind, n) for kind, n, attention in passes.ran if not attention]
-    assert [n for kind, n in ran if kind == "plain"] == [1, 2, 4, 8, 16, 32, 64]
-    assert [n for kind, n in ran if kind == "drafts"] == DRAFT_SIZES
+    rounds = timed_passes.MIN_ROUNDS
+    assert [n for kind, n in ran if kind == "plain"] == [1, 2, 4, 8, 16, 32, 64] * rounds
+    assert [n for kind, n in ran if kind == "drafts"] == DRAFT_SIZES * rounds
     assert cost.captured is not None
     without, with_drafts = cost.captured
     assert without.sizes == plain and with_drafts.sizes == DRAFT_SIZES
@@ -112,27 +116,25 @@ def test_attention_is_what_a_context_adds_to_the_same_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Trees are timed in the graphs that run them: there, a launch costs no time of the host."""
-    passes = Passes(step_cost.CapturedTokens(*sizes, longest), attends_in_graphs)
-    facts = facts_of(monkeypatch, passes)
-    assert facts["context"] == pytest.approx(3e-6)
-    assert facts["causal"] == pytest.approx(1e-6) and facts["trees"] == pytest.approx(2e-6)
+    passes = Passes(CapturedTokens(*sizes, longest), attends_in_graphs)
+    cost = cost_of(monkeypatch, passes)
+    assert cost.weights[-3:] == pytest.approx([3e-6, 1e-6, 2e-6])
 
 
 def test_without_graphs_trees_are_timed_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = facts_of(monkeypatch, Passes(step_cost.CapturedTokens()))
-    assert facts["causal"] == pytest.approx(1e-6, rel=0.2) and facts["trees"] > 2.1e-6
+    _, causal, trees = cost_of(monkeypatch, Passes(CapturedTokens())).weights[-3:]
+    assert causal == pytest.approx(1e-6, rel=0.2) and trees > 2.1e-6
 
 
 def test_without_graphs_there_is_one_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = facts_of(monkeypatch, Passes(step_cost.CapturedTokens()))
-    assert step_cost._cost_of(facts).captured is None
-    assert facts["graphs_with_drafts"] == facts["graphs_without_drafts"] == [[], []]
+    assert cost_of(monkeypatch, Passes(CapturedTokens())).captured is None
 
 
 def test_sizes_that_were_not_timed_in_time_have_no_graph() -> None:
-    assert step_cost._of_all_sizes([1, 2, 4, 8, 16], {1: 1.0, 4: 4.0}) == [[1, 2, 4], [1, 2, 4]]
-    assert step_cost._about_doubling([1, 2, 4, 8, 16, 24, 32, 40]) == [1, 2, 4, 8, 16, 32, 40]
-    assert step_cost._about_doubling([3]) == [3] and step_cost._about_doubling([]) == []
+    graphs = step_cost._of_all_sizes([1, 2, 4, 8, 16], {1: 1.0, 4: 4.0})
+    assert graphs.sizes == graphs.times.tolist() == [1, 2, 4]
+    assert timed_passes._about_doubling([1, 2, 4, 8, 16, 24, 32, 40]) == [1, 2, 4, 8, 16, 32, 40]
+    assert timed_passes._about_doubling([3]) == [3] and timed_passes._about_doubling([]) == []
 
 
 def test_passes_over_drafts_and_over_full_graphs() -> None:
@@ -151,7 +153,8 @@ def test_an_engine_times_the_graphs_that_it_has_captured(
 ) -> None:
     cache = SimpleNamespace(VLLM_CACHE_ROOT=str(tmp_path))
     monkeypatch.setattr(step_cost, "envs", cache)
-    monkeypatch.setattr(step_cost, "MAX_SECONDS", float("inf"))
+    monkeypatch.setattr(timed_passes, "MAX_SECONDS", float("inf"))
+    monkeypatch.setattr(timed_passes, "_uncertain", lambda rounds: [])
     graph_engine.enable(monkeypatch)
     attended: list[tuple[int, int]] = []
     set_dummy_context = input_batch.set_dummy_context
@@ -170,13 +173,13 @@ def test_an_engine_times_the_graphs_that_it_has_captured(
         for for_drafts, sizes in ((False, [1, 2, 4, 8, 16]), (True, graph_engine.SIZES[1:])):
             ran = [r.num_tokens for r in replays if r.has_drafts is for_drafts]
             assert sorted(set(ran)) == sizes and len(ran) >= 4 * len(sizes)
-        batches = [batch for batch in step_cost.BATCHES if batch.requests <= 16]
-        assert attended == [(b.requests, b.num_tokens) for b in batches for _ in range(4)]
+        batches = [batch for batch in BATCHES if batch.requests <= 16]
+        assert attended == [(b.requests, b.num_tokens) for b in batches] * 4
         # Every batch ran in a graph, the trees as trees.
         assert len(replays) == 4 * (5 + len(graph_engine.SIZES[1:]) + len(batches))
         with_trees = [(r.num_tokens, r.num_trees) for r in replays if r.num_trees]
         trees = [batch for batch in batches if batch.trees]
-        assert with_trees == [(b.num_tokens, b.requests) for b in trees for _ in range(4)]
+        assert with_trees == [(b.num_tokens, b.requests) for b in trees] * 4
 
 
 def test_a_measured_pass_has_the_inputs_of_a_step(
@@ -185,7 +188,7 @@ def test_a_measured_pass_has_the_inputs_of_a_step(
     """In a graph with room for more: the requests of the batch, each with its context, and no
     others."""
     graph_engine.enable(monkeypatch)
-    batch, context = step_cost.Batch(3, 6, True), 200  # 18 tokens in a graph of 32
+    batch, context = Batch(3, 6, True), 200  # 18 tokens in a graph of 32
     with v2_on_cpu.enabled(), engine(llama, {"budget": 8}) as llm:
         runner = runner_of(llm)
         passes = RunnerPasses(runner)

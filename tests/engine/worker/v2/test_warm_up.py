@@ -13,7 +13,7 @@ import torch
 from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 
-from lookahead_vllm.engine.requested import KEY
+from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine.worker import gpu_attention, latent_attention
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.v2 import gpu_worker
@@ -113,7 +113,8 @@ def test_every_other_kernel_is_launched_at_start_up(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("vllm.v1.worker.gpu.buffer_utils.UvaBuffer", UvaBuffer)
     runner: Any = object.__new__(gpu_worker.LookaheadGPUModelRunner)
     runner.drafter = SimpleNamespace(may_branch=True)
-    runner.vllm_config = SimpleNamespace(additional_config={KEY: {"attention": "triton"}})
+    speculation = SimpleNamespace(lookahead_options=LookaheadOptions(attention="triton"))
+    runner.vllm_config = SimpleNamespace(speculative_config=speculation)
     case = PagedAttentionCase([random_tree(np.random.default_rng(0), 9)], [70])
     attention = test_gpu_wiring.layer_of(case)
     attention._k_scale = attention._v_scale = None
