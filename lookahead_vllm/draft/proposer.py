@@ -67,8 +67,6 @@ class Proposer(Protocol):
     cost: StepCost | None
     """The cost model of a step, set by the engine. While it is None, trees are not cut to the nodes
     that pay."""
-    min_prob_beside_prompt: float
-    """The probability from which a node pays in a step that also prefills a prompt."""
     pays: bool
     """Whether the last trees were worth that their step waited for them."""
     num_choices: int
@@ -125,7 +123,6 @@ class NoProposer:
     """Drafts nothing. Used on ranks that only verify rank 0's drafts."""
 
     cost: StepCost | None = None
-    min_prob_beside_prompt = 0.0
     pays = False
     num_choices = 0
     wants_roots = False

@@ -26,15 +26,15 @@ _GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 
 WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": (
-        "lookahead_vllm.engine.worker.cpu_worker.LookaheadCPUWorker"
+        "lookahead_vllm.engine.model_runner.cpu_worker.LookaheadCPUWorker"
     ),
     "vllm.v1.worker.gpu_worker.Worker": (
-        "lookahead_vllm.engine.worker.v2.gpu_worker.LookaheadGPUWorker"
+        "lookahead_vllm.engine.model_runner.gpu_worker.LookaheadGPUWorker"
     ),
 }
 """Our worker by vLLM's."""
 
-SCHEDULER = "lookahead_vllm.engine.scheduler.late_scheduler.LateDraftScheduler"
+SCHEDULER = "lookahead_vllm.engine.scheduler.scheduler.LookaheadScheduler"
 REPLICA_EXECUTOR = "lookahead_vllm.engine.scheduler.replica_executor.ReplicaExecutor"
 
 _LEAVE_OUT = "leave lookahead out of the speculative config"

@@ -25,8 +25,6 @@ PACKAGE = "lookahead_vllm."
 CLASSES = {path.rpartition(".")[2]: name for name, path in PROPOSERS.items()}
 """Names of proposers by their classes, as vLLM's method custom_class wants them."""
 
-DRAFTER_PATH = "lookahead_vllm.engine.worker.drafter.LookaheadDrafter"
-
 FLAGS = {
     "method": ("spec_method", "--spec-method"),
     "model": ("spec_model", "--speculative-model"),
@@ -78,7 +76,7 @@ def is_lookahead(name: Any) -> bool:
 
 
 def _is_class(model: Any) -> bool:
-    return isinstance(model, str) and model.strip().startswith(PACKAGE) and model != DRAFTER_PATH
+    return isinstance(model, str) and model.strip().startswith(PACKAGE)
 
 
 def requested_options(args: EngineArgs) -> LookaheadOptions:

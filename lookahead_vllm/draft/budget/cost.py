@@ -352,16 +352,6 @@ class StepCost:
             chain, tree = chain / self.parts, tree / self.parts
         return StepPrices(base, waiting, forward, chain, tree, root, captured)
 
-    def price_beside_prompt(self, contexts: Int64s, load: Load) -> float:
-        """What a node costs if the step begins to read one more prompt, on average.
-
-        That is the time that it adds past the curve's last point, without the slowdown, times what
-        a delay costs with that prompt over what it costs without. Parameters as in `prices`.
-        """
-        scale, _, _, _, node, _, causal, _ = self.weights.tolist()
-        time = scale * self.curve.last_slope + node + causal * float(contexts.mean())
-        return float(time / self.parts * (1 + PROMPT_WEIGHT / load.progress(len(contexts))))
-
 
 @kernel
 def _add_step(

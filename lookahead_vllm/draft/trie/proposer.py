@@ -91,8 +91,6 @@ class _Plan(NamedTuple):
     may_probe: bool = False
     prices: StepPrices | None = None
     """None if its nodes are sent whatever they cost."""
-    price_beside_prompt: float = 0.0
-    """Of a node in a step that also reads a prompt."""
     weights: NDArray[np.float32] | None = None
     """float32 [t]: what a token of each request is worth; None if all are worth the same."""
 
@@ -115,7 +113,6 @@ class NGramTrieProposer:
     def __init__(self, options: LookaheadOptions, num_lines: int = 0) -> None:
         self.options = options
         self.cost: StepCost | None = None
-        self.min_prob_beside_prompt = 0.0
         self.pays = False
         self.trie = Trie(options.max_nodes)
         self.rate = AcceptanceRate(priors.load(NUM_RATES))
@@ -285,14 +282,13 @@ class NGramTrieProposer:
                 progress,
                 is_probe_due(cost, load),
                 cost.prices(contexts, load, num_nodes),
-                cost.price_beside_prompt(contexts, load),
                 None
                 if self._lengths is None
                 else self._lengths.weights(self._texts.rows_of(request_ids)),
             )
 
     def _cut_by_plan(self, forest: DraftForest) -> DraftForest:
-        progress, may_probe, prices, price_beside_prompt, weights = self._plan
+        progress, may_probe, prices, weights = self._plan
         self.pays = forest.num_nodes > 0
         if self.cost is None or prices is None:
             return forest
@@ -302,7 +298,6 @@ class NGramTrieProposer:
         forest, _, rate, min_prob = allot(forest, progress, prices, may_probe, weights)
         # Nodes far below the probability that pays are not grown in the next step.
         self._min_prob = min_prob / 2 / (1 if weights is None else max(1.0, float(weights.max())))
-        self.min_prob_beside_prompt = rate * price_beside_prompt
         speedup = rate * (prices.base - prices.waiting) / progress
         self.pays = forest.num_nodes > 0 and is_worth_waiting(self.cost, speedup)
         return forest

@@ -100,7 +100,6 @@ class JacobiWindowProposer:
     def __init__(self, options: LookaheadOptions) -> None:
         self.options = options = options.for_model(0)
         self.cost: StepCost | None = None
-        self.min_prob_beside_prompt = 0.0
         self.pays = False
         self.branch = LookaheadBranch(options)
         self._rates = _Rates(options.ngram_size)
@@ -168,9 +167,8 @@ class JacobiWindowProposer:
         if cost is not None and forest.num_nodes:
             prices = cost.prices(contexts, load, forest.num_nodes)
             progress = load.progress(len(forest))
-            forest, kept, rate, _ = allot(forest, progress, prices, is_probe_due(cost, load))
+            forest, kept, _, _ = allot(forest, progress, prices, is_probe_due(cost, load))
             ranks = ranks[kept]
-            self.min_prob_beside_prompt = rate * cost.price_beside_prompt(contexts, load)
         for limit, (first, end) in zip(limits, pairwise(forest.firsts), strict=True):
             self._texts[limit.request_id].ranks = ranks[first:end]
         nodes = np.array([limit.max_nodes for limit in limits], np.int64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,17 +68,8 @@ class DraftLimiter:
         self._refused_steps = 0
         """The steps since then."""
 
-    def cut(
-        self, probs_of: Callable[[str], Sequence[float]], min_prob_beside_prompt: float
-    ) -> dict[str, list[int]]:
+    def cut(self) -> dict[str, list[int]]:
         """Cut `spec_token_ids` of the running requests.
-
-        Parameters
-        ----------
-        probs_of
-            Returns the probabilities of the nodes of a request's draft, in order, by request id.
-        min_prob_beside_prompt
-            The smallest probability of a node in a step that also computes a prompt.
 
         Returns
         -------
@@ -105,17 +96,15 @@ class DraftLimiter:
                 starting = []
         if drafted:
             self._may_hold_unused = True
-            if starting:
-                self._cut_unlikely(drafted, probs_of, min_prob_beside_prompt)
             free_tokens -= self._charge(starting)
             excess = sum(len(request.spec_token_ids) for request in drafted) - max(free_tokens, 0)
             if excess > 0:
-                self._cut_tokens(drafted, excess, probs_of)
+                self._cut_tokens(drafted, excess)
             if is_tight:
                 # Blocks that drafts do not give back before the next step stay free for the
                 # refused request.
                 charged = starting if self._may_free_blocks and not self._steps_ahead else waiting
-                self._cut_to_blocks(drafted, charged, probs_of)
+                self._cut_to_blocks(drafted, charged)
         return kept
 
     def _charge(self, requests: Sequence[Request]) -> int:
@@ -159,32 +148,13 @@ class DraftLimiter:
         self._refused_with, self._refused_steps = left, 0
         return False
 
-    def _cut_unlikely(
-        self,
-        drafted: Sequence[Request],
-        probs_of: Callable[[str], Sequence[float]],
-        min_prob: float,
-    ) -> None:
-        """Remove nodes of a lower probability than `min_prob`."""
-        for request in drafted:
-            probs = probs_of(request.request_id)
-            likely = sum(1 for _ in takewhile(lambda p: p >= min_prob, probs))
-            request.spec_token_ids = request.spec_token_ids[:likely]
-
-    def _cut_tokens(
-        self, drafted: Sequence[Request], excess: int, probs_of: Callable[[str], Sequence[float]]
-    ) -> None:
-        """Remove the `excess` least likely nodes of all drafts."""
+    def _cut_tokens(self, drafted: Sequence[Request], excess: int) -> None:
+        """Remove the `excess` last tokens of all drafts."""
         sizes = np.array([len(request.spec_token_ids) for request in drafted])
-        probs = [
-            probs_of(request.request_id)[:size]
-            for request, size in zip(drafted, sizes.tolist(), strict=True)
-        ]
         owners = np.repeat(np.arange(len(drafted)), sizes)
-        nodes = np.arange(len(owners)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        removed = np.lexsort((owners, -nodes, np.concatenate(probs)))[:excess]
-        # Later nodes of the draft go too, even if they are more likely.
-        np.minimum.at(sizes, owners[removed], nodes[removed])
+        places = np.arange(len(owners)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        removed = np.lexsort((owners, -places))[:excess]
+        np.minimum.at(sizes, owners[removed], places[removed])
         for request, size in zip(drafted, sizes.tolist(), strict=True):
             request.spec_token_ids = request.spec_token_ids[:size]
 
@@ -212,19 +182,14 @@ class DraftLimiter:
         free: int = manager.block_pool.get_num_free_blocks() - manager.watermark_blocks
         return free
 
-    def _cut_to_blocks(
-        self,
-        drafted: Sequence[Request],
-        starting: Sequence[Request],
-        probs_of: Callable[[str], Sequence[float]],
-    ) -> None:
-        """Remove the nodes that would need more blocks than are free."""
+    def _cut_to_blocks(self, drafted: Sequence[Request], starting: Sequence[Request]) -> None:
+        """Remove the tokens that would need more blocks than are free."""
         ahead = self._steps_ahead
         free = self._free_blocks()
         free -= sum(self._missing(request, ahead) for request in self._scheduler.running)
         free -= sum(self._missing(request, ahead) for request in starting)
-        # Drafts with the most expected tokens get their blocks first.
-        for request in sorted(drafted, key=lambda request: -sum(probs_of(request.request_id))):
+        # The longest drafts get their blocks first.
+        for request in sorted(drafted, key=lambda request: -len(request.spec_token_ids)):
             plain = self._missing(request, ahead)
             nodes = self._nodes_within(free, request, plain)
             free -= self._missing(request, nodes + ahead) - plain

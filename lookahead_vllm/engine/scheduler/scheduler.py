@@ -1,164 +1,232 @@
-"""vLLM's scheduler with draft trees. Drafts get only the capacity that other work leaves unused."""
+"""vLLM's scheduler, which reserves slots for drafts that the workers grow late."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.outputs import DraftTokenIds
-from vllm.v1.request import RequestStatus
+import numpy as np
+from numpy.typing import NDArray
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-from lookahead_vllm import compilation
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
-from lookahead_vllm.engine import messages
-from lookahead_vllm.engine.grammar import GrammarDraft, GrammarTreeWalk
-from lookahead_vllm.engine.messages import DraftsToVerify, ProposedDrafts
+from lookahead_vllm.engine import config, messages, request_options, step_report
+from lookahead_vllm.engine.grammar import (
+    GrammarTreeWalk,
+    accept_tokens_one_by_one,
+    joined_masks,
+    numbers_of_masks,
+)
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
-from lookahead_vllm.engine.scheduler.draft_scheduler import DraftScheduler
+from lookahead_vllm.engine.scheduler.late_outputs import LateOutputs
+from lookahead_vllm.engine.scheduler.pauses import Pauses
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+PAUSE_AFTER_STEPS = 16
+"""After this many steps in a row whose slots were all left empty, none are reserved until the
+workers report that drafts pay again."""
 
 
-class LookaheadScheduler(DraftScheduler):
-    """Schedules trees instead of chains, and prunes them by the requests' grammars."""
+STEPS_AHEAD = 2
+"""How many further steps of a request are scheduled at most before the outcome of a draft is
+known."""
+
+
+class RequestMetrics(RequestSpecDecodeMetrics):
+    """As in vLLM, except that slots that were all left empty do not count as a draft."""
+
+    def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
+        if num_draft_tokens:
+            super().observe(num_draft_tokens, num_accepted, detailed)
+
+
+class LookaheadScheduler(AsyncScheduler):
+    """vLLM's scheduler, which reserves slots for drafts in a step whose tokens are not known yet.
+
+    A slot is a placeholder token. The workers grow a request's tree when the step before has ended,
+    and leave out the slots that they do not use (`model_runner/late_drafts.py`). The scheduler
+    counts unused slots as rejected.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        compilation.wait()
-        messages.compile_recall()
-        # The same number for every batch size. Without this schedule, vLLM pads a request that has
-        # one token to compute with placeholder drafts, and delays it until the padded draft fits.
-        self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
-        self._draft_limiter = DraftLimiter(self)
-        self._proposed = messages.NO_PROPOSALS
-        """The last drafts from the workers."""
-        self._grammar_drafts: dict[str, GrammarDraft] = {}
-        """By request id, until the end of the step that verifies the draft."""
+        accept_tokens_one_by_one()
+        self.pauses = Pauses()
+        self._late_outputs = LateOutputs()
+        self._without_drafts: set[str] = set()
+        """Requests that turned lookahead off."""
+        self._report: step_report.StepReport | None = None
+        """The report of the step whose output is being processed."""
+        options = config.options_of(self.vllm_config)
+        # Zero, so that vLLM reserves no slots itself and does not pad single-token requests.
+        self.dynamic_sd_lookup = [0] * (self.max_num_running_reqs + 1)
+        self._may_pause = options.budget == "auto"
+        self._empty_steps = 0
+        # A trained drafter writes its KV behind the last token of each step.
+        self.num_lookahead_tokens = options.chain_length
+        slots = self.vllm_config.speculative_config.max_num_new_slots_for_drafting
+        self._draft_limiter = DraftLimiter(self, STEPS_AHEAD, options.chain_length, slots)
+        self._slots = [-1] * self.num_spec_tokens
+        self._masks: dict[str, np.ndarray] = {}
+        """By request id: masks of the draft in flight, int32 [1 + nodes, ceil(vocabulary / 32)]."""
 
-    def _take_drafts(self, proposed: ProposedDrafts) -> None:
-        """Assign drafts to their requests; those under a grammar are pruned first."""
-        self._proposed = proposed
-        # A request may have been preempted during its step, or its turn has ended.
-        req_ids = [i for i in proposed.req_ids if self._is_running(i)]
-        drafts = {i: proposed.drafts[i] for i in req_ids if i in proposed.drafts}
-        if proposed.has_grammars:
-            unused = proposed.max_step_nodes
-            unused -= sum(len(draft.tokens) for draft in proposed.drafts.values())
-            unused -= sum(len(draft.tree) for draft in self._grammar_drafts.values())
-            for req_id in req_ids:
-                request = self.requests[req_id]
-                if request.use_structured_output and not request.is_prefill_chunk:
-                    draft = drafts.pop(req_id, None)
-                    tree = draft.tree if draft else EMPTY_TREE
-                    unused += len(tree) - self._apply_grammar(request, tree, len(tree) + unused)
-        self.update_draft_token_ids(
-            DraftTokenIds(list(drafts), [draft.tokens for draft in drafts.values()])
-        )
+    # ---- slots -----------------------------------------------------------------------------------
 
-    def _is_running(self, req_id: str) -> bool:
-        request = self.requests.get(req_id)
-        return request is not None and request.status == RequestStatus.RUNNING
-
-    def _apply_grammar(self, request: Request, tree: DraftTree, max_nodes: int) -> int:
-        """Remove what the request's grammar forbids from its draft, and add what it dictates.
-
-        Returns the number of nodes. `max_nodes` limits what is added.
-        """
-        manager = self.structured_output_manager
-        nodes, depth = self._max_nodes_and_depth(request)
-        draft = GrammarTreeWalk(manager, request, tree, min(nodes, max_nodes), depth).run()
-        self._grammar_drafts[request.request_id] = draft
-        request.spec_token_ids = draft.tree.tokens.tolist()
-        return len(draft.tree)
-
-    def _max_nodes_and_depth(self, request: Request) -> tuple[int, int]:
-        """Limits of the draft for the request's next step."""
-        if request.request_id in self._without_drafts:
-            return 0, 0
-        nodes = min(self.num_spec_tokens, self.max_model_len - request.num_tokens - 1)
-        return nodes, min(nodes, request.max_tokens - request.num_output_tokens - 1)
+    def add_request(self, request: Request) -> None:
+        self._without_drafts &= self.requests.keys()
+        params = request.sampling_params
+        options, _ = request_options.options_in_worker(params and params.extra_args)
+        if not options.enabled:
+            self._without_drafts.add(request.request_id)
+        super().add_request(request)
+        if request.spec_decode_metrics is not None:
+            request.spec_decode_metrics = RequestMetrics.new(self.num_spec_tokens)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self.pauses.end()
-        kept_blocks = self._draft_limiter.cut(self._probs, self._proposed.min_prob_beside_prompt)
+        is_paused = (
+            self._may_pause
+            and self._empty_steps >= PAUSE_AFTER_STEPS
+            # A grammar may dictate tokens in every step.
+            and not any(request.use_structured_output for request in self.running)
+        )
+        # More slots than this cannot fit for all requests, so the limiter has less to cut.
+        share = max(1, self.max_num_scheduled_tokens // max(1, len(self.running)))
+        for request in self.running:
+            request.spec_token_ids = [] if is_paused else self._slots_of(request)[:share]
+        kept_blocks = self._draft_limiter.cut()
         output = super().schedule(*args, **kwargs)
         self._send_to_workers(output)
-        drafts = output.scheduled_spec_decode_tokens
-        replacements: dict[str, DraftTree] = {}
-        # A request that is left out of this step keeps its draft for a later one.
-        for req_id in self._grammar_drafts.keys() & output.num_scheduled_tokens.keys():
-            tree, tokens = self._grammar_drafts[req_id].tree, drafts.get(req_id, [])
-            n = len(tokens)
-            is_same_draft = tree.tokens[:n].tolist() == tokens
-            if output.num_scheduled_tokens[req_id] == 1 + n and is_same_draft:
-                replacements[req_id] = tree
-            else:  # cut or dropped, for instance after preemption
-                del self._grammar_drafts[req_id]
-        for req_id, tokens in drafts.items():
-            # A draft after prompt tokens, or one that its grammar has not pruned, becomes a chain.
-            has_prompt_tokens = output.num_scheduled_tokens[req_id] > 1 + len(tokens)
-            if has_prompt_tokens or self.requests[req_id].use_structured_output:
-                replacements.setdefault(req_id, DraftTree.chain(tokens))
-        if drafts or kept_blocks:
-            forest, from_proposer = messages.recall(drafts, self._proposed.drafts, replacements)
-            messages.attach(
-                output, DraftsToVerify(list(drafts), forest, from_proposer, kept_blocks)
-            )
+        for req_id in output.preempted_req_ids or ():
+            kept_blocks.pop(req_id, None)
+        if kept_blocks:
+            messages.attach_kept_blocks(output, kept_blocks)
         return output
 
-    def _probs(self, req_id: str) -> Sequence[float]:
-        """The probabilities of the nodes of the request's draft, in order."""
-        draft = self._grammar_drafts.get(req_id) or self._proposed.drafts.get(req_id)
-        probs: list[float] = draft.tree.probs.tolist() if draft else []
-        return probs
+    def _send_to_workers(self, output: SchedulerOutput) -> None:
+        """A step was scheduled. The workers keep the references of its new requests."""
+        self.pauses.send(output)
+        for new in output.scheduled_new_reqs:
+            request = self.requests[new.req_id]
+            request.sampling_params = request_options.without_references(request.sampling_params)
 
-    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        if not self._grammar_drafts:
-            return super().get_grammar_bitmask(scheduler_output)
-        scheduled = scheduler_output.scheduled_spec_decode_tokens
-        masks = {
-            req_id: draft.bitmask[: 1 + len(scheduled.get(req_id, ()))]
-            for req_id, draft in self._grammar_drafts.items()
-        }
-        return self._grammar_output(scheduler_output, masks, scheduled)
+    def _slots_of(self, request: Request) -> list[int]:
+        """Placeholders for the request's next step, before they are cut to what is free."""
+        if request.is_prefill_chunk or request.request_id in self._without_drafts:
+            return []
+        in_flight = request.num_output_placeholders > 0
+        # vLLM fetches the drafts of a request under a grammar only if a step is in flight.
+        if request.use_structured_output and not in_flight:
+            return []
+        if request.num_output_tokens + in_flight + 1 >= request.max_tokens:
+            return []
+        # After these slots, there is still room for the plain tokens of this step and of the steps
+        # that are scheduled before its outcome is known; none is computed at the last position.
+        end = request.num_tokens + request.num_output_placeholders + STEPS_AHEAD
+        return self._slots[: max(self.max_model_len - 1 - end, 0)]
+
+    # ---- results of the step ---------------------------------------------------------------------
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
         step = self._receive(scheduler_output, model_runner_output)
+        report = messages.late_report(model_runner_output)
+        if report is not None:
+            if report.pays:
+                self._empty_steps = 0
+            elif scheduler_output.scheduled_spec_decode_tokens:
+                self._empty_steps += 1
+            # vLLM counts these as not proposed.
+            step.num_invalid_spec_tokens = {
+                req_id: len(slots) - report.sizes.get(req_id, 0)
+                for req_id, slots in step.scheduled_spec_decode_tokens.items()
+            }
+        return super().update_from_output(step, model_runner_output)
+
+    def _receive(
+        self, scheduled: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> SchedulerOutput:
+        """A step's output arrived; returns the step without requests that have ended since."""
+        self.pauses.receive(scheduled)
+        self._report = step_report.attached(model_runner_output)
+        return self._late_outputs.without_ended(scheduled)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._late_outputs.end(request)
+        return super()._free_request(request, *args, **kwargs)
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        report, self._report = self._report, None
+        return step_report.with_report(super().make_stats(*args, **kwargs), report)
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: SpecDecodingStats | None,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> SpecDecodingStats | None:
+        """As in vLLM, except that slots that were all left empty do not count as a draft."""
+        if num_draft_tokens == (num_invalid_spec_tokens or {}).get(request_id):
+            return spec_decoding_stats
+        return super().make_spec_decoding_stats(
+            spec_decoding_stats,
+            num_draft_tokens,
+            num_accepted_tokens,
+            num_invalid_spec_tokens,
+            request_id,
+        )
+
+    # ---- grammars --------------------------------------------------------------------------------
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        """Fill the masks of the drafts in flight; the tokens before them are known by now."""
+        forest = messages.forest_of(draft_token_ids)
+        for req_id, tree in zip(draft_token_ids.req_ids, forest, strict=True):
+            request = self.requests.get(req_id)
+            if request is None or request.is_finished() or not request.use_structured_output:
+                continue
+            self._masks[req_id] = self._fill_masks(request, tree)
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        masks, self._masks = self._masks, {}
+        if not scheduler_output.has_structured_output_requests:
+            return None
+        return self._joined(scheduler_output, masks)
+
+    def _joined(
+        self, step: SchedulerOutput, masks: Mapping[str, NDArray[np.int32]]
+    ) -> GrammarOutput | None:
+        """The masks of a step, of which `masks` has those of requests with nodes."""
+        found: dict[str, NDArray[np.int32]] = {}
         for req_id in step.num_scheduled_tokens:
-            self._grammar_drafts.pop(req_id, None)
-        outputs = super().update_from_output(step, model_runner_output)
-        if (proposed := messages.proposed(model_runner_output)) is not None:
-            if step is not scheduler_output:
-                req_ids = [i for i in proposed.req_ids if i in step.num_scheduled_tokens]
-                proposed = proposed._replace(req_ids=req_ids)
-            self._take_drafts(proposed)
-        return outputs
+            request = self.requests.get(req_id)
+            # vLLM keeps a request that has ended while a connector sends its blocks.
+            if request is None or request.is_finished():
+                continue
+            if not request.use_structured_output or request.is_prefill_chunk:
+                continue
+            mask = masks.get(req_id)
+            if mask is None:
+                mask = self._fill_masks(request, EMPTY_TREE)
+            found[req_id] = mask
+        if not found:
+            return None
+        num_nodes = [len(mask) - 1 for mask in found.values()]
+        numbers = numbers_of_masks(1 + self.num_spec_tokens)
+        return joined_masks(list(found), list(found.values()), num_nodes, numbers)
 
-    def _update_request_with_output(
-        self, request: Request, *args: Any, **kwargs: Any
-    ) -> tuple[list[int], bool]:
-        is_running = request.status == RequestStatus.RUNNING
-        updated = super()._update_request_with_output(request, *args, **kwargs)
-        if is_running:
-            # vLLM 0.32 does so only when it schedules the next step, and the last burst has none.
-            num_computed = min(request.num_computed_tokens, request.num_tokens - 1)
-            self.kv_cache_manager.cache_blocks(request, num_computed)
-        return updated
-
-    def _handle_stopped_request(self, request: Request) -> bool:
-        if request.resumable:
-            # Nodes that were accepted after the stop were computed, and their tokens dropped.
-            last = request.num_tokens - 1
-            request.num_computed_tokens = min(request.num_computed_tokens, last)
-        return super()._handle_stopped_request(request)
-
-    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
-        finished = super().finish_requests(*args, **kwargs)
-        for req_id in self._grammar_drafts.keys() - self.requests.keys():
-            del self._grammar_drafts[req_id]
-        return finished
+    def _fill_masks(self, request: Request, tree: DraftTree) -> NDArray[np.int32]:
+        walk = GrammarTreeWalk(self.structured_output_manager, request, tree, len(tree), len(tree))
+        return walk.masks()

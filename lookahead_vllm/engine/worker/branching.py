@@ -35,13 +35,11 @@ class Branching(NamedTuple):
     only. See `kv_movers`."""
     of_chains: bool
     """Whether tree attention also computes chains."""
-    of_singles: bool
-    """Whether it also computes requests that decode one token."""
     merges_contexts: bool = False
     """Whether, in graphs with trees, it computes draft blocks alone; see `TreeAttention`."""
 
 
-NOTHING_BRANCHES = Branching(True, False, (), False, False)
+NOTHING_BRANCHES = Branching(True, False, (), False)
 
 
 def decide(
@@ -82,7 +80,7 @@ def decide(
     merges = options_of(config).attention == "auto" and attention.merges_contexts(
         groups, [layers[name] for name in names]
     )
-    return Branching(not rows, True, movers, of_chains, of_chains and not is_latent, merges)
+    return Branching(not rows, True, movers, of_chains, merges)
 
 
 def branching_obstacle(

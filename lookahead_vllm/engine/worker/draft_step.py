@@ -1,13 +1,12 @@
 """The draft trees of one step: where their nodes are in the batch, and what was accepted.
 
-Everything here works on arrays: rows of the batch, counts of tokens, logits. Both of vLLM's model
-runners share it.
+Everything here works on arrays: rows of the batch, counts of tokens, logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,7 +16,6 @@ from lookahead_vllm.draft.budget.cost import StepWork
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine.messages import DraftsToVerify
 from lookahead_vllm.verify.acceptance import moves_behind_roots
 from lookahead_vllm.verify.choices import Choices, top_choices
 from lookahead_vllm.verify.tree_batch import TreeBatch
@@ -26,14 +24,6 @@ from lookahead_vllm.verify.tree_batch import TreeBatch
 def root_rows(num_nodes: Int64s) -> Int64s:
     """The logits row of each request's root, int64 [r]; `num_nodes` int64 [r] rows follow each."""
     return np.cumsum(num_nodes + 1) - num_nodes - 1
-
-
-def split_rows(num_nodes: Int64s) -> tuple[Int64s, Int64s]:
-    """The logits rows of all roots (see `root_rows`) and of all nodes; both int64."""
-    roots = root_rows(num_nodes)
-    is_node = np.ones(len(num_nodes) + int(num_nodes.sum()), np.bool_)
-    is_node[roots] = False
-    return roots, np.flatnonzero(is_node)
 
 
 @dataclass
@@ -55,9 +45,6 @@ class DraftStep:
     before_roots : int64 [t]
         Tokens that the step computes before each root: of the prompt, or accepted in the last step
         by another rank.
-    singles : int64 [3, s]
-        Requests for which the step computes one token, if tree attention computes them: row of the
-        batch, index of the token among the step's, and its position.
     """
 
     forest: DraftForest
@@ -66,12 +53,12 @@ class DraftStep:
     contexts: Int64s
     from_proposer: NDArray[np.bool_]
     before_roots: Int64s
-    singles: Int64s = field(default_factory=lambda: np.empty((3, 0), np.int64))
 
     @classmethod
     def of_scheduled(
         cls,
-        drafts: DraftsToVerify,
+        forest: DraftForest,
+        from_proposer: NDArray[np.bool_],
         rows: Int64s,
         num_scheduled_tokens: NDArray[np.int32],
         num_computed_tokens: NDArray[np.int32],
@@ -85,7 +72,6 @@ class DraftStep:
         num_scheduled_tokens, num_computed_tokens : int32 [r]
             By row of the batch: tokens of this step, and tokens before them.
         """
-        forest, from_proposer = drafts.forest, drafts.from_proposer
         if (rows[1:] < rows[:-1]).any():
             order = np.argsort(rows)
             rows, from_proposer = rows[order], from_proposer[order]
@@ -109,31 +95,14 @@ class DraftStep:
             contexts,
             np.zeros(len(forest), np.bool_),
             np.zeros(len(forest), np.int64),
-            np.stack((tree, starts, contexts))[:, forest.sizes == 0],
         )
-
-    def add_singles(
-        self,
-        num_scheduled_tokens: NDArray[np.int32],
-        num_computed_tokens: NDArray[np.int32],
-    ) -> None:
-        """Fill in `singles`; the arguments are those of `of_scheduled`."""
-        rows = np.flatnonzero(num_scheduled_tokens == 1)
-        tokens = np.cumsum(num_scheduled_tokens)[rows] - 1
-        self.singles = np.stack((rows, tokens, num_computed_tokens[rows])).astype(np.int64)
 
     @property
     def branches(self) -> bool:
         """Whether any tree is more than a chain."""
         return bool(self.forest.branching.any())
 
-    def node_positions(self) -> tuple[Int64s, Int64s]:
-        """Index of each node among the step's tokens, and its position; both int64 [n]."""
-        forest = self.forest
-        nodes = self.starts[forest.owners] + 1 + forest.places
-        return nodes, self.contexts[forest.owners] + forest.depths
-
-    def trees(self, with_chains: bool = False, with_singles: bool = False) -> TreeBatch | None:
+    def trees(self, with_chains: bool = False) -> TreeBatch | None:
         """What tree attention computes in this step; None if it computes nothing.
 
         The tokens that the step computes before the root of a branching tree become a chain above
@@ -143,8 +112,6 @@ class DraftStep:
         ----------
         with_chains
             Whether it also computes chains, except those after tokens of the prompt.
-        with_singles
-            Whether it computes `singles`.
         """
         is_chosen = self.forest.branching
         if with_chains:
@@ -158,9 +125,6 @@ class DraftStep:
             forest = forest.after_chains(before)
         starts, contexts = self.starts[chosen] - before, self.contexts[chosen] - before
         places = np.stack((self.rows[chosen], starts, contexts))
-        if with_singles:
-            forest = forest.with_empty(self.singles.shape[1])
-            places = np.concatenate((places, self.singles), axis=1)
         return TreeBatch.build(forest, *places) if len(forest) else None
 
     def work(

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llvmlite.binding import ffi
@@ -22,9 +21,7 @@ from lookahead_vllm.draft.registry import make_proposer
 from lookahead_vllm.draft.tree import EMPTY_TREE, UNKNOWN, DraftForest, DraftTree, DraftTreeError
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.engine import config, request_options
-from lookahead_vllm.engine.messages import ProposedDrafts, SentDraft
 from lookahead_vllm.engine.request_options import RequestOptions
-from lookahead_vllm.engine.requested import DRAFTER_PATH
 from lookahead_vllm.engine.worker.cache import open_cache
 from lookahead_vllm.engine.worker.fleet import join_fleet
 from lookahead_vllm.engine.worker.step_recorder import Counters, StepRecorder
@@ -98,10 +95,10 @@ way, for instance by a debugger."""
 
 
 class LookaheadDrafter:
-    """The drafter that vLLM builds for ``{"method": "custom_class"}``, as `runner.drafter`.
+    """Passes requests and tokens to the proposer of a worker, and its drafts on.
 
     Of the ranks that share a model, only one drafts: the first of the last pipeline stage. Its
-    drafts are sent to all ranks; see `messages.py`.
+    drafts are sent to all ranks.
 
     Attributes
     ----------
@@ -120,11 +117,6 @@ class LookaheadDrafter:
     _has_new_weights = False
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        if not config.is_lookahead(vllm_config):
-            raise ValueError(
-                f"{DRAFTER_PATH} was given as a custom_class; "
-                'write {"method": "lookahead"} in --speculative-config instead'
-            )
         self.options = config.options_of(vllm_config)
         self.may_branch = False
         parallel = vllm_config.parallel_config
@@ -144,8 +136,6 @@ class LookaheadDrafter:
         self._with_grammar: set[str] = set()
         self.reads_reasoning = bool(vllm_config.structured_outputs_config.reasoning_parser)
         """Whether a grammar may begin only after the reasoning, which vLLM looks for."""
-        self._sent: dict[str, SentDraft] = {}
-        """Drafts that are not verified yet."""
         self.drafted_for: set[str] = set()
         compilation.wait()
         compilation.compile_verification()
@@ -184,15 +174,6 @@ class LookaheadDrafter:
         """The model gets other weights: from the next request on, what was learned counts less."""
         self._has_new_weights = True
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: there is no draft model."""
-
-    def propose(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not used, because vLLM passes no request ids. Our runner calls `commit` and `draft`."""
-        raise RuntimeError(
-            "lookahead's drafter runs in a worker that is not lookahead's; write worker_cls='auto'"
-        )
-
     def announce(self, request_id: str, params: SamplingParams | None) -> SamplingParams | None:
         """Register a new request; returns its parameters without lookahead's `extra_args`.
 
@@ -221,21 +202,6 @@ class LookaheadDrafter:
         """Drop what `announce` kept of a request that is followed already."""
         self._options.pop(request_id, None)
 
-    @property
-    def has_grammars(self) -> bool:
-        """Whether a live request is under a grammar."""
-        return bool(self._with_grammar)
-
-    def live(self, request_id: str) -> LiveRequest | None:
-        """The request's record; None if it gets no drafts.
-
-        Raises
-        ------
-        KeyError
-            `follow` has not been called for the request.
-        """
-        return self._live[request_id]
-
     def follow(
         self, request_id: str, prompt: Sequence[int], params: SamplingParams | None
     ) -> LiveRequest | None:
@@ -258,27 +224,6 @@ class LookaheadDrafter:
         self._live[request_id] = live
         return live
 
-    def commit(
-        self, emitted: Sequence[tuple[LiveRequest, list[int]]], verified: Verified | None = None
-    ) -> None:
-        """Pass emitted tokens to the proposer, up to the first token that ends the request.
-
-        `verified` holds the model's choices at the nodes, for proposers that need them. Drops the
-        drafts of these requests, which are verified or out of date.
-        """
-        tokens: dict[str, list[int]] = {}
-        for live, burst in emitted:
-            self._sent.pop(live.request_id, None)
-            if len(burst) > live.remaining:
-                burst = burst[: live.remaining]
-            if not live.stop_tokens.isdisjoint(burst):
-                end = next(i for i, token in enumerate(burst) if token in live.stop_tokens)
-                burst = burst[: end + 1]
-                live.remaining = len(burst)  # it ends here
-            live.remaining -= len(burst)
-            tokens[live.request_id] = burst
-        self.learn(tokens, verified)
-
     def learn(self, tokens: Mapping[str, list[int]], verified: Verified | None = None) -> None:
         """Pass emitted tokens to the proposer, by request id, and the model's choices."""
         self.drafted_for.difference_update(tokens)
@@ -286,20 +231,6 @@ class LookaheadDrafter:
             self.proposer.extend(tokens)
             if verified is not None:
                 self.proposer.observe(verified)
-
-    def limits_of(self, live: LiveRequest, num_tokens: int) -> DraftLimits | None:
-        """Limits of the request's next tree; None if it can have no draft.
-
-        Nodes take the KV slots after the `num_tokens` committed tokens. A tree of depth d emits up
-        to d + 1 tokens. Both stay within max_model_len.
-        """
-        most = self.options.decoding_length
-        max_nodes = self.most_nodes_of(live.request_id, num_tokens, most)
-        max_nodes = min(max_nodes, self.max_step_nodes, self.max_model_len - num_tokens - 1)
-        max_depth = min(max_nodes, live.remaining - 1)
-        if max_depth < 1:
-            return None
-        return DraftLimits(live.request_id, max_nodes, max_depth, self.may_branch, num_tokens)
 
     def most_nodes_of(self, request_id: str, num_tokens: int, max_nodes: int) -> int:
         """`max_nodes`, or fewer if vLLM reads the request's text at each node; it is `num_tokens`
@@ -336,40 +267,9 @@ class LookaheadDrafter:
                 error,
             )
 
-    def draft(self, limits: Sequence[DraftLimits], load: Load) -> dict[str, list[int]]:
-        """Grow trees and keep them until they are verified; returns their tokens by request.
-
-        Requests without a node are left out. `load` is the next step's other work.
-        """
-        forest = self.grow(limits, load)
-        if not forest.num_nodes:
-            return {}
-        tokens = forest.tokens.tolist()
-        drafts: dict[str, list[int]] = {}
-        for i, (limit, (first, end)) in enumerate(
-            zip(limits, pairwise(forest.firsts.tolist()), strict=True)
-        ):
-            if first < end:
-                drafts[limit.request_id] = own = tokens[first:end]
-                self._sent[limit.request_id] = SentDraft(forest, i, own)
-        return drafts
-
-    def proposed(self, req_ids: Sequence[str]) -> ProposedDrafts | None:
-        """The message to the scheduler about a step's drafts; None if there is nothing to send."""
-        if not self._sent and not self.has_grammars:
-            return None
-        return ProposedDrafts(
-            self._sent,
-            req_ids,
-            self.has_grammars,
-            self.proposer.min_prob_beside_prompt,
-            self.max_step_nodes,
-        )
-
     def finish(self, request_id: str) -> None:
         """Forget a request that has ended. A preempted request has not."""
         self._options.pop(request_id, None)
-        self._sent.pop(request_id, None)
         self._with_grammar.discard(request_id)
         self.drafted_for.discard(request_id)
         if self._live.pop(request_id, None) is not None:

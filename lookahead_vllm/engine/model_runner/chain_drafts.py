@@ -17,8 +17,8 @@ from lookahead_vllm.draft.progress import WantedDrafts
 from lookahead_vllm.draft.sources import DRAFTER
 from lookahead_vllm.draft.tree import UNKNOWN, DraftForest
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
-from lookahead_vllm.engine.worker.v2.drafts import Drafts
-from lookahead_vllm.engine.worker.v2.launched_step import LaunchedStep
+from lookahead_vllm.engine.model_runner.drafts import Drafts
+from lookahead_vllm.engine.model_runner.launched_step import LaunchedStep
 
 
 class ChainDrafts:

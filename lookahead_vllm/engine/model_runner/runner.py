@@ -20,25 +20,25 @@ from lookahead_vllm.draft.budget.cost import StepWork
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.engine import messages, patches, step_report
 from lookahead_vllm.engine.messages import LateReport
+from lookahead_vllm.engine.model_runner import model_states
+from lookahead_vllm.engine.model_runner.drafts import NO_TREES, Drafts
+from lookahead_vllm.engine.model_runner.dummy_runs import DummyRuns
+from lookahead_vllm.engine.model_runner.grammar_copies import GrammarCopies
+from lookahead_vllm.engine.model_runner.grammar_masks import GrowingMasks
+from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
+from lookahead_vllm.engine.model_runner.late_shape import LateMetadata, LateShape
+from lookahead_vllm.engine.model_runner.sampler import NodeSampler, RootSampler
+from lookahead_vllm.engine.model_runner.slots import filled, write_lengths, write_tokens
+from lookahead_vllm.engine.model_runner.speculator import without_dense_texts
+from lookahead_vllm.engine.model_runner.stages import ComputedTrees
+from lookahead_vllm.engine.model_runner.step_trees import StepTrees
+from lookahead_vllm.engine.model_runner.trained_drafter import make_speculator
 from lookahead_vllm.engine.worker import branching, recurrent
 from lookahead_vllm.engine.worker.attention import TreeAttention
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.step_clock import StepClock
-from lookahead_vllm.engine.worker.v2 import model_states
-from lookahead_vllm.engine.worker.v2.drafts import NO_TREES, Drafts
-from lookahead_vllm.engine.worker.v2.dummy_runs import DummyRuns
-from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
-from lookahead_vllm.engine.worker.v2.grammar_masks import GrowingMasks
-from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
-from lookahead_vllm.engine.worker.v2.late_shape import LateMetadata, LateShape
-from lookahead_vllm.engine.worker.v2.sampler import NodeSampler, RootSampler
-from lookahead_vllm.engine.worker.v2.slots import filled, write_lengths, write_tokens
-from lookahead_vllm.engine.worker.v2.speculator import without_dense_texts
-from lookahead_vllm.engine.worker.v2.stages import ComputedTrees
-from lookahead_vllm.engine.worker.v2.step_trees import StepTrees
-from lookahead_vllm.engine.worker.v2.trained_drafter import make_speculator
 from lookahead_vllm.verify.node_layout import NodeLayout
 from lookahead_vllm.verify.place import Split
 from lookahead_vllm.verify.recurrence import StateMover
@@ -159,7 +159,7 @@ class LookaheadRunner(DummyRuns):
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         num_blocks = self.block_tables.num_blocks.np
-        for req_id, counts in messages.to_verify(scheduler_output).kept_blocks.items():
+        for req_id, counts in messages.kept_blocks(scheduler_output).items():
             num_blocks[:, self.req_states.req_id_to_index[req_id]] = counts
         super().update_requests(scheduler_output)
 

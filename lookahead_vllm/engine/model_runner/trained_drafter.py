@@ -27,14 +27,14 @@ from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.draft.trie.recycling import GAPS
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.config import options_of
-from lookahead_vllm.engine.worker.v2.speculator import LateSpeculator
+from lookahead_vllm.engine.model_runner.speculator import LateSpeculator
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.states import RequestState
 
-    from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
+    from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 
 
 class Chains(NamedTuple):

@@ -20,8 +20,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 )
 
 from lookahead_vllm.engine import patches
+from lookahead_vllm.engine.model_runner.step_trees import StepTrees
 from lookahead_vllm.engine.worker.timed_passes import CapturedTokens
-from lookahead_vllm.engine.worker.v2.step_trees import StepTrees
 
 
 def sizes_with_drafts(captured: Sequence[int], most: int) -> list[int]:

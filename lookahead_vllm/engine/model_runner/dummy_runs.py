@@ -11,21 +11,21 @@ from vllm.utils.torch_utils import set_random_seed
 
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine import patches
+from lookahead_vllm.engine.model_runner.forward_passes import RunnerPasses
+from lookahead_vllm.engine.model_runner.late_shape import LateShape
+from lookahead_vllm.engine.model_runner.sampler import max_chunk_rows
+from lookahead_vllm.engine.model_runner.warm_up import WarmUpDrafts
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.step_cost import begin_to_draft
 from lookahead_vllm.engine.worker.timed_passes import CapturedTokens
-from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
-from lookahead_vllm.engine.worker.v2.late_shape import LateShape
-from lookahead_vllm.engine.worker.v2.sampler import max_chunk_rows
-from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
 from lookahead_vllm.verify.node_layout import compile_layout
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as _Base
 
-    from lookahead_vllm.engine.worker.v2.trained_drafter import TrainedDrafter
+    from lookahead_vllm.engine.model_runner.trained_drafter import TrainedDrafter
 else:
     _Base = object
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from lookahead_vllm.engine.worker.v2.drafts import Drafts
+from lookahead_vllm.engine.model_runner.drafts import Drafts
 from lookahead_vllm.verify.transfer import to_device
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from lookahead_vllm.verify.transfer import to_device
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
-    from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
+    from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 
 Prepare = Callable[..., dict[str, Any]]
 

@@ -11,10 +11,10 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.cpu_kernels import table
+from lookahead_vllm.engine.model_runner.replica_runner import ReplicaRunner
+from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 from lookahead_vllm.engine.worker.cpu_attention import CPUTreeAttention
 from lookahead_vllm.engine.worker.replicas import become_replica
-from lookahead_vllm.engine.worker.v2.replica_runner import ReplicaRunner
-from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

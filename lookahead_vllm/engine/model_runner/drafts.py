@@ -1,4 +1,4 @@
-"""The drafts of a step on the second runner, before they have a place in its batch."""
+"""The drafts of a step, before they have a place in its batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.tree import DraftForest
-from lookahead_vllm.engine.messages import DraftsToVerify
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 
 
@@ -55,8 +54,7 @@ class Drafts(NamedTuple):
         if len(kept) < len(forest):
             forest = forest.take(kept, forest.sizes[kept])
             rows, from_proposer = rows[kept], from_proposer[kept]
-        drafts = DraftsToVerify((), forest, from_proposer, {})
-        return DraftStep.of_scheduled(drafts, rows, num_tokens, computed)
+        return DraftStep.of_scheduled(forest, from_proposer, rows, num_tokens, computed)
 
     def rows_in(self, req_ids: Sequence[str]) -> Int64s:
         """The row of the batch of each tree's request, int64 [t]."""

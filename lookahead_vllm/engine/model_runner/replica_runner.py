@@ -22,6 +22,10 @@ from vllm.distributed.parallel_state import get_world_group
 
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.parts import ForestParts, cut_into_parts
+from lookahead_vllm.engine.model_runner.drafts import Drafts
+from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
+from lookahead_vllm.engine.model_runner.sampler import NodeSampler, RootSampler
+from lookahead_vllm.engine.model_runner.step_trees import StepTrees
 from lookahead_vllm.engine.worker.replicas import (
     AcceptedKV,
     ReplicaGroup,
@@ -31,10 +35,6 @@ from lookahead_vllm.engine.worker.replicas import (
     move_and_send,
     own_choices,
 )
-from lookahead_vllm.engine.worker.v2.drafts import Drafts
-from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
-from lookahead_vllm.engine.worker.v2.sampler import NodeSampler, RootSampler
-from lookahead_vllm.engine.worker.v2.step_trees import StepTrees
 from lookahead_vllm.verify.acceptance import accepted_paths, emitted_tokens
 from lookahead_vllm.verify.choices import Choices
 from lookahead_vllm.verify.transfer import to_device

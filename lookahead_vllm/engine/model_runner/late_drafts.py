@@ -1,7 +1,7 @@
 """Late drafting: grow a step's drafts when the step before it has ended, not when it is scheduled.
 
 Under asynchronous scheduling, vLLM schedules step N + 1 before the tokens of step N are known. So
-the scheduler reserves slots for drafts (`scheduler/late_scheduler.py`). The drafting rank fills
+the scheduler reserves slots for drafts (`scheduler/scheduler.py`). The drafting rank fills
 them here once it has the tokens: it learns, grows, and sends what pays.
 """
 
@@ -32,18 +32,18 @@ from lookahead_vllm.draft.proposer import DraftLimits, Verified
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie.growth import NODES
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from lookahead_vllm.engine.model_runner.chain_drafts import ChainDrafts
+from lookahead_vllm.engine.model_runner.drafts import Drafts
+from lookahead_vllm.engine.model_runner.grammar_copies import GrammarCopies
+from lookahead_vllm.engine.model_runner.launched_step import LaunchedStep, Waiter
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter, prompt_tokens
-from lookahead_vllm.engine.worker.v2.chain_drafts import ChainDrafts
-from lookahead_vllm.engine.worker.v2.drafts import Drafts
-from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
-from lookahead_vllm.engine.worker.v2.launched_step import LaunchedStep, Waiter
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
-    from lookahead_vllm.engine.worker.v2.trained_drafter import Chains
+    from lookahead_vllm.engine.model_runner.trained_drafter import Chains
 
 PROBE_EVERY = 4
 """While no slots are reserved, trees are grown in every fourth step, to see whether they pay."""

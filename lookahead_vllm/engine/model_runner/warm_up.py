@@ -9,7 +9,7 @@ import numpy as np
 
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine.worker.v2.drafts import NO_TREES, Drafts
+from lookahead_vllm.engine.model_runner.drafts import NO_TREES, Drafts
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
+    from lookahead_vllm.engine.model_runner.drafts import Drafts
+    from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
     from lookahead_vllm.engine.worker.attended import GraphBuffers
-    from lookahead_vllm.engine.worker.v2.drafts import Drafts
-    from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 
 
 class LateMetadata(dict[str, Any]):

@@ -20,12 +20,12 @@ from vllm.v1.worker.gpu.input_batch import set_dummy_context
 
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.engine import patches
+from lookahead_vllm.engine.model_runner.draft_graphs import DraftGraphManager
+from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 from lookahead_vllm.engine.worker.attended import GraphBuffers
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.timed_passes import CapturedTokens
-from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
-from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 from lookahead_vllm.verify.gpu.fixed_batch import NO_STARTS, FixedBatch
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.config import options_of
+from lookahead_vllm.engine.model_runner.graph_runner import GraphRunner
+from lookahead_vllm.engine.model_runner.replica_runner import ReplicaRunner
 from lookahead_vllm.engine.worker.gpu_attention import GPUTreeAttention
 from lookahead_vllm.engine.worker.recurrent import is_recurrent
 from lookahead_vllm.engine.worker.replicas import become_replica
-from lookahead_vllm.engine.worker.v2.graph_runner import GraphRunner
-from lookahead_vllm.engine.worker.v2.replica_runner import ReplicaRunner
 from lookahead_vllm.verify.gpu import warm_up
 from lookahead_vllm.verify.recurrence import StateMover
 

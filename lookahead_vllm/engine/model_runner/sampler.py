@@ -20,8 +20,8 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from lookahead_vllm.draft.jit import Int32s
-from lookahead_vllm.engine.worker.v2.node_history import NodeHistory
-from lookahead_vllm.engine.worker.v2.step_trees import StepTrees
+from lookahead_vllm.engine.model_runner.node_history import NodeHistory
+from lookahead_vllm.engine.model_runner.step_trees import StepTrees
 from lookahead_vllm.verify.walk import Walk, walk
 
 MAX_CHUNK_BYTES = 256 << 20

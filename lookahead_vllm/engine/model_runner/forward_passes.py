@@ -12,7 +12,7 @@ from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker.timed_passes import Batch, CapturedTokens
 
 if TYPE_CHECKING:
-    from lookahead_vllm.engine.worker.v2.dummy_runs import DummyRuns
+    from lookahead_vllm.engine.model_runner.dummy_runs import DummyRuns
 
 
 class RunnerPasses:

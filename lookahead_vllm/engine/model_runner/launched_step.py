@@ -20,7 +20,7 @@ from lookahead_vllm.verify.acceptance import paths_of_tokens
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
-    from lookahead_vllm.engine.worker.v2.trained_drafter import Chains
+    from lookahead_vllm.engine.model_runner.trained_drafter import Chains
 
 
 SLEEP_SHARE = 0.8

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from lookahead_vllm.draft.proposer import Verified
+from lookahead_vllm.engine.model_runner.drafts import NO_TREES, Drafts
 from lookahead_vllm.engine.worker.attended import AttendedTrees
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
-from lookahead_vllm.engine.worker.v2.drafts import NO_TREES, Drafts
 from lookahead_vllm.verify.node_layout import NodeLayout
 from lookahead_vllm.verify.walk import Walk
 

@@ -1,1 +1,0 @@
-"""Adapters to vLLM's first model runner."""
