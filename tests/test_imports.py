@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,13 +41,14 @@ ALLOWED: dict[str, set[str]] = {
         *("numpy", "torch", "vllm", "llvmlite", "redis", "tqdm"),
         *(DRAFT, VERIFY, f"{ENGINE}.*", f"{ENGINE}.worker.*"),
     },
-    "engine/worker/v1": {
-        *("numpy", "torch", "vllm", "tqdm"),
-        *(DRAFT, VERIFY, f"{ENGINE}.*", f"{ENGINE}.worker.*", f"{ENGINE}.worker.v1"),
+    "engine/cpu_kernels": {
+        *("numpy", "numba", "torch", "vllm"),
+        *(f"{DRAFT}.*", f"{ENGINE}.cpu_kernels"),
     },
-    "engine/worker/v2": {
+    "engine/model_runner": {
         *("numpy", "torch", "vllm", "tqdm"),
-        *(DRAFT, VERIFY, f"{ENGINE}.*", f"{ENGINE}.worker.*", f"{ENGINE}.worker.v2"),
+        *(DRAFT, VERIFY, f"{ENGINE}.*"),
+        *(f"{ENGINE}.{name}" for name in ("cpu_kernels", "model_runner", "worker")),
     },
     "simulation": {
         *("numpy", "tqdm"),
@@ -126,9 +126,9 @@ def test_every_folder_is_listed_and_none_may_import_upwards() -> None:
         ("verify/gpu", "lookahead_vllm.verify.cpu.tree_attention"),
         ("engine/scheduler", "lookahead_vllm.engine.worker.drafter"),
         ("engine/front_end", "lookahead_vllm.engine.scheduler.scheduler"),
-        ("engine/worker", "lookahead_vllm.engine.worker.v1.runner"),
-        ("engine/worker/v1", "lookahead_vllm.engine.worker.v2.runner"),
-        ("engine/worker/v2", "lookahead_vllm.engine.scheduler.late_scheduler"),
+        ("engine/worker", "lookahead_vllm.engine.model_runner.runner"),
+        ("engine/cpu_kernels", "lookahead_vllm.engine.worker.drafter"),
+        ("engine/model_runner", "lookahead_vllm.engine.scheduler.scheduler"),
     ],
 )
 def test_a_folder_may_not_import_from_its_neighbours(folder: str, name: str) -> None:
@@ -155,38 +155,3 @@ def test_a_folder_may_not_import_from_its_neighbours(folder: str, name: str) -> 
 def test_a_forbidden_import_is_detected(line: str, around: str) -> None:
     (forbidden,) = (n for n in imports(around.format(line)) if not is_allowed(n, ALLOWED["draft"]))
     assert forbidden
-
-
-FIRST_RUNNER_ALONE = {
-    *("lookahead_vllm.engine.scheduler.scheduler", "lookahead_vllm.verify.seeded_draws"),
-    *(f"{ENGINE}.worker.v1.{path.stem}" for path in (PACKAGE / "engine/worker/v1").glob("[a-z]*")),
-    f"{ENGINE}.worker.v1",
-}
-"""What `contributing.md` says to delete once vLLM's CPU build runs Model Runner V2."""
-
-_BOTH = """
-import sys
-
-def ours():
-    return {name for name in sys.modules if name.startswith("lookahead_vllm")}
-
-from lookahead_vllm.engine import plugin
-from lookahead_vllm.engine.front_end import requests
-from lookahead_vllm.engine.scheduler import late_scheduler
-from lookahead_vllm.engine.worker import cpu_attention, recurrent_kernels_cpu
-from lookahead_vllm.engine.worker.v2 import gpu_worker
-second = ours()
-from lookahead_vllm.engine.scheduler import scheduler
-from lookahead_vllm.engine.worker.v1 import cpu_worker
-print("only first:", *ours() - second)
-"""
-
-
-def test_model_runner_v2_needs_nothing_of_the_first_one() -> None:
-    pytest.importorskip("vllm")
-    done = subprocess.run([sys.executable, "-c", _BOTH], capture_output=True, text=True, check=True)
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("only first:"))
-    assert set(line.split()[2:]) == FIRST_RUNNER_ALONE
-    text = (ROOT / "docs/contributing.md").read_text(encoding="utf-8")
-    for part in ("engine/worker/v1/", "scheduler/scheduler.py", "verify/seeded_draws.py"):
-        assert f"{part}`" in text[text.index("## When vLLM drops its first model runner") :]

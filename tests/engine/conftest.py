@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lookahead_vllm.engine.worker.v2.grammar_copies import GrammarCopies
-from tests.support import forked_ranks, proposers, v2_on_cpu
+from lookahead_vllm.engine.model_runner.grammar_copies import GrammarCopies
+from tests.support import forked_ranks, proposers
 from tests.support.driving import engine
 from tests.support.models import save_tiny_model
 from tests.support.ranks import Answers, plain_answers
 from tests.support.servers import cores_of
 from tests.support.tokenizer import save_tokenizer
-from tests.support.v2_on_cpu import implementations  # noqa: F401
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -29,33 +27,6 @@ def _fork_ranks() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tokenizer(save_tiny_model("llama", tmp_path_factory.mktemp("models")))
-
-
-RUNNERS = ("v1", "v2")
-"""vLLM's model runners; the second one's steps are asynchronous."""
-
-
-@contextmanager
-def _engines_on(runner: str) -> Iterator[str]:
-    with v2_on_cpu.enabled() if runner == "v2" else nullcontext():
-        yield runner
-
-
-@pytest.fixture(params=RUNNERS)
-def runner(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The test runs on each of vLLM's model runners.
-
-    A module asks for it with `pytestmark = pytest.mark.usefixtures("runner")`.
-    """
-    with _engines_on(request.param) as name:
-        yield name
-
-
-@pytest.fixture(scope="module", params=RUNNERS)
-def shared_runner(request: pytest.FixtureRequest) -> Iterator[str]:
-    """As `runner`, for engines that several tests of a module share."""
-    with _engines_on(request.param) as name:
-        yield name
 
 
 @pytest.fixture(autouse=True)
@@ -74,27 +45,22 @@ def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
 
 
 @pytest.fixture(scope="session")
-def _plain_by_runner() -> dict[str, Answers]:
-    return {}
+def _computed() -> list[Answers]:
+    return []
 
 
 @pytest.fixture
-def plain_of_two_ranks(
-    llama: Path, runner: str, two_ranks: dict[str, Any], _plain_by_runner: dict[str, Answers]
-) -> Answers:
-    """Plain vLLM's answers on two ranks; computed once for each runner."""
-    if runner not in _plain_by_runner:
+def plain_of_two_ranks(llama: Path, two_ranks: dict[str, Any], _computed: list[Answers]) -> Answers:
+    """Plain vLLM's answers on two ranks, computed once."""
+    if not _computed:
         with engine(llama, **two_ranks) as llm:
-            _plain_by_runner[runner] = plain_answers(llm)
-    return _plain_by_runner[runner]
+            _computed.append(plain_answers(llm))
+    return _computed[0]
 
 
 @pytest.fixture
 def compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker's copies of grammars are compiled before the first token, on a busy machine too.
-
-    V2 compiles them in the background.
-    """
+    """The worker's copies of grammars are compiled before the first token, however slowly."""
     start = GrammarCopies.start
 
     def start_and_wait(self: GrammarCopies, new: Any) -> None:

@@ -18,7 +18,6 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.engine import config, plugin
 from lookahead_vllm.engine.worker.replicas import become_replica
-from tests.support import v2_on_cpu
 from tests.support.hybrid_models import HYBRIDS
 from tests.support.models import TINY, save_config, save_tiny_model
 
@@ -173,11 +172,10 @@ def test_data_parallelism_is_plain_vllms(
     """However often vLLM makes its config, although it writes a rank into its arguments."""
     model = save_config(name, tmp_path, TINY | HYBRIDS)
     asked = dict(others, data_parallel_size=2, data_parallel_size_local=local)
-    with v2_on_cpu.enabled():
-        plain, ours = (
-            vars(made(model, speculative_config=given, **asked).parallel_config)
-            for given in (None, {"method": "lookahead"})
-        )
+    plain, ours = (
+        vars(made(model, speculative_config=given, **asked).parallel_config)
+        for given in (None, {"method": "lookahead"})
+    )
     compared = [key for key in plain if key.startswith("data_parallel")]
     compared.remove("data_parallel_master_port")  # a free one
     assert plain["data_parallel_size_local"] == local
@@ -268,7 +266,7 @@ def test_what_replicas_cannot_be_combined_with(
     others: dict[str, Any], given: str, model: Path
 ) -> None:
     asked = {"method": "lookahead", "parallel": 2}
-    with v2_on_cpu.enabled(), pytest.raises(OptionError, match=f"{given}.*leave one of them out"):
+    with pytest.raises(OptionError, match=f"{given}.*leave one of them out"):
         made(model, speculative_config=asked, **others)
 
 
@@ -291,7 +289,6 @@ def test_a_draft_model_is_refused(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-@pytest.mark.parametrize("runner", ["v2"], indirect=True)
 def test_replicas_get_ranks_as_tensor_parallelism_does(
     tensor_parallel_size: int, runner: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,7 +316,7 @@ def test_replicas_get_ranks_as_tensor_parallelism_does(
     assert parallel.world_size == 3 * tensor_parallel_size
 
 
-LATE = "lookahead_vllm.engine.scheduler.late_scheduler.LateDraftScheduler"
+LATE = "lookahead_vllm.engine.scheduler.scheduler.LookaheadScheduler"
 
 
 @pytest.mark.parametrize(
@@ -344,9 +341,8 @@ def test_the_runner_is_plain_vllms(
     if variable is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
     asked = dict(async_scheduling=asynchronous, enable_lora=lora)
-    with v2_on_cpu.enabled():
-        config = made(model, speculative_config={"method": "lookahead"}, **asked)
-        assert config.use_v2_model_runner == (runner == "v2")
+    config = made(model, speculative_config={"method": "lookahead"}, **asked)
+    assert config.use_v2_model_runner == (runner == "v2")
     assert runner in config.parallel_config.worker_cls
     assert (config.scheduler_config.scheduler_cls == LATE) == (runner == "v2")
     is_asynchronous = runner == "v2" and asynchronous is not False
@@ -376,9 +372,8 @@ def test_the_first_runner_serves_cpus_alone(model: Path, monkeypatch: pytest.Mon
     asked = dict(speculative_config={"method": "lookahead"})
     with pytest.raises(OptionError, match="serves CPUs alone; unset VLLM_USE_V2_MODEL_RUNNER"):
         made(model, **asked)
-    with v2_on_cpu.enabled():
-        worker = made(model, **asked).parallel_config.worker_cls
-    assert worker == "lookahead_vllm.engine.worker.v2.gpu_worker.LookaheadGPUWorker"
+    worker = made(model, **asked).parallel_config.worker_cls
+    assert worker == "lookahead_vllm.engine.model_runner.gpu_worker.LookaheadGPUWorker"
 
 
 @pytest.mark.parametrize(
@@ -421,8 +416,7 @@ def test_what_is_not_served_is_refused(
 
 @pytest.fixture(scope="module")
 def engine_on_v2(model: Path) -> Any:
-    with v2_on_cpu.enabled():
-        return made(model, speculative_config={"method": "lookahead"})
+    return made(model, speculative_config={"method": "lookahead"})
 
 
 def test_the_second_runner_needs_triton(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,8 +51,6 @@ def by_engine(metrics: str, name: str) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runner", ["v2"], indirect=True)
-@pytest.mark.usefixtures("runner")
 def test_two_engines_answer_as_plain_vllm_and_end_together(llama: Path, tmp_path: Path) -> None:
     cases = [(prompt, parameters) for parameters in PARAMETERS for prompt in PROMPTS]
     with engine(llama) as plain:

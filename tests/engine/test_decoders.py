@@ -22,8 +22,6 @@ from tests.support.driving import (
 from tests.support.models import PATCHES, WANDERING, ImagePrompts, save_config
 from tests.support.proposers import record
 
-pytestmark = pytest.mark.usefixtures("runner")
-
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 SETTINGS: dict[str, Any] = dict(load_format=WANDERING, block_size=32)
 SEEDED = SamplingParams(

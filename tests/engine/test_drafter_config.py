@@ -10,7 +10,6 @@ from vllm.engine.arg_utils import EngineArgs
 
 from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine import config, plugin
-from tests.support import v2_on_cpu
 from tests.support.drafters import CONFIGS, TARGETS, save_drafter
 from tests.support.models import save_config
 
@@ -25,8 +24,7 @@ def made(folder: Path, target: str, drafter: Any, options: Any = None, **kwargs:
         speculative_config=asked,
         **kwargs,
     )
-    with v2_on_cpu.enabled():
-        return args.create_engine_config()
+    return args.create_engine_config()
 
 
 @pytest.mark.parametrize("method", TARGETS)

@@ -21,8 +21,6 @@ from tests.support.driving import (
 )
 from tests.support.proposers import record
 
-pytestmark = pytest.mark.usefixtures("shared_runner")
-
 Answers = list[list[list[int]]]
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
@@ -57,7 +55,7 @@ class Plain(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def plain(llama: Path, shared_runner: str) -> Plain:
+def plain(llama: Path) -> Plain:
     with engine(llama) as llm:
         return Plain(
             generate(llm, PROMPTS),

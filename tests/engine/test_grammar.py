@@ -24,13 +24,11 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine import grammar
 from lookahead_vllm.engine.grammar import GrammarDraft, GrammarTreeWalk
-from lookahead_vllm.engine.worker.v1.runner import SynchronousRunner
+from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 from tests.support.models import TINY, WANDERING, save_config
 from tests.support.proposers import record
 from tests.support.smollm2 import SMOLLM2
-
-pytestmark = pytest.mark.usefixtures("runner")
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 SCHEMA = {
@@ -366,20 +364,19 @@ def test_a_walk_that_fails_leaves_the_grammar_where_it_was(
         assert request.grammar.num_processed_tokens == 0
 
 
-@pytest.mark.parametrize("runner", ["v1"], indirect=True)
-@pytest.mark.usefixtures("runner")
+@pytest.mark.usefixtures("compiled_at_once")
 @pytest.mark.parametrize("max_step_nodes", [0, 8])
 def test_what_grammars_dictate_is_within_the_nodes_of_a_step(
     llama: Path, max_step_nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recall, nodes = SynchronousRunner._recall, []
+    grow, nodes = LateDrafts.grow, []
 
-    def recorded(self: SynchronousRunner, *args: Any) -> Any:
-        step = recall(self, *args)
-        nodes.append(step.forest.num_nodes)
-        return step
+    def recorded(self: LateDrafts, *args: Any) -> Any:
+        drafts = grow(self, *args)
+        nodes.append(drafts.forest.num_nodes)
+        return drafts
 
-    monkeypatch.setattr(SynchronousRunner, "_recall", recorded)
+    monkeypatch.setattr(LateDrafts, "grow", recorded)
     regex = "the name and the number of the person is [0-9]{3}"
     params = SamplingParams(
         temperature=0, max_tokens=60, structured_outputs=StructuredOutputsParams(regex=regex)

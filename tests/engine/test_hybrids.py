@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from vllm import LLM, SamplingParams
@@ -17,11 +16,9 @@ from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
 from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine import patches
-from lookahead_vllm.engine.scheduler.late_scheduler import LateDraftScheduler
 from lookahead_vllm.engine.scheduler.scheduler import LookaheadScheduler
 from lookahead_vllm.engine.seams import SEAMS
 from lookahead_vllm.engine.worker import recurrent
-from lookahead_vllm.engine.worker.v1 import recurrent as recurrent_v1
 from tests.support.driving import (
     GREEDY,
     drafter_of,
@@ -30,7 +27,6 @@ from tests.support.driving import (
     generate_staggered,
     obstacle_of,
     random_prompts,
-    runner_of,
 )
 from tests.support.hybrid_models import ENGINE_SETTINGS, HYBRIDS, use_float32_gated_delta
 from tests.support.models import WANDERING, save_config
@@ -50,16 +46,8 @@ def settings_of(name: str) -> dict[str, Any]:
     return dict(load_format=WANDERING, **ENGINE_SETTINGS.get(name, {}))
 
 
-ONE_OF_A_KIND = ("falcon_h1", "lfm2", "qwen3_next")
-"""Mamba 2, short convolutions, gated delta nets."""
-
-
-@pytest.mark.parametrize(
-    ("runner", "name"),
-    [*(("v1", name) for name in ONE_OF_A_KIND), *(("v2", name) for name in HYBRIDS)],
-    indirect=["runner"],
-)
-def test_every_hybrid_gives_plain_vllms_output(runner: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_every_hybrid_gives_plain_vllms_output(name: str, tmp_path: Path) -> None:
     """With staggered arrivals, greedy and seeded, in trees and in chains."""
     model, settings = save_config(name, tmp_path, HYBRIDS), settings_of(name)
     with engine(model, **settings) as plain:
@@ -94,17 +82,11 @@ def test_blocks_have_room_for_the_windows_of_many_nodes(tmp_path: Path) -> None:
 
 
 class Hybrid(NamedTuple):
-    """An engine of Falcon-H1 on a runner, and plain vLLM's greedy answers to `PROMPTS`."""
+    """An engine of Falcon-H1, and plain vLLM's greedy answers to `PROMPTS`."""
 
-    runner: str
     model: Path
     llm: LLM
     answers: Answers
-
-    @property
-    def scheduler(self) -> Any:
-        """The class of its scheduler."""
-        return LookaheadScheduler if self.runner == "v1" else LateDraftScheduler
 
     def is_exact(self, run: Callable[..., Answers] = generate_staggered) -> bool:
         record(PROMPTS, self.answers)
@@ -112,12 +94,12 @@ class Hybrid(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def hybrid(shared_runner: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hybrid]:
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hybrid]:
     model = save_config("falcon_h1", tmp_path_factory.mktemp("hybrid"), HYBRIDS)
     with engine(model, load_format=WANDERING) as plain:
         answers = generate(plain, PROMPTS)
     with engine(model, HIDDEN, load_format=WANDERING) as llm:
-        yield Hybrid(shared_runner, model, llm, answers)
+        yield Hybrid(model, llm, answers)
 
 
 def test_the_patches_of_recurrent_layers_are_those_of_the_table(hybrid: Hybrid) -> None:
@@ -158,12 +140,11 @@ def leaving_requests_out(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> Ite
 def test_requests_that_steps_leave_out_keep_their_output(
     hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with leaving_requests_out(hybrid.scheduler, monkeypatch) as left_out:
+    with leaving_requests_out(LookaheadScheduler, monkeypatch) as left_out:
         assert hybrid.is_exact()
         assert len(left_out) > 50
 
 
-@pytest.mark.parametrize("shared_runner", ["v1"], indirect=True)
 def test_a_draft_behind_several_own_tokens_is_dropped(hybrid: Hybrid) -> None:
     scheduler = hybrid.llm.llm_engine.engine_core.engine_core.scheduler
     for own, resumable, kept in ((1, False, [5, 6]), (2, False, []), (1, True, [])):
@@ -178,31 +159,8 @@ def test_a_draft_behind_several_own_tokens_is_dropped(hybrid: Hybrid) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(scheduler, "running", [request])
             patch.setattr(scheduler._draft_limiter, "_cut_to_blocks", lambda *_: {})
-            scheduler._draft_limiter.cut(lambda _: (1.0, 1.0), 0.0)
+            scheduler._draft_limiter.cut()
         assert request.spec_token_ids == kept
-
-
-def test_prompt_lengths_survive_a_reordering_of_the_batch() -> None:
-    """vLLM moves prompts behind decodes while the text of a resumed request counts as prompt."""
-    prompts, lengths = np.array([4, 6, 8]), np.array([20, 30, 40])
-    batch = SimpleNamespace(
-        req_ids=["resumed", "decoding", "new"],
-        req_id_to_index={"resumed": 0, "decoding": 1, "new": 2},
-        num_prompt_tokens=prompts,
-        num_tokens_no_spec=lengths,
-        num_computed_tokens_cpu=np.array([10, 29, 0]),
-    )
-    output = SimpleNamespace(
-        num_scheduled_tokens={"resumed": 10, "decoding": 1, "new": 8},
-        scheduled_spec_decode_tokens={},
-    )
-    rows = recurrent_v1.RecurrentRows()
-    with rows.resumed_as_prompts(batch, output):
-        assert prompts.tolist() == [20, 6, 8]
-        prompts[[0, 1]] = prompts[[1, 0]]  # as `InputBatch.swap_states`
-        batch.req_ids[:2] = "decoding", "resumed"
-        batch.req_id_to_index.update(decoding=0, resumed=1)
-    assert prompts.tolist() == [6, 4, 8]
 
 
 def test_layers_without_kernels_stop_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,20 +174,10 @@ def test_layers_without_kernels_stop_start_up(monkeypatch: pytest.MonkeyPatch) -
         recurrent.start([group], {"one": own}, torch.device("cpu"), 6)
 
 
-@pytest.mark.parametrize("shared_runner", ["v1"], indirect=True)
-def test_drafts_come_before_prompts_whatever_other_layers_ask_for(hybrid: Hybrid) -> None:
-    runner = runner_of(hybrid.llm)
-    for group in runner._attn_group_iterator():
-        if "attn" in group.layer_names[0]:
-            group.get_metadata_builder().reorder_batch_threshold = 1
-    runner.calculate_reorder_batch_threshold()
-    assert runner.reorder_batch_threshold == 1 + HIDDEN["num_speculative_tokens"]
-
-
 def test_the_state_slots_of_a_request_come_with_its_first_block(hybrid: Hybrid) -> None:
     """So a draft needs none, and cannot preempt a request for one."""
     slots: list[set[int]] = []
-    original = hybrid.scheduler.schedule
+    original = LookaheadScheduler.schedule
 
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(self, *args, **kwargs)
@@ -244,7 +192,7 @@ def test_the_state_slots_of_a_request_come_with_its_first_block(hybrid: Hybrid) 
         return output
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hybrid.scheduler, "schedule", schedule)
+        patch.setattr(LookaheadScheduler, "schedule", schedule)
         assert hybrid.is_exact()
     assert set().union(*slots) == {1 + HIDDEN["num_speculative_tokens"]}
 
@@ -257,7 +205,7 @@ def test_prompts_in_chunks_and_preempted_requests_keep_their_output(
 ) -> None:
     """Also where the text of a preempted request takes several steps, with short chunks."""
     preempted: list[str] = []
-    original = hybrid.scheduler.schedule
+    original = LookaheadScheduler.schedule
 
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal steps
@@ -273,7 +221,7 @@ def test_prompts_in_chunks_and_preempted_requests_keep_their_output(
     with engine(hybrid.model, HIDDEN, **settings) as llm:
         other, steps = hybrid._replace(llm=llm), 0
         assert other.is_exact()
-        monkeypatch.setattr(hybrid.scheduler, "schedule", schedule)
+        monkeypatch.setattr(LookaheadScheduler, "schedule", schedule)
         assert other.is_exact(generate)
         assert len(preempted) > 10
         assert drafter_of(llm).counters.branching_trees > 50

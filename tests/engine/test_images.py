@@ -25,7 +25,6 @@ def answers(llm: LLM, prompts: list[dict[str, Any]], params: SamplingParams) -> 
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.usefixtures("runner")
 @pytest.mark.parametrize("name", VISION_MODELS)
 def test_prompts_with_images_get_plain_vllms_output(name: str, tmp_path: Path) -> None:
     """Also in chunks, with cached prefixes and a small cache of encoder outputs."""

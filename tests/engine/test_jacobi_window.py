@@ -19,8 +19,6 @@ from tests.support.driving import (
 )
 from tests.support.lookahead_decoding import tokens_by_step
 
-pytestmark = pytest.mark.usefixtures("runner")
-
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
 SEEDED = SamplingParams(temperature=0.7, seed=5, max_tokens=24, ignore_eos=True, detokenize=False)
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
@@ -47,22 +45,21 @@ def reference(
 
 
 def test_every_step_equals_that_of_the_papers_algorithms(
-    llama: Path, runner: str, monkeypatch: pytest.MonkeyPatch
+    llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shapes = SHAPES if runner == "v2" else SHAPES[:2]  # the proposer is the same
     expected: dict[tuple[int, str], list[list[list[int]]]] = {}
     with engine(llama, max_num_seqs=64) as plain:
         vanilla = {
             name: generate(plain, PROMPTS, params)
             for name, params in (("greedy", GREEDY), ("seeded", SEEDED))
         }
-        for i, options in enumerate(shapes):
+        for i, options in enumerate(SHAPES):
             for name, answers in vanilla.items():
                 expected[i, name] = [
                     reference(plain, prompt, answer, options)
                     for prompt, (answer,) in zip(PROMPTS, answers, strict=True)
                 ]
-    assert sum(len(b) < 24 for steps in expected.values() for b in steps) > len(shapes)
+    assert sum(len(b) < 24 for steps in expected.values() for b in steps) > len(SHAPES)
 
     emitted: dict[str, list[list[int]]] = {}
     original = LookaheadDrafter.learn
@@ -73,7 +70,7 @@ def test_every_step_equals_that_of_the_papers_algorithms(
         original(self, bursts, *args)
 
     monkeypatch.setattr(LookaheadDrafter, "learn", learn)
-    for i, options in enumerate(shapes):
+    for i, options in enumerate(SHAPES):
         lookahead = {
             "proposer": "jacobi_window",
             "num_speculative_tokens": 64,

@@ -13,7 +13,6 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.fuzz.processes import WorkerExtension
-from tests.support import v2_on_cpu
 from tests.support.driving import engine, generate, generate_staggered, random_prompts
 from tests.support.proposers import RECORDED
 from tests.support.ranks import (
@@ -72,8 +71,7 @@ WITH_TOKENIZER: dict[str, Any] = dict(
 @pytest.fixture(scope="module", autouse=True)
 def second_runner() -> Iterator[None]:
     """A CPU has lookahead parallelism in the tests alone."""
-    with v2_on_cpu.enabled():
-        yield
+    yield
 
 
 class Plain(NamedTuple):

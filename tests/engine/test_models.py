@@ -24,9 +24,7 @@ from tests.support.proposers import record
 
 IN_DECODERS = ("qwen2_vl", "qwen3_vl", "deepseek_v2", "deepseek_v3")
 """`test_decoders.py` tests these."""
-ON_V1 = tuple(name for name in TINY if name not in IN_DECODERS)
-ON_V2 = ("llama", "mixtral", "gemma3_alternating", "gpt_oss_sinks", "bloom_alibi")
-"""One of each kind of attention and positions; the fuzzer draws all models on both runners."""
+NAMES = tuple(name for name in TINY if name not in IN_DECODERS)
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 TRIE = {"proposer": "ngram_trie", "budget": 16}
@@ -54,12 +52,7 @@ def vanilla_answers(model: Path) -> list[list[list[int]]]:
     return answers
 
 
-@pytest.mark.parametrize(
-    ("runner", "name"),
-    [*(("v1", name) for name in ON_V1), *(("v2", name) for name in ON_V2)],
-    indirect=["runner"],
-)
-@pytest.mark.usefixtures("runner")
+@pytest.mark.parametrize("name", NAMES)
 def test_every_architecture_gives_plain_vllms_output(name: str, tmp_path: Path) -> None:
     """In a batch of 16 with staggered arrivals, and alone; trees branch and KV slots move."""
     model = save_config(name, tmp_path)

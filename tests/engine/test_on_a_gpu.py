@@ -17,7 +17,6 @@ import pytest
 import torch
 from vllm import LLM, SamplingParams
 
-from tests.support import v2_on_cpu
 from tests.support.driving import drafter_of, engine, generate_staggered, runner_of
 from tests.support.models import CALM, ROTARY, WANDERING, save_config
 from tests.support.proposers import record
@@ -70,8 +69,7 @@ PARAMS = [
 
 @pytest.fixture(autouse=True)
 def _on_v2() -> Iterator[None]:
-    with v2_on_cpu.enabled():
-        yield
+    yield
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +108,7 @@ def count_steps(llm: LLM) -> Counter[str]:
 @pytest.fixture(scope="module")
 def in_float32(model: Path) -> list[list[list[int]]]:
     """Plain vLLM's answers."""
-    with v2_on_cpu.enabled(), engine(model, **settings("eager", "float32")) as llm:
+    with engine(model, **settings("eager", "float32")) as llm:
         return generate_staggered(llm, PROMPTS, PARAMS)
 
 

@@ -15,10 +15,9 @@ from vllm import LLM
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine.worker.v2 import stages as stages_v2
-from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
+from lookahead_vllm.engine.model_runner import stages as stages_v2
+from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 from lookahead_vllm.verify.node_layout import NodeLayout
-from tests.support import v2_on_cpu
 from tests.support.driving import engine, generate, generate_staggered
 from tests.support.ranks import (
     GREEDY,
@@ -49,8 +48,7 @@ def two_stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, A
 @pytest.fixture(scope="module", autouse=True)
 def second_runner() -> Iterator[None]:
     """A CPU has pipelines in the tests alone."""
-    with v2_on_cpu.enabled():
-        yield
+    yield
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,6 @@ from vllm.inputs import EmbedsPrompt, TokensPrompt
 from tests.support.driving import drafter_of, engine, random_prompts, runner_of
 from tests.support.proposers import Recorder, record
 
-pytestmark = pytest.mark.usefixtures("runner")
-
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
 
 

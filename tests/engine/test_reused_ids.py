@@ -58,8 +58,7 @@ def answers_after(llm: LLM, script: str, params: SamplingParams) -> dict[str, li
 SCRIPTS = ("sssssxn", "ssssssxn", "sssssssxn", "ssxn", "sssssxsn", "sssssxoxn", "sssssxnsxn", "xn")
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"], indirect=True)
-@pytest.mark.usefixtures("runner", "compiled_at_once")
+@pytest.mark.usefixtures("compiled_at_once")
 @pytest.mark.parametrize("params", [FREE, UNDER_GRAMMAR], ids=["free", "grammar"])
 def test_late_outputs_do_not_belong_to_the_next_request_with_the_id(
     params: SamplingParams, llama: Path

@@ -60,7 +60,6 @@ def load_as_trl(llm: LLM, checkpoint: Path) -> None:
             model.load_weights([(name, weight)])
 
 
-@pytest.mark.usefixtures("runner")
 def test_samples_equal_plain_vllms_before_and_after_a_change_of_weights(
     checkpoints: list[Path],
 ) -> None:
@@ -78,7 +77,6 @@ def test_samples_equal_plain_vllms_before_and_after_a_change_of_weights(
     assert answers[0][0] == answers[0][2] != answers[0][1]
 
 
-@pytest.mark.usefixtures("runner")
 @pytest.mark.parametrize("load", [load_by_vllm, load_as_trl])
 @pytest.mark.parametrize("half_life", [0, 2, 100])
 def test_counts_age_once_with_each_change_of_weights(
@@ -123,7 +121,6 @@ def test_rates_follow_new_weights_within_some_hundred_tokens() -> None:
     assert rate_after(100, ages=True) < 0.3
 
 
-@pytest.mark.usefixtures("runner")
 @pytest.mark.parametrize("n", [8, 16])
 def test_samples_of_a_group_draft_from_each_other_while_they_run(
     checkpoints: list[Path], n: int

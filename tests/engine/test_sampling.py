@@ -9,10 +9,8 @@ import pytest
 from vllm import SamplingParams, TokensPrompt
 
 from tests.support.driving import drafter_of, engine, generate, random_prompts
-from tests.support.processors import NoRepeat, NoRepeatOnV2
+from tests.support.processors import NoRepeat
 from tests.support.proposers import record
-
-pytestmark = pytest.mark.usefixtures("runner")
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 
@@ -102,16 +100,15 @@ def test_thinking_budgets_keep_the_output(end: str, llama: Path) -> None:
     assert_exact(llama, [*open_prompts, *closed], params, **WITH_TOKENIZER, **thinking)
 
 
-def test_custom_logits_processors_keep_the_output(llama: Path, runner: str) -> None:
+def test_custom_logits_processors_keep_the_output(llama: Path) -> None:
+    """A processor does not know the parents of a row, so its requests get chains."""
     params = [
         params_of({} if ban is None else dict(extra_args={"ban": ban}), seed)
         for ban in (None, 1.5, 20.0)
         for seed in (None, 8)
     ]
     prompts = random_prompts(len(params), 30, seed=41)
-    # On V2, a processor does not know the parents of a row, so its requests get chains.
-    processor, branching = (NoRepeat, 25) if runner == "v1" else (NoRepeatOnV2, 5)
-    assert_exact(llama, prompts, params, min_branching=branching, logits_processors=[processor])
+    assert_exact(llama, prompts, params, min_branching=5, logits_processors=[NoRepeat])
 
 
 LOGPROBS: list[dict[str, Any]] = [

@@ -1,21 +1,16 @@
-"""Requests whose id comes again: the next turn of a streaming session, or another request."""
+"""Requests whose id comes again: the next turn of a streaming session."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.sampling_params import RepetitionDetectionParams
 from vllm.v1.request import RequestStatus
 
-from lookahead_vllm.engine.worker.v1.sampler import _first_stop
 from tests.support.driving import GREEDY, drafter_of, engine, generate, random_prompts
 from tests.support.proposers import record
-
-pytestmark = pytest.mark.usefixtures("runner")
 
 SEEDED = SamplingParams(
     temperature=1, seed=5, max_tokens=40, ignore_eos=True, detokenize=False, top_k=40
@@ -68,7 +63,7 @@ def test_a_session_goes_on_after_a_stop_inside_a_draft(mode: str, llama: Path) -
 
 
 def test_a_seeded_session_draws_as_plain_vllm_after_a_stop_inside_a_draft(llama: Path) -> None:
-    """Plain vLLM draws nothing for the tokens after the stop, which the next turn draws."""
+    """Nothing that was drawn after the stop is left for the next turn."""
     with engine(llama) as plain:
         text = generate(plain, TURNS[:1], SEEDED)[0][0]
         stop = next(token for i, token in enumerate(text) if i > 5 and token not in text[:i])
@@ -79,53 +74,3 @@ def test_a_seeded_session_draws_as_plain_vllm_after_a_stop_inside_a_draft(llama:
         assert answers_of(llm, stop, sampling=SEEDED) == vanilla
         assert drafter_of(llm).counters.accepted_nodes > len(vanilla[0])
     assert vanilla[0][-1] == stop and len(vanilla[-1]) > 1
-
-
-@pytest.mark.parametrize("runner", ["v1"], indirect=True)  # V2 has no generators
-@pytest.mark.parametrize(
-    ("params", "max_model_len", "index"),
-    [
-        (dict(), 100, 3),
-        (dict(stop_token_ids=[7]), 100, 1),
-        (dict(max_tokens=5), 100, 2),
-        (dict(), 13, 0),
-        (dict(repetition_detection=RepetitionDetectionParams(1, 1, 2)), 100, 2),
-    ],
-)
-def test_a_generator_stops_where_vllm_ends_a_turn(
-    runner: str, params: dict[str, Any], max_model_len: int, index: int
-) -> None:
-    request: Any = SimpleNamespace(
-        sampling_params=SamplingParams(**{"max_tokens": 40, **params}),
-        output_token_ids=[5, 6],
-        num_tokens=12,
-    )
-    assert _first_stop(request, [8, 7, 7, 7], max_model_len) == index
-
-
-@pytest.mark.parametrize("runner", ["v1"], indirect=True)  # vLLM's V2 credits tokens by id
-def test_a_request_may_have_the_id_of_an_aborted_one(
-    runner: str, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
-    first, second = random_prompts(2, 30, seed=91)
-    with engine(llama) as plain:
-        vanilla = generate(plain, [first, second])
-    record([first, second], vanilla)
-    with engine(llama, {"proposer": "hidden_path", "budget": 8}) as llm:
-        for steps in (1, 3, 4):
-            assert answer_after_abort(llm, first, second, steps) == vanilla[1][0]
-
-
-def answer_after_abort(llm: LLM, first: list[int], second: list[int], steps: int) -> list[int]:
-    """The answer to `second` under the id of `first`, which is aborted after some steps."""
-    core, answer = llm.llm_engine, []
-    core.add_request("same", TokensPrompt(prompt_token_ids=list(first)), GREEDY)
-    for _ in range(steps):
-        core.step()
-    core.abort_request(["same"], internal=True)
-    core.add_request("same", TokensPrompt(prompt_token_ids=list(second)), GREEDY)
-    while core.has_unfinished_requests():
-        for output in core.step():
-            answer = list(output.outputs[0].token_ids)
-    return answer

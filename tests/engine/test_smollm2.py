@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from vllm import SamplingParams
 
 from tests.support.driving import drafter_of, engine, generate
@@ -21,7 +20,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=32)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=32)
 
 
-@pytest.mark.usefixtures("runner")
 def test_the_output_equals_plain_vllm() -> None:
     """Greedy, seeded, and with stop strings that cut a burst of accepted tokens."""
     with engine(MODEL, **SETTINGS) as plain:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,11 @@ from vllm import SamplingParams
 
 from benchmarks.engines.generate import Job, run
 from benchmarks.engines.target_guided import Guide, follow
-from tests.support import v2_on_cpu
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("lookahead", [None, {"budget": 8}], ids=["plain", "lookahead"])
-def test_a_guided_model_generates_the_recorded_answers(
-    lookahead: dict | None, runner: str, llama: Path
-) -> None:
-    with v2_on_cpu.enabled() if runner == "v2" else nullcontext():
-        check_answers(lookahead, llama)
-
-
-def check_answers(lookahead: dict | None, llama: Path) -> None:
+def test_a_guided_model_generates_the_recorded_answers(lookahead: dict | None, llama: Path) -> None:
     rng = np.random.default_rng(0)
     prompts = random_prompts(5, 30, seed=21)
     # Each answer repeats a phrase, so that there is something to draft.

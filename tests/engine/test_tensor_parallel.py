@@ -16,8 +16,6 @@ from tests.support.driving import engine
 from tests.support.ranks import Answers, check_lookahead
 from tests.support.ray_cluster import RayCluster
 
-pytestmark = pytest.mark.usefixtures("runner")
-
 
 def test_ranks_verify_the_same_trees(
     llama: Path, tmp_path: Path, two_ranks: dict[str, Any], plain_of_two_ranks: Answers
@@ -30,7 +28,6 @@ def test_ranks_verify_the_same_trees(
     assert cache_file.read_header(cache).namespaces == 1
 
 
-@pytest.mark.parametrize("runner", ["v2"], indirect=True)
 def test_each_rank_runs_its_part_of_a_trained_drafter(
     llama: Path, two_ranks: dict[str, Any], plain_of_two_ranks: Answers
 ) -> None:
@@ -50,7 +47,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runner", ["v2"], indirect=True)
 def test_over_ray_they_do_too(
     llama: Path,
     two_ranks: dict[str, Any],

@@ -99,7 +99,7 @@ def engine(
 
 
 def _count_verified(scheduler: Any) -> list[int]:
-    """Will hold the verified nodes of each step; on V2 those of the step before it."""
+    """Will hold the verified nodes of the step before each step."""
     verified: list[int] = []
     update = scheduler.update_from_output
 
@@ -166,9 +166,8 @@ def runner_of(llm: LLM) -> Any:
 
 
 def learn_last_step(llm: LLM) -> None:
-    """Let the proposer learn the last tokens of all; on V2, it does so in the next step."""
-    if (late := getattr(runner_of(llm), "_late", None)) is not None:
-        late.learn()
+    """Let the proposer learn the last tokens of all; else it does so in the next step."""
+    runner_of(llm)._late.learn()
 
 
 def obstacle_of(llm: LLM) -> str | None:

@@ -1,4 +1,4 @@
-"""V2 on a CPU with captured graphs: the whole model is replayed as it was captured.
+"""Engines on a CPU with captured graphs: the whole model is replayed as it was captured.
 
 A replay runs the model once more with the inputs, the metadata and the forward context of the
 capture, so it sees a step only through vLLM's persistent buffers and `GraphBuffers`. Attention is
@@ -28,10 +28,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.cpu import model_runner
 from vllm.v1.worker.gpu import cudagraph_utils
 
+from lookahead_vllm.engine.model_runner import cpu_worker
+from lookahead_vllm.engine.model_runner.graph_runner import GraphRunner
 from lookahead_vllm.engine.worker import gpu_attention
-from lookahead_vllm.engine.worker.v2.graph_runner import GraphRunner
 from tests.support import recorded_graphs
-from tests.support.v2_on_cpu import cpu_worker
 
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128]
 
@@ -246,7 +246,7 @@ def _noted_context(*args: Any, **kwargs: Any) -> Iterator[None]:
 
 
 def enable(patch: pytest.MonkeyPatch, schedules: bool = False, merges: bool = False) -> None:
-    """Let the next lookahead engines on V2 capture graphs, with `_Builder.schedules` and
+    """Let the next lookahead engines capture graphs, with `_Builder.schedules` and
     `TorchTreeAttention.merges`."""
     patch.setattr(_Builder, "schedules", schedules)
     patch.setattr(TorchTreeAttention, "merges", merges)

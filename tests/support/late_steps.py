@@ -17,7 +17,6 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from lookahead_vllm.engine import messages
-from tests.support import v2_on_cpu
 
 BLOCK = 4
 
@@ -54,23 +53,20 @@ class LateSteps:
     ) -> None:
         if lookahead is not None:
             settings["speculative_config"] = {"method": "lookahead", **lookahead}
-        with v2_on_cpu.enabled():
-            config = EngineArgs(
-                model=str(model),
-                skip_tokenizer_init=True,
-                enable_prefix_caching=False,
-                **settings,
-            ).create_engine_config()
-            config.cache_config.num_gpu_blocks = blocks + 1  # the null block
-            spec = FullAttentionSpec(
-                block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32
-            )
-            self.scheduler: Any = config.scheduler_config.get_scheduler_cls()(
-                vllm_config=config,
-                kv_cache_config=KVCacheConfig(blocks + 1, [], [KVCacheGroupSpec(["layer"], spec)]),
-                structured_output_manager=StructuredOutputManager(config),
-                block_size=BLOCK,
-            )
+        config = EngineArgs(
+            model=str(model),
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            **settings,
+        ).create_engine_config()
+        config.cache_config.num_gpu_blocks = blocks + 1  # the null block
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        self.scheduler: Any = config.scheduler_config.get_scheduler_cls()(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(blocks + 1, [], [KVCacheGroupSpec(["layer"], spec)]),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+        )
         self.max_model_len = config.model_config.max_model_len
         self.pays = True
         """What the workers report."""

@@ -59,7 +59,7 @@ def check_lookahead(llm: LLM, plain: Answers) -> None:
     assert llm.collective_rpc(compiled_kernels) == compiled_at_start
     assert (drafting.drafts, other.drafts) == (True, False)
     assert drafting.trees == other.trees
-    # On V2 and in a pipeline, only the drafting rank learns what was accepted.
+    # In a pipeline, only the drafting rank learns what was accepted.
     assert drafting.counters == other.counters or not other.counters["trees"]
     assert sum(branching for _, branching in drafting.trees) > 20
     assert drafting.counters["moved_tokens"] > 20
@@ -68,13 +68,11 @@ def check_lookahead(llm: LLM, plain: Answers) -> None:
 def record_trees(worker: Any) -> None:
     """In a worker: record a digest of the trees of each step, and whether any branches."""
     runner = worker.model_runner
-    on_v2 = hasattr(runner, "_late")
-    name = "_lay_out" if on_v2 else "_recall"
-    original, runner.recorded_trees = getattr(runner, name), []
+    original, runner.recorded_trees = runner._lay_out, []
 
     def recorded(*args: Any) -> Any:
         result = original(*args)
-        scheduled = result[0] if on_v2 else result
+        scheduled = result[0]
         forest = scheduled.forest
         if forest.num_nodes:
             arrays = (forest.tokens, forest.parents, forest.firsts, scheduled.rows)
@@ -82,7 +80,7 @@ def record_trees(worker: Any) -> None:
             runner.recorded_trees.append((digest, bool(forest.branching.any())))
         return result
 
-    setattr(runner, name, recorded)
+    runner._lay_out = recorded
 
 
 def insert_whole_texts(worker: Any) -> None:
@@ -95,12 +93,11 @@ def insert_whole_texts(worker: Any) -> None:
 def set_clock(worker: Any) -> None:
     """In a worker: replace the clock. A node costs nothing where it drafts, and 10 ms elsewhere."""
     runner = worker.model_runner
-    name = "_measure" if hasattr(runner, "_late") else "_observe_step"
-    proposer, original, now = runner.drafter.proposer, getattr(runner, name), 0.0
+    proposer, original, now = runner.drafter.proposer, runner._measure, 0.0
     if proposer.cost is not None:  # which was measured at start
         proposer.cost = StepCost(CostCurve([1, 1024], [0.010, 0.011]))
 
-    def observe_step(*args: Any, **kwargs: Any) -> None:
+    def measure(*args: Any, **kwargs: Any) -> None:
         nonlocal now
         nodes = runner._work.nodes if runner._work else 0
         now += 0.010 * (1 + (not runner.drafter.is_drafting_rank) * nodes)
@@ -108,7 +105,7 @@ def set_clock(worker: Any) -> None:
 
     runner._clock.clock = lambda: now
     runner._clock.pause = lambda seconds: None  # these are seconds of the real clock
-    setattr(runner, name, observe_step)
+    runner._measure = measure
 
 
 def compiled_kernels(worker: Any) -> Signatures:

@@ -22,7 +22,6 @@ import psutil
 import pytest
 from vllm.platforms.cpu import CpuPlatform
 
-from tests.support import v2_on_cpu
 from tests.support.servers import END_SECONDS, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,8 +141,8 @@ def _install_plugin(folder: Path, patch: pytest.MonkeyPatch) -> None:
     )
     for path in (ROOT, folder):
         patch.syspath_prepend(str(path))  # spawned processes get this one's
-    others = v2_on_cpu.environment()["PYTHONPATH"]  # for engines on the second runner
-    patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT), others]))
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), str(ROOT), *others])))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from lookahead_vllm.verify.implementations import ON_CPUS, ON_GPUS
-from tests.support.v2_on_cpu import implementations  # noqa: F401
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

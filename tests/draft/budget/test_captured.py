@@ -196,7 +196,7 @@ def test_no_other_prefixes_emit_more_per_unit_of_time(
     st.integers(0, 30),
 )
 def test_prices_of_more_nodes_choose_the_same(requests, curve, captured, plain, more):
-    """On the second runner, they are made before it is known how many nodes there are."""
+    """They are made before it is known how many nodes there are."""
     rows = [row for row, _ in requests]
     contexts = np.array([context for _, context in requests])
     cost = StepCost(curve, 1e-3, 1e-3, 2e-3, 0.1, captured=CapturedSizes(*captured))

@@ -37,7 +37,7 @@ IDS = [str(i) for i in range(REQUESTS)]
 class Pair:
     """Two proposers that get the same steps.
 
-    `late` gets them in compiled calls, as from the second runner. `other` gets them by the
+    `late` gets them in compiled calls, as from the model runner. `other` gets them by the
     protocol, but moves its texts on when the tokens arrive, and learns from them after drafting.
     """
 

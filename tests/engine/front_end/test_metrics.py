@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +17,6 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from lookahead_vllm.draft.fleet.exchange import Traffic
@@ -31,7 +30,6 @@ from lookahead_vllm.engine.front_end.stat_logger import (
 )
 from lookahead_vllm.engine.step_report import PARTS, StepReport
 from lookahead_vllm.engine.worker.step_recorder import StepRecorder
-from lookahead_vllm.engine.worker.v1.runner import SynchronousRunner
 from tests.support import proposers  # noqa: F401  (registers them)
 from tests.support.driving import (
     GREEDY,
@@ -47,7 +45,7 @@ DOCS = REPOSITORY / "docs" / "metrics.md"
 DASHBOARD = REPOSITORY / "configs" / "grafana-lookahead.json"
 ECHO = [[5, 6, 7, 8] * 8, [9, 10, 11] * 5]
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-"""On the second runner, what a step accepted is reported with the next step."""
+"""What a step accepted is reported with the next step."""
 
 
 @pytest.fixture(autouse=True)
@@ -224,33 +222,6 @@ def test_a_report_crosses_the_process_boundary() -> None:
     assert got.scheduler_stats.lookahead is None
 
 
-class Sampled:
-    """Stands in for vLLM's runner."""
-
-    output: ModelRunnerOutput
-
-    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
-        return self.output
-
-
-class Runner(SynchronousRunner, Sampled):
-    def __init__(self, recorder: StepRecorder) -> None:
-        drafter = SimpleNamespace(proposed=lambda _: None, recorder=recorder)
-        self.drafter = cast(Any, drafter)
-
-
-def test_a_report_waits_for_an_output_with_requests() -> None:
-    recorder = StepRecorder()
-    recorder.report = report = full_report()
-    runner = Runner(recorder)
-    runner.output = EMPTY_MODEL_RUNNER_OUTPUT
-    assert runner.sample_tokens(None) is EMPTY_MODEL_RUNNER_OUTPUT
-    assert step_report.attached(EMPTY_MODEL_RUNNER_OUTPUT) is None and recorder.report is report
-    runner.output = output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
-    runner.sample_tokens(None)
-    assert step_report.attached(output) is report and recorder.report == StepReport()
-
-
 def test_the_traffic_of_a_fleet_is_that_since_the_last_report() -> None:
     recorder = StepRecorder()
     assert recorder.take_report().published == 0
@@ -273,7 +244,6 @@ def test_evictions_are_those_since_the_last_report() -> None:
     ]
 
 
-@pytest.mark.usefixtures("runner")
 def test_refused_trees_are_counted(llama: Path) -> None:
     with engine(llama, {"proposer": "malformed"}, drafts=False, disable_log_stats=False) as llm:
         generate(llm, ECHO)
@@ -285,7 +255,7 @@ def test_refused_trees_are_counted(llama: Path) -> None:
 
 
 @pytest.mark.usefixtures("_over_the_wire")
-def test_nothing_is_lost_and_vllm_agrees(llama: Path, runner: str) -> None:
+def test_nothing_is_lost_and_vllm_agrees(llama: Path) -> None:
     prompts = [*ECHO, *random_prompts(3, 30), *ECHO]
     with engine(llama, {"budget": 8}, disable_log_stats=False, max_num_batched_tokens=32) as llm:
         generate(llm, ECHO)
@@ -311,10 +281,9 @@ def test_nothing_is_lost_and_vllm_agrees(llama: Path, runner: str) -> None:
     seconds = samples(PREFIX + "part_seconds_total", by="part")
     assert set(seconds) == set(PARTS)
     assert seconds["draft"] > 0
-    assert (seconds["verify"] > 0) == (runner == "v1")  # the second runner's is on the device
 
 
-@pytest.mark.usefixtures("runner", "compiled_at_once")
+@pytest.mark.usefixtures("compiled_at_once")
 def test_every_node_has_its_source(llama: Path) -> None:
     prompt = random_prompts(1, 30, seed=3)
     forced = StructuredOutputsParams(regex=r"(x|y) the age is 100\.")
@@ -338,14 +307,14 @@ def test_every_node_has_its_source(llama: Path) -> None:
     assert accepted_by_source().total() == samples()["lookahead_vllm:nodes_accepted_total"]
 
 
-def test_a_step_that_sends_nothing_is_a_step_with_a_budget_of_0(llama: Path, runner: str) -> None:
+def test_a_step_that_sends_nothing_is_a_step_with_a_budget_of_0(llama: Path) -> None:
     """vLLM has no stats for it, and its log says nothing; ours has to show it."""
     with engine(llama, {"proposer": "recorder"}, drafts=False, disable_log_stats=False) as llm:
         generate(llm, ECHO)
     ours = samples()
-    # 40 tokens in 40 steps: the first follows the prompt, for the last no draft was wanted. On the
-    # second runner, a step without slots may not know yet that it is the last.
-    assert ours["lookahead_vllm:step_nodes_count"] in {"v1": [38], "v2": [38, 39]}[runner]
+    # 40 tokens in 40 steps: the first follows the prompt, for the last no draft was wanted. A step
+    # without slots may not know yet that it is the last.
+    assert ours["lookahead_vllm:step_nodes_count"] in (38, 39)
     assert ours["lookahead_vllm:step_nodes_sum"] == 0
     assert ours["lookahead_vllm:acceptance_length_count"] == 0
     assert samples("vllm:")["vllm:spec_decode_num_drafts_total"] == 0

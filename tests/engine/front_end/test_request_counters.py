@@ -63,7 +63,6 @@ def params_of(texts: list[str], tokens: list[list[int]]) -> list[SamplingParams]
     ]
 
 
-@pytest.mark.usefixtures("runner")
 def test_counters_of_requests_and_tokens_are_those_of_plain_vllm(llama: Path) -> None:
     settings: dict[str, Any] = dict(skip_tokenizer_init=False, disable_log_stats=False)
     with engine(llama, **settings) as plain:
@@ -86,7 +85,6 @@ def test_counters_of_requests_and_tokens_are_those_of_plain_vllm(llama: Path) ->
     assert counts == expected_counts
 
 
-@pytest.mark.usefixtures("runner")
 def test_the_next_turn_finds_all_blocks_of_an_answer(llama: Path) -> None:
     """A burst may fill the last block of an answer."""
     settings: dict[str, Any] = dict(

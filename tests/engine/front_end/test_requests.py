@@ -71,7 +71,6 @@ def ask(llm: LLM, extra_args: dict[str, Any] | None, salt: str | None = None, **
     return [(namespace, references) for _, namespace, references in STARTED]
 
 
-@pytest.mark.usefixtures("runner")
 def test_the_proposer_gets_the_options_of_a_request(llama: Path, adapter: LoRARequest) -> None:
     recorder = {"proposer": "recorder"}
     with engine(llama, recorder, drafts=False, skip_tokenizer_init=False, **LORA) as llm:
@@ -155,7 +154,6 @@ def test_a_request_that_the_caller_made_is_prepared_too(llama: Path) -> None:
             core.add_request("bad", bad, bad.params)
 
 
-@pytest.mark.usefixtures("runner")
 def test_references_and_adapters_never_change_the_text(llama: Path, adapter: LoRARequest) -> None:
     prompts = random_prompts(6, 30)
     adapters = [None, adapter] * 3
@@ -294,7 +292,6 @@ def test_endpoints_still_refuse_what_is_no_json(endpoints: TestClient) -> None:
         assert refused.status_code == 400 and says in refused.text
 
 
-@pytest.mark.usefixtures("runner")
 @pytest.mark.parametrize("leads", [True, False])
 def test_references_are_kept_only_until_they_are_inserted(llama: Path, leads: bool) -> None:
     """And only by the rank that drafts."""
@@ -314,7 +311,7 @@ def test_references_are_kept_only_until_they_are_inserted(llama: Path, leads: bo
             return announced
 
         drafter.announce = watched  # type: ignore[method-assign]
-        for _ in range(3):  # the second runner learns of a step's tokens in the next one
+        for _ in range(3):  # the proposer learns a step's tokens in the next one
             core.step()
         assert seen == [1 if leads else 0]
         assert not any(options.references for options in drafter._options.values())

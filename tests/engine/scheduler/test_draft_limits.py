@@ -12,8 +12,6 @@ from vllm import LLM, SamplingParams
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 from tests.support.proposers import record
 
-pytestmark = pytest.mark.usefixtures("runner")
-
 BLOCK = 32  # the smallest that vLLM has on CPU
 ANSWER = SamplingParams(temperature=0, max_tokens=44, ignore_eos=True, detokenize=False)
 Step = dict[str, int]

@@ -1,43 +1,187 @@
-"""Which requests get the drafts that the workers send."""
+"""The scheduler: what it tells the workers, and what its slots take."""
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from vllm.v1.request import RequestStatus
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine.messages import ProposedDrafts, SentDraft
-from lookahead_vllm.engine.scheduler.scheduler import LookaheadScheduler
+from lookahead_vllm.engine import grammar, messages
+from lookahead_vllm.engine.scheduler.pauses import Pauses
+from lookahead_vllm.engine.scheduler.scheduler import PAUSE_AFTER_STEPS, LookaheadScheduler
+from tests.support.late_steps import BLOCK, LateSteps, random_arrivals, request
+
+SLOTS = {"num_speculative_tokens": 16, "budget": 16}
 
 
-@pytest.mark.parametrize("has_grammars", [False, True])
-def test_only_running_requests_get_drafts(has_grammars: bool) -> None:
-    """vLLM may end the turn of a session for a reason that the drafter does not know."""
+@pytest.mark.parametrize("blocks", [18, 24])
+@pytest.mark.parametrize("seed", range(6))
+def test_slots_delay_no_request_by_more_than_a_step(seed: int, blocks: int, llama: Path) -> None:
+    """Requests need more blocks than there are, and no draft is ever right."""
+    runs = [LateSteps(llama, blocks, options, max_model_len=64) for options in (None, SLOTS)]
+    for run in runs:
+        run.run(random_arrivals(random.Random(seed), 56, 30))
+    plain, late = runs
+    assert plain.preempted and late.num_slots > 100
+    assert late.admitted.keys() == late.ended.keys() == plain.ended.keys()
+    assert all(late.admitted[i] <= step + 1 for i, step in plain.admitted.items())
+    assert all(late.ended[i] <= step + 1 for i, step in plain.ended.items())
+    assert late.preempted == plain.preempted
 
-    def request(status: RequestStatus) -> Any:
+
+@pytest.mark.parametrize("seed", range(4))
+def test_accepted_drafts_in_few_blocks_make_a_server_faster(seed: int, llama: Path) -> None:
+    """No step in flight writes to a block that belongs to another request, see `LateSteps`."""
+    plain = LateSteps(llama, 24, max_model_len=64)
+    plain.run(random_arrivals(random.Random(seed), 60, 30))
+    rng = random.Random(seed)
+    late = LateSteps(llama, 24, SLOTS, lambda slots: rng.randrange(slots + 1), max_model_len=64)
+    late.run(random_arrivals(random.Random(seed), 60, 30))
+    assert late.admitted.keys() == plain.admitted.keys()
+    assert len(late.scheduled) < 0.9 * len(plain.scheduled)
+
+
+def test_a_pause_of_drafting_gives_all_blocks_back(llama: Path) -> None:
+    steps = LateSteps(llama, 12, {"num_speculative_tokens": 16}, max_model_len=64)
+    steps.pays = False
+    steps.scheduler.add_request(request("first", 2, 40))
+    steps.run_until(lambda: steps.scheduler._empty_steps >= PAUSE_AFTER_STEPS)
+    steps.step()
+    now, length = len(steps.scheduled), steps.scheduler.requests["first"].num_tokens
+    blocks = 12 - -(-(length + 2) // BLOCK)  # the first request may need the others in this step
+    steps.scheduler.add_request(request("second", blocks * BLOCK, 1))
+    steps.step()
+    assert steps.scheduled[now] >= {"first"}
+    assert steps.admitted["second"] == now
+
+
+def test_a_session_without_input_keeps_no_blocks_of_rejected_drafts(llama: Path) -> None:
+    steps = LateSteps(llama, 12, SLOTS, max_model_len=64)
+    scheduler = steps.scheduler
+    scheduler.add_request(request("session", 5, 9, resumable=True))
+    steps.run_until(lambda: scheduler.num_waiting_for_streaming_input == 1)
+    scheduler.add_request(request("other", 8 * BLOCK - 2, 2))  # the session needs four
+    now = len(steps.scheduled)
+    steps.run_until(lambda: "other" in steps.admitted)
+    assert steps.admitted["other"] <= now + 1  # the session's last step may still run
+    steps.run_until(lambda: "other" not in scheduler.requests)
+    scheduler.add_request(request("session", 5, 9, resumable=True))
+    steps.run_until(lambda: scheduler.num_waiting_for_streaming_input == 0)
+    steps.run_until(lambda: scheduler.num_waiting_for_streaming_input == 1)
+
+
+@pytest.mark.parametrize("accept_all", [False, True])
+def test_slots_leave_room_before_max_model_len(accept_all: bool, llama: Path) -> None:
+    """Each request is in every step in which plain vLLM has it, until its last position."""
+    runs = [
+        LateSteps(llama, 64, options, lambda slots: slots * accept_all, max_model_len=40)
+        for options in (None, SLOTS)
+    ]
+    for run in runs:
+        run.run({0: [request("a", 10, 30)], 4: [request("b", 21, 19), request("c", 3, 37)]})
+    plain, late = runs
+    assert late.num_slots
+    if accept_all:
+        assert len(late.scheduled) < len(plain.scheduled) / 2
+    else:
+        assert late.scheduled == plain.scheduled
+
+
+def test_a_request_that_is_preempted_in_a_step_keeps_no_blocks_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It gave blocks back before vLLM preempted it; the workers do not have it any more."""
+    output = SimpleNamespace(
+        scheduled_new_reqs=[], preempted_req_ids={"preempted"}, total_num_scheduled_tokens=1
+    )
+    monkeypatch.setattr(AsyncScheduler, "schedule", lambda self: output)
+    scheduler: Any = object.__new__(LookaheadScheduler)
+    scheduler.pauses = Pauses()
+    scheduler._may_pause, scheduler.running, scheduler.max_num_scheduled_tokens = False, [], 10
+    kept = {"preempted": [1], "other": [2]}
+    scheduler._draft_limiter = SimpleNamespace(cut=lambda: dict(kept))
+    assert messages.kept_blocks(scheduler.schedule()) == {"other": [2]}
+    output.preempted_req_ids = None
+    assert messages.kept_blocks(scheduler.schedule()) == kept
+
+
+def test_slots_that_were_all_left_empty_are_no_draft_in_a_requests_metrics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def add(scheduler: Any, request: Any) -> None:
+        request.spec_decode_metrics = RequestSpecDecodeMetrics.new(scheduler.num_spec_tokens)
+
+    monkeypatch.setattr(AsyncScheduler, "add_request", add)
+    scheduler: Any = object.__new__(LookaheadScheduler)
+    scheduler.num_spec_tokens, scheduler.requests, scheduler._without_drafts = 4, {}, set()
+    params = SimpleNamespace(extra_args=None)
+    request: Any = SimpleNamespace(sampling_params=params, spec_decode_metrics=None)
+    scheduler.add_request(request)
+    metrics = request.spec_decode_metrics
+    for drafted, accepted in ((0, 0), (3, 2), (0, 0), (1, 0)):
+        metrics.observe(num_draft_tokens=drafted, num_accepted=accepted, detailed=True)
+    sent = MsgpackEncoder().encode(EngineCoreOutput("r", [1], spec_decode_metrics=metrics))
+    received = MsgpackDecoder(EngineCoreOutput).decode(sent).spec_decode_metrics
+    assert received.histogram == [1, 0, 1, 0, 0] and received.num_draft_tokens == 4
+    assert received.per_step_drafted == [3, 1] and received.per_step_accepted == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("is_033", "longest", "rows"), [(False, 64, [3, 1]), (True, 64, [4, 4]), (True, 2, [3, 3])]
+)
+def test_masks_are_no_more_than_the_drafts_of_a_step_need(
+    is_033: bool, longest: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From vLLM 0.33 on, all requests have equally many, one of a few numbers."""
+    monkeypatch.setattr(grammar, "EQUALLY_MANY_MASKS", is_033)
+    scheduler: Any = object.__new__(LookaheadScheduler)
+    scheduler.num_spec_tokens = longest
+    own = SimpleNamespace(
+        use_structured_output=True, is_prefill_chunk=False, is_finished=lambda: False
+    )
+    scheduler.requests = {"drafted": own, "plain": own}
+    scheduler._masks = {"drafted": np.ones((3, 2), np.int32)}
+    scheduler._fill_masks = lambda *_: np.full((1, 2), 7, np.int32)
+    step: Any = SimpleNamespace(
+        has_structured_output_requests=True, num_scheduled_tokens={"drafted": 3, "plain": 1}
+    )
+    output = scheduler.get_grammar_bitmask(step)
+    masks = np.split(output.grammar_bitmask, np.cumsum(rows)[:-1])
+    assert [len(own) for own in masks] == rows
+    assert (masks[0][:3] == 1).all() and (masks[1][:1] == 7).all()
+
+
+def test_an_aborted_request_that_a_connector_keeps_gets_no_masks() -> None:
+    """Its last draft is in flight; its blocks are being sent."""
+
+    def under_grammar(is_finished: bool) -> Any:
         return SimpleNamespace(
-            status=status,
-            spec_token_ids=[],
-            is_prefill_chunk=False,
-            use_structured_output=False,
-            is_finished=lambda: RequestStatus.is_finished(status),
+            use_structured_output=True, is_prefill_chunk=False, is_finished=lambda: is_finished
         )
 
+    def fill(own: Any, tree: DraftTree) -> np.ndarray:
+        assert not own.is_finished()
+        return np.full((1 + len(tree), 2), 7, np.int32)
+
     scheduler: Any = object.__new__(LookaheadScheduler)
-    scheduler._has_stages, scheduler._grammar_drafts = False, {}
-    scheduler.structured_output_manager = SimpleNamespace(validate_tokens=lambda _, tokens: tokens)
-    scheduler.requests = {
-        "running": request(RequestStatus.RUNNING),
-        "next turn": request(RequestStatus.WAITING),
-        "idle session": request(RequestStatus.WAITING_FOR_STREAMING_REQ),
-        "ended": request(RequestStatus.FINISHED_STOPPED),
-    }
-    req_ids = [*scheduler.requests, "unknown"]
-    forest = DraftForest.of([DraftTree.chain([7, 8])] * len(req_ids))
-    sent = {req_id: SentDraft(forest, i, [7, 8]) for i, req_id in enumerate(req_ids)}
-    scheduler._take_drafts(ProposedDrafts(sent, req_ids, has_grammars, 0.0))
-    drafted = {req_id for req_id, own in scheduler.requests.items() if own.spec_token_ids}
-    assert drafted == {"running"}
+    scheduler.num_spec_tokens, scheduler._masks, scheduler._fill_masks = 4, {}, fill
+    scheduler.requests = {"aborted": under_grammar(True), "other": under_grammar(False)}
+    step: Any = SimpleNamespace(
+        has_structured_output_requests=True, num_scheduled_tokens={"aborted": 4, "other": 2}
+    )
+    forest = DraftForest.of([DraftTree.chain([7, 8, 9]), DraftTree.chain([7])])
+    drafts = messages.drafts_of(["aborted", "other"], forest)
+    scheduler.update_draft_token_ids_in_output(drafts, step)
+    output = scheduler.get_grammar_bitmask(step)
+    assert output.structured_output_request_ids == ["other"] and len(output.grammar_bitmask) == 2
+    scheduler.requests["other"] = under_grammar(True)
+    assert scheduler.get_grammar_bitmask(step) is None

@@ -50,7 +50,6 @@ def serve_once(
         return drafter_of(llm).counters.accepted_nodes, answers
 
 
-@pytest.mark.usefixtures("runner")
 @pytest.mark.parametrize("proposer", ["ngram_trie", "hybrid"])
 def test_a_second_engine_starts_warm_and_a_damaged_file_is_set_aside(
     model: Path, tmp_path: Path, proposer: str

@@ -8,7 +8,6 @@ import torch
 
 from lookahead_vllm.draft.budget.cost import StepWork
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine.messages import DraftsToVerify
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep, root_rows
 
 CHAIN = DraftTree.chain([5, 6])
@@ -18,11 +17,9 @@ TREE = DraftTree.from_lists([7, 8, 9], [-1, 0, -1])
 def of_scheduled(order: list[int]) -> DraftStep:
     """Row 0 reads two tokens of its prompt before its root, row 1 has no draft, row 2 a tree."""
     trees, rows, own = [CHAIN, TREE], np.array([0, 2]), np.array([False, True])
-    drafts = DraftsToVerify(
-        ["ab"[i] for i in order], DraftForest.of([trees[i] for i in order]), own[order], {}
-    )
+    forest = DraftForest.of([trees[i] for i in order])
     scheduled, computed = np.array([5, 1, 4], np.int32), np.array([10, 20, 30], np.int32)
-    return DraftStep.of_scheduled(drafts, rows[order], scheduled, computed)
+    return DraftStep.of_scheduled(forest, own[order], rows[order], scheduled, computed)
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
@@ -36,25 +33,22 @@ def test_drafts_are_placed_in_the_order_of_the_batch(order: list[int]) -> None:
     assert step.branches and step.trees().requests.tolist() == [2]
 
 
-def test_tree_attention_may_compute_chains_and_requests_with_one_token() -> None:
+def test_tree_attention_may_compute_chains() -> None:
     step = of_scheduled([0, 1])
-    step.add_singles(np.array([5, 1, 4], np.int32), np.array([10, 20, 30], np.int32))
-    trees = step.trees(with_chains=True, with_singles=True)  # a prompt is before row 0's chain
+    trees = step.trees(with_chains=True)  # a prompt is before row 0's chain
     assert trees is not None
-    assert trees.requests.tolist() == [2, 1] and trees.sizes.tolist() == [4, 1]
-    assert trees.starts.tolist() == [6, 5] and trees.contexts.tolist() == [30, 20]
+    assert trees.requests.tolist() == [2] and trees.sizes.tolist() == [4]
+    assert trees.starts.tolist() == [6] and trees.contexts.tolist() == [30]
     dummies = DraftStep.of_dummies([DraftTree.chain([]), CHAIN], 100)
     assert dummies.trees(with_chains=True).requests.tolist() == [1]
-    both = dummies.trees(with_chains=True, with_singles=True)
-    assert both.requests.tolist() == [1, 0] and both.starts.tolist() == [1, 0]
-    assert NO_DRAFTS.trees(with_chains=True, with_singles=True) is None
+    assert NO_DRAFTS.trees(with_chains=True) is None
 
 
 def test_a_tree_has_the_tokens_before_its_root_as_a_chain() -> None:
     trees = DraftForest.of([TREE, TREE])
-    drafts = DraftsToVerify(["a", "b"], trees, np.array([True, True]), {})
+    own, rows = np.array([True, True]), np.array([0, 1])
     scheduled, computed = np.array([6, 4], np.int32), np.array([30, 50], np.int32)
-    step = DraftStep.of_scheduled(drafts, np.array([0, 1]), scheduled, computed)
+    step = DraftStep.of_scheduled(trees, own, rows, scheduled, computed)
     assert step.contexts.tolist() == [32, 50]
     batch = step.trees()
     assert batch.starts.tolist() == [0, 6] and batch.contexts.tolist() == [30, 50]

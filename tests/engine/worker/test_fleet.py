@@ -31,7 +31,6 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 @needs_redis
-@pytest.mark.usefixtures("runner")
 @pytest.mark.parametrize("proposer", ["ngram_trie", "hybrid"])
 def test_a_second_engine_drafts_the_answers_of_the_first(
     server: RedisServer, tmp_path: Path, proposer: str
@@ -59,7 +58,6 @@ def test_a_second_engine_drafts_the_answers_of_the_first(
 
 
 @needs_redis
-@pytest.mark.usefixtures("runner")
 def test_no_answer_differs_and_no_step_waits_while_the_server_dies_ten_times(
     server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +157,6 @@ def test_what_contradicts_is_refused_without_the_password(
     assert message in str(refused.value) and "secret" not in str(refused.value)
 
 
-@pytest.mark.usefixtures("runner")
 def test_a_wrong_url_is_refused_at_the_start(tmp_path: Path) -> None:
     model = save_tiny_model("llama", tmp_path)
     with (
@@ -170,7 +167,6 @@ def test_a_wrong_url_is_refused_at_the_start(tmp_path: Path) -> None:
     assert "secret" not in str(refused.value)
 
 
-@pytest.mark.usefixtures("runner")
 def test_a_missing_client_is_named_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,9 +10,6 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
-from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine import messages
-from lookahead_vllm.engine.messages import SentDraft
 from tests.support.driving import drafter_of, engine, generate, generate_staggered, random_prompts
 from tests.support.kernels import compiled, compiled_since, reset_kernels
 
@@ -43,16 +40,9 @@ def requests() -> list[SamplingParams]:
 
 
 @pytest.mark.parametrize(
-    ("runner", "proposer", "budget"),
-    [
-        ("v1", "hybrid", "auto"),
-        ("v2", "ngram_trie", "auto"),
-        ("v2", "jacobi_window", 12),
-        ("v2", "hybrid", 12),
-    ],
-    indirect=["runner"],
+    ("proposer", "budget"),
+    [("ngram_trie", "auto"), ("jacobi_window", 12), ("hybrid", 12)],
 )
-@pytest.mark.usefixtures("runner")
 def test_requests_compile_nothing(proposer: str, budget: int | str, llama: Path) -> None:
     lookahead = {"proposer": proposer, "budget": budget, "num_speculative_tokens": 12}
     settings: dict[str, Any] = dict(
@@ -69,23 +59,3 @@ def test_requests_compile_nothing(proposer: str, budget: int | str, llama: Path)
             generate_staggered(llm, prompts, params[0], abort=[1])
         assert drafter_of(llm).counters.branching_trees and drafter_of(llm).counters.accepted_nodes
         assert not compiled_since(at_start)
-
-
-def test_a_scheduler_in_a_process_of_its_own_compiles_nothing(llama: Path) -> None:
-    trees = [DraftTree.from_lists([5, 6, 7], [-1, 0, -1]), DraftTree.chain([8, 9])]
-    forest = DraftForest.of(trees)
-    sent = {str(i): SentDraft(forest, i, tree.tokens.tolist()) for i, tree in enumerate(trees)}
-    with engine(llama, {"budget": 4}) as llm:
-        scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
-        reset_kernels()
-        type(scheduler)(
-            vllm_config=scheduler.vllm_config,
-            kv_cache_config=scheduler.kv_cache_config,
-            structured_output_manager=scheduler.structured_output_manager,
-            block_size=scheduler.block_size,
-        )
-    at_start = compiled()
-    for scheduled in ({"0": [5, 6]}, {"0": [5], "1": [8, 9]}, {"1": [8], "0": [3]}, {"2": [1]}):
-        messages.recall(scheduled, sent, {})
-        messages.recall(scheduled, sent, {"0": trees[1]})
-    assert not compiled_since(at_start)

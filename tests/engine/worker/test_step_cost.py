@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lookahead_vllm.engine.worker.v1.forward_passes import RunnerPasses
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.engine.worker import step_cost, timed_passes
@@ -25,7 +26,6 @@ from lookahead_vllm.engine.worker.timed_passes import (
     Plan,
     measure,
 )
-from lookahead_vllm.engine.worker.v1.forward_passes import RunnerPasses
 from tests.support.driving import drafter_of, engine, generate, random_prompts, runner_of
 
 AUTO = {"proposer": "ngram_trie"}

@@ -86,7 +86,6 @@ def times_of_steps(llm: LLM, between: Callable[[], None]) -> list[float]:
     return times
 
 
-@pytest.mark.usefixtures("runner")
 def test_time_in_which_the_engine_does_not_run_is_no_step(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's warm-up of its second runner: its own requests get drafts, and nothing is learned."""
+"""vLLM's warm-up: its own requests get drafts, and nothing is learned."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 
 from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.engine.model_runner import gpu_worker
+from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
+from lookahead_vllm.engine.model_runner.late_shape import LateShape
+from lookahead_vllm.engine.model_runner.node_history import NodeHistory
+from lookahead_vllm.engine.model_runner.warm_up import WarmUpDrafts
 from lookahead_vllm.engine.worker import gpu_attention, latent_attention
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
-from lookahead_vllm.engine.worker.v2 import gpu_worker
-from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
-from lookahead_vllm.engine.worker.v2.late_shape import LateShape
-from lookahead_vllm.engine.worker.v2.node_history import NodeHistory
-from lookahead_vllm.engine.worker.v2.warm_up import WarmUpDrafts
 from lookahead_vllm.verify.implementations import ON_CPUS, ON_GPUS
 from lookahead_vllm.verify.place import Split, placer
 from lookahead_vllm.verify.recurrence import StateMover
+from tests.engine.model_runner import test_node_history
 from tests.engine.worker import test_gpu_wiring
-from tests.engine.worker.v2 import test_node_history
-from tests.support import v2_on_cpu
 from tests.support.attention_cases import PagedAttentionCase, random_tree
 from tests.support.driving import (
     drafter_of,
@@ -60,19 +59,18 @@ def test_vllms_warm_up_runs_a_step_of_the_most_nodes(
 
     monkeypatch.setattr(WarmUpDrafts, "grow", grow)
     prompts = random_prompts(4, 20)
-    with v2_on_cpu.enabled():
-        with engine(llama) as plain:
-            vanilla = generate(plain, prompts)
-        with engine(
-            llama, {"num_speculative_tokens": 8, "budget": 8}, max_num_batched_tokens=64
-        ) as llm:
-            runner, worker = runner_of(llm), worker_of(llm)
-            drafter_of(llm).max_step_nodes = max_nodes
-            with runner.warming_up():
-                warmup_kernels(runner, worker.execute_model, worker.sample_tokens)
-            assert max(grown) == largest_step
-            assert not drafter_of(llm).counters.trees
-            assert generate(llm, prompts) == vanilla
+    with engine(llama) as plain:
+        vanilla = generate(plain, prompts)
+    with engine(
+        llama, {"num_speculative_tokens": 8, "budget": 8}, max_num_batched_tokens=64
+    ) as llm:
+        runner, worker = runner_of(llm), worker_of(llm)
+        drafter_of(llm).max_step_nodes = max_nodes
+        with runner.warming_up():
+            warmup_kernels(runner, worker.execute_model, worker.sample_tokens)
+        assert max(grown) == largest_step
+        assert not drafter_of(llm).counters.trees
+        assert generate(llm, prompts) == vanilla
 
 
 @pytest.mark.parametrize("may_branch", [True, False])

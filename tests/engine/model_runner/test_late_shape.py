@@ -14,8 +14,8 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.trie.hybrid import HybridProposer
-from lookahead_vllm.engine.worker.v2.late_shape import LateMetadata
-from tests.support import graph_engine, v2_on_cpu
+from lookahead_vllm.engine.model_runner.late_shape import LateMetadata
+from tests.support import graph_engine
 from tests.support.driving import (
     drafter_of,
     engine,
@@ -85,7 +85,7 @@ def answers_of(llm: LLM) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def plain(llama: Path) -> list[Any]:
-    with v2_on_cpu.enabled(), engine(llama) as llm:
+    with engine(llama) as llm:
         answers = answers_of(llm)
         record(PROMPTS, answers[2])
         return answers
@@ -93,8 +93,7 @@ def plain(llama: Path) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def _on_v2() -> Iterator[None]:
-    with v2_on_cpu.enabled():
-        yield
+    yield
 
 
 @pytest.mark.parametrize(

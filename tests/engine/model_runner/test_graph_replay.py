@@ -23,13 +23,12 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.utils import AttentionGroup
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine.messages import DraftsToVerify
+from lookahead_vllm.engine.model_runner.draft_graphs import DraftGraphManager
+from lookahead_vllm.engine.model_runner.graph_runner import GraphRunner
+from lookahead_vllm.engine.model_runner.step_trees import StepTrees
 from lookahead_vllm.engine.worker import gpu_attention
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.draft_step import DraftStep
-from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager
-from lookahead_vllm.engine.worker.v2.graph_runner import GraphRunner
-from lookahead_vllm.engine.worker.v2.step_trees import StepTrees
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
 from tests.support import recorded_graphs
 from tests.support.attention_cases import random_tree
@@ -262,7 +261,8 @@ class Step:
         drafted = [row for row, tree in enumerate(drafts) if len(tree)]
         forest = DraftForest.of([drafts[row] for row in drafted])
         self.step = DraftStep.of_scheduled(
-            DraftsToVerify([str(row) for row in drafted], forest, np.ones(len(drafted), bool), {}),
+            forest,
+            np.ones(len(drafted), bool),
             np.array(drafted, np.int64),
             self.lengths,
             self.contexts,

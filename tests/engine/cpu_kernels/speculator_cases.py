@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu.input_batch import InputBuffers
 from vllm.v1.worker.gpu.spec_decode.standalone_ar import speculator as standalone
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as target_dependent
 
-from tests.support.v2_on_cpu.cases import CPU, SLOTS, VOCAB, case, integers, step_of
+from tests.engine.cpu_kernels.cases import CPU, SLOTS, VOCAB, case, integers, step_of
 
 REQUESTS = 6  # those of `step_of`
 MOST = 9

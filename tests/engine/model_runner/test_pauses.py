@@ -10,9 +10,8 @@ import pytest
 from vllm import SamplingParams
 
 from lookahead_vllm.draft.tree import DraftTree
-from lookahead_vllm.engine.scheduler.late_scheduler import PAUSE_AFTER_STEPS
-from lookahead_vllm.engine.worker.v2.late_drafts import PROBE_EVERY
-from tests.support import v2_on_cpu
+from lookahead_vllm.engine.model_runner.late_drafts import PROBE_EVERY
+from lookahead_vllm.engine.scheduler.scheduler import PAUSE_AFTER_STEPS
 from tests.support.driving import drafter_of, engine, generate
 from tests.support.proposers import Planned
 
@@ -23,12 +22,12 @@ GREEDY = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, detokeniz
 def test_every_fourth_step_of_a_pause_looks_whether_a_node_pays(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with v2_on_cpu.enabled(), engine(llama) as plain:
+    with engine(llama) as plain:
         answer = generate(plain, [PROMPT], GREEDY)[0][0]
     drafts = {tuple(answer[:n]): DraftTree.chain(answer[n : n + 4]) for n in range(FOUND, 90)}
     monkeypatch.setattr(Planned, "TREES", drafts)
     lengths: list[int] = []
-    with v2_on_cpu.enabled(), engine(llama, {"proposer": "planned"}) as llm:
+    with engine(llama, {"proposer": "planned"}) as llm:
         proposer: Any = drafter_of(llm).proposer
         propose = proposer.propose
 

@@ -1,4 +1,4 @@
-"""Which CUDA graph runs a step under the second runner, in every mode and on several ranks.
+"""Which CUDA graph runs a step, in every mode and on several ranks.
 
 `test_graph_replay.py` tests what the graphs of steps with drafts read, `test_graph_cost.py` what
 they cost.
@@ -21,16 +21,16 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.engine.model_runner import graph_runner, runner
+from lookahead_vllm.engine.model_runner.draft_graphs import DraftGraphManager, sizes_with_drafts
+from lookahead_vllm.engine.model_runner.drafts import NO_TREES
+from lookahead_vllm.engine.model_runner.forward_passes import RunnerPasses
+from lookahead_vllm.engine.model_runner.graph_runner import GraphRunner
+from lookahead_vllm.engine.model_runner.step_trees import StepTrees
 from lookahead_vllm.engine.worker import branching
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.step_clock import StepClock
 from lookahead_vllm.engine.worker.timed_passes import Batch
-from lookahead_vllm.engine.worker.v2 import graph_runner, runner
-from lookahead_vllm.engine.worker.v2.draft_graphs import DraftGraphManager, sizes_with_drafts
-from lookahead_vllm.engine.worker.v2.drafts import NO_TREES
-from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
-from lookahead_vllm.engine.worker.v2.graph_runner import GraphRunner
-from lookahead_vllm.engine.worker.v2.step_trees import StepTrees
 from tests.support import recorded_graphs
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL

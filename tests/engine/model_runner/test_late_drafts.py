@@ -18,12 +18,12 @@ from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.progress import GONE
 from lookahead_vllm.draft.proposer import DraftLimits, NoProposer
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.engine.model_runner import grammar_copies
+from lookahead_vllm.engine.model_runner.drafts import Drafts
+from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
+from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS
 from lookahead_vllm.engine.worker.drafter import LiveRequest
-from lookahead_vllm.engine.worker.v2 import grammar_copies
-from lookahead_vllm.engine.worker.v2.drafts import Drafts
-from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
-from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 
 
@@ -153,9 +153,8 @@ def test_tokens_of_steps_in_other_stages_of_a_pipeline_are_not_awaited() -> None
     assert waiting_for == [0, 1, 3, 4, 4]
 
 
-@pytest.mark.parametrize("runner", ["v2"], indirect=True)
 def test_a_request_that_is_preempted_before_its_first_token_keeps_its_references(
-    runner: str, llama: Path
+    llama: Path,
 ) -> None:
     params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0, detokenize=False)
     params.extra_args = {"lookahead_reference": [[7, 8, 9]]}
@@ -178,9 +177,8 @@ def test_a_request_that_is_preempted_before_its_first_token_keeps_its_references
         assert references == [1]
 
 
-@pytest.mark.parametrize("runner", ["v2"], indirect=True)
 def test_no_choices_are_kept_for_an_ended_request(
-    runner: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has rows in the steps in flight, but its text has ended before them."""
     params = SamplingParams(max_tokens=40, temperature=1, seed=0, detokenize=False)

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.sample import (
     thinking_budget,
 )
 
-from tests.support.v2_on_cpu.cases import (
+from tests.engine.cpu_kernels.cases import (
     CPU,
     SLOTS,
     VOCAB,

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 
+from lookahead_vllm.engine.model_runner import sampler
 from lookahead_vllm.engine.worker import drafter
-from lookahead_vllm.engine.worker.v2 import sampler
-from tests.support import v2_on_cpu
 from tests.support.driving import drafter_of, engine, random_prompts, runner_of
 from tests.support.proposers import record
 
@@ -52,14 +51,13 @@ def test_chunks_give_the_same_answers(
         return original(self, logits, batch, chunk, *args)
 
     monkeypatch.setattr(sampler.NodeSampler, "_verify", verify)
-    with v2_on_cpu.enabled():
-        with engine(llama, logprobs_mode=mode) as plain:
-            vanilla = outputs_of(plain)
-        record(PROMPTS, [[tokens] for tokens, _ in vanilla])
-        monkeypatch.setattr(sampler, "MAX_CHUNK_BYTES", 40 * 4 * 128)
-        with engine(llama, HIDDEN, logprobs_mode=mode) as llm:
-            answers = outputs_of(llm)
-            assert drafter_of(llm).counters.moved_tokens > 20
+    with engine(llama, logprobs_mode=mode) as plain:
+        vanilla = outputs_of(plain)
+    record(PROMPTS, [[tokens] for tokens, _ in vanilla])
+    monkeypatch.setattr(sampler, "MAX_CHUNK_BYTES", 40 * 4 * 128)
+    with engine(llama, HIDDEN, logprobs_mode=mode) as llm:
+        answers = outputs_of(llm)
+        assert drafter_of(llm).counters.moved_tokens > 20
     assert max(rows) <= 40 and len(rows) > 20
     for (tokens, logprobs), (expected, logprobs_of_plain) in zip(answers, vanilla, strict=True):
         assert tokens == expected
@@ -69,9 +67,8 @@ def test_chunks_give_the_same_answers(
                 assert value == pytest.approx(step_of_plain[token], abs=1e-4)
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"], indirect=True)
 def test_a_step_has_no_more_nodes_than_its_logits_may_have(
-    runner: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine(llama) as plain:
         vanilla = outputs_of(plain)
@@ -87,7 +84,7 @@ def test_a_step_has_no_more_nodes_than_its_logits_may_have(
 def test_vllm_counts_the_logits_of_the_largest_step(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with v2_on_cpu.enabled(), engine(llama, HIDDEN) as llm:
+    with engine(llama, HIDDEN) as llm:
         runner, rows = runner_of(llm), []
         original = runner.model.compute_logits
 

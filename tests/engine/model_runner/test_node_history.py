@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
 from vllm.v1.worker.gpu.states import RequestState
 
-from lookahead_vllm.engine.worker.v2.node_history import NodeHistory
+from lookahead_vllm.engine.model_runner.node_history import NodeHistory
 from tests.verify.test_history import (
     LONGEST,
     MARKERS,
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _buffers_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM's second runner has them on a CPU."""
+    """As vLLM has them on a CPU."""
     monkeypatch.setattr("vllm.v1.worker.gpu.buffer_utils.UvaBuffer", UvaBuffer)
 
 

@@ -11,11 +11,11 @@ import pytest
 from vllm.v1.worker.gpu import input_batch, model_runner
 
 from lookahead_vllm.draft.budget.cost import StepCost, StepWork
+from lookahead_vllm.engine.model_runner import graph_runner
+from lookahead_vllm.engine.model_runner.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker import step_cost, timed_passes
 from lookahead_vllm.engine.worker.timed_passes import BATCHES, Batch, CapturedTokens, Plan, measure
-from lookahead_vllm.engine.worker.v2 import graph_runner
-from lookahead_vllm.engine.worker.v2.forward_passes import RunnerPasses
-from tests.support import graph_engine, v2_on_cpu
+from tests.support import graph_engine
 from tests.support.driving import drafter_of, engine, runner_of
 
 DRAFT_SIZES = [2, 4, 8, 16, 32, 48]
@@ -165,7 +165,7 @@ def test_an_engine_times_the_graphs_that_it_has_captured(
 
     monkeypatch.setattr(model_runner, "set_dummy_context", watched)
     monkeypatch.setattr(graph_runner, "set_dummy_context", watched)
-    with v2_on_cpu.enabled(), engine(llama, {"proposer": "ngram_trie"}) as llm:
+    with engine(llama, {"proposer": "ngram_trie"}) as llm:
         captured = drafter_of(llm).proposer.cost.captured
         assert captured.without_drafts.sizes == [1, 2, 4, 8, 16]
         assert captured.with_drafts.sizes == graph_engine.SIZES[1:]
@@ -189,7 +189,7 @@ def test_a_measured_pass_has_the_inputs_of_a_step(
     others."""
     graph_engine.enable(monkeypatch)
     batch, context = Batch(3, 6, True), 200  # 18 tokens in a graph of 32
-    with v2_on_cpu.enabled(), engine(llama, {"budget": 8}) as llm:
+    with engine(llama, {"budget": 8}) as llm:
         runner = runner_of(llm)
         passes = RunnerPasses(runner)
         metadata: list[Any] = []

@@ -15,10 +15,10 @@ from lookahead_vllm.draft.budget.chain import TrieWorth
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.progress import PROPOSED
 from lookahead_vllm.draft.tree import UNKNOWN
+from lookahead_vllm.engine.model_runner.trained_drafter import TrainedDrafter
 from lookahead_vllm.engine.worker import step_cost
 from lookahead_vllm.engine.worker.cpu_attention import CPUTreeAttention
-from lookahead_vllm.engine.worker.v2.trained_drafter import TrainedDrafter
-from tests.support import graph_engine, v2_on_cpu
+from tests.support import graph_engine
 from tests.support.drafters import (
     CONFIGS,
     TARGETS,
@@ -48,8 +48,7 @@ SETTINGS: dict[str, Any] = dict(load_format=WANDERING, block_size=32)
 
 @pytest.fixture(autouse=True)
 def _on_v2() -> Iterator[None]:
-    with v2_on_cpu.enabled():
-        yield
+    yield
 
 
 @pytest.mark.parametrize("method", TARGETS)

@@ -1,4 +1,4 @@
-"""Random inputs for each kernel that has a stand-in; those of the sampler are in `logit_cases`.
+"""Random inputs for each kernel of the table; those of the sampler are in `logit_cases`.
 
 A case calls vLLM's function that launches the kernel and returns the tensors that the kernel
 writes. The same generator state gives the same inputs.
@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.model_states import mamba_hybrid, prompt_embeds
 
 Case = Callable[[torch.Generator], list[torch.Tensor]]
 CASES: dict[str, Case] = {}
-"""By kernel, as in `STAND_INS`."""
+"""By kernel, as in `table.KERNELS`."""
 
 HAS_WINDOWS = "sliding_window_reach" in signature(block_table.BlockTables).parameters
 TAKES_DRAFTS = "draft_tokens" in signature(input_batch.post_update).parameters
