@@ -97,15 +97,14 @@ def verdicts(rows: Sequence[Row]) -> str:
     """Whether lookahead is ahead of each other method, by the turns that both have taken."""
     lines = []
     for ours in rows:
-        name, _, runner = ours["method"].partition(", ")
         for other in rows:
-            method, _, others_runner = other["method"].partition(", ")
+            name, method, size = ours["method"], other["method"], ours["batch_size"]
             sides = (ours["tokens_per_s_runs"], other["tokens_per_s_runs"])
-            alike = (runner, ours["batch_size"]) == (others_runner, other["batch_size"])
+            alike = size == other["batch_size"]
             if name != "lookahead" or method == name or not alike or min(map(len, sides)) < 2:
                 continue
             ratios = [a / b for a, b in zip(*sides, strict=False)]
-            place = f"{ours['method']} over {method}, batch {ours['batch_size']}"
+            place = f"{name} over {method}, batch {size}"
             lines.append(f"{place}: {_mean(ratios, 2)}, {verdict(ratios)}")
     return "\n".join(lines)
 

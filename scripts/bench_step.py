@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure the time that lookahead adds to a step outside the model, or its cost to a device."""
+"""Measure the time that a simulated device waits for the host in a step."""
 
 import sys
 from pathlib import Path

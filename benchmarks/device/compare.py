@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks.device import engine, step_overhead
+from benchmarks.command_line import interrupted
+from benchmarks.device import engine
 from benchmarks.device.engine import Job, Measurement
-from benchmarks.device.options import OptionsError, check, is_simulated, parser
+from benchmarks.device.options import OptionsError, check, parser
 from benchmarks.device.rows import METHODS, Row, make_row, table
 from benchmarks.engines.fresh_engine import FreshEngine, RunFailed, cpu_runtime
+from lookahead_vllm.engine.plugin import PLAIN_V2
 
 TOKENS_PER_SECOND = 200
 """Of each request of the other engines of a fleet."""
@@ -80,7 +82,6 @@ class Simulation:
         """Start an engine and measure its steps; RunFailed if it fails."""
         options, method = self.options, METHODS[run.method]
         job = Job(
-            second_runner=method.second_runner,
             lookahead=method.lookahead,
             proposer=method.proposer,
             batch_size=run.batch_size,
@@ -98,7 +99,7 @@ class Simulation:
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_USE_V2_MODEL_RUNNER": str(int(method.second_runner)),
+            PLAIN_V2: "1",
             "VLLM_NO_USAGE_STATS": "1",
             # The cost of a step on this device must not be kept for real ones.
             "VLLM_CACHE_ROOT": str(self.folder / "cache"),
@@ -136,17 +137,13 @@ class Simulation:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run either measurement; returns the exit status."""
+    """Run the measurement; returns the exit status."""
     command_line = parser()
     options: Any = command_line.parse_args(argv)
     try:
         check(options)
     except OptionsError as error:
         command_line.error(str(error))
-    if not is_simulated(options):
-        return step_overhead.run(options)
-    from benchmarks.command_line import interrupted  # loads numba, see `step_overhead.measure`
-
     simulation = Simulation(options)
     was_interrupted = interrupted(simulation.run)
     simulation.report()

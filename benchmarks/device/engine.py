@@ -5,7 +5,6 @@ The only question is None; its answer is a `Measurement`.
 
 from __future__ import annotations
 
-import importlib
 import json
 import tempfile
 import time
@@ -16,11 +15,30 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.device import stand_ins
 from benchmarks.device.device import HostClock, Launch, SimulatedDevice
-from benchmarks.device.step_overhead import LLAMA
 from benchmarks.device.text import MAX_POSITIONS, VOCABULARY, Text
 from benchmarks.engines.engine_process import Emit, answer_questions
 
+MODEL = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    vocab_size=VOCABULARY,
+    hidden_size=stand_ins.HIDDEN_SIZE,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    max_position_embeddings=MAX_POSITIONS,
+    rms_norm_eps=1e-6,
+    hidden_act="silu",
+    tie_word_embeddings=False,
+    bos_token_id=0,
+    eos_token_id=1,
+    torch_dtype="float32",
+)
+"""Its layers are not run."""
 PROMPT_TOKENS, WARM_UP = 300, 400
 CHAIN_TOKENS, DRAFTER_SHARE = 3, 0.05
 """What the drafter proposes, and the time of a pass of it, as a share of the model's."""
@@ -31,7 +49,6 @@ MAX_TOKENS = MAX_POSITIONS - PROMPT_TOKENS - 1
 class Job:
     """The input of a run; times in milliseconds and microseconds as in the names."""
 
-    second_runner: bool
     lookahead: bool
     proposer: str | None
     """None for the one that lookahead chooses."""
@@ -71,16 +88,8 @@ def make_llm(job: Job) -> Any:
     from vllm import LLM
     from vllm.model_executor.models import registry
 
-    from benchmarks.device.stand_ins import HIDDEN_SIZE, LOAD_FORMAT
-
     # vLLM's cache is empty, so it would inspect the model's class in a process of its own.
     registry._run_in_subprocess = lambda inspect: inspect()
-    config = {
-        **LLAMA,
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN_SIZE,
-        "max_position_embeddings": MAX_POSITIONS,
-    }
     speculation: dict[str, Any] = {}
     if job.lookahead:
         method: dict[str, Any] = {"method": "lookahead"}
@@ -92,7 +101,7 @@ def make_llm(job: Job) -> Any:
             method["share_with"] = job.share_with
         speculation["speculative_config"] = method
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(config))
+        Path(folder, "config.json").write_text(json.dumps(MODEL))
         if job.drafter:
             speculation["speculative_config"]["drafter"] = {
                 "method": "draft_model",
@@ -101,7 +110,7 @@ def make_llm(job: Job) -> Any:
             }
         return LLM(
             model=folder,
-            load_format=LOAD_FORMAT,
+            load_format=stand_ins.LOAD_FORMAT,
             skip_tokenizer_init=True,
             dtype="float32",
             enforce_eager=True,
@@ -160,13 +169,9 @@ def measure(job: Job) -> Callable[[], Measurement]:
     clock = HostClock()
     clock.install()  # lookahead decides by the times that it measures
     device = SimulatedDevice(clock)
-    if job.second_runner:
-        importlib.import_module("tests.support.v2_on_cpu").enable(asynchronous=True)
     from vllm import SamplingParams, TokensPrompt
 
-    from benchmarks.device import stand_ins
-
-    stand_ins.install(device, job.second_runner)
+    stand_ins.install(device)
     text = Text(patterned=job.nodes > 0)
 
     def seconds_of(num_tokens: int) -> float:

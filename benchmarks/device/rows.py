@@ -14,7 +14,6 @@ from lookahead_vllm.simulation.markdown import MISSING, markdown
 class Method(NamedTuple):
     """What runs on the device."""
 
-    second_runner: bool
     lookahead: bool
     proposer: str | None = None
     """None for the one that lookahead chooses."""
@@ -27,16 +26,13 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "plain_v1": Method(second_runner=False, lookahead=False),
-    "plain_v2": Method(second_runner=True, lookahead=False),
-    "lookahead_v1": Method(second_runner=False, lookahead=True),
-    "lookahead_v2": Method(second_runner=True, lookahead=True),
-    "hybrid_v2": Method(second_runner=True, lookahead=True, proposer="hybrid"),
-    "waiting_v2": Method(second_runner=True, lookahead=True, waits=True),
-    "fleet_v2": Method(second_runner=True, lookahead=True, fleet=True),
-    "drafter_v2": Method(second_runner=True, lookahead=True, drafter=True),
+    "plain": Method(lookahead=False),
+    "lookahead": Method(lookahead=True),
+    "hybrid": Method(lookahead=True, proposer="hybrid"),
+    "waiting": Method(lookahead=True, waits=True),
+    "fleet": Method(lookahead=True, fleet=True),
+    "drafter": Method(lookahead=True, drafter=True),
 }
-"""V1 is vLLM's first model runner with synchronous steps, V2 the second with asynchronous ones."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +80,10 @@ def make_row(method: str, batch_size: int, nodes: int, measured: Measurement) ->
 
 def table(rows: Sequence[Row]) -> str:
     """A line for each row."""
-    plain = {
-        (METHODS[row.method].second_runner, row.batch_size): row.device_wait_us
-        for row in rows
-        if not METHODS[row.method].lookahead
-    }
+    plain = {row.batch_size: row.device_wait_us for row in rows if row.method == "plain"}
     body = []
     for row in rows:
-        base = plain.get((METHODS[row.method].second_runner, row.batch_size))
+        base = plain.get(row.batch_size)
         waits = (row.device_wait_us, row.device_wait_p90_us, row.device_wait_mean_us)
         body.append(
             [

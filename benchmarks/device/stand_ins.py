@@ -1,13 +1,12 @@
 """Puts the simulated device between vLLM's CPU workers and the model.
 
 vLLM's CPU platform has streams and events that do nothing. They are replaced by the simulated
-device's, and the model's forward pass by one that the device runs for a given time. This is the
-same for both model runners, and nothing here knows of drafts.
+device's, and the model's forward pass by one that the device runs for a given time. Nothing here
+knows of drafts.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ LOAD_FORMAT = "simulated"
 HIDDEN_SIZE = 64
 
 
-def install(device: SimulatedDevice, second_runner: bool) -> None:
+def install(device: SimulatedDevice) -> None:
     """Let the workers of this process use the device. Call it before an engine is made."""
     import torch
     import vllm.v1.worker.cpu_worker  # noqa: F401  it installs the events that do nothing
@@ -48,11 +47,8 @@ def install(device: SimulatedDevice, second_runner: bool) -> None:
     torch.cuda.stream = lambda stream, **__: stream
     torch.cuda.synchronize = torch.accelerator.synchronize = device.synchronize
     torch.Tensor.cpu = cpu
-    if second_runner:
-        _install_copies(device)
-        _attend_as_on_a_gpu()
-    else:
-        _install_in_first_runner()
+    _install_copies(device)
+    _attend_as_on_a_gpu()
 
 
 def _install_copies(device: SimulatedDevice) -> None:
@@ -71,17 +67,6 @@ def _attend_as_on_a_gpu() -> None:
     from lookahead_vllm.engine.worker.cpu_attention import CPUTreeAttention
 
     CPUTreeAttention.replaces_chains = lambda self, is_latent: False  # type: ignore[method-assign]
-
-
-def _install_in_first_runner() -> None:
-    """Its CPU version has no events and waits for nothing: undo that."""
-    from vllm.v1.worker import cpu_model_runner, gpu_model_runner
-
-    cpu_model_runner._torch_cuda_wrapper = contextlib.nullcontext
-    cpu_model_runner._set_torch_accelerator_to_noop = lambda: None
-    for name in ("_to_list", "_sync_device"):
-        method = getattr(gpu_model_runner.GPUModelRunner, name)
-        setattr(cpu_model_runner.CPUModelRunner, name, method)
 
 
 def register_model(

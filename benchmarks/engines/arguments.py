@@ -23,9 +23,6 @@ examples:
       --model FOLDER_WITH_A_CONFIG --engine-arg load_format=dummy --target-guided \\
       --engine-arg skip_tokenizer_init=true
 
-  both of vLLM's model runners, each beside plain vLLM on the same one
-      --runner v1,v2 --methods none,lookahead --batch-sizes 1,8,32 --turns 3
-
   plain vLLM with tensor parallelism beside lookahead with two replicas
       --methods none --config tp=null --engine-arg tp:tensor_parallel_size=2 \\
       --config 'replicas={{"method":"lookahead","parallel":2}}'
@@ -40,7 +37,7 @@ columns:
                still run, so large batches need many prompts (--limit), at least twice the batch
                size in each turn
   tokens/s     emitted tokens over wall time, prefills included, start-up not
-  ratio        tokens/s over plain vLLM's (`none`) in the same round, with the same --runner
+  ratio        tokens/s over plain vLLM's (`none`) in the same round
   steps        decode steps of a request, summed over the requests
   tokens/step  tokens that decode steps emitted over `steps`, drafted or not (the papers' EDL
                and S); plain vLLM has 1.00
@@ -75,7 +72,8 @@ how it measures:
   --target-guided makes the recorded token (`output_token_ids`) the likeliest at every position: any
   model then gives the recorded answers, and accepts what the model that was recorded would have
   accepted. It works with random weights, too (--engine-arg load_format=dummy). LLMA, section 3.2.
-  --runner v2 on a CPU replaces V2's kernels, which are written for GPUs, by the ones of the tests.
+  On a CPU, plain vLLM is as users have it, on vLLM's first model runner; lookahead runs Model
+  Runner V2. With --plain-v2, plain vLLM's methods run V2 too, as far as it has them.
   On CPU, Intel's OpenMP and tcmalloc are preloaded where they are found. Threads are bound as
   vLLM does by default, which leaves a core to its front end: on a machine with few cores,
   compare with --threads nobind.
@@ -104,13 +102,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N[,M]",
         help="turns of each engine (default: 1); or one N for each batch size",
     )
-    add(
-        "--runner",
-        type=runners,
-        default=[None],
-        metavar="v1,v2",
-        help="vLLM's model runner, or both of them (default: vLLM's choice)",
-    )
+    add("--plain-v2", action="store_true", help="on a CPU, plain vLLM runs Model Runner V2, too")
     add(
         "--one-engine",
         action="store_true",
@@ -165,11 +157,3 @@ def limits(text: str) -> list[int]:
 def names(text: str) -> list[str]:
     """Names, separated by commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def runners(text: str) -> list[str]:
-    """Model runners, separated by commas."""
-    given = text.split(",")
-    if len(set(given)) < len(given) or not set(given) <= {"v1", "v2"}:
-        raise argparse.ArgumentTypeError(f"{text!r}: write v1, v2 or v1,v2")
-    return given

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import json
 import os
@@ -15,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
@@ -28,7 +27,7 @@ from benchmarks.command_line import (
 )
 from benchmarks.engines import generate
 from benchmarks.engines.arguments import parser
-from benchmarks.engines.fresh_engine import FreshEngine, RunFailed, is_cpu_build
+from benchmarks.engines.fresh_engine import FreshEngine, RunFailed
 from benchmarks.engines.generate import Job, Turn
 from benchmarks.engines.rows import Outcome, Row, Run, make_row
 from benchmarks.methods import (
@@ -53,27 +52,8 @@ from benchmarks.tables import (
 )
 from lookahead_vllm.cli.arguments import escape_unprintable
 from lookahead_vllm.draft.registry import HAVE_WINDOW
+from lookahead_vllm.engine.plugin import PLAIN_V2
 from lookahead_vllm.machine import cpu_name, versions
-
-
-def runner_environment(runner: str | None) -> dict[str, str]:
-    """The variables with which vLLM chooses a model runner; none for None."""
-    if runner is None:
-        return {}
-    environment = {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0"}
-    if runner == "v2" and is_cpu_build():
-        environment |= importlib.import_module("tests.support.v2_on_cpu").environment()
-    return environment
-
-
-class Variant(NamedTuple):
-    """A method on one of vLLM's model runners; None is the one that vLLM chooses."""
-
-    method: str
-    runner: str | None = None
-
-    def __str__(self) -> str:
-        return self.method if self.runner is None else f"{self.method}, {self.runner}"
 
 
 def by_size(name: str, options: argparse.Namespace) -> dict[int, Any]:
@@ -160,69 +140,70 @@ class Benchmark:
     ) -> None:
         self.options = options
         self.methods = methods
-        self.variants = [Variant(method, r) for r in options.runner for method in methods]
         self.prompts = prompts
         self.turns = turns
         self.args = engine_args(options, [*itertools.chain(*prompts.values())])
         self.method_args = method_args
         self.environment = engine_environment(options)
+        if options.plain_v2:
+            self.environment[PLAIN_V2] = "1"
         if options.target_guided:
             self.environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions to the worker
-        self.outcomes: dict[tuple[Variant, int], dict[int, Outcome]] = {
-            (variant, size): {} for size in prompts for variant in self.variants
+        self.outcomes: dict[tuple[str, int], dict[int, Outcome]] = {
+            (method, size): {} for size in prompts for method in methods
         }
         self.logs = Path(tempfile.mkdtemp(prefix="lookahead-bench-"))
 
     def run(self) -> None:
         """Run every method at every batch size, round by round."""
         for number in range(self.options.repeat):
-            variants = self.variants[:: -1 if number % 2 else 1]
+            methods = [*self.methods][:: -1 if number % 2 else 1]
             batches = [[*self.prompts]] if self.options.one_engine else [[s] for s in self.prompts]
             for sizes in batches:
                 together = any(self.turns[size] > 1 for size in sizes)
-                for group in [variants] if together else [[variant] for variant in variants]:
+                for group in [methods] if together else [[method] for method in methods]:
                     self._run_group(group, sizes, number)
 
-    def _run_group(self, variants: list[Variant], sizes: Sequence[int], number: int) -> None:
-        """Start the engines of these variants, and let them take turns with the prompts of each
+    def _run_group(self, methods: list[str], sizes: Sequence[int], number: int) -> None:
+        """Start the engines of these methods, and let them take turns with the prompts of each
         batch size."""
         name = f"batch {', '.join(map(str, sizes))}"
         if self.options.repeat > 1:
             name += f", round {number + 1}/{self.options.repeat}"
         count = sum(len(self.prompts[size]) for size in sizes)
         bar_format = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}, {remaining} left"
-        engines: dict[Variant, FreshEngine] = {}
-        logs = {variant: self._log(variant, sizes[0], number) for variant in variants}
-        with ExitStack() as stack, tqdm(total=count * len(variants), bar_format=bar_format) as bar:
-            for variant in variants:
-                with self._recording_failure(variant, sizes, number, logs[variant]):
-                    progress = Progress(bar, f"{variant}, {name}")
-                    engine = self._engine(variant, sizes, logs[variant], progress)
-                    engines[variant] = stack.enter_context(engine)
+        engines: dict[str, FreshEngine] = {}
+        logs = {method: self._log(method, sizes[0], number) for method in methods}
+        with ExitStack() as stack, tqdm(total=count * len(methods), bar_format=bar_format) as bar:
+            for method in methods:
+                with self._recording_failure(method, sizes, number, logs[method]):
+                    progress = Progress(bar, f"{method}, {name}")
+                    engine = self._engine(method, sizes, logs[method], progress)
+                    engines[method] = stack.enter_context(engine)
                     engine.wait_until_ready()
             first = 0
             for size in sizes:
                 end = first + len(self.prompts[size])
-                turns: dict[Variant, list[Turn]] = {variant: [] for variant in engines}
+                turns: dict[str, list[Turn]] = {method: [] for method in engines}
                 for part in range(self.turns[size]):
                     chosen = list(range(first + part, end, self.turns[size]))
-                    for variant in variants[:: -1 if part % 2 else 1]:
-                        if number in self.outcomes[variant, size]:  # it has failed
+                    for method in methods[:: -1 if part % 2 else 1]:
+                        if number in self.outcomes[method, size]:  # it has failed
                             continue
-                        with self._recording_failure(variant, [size], number, logs[variant]):
+                        with self._recording_failure(method, [size], number, logs[method]):
                             question = {"prompts": chosen, "batch_size": size}
-                            turns[variant].append(Turn.read(engines[variant].ask(question)))
-                for variant, engine in engines.items():
-                    run = Run(turns[variant], engine.bound_cores())
-                    self.outcomes[variant, size].setdefault(number, Outcome(run))
+                            turns[method].append(Turn.read(engines[method].ask(question)))
+                for method, engine in engines.items():
+                    run = Run(turns[method], engine.bound_cores())
+                    self.outcomes[method, size].setdefault(number, Outcome(run))
                 first = end
 
     def _engine(
-        self, variant: Variant, sizes: Sequence[int], log: Path, progress: Progress
+        self, method: str, sizes: Sequence[int], log: Path, progress: Progress
     ) -> FreshEngine:
-        args = {**self.args, **self.method_args[variant.method], "max_num_seqs": max(sizes)}
-        if self.methods[variant.method] is not None:
-            args["speculative_config"] = self.methods[variant.method]
+        args = {**self.args, **self.method_args[method], "max_num_seqs": max(sizes)}
+        if self.methods[method] is not None:
+            args["speculative_config"] = self.methods[method]
         prompts = [prompt for size in sizes for prompt in self.prompts[size]]
         answers = [prompt.answer or [] for prompt in prompts]
         references = [prompt.reference or [] for prompt in prompts]
@@ -232,51 +213,50 @@ class Benchmark:
             self.options.max_tokens,
             self.options.adversarial,
             answers if self.options.target_guided else None,
-            references if variant.method in self.options.references else None,
+            references if method in self.options.references else None,
         )
         progress.show({"event": "starting"})
         environment = {
             **self.environment,
             **rank_environment(
                 self.options,
-                self.methods[variant.method],
+                self.methods[method],
                 args.get("tensor_parallel_size", 1),
             ),
-            **runner_environment(variant.runner),
         }
         return FreshEngine(generate.__name__, asdict(job), environment, log, progress.show)
 
-    def _log(self, variant: Variant, size: int, number: int) -> Path:
-        return self.logs / f"{variant}-{size}-{number}.log".replace("/", "_").replace(", ", "-")
+    def _log(self, method: str, size: int, number: int) -> Path:
+        return self.logs / f"{method}-{size}-{number}.log".replace("/", "_")
 
     @contextmanager
     def _recording_failure(
-        self, variant: Variant, sizes: Sequence[int], number: int, log: Path
+        self, method: str, sizes: Sequence[int], number: int, log: Path
     ) -> Iterator[None]:
-        """Catch RunFailed, print it with the end of the log, and make it the variant's outcome."""
+        """Catch RunFailed, print it with the end of the log, and make it the method's outcome."""
         try:
             yield
         except RunFailed as error:
             for size in sizes:
-                self.outcomes[variant, size][number] = Outcome(error=str(error))
+                self.outcomes[method, size][number] = Outcome(error=str(error))
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
             print(
-                f"\n{variant}, batch {', '.join(map(str, sizes))} failed: {error}\n"
+                f"\n{method}, batch {', '.join(map(str, sizes))} failed: {error}\n"
                 f"The log, {log}, ends with\n{tail}\n",
                 file=sys.stderr,
             )
 
     def rows(self) -> list[Row]:
-        """A row for every variant and batch size with at least one outcome."""
+        """A row for every method and batch size with at least one outcome."""
         result = []
-        for (variant, size), rounds in self.outcomes.items():
-            plain = self.outcomes.get((Variant(BASELINE, variant.runner), size), {})
+        for (method, size), rounds in self.outcomes.items():
+            plain = self.outcomes.get((BASELINE, size), {})
             baselines = [plain[number].run if number in plain else None for number in rounds]
             if rounds:
                 outcomes = list(rounds.values())
                 categories = [prompt.category for prompt in self.prompts[size]]
                 exact = self.options.check_exact
-                result.append(make_row(str(variant), size, outcomes, baselines, categories, exact))
+                result.append(make_row(method, size, outcomes, baselines, categories, exact))
         return result
 
     def meta(self, argv: Sequence[str]) -> dict[str, Any]:
@@ -312,7 +292,6 @@ class Benchmark:
             "rounds": self.options.repeat,
             "turns": self.turns,
             "methods": self.methods,
-            "runners": self.options.runner,
             "engine_args": self.args,
             "method_args": self.method_args,
             "argv": list(argv),

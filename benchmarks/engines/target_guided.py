@@ -49,7 +49,7 @@ def follow(
 def _install(
     worker: Any, prompts: list[list[int]], answers: list[list[int]], *_unused: Any
 ) -> None:
-    """Runs in a worker, for both of vLLM's model runners: on GPUs plain vLLM uses the second.
+    """Runs in a worker; plain vLLM's on a CPU has vLLM's first model runner.
 
     Callers of earlier releases give two more lists; they have no meaning now.
     """

@@ -3,9 +3,7 @@
     PYTHONPATH=.:benchmarks/gpu python -m pytest -p on_a_gpu tests/engine/test_exactness.py
     PYTHONPATH=. python benchmarks/gpu/on_a_gpu.py scripts/fuzz.py --minutes 2
 
-Importing this module sets environment variables that vLLM reads. Engines run on the model runner
-that vLLM chooses for the GPU, the second one; with `VLLM_USE_V2_MODEL_RUNNER=0`, all run on the
-first, even those of tests of the second.
+Importing this module sets environment variables that vLLM reads.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ example:
   python scripts/train_drafter.py --model .cache/models/SmolLM2-135M-Instruct \\
       --traces spec_bench.jsonl humaneval.jsonl --out head
   python scripts/bench.py --model .cache/models/SmolLM2-135M-Instruct \\
-      --prompts head/held_out.jsonl --dtype float32 --runner v2 --methods none --config \\
+      --prompts head/held_out.jsonl --dtype float32 --methods none --config \\
       'both={"method": "lookahead", "drafter": {"method": "eagle", "model": "head"}}'
 """
 

@@ -29,6 +29,7 @@ from benchmarks.prompts import Prompt, PromptError, context_length, load_prompts
 from benchmarks.rollouts.engine import Batch, Job, Request, Rollout
 from benchmarks.rollouts.figures import Epoch, plot, table
 from lookahead_vllm.cli.arguments import positive
+from lookahead_vllm.engine.plugin import PLAIN_V2
 from lookahead_vllm.machine import cpu_name, versions
 
 EPILOG = f"""\
@@ -59,9 +60,10 @@ how it measures:
   normal noise is added to each weight matrix, --drift times its standard deviation, by vLLM's
   `reload_weights`: by default as much as some hundred steps of Adam at a rate of 1e-6. The texts
   change with it. What an engine has learned stays.
-  On CPUs, vLLM 0.32's own speculation (`ngram`, `suffix`) samples wrong tokens at temperatures
-  above 0. `python -m benchmarks.rollouts.replay OUT.json` replays plain vLLM's samples through
-  `suffix` and through the trie.
+  On CPUs, plain vLLM runs Model Runner V2 too, so that seeded samples can be compared; vLLM 0.32's
+  own speculation (`ngram`, `suffix`) samples wrong tokens there at temperatures above 0.
+  `python -m benchmarks.rollouts.replay OUT.json` replays plain vLLM's samples through `suffix` and
+  through the trie.
 
 The exit status is 0 if all methods finished, 1 if one failed, 2 for wrong options, 130 after
 Ctrl-C.
@@ -158,10 +160,11 @@ class RolloutBenchmark:
         if self.methods[method] is not None:
             args["speculative_config"] = self.methods[method]
         job = Job(args, prompts, options.max_tokens, options.temperature)
+        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", PLAIN_V2: "1"}
         return FreshEngine(
             "benchmarks.rollouts.engine",
             asdict(job),
-            {**engine_environment(options), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            {**engine_environment(options), **environment},
             self._logs / f"{method}.log",
             lambda event: None,
         )

@@ -12,7 +12,6 @@ from vllm import SamplingParams
 
 from benchmarks.learning import drafter
 from lookahead_vllm.draft.progress import PROPOSED
-from tests.support import v2_on_cpu
 from tests.support.drafters import record_chains
 from tests.support.driving import GREEDY, engine, generate, generate_staggered, random_prompts
 from tests.support.models import save_tiny_model
@@ -25,28 +24,27 @@ def test_the_head_is_in_vllm_as_good_as_in_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, out, traces = save_tiny_model("llama", tmp_path), tmp_path / "head", tmp_path / "t.jsonl"
-    with v2_on_cpu.enabled():
-        with engine(model, **SETTINGS) as llm:
-            answers = [answer for (answer,) in generate(llm, PROMPTS, GREEDY)]
-        texts = list(zip(PROMPTS, answers, strict=True))
-        lines = [dict(prompt_token_ids=p, output_token_ids=a) for p, a in texts]
-        traces.write_text("\n".join(map(json.dumps, lines)))
-        arguments = ["--model", str(model), "--traces", str(traces), "--out", str(out)]
-        capsys.readouterr()
-        with torch.enable_grad():
-            assert drafter.main([*arguments, "--epochs", "150", "--chains", "3"]) == 0
-        trained = float(capsys.readouterr().out.split()[-1].rstrip("%")) / 100
-        held_out = [json.loads(line) for line in (out / "held_out.jsonl").read_text().splitlines()]
-        assert [line["prompt_token_ids"] for line in held_out] == PROMPTS[1::2]
+    with engine(model, **SETTINGS) as llm:
+        answers = [answer for (answer,) in generate(llm, PROMPTS, GREEDY)]
+    texts = list(zip(PROMPTS, answers, strict=True))
+    lines = [dict(prompt_token_ids=p, output_token_ids=a) for p, a in texts]
+    traces.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ["--model", str(model), "--traces", str(traces), "--out", str(out)]
+    capsys.readouterr()
+    with torch.enable_grad():
+        assert drafter.main([*arguments, "--epochs", "150", "--chains", "3"]) == 0
+    trained = float(capsys.readouterr().out.split()[-1].rstrip("%")) / 100
+    held_out = [json.loads(line) for line in (out / "held_out.jsonl").read_text().splitlines()]
+    assert [line["prompt_token_ids"] for line in held_out] == PROMPTS[1::2]
 
-        head = {"method": "eagle", "model": str(out), "num_speculative_tokens": 3}
-        alone = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, detokenize=False)
-        with engine(model, dict(budget=1, draft="single", drafter=head), **SETTINGS) as llm:
-            chains = record_chains(llm)
-            generate_staggered(llm, PROMPTS[::2], alone)
-            of_training = dict(chains)
-            chains.clear()
-            generate_staggered(llm, PROMPTS[1::2], alone)
+    head = {"method": "eagle", "model": str(out), "num_speculative_tokens": 3}
+    alone = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, detokenize=False)
+    with engine(model, dict(budget=1, draft="single", drafter=head), **SETTINGS) as llm:
+        chains = record_chains(llm)
+        generate_staggered(llm, PROMPTS[::2], alone)
+        of_training = dict(chains)
+        chains.clear()
+        generate_staggered(llm, PROMPTS[1::2], alone)
     check_recorded(chains, held_out)
     agreed = [
         chain[0] == (PROMPTS[2 * i] + answers[2 * i])[length]

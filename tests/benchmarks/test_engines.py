@@ -190,16 +190,16 @@ def test_a_verdict_is_as_certain_as_the_turns_allow(ratios: list[float], expecte
     assert verdict(ratios) == expected
 
 
-def test_lookahead_is_compared_with_each_method_of_its_runner_and_batch_size() -> None:
+def test_lookahead_is_compared_with_each_method_of_its_batch_size() -> None:
     def turns(method: str, *seconds: float, size: int = 1) -> Row:
         steps = [turn(generation(21, 20, seconds=s), seconds=s) for s in seconds]
         return make_row(method, size, [Outcome(Run(steps))], [None], ["qa"] * 3, False)
 
     rows = [
-        *(turns("suffix, v2", 2.0, 4.0, 4.0), turns("suffix, v1", 9.0, 9.0, 9.0)),
-        *(turns("lookahead, v2", 1.0, 2.0, 2.0), turns("ngram, v2", 2.0, 4.0, 4.0, size=8)),
+        *(turns("suffix", 2.0, 4.0, 4.0), turns("lookahead", 1.0, 2.0, 2.0)),
+        turns("ngram", 2.0, 4.0, 4.0, size=8),
     ]
-    assert verdicts(rows) == "lookahead, v2 over suffix, batch 1: 2.00 ± 0.00, ahead"
+    assert verdicts(rows) == "lookahead over suffix, batch 1: 2.00 ± 0.00, ahead"
 
 
 # Runs.
@@ -212,7 +212,6 @@ class FakeEngine:
     log: ClassVar[list[str]] = []
     asked: ClassVar[list[int]] = []
     started: ClassVar[list[tuple[int | None, int | None]]] = []
-    seconds_by_runner: ClassVar[dict[str | None, float]] = {None: 10.0}
 
     def __init__(self, module: str, job: Any, environment: Any, log: Path, on_event: Any) -> None:
         assert module == "benchmarks.engines.generate"
@@ -221,7 +220,6 @@ class FakeEngine:
         self.name = f"{config['method']} {args['max_num_seqs']}"
         self.started.append((args.get("tensor_parallel_size"), args.get("x")))
         self.prompts = job["prompts"]
-        self.seconds = self.seconds_by_runner[environment.get("VLLM_USE_V2_MODEL_RUNNER")]
         log.write_text("output\n")
 
     def __enter__(self) -> FakeEngine:
@@ -240,7 +238,7 @@ class FakeEngine:
         self.asked.append(question["batch_size"])
         self.log.append(f"{self.name}: {[self.prompts[i][0] for i in chosen]} of {len(self.alive)}")
         answers = [generation(11, 10, seconds=1.0) for _ in chosen]
-        return asdict(turn(*answers, seconds=self.seconds, full=1.0))
+        return asdict(turn(*answers, seconds=10.0, full=1.0))
 
     def bound_cores(self) -> list[int]:
         return [0]
@@ -324,16 +322,3 @@ def test_engines_that_take_turns_live_together_and_a_failing_one_is_left_out(
     rows = {row["method"]: row for row in written["rows"] if row["batch_size"] == 1}
     assert rows["suffix"]["error"] == "it broke" and rows["suffix"]["ratio"] is None
     assert rows["ngram"]["ratio_runs"] == [1, 1] and rows["ngram"]["prompts"] == 4
-
-
-def test_each_runner_is_compared_with_plain_vllm_on_the_same_one(
-    run_benchmark: RunBenchmark, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench, "is_cpu_build", lambda: False)
-    monkeypatch.setattr(FakeEngine, "seconds_by_runner", {"0": 2.0, "1": 4.0})
-    _, written = run_benchmark("--methods", "none,ngram", "--runner", "v1,v2")
-    speeds = {row["method"]: (row["tokens_per_s"], row["ratio"]) for row in written["rows"]}
-    assert list(speeds) == ["none, v1", "ngram, v1", "none, v2", "ngram, v2"]
-    assert [ratio for _, ratio in speeds.values()] == [1, 1, 1, 1]
-    assert speeds["ngram, v1"][0] == 2 * speeds["ngram, v2"][0]
-    assert written["meta"]["runners"] == ["v1", "v2"]

@@ -14,10 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lookahead_vllm.engine.plugin import PLAIN_V2
+
 ROOT = Path(__file__).resolve().parents[2]
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    PLAIN_V2: "1",
     "VLLM_LOGGING_LEVEL": "CRITICAL",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -42,9 +45,9 @@ to these bits, plain vLLM itself gives another answer in another batch. A differ
 shows too, in one of eight other batches or with one of 24 random changes to the last bits of its
 logits, is counted as a tie and not as a mismatch.
 
-On the runner v2, steps are asynchronous, and vLLM's kernels have stand-ins for this CPU. In one
-of eight rounds there, lookahead's engine and worker run in other processes, in a pipeline of two
-stages, or as two replicas, and only outputs are compared.
+On a CPU, plain vLLM runs Model Runner V2, as lookahead does. In one of eight rounds, lookahead's
+engine and worker run in other processes, in a pipeline of two stages, or as two replicas, and only
+outputs are compared.
 
 Some rounds have streaming sessions of two to four turns, whose answers are compared turn by turn.
 
@@ -53,20 +56,12 @@ leak. A leak ends the run, too. Rounds with sessions are not checked for leaks.
 
 examples:
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60
-  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60 --runner v2
-  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60 --runner v2 --elsewhere 0.5
-  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 40 --runner v2 --drafter
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60 --elsewhere 0.5
+  scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 40 --drafter
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 20 --fleet
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --seed 7 --round 12
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --models deepseek_v2,deepseek_v3,falcon_h1
 """
-
-
-def _runners(text: str) -> list[str]:
-    runners = ["v1", "v2"] if text == "both" else text.split(",")
-    if not set(runners) <= {"v1", "v2"}:
-        raise argparse.ArgumentTypeError(f"{text!r} is not v1, v2 or v1,v2")
-    return runners
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -76,24 +71,17 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--minutes", type=float, default=5.0, help="duration (default: 5)")
     add(
-        "--runner",
-        type=_runners,
-        metavar="{v1,v2}",
-        default=["v1", "v2"],
-        help="vLLM's model runner of both engines; v1,v2 plays them in turn (default: v1,v2)",
-    )
-    add(
         "--elsewhere",
         type=float,
         metavar="SHARE",
         default=0.125,
-        help="the share of the rounds on v2 in which lookahead's engine runs in other processes "
+        help="the share of the rounds in which lookahead's engine runs in other processes "
         "(default: 0.125)",
     )
     add(
         "--drafter",
         action="store_true",
-        help="on v2: in each round, a tiny trained drafter proposes, too",
+        help="in each round, a tiny trained drafter proposes, too",
     )
     add(
         "--fleet",
@@ -113,10 +101,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         metavar="A,B",
         help="names from tests/support/models.py and hybrid_models.py (default: all)",
     )
-    add("--plant", metavar="BUG", help="plant a bug of tests/fuzz/plant.py, such as kv")
+    add("--plant", metavar="BUG", help="plant a bug of tests/fuzz/plant.py, such as mask")
     args = parser.parse_args(argv)
-    if args.drafter and args.runner != ["v2"]:
-        parser.error("--drafter needs --runner v2")
     if not 0 <= args.elsewhere <= 1:
         parser.error(f"--elsewhere {args.elsewhere} was given, but a share is between 0 and 1")
     if args.model and not (args.model / "config.json").is_file():
@@ -131,7 +117,7 @@ def repeat_command(seed: int, number: int, args: argparse.Namespace) -> str:
     command = f"scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --seed {seed} --round {number}"
     command += f" --models {args.models}" if args.models else ""
     command += f" --model {args.model}" if args.model else ""
-    command += f" --runner {','.join(args.runner)} --elsewhere {args.elsewhere}"
+    command += f" --elsewhere {args.elsewhere}"
     command += " --drafter" if args.drafter else ""
     command += " --fleet" if args.fleet else ""
     command += f" --plant {args.plant}" if args.plant else ""
@@ -172,9 +158,8 @@ def play_rounds(
     number = 0 if args.round is None else args.round
     player = Rounds(folder)
     while args.round is not None or time.monotonic() < deadline:
-        runner = args.runner[number % len(args.runner)]
         round_ = draw_round(
-            f"{seed}-{number}", models, text, runner, args.elsewhere, args.drafter, args.fleet
+            f"{seed}-{number}", models, text, args.elsewhere, args.drafter, args.fleet
         )
         try:
             played = player.compare(round_)

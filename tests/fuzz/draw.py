@@ -120,7 +120,6 @@ def draw_round(
     seed: str,
     models: list[str],
     text: list[int] | None = None,
-    runner: str = "v1",
     elsewhere_share: float = 0.125,
     with_drafter: bool = False,
     with_fleet: bool = False,
@@ -131,32 +130,28 @@ def draw_round(
     ----------
     text
         Token ids that prompts are cut from, for a model outside tests/support/models.py.
-    runner
-        See `Round`.
     elsewhere_share
-        On V2: the probability that lookahead's engine runs in other processes.
+        The probability that lookahead's engine runs in other processes.
     with_drafter
-        On V2: whether a trained drafter proposes, too.
+        Whether a trained drafter proposes, too.
     with_fleet
         Whether two engines share what they learn.
     """
     rng = random.Random(seed)
     model = rng.choice(models)
-    features = {f"model {model}", f"runner {runner}"}
+    features = {f"model {model}"}
     draws = FeatureDraws(rng, features)
     tiny = text is None
     elsewhere = ""
-    if runner == "v2" and rng.random() < elsewhere_share:
+    if rng.random() < elsewhere_share:
         elsewhere = rng.choice(
             ["engine and worker"]
             + [TWO_STAGES] * (model in IN_STAGES and not with_drafter)
             + [TWO_REPLICAS] * (model not in HYBRIDS and not with_drafter)
         )
         features.add(f"other processes: {elsewhere}")
-    settings = _draw_settings(draws, model, tiny, runner)
-    # After reasoning, a grammar and the rest of a longer end may leave no permitted token.
-    short_end = runner == "v2" and "reasoning_parser" in settings
-    stress = _draw_stress(draws, model, settings, tiny, short_end)
+    settings = _draw_settings(draws, model, tiny)
+    stress = _draw_stress(draws, model, settings, tiny)
     lookahead = _draw_lookahead(draws, with_drafter, with_fleet)
     if elsewhere == TWO_REPLICAS:
         lookahead["parallel"] = 2
@@ -192,7 +187,6 @@ def draw_round(
         lookahead,
         requests,
         features,
-        runner,
         drafter,
         elsewhere,
         reset_every,
@@ -200,7 +194,7 @@ def draw_round(
     )
 
 
-def _draw_settings(draws: FeatureDraws, model: str, tiny: bool, runner: str) -> dict[str, Any]:
+def _draw_settings(draws: FeatureDraws, model: str, tiny: bool) -> dict[str, Any]:
     """Draw the arguments of both engines."""
     rng, has = draws.rng, draws.has
     settings: dict[str, Any] = dict(
@@ -222,9 +216,9 @@ def _draw_settings(draws: FeatureDraws, model: str, tiny: bool, runner: str) -> 
     if not (elsewhere or lora) and has("prompt embeddings", 0.35):
         settings["enable_prompt_embeds"] = True
     if has("structured output", 0.5):
-        # Guidance has no room for the token that prompt embeddings add to the tokenizer, on V2 nor
-        # for the 129th one of these models.
-        is_larger = runner != "v1" and model in ("qwen2", "qwen2_vl", "mimo")
+        # Guidance has no room for the token that prompt embeddings add to the tokenizer, nor for
+        # the 129th one of these models.
+        is_larger = model in ("qwen2", "qwen2_vl", "mimo")
         backends = ["xgrammar", "xgrammar", "guidance"]
         if is_larger or "prompt embeddings" in draws.features:
             backends = backends[:2]
@@ -241,7 +235,7 @@ def _draw_settings(draws: FeatureDraws, model: str, tiny: bool, runner: str) -> 
 
 
 def _draw_stress(
-    draws: FeatureDraws, model: str, settings: dict[str, Any], tiny: bool, short_end: bool
+    draws: FeatureDraws, model: str, settings: dict[str, Any], tiny: bool
 ) -> dict[str, Any]:
     """Draw further arguments of the lookahead engine, and `reasoning_config` for both engines."""
     rng, has = draws.rng, draws.has
@@ -253,10 +247,11 @@ def _draw_stress(
         stress.update(num_gpu_blocks_override=blocks, max_num_seqs=16)
     elif tiny and has("thinking", 0.3):
         # Not with preemption, after which plain vLLM restarts its count of thinking tokens.
+        # After reasoning, a grammar and the rest of a longer end may leave no permitted token.
+        ends = ["</think>", "the</think>"][: 2 - ("reasoning_parser" in settings)]
         settings["reasoning_config"] = {
             "reasoning_start_str": "<think>",
-            # The runners differ if the model itself generates the first tokens of a longer end.
-            "reasoning_end_str": rng.choice(["</think>", "the</think>"][: 2 - short_end]),
+            "reasoning_end_str": rng.choice(ends),
         }
     elif model != "llama4_chunks" and has("large blocks", 0.3):
         stress["block_size"] = 128

@@ -33,7 +33,7 @@ class Leak:
 class LeakDetector:
     """Records the drafts of an engine, and the texts that each request may learn from.
 
-    It reads vLLM's runners and the round, no proposer. A request may learn from its own text,
+    It reads vLLM's runner and the round, no proposer. A request may learn from its own text,
     its references, and all answers of its namespace, including later ones.
 
     Parameters

@@ -8,22 +8,16 @@ from typing import Any
 from unittest import mock
 
 import torch
-from vllm.v1.core.sched.scheduler import Scheduler
 
 from lookahead_vllm.draft.fleet.replica import Replica
 from lookahead_vllm.engine import request_options
-from lookahead_vllm.engine.scheduler.scheduler import LookaheadScheduler
-from lookahead_vllm.engine.worker.v1.runner import SynchronousRunner
-from lookahead_vllm.engine.worker.v2 import sampler as second_sampler
-from lookahead_vllm.engine.worker.v2.runner import LookaheadRunner
-from lookahead_vllm.verify.cpu.kv_moves import KVMover
+from lookahead_vllm.engine.model_runner import sampler
+from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
+from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 from lookahead_vllm.verify.node_layout import NodeLayout
 from lookahead_vllm.verify.place import Split, parts_of
-from lookahead_vllm.verify.seeded_draws import GeneratorStates
 from lookahead_vllm.verify.tree_batch import TreeBatch
 from lookahead_vllm.verify.walk import Walk
-
-# ---- both runners ----------------------------------------------------------------------------
 
 
 def _wrong_mask_bit(build: Any) -> Any:
@@ -50,38 +44,23 @@ def _into_the_first_namespace(put: Any) -> Any:
     return wrong
 
 
-# ---- the first runner ------------------------------------------------------------------------
-
-
-def _moved_one_too_far(move: Any) -> Any:
-    def wrong(self: KVMover, src: torch.Tensor, dst: torch.Tensor) -> None:
-        move(self, src, torch.cat((dst[:-1], dst[-1:] + 1)))
-
-    return wrong
-
-
-def _one_draw_ahead(generator_after: Any) -> Any:
-    def wrong(self: GeneratorStates, draws: int) -> torch.Generator:
-        return generator_after(self, min(draws + 1, len(self._states) - 1))
+def _prompt_of_the_request_before(follow: Any) -> Any:
+    def wrong(self: LateDrafts, req_id: str, request: Any) -> None:
+        own = request.prompt
+        request.prompt = vars(self).get("prompt_before", own)
+        vars(self)["prompt_before"] = own
+        follow(self, req_id, request)
 
     return wrong
 
 
-def _prompt_of_the_row(follow: Any) -> Any:
-    def wrong(self: SynchronousRunner, request_id: str) -> Any:
-        batch, params = self.input_batch, self.requests[request_id].sampling_params
-        row = batch.req_id_to_index[request_id]
-        prompt = batch.token_ids_cpu[row, : batch.num_prompt_tokens[row]]
-        return self.drafter.follow(request_id, prompt, params)
+def _noise_of_the_next_position(sample: Any) -> Any:
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
+        logits, slots, rows, rows_np, positions, ids, depths, *others = args
+        positions = positions + (depths > 0)
+        return sample(self, logits, slots, rows, rows_np, positions, ids, depths, *others, **kwargs)
 
     return wrong
-
-
-def _not_corrected(_: Any) -> Any:
-    return Scheduler._handle_stopped_request
-
-
-# ---- the second runner -----------------------------------------------------------------------
 
 
 def _trimmed_in_place(fill_slots: Any) -> Any:
@@ -148,18 +127,14 @@ BUGS: dict[str, list[Patch]] = {
     "namespace": [(request_options, "shared_namespace", _one_namespace)],
     # All that other engines send goes to one namespace.
     "fleet": [(Replica, "put", _into_the_first_namespace)],
-    # KV moved one slot too far.
-    "kv": [(KVMover, "move", _moved_one_too_far)],
-    # A generator one draw ahead.
-    "generator": [(GeneratorStates, "generator_after", _one_draw_ahead)],
-    # The prompt of the previous request in the same row of the batch.
-    "row": [(SynchronousRunner, "_follow", _prompt_of_the_row)],
-    # Drafts after the stop of a session's turn count as computed.
-    "turn": [(LookaheadScheduler, "_handle_stopped_request", _not_corrected)],
+    # The prompt of the request before.
+    "prompt": [(LateDrafts, "_follow", _prompt_of_the_request_before)],
+    # Nodes are sampled with the noise of the next position.
+    "noise": [(sampler.RootSampler, "sample", _noise_of_the_next_position)],
     # The scheduler's own output is trimmed, not a copy.
     "trim-in-place": [(LookaheadRunner, "_fill_slots", _trimmed_in_place)],
     # The walk that moves KV ends one level above the last token's.
-    "short-walk": [(second_sampler, "walk", _one_level_short)],
+    "short-walk": [(sampler, "walk", _one_level_short)],
     # KV moved after the next step's forward pass.
     "late-move": [
         (LookaheadRunner, "_move", _remembered),

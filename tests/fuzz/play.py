@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,8 +21,7 @@ from vllm.inputs import EmbedsPrompt, TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.sample.sampler import Sampler
-from vllm.v1.worker.gpu.sample.sampler import Sampler as SecondSampler
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from lookahead_vllm.draft.fleet import exchange
 from lookahead_vllm.draft.registry import PROPOSERS
@@ -33,12 +31,12 @@ from tests.fuzz.processes import counters_of, engine_elsewhere
 from tests.fuzz.replies import Difference, Reply, differences
 from tests.fuzz.round import TWO_STAGES, Request, Round
 from tests.fuzz.spies import Branching, branching_requests, chains_alone, recorded_drafts
-from tests.support import drafters, proposers, v2_on_cpu
+from tests.support import drafters, proposers
 from tests.support.drafters import save_drafter
 from tests.support.driving import drafter_of, engine, runner_of
-from tests.support.hybrid_models import ENGINE_SETTINGS, HYBRIDS, use_float32_gated_delta
+from tests.support.hybrid_models import ENGINE_SETTINGS, HYBRIDS
 from tests.support.models import WANDERING, save_adapter, save_config, save_tiny_model
-from tests.support.processors import NoRepeat, NoRepeatOnV2
+from tests.support.processors import NoRepeat
 from tests.support.redis_server import RedisServer
 from tests.support.tokenizer import save_tokenizer
 
@@ -237,15 +235,10 @@ class Rounds:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        use_float32_gated_delta()
         self._adapters = [save_adapter(folder / f"adapter-{i}", i) for i in (1, 2)]
 
     def compare(self, round_: Round) -> Played:
         """Play the round with both engines; stop at the first difference that is not a tie."""
-        with _on_runner(round_.runner):
-            return self._compare(round_)
-
-    def _compare(self, round_: Round) -> Played:
         with self._engine(round_) as llm:
             plain = play(llm, round_.requests, self._adapters)
             turns = [turn for each in map(_turns, round_.requests, plain) for turn in each]
@@ -352,7 +345,7 @@ class Rounds:
         settings = dict(round_.settings, skip_tokenizer_init=False)
         settings.update(ENGINE_SETTINGS.get(round_.model, {}))
         if "custom_logits_processor" in round_.features:
-            settings["logits_processors"] = [NoRepeat if round_.runner == "v1" else NoRepeatOnV2]
+            settings["logits_processors"] = [NoRepeat]
         if "reasoning_config" in settings:
             settings["reasoning_config"] = ReasoningConfig(**settings["reasoning_config"])
         model = Path(round_.model)
@@ -381,13 +374,6 @@ class Rounds:
             start(model, lookahead, **{**settings, **stress}) as llm,
         ):
             yield llm
-
-
-def _on_runner(runner: str) -> AbstractContextManager[Any]:
-    """Engines of the block run on this one of vLLM's model runners, or on the device's own."""
-    if runner == "v1":
-        return mock.patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER="0")
-    return v2_on_cpu.enabled() if runner == "v2" else nullcontext()
 
 
 def _turns(request: Request, reply: Reply) -> list[tuple[Request, list[int]]]:
@@ -428,10 +414,7 @@ def perturbed_logits(seed: int) -> Iterator[None]:
 
         return perturbed
 
-    with (
-        mock.patch.object(Sampler, "forward", with_noise(Sampler.forward)),
-        mock.patch.object(SecondSampler, "__call__", with_noise(SecondSampler.__call__)),
-    ):
+    with mock.patch.object(Sampler, "__call__", with_noise(Sampler.__call__)):
         yield
 
 

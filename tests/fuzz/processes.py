@@ -17,7 +17,10 @@ from lookahead_vllm.engine.worker.step_recorder import Counters
 from tests.support import models as models
 from tests.support import proposers
 from tests.support.driving import engine
+from tests.support.hybrid_models import use_float32_gated_delta
 from tests.support.servers import cores_of
+
+use_float32_gated_delta()  # in this process, and in a worker's, which imports this module, too
 
 
 class WorkerExtension:

@@ -60,8 +60,6 @@ class Round:
         Further arguments of the lookahead engine; they must not change its output.
     lookahead
         The speculative config.
-    runner
-        The model runner of vLLM: "v1", or "v2", whose steps are asynchronous.
     drafter
         vLLM's method of a trained drafter, one of `tests.support.drafters.DRAFTERS`; "" for none.
     processes
@@ -75,7 +73,6 @@ class Round:
     lookahead: dict[str, Any]
     requests: list[Request]
     features: set[str]
-    runner: str = "v1"
     drafter: str = ""
     processes: str = ""
     reset_every: int = 0

@@ -1,4 +1,4 @@
-"""Reads the drafts and outputs of the engines in this process, on both of vLLM's model runners."""
+"""Reads the drafts and outputs of the engines in this process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from lookahead_vllm.draft.budget.chain import TrieWorth
 from lookahead_vllm.draft.sources import DRAFTER
 from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from lookahead_vllm.engine.model_runner.drafts import Drafts
+from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
 from lookahead_vllm.engine.worker.cpu_attention import CPUTreeAttention
-from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
-from lookahead_vllm.engine.worker.v1.runner import SynchronousRunner
-from lookahead_vllm.engine.worker.v2.drafts import Drafts
-from lookahead_vllm.engine.worker.v2.late_drafts import LateDrafts
 from tests.fuzz.isolation import LeakDetector, request_index
 
 OnStep = Callable[[Any, Sequence[str]], None]
@@ -34,19 +32,14 @@ def _replaced(*replacements: tuple[type, str, Any]) -> Iterator[None]:
 @contextmanager
 def _steps(on_step: OnStep) -> Iterator[None]:
     """Call `on_step` with the drafts of every step that verifies some."""
-    recall, in_batch = SynchronousRunner._recall, Drafts.in_batch
-
-    def recalled(self: Any, *args: Any, **kwargs: Any) -> Any:
-        step = recall(self, *args, **kwargs)
-        on_step(step, self.input_batch.req_ids)
-        return step
+    in_batch = Drafts.in_batch
 
     def placed(self: Any, req_ids: Any, num_tokens: Any) -> Any:
         step = in_batch(self, req_ids, num_tokens)
         on_step(step, req_ids)
         return step
 
-    with _replaced((SynchronousRunner, "_recall", recalled), (Drafts, "in_batch", placed)):
+    with mock.patch.object(Drafts, "in_batch", placed):
         yield
 
 
@@ -77,7 +70,6 @@ def branching_requests() -> Iterator[Branching]:
 @contextmanager
 def recorded_drafts(detector: LeakDetector) -> Iterator[None]:
     """Report the drafts and outputs of the engines in this process to `detector`."""
-    propose, commit = SynchronousRunner.propose_draft_token_ids, LookaheadDrafter.commit
     end, start = LateDrafts._end, LateDrafts.start
 
     def add_drafts(step: Any, req_ids: Sequence[str]) -> None:
@@ -87,11 +79,6 @@ def recorded_drafts(detector: LeakDetector) -> Iterator[None]:
             step.rows.tolist(), step.from_proposer.tolist(), step.forest, strict=True
         ):
             detector.add_draft(req_ids[row], from_proposer, tree)
-
-    def proposed(self: Any, scheduled: Any, sampled: list[list[int]], *args: Any, **kw: Any) -> Any:
-        for request_id, tokens in zip(self.input_batch.req_ids, sampled, strict=True):
-            detector.add_output(request_id, tokens)
-        return propose(self, scheduled, sampled, *args, **kw)
 
     def ended(self: Any, step: Any) -> None:
         output = step.output
@@ -112,10 +99,6 @@ def recorded_drafts(detector: LeakDetector) -> Iterator[None]:
         prompt = new.prompt_embeds if new.prompt_token_ids is None else new.prompt_token_ids
         detector.drop_output(new.req_id, len(new.prefill_token_ids) - len(prompt))
 
-    def committed(self: Any, emitted: Any, verified: Any = None) -> None:
-        add_choices(verified)
-        commit(self, emitted, verified)
-
     def add_choices(verified: Any) -> None:
         if verified is not None:
             firsts = verified.forest.firsts.tolist()
@@ -126,12 +109,7 @@ def recorded_drafts(detector: LeakDetector) -> Iterator[None]:
 
     with (
         _steps(add_drafts),
-        _replaced(
-            (SynchronousRunner, "propose_draft_token_ids", proposed),
-            (LateDrafts, "_end", ended),
-            (LateDrafts, "start", started),
-            (LookaheadDrafter, "commit", committed),
-        ),
+        _replaced((LateDrafts, "_end", ended), (LateDrafts, "start", started)),
     ):
         yield
 

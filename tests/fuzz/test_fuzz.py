@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from lookahead_vllm.engine.worker.step_recorder import Counters
 from tests.fuzz import command_line, play
@@ -25,20 +25,16 @@ from tests.support.redis_server import needs_redis
 
 MODELS = sorted(TINY)
 
-ON_V1 = ("kv", "generator", "row", "turn")
-"""The planted bugs of the first runner; the others are planted on the second."""
-
 FEW_REQUESTS = 25
 """Rounds with fewer requests are played, to save time."""
 
-LEAKS = ("namespace", "fleet", "row")
+LEAKS = ("namespace", "fleet", "prompt")
 """The planted bugs that leak."""
 
 NEEDED = {
     "namespace": {"namespaces", "proposer ngram_trie"},
     "fleet": {"namespaces of disjoint vocabularies"},
-    "row": {"prompt embeddings", "proposer ngram_trie"},
-    "turn": {"sessions"},
+    "prompt": {"namespaces", "proposer ngram_trie"},
 }
 """By planted bug: the features that a round needs to show it."""
 
@@ -56,9 +52,8 @@ def test_a_round_depends_only_on_its_seed() -> None:
     assert draw_round("7-12", MODELS) != draw_round("7-13", MODELS)
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_every_feature_is_drawn(runner: str) -> None:
-    rounds = [draw_round(f"0-{i}", MODELS, runner=runner) for i in range(200)]
+def test_every_feature_is_drawn() -> None:
+    rounds = [draw_round(f"0-{i}", MODELS) for i in range(200)]
     drawn = set[str]().union(*(r.features for r in rounds))
     drawn |= set[str]().union(*(q.features for r in rounds for q in r.requests))
     assert drawn >= REQUEST_FEATURES.keys()
@@ -88,32 +83,19 @@ def leaks_are_checked(round_: Round) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("bug", "runner"),
-    [
-        pytest.param(bug, "v1" if bug in ON_V1 else "v2", marks=[needs_redis] * (bug == "fleet"))
-        for bug in BUGS
-    ],
+    "bug", [pytest.param(bug, marks=[needs_redis] * (bug == "fleet")) for bug in BUGS]
 )
-def test_a_planted_bug_is_found(
-    bug: str, runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(play, "PERTURBATIONS", 2)  # to save time: a difference is hardly a tie
     rounds = Rounds(tmp_path)
     drawn = (
-        draw_round(
-            f"4-{number}",
-            ["llama", "qwen3"],
-            runner=runner,
-            elsewhere_share=0,
-            with_fleet=bug == "fleet",
-        )
+        draw_round(f"4-{number}", ["llama", "qwen3"], elsewhere_share=0, with_fleet=bug == "fleet")
         for number in itertools.count()
     )
     suitable = (
         round_
         for round_ in drawn
-        # The bug of turns shows where there are many sessions.
-        if (bug == "turn" or len(round_.requests) < FEW_REQUESTS)
+        if len(round_.requests) < FEW_REQUESTS
         and round_.features >= NEEDED.get(bug, set())
         and (bug not in LEAKS or leaks_are_checked(round_))
     )
@@ -133,15 +115,11 @@ def test_a_planted_bug_is_found(
     pytest.fail(f"20 rounds did not find {bug}")
 
 
-@pytest.mark.parametrize(
-    ("runner", "fleet"), [("v1", False), ("v2", False), pytest.param("v2", True, marks=needs_redis)]
-)
-def test_nothing_is_found_without_a_planted_bug(runner: str, fleet: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fleet", [False, pytest.param(True, marks=needs_redis)])
+def test_nothing_is_found_without_a_planted_bug(fleet: bool, tmp_path: Path) -> None:
     rounds = Rounds(tmp_path)
     for number in itertools.count():
-        round_ = draw_round(
-            f"2-{number}", ["llama", "qwen3"], runner=runner, elsewhere_share=0, with_fleet=fleet
-        )
+        round_ = draw_round(f"2-{number}", ["llama", "qwen3"], elsewhere_share=0, with_fleet=fleet)
         played = rounds.compare(round_)
         assert not played.differences and not played.leaks
         if len(played.branching.of_any) > 10:
@@ -149,9 +127,7 @@ def test_nothing_is_found_without_a_planted_bug(runner: str, fleet: bool, tmp_pa
 
 
 def test_the_engine_may_run_in_other_processes(tmp_path: Path) -> None:
-    drawn = (
-        draw_round(f"3-{n}", ["llama"], runner="v2", elsewhere_share=1) for n in itertools.count()
-    )
+    drawn = (draw_round(f"3-{n}", ["llama"], elsewhere_share=1) for n in itertools.count())
     round_ = next(
         r
         for r in drawn
@@ -177,26 +153,25 @@ def test_a_run_without_drafts_fails() -> None:
     assert not report.failed
 
 
-def test_the_runners_take_turns_unless_one_is_named() -> None:
-    assert parse_args([]).runner == ["v1", "v2"]
-    assert parse_args(["--runner", "v2", "--elsewhere", "1"]).runner == ["v2"]
-    for refused in (["--runner", "v3"], ["--elsewhere", "2"], ["--round", "3"]):
+def test_wrong_options_are_refused() -> None:
+    for refused in (["--elsewhere", "2"], ["--round", "3"]):
         with pytest.raises(SystemExit):
             parse_args(refused)
 
 
 def test_noise_changes_only_the_last_bits_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sampler, "forward", lambda self, logits: logits.argmax(-1).tolist())
+    monkeypatch.setattr(Sampler, "__call__", lambda self, logits: logits.argmax(-1).tolist())
+    sampler = object.__new__(Sampler)
     forbidden = float("-inf")
     logits = torch.tensor([[4.0, 4.000001, forbidden], [4.0, 3.9999, forbidden]])
     drawn = []
     for seed in range(8):
         with perturbed_logits(seed):
-            drawn.append(Sampler()(logits))
+            drawn.append(sampler(logits))
     near_tie, clear = zip(*drawn, strict=True)
     assert set(near_tie) == {0, 1}
     assert set(clear) == {0}
-    assert Sampler()(logits) == [1, 0]
+    assert sampler(logits) == [1, 0]
 
 
 def logprobs(**values: float) -> dict[str, SimpleNamespace]:

@@ -62,12 +62,6 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         default=20.0,
         help="hostile clients a second while a good one is timed (default: 20)",
     )
-    add(
-        "--runner",
-        choices=("v1", "v2"),
-        default="v1",
-        help="vLLM's model runner of both servers (default: v1); v2 has stand-ins for its kernels",
-    )
     args = parser.parse_args(argv)
     if not 0 < args.rate <= 1000:
         parser.error(f"--rate {args.rate} was given, but it must be above 0 and at most 1000")
@@ -88,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        report = play(Plan(args.minutes, seed, args.rate, args.runner), Path(folder))
+        report = play(Plan(args.minutes, seed, args.rate), Path(folder))
     print(report.table())
     print(f"seed {seed}: {report.summary()}")
     return 1 if report.violations else 0

@@ -16,13 +16,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from lookahead_vllm.engine.plugin import PLAIN_V2
 from tests.hostile import bad_requests, clients
 from tests.hostile.bad_requests import MAX_TOKENS, Request
 from tests.hostile.good_client import GoodClient
 from tests.hostile.phases import HostileActions, Phases, log
 from tests.hostile.report import Fault, Report, faults_of
 from tests.hostile.watch import Watch
-from tests.support import v2_on_cpu
 from tests.support.models import save_tiny_model
 from tests.support.servers import running
 from tests.support.tokenizer import save_tokenizer
@@ -31,10 +31,10 @@ FLAGS = (
     *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20)),
     *("--served-model-name", bad_requests.MODEL, "--enable-scale-out"),
 )
-ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
-"""oneDNN caches a kernel for each number of rows, 1024 by default: some 60 MB, which fill slowly in
-plain vLLM, and faster with drafts, whose numbers of rows vary more. A small cache keeps this growth
-out of the measured memory.
+ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", PLAIN_V2: "1"}
+"""Both servers run V2, so that seeded answers are equal. oneDNN caches a kernel for each number of
+rows, 1024 by default: some 60 MB, which fill slowly in plain vLLM, and faster with drafts, whose
+numbers of rows vary more. A small cache keeps this growth out of the measured memory.
 """
 LOOKAHEAD = ("--speculative-model", "[lookahead]", "--speculative-config.cache_interval", "20")
 
@@ -51,8 +51,6 @@ class Plan:
         Seed of everything that is drawn.
     rate : float
         Hostile clients per second in the phases.
-    runner : str
-        vLLM's model runner of both servers: "v1" or "v2".
     is_quick : bool
         Short phases and few bad requests; times and memory cannot be violations.
     """
@@ -60,7 +58,6 @@ class Plan:
     minutes: float
     seed: int
     rate: float = 20.0
-    runner: str = "v1"
     is_quick: bool = False
 
     def bad_requests(self, rng: random.Random) -> list[Request]:
@@ -79,11 +76,10 @@ def play(plan: Plan, folder: Path) -> Report:
     flags = {"plain": [], "lookahead": [*LOOKAHEAD, f"--speculative-config.cache_path={cache}"]}
     if plan.is_quick:  # slow machines draft too
         flags["lookahead"] += ["--num-speculative-tokens", "6", "--speculative-config.budget", "6"]
-    environment = ENVIRONMENT | (v2_on_cpu.environment() if plan.runner == "v2" else {})
     with ExitStack() as servers:
 
         def start(name: str) -> Watch:
-            starting = running(model, logs[name], *FLAGS, *flags[name], **environment)
+            starting = running(model, logs[name], *FLAGS, *flags[name], **ENVIRONMENT)
             server = servers.enter_context(starting)
             log(f"the {name} server is up")
             return Watch(server, logs[name])
