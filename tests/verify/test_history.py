@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lookahead_vllm.verify import history
-from lookahead_vllm.verify.cpu import history as reference
 from lookahead_vllm.verify.history import BadWords, Histories, Penalties, Texts, ThinkingBudgets
+from tests.support import node_history as reference
 
 VOCAB = 70  # not a multiple of 32
 ALPHABET = [3, 31, 32, 69]

@@ -1,78 +1,201 @@
-"""Penalties, bad words and thinking budgets at nodes, row by row: the reference for the kernels."""
+"""Penalties, bad words and thinking budgets at the nodes of trees, in compiled calls on a CPU."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from lookahead_vllm.draft.jit import kernel
 from lookahead_vllm.verify.history import BadWords, Histories, Penalties, Texts, ThinkingBudgets
 
-
-def path_to(row: int, rows: Histories) -> list[int]:
-    """The tokens of the nodes from the first one to the row."""
-    path: list[int] = []
-    while (parent := int(rows.parents[row])) != row:
-        path.insert(0, int(rows.ids[row]))
-        row = parent
-    return path
-
-
-def history_of(row: int, rows: Histories, texts: Texts) -> list[int]:
-    """The prompt, the output and the path."""
-    slot = rows.slots[row]
-    text: list[int] = texts.token_ids[slot, : texts.total_lens[slot]].tolist()
-    return text + path_to(row, rows)
+Array = NDArray[Any]
 
 
 def apply_penalties(logits: Tensor, rows: Histories, penalties: Penalties) -> None:
     """See `history.apply_penalties`."""
-    for row, slot in enumerate(rows.slots.tolist()):
-        repetition, frequency, presence, prompt, counts = (p[slot].numpy() for p in penalties)
-        if repetition == 1 and not frequency and not presence:
-            continue
-        values = logits[row].numpy()
-        counts = counts + np.bincount(path_to(row, rows), minlength=len(counts)).astype(np.int32)
-        in_prompt = np.unpackbits(prompt.view(np.uint8), bitorder="little")[: len(values)]
-        is_known = (counts > 0) | (in_prompt != 0)
-        scale = np.where(is_known, repetition, np.float32(1))
-        values *= np.where(values > 0, np.float32(1) / scale, scale)
-        values -= frequency * counts.astype(np.float32)
-        values -= presence * (counts > 0).astype(np.float32)
+    _penalize(logits.numpy(), *_arrays(rows), *_arrays(penalties))
 
 
 def apply_bad_words(
     logits: Tensor, rows: Histories, texts: Texts, words: BadWords, max_words: int
 ) -> None:
     """See `history.apply_bad_words`."""
-    for row, slot in enumerate(rows.slots.tolist()):
-        if not words.counts[slot]:
-            continue
-        output = history_of(row, rows, texts)[texts.prompt_lens[slot] :]
-        for i in range(words.counts[slot]):
-            first, end = words.offsets[slot, i : i + 2].tolist()
-            *before, last = words.token_ids[slot, first:end].tolist()
-            if not before or output[-len(before) :] == before:
-                logits[row, last] = -torch.inf
+    _exclude(logits.numpy(), *_arrays(rows), *_arrays(texts), *_arrays(words))
 
 
 def apply_thinking_budgets(
     logits: Tensor, rows: Histories, slots: Tensor, texts: Texts, thinking: ThinkingBudgets
 ) -> None:
-    """See `history.apply_thinking_budgets`; scans all texts, and remembers nothing."""
-    start, end, forced = (marker.tolist() for marker in thinking[4:])
-    for row, slot in enumerate(rows.slots.tolist()):
-        budget = thinking.budgets[slot]
-        if budget < 0:
-            continue
-        text = history_of(row, rows, texts)
-        begun = _last(start, text)
-        if begun <= _last(end, text) or len(text) - begun - len(start) < budget:
-            continue
-        given = max(i for i in range(len(forced)) if text[len(text) - i :] == forced[:i])
-        logits[row, forced[given]] = 1e9
+    """See `history.apply_thinking_budgets`."""
+    tokens, _, lengths = _arrays(texts)
+    budgets = _arrays(thinking)
+    _find_markers(slots.numpy(), tokens, lengths, *budgets[:6])
+    _force_ends(logits.numpy(), *_arrays(rows), tokens, lengths, *budgets[:3], *budgets[4:])
 
 
-def _last(marker: list[int], text: list[int]) -> int:
-    places = range(len(text) - len(marker), -1, -1)
-    return next((i for i in places if text[i : i + len(marker)] == marker), -1)
+def _arrays(tensors: tuple[Tensor, ...]) -> list[Array]:
+    return [tensor.numpy() for tensor in tensors]
+
+
+@kernel
+def _penalize(
+    logits: Array,
+    slots: Array,
+    ids: Array,
+    parents: Array,
+    repetition: Array,
+    frequency: Array,
+    presence: Array,
+    prompt_mask: Array,
+    output_counts: Array,
+) -> None:
+    for row in range(len(logits)):
+        slot = slots[row]
+        factor, each, once = repetition[slot], frequency[slot], presence[slot]
+        if factor == 1 and each == 0 and once == 0:
+            continue
+        values, counts = logits[row], output_counts[slot]
+        here = row
+        while parents[here] != here:  # the path is counted for the time of this row
+            counts[ids[here]] += 1
+            here = parents[here]
+        for token in range(len(values)):
+            value, count = values[token], np.float32(counts[token])
+            if count > 0 or (prompt_mask[slot, token >> 5] >> (token & 31)) & 1:
+                value *= np.float32(1) / factor if value > 0 else factor
+            value -= each * count
+            if count > 0:
+                value -= once
+            values[token] = value
+        here = row
+        while parents[here] != here:
+            counts[ids[here]] -= 1
+            here = parents[here]
+
+
+@kernel
+def _end_of(row: int, ids: Array, parents: Array, text: Array, reach: int) -> Array:
+    """The last `reach` tokens of a text, or all, and the path to a row."""
+    depth, here = 0, row
+    while parents[here] != here:
+        depth, here = depth + 1, parents[here]
+    before = min(reach, len(text))
+    end = np.empty(before + depth, np.int64)
+    end[:before] = text[len(text) - before :]
+    here = row
+    for place in range(len(end) - 1, before - 1, -1):
+        end[place], here = ids[here], parents[here]
+    return end
+
+
+@kernel
+def _stands_at(text: Array, place: int, marker: Array) -> bool:
+    if place < 0 or place + len(marker) > len(text):
+        return False
+    return all(text[place + i] == marker[i] for i in range(len(marker)))
+
+
+@kernel
+def _exclude(
+    logits: Array,
+    slots: Array,
+    ids: Array,
+    parents: Array,
+    token_ids: Array,
+    prompt_lens: Array,
+    total_lens: Array,
+    words: Array,
+    offsets: Array,
+    counts: Array,
+) -> None:
+    for row in range(len(logits)):
+        slot = slots[row]
+        if not counts[slot]:
+            continue
+        output = token_ids[slot, prompt_lens[slot] : total_lens[slot]]
+        end = _end_of(row, ids, parents, output, words.shape[1])
+        for i in range(counts[slot]):
+            word = words[slot, offsets[slot, i] : offsets[slot, i + 1]]
+            before = word[:-1]
+            if _stands_at(end, len(end) - len(before), before):
+                logits[row, word[-1]] = -np.inf
+
+
+@kernel
+def _find_markers(
+    slots: Array,
+    token_ids: Array,
+    total_lens: Array,
+    budgets: Array,
+    last_start: Array,
+    last_end: Array,
+    scanned: Array,
+    start_marker: Array,
+    end_marker: Array,
+) -> None:
+    """Find the last markers in the text that was committed since the last call."""
+    for slot in slots:
+        if budgets[slot] < 0:
+            continue
+        text = token_ids[slot, : total_lens[slot]]
+        if scanned[slot] > len(text):
+            scanned[slot], last_start[slot], last_end[slot] = 0, -1, -1
+        # Backwards; markers before the last one do not matter.
+        for place in range(len(text) - 1, scanned[slot] - 1, -1):
+            starts = _stands_at(text, place, start_marker)
+            ends = _stands_at(text, place, end_marker)
+            if starts:
+                last_start[slot] = max(last_start[slot], place)
+            if ends:
+                last_end[slot] = max(last_end[slot], place)
+            if starts or ends:
+                break
+        longest = max(len(start_marker), len(end_marker))
+        scanned[slot] = max(len(text) - longest + 1, 0)
+
+
+@kernel
+def _force_ends(
+    logits: Array,
+    slots: Array,
+    ids: Array,
+    parents: Array,
+    token_ids: Array,
+    total_lens: Array,
+    budgets: Array,
+    last_start: Array,
+    last_end: Array,
+    start_marker: Array,
+    end_marker: Array,
+    forced_end: Array,
+) -> None:
+    reach = max(len(start_marker), len(end_marker), len(forced_end))
+    for row in range(len(logits)):
+        slot = slots[row]
+        if budgets[slot] < 0:
+            continue
+        text = token_ids[slot, : total_lens[slot]]
+        end = _end_of(row, ids, parents, text, reach)
+        first = len(text) - min(reach, len(text))
+        start = _last_on_path(end, first, len(text), start_marker, last_start[slot])
+        stop = _last_on_path(end, first, len(text), end_marker, last_end[slot])
+        length = first + len(end)
+        if start <= stop or length - start - len(start_marker) < budgets[slot]:
+            continue
+        given = 0  # the tokens of the forced end that are already there
+        for size in range(1, len(forced_end)):
+            if _stands_at(end, len(end) - size, forced_end[:size]):
+                given = size
+        logits[row, forced_end[given]] = 1e9
+
+
+@kernel
+def _last_on_path(end: Array, first: int, committed: int, marker: Array, default: int) -> int:
+    """Where the last marker begins that ends on the path; `end` begins at position `first`."""
+    for place in range(len(end) - len(marker), committed - first - len(marker), -1):
+        if _stands_at(end, place, marker):
+            return first + place
+    return default
