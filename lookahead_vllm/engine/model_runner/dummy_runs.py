@@ -7,17 +7,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.utils.torch_utils import set_random_seed
 
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine import patches
-from lookahead_vllm.engine.model_runner.forward_passes import RunnerPasses
 from lookahead_vllm.engine.model_runner.late_shape import LateShape
 from lookahead_vllm.engine.model_runner.sampler import max_chunk_rows
 from lookahead_vllm.engine.model_runner.warm_up import WarmUpDrafts
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
-from lookahead_vllm.engine.worker.step_cost import begin_to_draft
 from lookahead_vllm.engine.worker.timed_passes import CapturedTokens
 from lookahead_vllm.verify.node_layout import compile_layout
 
@@ -99,15 +96,6 @@ class DummyRuns(_Base):
             yield
 
     # ---- the cost of a step ----------------------------------------------------------------------
-
-    def warm_up_drafting(self) -> None:
-        """Measure the cost of a step on this device, and begin to draft."""
-        begin_to_draft(self)
-        set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
-
-    def forward_passes(self) -> RunnerPasses:
-        """Passes to measure the cost of a step with."""
-        return RunnerPasses(self)
 
     def without_full_graphs(self) -> AbstractContextManager[Any]:
         """In the block, steps run without CUDA graphs of the whole model."""

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.verify.node_layout import NodeLayout, width_of
 from lookahead_vllm.verify.place import Placer, RequestTable, Split, StepRows, placer
 
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
     from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     from lookahead_vllm.engine.model_runner.drafts import Drafts
-    from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
     from lookahead_vllm.engine.worker.attended import GraphBuffers
 
 
@@ -63,7 +64,9 @@ class LateShape:
     Parameters
     ----------
     runner
-        A lookahead runner.
+        vLLM's.
+    most_late_nodes
+        How many nodes a step of so many requests and slots may get after vLLM has prepared it.
 
     Attributes
     ----------
@@ -107,14 +110,17 @@ class LateShape:
     """The same, after the last step was split."""
     _split: Split
 
-    def __init__(self, runner: LookaheadRunner) -> None:
-        self._runner = runner
+    def __init__(self, runner: GPUModelRunner, most_late_nodes: Callable[[int, int], int]) -> None:
+        self._runner, self._most_late_nodes = runner, most_late_nodes
         self.is_possible = self.is_open = self.awaits_drafts = False
         self.is_settled = True
         self.graph: BatchExecutionDescriptor | None = None
 
-    def use_buffers(self) -> None:
-        """Call this once the runner has its KV cache."""
+    def use_buffers(self, chains: torch.Tensor | None) -> None:
+        """Call this once the runner has its KV cache.
+
+        `chains` are the tokens of a trained drafter, see `TrainedDrafter`.
+        """
         runner = self._runner
         self.is_possible = _is_possible(runner)
         buffers, tables, states = runner.input_buffers, runner.block_tables, runner.req_states
@@ -132,7 +138,7 @@ class LateShape:
         table = RequestTable(
             states.num_computed_tokens.gpu,
             states.last_sampled_tokens,
-            self._rows.ids.new_zeros(1, 1) if runner.trained is None else runner.trained.tokens,
+            self._rows.ids.new_zeros(1, 1) if chains is None else chains,
             tuple(table.gpu for table in tables.block_tables),
             tuple(tables.block_sizes),
         )
@@ -166,7 +172,7 @@ class LateShape:
             return None
         num_reqs = len(scheduled.num_scheduled_tokens)
         slots = scheduled.total_num_scheduled_tokens - num_reqs
-        self.most_nodes = min(self._runner.most_late_nodes(num_reqs, slots), slots)
+        self.most_nodes = min(self._most_late_nodes(num_reqs, slots), slots)
         if not self.most_nodes:
             return None
         self.is_open = self.awaits_drafts = True
@@ -288,7 +294,7 @@ def _cut(scheduled: SchedulerOutput, most: int) -> SchedulerOutput:
     )
 
 
-def _is_possible(runner: LookaheadRunner) -> bool:
+def _is_possible(runner: GPUModelRunner) -> bool:
     """Whether all that depends on the rows of a step is data that `place` writes."""
     config, parallel = runner.vllm_config, runner.parallel_config
     return (
@@ -296,7 +302,7 @@ def _is_possible(runner: LookaheadRunner) -> bool:
         and runner.model_state.rope_state is None
         and runner.lora_config is None  # adapters are laid out by the host, for each row
         and not runner.uses_inputs_embeds
-        and runner.drafter.options.parallel == 1  # replicas share the rows of a step
+        and options_of(config).parallel == 1  # replicas share the rows of a step
         and runner.dp_size == 1  # ranks agree on the size of a graph before it is known
         and parallel.pipeline_parallel_size == 1
         and parallel.decode_context_parallel_size == 1

@@ -12,48 +12,60 @@ from lookahead_vllm.verify.transfer import to_device
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
-    from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
+    from lookahead_vllm.engine.model_runner.late_shape import LateShape
+    from lookahead_vllm.engine.model_runner.step_trees import StepTrees
+
 
 Prepare = Callable[..., dict[str, Any]]
 
 
-def extend(runner: LookaheadRunner) -> None:
-    """Wrap the methods of the runner's model state."""
-    state: Any = runner.model_state
-    if getattr(state, "rope_state", None) is not None:
-        state.prepare_inputs = partial(_with_depths, runner, state.prepare_inputs)
-    prepare_attn = _with_parents if runner.model_config.is_hybrid else _unless_late
-    state.prepare_attn = partial(prepare_attn, runner, state.prepare_attn)
+def add_depths(state: Any, trees: StepTrees) -> None:
+    """Wrap the state of a model with M-RoPE: positions follow the depths of nodes."""
+    state.prepare_inputs = partial(_with_depths, trees, state.prepare_inputs)
+
+
+def add_parents(state: Any, trees: StepTrees, with_chains: bool) -> None:
+    """Wrap the state of a model with recurrent layers: they get the trees, too.
+
+    `with_chains` is whether they get those of steps with only chains.
+    """
+    state.prepare_attn = partial(_with_parents, trees, with_chains, state.prepare_attn)
+
+
+def wait_for_drafts(state: Any, shape: LateShape) -> None:
+    """Wrap the state of another model: a step that awaits its drafts makes its metadata with them,
+    and in a graph with trees on the device."""
+    state.prepare_attn = partial(_unless_late, shape, state.prepare_attn)
 
 
 def _with_depths(
-    runner: LookaheadRunner, prepare: Prepare, batch: InputBatch, *args: Any
+    trees: StepTrees, prepare: Prepare, batch: InputBatch, *args: Any
 ) -> dict[str, Any]:
-    """Of a model with M-RoPE: the positions of an answer are one range in all dimensions, so a node
-    moves to its depth by the same shift in each."""
-    inputs, trees = prepare(batch, *args), runner.trees
+    """The positions of an answer are one range in all dimensions, so a node moves to its depth by
+    the same shift in each."""
+    inputs = prepare(batch, *args)
     if trees.layout is not None and trees.step.branches:
         inputs["positions"][:, batch.logits_indices] += trees.layout.shifts
     return inputs
 
 
 def _with_parents(
-    runner: LookaheadRunner, prepare: Prepare, batch: InputBatch, *args: Any, **kwargs: Any
+    trees: StepTrees,
+    with_chains: bool,
+    prepare: Prepare,
+    batch: InputBatch,
+    *args: Any,
+    **kwargs: Any,
 ) -> dict[str, Any]:
-    """Of a model with recurrent layers: they get the trees, too."""
     metadata = prepare(batch, *args, **kwargs)
-    step = runner.attended_step
-    if step.branches or runner.attention.replaces_recurrent_chains:
+    step = trees.attended_step
+    if step.branches or with_chains:
         parents = recurrent.row_parents(step, batch.query_start_loc_np)
-        recurrent.set_parents(metadata, to_device(parents, runner.device))
+        recurrent.set_parents(metadata, to_device(parents, batch.input_ids.device))
     return metadata
 
 
-def _unless_late(
-    runner: LookaheadRunner, prepare: Prepare, *args: Any, **kwargs: Any
-) -> dict[str, Any]:
-    """Of other models: a step that awaits its drafts makes its metadata with them, and in a graph
-    with trees on the device."""
-    if runner._shape.awaits_drafts and runner.trained is None:
+def _unless_late(shape: LateShape, prepare: Prepare, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    if shape.awaits_drafts:
         return {}
     return prepare(*args, **kwargs)

@@ -12,6 +12,7 @@ import torch
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.forward_context import get_forward_context
+from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
@@ -19,26 +20,29 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from lookahead_vllm.draft.budget.cost import StepWork
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.engine import messages, patches, step_report
+from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.messages import LateReport
 from lookahead_vllm.engine.model_runner import model_states
 from lookahead_vllm.engine.model_runner.drafts import NO_TREES, Drafts
 from lookahead_vllm.engine.model_runner.dummy_runs import DummyRuns
+from lookahead_vllm.engine.model_runner.forward_passes import RunnerPasses
 from lookahead_vllm.engine.model_runner.grammar_copies import GrammarCopies
 from lookahead_vllm.engine.model_runner.grammar_masks import GrowingMasks
 from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
 from lookahead_vllm.engine.model_runner.late_shape import LateMetadata, LateShape
 from lookahead_vllm.engine.model_runner.sampler import NodeSampler, RootSampler
 from lookahead_vllm.engine.model_runner.slots import filled, write_lengths, write_tokens
-from lookahead_vllm.engine.model_runner.speculator import without_dense_texts
+from lookahead_vllm.engine.model_runner.speculator import LateSpeculator, without_dense_texts
 from lookahead_vllm.engine.model_runner.stages import ComputedTrees
 from lookahead_vllm.engine.model_runner.step_trees import StepTrees
-from lookahead_vllm.engine.model_runner.trained_drafter import make_speculator
+from lookahead_vllm.engine.model_runner.trained_drafter import TrainedDrafter, make_speculator
 from lookahead_vllm.engine.worker import branching, recurrent
 from lookahead_vllm.engine.worker.attention import TreeAttention
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.step_clock import StepClock
+from lookahead_vllm.engine.worker.step_cost import begin_to_draft
 from lookahead_vllm.verify.node_layout import NodeLayout
 from lookahead_vllm.verify.place import Split
 from lookahead_vllm.verify.recurrence import StateMover
@@ -46,9 +50,11 @@ from lookahead_vllm.verify.transfer import to_device
 from lookahead_vllm.verify.walk import Walk
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import DraftTokenIds
     from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.states import RequestState
 
 _TREES = "lookahead_trees"
 """Attribute of what a pipeline stage awaits from the last one: the `ComputedTrees` of that step."""
@@ -82,14 +88,14 @@ class LookaheadRunner(DummyRuns):
         self.trees = StepTrees()
         sparse_states = partial(without_dense_texts, model_runner.RequestState)
         with (
-            patches.swapped(model_runner, "init_speculator", partial(make_speculator, self)),
+            patches.swapped(model_runner, "init_speculator", self._make_speculator),
             patches.swapped(model_runner, "RequestState", sparse_states),
         ):
             super().__init__(*args, **kwargs)
         self.drafter = LookaheadDrafter(self.vllm_config)
         self._grammars = GrammarCopies(self.vllm_config)
         self._late = LateDrafts(self.drafter, self._grammars)
-        self._shape = LateShape(self)
+        self._shape = LateShape(self, self.most_late_nodes)
         """Whether the shape of this step is known before its drafts, and what follows from it."""
         self._scheduled: SchedulerOutput
         """The scheduler's output of this step, with the slots that vLLM prepares."""
@@ -105,8 +111,6 @@ class LookaheadRunner(DummyRuns):
         """Seconds from the launch of the step before to that of this one; None if unknown."""
         self._builders: list[Any] = []
         """The builders of attention metadata."""
-        self.attended_step = NO_DRAFTS
-        """The drafts in the next forward pass, of a step or a dummy run."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with (
@@ -115,9 +119,26 @@ class LookaheadRunner(DummyRuns):
             patches.swapped(model_runner, "StructuredOutputsWorker", GrowingMasks),
         ):
             super().load_model(*args, **kwargs)
-        model_states.extend(self)
+        state = self.model_state
+        if getattr(state, "rope_state", None) is not None:
+            model_states.add_depths(state, self.trees)
+        if self.model_config.is_hybrid:
+            with_chains = self.attention.replaces_recurrent_chains
+            model_states.add_parents(state, self.trees, with_chains)
+        elif self.trained is None:
+            model_states.wait_for_drafts(state, self._shape)
         if self.compilation_config.mode == CompilationMode.NONE:
             self.model.forward = partial(self._forward, self.model.forward)
+
+    def _make_speculator(
+        self, config: VllmConfig, device: torch.device, states: RequestState
+    ) -> Any:
+        """What takes the place of vLLM's speculator: none, or a trained drafter's."""
+        if options_of(config).drafter is None:
+            return LateSpeculator(config, device, states)
+        speculator = make_speculator(config, device, states)
+        self.trained = TrainedDrafter(self, self.trees, speculator, states)
+        return speculator
 
     def _make_node_sampler(self, sampler: RootSampler, *args: Any, **kwargs: Any) -> NodeSampler:
         """What takes the place of vLLM's rejection sampler."""
@@ -141,7 +162,7 @@ class LookaheadRunner(DummyRuns):
         if self.model_config.is_hybrid:
             layers = self.compilation_config.static_forward_context
             recurrent.start(groups, layers, self.device, self.num_speculative_steps)
-        self._shape.use_buffers()
+        self._shape.use_buffers(None if self.trained is None else self.trained.tokens)
 
     # ---- draft -----------------------------------------------------------------------------------
 
@@ -298,7 +319,7 @@ class LookaheadRunner(DummyRuns):
 
     def _attend(self, step: DraftStep) -> None:
         """Give attention the trees of the next forward pass, of a step or a dummy run."""
-        self.attended_step = step
+        self.trees.attended_step = step
         self.trees.attended.trees = step.trees(self._branching.of_chains)
 
     def _place(self, batch: InputBatch, slots: torch.Tensor) -> None:
@@ -460,6 +481,15 @@ class LookaheadRunner(DummyRuns):
         drafted = np.flatnonzero(drafts.forest.sizes)
         forest = drafts.forest.take(drafted, drafts.forest.sizes[drafted])
         return messages.drafts_of([drafts.req_ids[i] for i in drafted.tolist()], forest)
+
+    def warm_up_drafting(self) -> None:
+        """Measure the cost of a step on this device, and begin to draft."""
+        begin_to_draft(self)
+        set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
+
+    def forward_passes(self) -> RunnerPasses:
+        """Passes to measure the cost of a step with."""
+        return RunnerPasses(self)
 
     def _measure(self, waited: bool) -> None:
         """Measure the last step: the time from its launch to this one, which `waited` for drafts.

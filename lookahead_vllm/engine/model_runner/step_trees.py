@@ -45,12 +45,15 @@ class StepTrees:
         The model's choices, for proposers that need them.
     attended : AttendedTrees
         For the builders of attention metadata.
+    attended_step : DraftStep
+        The drafts in the next forward pass, of a step or a dummy run.
     branches : bool
         For the graphs: whether a tree of the next forward pass has, or may get, two branches.
     """
 
     def __init__(self) -> None:
         self.attended = AttendedTrees()
+        self.attended_step = NO_DRAFTS
         self.branches = False
         self.forget()
 

@@ -27,14 +27,13 @@ from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.draft.trie.recycling import GAPS
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.config import options_of
-from lookahead_vllm.engine.model_runner.speculator import LateSpeculator
+from lookahead_vllm.engine.model_runner.step_trees import StepTrees
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.states import RequestState
-
-    from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 
 
 class Chains(NamedTuple):
@@ -51,23 +50,23 @@ class Chains(NamedTuple):
     """On the device; kept until then."""
 
 
-def make_speculator(
-    runner: LookaheadRunner, config: VllmConfig, device: torch.device, states: RequestState
-) -> Any:
-    """Replaces vLLM's `init_speculator`."""
-    options = options_of(config)
-    if options.drafter is None:
-        return LateSpeculator(config, device, states)
+def make_speculator(config: VllmConfig, device: torch.device, states: RequestState) -> Any:
+    """vLLM's speculator for the trained drafter of the options."""
     own = copy(config)  # shallow: everything else in it is vLLM's
     own.speculative_config = copy(config.speculative_config)
-    own.speculative_config.num_speculative_tokens = options.chain_length
-    speculator = spec_decode.init_speculator(own, device, states)
-    runner.trained = TrainedDrafter(runner, speculator, states)
-    return speculator
+    own.speculative_config.num_speculative_tokens = options_of(config).chain_length
+    return spec_decode.init_speculator(own, device, states)
 
 
 class TrainedDrafter:
     """Wraps the methods of a speculator of vLLM's that depend on what was verified.
+
+    Parameters
+    ----------
+    runner
+        vLLM's.
+    trees
+        What the steps verify.
 
     Attributes
     ----------
@@ -79,10 +78,12 @@ class TrainedDrafter:
         The passes of a dummy run.
     """
 
-    def __init__(self, runner: LookaheadRunner, speculator: Any, states: RequestState) -> None:
+    def __init__(
+        self, runner: GPUModelRunner, trees: StepTrees, speculator: Any, states: RequestState
+    ) -> None:
         self.chains: Chains | None = None
         self.dummy_length: int = speculator.num_speculative_steps
-        self._runner, self._speculator = runner, speculator
+        self._runner, self._trees, self._speculator = runner, trees, speculator
         self._none = torch.zeros_like(states.draft_tokens)
         most, device = speculator.max_num_reqs, speculator.device
         chains = no_chains(speculator.num_speculative_steps, most)
@@ -128,9 +129,9 @@ class TrainedDrafter:
 
     def _is_chain_wanted(self, batch: InputBatch) -> bool:
         """Whether the next step may have drafts, and the further passes are worth their time."""
-        runner, trees = self._runner, self._runner.trees
+        trees = self._trees
         # With several engines, all have to run the same passes of experts.
-        if runner.dp_size > 1:
+        if self._runner.dp_size > 1:
             return True
         return trees.whole.whole_chain if trees.has_slots else batch.has_prefill
 
@@ -138,7 +139,7 @@ class TrainedDrafter:
         self, batch: InputBatch, hidden: torch.Tensor, aux: list[torch.Tensor] | None
     ) -> tuple[InputBatch, torch.Tensor, list[torch.Tensor] | None]:
         """The batch and its states with each request's accepted nodes right after its root."""
-        trees = self._runner.trees
+        trees = self._trees
         if trees.order is None:
             return batch, hidden, aux
         assert trees.layout is not None
