@@ -68,17 +68,14 @@ def rename(old: str, new: str) -> Callable[[str], str]:
     ("module", "change", "problem"),
     [
         (
-            "vllm/v1/worker/gpu_model_runner.py",
-            rename("def _sample(", "def _sample_tokens("),
-            "vllm.v1.worker.gpu_model_runner has no GPUModelRunner._sample",
+            "vllm/v1/worker/gpu/model_runner.py",
+            rename("def sample_tokens(", "def sample_step("),
+            "vllm.v1.worker.gpu.model_runner has no GPUModelRunner.sample_tokens",
         ),
         (
-            "vllm/v1/worker/gpu_model_runner.py",
-            rename(
-                "        spec_decode_metadata: SpecDecodeMetadata | None,\n    ) -> SamplerOutput:",
-                "        metadata: SpecDecodeMetadata | None,\n    ) -> SamplerOutput:",
-            ),
-            "GPUModelRunner._sample has no 'spec_decode_metadata'",
+            "vllm/v1/worker/lora_model_runner_mixin.py",
+            rename("prompt_lora_mapping: tuple", "lora_mapping: tuple"),
+            "LoRAModelRunnerMixin._set_active_loras has no 'prompt_lora_mapping'",
         ),
         (
             "vllm/v1/kv_cache_interface.py",
@@ -105,7 +102,7 @@ def test_a_name_that_is_only_read_is_compared(monkeypatch: pytest.MonkeyPatch) -
     words = {PACKAGE: {name, "other"}, root / "vllm": {"other"}}
     monkeypatch.setattr(compatibility, "_all_words", words.__getitem__)
     problem = next(p for p in compatibility.problems(root) if p.startswith("nothing is called"))
-    assert problem.startswith(f"nothing is called {name} any more, which engine/worker/")
+    assert problem.startswith(f"nothing is called {name} any more, which engine/model_runner/")
 
 
 def test_a_seam_of_one_release_is_not_required_of_others(tmp_path: Path) -> None:
@@ -120,8 +117,8 @@ def test_a_seam_of_one_release_is_not_required_of_others(tmp_path: Path) -> None
 
 
 def test_imports_in_subfolders_are_found(tmp_path: Path) -> None:
-    (tmp_path / "worker" / "v1").mkdir(parents=True)
-    (tmp_path / "worker" / "v1" / "runner.py").write_text("from vllm.v1.outputs import X\n")
+    (tmp_path / "worker" / "inner").mkdir(parents=True)
+    (tmp_path / "worker" / "inner" / "runner.py").write_text("from vllm.v1.outputs import X\n")
     assert compatibility._imported(tmp_path) == {("vllm.v1.outputs", "X")}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -22,6 +23,11 @@ from tests.support.hybrid_models import HYBRIDS
 from tests.support.models import TINY, save_config, save_tiny_model
 
 plugin.register()
+
+
+@pytest.fixture(autouse=True)
+def _as_users_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(plugin.PLAIN_V2)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +77,7 @@ def test_every_spelling_means_the_same(model: Path) -> None:
         ),
     ):
         assert config.options_of(made_config) == options
-        assert made_config.speculative_config.method == "custom_class"
+        assert made_config.speculative_config.method == "ngram_gpu"
         assert made_config.speculative_config.num_speculative_tokens == 12
         assert made_config.parallel_config.worker_cls.endswith(".LookaheadCPUWorker")
     by_path = made(model, speculative_config={"method": "custom_class", "model": path, **given})
@@ -132,6 +138,7 @@ def test_without_lookahead_the_config_is_unchanged(model: Path) -> None:
     ):
         made_config = made(model, speculative_config=speculative)
         assert not config.is_lookahead(made_config)
+        assert type(made_config) is VllmConfig
         assert made_config.parallel_config.worker_cls == next(iter(config.WORKERS))
         assert made_config.additional_config == {}
 
@@ -230,8 +237,7 @@ LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external
         ({}, {"scheduler_cls": ELSEWHERE}, ELSEWHERE, "leave scheduler_cls out"),
         ({}, {"runner": "pooling"}, "pooling", "leave lookahead out"),
         ({"parallel": 9}, {}, "parallel=9", "1 to 8"),
-        ({"parallel": 2}, {}, "one memory", "write tensor_parallel_size"),
-        ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2", "tensor_parallel_size"),
+        ({"attention": "xformers"}, {}, "attention='xformers'", "for GPUs; leave it out"),
     ],
 )
 def test_a_wrong_option_stops_start_up(
@@ -290,7 +296,7 @@ def test_a_draft_model_is_refused(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_replicas_get_ranks_as_tensor_parallelism_does(
-    tensor_parallel_size: int, runner: str, model: Path, monkeypatch: pytest.MonkeyPatch
+    tensor_parallel_size: int, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine starts them all; each worker splits the weights over its replica alone."""
     asked = dict(
@@ -298,7 +304,6 @@ def test_replicas_get_ranks_as_tensor_parallelism_does(
         tensor_parallel_size=tensor_parallel_size,
     )
     engine = made(model, **asked)
-    assert runner in engine.parallel_config.worker_cls
     parallel = engine.parallel_config
     assert parallel.world_size == parallel.tensor_parallel_size == tensor_parallel_size
     sizes = []
@@ -316,24 +321,12 @@ def test_replicas_get_ranks_as_tensor_parallelism_does(
     assert parallel.world_size == 3 * tensor_parallel_size
 
 
-LATE = "lookahead_vllm.engine.scheduler.scheduler.LookaheadScheduler"
-
-
-@pytest.mark.parametrize(
-    ("variable", "asynchronous", "runner", "lora"),
-    [
-        (None, None, "v2", False),
-        (None, None, "v2", True),
-        (None, True, "v2", False),
-        ("1", False, "v2", False),
-        ("0", None, "v1", False),
-        ("0", None, "v1", True),
-    ],
-)
-def test_the_runner_is_plain_vllms(
+@pytest.mark.parametrize("variable", [None, "1"])
+@pytest.mark.parametrize("asynchronous", [None, True, False])
+@pytest.mark.parametrize("lora", [False, True])
+def test_steps_are_asynchronous_unless_told_otherwise(
     variable: str | None,
     asynchronous: bool | None,
-    runner: str,
     lora: bool,
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -341,27 +334,20 @@ def test_the_runner_is_plain_vllms(
     if variable is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
     asked = dict(async_scheduling=asynchronous, enable_lora=lora)
-    config = made(model, speculative_config={"method": "lookahead"}, **asked)
-    assert config.use_v2_model_runner == (runner == "v2")
-    assert runner in config.parallel_config.worker_cls
-    assert (config.scheduler_config.scheduler_cls == LATE) == (runner == "v2")
-    is_asynchronous = runner == "v2" and asynchronous is not False
-    assert config.scheduler_config.async_scheduling == is_asynchronous
+    made_config = made(model, speculative_config={"method": "lookahead"}, **asked)
+    assert made_config.use_v2_model_runner
+    assert made_config.scheduler_config.scheduler_cls == config.SCHEDULER
+    assert made_config.scheduler_config.async_scheduling == (asynchronous is not False)
 
 
-def test_steps_of_the_first_runner_are_synchronous(model: Path) -> None:
-    with pytest.raises(OptionError, match=r"^--async-scheduling was given, but this engine runs"):
-        made(model, speculative_config={"method": "lookahead"}, async_scheduling=True)
+def test_the_first_runner_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    made(model)
+    with pytest.raises(OptionError, match=r"first model runner, .*; unset VLLM_USE_V2_MODEL_RU"):
+        made(model, speculative_config={"method": "lookahead"})
 
 
-def test_on_a_cpu_there_is_no_choice_of_attention(model: Path) -> None:
-    asked = {"method": "lookahead", "attention": "xformers"}
-    with pytest.raises(OptionError, match=r"attention='xformers' was .* for GPUs; leave"):
-        made(model, speculative_config=asked)
-
-
-def test_the_first_runner_serves_cpus_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A config of a GPU is refused there; on Model Runner V2 it gets our GPU worker."""
+def test_a_gpu_gets_our_gpu_worker(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = CpuPlatform.check_and_update_config
 
     def with_a_gpu_worker(cls: Any, vllm_config: Any) -> None:
@@ -369,10 +355,7 @@ def test_the_first_runner_serves_cpus_alone(model: Path, monkeypatch: pytest.Mon
         vllm_config.parallel_config.worker_cls = "vllm.v1.worker.gpu_worker.Worker"
 
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(with_a_gpu_worker))
-    asked = dict(speculative_config={"method": "lookahead"})
-    with pytest.raises(OptionError, match="serves CPUs alone; unset VLLM_USE_V2_MODEL_RUNNER"):
-        made(model, **asked)
-    worker = made(model, **asked).parallel_config.worker_cls
+    worker = made(model, speculative_config={"method": "lookahead"}).parallel_config.worker_cls
     assert worker == "lookahead_vllm.engine.model_runner.gpu_worker.LookaheadGPUWorker"
 
 
@@ -389,40 +372,38 @@ def test_the_first_runner_serves_cpus_alone(model: Path, monkeypatch: pytest.Mon
             {"enable_batch_sharded_sampling": True},
             "enable_batch_sharded_sampling was given",
         ),
-        ("parallel_config", {"decode_context_parallel_size": 2}, "with context parallelism"),
+        (
+            "parallel_config",
+            {"decode_context_parallel_size": 2},
+            "context parallelism, under which",
+        ),
         ("model_config", {"return_sampling_mask": True}, "return_sampling_mask was given"),
         ("model_config", {"enable_trace_replay": True}, "enable_trace_replay was given"),
         ("", {"watermark_config": object()}, "a watermark was requested"),
-        ("", {"kv_transfer_config": object()}, "with kv_transfer_config"),
+        ("", {"kv_transfer_config": object()}, "kv_transfer_config, but each replica"),
     ],
 )
 def test_what_is_not_served_is_refused(
     part: str,
     changes: dict[str, Any],
     sentence: str,
-    engine_on_v2: Any,
+    served: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
     options = LookaheadOptions(parallel=2)
-    before = config._refusals(engine_on_v2, config.SECOND_RUNNER, options)
-    owner = getattr(engine_on_v2, part) if part else engine_on_v2
+    before = config._refusals(served, options)
+    owner = getattr(served, part) if part else served
     for name, value in changes.items():
         monkeypatch.setattr(owner, name, value)
-    after = config._refusals(engine_on_v2, config.SECOND_RUNNER, options)
+    after = config._refusals(served, options)
     refused = [one for one, applies in after.items() if applies and not before.get(one)]
     assert any(sentence in one for one in refused)
 
 
 @pytest.fixture(scope="module")
-def engine_on_v2(model: Path) -> Any:
+def served(model: Path) -> Any:
     return made(model, speculative_config={"method": "lookahead"})
-
-
-def test_the_second_runner_needs_triton(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(ValueError, match="Model Runner V2 requires Triton"):
-        made(model, speculative_config={"method": "lookahead"})
 
 
 def test_the_rust_front_end_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,13 +419,12 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_config("falcon_h1", tmp_path_factory.mktemp("config"), HYBRIDS)
 
 
-def test_recurrent_states_are_not_cached(hybrid: Path, runner: str) -> None:
+def test_recurrent_states_are_not_cached(hybrid: Path) -> None:
     """vLLM caches them by default; a user who asks for that is refused, once and for all."""
     args = EngineArgs(
         model=str(hybrid), skip_tokenizer_init=True, speculative_config={"method": "lookahead"}
     )
     for made_config in (args.create_engine_config(), args.create_engine_config()):
-        assert runner in made_config.parallel_config.worker_cls
         assert made_config.cache_config.mamba_cache_mode == "none"
         assert not made_config.cache_config.enable_prefix_caching
         assert made_config.speculative_config.num_speculative_tokens == 16

@@ -68,12 +68,6 @@ WITH_TOKENIZER: dict[str, Any] = dict(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def second_runner() -> Iterator[None]:
-    """A CPU has lookahead parallelism in the tests alone."""
-    yield
-
-
 class Plain(NamedTuple):
     """What plain vLLM answers on one rank."""
 
@@ -82,7 +76,7 @@ class Plain(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def plain(llama: Path, second_runner: None) -> Plain:
+def plain(llama: Path) -> Plain:
     with engine(llama, **WITH_TOKENIZER) as llm:
         return Plain(plain_answers(llm), answers_to_batches(llm))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +64,6 @@ PARAMS = [
         strict=False,
     )
 ]
-
-
-@pytest.fixture(autouse=True)
-def _on_v2() -> Iterator[None]:
-    yield
 
 
 @pytest.fixture(scope="module")

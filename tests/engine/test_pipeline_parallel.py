@@ -15,7 +15,7 @@ from vllm import LLM
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine.model_runner import stages as stages_v2
+from lookahead_vllm.engine.model_runner import stages
 from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 from lookahead_vllm.verify.node_layout import NodeLayout
 from tests.support.driving import engine, generate, generate_staggered
@@ -45,14 +45,8 @@ def two_stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, A
         yield {"pipeline_parallel_size": 2}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def second_runner() -> Iterator[None]:
-    """A CPU has pipelines in the tests alone."""
-    yield
-
-
 @pytest.fixture(scope="module")
-def plain(llama: Path, second_runner: None) -> Answers:
+def plain(llama: Path) -> Answers:
     """What plain vLLM answers in one stage; two give the same, as they split no sum."""
     with engine(llama) as llm:
         return plain_answers(llm)
@@ -162,7 +156,7 @@ def test_a_stage_moves_nothing_of_a_request_that_has_ended() -> None:
     )
     layout = NodeLayout.build(forest, rows, ends, device)
     slots = torch.arange(100, 108)[None]
-    trees = stages_v2.ComputedTrees.of(layout, batch, slots)
+    trees = stages.ComputedTrees.of(layout, batch, slots)
     moved: list[tuple[int, int]] = []
 
     def move_paths(origins: torch.Tensor, targets: torch.Tensor) -> None:

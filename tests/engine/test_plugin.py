@@ -57,6 +57,11 @@ RELEASES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _as_users_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(plugin.PLAIN_V2)
+
+
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Registers lookahead with a fake `EngineArgs`, twice."""

@@ -1,4 +1,4 @@
-"""Penalties, bad words and thinking budgets at nodes, row by row: what kernels are compared with."""
+"""Penalties, bad words and thinking budgets at nodes, row by row: to compare kernels with."""
 
 from __future__ import annotations
 

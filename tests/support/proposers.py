@@ -34,7 +34,6 @@ class TestProposer:
 
     def __init__(self, options: LookaheadOptions) -> None:
         self.cost = None
-        self.min_prob_beside_prompt = 0.0
         self.pays = True
         self.prompts: dict[str, tuple[int, ...]] = {}
         self.outputs: dict[str, list[int]] = {}

@@ -91,11 +91,6 @@ def plain(llama: Path) -> list[Any]:
         return answers
 
 
-@pytest.fixture(autouse=True)
-def _on_v2() -> Iterator[None]:
-    yield
-
-
 @pytest.mark.parametrize(
     ("mode", "options"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +43,6 @@ PARAMS = [
 
 
 SETTINGS: dict[str, Any] = dict(load_format=WANDERING, block_size=32)
-
-
-@pytest.fixture(autouse=True)
-def _on_v2() -> Iterator[None]:
-    yield
 
 
 @pytest.mark.parametrize("method", TARGETS)

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lookahead_vllm.engine.worker.v1.forward_passes import RunnerPasses
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
+from lookahead_vllm.engine.model_runner.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker import step_cost, timed_passes
 from lookahead_vllm.engine.worker.timed_passes import (
     BATCHES,
@@ -41,22 +41,19 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def _timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes are made, and take 10 ms, 0.1 more for each token, 1 µs for each token that a row
-    attends to; a graph of the whole model saves 3 ms."""
-
+    """Passes are made, and take 10 ms, 0.1 more for each token, and 1 µs for each token of context
+    that a row attends to."""
     last: dict[str, Any] = {}
     original = RunnerPasses._run
 
     def note(self: RunnerPasses, num_tokens: int, **options: Any) -> None:
-        last.clear()
-        last.update(num_tokens=num_tokens, **options)
+        last.update(num_tokens=num_tokens, context_len=options.get("context_len", 0))
         original(self, num_tokens, **options)
 
     def time_of(prepare: Any) -> float:
         with prepare() as run:
             run()
-        pass_ = 0.007 if last.get("uniform_decode") else 0.010
-        return pass_ + last["num_tokens"] * (1e-4 + 1e-6 * (last["profile_seq_lens"] - 1))
+        return 0.010 + last["num_tokens"] * (1e-4 + 1e-6 * last["context_len"])
 
     monkeypatch.setattr(RunnerPasses, "_run", note)
     monkeypatch.setattr(timed_passes, "_seconds", time_of)
@@ -88,8 +85,7 @@ def test_an_engine_measures_once(llama: Path, kept: Path, measured: list[Measure
             assert cost is not None and cost.curve.sizes.tolist() == [2**i for i in range(9)]
             # The dummy runs left nothing behind.
             runner = runner_of(llm)
-            assert runner.scheduler_config.max_num_seqs == 16
-            assert not runner.input_batch.block_table.block_tables[0].block_table.np.any()
+            assert runner.max_num_reqs == 16 and not runner._dummy_step.forest.num_nodes
             assert generate(llm, prompts) == vanilla
     assert len(measured) == 1
     (file,) = kept.iterdir()
