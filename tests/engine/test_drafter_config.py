@@ -77,11 +77,3 @@ def test_what_a_drafter_cannot_be_combined_with(
 def test_a_wrong_drafter_is_refused_by_vllm(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no_such_method"):
         made(tmp_path, "llama", {"method": "no_such_method", "num_speculative_tokens": 2})
-
-
-def test_on_a_cpu_there_is_none(tmp_path: Path) -> None:
-    asked = {"method": "lookahead", "drafter": save_drafter("eagle", tmp_path)}
-    model = str(save_config("llama", tmp_path, CONFIGS))
-    args = EngineArgs(model=model, skip_tokenizer_init=True, speculative_config=asked)
-    with pytest.raises(OptionError, match=r"drafter was given, but on a CPU.*leave drafter out"):
-        args.create_engine_config()

@@ -27,9 +27,6 @@ def test_drafts_are_placed_in_the_order_of_the_batch(order: list[int]) -> None:
     step = of_scheduled(order)
     assert step.rows.tolist() == [0, 2] and step.from_proposer.tolist() == [False, True]
     assert step.starts.tolist() == [2, 6] and step.contexts.tolist() == [12, 30]
-    nodes, positions = step.node_positions()
-    assert nodes.tolist() == [3, 4, 7, 8, 9]
-    assert positions.tolist() == [13, 14, 31, 32, 31]
     assert step.branches and step.trees().requests.tolist() == [2]
 
 
