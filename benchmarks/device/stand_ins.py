@@ -22,6 +22,8 @@ def install(device: SimulatedDevice) -> None:
     import torch
     import vllm.v1.worker.cpu_worker  # noqa: F401  it installs the events that do nothing
 
+    import lookahead_vllm.engine.worker.drafter  # noqa: F401  without it, numba breaks vLLM's start
+
     class DeviceEvent(Event):
         def __init__(self, *_: Any, **__: Any) -> None:
             super().__init__(device)
