@@ -88,7 +88,6 @@ def _guide_first(runner: Any, guide: Guide) -> None:
 
 def _guide_second(runner: Any, guide: Guide) -> None:
     execute, original = runner.execute_model, runner.sample
-    compute_logits = runner.model.compute_logits
     # int64 [entries]: the text of each entry of the runner's table of requests.
     texts = torch.full((runner.max_num_reqs,), NO_TEXT, device=runner.device)
 
@@ -102,6 +101,8 @@ def _guide_second(runner: Any, guide: Guide) -> None:
         return output
 
     def sample(hidden_states: torch.Tensor, batch: Any, grammar_output: Any) -> Any:
+        compute_logits = runner.model.compute_logits
+
         def guided(hidden: torch.Tensor) -> torch.Tensor:
             logits: torch.Tensor = compute_logits(hidden)
             of_rows = texts[batch.expanded_idx_mapping]

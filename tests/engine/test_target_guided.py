@@ -13,11 +13,15 @@ from vllm import SamplingParams
 
 from benchmarks.engines.generate import Job, run
 from benchmarks.engines.target_guided import Guide, follow
+from lookahead_vllm.engine import plugin
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 
 
 @pytest.mark.parametrize("lookahead", [None, {"budget": 8}], ids=["plain", "lookahead"])
-def test_a_guided_model_generates_the_recorded_answers(lookahead: dict | None, llama: Path) -> None:
+def test_a_guided_model_generates_the_recorded_answers(
+    lookahead: dict | None, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(plugin.PLAIN_V2)  # as in benchmarks
     rng = np.random.default_rng(0)
     prompts = random_prompts(5, 30, seed=21)
     # Each answer repeats a phrase, so that there is something to draft.
