@@ -53,16 +53,16 @@ def test_the_prompt_of_an_earlier_request_in_the_same_row_is_not_drafted(
     ]
     drafted: list[int] = []
     with engine(llama, {"budget": 8}, max_num_seqs=1, enable_prompt_embeds=True) as llm:
-        drafting = getattr(runner_of(llm), "_late", drafter_of(llm))
-        grow = drafting.grow
+        late = runner_of(llm)._late
+        grow = late.grow
 
         def recorded(*args: Any) -> Any:
-            grown = grow(*args)
-            drafted.extend(getattr(grown, "forest", grown).tokens.tolist())
-            return grown
+            drafts = grow(*args)
+            drafted.extend(drafts.forest.tokens.tolist())
+            return drafts
 
         answers(llm, [TokensPrompt(prompt_token_ids=prompt)], params[:1])
-        monkeypatch.setattr(drafting, "grow", recorded)
+        monkeypatch.setattr(late, "grow", recorded)
         answers(llm, [embedded(llm, random_prompts(1, 40)[0])], params[1:])
     assert drafted
     assert not set(drafted) & set(secret)

@@ -142,7 +142,7 @@ class LateSteps:
             self.ended.setdefault(req_id, len(self.scheduled) - 1)
 
     def _update_tables(self, output: Any) -> None:
-        for req_id, (count,) in messages.to_verify(output).kept_blocks.items():
+        for req_id, (count,) in messages.kept_blocks(output).items():
             del self._tables[req_id][count:]
         for new in output.scheduled_new_reqs:
             self._tables[new.req_id] = list(new.block_ids[0])
