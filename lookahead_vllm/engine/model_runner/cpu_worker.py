@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.worker import cpu_worker, gpu_worker
 from vllm.v1.worker.cpu import model_runner
+from vllm.v1.worker.gpu.warmup import warmup_kernels
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from lookahead_vllm.engine import patches
@@ -61,9 +62,12 @@ class LookaheadCPUWorker(PlainCPUWorker):
         return super().execute_model(scheduler_output)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        times = super().compile_or_warm_up_model()
-        self.model_runner.compile_node_kernels()
-        self.model_runner.warm_up_drafting()
+        times, runner = super().compile_or_warm_up_model(), self.model_runner
+        runner.compile_node_kernels()
+        if self.vllm_config.kernel_config.enable_jit_warmup:  # as vLLM does on a GPU
+            with runner.warming_up():
+                warmup_kernels(runner, self.execute_model, self.sample_tokens)
+        runner.warm_up_drafting()
         return times
 
     def lookahead_weights_changed(self) -> None:

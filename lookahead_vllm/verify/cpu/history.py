@@ -95,7 +95,10 @@ def _end_of(row: int, ids: Array, parents: Array, text: Array, reach: int) -> Ar
 def _stands_at(text: Array, place: int, marker: Array) -> bool:
     if place < 0 or place + len(marker) > len(text):
         return False
-    return all(text[place + i] == marker[i] for i in range(len(marker)))
+    matched = 0
+    while matched < len(marker) and text[place + matched] == marker[matched]:
+        matched += 1
+    return matched == len(marker)
 
 
 @kernel
