@@ -86,7 +86,7 @@ def step_cost(runner: MeasuredRunner) -> tuple[StepCost, Path]:
     if times is None:
         times, is_certain = measure(plan)
         if not is_certain:
-            logger.warning_once(
+            logger.warning(
                 "Lookahead: other programs disturbed the measurement of the cost of a step, so it "
                 "is not kept for the next start."
             )
