@@ -342,7 +342,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         made.drafter = object.__new__(LookaheadDrafter)
         made.trees, made._buffers = StepTrees(), {}
         made._shape = SimpleNamespace(
-            use_buffers=lambda: None, begin=lambda scheduled: None, is_open=False
+            use_buffers=lambda chains: None, begin=lambda scheduled: None, is_open=False
         )
         made._dummy_step = runner.NO_DRAFTS
         made.is_profiling = settings.pop("is_profiling", False)

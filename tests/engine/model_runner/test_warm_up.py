@@ -128,7 +128,7 @@ def test_every_other_kernel_is_launched_at_start_up(monkeypatch: pytest.MonkeyPa
     step, sampler = test_history.random_step(1), test_node_history.vllm_sampler()
     test_node_history.fill(sampler, step)
     runner.rejection_sampler = SimpleNamespace(history=NodeHistory(sampler))
-    shape = runner._shape = LateShape(runner)
+    shape = runner._shape = LateShape(runner, runner.most_late_nodes)
     table, shape._rows = test_place.random_case(0).table, test_place.stale_rows(1)
     shape._placer, shape._split = placer(table, shape._rows), Split(np.zeros(99, np.int32), 7)
     shape._memory = SimpleNamespace(uva=lambda: torch.from_numpy(shape._split.packed))
