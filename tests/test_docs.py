@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -27,7 +26,6 @@ from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine import plugin
 from lookahead_vllm.engine.config import is_lookahead
 from lookahead_vllm.engine.request_options import FLAT
-from tests.support import v2_on_cpu
 from tests.support.drafters import CONFIGS
 from tests.support.models import save_config, save_tiny_model
 from tests.support.tokenizer import save_tokenizer
@@ -166,11 +164,9 @@ def test_vllm_takes_the_flags_that_are_shown(words: list[str], tmp_path: Path) -
         place = flags.index("--config")
         config = yaml.safe_load((ROOT / flags[place + 1]).read_text())
         flags[place : place + 2] = as_flags(config)
-    needs_a_gpu = any("parallel" in flag or "drafter" in flag for flag in flags)
     head = str(save_config("eagle3", tmp_path, CONFIGS))
     flags = [flag.replace("HEAD", head) for flag in flags]
-    with v2_on_cpu.enabled() if needs_a_gpu else nullcontext():
-        check(parser.parse_args(flags), tmp_path, any("lookahead" in flag for flag in flags))
+    check(parser.parse_args(flags), tmp_path, any("lookahead" in flag for flag in flags))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
