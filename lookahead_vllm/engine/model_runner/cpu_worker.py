@@ -65,7 +65,3 @@ class LookaheadCPUWorker(PlainCPUWorker):
         self.model_runner.compile_node_kernels()
         self.model_runner.warm_up_drafting()
         return times
-
-    def lookahead_weights_changed(self) -> None:
-        """For `collective_rpc`: the model has got other weights in a way of the caller's own."""
-        self.model_runner.drafter.weights_changed()
