@@ -20,15 +20,11 @@ from tqdm import tqdm
 
 from benchmarks.methods import BASELINE
 from benchmarks.rollouts.engine import Request
-from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
-from lookahead_vllm.draft.options import AUTO_DECODING_LENGTH, LookaheadOptions
+from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.simulation.markdown import markdown, number
-
-CURVE = CostCurve([1, 64, 256, 512, 4096], [6.0, 6.3, 7.2, 12.0, 90.0])
-"""Of a device on which a step takes hardly longer with up to 256 tokens; ms by tokens."""
 
 
 class Recorded(NamedTuple):
@@ -96,20 +92,14 @@ class Replayed(NamedTuple):
 
     steps: int
     tokens_per_step: float
-    milliseconds: float
-    """To the end of the batch, on the device of CURVE."""
     nodes: float
-    """Of a request in a step, until nine of ten have ended."""
-    nodes_in_tail: float
-    """The same after that."""
+    """Of a request in a step, on average."""
 
 
 def trie(options: LookaheadOptions) -> NGramTrieProposer:
-    """The trie, on the device of CURVE if its budget is "auto"."""
+    """The trie, which inserts each prompt at once."""
     proposer = NGramTrieProposer(options)
     proposer.insertion.seconds = np.inf
-    if options.budget == "auto":
-        proposer.cost = StepCost(CURVE)
     return proposer
 
 
@@ -128,8 +118,8 @@ def replay(
         # The prefills emit a token each.
         done = dict.fromkeys(range(len(texts)), 1)
         proposer.extend({name: text[:1] for name, text in zip(names, texts, strict=True)})
-        steps, milliseconds, decoded = 1, 0.0, len(texts)
-        nodes: tuple[list[float], list[float]] = [], []
+        steps, decoded = 1, len(texts)
+        nodes: list[float] = []
         while live := [i for i, text in enumerate(texts) if done[i] < len(text)]:
             forest = proposer.propose([DraftLimits(names[i], most, most) for i in live])
             emitted = {
@@ -138,15 +128,14 @@ def replay(
             }
             proposer.extend(emitted)
             steps, decoded = steps + 1, decoded + len(live)
-            milliseconds += float(CURVE(len(live) + forest.num_nodes))
-            nodes[len(live) <= len(texts) / 10].append(forest.num_nodes / len(live))
+            nodes.append(forest.num_nodes / len(live))
             for i in live:
                 done[i] += len(emitted[names[i]])
                 if done[i] >= len(texts[i]):
                     proposer.finish(names[i])
         tokens = sum(map(len, texts))
-        means = [statistics.fmean(part) if part else 0.0 for part in nodes]
-        epochs.append(Replayed(steps, tokens / decoded, milliseconds, *means))
+        mean_nodes = statistics.fmean(nodes) if nodes else 0.0
+        epochs.append(Replayed(steps, tokens / decoded, mean_nodes))
     return epochs
 
 

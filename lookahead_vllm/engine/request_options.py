@@ -323,7 +323,7 @@ def _references(spelling: str, value: Any, vocab_size: int) -> tuple[Reference, 
     if len(items) > MAX_REFERENCES or tokens > MAX_REFERENCE_TOKENS:
         raise RequestError(
             f"{spelling} was given with {len(items)} texts of {tokens} tokens or more "
-            f"({BYTES_PER_TOKEN} bytes of a text count as one), but a request may have "
+            f"({BYTES_PER_TOKEN} bytes of a text count as one), but this server allows "
             f"{MAX_REFERENCES} texts of {MAX_REFERENCE_TOKENS} tokens in all; write only what the "
             "answer may copy from"
         )

@@ -103,7 +103,15 @@ def test_without_lookahead_nothing_changes(
         parser.format_help()
 
 
-NEAR = ["lookahaed", "[lookahed]", "look_ahead_decoding", "LookAhead-vLLM", "lokahead"]
+NEAR = [
+    "Lookahead",
+    "look-ahead",
+    "lookahaed",
+    "[lookahed]",
+    "look_ahead_decoding",
+    "LookAhead-vLLM",
+    "lokahead",
+]
 FAR = ["ngram", "lookup", "HEAD", "org/lookahead-head", "lookahead_head", 7, "[" * 1000]
 
 
@@ -149,17 +157,14 @@ def real_parser() -> Any:
     return EngineArgs.add_cli_args(FlexibleArgumentParser())
 
 
-@pytest.mark.parametrize(
-    ("given", "read"),
-    [("lookahead", "lookahead"), ("[Look-Ahead]", "lookahead"), ("ngram", "ngram")],
-)
-def test_vllms_own_flag_takes_our_method(given: str, read: str) -> None:
-    assert real_parser().parse_args(["--spec-method", given]).spec_method == read
+@pytest.mark.parametrize("given", ["lookahead", "ngram"])
+def test_vllms_own_flag_takes_our_method(given: str) -> None:
+    assert real_parser().parse_args(["--spec-method", given]).spec_method == given
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
-    [("lookahaed", "write 'lookahead'"), ("n_gram", "invalid choice: 'n_gram'")],
+    [("Look-Ahead", "write 'lookahead'"), ("n_gram", "invalid choice: 'n_gram'")],
 )
 def test_vllms_own_flag_refuses_others(
     given: str, says: str, capsys: pytest.CaptureFixture[str]
