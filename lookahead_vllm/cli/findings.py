@@ -18,7 +18,6 @@ from typing import Literal, NamedTuple
 import lookahead_vllm
 from lookahead_vllm import kernel_folder, machine
 from lookahead_vllm.engine import compatibility
-from lookahead_vllm.engine.seams import SEAMS
 
 Status = Literal["ok", "note", "FAILS"]
 
@@ -49,7 +48,6 @@ def rows() -> Iterator[Row]:
     yield Row("lookahead-vllm", find_package)
     yield Row("vLLM", find_vllm)
     if importlib.util.find_spec("vllm") is not None:
-        yield Row("vLLM internals", find_seams)
         yield Row("plugin", find_plugin)
         yield Row("device", find_device)
         yield Row("model runner", find_runner)
@@ -134,19 +132,6 @@ def find_vllm() -> Finding:
             "as scripts/setup.sh installs it",
         )
     return Finding("ok", text)
-
-
-def find_seams() -> Finding:
-    problems = list(compatibility.problems())
-    if problems:
-        more = f", and {len(problems) - 1} more places differ" if len(problems) > 1 else ""
-        return Finding("FAILS", f"in this vLLM, {problems[0]}{more}")
-    patches = sum(seam.is_patch for seam in SEAMS)
-    return Finding(
-        "ok",
-        f"all that lookahead uses is there; it replaces {patches} places and extends "
-        f"{len(SEAMS) - patches}",
-    )
 
 
 def find_plugin() -> Finding:

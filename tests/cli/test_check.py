@@ -1,4 +1,4 @@
-"""`lookahead-vllm check`: a row for each requirement, a verdict, patches, other releases."""
+"""`lookahead-vllm check`: a row for each requirement, a verdict."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 from lookahead_vllm import kernel_folder
 from lookahead_vllm.cli import check, findings
 from lookahead_vllm.cli.findings import Finding, Row
-from lookahead_vllm.engine import compatibility
 from lookahead_vllm.verify.cpu import native
 
 
@@ -149,13 +147,6 @@ def test_without_vllm_the_other_rows_remain(monkeypatch: pytest.MonkeyPatch) -> 
     assert findings.find_vllm().status == "FAILS"
 
 
-def test_a_seam_that_differs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compatibility, "problems", lambda: ["a has no b", "there is no module c"])
-    assert findings.find_seams() == Finding(
-        "FAILS", "in this vLLM, a has no b, and 1 more places differ"
-    )
-
-
 @pytest.mark.parametrize(
     ("backend", "status", "text"),
     [
@@ -236,36 +227,3 @@ def test_triton_agrees_with_torch() -> None:
     )
     assert finished.returncode == 0, finished.stderr
     assert float(finished.stdout) < findings.MAX_ERROR
-
-
-# ---- other releases ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def wheel(tmp_path: Path) -> Path:
-    path = tmp_path / "vllm-1-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
-        file.writestr("vllm/_version.py", "__version__ = v = '0.33.0'\n" * 20)
-    return path
-
-
-def test_a_folder_and_a_wheel_are_compared(
-    wheel: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def problems(root: Path) -> list[str]:
-        return [] if (root / "vllm/more").exists() else [compatibility._release(root / "vllm")]
-
-    monkeypatch.setattr(compatibility, "problems", problems)
-    folder = wheel.parent / "checkout"
-    (folder / "vllm/more").mkdir(parents=True)
-    assert check.main(["--wheel", str(folder)]) == 0
-    assert check.main(["--wheel", str(wheel)]) == 1
-    output = capsys.readouterr().out
-    assert output.endswith(f"checkout: 0 differences\n{wheel.name}: 1 differences\n  0.33\n")
-
-
-def test_what_is_no_wheel_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        check.main(["--wheel", "/nonexistent"])
-    assert stopped.value.code == 2
-    assert "check: error: argument --wheel: /nonexistent is no wheel" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.scheduler.late_scheduler import LateDraftScheduler
 from lookahead_vllm.engine.scheduler.scheduler import LookaheadScheduler
-from lookahead_vllm.engine.seams import SEAMS
+from benchmarks.port.seams import SEAMS
 from lookahead_vllm.engine.worker import recurrent
 from lookahead_vllm.engine.worker.v1 import recurrent as recurrent_v1
 from tests.support.driving import (
@@ -123,7 +123,7 @@ def hybrid(shared_runner: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def test_the_patches_of_recurrent_layers_are_those_of_the_table(hybrid: Hybrid) -> None:
     here = [s for s in SEAMS if s.area == "Recurrent layers" and not s.until.endswith("on a GPU")]
     wrapped = {p for seam in here if seam.use == "wrapped" for p in seam.places}
-    assert wrapped <= dict(patches.applied()).keys()
+    assert wrapped <= set(patches.applied())
 
 
 # ---- patterns of steps ---------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def other_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `compatibility.check` fail: there is no vLLM in the folder that it reads."""
-    monkeypatch.setattr(compatibility, "_package", lambda: tmp_path)
+    monkeypatch.setattr(compatibility, "package", lambda: tmp_path)
 
 
 @pytest.mark.parametrize(
