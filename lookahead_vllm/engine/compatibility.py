@@ -25,6 +25,7 @@ def check() -> None:
 
 
 def package() -> Path:
+    """The folder of the installed vLLM; SeamError if there is none."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise SeamError(f"vLLM is not installed; install vllm=={SUPPORTED[-1]}.*")
