@@ -1,4 +1,4 @@
-"""The table of all places in vLLM that lookahead replaces or overrides, read from `engine/seams.md`.
+"""The table of what lookahead replaces or overrides in vLLM, read from `engine/seams.md`.
 
 What is only called, read or set is found in the code itself, see `compare.problems`.
 """
