@@ -50,7 +50,7 @@ def rows() -> Iterator[Row]:
     if importlib.util.find_spec("vllm") is not None:
         yield Row("plugin", find_plugin)
         yield Row("device", find_device)
-        yield Row("model runner", find_runner)
+        yield Row("environment", find_environment)
         yield Row("attention", find_attention)
     yield Row("kernel folder", find_kernel_folder)
     yield Row("numba", find_numba)
@@ -180,25 +180,18 @@ def find_device() -> Finding:
     return Finding("FAILS", f"vLLM finds {name}; lookahead runs on CUDA and on CPUs")
 
 
-def find_runner() -> Finding:
-    """The runner that lookahead uses in an engine of default options."""
+def find_environment() -> Finding:
+    """Whether a variable is set with which lookahead does not start."""
     from vllm import envs
-    from vllm.config import vllm as vllm_config
 
-    if envs.VLLM_USE_RUST_FRONTEND:
-        return Finding(
-            "FAILS", "VLLM_USE_RUST_FRONTEND=1 is set, which lookahead refuses; unset it"
-        )
-    wanted = envs.VLLM_USE_V2_MODEL_RUNNER
-    if wanted and device_type() == "cpu":
-        return Finding(
-            "FAILS",
-            "VLLM_USE_V2_MODEL_RUNNER=1 is set, but vLLM's second model runner (V2) needs a GPU; "
-            "unset it",
-        )
-    if wanted or (wanted is None and vllm_config.HAS_TRITON):
-        return Finding("ok", "vLLM's second model runner (V2), or the first where vLLM takes it")
-    return Finding("ok", "vLLM's first model runner (V1)")
+    refused = {
+        "VLLM_USE_RUST_FRONTEND=1": envs.VLLM_USE_RUST_FRONTEND,
+        "VLLM_USE_V2_MODEL_RUNNER=0": envs.VLLM_USE_V2_MODEL_RUNNER is False,
+    }
+    for setting, is_set in refused.items():
+        if is_set:
+            return Finding("FAILS", f"{setting} is set, which lookahead refuses; unset it")
+    return Finding("ok", "no variable that lookahead refuses")
 
 
 def find_attention() -> Finding:

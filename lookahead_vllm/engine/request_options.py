@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -288,14 +287,10 @@ def _is_misspelled(key: str) -> bool:
 
 
 def _fields_of(value: Any) -> Mapping[Any, Any]:
-    """The dict under `lookahead`, which may be written as JSON; empty if it is None."""
-    given = value
-    if isinstance(value, str):
-        with suppress(ValueError, RecursionError):
-            value = json.loads(value)
+    """The dict under `lookahead`; empty if it is None."""
     if value is not None and not isinstance(value, Mapping):
         raise RequestError(
-            f"{KEY}={reprlib.repr(given)} was given, but it must be a dict of "
+            f"{KEY}={reprlib.repr(value)} was given, but it must be a dict of "
             f"{', '.join(NAMES)}; write for instance " + '{"lookahead_enabled": false}'
         )
     return value or {}

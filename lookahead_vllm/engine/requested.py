@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import reprlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -57,18 +55,10 @@ def is_misspelled(name: Any) -> bool:
 
 def _names(args: Any) -> list[Any]:
     """What engine arguments, of any release of vLLM, say about speculation."""
-    given = _parsed(getattr(args, "speculative_config", None))
+    given = getattr(args, "speculative_config", None)
     fields_of_args = ("spec_method", "spec_model", "speculative_model")
     names = [getattr(args, name, None) for name in fields_of_args]
     return [*names, *(given.values() if isinstance(given, Mapping) else [given])]
-
-
-def _parsed(given: Any) -> Any:
-    """A speculative config that may be written as JSON."""
-    if isinstance(given, str):
-        with suppress(ValueError, RecursionError):
-            return json.loads(given)
-    return given
 
 
 def is_lookahead(name: Any) -> bool:
@@ -88,7 +78,7 @@ def requested_options(args: EngineArgs) -> LookaheadOptions:
     OptionError
         One sentence: what was given, what is allowed, what to write.
     """
-    given = _parsed(args.speculative_config) or {}
+    given = args.speculative_config or {}
     if not isinstance(given, dict):
         raise OptionError(
             f"speculative_config={reprlib.repr(given)} was given, but it must be a dict; write for "

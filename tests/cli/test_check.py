@@ -72,8 +72,8 @@ def test_an_exception_is_a_row_that_fails() -> None:
     [
         ("VLLM_PLUGINS", "other,more", findings.find_plugin, "does not allow 'lookahead'"),
         ("VLLM_PLUGINS", "", findings.find_plugin, "does not allow 'lookahead'"),
-        ("VLLM_USE_V2_MODEL_RUNNER", "1", findings.find_runner, "unset it"),
-        ("VLLM_USE_RUST_FRONTEND", "1", findings.find_runner, "unset it"),
+        ("VLLM_USE_V2_MODEL_RUNNER", "0", findings.find_environment, "unset it"),
+        ("VLLM_USE_RUST_FRONTEND", "1", findings.find_environment, "unset it"),
     ],
 )
 def test_variables_that_stop_lookahead_fail(
@@ -88,22 +88,6 @@ def test_variables_that_stop_lookahead_fail(
     assert found.status == "FAILS" and variable in found.text and text in found.text
     monkeypatch.delenv(variable)
     assert row().status == "ok"
-
-
-@pytest.mark.parametrize(
-    ("variable", "has_triton", "runner"),
-    [(None, True, "second"), (None, False, "first"), ("1", True, "second"), ("0", True, "first")],
-)
-def test_the_runner_is_the_one_that_plain_vllm_takes(
-    variable: str | None, has_triton: bool, runner: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    if variable:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
-    monkeypatch.setattr(findings, "device_type", lambda: "cuda")
-    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", has_triton)
-    found = findings.find_runner()
-    assert found.status == "ok" and found.text.startswith(f"vLLM's {runner} model runner")
 
 
 def test_the_plugin_is_this_one_and_may_be_one_of_several(monkeypatch: pytest.MonkeyPatch) -> None:

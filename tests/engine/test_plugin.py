@@ -128,7 +128,7 @@ def test_a_near_miss_is_told_once_vllm_has_refused_it(
 
     for given in (
         {"speculative_config": {"method": name}},
-        {"speculative_config": json.dumps({"model": name})},
+        {"speculative_config": {"model": name}},
         {"spec_method": name},
         {"spec_model": name},
     ):
@@ -188,7 +188,7 @@ def test_lookahead_under_another_release_is_refused_with_one_sentence(
     engine_args = registered(RELEASES[name]())
     asking = [
         {"speculative_config": {"method": "lookahead"}},
-        {"speculative_config": '{"model": "[lookahead]"}'},
+        {"speculative_config": {"model": "[lookahead]"}},
         {"speculative_config": "lookahead"},
         {"speculative_config": {"model": "lookahead_vllm.NGramTrieProposer"}},
         {"spec_model": "[lookahead]"},

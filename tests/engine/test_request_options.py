@@ -48,7 +48,6 @@ def ids(*tokens: int) -> bytes:
         ({"lookahead_enabled": 0}, RequestOptions(enabled=False)),
         ({"lookahead_enabled": 1.0}, RequestOptions()),
         ({"lookahead": {"enabled": False}}, RequestOptions(enabled=False)),
-        ({"lookahead": '{"enabled": false}'}, RequestOptions(enabled=False)),
         ({"lookahead_enabled": 0, "lookahead_reference": "a"}, RequestOptions(enabled=False)),
         (
             {"lookahead": {"enabled": True, "namespace": "n"}, "lookahead_reference": "r"},
@@ -69,8 +68,6 @@ def test_every_way_to_write_an_option_is_read(
         ({"lookahed_enabled": 0}, ["'lookahed_enabled' was", "did you mean lookahead_enabled?"]),
         ({"lokahead-namespace": 0}, ["namespace' was", "did you mean lookahead_namespace?"]),
         ({"lookahead": {"lookahead_enabled": 0}}, ["did you mean enabled?"]),
-        ({"lookahead": "{"}, ["='{' was", "a dict"]),
-        ({"lookahead": "[1]"}, ["='[1]' was", "a dict"]),
         ({" LOOKAHEAD-ENABLED ": 1}, ["did you mean lookahead_enabled?"]),
         ({"lookahead": {"Enabled": 1}}, ["'Enabled' in lookahead was", "did you mean enabled?"]),
         (
@@ -83,6 +80,7 @@ def test_every_way_to_write_an_option_is_read(
         ),
         ({"lookahead_propose": "hybrid"}, ["did you mean lookahead_proposer?"]),
         ({"lookahead_proposer": "hybrid"}, ["proposer is 'auto'", '"proposer": "hybrid"']),
+        ({"lookahead": [1]}, ["=[1] was", "a dict"]),
         ({"lookahead": "off"}, ["lookahead='off' was", "a dict", '{"lookahead_enabled": false}']),
         ({"lookahead_enabled": "false"}, ["='false' was", "true or false", "leave lookahead_en"]),
         ({"lookahead": {"enabled": 2}}, ["['enabled']=2 was", "true or false"]),
