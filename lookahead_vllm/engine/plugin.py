@@ -110,9 +110,8 @@ def _with_flags(engine_args: type, original: Callable[..., Any]) -> Callable[...
 
 
 def _number_or_auto(text: str) -> int | str:
-    """The number may be of any size: the flag is also for vLLM's other methods."""
     try:
-        return text if text == "auto" else int(text)
+        return text if text == "auto" else int(text)  # of any size: for vLLM's other methods, too
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} was given, but it must be a whole number or 'auto'; write one of these"
