@@ -37,8 +37,7 @@ examples:
       --out long-4096.jsonl
   python scripts/bench.py --model configs/shapes/smollm2-135m-32k --prompts long-4096.jsonl \\
       --target-guided --engine-arg load_format=dummy --engine-arg skip_tokenizer_init=true \\
-      --batch-sizes 1,8 --methods none,lookahead \\
-      --config 'chain={{"method":"lookahead","draft":"single"}}'
+      --batch-sizes 1,8 --methods none,lookahead
 
 copying:
   rename, delete, insert  the prompt has a piece of code and asks for an edit; the answer is the

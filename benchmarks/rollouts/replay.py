@@ -2,14 +2,13 @@
 
 `python -m benchmarks.rollouts.replay OUT.json` takes what `bench_rollouts.py --json` has written
 with the method `none`. It replays the samples of an epoch side by side, as they ran, for each way
-to share; then with the budget of a device, for each objective.
+to share.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -21,18 +20,11 @@ from tqdm import tqdm
 
 from benchmarks.methods import BASELINE
 from benchmarks.rollouts.engine import Request
-from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
-from lookahead_vllm.draft.options import AUTO_DECODING_LENGTH, LookaheadOptions
+from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.simulation.markdown import markdown, number
-
-CURVE = CostCurve([1, 64, 256, 512, 4096], [6.0, 6.3, 7.2, 12.0, 90.0])
-"""Of a device on which a step takes hardly longer with up to 256 tokens; ms by tokens."""
-
-SUBSETS = 12
-"""Random halves of the prompts on which objectives are compared."""
 
 
 class Recorded(NamedTuple):
@@ -51,12 +43,6 @@ class Recorded(NamedTuple):
         requests = [Request(prompt, 0) for prompt in content["prompt_of_sample"]]
         epochs = [epoch["token_ids"] for epoch in content["epochs"][BASELINE]]
         return cls(content["prompts"], requests, epochs)
-
-    def some(self, prompts: set[int]) -> Recorded:
-        """The rollouts of these prompts."""
-        kept = [i for i, request in enumerate(self.requests) if request.prompt in prompts]
-        epochs = [[epoch[i] for i in kept] for epoch in self.epochs]
-        return Recorded(self.prompts, [self.requests[i] for i in kept], epochs)
 
 
 class SuffixDrafter:
@@ -106,20 +92,14 @@ class Replayed(NamedTuple):
 
     steps: int
     tokens_per_step: float
-    milliseconds: float
-    """To the end of the batch, on the device of CURVE."""
     nodes: float
-    """Of a request in a step, until nine of ten have ended."""
-    nodes_in_tail: float
-    """The same after that."""
+    """Of a request in a step, on average."""
 
 
 def trie(options: LookaheadOptions) -> NGramTrieProposer:
-    """The trie, on the device of CURVE if its budget is "auto"."""
+    """The trie, which inserts each prompt at once."""
     proposer = NGramTrieProposer(options)
     proposer.insertion.seconds = np.inf
-    if options.budget == "auto":
-        proposer.cost = StepCost(CURVE)
     return proposer
 
 
@@ -138,8 +118,8 @@ def replay(
         # The prefills emit a token each.
         done = dict.fromkeys(range(len(texts)), 1)
         proposer.extend({name: text[:1] for name, text in zip(names, texts, strict=True)})
-        steps, milliseconds, decoded = 1, 0.0, len(texts)
-        nodes: tuple[list[float], list[float]] = [], []
+        steps, decoded = 1, len(texts)
+        nodes: list[float] = []
         while live := [i for i, text in enumerate(texts) if done[i] < len(text)]:
             forest = proposer.propose([DraftLimits(names[i], most, most) for i in live])
             emitted = {
@@ -148,15 +128,14 @@ def replay(
             }
             proposer.extend(emitted)
             steps, decoded = steps + 1, decoded + len(live)
-            milliseconds += float(CURVE(len(live) + forest.num_nodes))
-            nodes[len(live) <= len(texts) / 10].append(forest.num_nodes / len(live))
+            nodes.append(forest.num_nodes / len(live))
             for i in live:
                 done[i] += len(emitted[names[i]])
                 if done[i] >= len(texts[i]):
                     proposer.finish(names[i])
         tokens = sum(map(len, texts))
-        means = [statistics.fmean(part) if part else 0.0 for part in nodes]
-        epochs.append(Replayed(steps, tokens / decoded, milliseconds, *means))
+        mean_nodes = statistics.fmean(nodes) if nodes else 0.0
+        epochs.append(Replayed(steps, tokens / decoded, mean_nodes))
     return epochs
 
 
@@ -206,40 +185,6 @@ def _cell(epoch: Replayed) -> str:
     return f"{number(epoch.tokens_per_step)} ({epoch.steps})"
 
 
-def objective_table(recorded: Recorded) -> str:
-    """The batch's end with each objective, over random halves of the prompts."""
-    prompts = sorted({request.prompt for request in recorded.requests})
-    rng = random.Random(1)
-    ratios: list[list[float]] = []
-    nodes: list[tuple[float, float]] = []
-    for _ in tqdm(range(SUBSETS), desc="objectives"):
-        part = recorded.some(set(rng.sample(prompts, max(1, len(prompts) // 2))))
-        namespaces = ["" for _ in part.requests]
-        sums, ends = (
-            replay(
-                part,
-                trie(LookaheadOptions(proposer="ngram_trie", objective=objective)),
-                namespaces,
-                AUTO_DECODING_LENGTH,
-            )
-            for objective in ("throughput", "makespan")
-        )
-        ratios.append([b.milliseconds / a.milliseconds for a, b in zip(sums, ends, strict=True)])
-        nodes += [(epoch.nodes, epoch.nodes_in_tail) for epoch in sums if epoch.nodes_in_tail]
-    body = []
-    for i, epoch in enumerate(zip(*ratios, strict=True)):
-        error = statistics.stdev(epoch) / len(epoch) ** 0.5
-        body.append([str(i + 1), f"{number(statistics.fmean(epoch), 3)} ± {number(error, 3)}"])
-    table = markdown(["epoch", "time to the batch's end, makespan over throughput"], body)
-    if not nodes:
-        return table
-    before, after = (statistics.fmean(part) for part in zip(*nodes, strict=True))
-    return (
-        f"{table}\n\nnodes of a request in a step, throughput: {number(before, 1)} until nine of "
-        f"ten requests have ended, {number(after, 1)} after that"
-    )
-
-
 def main() -> None:
     """Print the tables of the file on the command line."""
     parser = argparse.ArgumentParser(
@@ -249,8 +194,6 @@ def main() -> None:
     recorded = Recorded.load(parser.parse_args().file)
     print("tokens a step (and steps to the batch's end):\n")
     print(sharing_table(recorded, [4, 16, 64]))
-    print()
-    print(objective_table(recorded))
 
 
 if __name__ == "__main__":

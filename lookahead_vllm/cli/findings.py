@@ -18,7 +18,6 @@ from typing import Literal, NamedTuple
 import lookahead_vllm
 from lookahead_vllm import kernel_folder, machine
 from lookahead_vllm.engine import compatibility
-from lookahead_vllm.engine.seams import SEAMS
 
 Status = Literal["ok", "note", "FAILS"]
 
@@ -49,10 +48,9 @@ def rows() -> Iterator[Row]:
     yield Row("lookahead-vllm", find_package)
     yield Row("vLLM", find_vllm)
     if importlib.util.find_spec("vllm") is not None:
-        yield Row("vLLM internals", find_seams)
         yield Row("plugin", find_plugin)
         yield Row("device", find_device)
-        yield Row("model runner", find_runner)
+        yield Row("environment", find_environment)
         yield Row("attention", find_attention)
     yield Row("kernel folder", find_kernel_folder)
     yield Row("numba", find_numba)
@@ -136,19 +134,6 @@ def find_vllm() -> Finding:
     return Finding("ok", text)
 
 
-def find_seams() -> Finding:
-    problems = list(compatibility.problems())
-    if problems:
-        more = f", and {len(problems) - 1} more places differ" if len(problems) > 1 else ""
-        return Finding("FAILS", f"in this vLLM, {problems[0]}{more}")
-    patches = sum(seam.is_patch for seam in SEAMS)
-    return Finding(
-        "ok",
-        f"all that lookahead uses is there; it replaces {patches} places and extends "
-        f"{len(SEAMS) - patches}",
-    )
-
-
 def find_plugin() -> Finding:
     """Whether vLLM finds the plugin, as `vllm.plugins.load_plugins_by_group` does."""
     found = entry_points(group="vllm.general_plugins", name=PLUGIN)
@@ -195,25 +180,18 @@ def find_device() -> Finding:
     return Finding("FAILS", f"vLLM finds {name}; lookahead runs on CUDA and on CPUs")
 
 
-def find_runner() -> Finding:
-    """The runner that lookahead uses in an engine of default options."""
+def find_environment() -> Finding:
+    """Whether a variable is set with which lookahead does not start."""
     from vllm import envs
-    from vllm.config import vllm as vllm_config
 
-    if envs.VLLM_USE_RUST_FRONTEND:
-        return Finding(
-            "FAILS", "VLLM_USE_RUST_FRONTEND=1 is set, which lookahead refuses; unset it"
-        )
-    wanted = envs.VLLM_USE_V2_MODEL_RUNNER
-    if wanted and device_type() == "cpu":
-        return Finding(
-            "FAILS",
-            "VLLM_USE_V2_MODEL_RUNNER=1 is set, but vLLM's second model runner (V2) needs a GPU; "
-            "unset it",
-        )
-    if wanted or (wanted is None and vllm_config.HAS_TRITON):
-        return Finding("ok", "vLLM's second model runner (V2), or the first where vLLM takes it")
-    return Finding("ok", "vLLM's first model runner (V1)")
+    refused = {
+        "VLLM_USE_RUST_FRONTEND=1": envs.VLLM_USE_RUST_FRONTEND,
+        "VLLM_USE_V2_MODEL_RUNNER=0": envs.VLLM_USE_V2_MODEL_RUNNER is False,
+    }
+    for setting, is_set in refused.items():
+        if is_set:
+            return Finding("FAILS", f"{setting} is set, which lookahead refuses; unset it")
+    return Finding("ok", "no variable that lookahead refuses")
 
 
 def find_attention() -> Finding:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from lookahead_vllm.draft.allowed import Allowed, with_known_names
+from lookahead_vllm.draft.allowed import Allowed, check_names
 from lookahead_vllm.draft.allowed import OptionError as OptionError
 from lookahead_vllm.draft.registry import HAVE_WINDOW, PROPOSERS
 from lookahead_vllm.draft.window.shape import (
@@ -20,10 +20,9 @@ from lookahead_vllm.draft.window.shape import (
     paper_window_size,
 )
 
-DRAFTS = ("hierarchical", "single")
-OBJECTIVES = ("throughput", "makespan")
 ATTENTIONS = ("auto", "triton", "xformers")
 SHARES = ("none", "namespace", "all")
+CLIENT_OPTIONS = ("all", "no_namespaces", "none")
 SHARE_SCHEMES = ("redis://", "rediss://", "unix://")
 
 MAX_DECODING_LENGTH = 128
@@ -52,8 +51,8 @@ def _words(default: str, words: tuple[str, ...]) -> Any:
 
 
 def _number(default: Any, low: int, high: int, kind: str = "a whole number") -> Any:
-    """A number, or the default if that is no number."""
-    words = (default,) if default in ("auto", None) else ()
+    """A number, or "auto" if that is the default."""
+    words = (default,) if default == "auto" else ()
     return field(default=default, metadata={"allowed": Allowed(words, (low, high), kind)})
 
 
@@ -62,16 +61,15 @@ def _switch(default: bool) -> Any:
 
 
 def _text(kind: str, instead: Any) -> Any:
-    """A text of this kind, or None; `instead` is recommended in place of a wrong one."""
-    allowed = Allowed((None,), kind=kind, is_text=True)
-    return field(default=None, metadata={"allowed": allowed, "instead": instead})
+    """A text of this kind; `instead` is recommended in place of a wrong one."""
+    return field(default=None, metadata={"allowed": Allowed(kind=kind), "instead": instead})
 
 
 @dataclass(frozen=True)
 class LookaheadOptions:
     """The options of lookahead decoding, described in docs/configuration.md.
 
-    A value may be spelled as `Allowed` reads it; a wrong one raises OptionError.
+    `from_dict` checks them.
 
     Attributes
     ----------
@@ -82,18 +80,12 @@ class LookaheadOptions:
         The maximum length of a branch below the root, in tokens.
     max_nodes : int
         The capacity of the trie in n-grams of 16 bytes.
-    draft : "hierarchical" or "single"
-        Whether branches are merged into a tree, or there is only one. Source: Lookahead (KDD 2024),
-        section 4.1.
     proposer : "auto" or str
         A key of `registry.PROPOSERS`. "auto": "hybrid" where tokens in a step are nearly free, else
         "ngram_trie".
     budget : "auto" or int
         "auto": each step sends only the nodes that pay for themselves. A number: up to that many
         for each request, whatever they cost.
-    objective : "throughput" or "makespan"
-        What the nodes of a step are chosen for: the most tokens a second, or that the last request
-        of a batch ends early.
     window_size, ngram_size, guess_set_size : "auto" or int
         W, N and G of the lookahead branch; W = 0 disables it. "auto": W by the size of the model,
         as in Lookahead Decoding (ICML 2024), Table 4, as far as the nodes suffice; G is W.
@@ -115,22 +107,15 @@ class LookaheadOptions:
     share_with, share_messages : str or None, int
         The server through which replicas of this engine learn from each other's answers; the most
         messages that it keeps of a namespace.
-    weights_half_life : int or float
-        The number of changes of the model's weights after which a frequency counts half; 0: none.
-    max_reference_tokens : int
-        The maximum number of reference tokens of one request. In a reference that is text, 4 bytes
-        of UTF-8 count as a token.
-    accept_references, accept_namespaces : bool
-        Whether requests may bring references, and name their namespace. False ignores these.
+    client_options : "all", "no_namespaces" or "none"
+        Which options of requests are not ignored.
     """
 
     num_speculative_tokens: str | int = _number("auto", 1, MAX_DECODING_LENGTH)
     branch_length: int = _number(64, 1, 64)
     max_nodes: int = _number(4_000_000, 1024, 2**30 - 1)
-    draft: str = _words("hierarchical", DRAFTS)
     proposer: str = "auto"
     budget: str | int = _number("auto", 1, MAX_DECODING_LENGTH)
-    objective: str = _words("throughput", OBJECTIVES)
     window_size: str | int = _number("auto", 0, MAX_WINDOW_SIZE)
     ngram_size: int = _number(PAPER_NGRAM_SIZE, 2, MAX_NGRAM_SIZE)
     guess_set_size: str | int = _number("auto", 1, MAX_GUESS_SET_SIZE)
@@ -145,33 +130,7 @@ class LookaheadOptions:
         "the URL of a Redis or Valkey server", "redis://localhost:6379/0"
     )
     share_messages: int = _number(4_000, 1, 10_000_000)
-    weights_half_life: float = _number(32, 0, 1_000_000, "a number of changes")
-    max_reference_tokens: int = _number(16_384, 1, 2**20)
-    accept_references: bool = _switch(True)
-    accept_namespaces: bool = _switch(True)
-
-    def __post_init__(self) -> None:
-        for option in fields(self):
-            instead = option.metadata.get("instead", option.default)
-            given = getattr(self, option.name)
-            if option.name == "drafter" and isinstance(given, Mapping) and given:
-                continue  # vLLM checks it
-            read = allowed_values(option.name).read(option.name, given, instead)
-            object.__setattr__(self, option.name, read)
-        if isinstance(self.drafter, str):
-            object.__setattr__(self, "drafter", {"model": self.drafter})
-        length = self.num_speculative_tokens
-        if "auto" not in (self.budget, length) and int(self.budget) > int(length):
-            raise OptionError(
-                f"budget={self.budget} was given, but it must be at most "
-                f'num_speculative_tokens={length}; write "auto", or leave budget out'
-            )
-        self._check_comb()
-        if self.share_with is not None and not self.share_with.startswith(SHARE_SCHEMES):
-            raise OptionError(  # without the URL, which may hold a password
-                f"share_with was given, but it must begin with {', '.join(SHARE_SCHEMES)}; write "
-                "for instance redis://localhost:6379/0"
-            )
+    client_options: str = _words("all", CLIENT_OPTIONS)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, object]) -> LookaheadOptions:
@@ -183,12 +142,20 @@ class LookaheadOptions:
             A key is unknown, a value has a wrong type or is out of range, two contradict, or an
             option has no effect.
         """
-        values = with_known_names(given, [option.name for option in fields(cls)])
-        for name, value in list(values.items()):
-            # null means the default, unless it may be meant to be the word "none".
-            if value is None and "none" not in allowed_values(name).words:
-                del values[name]
+        known = cls.__dataclass_fields__
+        check_names(given, known)
+        values: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
+        for name, value in values.items():
+            if name == "drafter" and isinstance(value, Mapping) and value:
+                continue  # vLLM checks it
+            instead = known[name].metadata.get("instead", known[name].default)
+            allowed_values(name).check(name, value, instead)
+        if isinstance(drafter := values.get("drafter"), str):
+            values["drafter"] = {"model": drafter}
         options = cls(**values)
+        options._check_length()
+        options._check_comb()
+        options._check_url()
         options._check_needs()
         return options
 
@@ -301,6 +268,21 @@ class LookaheadOptions:
         comb = WindowShape(size, self.ngram_size).nodes
         return min(MAX_DECODING_LENGTH, max(1, comb + guesses * (self.ngram_size - 1)))
 
+    def _check_length(self) -> None:
+        length = self.num_speculative_tokens
+        if "auto" not in (self.budget, length) and int(self.budget) > int(length):
+            raise OptionError(
+                f"budget={self.budget} was given, but it must be at most "
+                f'num_speculative_tokens={length}; write "auto", or leave budget out'
+            )
+
+    def _check_url(self) -> None:
+        if self.share_with is not None and not self.share_with.startswith(SHARE_SCHEMES):
+            raise OptionError(  # without the URL, which may hold a password
+                f"share_with was given, but it must begin with {', '.join(SHARE_SCHEMES)}; write "
+                "for instance redis://localhost:6379/0"
+            )
+
     def _check_needs(self) -> None:
         given = [
             option.name for option in fields(self) if getattr(self, option.name) != option.default
@@ -350,10 +332,7 @@ NEEDS = (
         lambda options: options.proposer == "jacobi_window",
     ),
     Need(
-        (
-            *("branch_length", "max_nodes", "draft", "objective", "weights_half_life"),
-            *("drafter", "share", "cache_path", "share_with"),
-        ),
+        ("branch_length", "max_nodes", "drafter", "share", "cache_path", "share_with"),
         "a trie, which the proposer 'jacobi_window' does not have",
         "leave proposer out",
         lambda options: options.proposer != "jacobi_window",
@@ -375,12 +354,6 @@ NEEDS = (
         "a server to share with",
         "give share_with, too",
         lambda options: options.share_with is not None,
-    ),
-    Need(
-        ("max_reference_tokens",),
-        "references, and accept_references=False was given",
-        "leave that out",
-        lambda options: options.accept_references,
     ),
 )
 

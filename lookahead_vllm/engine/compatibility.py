@@ -1,25 +1,12 @@
-"""Whether a release of vLLM has everything that lookahead uses of it.
-
-An engine starts with a supported release, whose sources have been compared (`check`). The sources
-of another one, installed or not, are compared by `problems`: what lookahead replaces or overrides
-is in the table `seams.md`; all else that it uses is read from its own code.
-"""
+"""Whether a release of vLLM is one whose sources have been compared with what lookahead uses."""
 
 from __future__ import annotations
 
-import ast
-import functools
 import importlib.util
 import re
-from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
-from lookahead_vllm.engine.seams import SEAMS, Seam
-
 SUPPORTED = ("0.32", "0.33")
-
-ENGINE = Path(__file__).parent
 
 
 class SeamError(RuntimeError):
@@ -28,7 +15,7 @@ class SeamError(RuntimeError):
 
 def check() -> None:
     """Raise SeamError, one sentence, if the installed vLLM is not of a supported release."""
-    release = _release(_package())
+    release = release_of(package())
     if release not in SUPPORTED:
         raise SeamError(
             f"this lookahead-vllm works with vLLM {' and '.join(SUPPORTED)}, and the installed "
@@ -37,150 +24,18 @@ def check() -> None:
         )
 
 
-def problems(root: Path | None = None) -> Iterator[str]:
-    """What lookahead uses and a vLLM does not have, for instance "vllm.config has no VllmConfig".
-
-    Parameters
-    ----------
-    root
-        Folder that holds the `vllm` package. By default the installed one, of which the table and
-        all imports are compared. In another one, every name that `engine/` uses and the installed
-        vLLM mentions has to be mentioned, too. The sources are read, not imported.
-    """
-    installed = _package()
-    package = installed if root is None else root / "vllm"
-    release = _release(package)
-    for seam in SEAMS:
-        if seam.release in ("", release) and (problem := _problem(package, seam)):
-            yield problem
-    for module, name in sorted(_imported()):
-        path = _file(package, module)
-        if path is None:
-            yield f"there is no module {module}"
-        elif name not in _words(path) and _file(package, f"{module}.{name}") is None:
-            yield f"{module} has no {name}"
-    if root is not None:
-        gone = _all_words(installed) - _all_words(package)
-        for name, place in sorted(_used().items()):
-            if name in gone:
-                yield f"nothing is called {name} any more, which {place} uses"
-
-
-def _package() -> Path:
+def package() -> Path:
+    """The folder of the installed vLLM; SeamError if there is none."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise SeamError(f"vLLM is not installed; install vllm=={SUPPORTED[-1]}.*")
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def _release(package: Path) -> str | None:
+def release_of(package: Path) -> str | None:
     """The release, for instance "0.33"; None for a checkout that was not built."""
     path = package / "_version.py"
     if not path.is_file():
         return None
     found = re.search(r"__version__ = .*?'(\d+\.\d+)\.", path.read_text(encoding="utf-8"))
     return found and found[1]
-
-
-def _file(package: Path, module: str) -> Path | None:
-    """The source of a module, by its dotted name; None if there is none."""
-    path = package.joinpath(*module.split(".")[1:])
-    return next(filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py")), None)
-
-
-def _problem(package: Path, seam: Seam) -> str | None:
-    """What `seam` needs and this vLLM does not have; None if nothing is missing."""
-    path = _file(package, seam.module)
-    if path is None:
-        return f"there is no module {seam.module}"
-    text = path.read_text(encoding="utf-8")
-    scope: ast.AST = _parse(text)
-    for part in filter(None, seam.name.split(".")):
-        found = next((node for node in _definitions(scope) if node.name == part), None)
-        if found is None:
-            return f"{seam.module} has no {seam.name}"
-        scope = found
-    missing = set(seam.needs) - _offered(scope, text)
-    if missing:
-        names = ", ".join(map(repr, sorted(missing)))
-        return f"{seam.name or seam.module} has no {names}"
-    return None
-
-
-Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def _definitions(scope: ast.AST) -> Iterator[Definition]:
-    for node in getattr(scope, "body", ()):
-        if isinstance(node, Definition):
-            yield node
-
-
-def _offered(scope: ast.AST, text: str) -> set[str]:
-    """The parameters of a function; the words of a class or a module."""
-    if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
-        given = scope.args
-        return {one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
-    if isinstance(scope, ast.ClassDef):
-        text = "\n".join(text.splitlines()[scope.lineno - 1 : scope.end_lineno])
-    return set(re.findall(r"\w+", text))
-
-
-# ---- what is imported, called and read -----------------------------------------------------------
-
-
-def _imported(folder: Path = ENGINE) -> set[tuple[str, str]]:
-    """(module, name) of all imports from vLLM; ("vllm.x", "") of a whole module."""
-    found: set[tuple[str, str]] = set()
-    for path in folder.rglob("*.py"):
-        for node in ast.walk(_parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom):
-                found.update((node.module or "", alias.name) for alias in node.names)
-            elif isinstance(node, ast.Import):
-                found.update((alias.name, "") for alias in node.names)
-    return {(module, name) for module, name in found if module.split(".")[0] == "vllm"}
-
-
-_DEFINITION = re.compile(r"(?:def|class) (\w+)|self\.(\w+)(?:: .+)? = |^    (\w+): ", re.M)
-
-
-@functools.cache
-def _used() -> dict[str, str]:
-    """Where `engine/` uses each name of an object that may be vLLM's: an attribute, or a keyword of
-    a call, that is not defined in this package."""
-    sources = {path: path.read_text(encoding="utf-8") for path in ENGINE.parent.rglob("*.py")}
-    ours = {name for text in sources.values() for name in chain(*_DEFINITION.findall(text))}
-    found: dict[str, str] = {}
-    for path, text in sorted(sources.items()):
-        for node in ast.walk(_parse(text)) if path.is_relative_to(ENGINE) else ():
-            for name in set(_names(node)) - ours:
-                line = getattr(node, "lineno", 0)
-                found.setdefault(name, f"{path.relative_to(ENGINE.parent)}:{line}")
-    return found
-
-
-def _names(node: ast.AST) -> Iterator[str]:
-    """What a node of a syntax tree uses."""
-    if isinstance(node, ast.Attribute):
-        yield node.attr
-    elif isinstance(node, ast.Call):
-        yield from (keyword.arg for keyword in node.keywords if keyword.arg)
-        if getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
-            yield from (str(arg.value) for arg in node.args[1:2] if isinstance(arg, ast.Constant))
-
-
-@functools.lru_cache(maxsize=64)
-def _parse(text: str) -> ast.Module:
-    return ast.parse(text)
-
-
-@functools.lru_cache(maxsize=2)
-def _all_words(package: Path) -> set[str]:
-    """Every word of the sources; those of the installed release are read once."""
-    return set().union(*map(_words, package.rglob("*.py")))
-
-
-@functools.lru_cache(maxsize=1)
-def _words(path: Path) -> set[str]:
-    # In bytes, because that takes a third of the time.
-    return {word.decode() for word in set(re.findall(rb"\w+", path.read_bytes()))}

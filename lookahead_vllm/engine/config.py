@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-_GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
-
 WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": (
         "lookahead_vllm.engine.model_runner.cpu_worker.LookaheadCPUWorker"

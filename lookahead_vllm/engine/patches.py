@@ -1,7 +1,7 @@
 """How lookahead replaces parts of vLLM: every replacement is recorded, and none is made twice.
 
 `patch` lasts as long as the process, `swapped` as long as a `with` block. Both kinds are listed in
-`seams/`. Importing this module costs next to nothing: every vLLM process does.
+`seams.md`. Importing this module costs next to nothing: every vLLM process does.
 """
 
 from __future__ import annotations
@@ -9,20 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 
 class PatchError(RuntimeError):
     """A place that has a patch already, or does not exist."""
-
-
-class Patch(NamedTuple):
-    """One replaced attribute."""
-
-    place: str
-    """A dotted path, for instance "vllm.v1.engine.async_llm.AsyncLLM.generate"."""
-    why: str
-    """From the table of seams; empty if the place is not in it."""
 
 
 _applied: list[tuple[type | ModuleType, str]] = []
@@ -58,13 +49,9 @@ def is_patched(owner: type | ModuleType, name: str | None = None) -> bool:
     return any(owner is other and name in (None, patched) for other, patched in _applied)
 
 
-def applied() -> list[Patch]:
-    """The patches of this process, in the order in which they were made."""
-    from lookahead_vllm.engine.seams import SEAMS
-
-    reasons = {place: seam.why for seam in SEAMS if seam.is_patch for place in seam.places}
-    places = [_place(owner, name) for owner, name in _applied]
-    return [Patch(place, reasons.get(place, "")) for place in places]
+def applied() -> list[str]:
+    """The dotted paths of the patches of this process, in the order in which they were made."""
+    return [_place(owner, name) for owner, name in _applied]
 
 
 @contextmanager

@@ -37,7 +37,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     ),
     "--num-speculative-tokens": dict(
         dest="spec_tokens",
-        type=lambda text: _decoding_length(text),
+        type=lambda text: _number_or_auto(text),
         default=argparse.SUPPRESS,
         help="The decoding length: the most draft tokens that one request may have verified "
         "in one step. The same as --spec-tokens. Further options (branch_length, max_nodes, "
@@ -109,17 +109,13 @@ def _with_flags(engine_args: type, original: Callable[..., Any]) -> Callable[...
     return add_cli_args
 
 
-def _decoding_length(text: str) -> Any:
+def _number_or_auto(text: str) -> int | str:
     try:
-        return int(text)  # of any size: the flag is also for vLLM's other methods
+        return text if text == "auto" else int(text)  # of any size: for vLLM's other methods, too
     except ValueError:
-        from lookahead_vllm.draft.options import OptionError, allowed_values
-
-        allowed = allowed_values("num_speculative_tokens")
-        try:
-            return allowed.read("--num-speculative-tokens", text, "auto")
-        except OptionError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} was given, but it must be a whole number or 'auto'; write one of these"
+        ) from None
 
 
 def _offer_flags(parser: Any, engine_args: type) -> None:
@@ -173,8 +169,8 @@ def _offer_method(parser: argparse.ArgumentParser) -> None:
     def method(text: str) -> Any:
         from lookahead_vllm.engine import requested
 
-        if requested.is_lookahead(text):
-            return requested.KEY
+        if text == requested.KEY:
+            return text
         if text not in known and requested.is_misspelled(text):
             raise argparse.ArgumentTypeError(requested.MISSPELLED.format(text))
         return read(text) if callable(read) else text

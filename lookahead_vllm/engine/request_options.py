@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -20,8 +19,8 @@ import numpy as np
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 
-from lookahead_vllm.draft.allowed import Allowed, folded, nearest
-from lookahead_vllm.draft.options import LookaheadOptions, OptionError
+from lookahead_vllm.draft.allowed import Allowed, OptionError, nearest
+from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine.requested import KEY
 
 if TYPE_CHECKING:
@@ -32,8 +31,6 @@ logger = init_logger(f"vllm.{__name__}")
 NAMES = ("reference", "namespace", "enabled", "proposer")
 PROPOSERS = ("hybrid", "ngram_trie", "jacobi_window")
 FLAT = {f"{KEY}_{name}": name for name in NAMES}
-_FOLDED = {folded(name): name for name in (KEY, *FLAT)}
-"""Keys of `extra_args` that are ours, as `folded` spells them."""
 
 PREDICTION = f"{KEY}_prediction"
 """The key of OpenAI's `prediction`, as the client sent it."""
@@ -43,6 +40,8 @@ MARK = "passed"
 client's JSON cannot contain, so no client can forge it."""
 
 MAX_REFERENCES = 64
+MAX_REFERENCE_TOKENS = 16_384
+"""In all references of a request."""
 BYTES_PER_TOKEN = 4
 """Bytes of a text in UTF-8 that count as one token. The count needs no tokenizer, so a text that is
 too long is refused before it is tokenized."""
@@ -94,15 +93,12 @@ def parse_options(
     """
     if isinstance(already_checked := (extra_args or {}).get(KEY), RequestOptions):
         return already_checked
+    if server.client_options == "none":
+        return RequestOptions()
     values: dict[str, Any] = {}
     spellings: dict[str, str] = {}
-    ignored = []
-    if not server.accept_references:
-        ignored.append("reference")
-    if not server.accept_namespaces:
-        ignored.append("namespace")
     for name, spelling, value in _written(extra_args or {}):
-        if value is None or name in ignored:
+        if value is None or (name == "namespace" and server.client_options == "no_namespaces"):
             continue
         if name in values:
             raise RequestError(
@@ -115,14 +111,11 @@ def parse_options(
         spelling, value = spellings["reference"], values["reference"]
         if spelling == "prediction":
             value = _text_of_prediction(value)
-        options["references"] = _references(
-            spelling, value, vocab_size, server.max_reference_tokens
-        )
+        options["references"] = _references(spelling, value, vocab_size)
     if "namespace" in values:
         options["namespace"] = _namespace(spellings["namespace"], values["namespace"])
     if "enabled" in values:
-        allowed = Allowed((True, False))
-        options["enabled"] = _read(allowed, spellings["enabled"], values["enabled"], True)
+        options["enabled"] = _enabled(spellings["enabled"], values["enabled"])
         if not options["enabled"]:
             options.pop("references", None)  # checked, but not used
     if "proposer" in values:
@@ -159,7 +152,7 @@ _FIELDS = ("extra_args", "extra_body", "sampling_params", "vllm_xargs")
 def _places(fields: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, str]]:
     """The field and the name of each of lookahead's options in the JSON of a request."""
     for key, value in fields.items():
-        if folded(key).startswith(KEY):
+        if _is_meant_for_us(key):
             yield place, key
         elif key in _FIELDS and isinstance(value, Mapping):
             yield from _places(value, f"{place}.{key}" if place else key)
@@ -192,7 +185,7 @@ def fields_for_worker(
 def _others(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     """The part of `extra_args` that is not lookahead's."""
     given = extra_args or {}
-    return {k: v for k, v in given.items() if k != PREDICTION and folded(k) not in _FOLDED}
+    return {k: v for k, v in given.items() if k not in (KEY, PREDICTION, *FLAT)}
 
 
 def without_references(params: SamplingParams) -> SamplingParams:
@@ -272,18 +265,20 @@ def _written(extra_args: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     for key, value in extra_args.items():
         if key == PREDICTION:
             yield "reference", "prediction", value
-        elif (ours := _FOLDED.get(folded(key))) == KEY:
+        elif key == KEY:
             for name, inner in _fields_of(value).items():
-                if folded(name) not in _FOLDED_NAMES:
+                if name not in NAMES:
                     raise _unknown(str(name), NAMES, f" in {KEY}")
-                yield _FOLDED_NAMES[folded(name)], f"{KEY}[{name!r}]", inner
-        elif ours is not None:
-            yield FLAT[ours], key, value
-        elif folded(key).startswith(KEY) or _is_misspelled(str(key)):
+                yield name, f"{KEY}[{name!r}]", inner
+        elif key in FLAT:
+            yield FLAT[key], key, value
+        elif _is_meant_for_us(key) or _is_misspelled(str(key)):
             raise _unknown(str(key), tuple(FLAT))
 
 
-_FOLDED_NAMES = {folded(name): name for name in NAMES}
+def _is_meant_for_us(key: Any) -> bool:
+    """Whether a key, however it is spelled, begins with `KEY`."""
+    return str(key).strip().lower().startswith(KEY)
 
 
 def _is_misspelled(key: str) -> bool:
@@ -292,14 +287,10 @@ def _is_misspelled(key: str) -> bool:
 
 
 def _fields_of(value: Any) -> Mapping[Any, Any]:
-    """The dict under `lookahead`, which may be written as JSON; empty if it is None."""
-    given = value
-    if isinstance(value, str):
-        with suppress(ValueError, RecursionError):
-            value = json.loads(value)
+    """The dict under `lookahead`; empty if it is None."""
     if value is not None and not isinstance(value, Mapping):
         raise RequestError(
-            f"{KEY}={reprlib.repr(given)} was given, but it must be a dict of "
+            f"{KEY}={reprlib.repr(value)} was given, but it must be a dict of "
             f"{', '.join(NAMES)}; write for instance " + '{"lookahead_enabled": false}'
         )
     return value or {}
@@ -313,9 +304,7 @@ def _unknown(name: str, known: Sequence[str], where: str = "") -> RequestError:
     )
 
 
-def _references(
-    spelling: str, value: Any, vocab_size: int, max_tokens: int
-) -> tuple[Reference, ...]:
+def _references(spelling: str, value: Any, vocab_size: int) -> tuple[Reference, ...]:
     items = [value] if isinstance(value, str) else value
     if isinstance(items, list | tuple) and items and type(items[0]) is int:
         items = [items]  # the token ids of one text
@@ -324,14 +313,14 @@ def _references(
     ):
         raise _wrong_reference(spelling, value)
     tokens = sum(map(len, items)) // BYTES_PER_TOKEN  # a lower bound: a character has >= 1 byte
-    if tokens <= max_tokens:
+    if tokens <= MAX_REFERENCE_TOKENS:
         tokens = sum(_tokens_of(item, spelling) for item in items)
-    if len(items) > MAX_REFERENCES or tokens > max_tokens:
+    if len(items) > MAX_REFERENCES or tokens > MAX_REFERENCE_TOKENS:
         raise RequestError(
             f"{spelling} was given with {len(items)} texts of {tokens} tokens or more "
             f"({BYTES_PER_TOKEN} bytes of a text count as one), but this server allows "
-            f"{MAX_REFERENCES} texts of {max_tokens} tokens in all; write only what the answer "
-            "may copy from"
+            f"{MAX_REFERENCES} texts of {MAX_REFERENCE_TOKENS} tokens in all; write only what the "
+            "answer may copy from"
         )
     return tuple(
         item if isinstance(item, str) else _token_ids(spelling, value, item, vocab_size)
@@ -383,6 +372,16 @@ def _namespace(spelling: str, value: Any) -> str:
     return value
 
 
+def _enabled(spelling: str, value: Any) -> bool:
+    # vLLM's HTTP server converts JSON's booleans to numbers.
+    if not isinstance(value, bool | int | float) or value not in (0, 1):
+        raise RequestError(
+            f"{spelling}={reprlib.repr(value)} was given, but it must be true or false; "
+            f"leave {spelling} out"
+        )
+    return bool(value)
+
+
 def _proposer(spelling: str, value: Any, server: LookaheadOptions) -> str:
     if server.proposer != "hybrid":
         raise RequestError(
@@ -390,13 +389,9 @@ def _proposer(spelling: str, value: Any, server: LookaheadOptions) -> str:
             f"{server.proposer!r}; leave it out, or start the server with "
             '"proposer": "hybrid"'
         )
-    name: str = _read(Allowed(PROPOSERS), spelling, value, server.proposer)
-    return name
-
-
-def _read(allowed: Allowed, spelling: str, value: Any, instead: Any) -> Any:
-    # vLLM's HTTP server converts JSON's booleans to numbers, which `Allowed` reads as booleans.
     try:
-        return allowed.read(spelling, value, instead)
+        Allowed(PROPOSERS).check(spelling, value, server.proposer)
     except OptionError as error:
         raise RequestError(str(error)) from None
+    name: str = value
+    return name

@@ -1,17 +1,15 @@
-"""Reads lookahead's options from vLLM's engine arguments, however they are spelled."""
+"""Reads lookahead's options from vLLM's engine arguments."""
 
 from __future__ import annotations
 
-import json
 import os
 import reprlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from lookahead_vllm.draft.allowed import folded, nearest, with_known_names
+from lookahead_vllm.draft.allowed import check_names
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.draft.registry import PROPOSERS
 
@@ -51,32 +49,25 @@ def is_misspelled(name: Any) -> bool:
     """Whether a method or a model that vLLM does not know is probably meant to be "lookahead"."""
     if not isinstance(name, str) or len(name) > 60 or "/" in name or os.path.exists(name):
         return False
-    return KEY in folded(name) or bool(get_close_matches(folded(name), [KEY], cutoff=0.8))
+    letters = "".join(filter(str.isalpha, name)).lower()
+    return KEY in letters or bool(get_close_matches(letters, [KEY], cutoff=0.8))
 
 
 def _names(args: Any) -> list[Any]:
     """What engine arguments, of any release of vLLM, say about speculation."""
-    given = _parsed(getattr(args, "speculative_config", None))
+    given = getattr(args, "speculative_config", None)
     fields_of_args = ("spec_method", "spec_model", "speculative_model")
     names = [getattr(args, name, None) for name in fields_of_args]
     return [*names, *(given.values() if isinstance(given, Mapping) else [given])]
 
 
-def _parsed(given: Any) -> Any:
-    """A speculative config that may be written as JSON."""
-    if isinstance(given, str):
-        with suppress(ValueError, RecursionError):
-            return json.loads(given)
-    return given
-
-
 def is_lookahead(name: Any) -> bool:
-    """Whether a method or a model is "lookahead", however it is spelled."""
-    return isinstance(name, str) and folded(name) == KEY
+    """Whether a method or a model is lookahead's."""
+    return name in (KEY, f"[{KEY}]")
 
 
 def _is_class(model: Any) -> bool:
-    return isinstance(model, str) and model.strip().startswith(PACKAGE)
+    return isinstance(model, str) and model.startswith(PACKAGE)
 
 
 def requested_options(args: EngineArgs) -> LookaheadOptions:
@@ -87,15 +78,13 @@ def requested_options(args: EngineArgs) -> LookaheadOptions:
     OptionError
         One sentence: what was given, what is allowed, what to write.
     """
-    given = _parsed(args.speculative_config) or {}
+    given = args.speculative_config or {}
     if not isinstance(given, dict):
         raise OptionError(
             f"speculative_config={reprlib.repr(given)} was given, but it must be a dict; write for "
             'instance {"method": "lookahead"}'
         )
-    given = with_known_names(
-        given, ("method", "model", *(option.name for option in fields(LookaheadOptions)))
-    )
+    check_names(given, ("method", "model", *(option.name for option in fields(LookaheadOptions))))
     flags = {key: getattr(args, attr) for key, (attr, _) in FLAGS.items()}
     flags = {key: value for key, value in flags.items() if value is not None}
     settings: dict[str, Any] = {**given, **flags}
@@ -105,7 +94,7 @@ def requested_options(args: EngineArgs) -> LookaheadOptions:
             f"{key} was given twice, as {FLAGS[key][1]} {flags[key]} and in --speculative-config "
             f"as {given[key]!r}; write it once"
         )
-    if not (method is None or is_lookahead(method) or folded(method) == "customclass"):
+    if not (method is None or is_lookahead(method) or method == "custom_class"):
         raise OptionError(
             f"method {method!r} was given together with model {model!r}; "
             'write only --speculative-config \'{"method": "lookahead"}\''
@@ -122,11 +111,12 @@ def requested_options(args: EngineArgs) -> LookaheadOptions:
 
 def _proposer_of(model: str) -> str:
     """The proposer whose class is `model`."""
-    name = nearest(model.rpartition(".")[2], CLASSES)
-    if name is None or f"{PACKAGE}{name}" != model:
+    name = model.removeprefix(PACKAGE)
+    if name not in CLASSES:
+        close = get_close_matches(name, CLASSES, n=1, cutoff=0.0)[0]
         raise OptionError(
             f"model {model!r} was given, but lookahead's classes are "
             f"{', '.join(PACKAGE + known for known in CLASSES)}; "
-            f'write "{PACKAGE}{name or next(iter(CLASSES))}", or leave model out'
+            f'write "{PACKAGE}{close}", or leave model out'
         )
     return CLASSES[name]

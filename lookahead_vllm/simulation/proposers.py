@@ -9,7 +9,6 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any, cast
 
-from lookahead_vllm.draft.allowed import folded
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.options import CHAIN_LENGTH, LookaheadOptions, OptionError
 from lookahead_vllm.draft.proposer import Proposer
@@ -77,7 +76,7 @@ def _maker(spec: str) -> Make:
             raise OptionError(f"{text!r} is not KEY=VALUE, as in ngram_trie:branch_length=8")
         settings[pair[0]] = pair[1]
     for key in ("num_speculative_tokens", "budget"):
-        if folded(key) in map(folded, settings):
+        if key in settings:
             raise OptionError(f"{key} is the simulator's to set; leave it out")
     if isinstance(settings.get("drafter"), int):
         settings["drafter"] = {CHAIN_LENGTH: settings["drafter"]}
@@ -88,7 +87,6 @@ def _maker(spec: str) -> Make:
 def key_value(text: str) -> tuple[str, Any] | None:
     """Parse `KEY=VALUE`. A value that is not JSON is a string. None if there is no key."""
     key, separator, value = text.partition("=")
-    key = key.strip().replace("-", "_")
     if not separator or not key.isidentifier():
         return None
     try:

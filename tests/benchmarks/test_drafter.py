@@ -39,7 +39,7 @@ def test_the_head_is_in_vllm_as_good_as_in_training(
 
     head = {"method": "eagle", "model": str(out), "num_speculative_tokens": 3}
     alone = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, detokenize=False)
-    with engine(model, dict(budget=1, draft="single", drafter=head), **SETTINGS) as llm:
+    with engine(model, dict(budget=1, drafter=head), **SETTINGS) as llm:
         chains = record_chains(llm)
         generate_staggered(llm, PROMPTS[::2], alone)
         of_training = dict(chains)

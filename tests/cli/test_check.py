@@ -1,4 +1,4 @@
-"""`lookahead-vllm check`: a row for each requirement, a verdict, patches, other releases."""
+"""`lookahead-vllm check`: a row for each requirement, a verdict."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 from lookahead_vllm import kernel_folder
 from lookahead_vllm.cli import check, findings
 from lookahead_vllm.cli.findings import Finding, Row
-from lookahead_vllm.engine import compatibility
 from lookahead_vllm.verify.cpu import native
 
 
@@ -74,8 +72,8 @@ def test_an_exception_is_a_row_that_fails() -> None:
     [
         ("VLLM_PLUGINS", "other,more", findings.find_plugin, "does not allow 'lookahead'"),
         ("VLLM_PLUGINS", "", findings.find_plugin, "does not allow 'lookahead'"),
-        ("VLLM_USE_V2_MODEL_RUNNER", "1", findings.find_runner, "unset it"),
-        ("VLLM_USE_RUST_FRONTEND", "1", findings.find_runner, "unset it"),
+        ("VLLM_USE_V2_MODEL_RUNNER", "0", findings.find_environment, "unset it"),
+        ("VLLM_USE_RUST_FRONTEND", "1", findings.find_environment, "unset it"),
     ],
 )
 def test_variables_that_stop_lookahead_fail(
@@ -90,22 +88,6 @@ def test_variables_that_stop_lookahead_fail(
     assert found.status == "FAILS" and variable in found.text and text in found.text
     monkeypatch.delenv(variable)
     assert row().status == "ok"
-
-
-@pytest.mark.parametrize(
-    ("variable", "has_triton", "runner"),
-    [(None, True, "second"), (None, False, "first"), ("1", True, "second"), ("0", True, "first")],
-)
-def test_the_runner_is_the_one_that_plain_vllm_takes(
-    variable: str | None, has_triton: bool, runner: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    if variable:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
-    monkeypatch.setattr(findings, "device_type", lambda: "cuda")
-    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", has_triton)
-    found = findings.find_runner()
-    assert found.status == "ok" and found.text.startswith(f"vLLM's {runner} model runner")
 
 
 def test_the_plugin_is_this_one_and_may_be_one_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,13 +129,6 @@ def test_without_vllm_the_other_rows_remain(monkeypatch: pytest.MonkeyPatch) -> 
     titles = [row.title for row in findings.rows()]
     assert titles == ["lookahead-vllm", "vLLM", "kernel folder", "numba"]
     assert findings.find_vllm().status == "FAILS"
-
-
-def test_a_seam_that_differs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compatibility, "problems", lambda: ["a has no b", "there is no module c"])
-    assert findings.find_seams() == Finding(
-        "FAILS", "in this vLLM, a has no b, and 1 more places differ"
-    )
 
 
 @pytest.mark.parametrize(
@@ -236,36 +211,3 @@ def test_triton_agrees_with_torch() -> None:
     )
     assert finished.returncode == 0, finished.stderr
     assert float(finished.stdout) < findings.MAX_ERROR
-
-
-# ---- other releases ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def wheel(tmp_path: Path) -> Path:
-    path = tmp_path / "vllm-1-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
-        file.writestr("vllm/_version.py", "__version__ = v = '0.33.0'\n" * 20)
-    return path
-
-
-def test_a_folder_and_a_wheel_are_compared(
-    wheel: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def problems(root: Path) -> list[str]:
-        return [] if (root / "vllm/more").exists() else [compatibility._release(root / "vllm")]
-
-    monkeypatch.setattr(compatibility, "problems", problems)
-    folder = wheel.parent / "checkout"
-    (folder / "vllm/more").mkdir(parents=True)
-    assert check.main(["--wheel", str(folder)]) == 0
-    assert check.main(["--wheel", str(wheel)]) == 1
-    output = capsys.readouterr().out
-    assert output.endswith(f"checkout: 0 differences\n{wheel.name}: 1 differences\n  0.33\n")
-
-
-def test_what_is_no_wheel_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        check.main(["--wheel", "/nonexistent"])
-    assert stopped.value.code == 2
-    assert "check: error: argument --wheel: /nonexistent is no wheel" in capsys.readouterr().err

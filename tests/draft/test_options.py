@@ -15,7 +15,7 @@ def test_missing_options_have_defaults():
 
 
 def test_options_round_trip_through_a_dict():
-    options = LookaheadOptions(num_speculative_tokens=32, draft="single", budget=8)
+    options = LookaheadOptions(num_speculative_tokens=32, share="all", budget=8)
     assert LookaheadOptions.from_dict(options.to_dict()) == options
 
 
@@ -99,10 +99,6 @@ SHARING = {"share_with": "redis://:secret@h"}
         ({**SHARING, "share": "none"}, "share_with", "requests that learn from each other"),
         ({"cache_interval": 20}, "cache_interval", "a cache file"),
         ({"share_messages": 20}, "share_messages", "a server to share with"),
-        (
-            {"max_reference_tokens": 20, "accept_references": False},
-            *("max_reference_tokens", "references, and accept_references=False"),
-        ),
     ],
 )
 def test_an_option_without_effect_is_refused(

@@ -14,10 +14,10 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
+from benchmarks.port.seams import SEAMS
 from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.scheduler.scheduler import LookaheadScheduler
-from lookahead_vllm.engine.seams import SEAMS
 from lookahead_vllm.engine.worker import recurrent
 from tests.support.driving import (
     GREEDY,
@@ -105,7 +105,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hybrid]:
 def test_the_patches_of_recurrent_layers_are_those_of_the_table(hybrid: Hybrid) -> None:
     here = [s for s in SEAMS if s.area == "Recurrent layers" and not s.until.endswith("on a GPU")]
     wrapped = {p for seam in here if seam.use == "wrapped" for p in seam.places}
-    assert wrapped <= dict(patches.applied()).keys()
+    assert wrapped <= set(patches.applied())
 
 
 # ---- patterns of steps ---------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def other_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `compatibility.check` fail: there is no vLLM in the folder that it reads."""
-    monkeypatch.setattr(compatibility, "_package", lambda: tmp_path)
+    monkeypatch.setattr(compatibility, "package", lambda: tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,15 @@ def test_without_lookahead_nothing_changes(
         parser.format_help()
 
 
-NEAR = ["lookahaed", "[lookahed]", "look_ahead_decoding", "LookAhead-vLLM", "lokahead"]
+NEAR = [
+    "Lookahead",
+    "look-ahead",
+    "lookahaed",
+    "[lookahed]",
+    "look_ahead_decoding",
+    "LookAhead-vLLM",
+    "lokahead",
+]
 FAR = ["ngram", "lookup", "HEAD", "org/lookahead-head", "lookahead_head", 7, "[" * 1000]
 
 
@@ -125,7 +133,7 @@ def test_a_near_miss_is_told_once_vllm_has_refused_it(
 
     for given in (
         {"speculative_config": {"method": name}},
-        {"speculative_config": json.dumps({"model": name})},
+        {"speculative_config": {"model": name}},
         {"spec_method": name},
         {"spec_model": name},
     ):
@@ -154,17 +162,14 @@ def real_parser() -> Any:
     return EngineArgs.add_cli_args(FlexibleArgumentParser())
 
 
-@pytest.mark.parametrize(
-    ("given", "read"),
-    [("lookahead", "lookahead"), ("[Look-Ahead]", "lookahead"), ("ngram", "ngram")],
-)
-def test_vllms_own_flag_takes_our_method(given: str, read: str) -> None:
-    assert real_parser().parse_args(["--spec-method", given]).spec_method == read
+@pytest.mark.parametrize("given", ["lookahead", "ngram"])
+def test_vllms_own_flag_takes_our_method(given: str) -> None:
+    assert real_parser().parse_args(["--spec-method", given]).spec_method == given
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
-    [("lookahaed", "write 'lookahead'"), ("n_gram", "invalid choice: 'n_gram'")],
+    [("Look-Ahead", "write 'lookahead'"), ("n_gram", "invalid choice: 'n_gram'")],
 )
 def test_vllms_own_flag_refuses_others(
     given: str, says: str, capsys: pytest.CaptureFixture[str]
@@ -188,7 +193,7 @@ def test_lookahead_under_another_release_is_refused_with_one_sentence(
     engine_args = registered(RELEASES[name]())
     asking = [
         {"speculative_config": {"method": "lookahead"}},
-        {"speculative_config": '{"model": "[lookahead]"}'},
+        {"speculative_config": {"model": "[lookahead]"}},
         {"speculative_config": "lookahead"},
         {"speculative_config": {"model": "lookahead_vllm.NGramTrieProposer"}},
         {"spec_model": "[lookahead]"},

@@ -277,14 +277,10 @@ def _draw_lookahead(draws: FeatureDraws, with_drafter: bool, with_fleet: bool) -
     draws.features.add(f"proposer {proposer}")
     nodes = rng.choice([1, 4, 8, 16, 16, 32])
     lookahead: dict[str, Any] = dict(proposer=proposer, num_speculative_tokens=nodes, budget=nodes)
-    if proposer == "ngram_trie":
-        lookahead["draft"] = rng.choice(["hierarchical", "single"])
     if proposer in ("ngram_trie", "hybrid"):
         shares = ["all", "namespace", "namespace"] + ["none"] * (not with_fleet)
         lookahead["share"] = rng.choice(shares)
-        for option in ("accept_namespaces", "accept_references"):
-            if rng.random() < 0.2:
-                lookahead[option] = False
+        lookahead["client_options"] = rng.choice(["all"] * 3 + ["no_namespaces", "none"])
     if proposer in HAVE_WINDOW:
         lookahead["ngram_size"] = rng.choice([2, 3, 4, 5, 5])
     if proposer == "jacobi_window":

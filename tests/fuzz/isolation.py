@@ -53,10 +53,10 @@ class LeakDetector:
         lookahead: Mapping[str, Any],
     ) -> None:
         self._requests = requests
-        accepted = lookahead.get("accept_references", True)
-        self._references = references if accepted else [[] for _ in references]
+        accepted = lookahead.get("client_options", "all")
+        self._references = [[] for _ in references] if accepted == "none" else references
         self._share = lookahead.get("share", "none")
-        self._accepts_namespaces = lookahead.get("accept_namespaces", True)
+        self._accepts_namespaces = accepted == "all"
         self._outputs: dict[str, list[int]] = {}
         self._choices: defaultdict[object, Pairs] = defaultdict(set)
         """By namespace: each verified node's token with a token that the model chose there."""

@@ -13,15 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from lookahead_vllm.draft.options import LookaheadOptions
-
 Expected = Literal["refused", "answered", "either"]
 
 VOCAB = 128
 MODEL = "m"
 MAX_NAMESPACE = 1024
 MAX_REFERENCES = 64
-MAX_TOKENS = LookaheadOptions().max_reference_tokens
+MAX_TOKENS = 16_384
 """Of a request's references. A text counts as one token for every 4 bytes of UTF-8, rounded up."""
 
 

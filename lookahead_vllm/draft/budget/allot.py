@@ -40,13 +40,7 @@ class Allotment(NamedTuple):
     """The probability below which no further node would have been sent; 0 if all are sent."""
 
 
-def allot(
-    forest: DraftForest,
-    progress: int,
-    prices: StepPrices,
-    may_probe: bool,
-    weights: NDArray[np.float32] | None = None,
-) -> Allotment:
+def allot(forest: DraftForest, progress: int, prices: StepPrices, may_probe: bool) -> Allotment:
     """Choose the nodes with which the step emits the most tokens per unit of time.
 
     A step is expected to emit one token for each decoding request plus the sum of the probabilities
@@ -65,14 +59,8 @@ def allot(
     may_probe : bool
         Whether no node is sent if the expected speed-up is below PROBE_BELOW_SPEEDUP; see
         `is_probe_due`.
-    weights : float32 [t], optional
-        What a token of each request is worth, 1 on average. Then `min_prob` is that of a request
-        of weight 1.
     """
-    worths = forest.probs
-    if weights is not None:
-        worths = worths * weights[forest.owners]
-    fields, kept, rate, min_prob = _cut(forest.arrays, worths, progress, prices[:], may_probe)
+    fields, kept, rate, min_prob = _cut(forest.arrays, progress, prices[:], may_probe)
     return Allotment(DraftForest(*fields), kept, rate, min_prob)
 
 
@@ -95,20 +83,13 @@ def is_worth_waiting(cost: StepCost, speedup: float) -> bool:
 
 @kernel
 def _cut(
-    forest: ForestArrays,
-    worths: NDArray[np.float32],
-    progress: int,
-    prices: StepPrices,
-    may_probe: bool,
+    forest: ForestArrays, progress: int, prices: StepPrices, may_probe: bool
 ) -> tuple[ForestFields, Int64s, float, float]:
-    """The fields of the forest of the Allotment, and its other fields.
-
-    `worths` float32 [n] are the nodes' probabilities times their requests' weights.
-    """
+    """The fields of the forest of the Allotment, and its other fields."""
     forest = ForestArrays(*forest)
     branching = find_branching(forest.parents, forest.firsts)
     sizes, chained, rate, min_prob = _allot(
-        worths, forest.parents, forest.firsts, branching, progress, prices
+        forest.probs, forest.parents, forest.firsts, branching, progress, prices
     )
     if may_probe and rate * prices[0] < PROBE_BELOW_SPEEDUP * progress:
         sizes[:] = 0

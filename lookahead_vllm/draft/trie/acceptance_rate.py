@@ -54,7 +54,6 @@ REPEAT_RATE = 0.95  # the initial rate of the only token that followed the whole
 BASE_LOG_ODDS = _float(math.log(0.12 / 0.88))  # any candidate's log odds; subtracted in `_sum`
 NARROW_TRIALS = _float(2)  # prior trials of a rate that starts from the value of a wider one
 MEMORY_TRIALS = _float(400)  # beyond this many trials of a rate, all its trials are halved
-AGED_TRIALS = 40  # the most trials that a rate counts for after the model's weights have changed
 LEARNING_RATE = _float(0.01)  # the step size of the mixer's weights
 MIN_ESTIMATE, MAX_ESTIMATE = _float(0.002), _float(0.995)  # bounds of a candidate's probability
 MAX_WEIGHT = _float(4)  # of the mixer; larger ones would make a candidate's probability 0 or 1
@@ -150,11 +149,6 @@ class AcceptanceRate:
         weights = [_INITIAL_WEIGHTS, *with_choices, _INITIAL_WEIGHTS_ON_CHAIN]
         self.weights: Float32s = np.tile(np.array(weights, np.float32), (2 * _SETS * _SETS, 1))
         self.weights[chains.ON_CHAIN] = _INITIAL_WEIGHTS_OF_CHAIN_ALONE  # the trie has no match
-
-    def age(self) -> None:
-        """Make what was learned count for few trials, so that new ones soon outweigh it."""
-        scale = np.minimum(1, AGED_TRIALS / np.maximum(self.trials[:, TRIALS:], 1))
-        self.trials *= scale.astype(np.float32)
 
     @property
     def arrays(self) -> tuple[Float32s, Float32s, Float32s]:

@@ -72,8 +72,6 @@ class TreeLimits(NamedTuple):
 
     max_nodes: int
     max_depth: int
-    may_branch: int
-    """0: all trees are chains. Else 1."""
     min_prob: float
     """Nodes less likely than this are left out."""
 
@@ -94,7 +92,7 @@ def bounds_of(tree: Int64s, limits: TreeLimits) -> tuple[int, int, int]:
     """The max_nodes and max_depth of one tree, and whether it may branch, 0 or 1."""
     max_nodes = max(min(tree[NODES], limits.max_nodes), 0)
     max_depth = max(min(tree[DEPTH], limits.max_depth), 0)
-    return max_nodes, max_depth, min(tree[MAY_BRANCH], limits.may_branch)
+    return max_nodes, max_depth, tree[MAY_BRANCH]
 
 
 @kernel

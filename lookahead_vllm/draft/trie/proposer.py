@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -17,7 +17,6 @@ from lookahead_vllm.draft.budget.allot import (
     is_worth_waiting,
 )
 from lookahead_vllm.draft.budget.cost import Load, StepCost, StepPrices
-from lookahead_vllm.draft.budget.makespan import AnswerLengths
 from lookahead_vllm.draft.insertion import InsertionQueue
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.options import LookaheadOptions
@@ -91,8 +90,6 @@ class _Plan(NamedTuple):
     may_probe: bool = False
     prices: StepPrices | None = None
     """None if its nodes are sent whatever they cost."""
-    weights: NDArray[np.float32] | None = None
-    """float32 [t]: what a token of each request is worth; None if all are worth the same."""
 
 
 class NGramTrieProposer:
@@ -129,7 +126,6 @@ class NGramTrieProposer:
         them, and whether rates have to be learned from them."""
         self.insertion = InsertionQueue()
         """Prompts and references that are not in the trie yet."""
-        self._lengths = AnswerLengths() if options.objective == "makespan" else None
         self.fleet: Fleet | None = None
         """Proposers that get what this one emits; see `draft/fleet/`."""
         self.followed: dict[str, str] = {}
@@ -168,8 +164,6 @@ class NGramTrieProposer:
             shared = self.shared_space(digest)
             if self.fleet is not None and shared != NO_SPACE:
                 self.fleet.follow(digest, shared)
-        if self._lengths is not None:
-            self._lengths.start(row, tokens, shared)
         if with_trie or shared == NO_SPACE:
             own = self.trie.new_private(len(tokens) + length + EXPECTED_ANSWER_TOKENS)
         if with_choices:
@@ -206,8 +200,6 @@ class NGramTrieProposer:
         inserts: bool = True,
     ) -> None:
         """Learn rates from the `emitted` tokens, insert them, and move the `texts` on."""
-        if self._lengths is not None and inserts:
-            self._lengths.add(emitted[3], emitted[2])
         if self.fleet is not None and inserts:
             hashes, spaces, _ = texts
             rows, tokens, sizes, live = emitted
@@ -243,15 +235,14 @@ class NGramTrieProposer:
         )
 
     @property
-    def _bounds(self) -> tuple[int, int, int, float]:
+    def _bounds(self) -> tuple[int, int, float]:
         """The fields of TreeLimits."""
-        may_branch = int(self.options.draft == "hierarchical")
-        return self._max_nodes, self.options.branch_length, may_branch, self._min_prob
+        return self._max_nodes, self.options.branch_length, self._min_prob
 
     def _cut(self, forest: DraftForest, limits: Sequence[DraftLimits], load: Load) -> DraftForest:
         """These trees, cut to the nodes that are worth their cost."""
         contexts = np.array([limit.context for limit in limits], np.int64)
-        self._price((limit.request_id for limit in limits), contexts, load, forest.num_nodes)
+        self._price(contexts, load, forest.num_nodes)
         return self._cut_by_plan(forest)
 
     @property
@@ -271,33 +262,25 @@ class NGramTrieProposer:
         chains: Int32s = self._texts.chains[texts, :, 0, PROPOSED]
         return chains
 
-    def _price(
-        self, request_ids: Iterable[str], contexts: Int64s, load: Load, num_nodes: int
-    ) -> None:
+    def _price(self, contexts: Int64s, load: Load, num_nodes: int) -> None:
         progress = load.progress(len(contexts))
         self._plan = _Plan(progress)
         cost = self._cost
         if cost is not None and len(contexts):
-            self._plan = _Plan(
-                progress,
-                is_probe_due(cost, load),
-                cost.prices(contexts, load, num_nodes),
-                None
-                if self._lengths is None
-                else self._lengths.weights(self._texts.rows_of(request_ids)),
-            )
+            prices = cost.prices(contexts, load, num_nodes)
+            self._plan = _Plan(progress, is_probe_due(cost, load), prices)
 
     def _cut_by_plan(self, forest: DraftForest) -> DraftForest:
-        progress, may_probe, prices, weights = self._plan
+        progress, may_probe, prices = self._plan
         self.pays = forest.num_nodes > 0
         if self.cost is None or prices is None:
             return forest
         if not forest.num_nodes:
             self._min_prob /= 2  # no node reached it, so the next trees have less likely nodes
             return forest
-        forest, _, rate, min_prob = allot(forest, progress, prices, may_probe, weights)
+        forest, _, rate, min_prob = allot(forest, progress, prices, may_probe)
         # Nodes far below the probability that pays are not grown in the next step.
-        self._min_prob = min_prob / 2 / (1 if weights is None else max(1.0, float(weights.max())))
+        self._min_prob = min_prob / 2
         speedup = rate * (prices.base - prices.waiting) / progress
         self.pays = forest.num_nodes > 0 and is_worth_waiting(self.cost, speedup)
         return forest
@@ -334,7 +317,7 @@ class NGramTrieProposer:
         most = int(np.minimum(wanted.max_nodes, self._max_nodes).sum())
         self._plan = _Plan(0)
         if most:
-            self._price(request_ids, contexts, load, most)
+            self._price(contexts, load, most)
 
     def needs_accepted(self) -> bool:
         """Whether the next `draft` needs to know the accepted nodes of what is `verified`."""
@@ -391,17 +374,9 @@ class NGramTrieProposer:
         self._learn_drafted()
         row = self._texts.request_rows.pop(request_id)
         if row is not None:
-            if self._lengths is not None:
-                self._lengths.finish(row)
             self.insertion.drop(row)
             for space in self._texts.spaces_of(row):
                 self.trie.eliminate(space)
-
-    def age(self) -> None:
-        """The model has got other weights: what was learned from the old ones counts less."""
-        if self.options.weights_half_life:
-            self.trie.age(1 / self.options.weights_half_life)
-            self.rate.age()
 
     def shared_space(self, digest: str) -> int:
         """The space of a namespace's answers, by the digest of its name; NO_SPACE if it has none
@@ -476,6 +451,6 @@ class NGramTrieProposer:
         arrays, texts = Progress().arrays[:], self._texts.arrays
         spans = count_tokens(arrays, NOTHING_EMITTED[:])
         begin_step(arrays, NOTHING_EMITTED[:], spans, NOTHING_WANTED[:], texts, 1)
-        self._price([], np.empty(0, np.int64), NO_LOAD, 0)
+        self._price(np.empty(0, np.int64), NO_LOAD, 0)
         self.draft(Progress(), NOTHING_EMITTED, spans, NOTHING_WANTED, 1)
         self.learn()

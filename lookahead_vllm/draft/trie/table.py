@@ -121,12 +121,6 @@ class Trie:
         """Slots that hold an edge; edges of eliminated spaces count until they are replaced."""
         return int(self.counters[FILLED])
 
-    def age(self, half_lives: float) -> None:
-        """Let so many half-lives pass at once, in O(1): a frequency counts less from its next
-        occurrence on, and is pruned earlier."""
-        edges_per_tick = max(1, len(self.edges) // CLOCK_TICKS)
-        self.counters[CLOCK] += round(half_lives * HALF_LIFE_TICKS * edges_per_tick)
-
     def recount(self) -> None:
         """Count the filled slots again: a cache file leaves out the edges of live requests."""
         self.counters[FILLED] = np.count_nonzero(self.edges[:, KEY])

@@ -69,7 +69,3 @@ class LookaheadCPUWorker(PlainCPUWorker):
                 warmup_kernels(runner, self.execute_model, self.sample_tokens)
         runner.warm_up_drafting()
         return times
-
-    def lookahead_weights_changed(self) -> None:
-        """For `collective_rpc`: the model has got other weights in a way of the caller's own."""
-        self.model_runner.drafter.weights_changed()

@@ -79,7 +79,3 @@ class LookaheadGPUWorker(Worker):
             times = super().compile_or_warm_up_model()
         runner.warm_up_drafting()
         return times
-
-    def lookahead_weights_changed(self) -> None:
-        """For `collective_rpc`: the model has got other weights in a way of the caller's own."""
-        self.model_runner.drafter.weights_changed()

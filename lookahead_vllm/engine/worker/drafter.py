@@ -19,7 +19,6 @@ from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.proposer import DraftLimits, NoProposer, Proposer, Verified
 from lookahead_vllm.draft.registry import make_proposer
 from lookahead_vllm.draft.tree import EMPTY_TREE, UNKNOWN, DraftForest, DraftTree, DraftTreeError
-from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.engine import config, request_options
 from lookahead_vllm.engine.request_options import RequestOptions
 from lookahead_vllm.engine.worker.cache import open_cache
@@ -114,8 +113,6 @@ class LookaheadDrafter:
         The most nodes of a step; its logits have a row for each.
     """
 
-    _has_new_weights = False
-
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.options = config.options_of(vllm_config)
         self.may_branch = False
@@ -170,19 +167,12 @@ class LookaheadDrafter:
         """Numbers of drafts since the worker started."""
         return self.recorder.counters
 
-    def weights_changed(self) -> None:
-        """The model gets other weights: from the next request on, what was learned counts less."""
-        self._has_new_weights = True
-
     def announce(self, request_id: str, params: SamplingParams | None) -> SamplingParams | None:
         """Register a new request; returns its parameters without lookahead's `extra_args`.
 
         A request that is announced again, after a preemption, keeps its options: its parameters
         have no references any more.
         """
-        if self._has_new_weights and isinstance(self.proposer, NGramTrieProposer):
-            self.proposer.age()
-        self._has_new_weights = False
         if params is None:
             return None
         params = copy(params)  # several answers to one request share their parameters

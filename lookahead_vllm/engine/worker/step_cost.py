@@ -24,7 +24,6 @@ from vllm.platforms import current_platform
 from lookahead_vllm import __version__
 from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
-from lookahead_vllm.engine.worker import weights
 from lookahead_vllm.engine.worker.timed_passes import (
     IN_GRAPH,
     IN_PIECES,
@@ -56,7 +55,6 @@ def begin_to_draft(runner: MeasuredRunner) -> None:
     if cost is not None:
         cost.parts = drafter.options.parallel
     drafter.begin(runner.vllm_config, cost, file)
-    weights.watch(runner.get_model(), drafter.weights_changed)
     options = drafter.options
     why = f"the budget is fixed at {options.budget} nodes"
     if cost is not None:

@@ -146,9 +146,6 @@ class MeasuredRunner(Protocol):
     drafter: LookaheadDrafter
     max_num_tokens: int
 
-    def get_model(self) -> Any:
-        """The model."""
-
     def forward_passes(self) -> ForwardPasses:
         """Passes to measure the cost of a step with."""
 

@@ -153,20 +153,12 @@ def test_every_tree_is_valid_within_its_limits_and_best_first(
     assert count_edges(proposer.trie) <= 1024
 
 
-def test_a_tree_branches_where_the_draft_mode_allows_it():
-    kinds = {}
-    for mode in ("hierarchical", "single"):
-        proposer = NGramTrieProposer(LookaheadOptions(draft=mode))
-        proposer.start("r", [10, 11, 12, 10, 11, 13, 10, 14, 15, 10, 14, 16, 1])
-        proposer.extend({"r": [10]})
-        tree = draft(proposer, "r")
-        tree.check(vocab_size=100, max_nodes=16)
-        parents = tree.parents.tolist()
-        kinds[mode] = (parents.count(-1) > 1, any(parents.count(i) > 1 for i in range(len(tree))))
-    assert kinds == {
-        "hierarchical": (True, True),
-        "single": (False, False),
-    }
+def test_a_tree_branches_at_its_root_and_below():
+    proposer = NGramTrieProposer(LookaheadOptions())
+    proposer.start("r", [10, 11, 12, 10, 11, 13, 10, 14, 15, 10, 14, 16, 1])
+    proposer.extend({"r": [10]})
+    parents = draft(proposer, "r").parents.tolist()
+    assert parents.count(-1) > 1 and any(parents.count(node) > 1 for node in parents if node >= 0)
 
 
 def test_a_reference_is_drafted_from_its_first_token_and_before_the_prompt():

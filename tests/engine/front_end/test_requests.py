@@ -22,6 +22,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreRequest
 
 from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.engine import request_options
 from lookahead_vllm.engine.front_end import requests
 from lookahead_vllm.engine.front_end.requests import with_early_check
 from lookahead_vllm.engine.request_options import RequestError, parse_options
@@ -240,17 +241,19 @@ def test_a_stream_is_refused_before_it_starts() -> None:
     assert client.calls[0][1] is params.extra_args
 
 
-def test_a_text_is_measured_by_its_bytes_not_its_tokens() -> None:
+def test_a_text_is_measured_by_its_bytes_not_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """300,000 bytes of Chinese count as 75,000 tokens; this tokenizer makes 100,000 of them."""
     text = "漢" * 100_000
     params = SamplingParams(extra_args={"lookahead_reference": text})
-    client = Client(max_reference_tokens=75_000)
+    monkeypatch.setattr(request_options, "MAX_REFERENCE_TOKENS", 75_000)
+    client = Client()
     assert asyncio.run(first_output(client, params)) == 0
     options = client.calls[0][1]["lookahead"]
     assert len(options.references[0]) == 4 * 100_000
     assert parse_options(client.calls[0][1], 128, LookaheadOptions()) is options
+    monkeypatch.setattr(request_options, "MAX_REFERENCE_TOKENS", 74_999)
     with pytest.raises(RequestError, match="75000 tokens or more"):
-        Client(max_reference_tokens=74_999).generate("hello", params, request_id="r")
+        Client().generate("hello", params, request_id="r")
 
 
 @pytest.fixture(scope="module")

@@ -153,7 +153,7 @@ def test_what_contradicts_is_refused_without_the_password(
     if options["share_with"].startswith("redis"):
         options = {**options, "share_with": "redis://:secret@h"}
     with pytest.raises(OptionError) as refused:
-        LookaheadOptions(**options)
+        LookaheadOptions.from_dict(options)
     assert message in str(refused.value) and "secret" not in str(refused.value)
 
 

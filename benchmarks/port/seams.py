@@ -1,6 +1,6 @@
-"""The table of all places in vLLM that lookahead replaces or overrides, read from `seams.md`.
+"""The table of what lookahead replaces or overrides in vLLM, read from `engine/seams.md`.
 
-What is only called, read or set is found in the code itself, see `compatibility.problems`.
+What is only called, read or set is found in the code itself, see `compare.problems`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-TABLE = Path(__file__).with_suffix(".md")
+import lookahead_vllm
+
+TABLE = Path(lookahead_vllm.__file__).parent / "engine" / "seams.md"
 
 _ITEM = re.compile(
     r"`(?P<module>[\w.]+)(:(?P<name>[\w.]+))?[(\[](?P<needs>[\w, ]*)[)\]]` "

@@ -1,0 +1,1 @@
+"""Compares releases of vLLM with what lookahead uses of it."""
