@@ -46,7 +46,11 @@ def requests() -> list[SamplingParams]:
 def test_requests_compile_nothing(proposer: str, budget: int | str, llama: Path) -> None:
     lookahead = {"proposer": proposer, "budget": budget, "num_speculative_tokens": 12}
     settings: dict[str, Any] = dict(
-        skip_tokenizer_init=False, max_num_batched_tokens=128, num_gpu_blocks_override=20
+        skip_tokenizer_init=False,
+        max_num_batched_tokens=128,
+        num_gpu_blocks_override=20,
+        enforce_eager=False,  # else vLLM warms no kernels up
+        compilation_config={"mode": 0},
     )
     params = requests()
     prompts = [prompt * 2 for prompt in random_prompts(len(params), 30, vocab=20, seed=3)]
