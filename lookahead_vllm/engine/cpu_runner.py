@@ -77,6 +77,7 @@ def _with_asynchronous_steps(original: Callable[..., None]) -> Callable[..., Non
     def check_and_update_config(cls: Any, config: VllmConfig) -> None:
         is_asynchronous = config.scheduler_config.async_scheduling
         original(cls, config)
-        config.scheduler_config.async_scheduling = is_asynchronous
+        if config.use_v2_model_runner:
+            config.scheduler_config.async_scheduling = is_asynchronous
 
     return check_and_update_config

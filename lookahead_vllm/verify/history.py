@@ -1,7 +1,7 @@
 """Sampling parameters that depend on a request's output, applied at the nodes of a tree.
 
 The history of a logits row is the request's text followed by the path from the first node to the
-row. vLLM's second model runner treats the rows before a row as its history, which is right only for
+row. vLLM's Model Runner V2 treats the rows before a row as its history, which is right only for
 chains (`vllm/v1/worker/gpu/sample/{penalties,bad_words,thinking_budget}.py`). These functions
 follow parents instead. On a chain they give the same logits, bit by bit.
 

@@ -1,1 +1,1 @@
-"""Adapters to vLLM's second model runner (Model Runner V2), with asynchronous scheduling."""
+"""Adapters to vLLM's Model Runner V2, with asynchronous scheduling."""

@@ -1,4 +1,4 @@
-"""Dummy passes of vLLM's second model runner, to measure the cost of a step."""
+"""Dummy passes of vLLM's Model Runner V2, to measure the cost of a step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Penalties, bad words and thinking budgets at the nodes of branching trees.
 
-vLLM's second runner treats the rows before a row as its history, which is right only for chains.
+vLLM's runner treats the rows before a row as its history, which is right only for chains.
 The processors here replace vLLM's in its sampler and share vLLM's state: vLLM adds requests and
 applies staged writes. In a step with branching trees, they change the logits with kernels that
 follow each row's parents (`verify/history.py`). vLLM's processors compute all other steps.

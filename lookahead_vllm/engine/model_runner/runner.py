@@ -1,4 +1,4 @@
-"""vLLM's second model runner with draft trees that are grown late: draft, trim, place, verify."""
+"""vLLM's Model Runner V2 with draft trees that are grown late: draft, trim, place, verify."""
 
 from __future__ import annotations
 

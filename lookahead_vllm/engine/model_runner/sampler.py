@@ -1,6 +1,6 @@
 """Sampling at all nodes of a step in one call, then the walk along what was sampled.
 
-The second runner's noise is a function of seed, position and token. A node's position is its root's
+Model Runner V2's noise is a function of seed, position and token. A node's position is its root's
 plus its depth, so vLLM's own sampler draws at a node what plain vLLM would draw at that position.
 All that follows runs on the device without a synchronisation.
 """

@@ -1,4 +1,4 @@
-"""The speculator that vLLM's second runner calls for drafts after each step: it makes none."""
+"""The speculator that vLLM's runner calls for drafts after each step: it makes none."""
 
 from __future__ import annotations
 

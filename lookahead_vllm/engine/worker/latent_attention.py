@@ -82,7 +82,7 @@ def _with_trees(build: Callable[..., MLACommonMetadata]) -> Callable[..., MLACom
         common = common_attn_metadata
         if common.seq_lens.device.type == "cpu":
             # vLLM treats a request of one token after longer requests as a prompt, and reads its
-            # length on the host, where the second runner counts the last step's drafts as tokens.
+            # length on the host, where the runner counts the last step's drafts as tokens.
             common = replace(common, seq_lens_cpu_upper_bound=common.seq_lens)
         trees = getattr(self, "attended", AttendedTrees()).trees
         if trees is None:
