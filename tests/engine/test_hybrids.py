@@ -15,11 +15,11 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
+from benchmarks.port.seams import SEAMS
 from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.scheduler.late_scheduler import LateDraftScheduler
 from lookahead_vllm.engine.scheduler.scheduler import LookaheadScheduler
-from benchmarks.port.seams import SEAMS
 from lookahead_vllm.engine.worker import recurrent
 from lookahead_vllm.engine.worker.v1 import recurrent as recurrent_v1
 from tests.support.driving import (
