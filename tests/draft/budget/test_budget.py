@@ -6,7 +6,6 @@ import pytest
 from lookahead_vllm.draft.budget.allot import is_worth_waiting
 from lookahead_vllm.draft.budget.cost import (
     MEMORY_SECONDS,
-    PROMPT_WEIGHT,
     CostCurve,
     Load,
     StepCost,
@@ -138,8 +137,6 @@ def test_devices_that_share_a_tree_send_more_nodes():
     for parts, expected in ((1, 1), (2, 2), (4, 3)):
         cost = StepCost(CostCurve([1, 64], [1.0, 1 + 63 * 0.3]), causal=2e-4, parts=parts)
         assert allot(forest, context, cost, Load()).forest.sizes.tolist() == [expected]
-        price = cost.price_beside_prompt(context, Load())
-        assert price == pytest.approx(0.5 / parts * (1 + PROMPT_WEIGHT))
 
 
 def test_no_requests_get_no_nodes():
