@@ -104,3 +104,15 @@ def empty_walk(num_rows: int, num_requests: int, width: int, device: torch.devic
     num_sampled = torch.empty(num_requests, dtype=torch.int32, device=device)
     order = torch.empty(num_rows, dtype=torch.int64, device=device)
     return Walk(tokens, num_sampled, order, origins, targets)
+
+
+def compile_walk(max_width: int, device: torch.device | str) -> None:
+    """Compile what walks launch, by walks through a tree without nodes, up to `max_width`."""
+    root = torch.zeros(1, dtype=torch.int64, device=device)
+    ends = torch.arange(2, dtype=torch.int32, device=device)
+    width = 1
+    while True:
+        walk(root.int(), root, root.int(), ends, root, width)
+        if width >= max_width:
+            break
+        width *= 2

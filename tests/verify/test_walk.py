@@ -164,7 +164,7 @@ def test_a_walk_on_a_device_only_launches(monkeypatch: pytest.MonkeyPatch) -> No
     """Meta tensors have no data: whatever read some, or made a shape of it, would raise. So a CUDA
     graph can contain the call, and the launch is the same for all data."""
     pytest.importorskip("triton")
-    from lookahead_vllm.verify.gpu.warm_up import walk_roots
+    from lookahead_vllm.verify.walk import compile_walk
     from tests.support.triton_launches import record_launches
 
     launches = record_launches(monkeypatch)["_walk"].calls
@@ -175,7 +175,7 @@ def test_a_walk_on_a_device_only_launches(monkeypatch: pytest.MonkeyPatch) -> No
     assert launch["grid"] == (6,)
     assert all(launch[name] is own for name, own in result._asdict().items())
     launches.clear()
-    walk_roots(70, "meta")
+    compile_walk(70, "meta")
     assert {launch["BLOCK"] for launch in launches} == {16, 32, 64, 128}
 
 

@@ -16,6 +16,7 @@ from lookahead_vllm.engine.model_runner.replica_runner import ReplicaRunner
 from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 from lookahead_vllm.engine.worker.cpu_attention import CPUTreeAttention
 from lookahead_vllm.engine.worker.replicas import become_replica
+from lookahead_vllm.verify.walk import compile_walk
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,6 +64,7 @@ class LookaheadCPUWorker(PlainCPUWorker):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         times, runner = super().compile_or_warm_up_model(), self.model_runner
+        compile_walk(1, runner.device)
         runner.compile_node_kernels()
         if self.vllm_config.kernel_config.enable_jit_warmup:  # as vLLM does on a GPU
             with runner.warming_up():

@@ -18,6 +18,7 @@ from lookahead_vllm.engine.worker.recurrent import is_recurrent
 from lookahead_vllm.engine.worker.replicas import become_replica
 from lookahead_vllm.verify.gpu import warm_up
 from lookahead_vllm.verify.recurrence import StateMover
+from lookahead_vllm.verify.walk import compile_walk
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,7 +41,7 @@ class LookaheadGPUModelRunner(GraphRunner, model_runner.GPUModelRunner):
             self.attention.warm_up(own, self.dtype, attention)
             movers = filter(None, self._branching.movers)
             warm_up.move_nothing(m for m in movers if not isinstance(m, StateMover))
-        warm_up.walk_roots(self.decode_query_len + 1, self.device)  # see `width_of`
+        compile_walk(self.decode_query_len + 1, self.device)  # see `width_of`
         self.compile_node_kernels()
 
     def shutdown(self) -> None:

@@ -13,7 +13,6 @@ import torch
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
 from lookahead_vllm.verify.gpu.triton_attention import tile_of
 from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
-from lookahead_vllm.verify.walk import walk
 
 
 def attention_batches(
@@ -45,15 +44,3 @@ def move_nothing(movers: Iterable[PagedKVMover]) -> None:
     for mover in movers:
         first = torch.zeros(1, 1, dtype=torch.int64, device=mover.device)
         mover.move_paths(first, first)
-
-
-def walk_roots(max_width: int, device: torch.device | str) -> None:
-    """Walk through a tree without nodes, for widths up to `max_width`."""
-    root = torch.zeros(1, dtype=torch.int64, device=device)
-    ends = torch.arange(2, dtype=torch.int32, device=device)
-    width = 1
-    while True:
-        walk(root.int(), root, root.int(), ends, root, width)
-        if width >= max_width:
-            break
-        width *= 2
