@@ -9,7 +9,8 @@ What compiles when:
 - numba's kernels (`draft/`, and those of `verify/` for the host) and the C++ kernels for CPUs
   (`verify/cpu/csrc/`): here, at the first start on a machine; `kernel_folder.py` keeps them;
 - Triton's kernels for GPUs (`verify/gpu/`): in each worker before the first request, in
-  `verify/gpu/warm_up.py`; those of recurrent layers in the steps of vLLM's own warm-up.
+  `verify/gpu/warm_up.py`; those of recurrent layers in the steps of vLLM's own warm-up;
+- a CPU's kernels for the rows of a step (`engine/cpu_kernels/` too): in the worker's warm-up.
 """
 
 from __future__ import annotations
@@ -80,8 +81,10 @@ def wait() -> None:
 
 def compile_verification() -> None:
     """Compile the kernels that the worker calls itself, so that no request waits for it."""
+    from lookahead_vllm.draft.progress import compile_progress
     from lookahead_vllm.draft.tree import DraftForest, DraftTree
     from lookahead_vllm.verify import acceptance
+    from lookahead_vllm.verify.node_layout import compile_layout
     from lookahead_vllm.verify.tree_batch import TreeBatch
 
     forest, zeros = DraftForest.of([DraftTree.from_lists([0, 1], [-1, -1])]), np.zeros(1, np.int64)
@@ -95,6 +98,8 @@ def compile_verification() -> None:
     acceptance.moves_behind_roots(zeros, paths)
     acceptance.tally(forest, paths)
     acceptance.paths_of_tokens(forest, np.zeros((1, 2), np.int64), np.ones(1, np.int32))
+    compile_progress()
+    compile_layout()
 
 
 def main(arguments: str) -> None:

@@ -188,7 +188,7 @@ def test_the_json_holds_the_documented_keys(
     path, out = tiny(tmp_path / "t.jsonl"), tmp_path / "out.json"
     arguments = [
         "--proposers",
-        "ngram_trie,ngram_trie:draft=single",
+        "ngram_trie,ngram_trie:branch_length=4",
         "--budget",
         "8,4",
         "--json",
@@ -199,7 +199,7 @@ def test_the_json_holds_the_documented_keys(
     content = json.loads(out.read_text())
     assert content.keys() == {"meta", "results"} and content["meta"]["argv"]
     results = content["results"]
-    assert list(results) == ["ngram_trie", "ngram_trie:draft=single"]
+    assert list(results) == ["ngram_trie", "ngram_trie:branch_length=4"]
     for of_budget in results.values():
         assert list(of_budget) == ["8", "4"]
         for of_mode in of_budget.values():

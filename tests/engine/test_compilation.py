@@ -38,6 +38,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return kernel_folder._persistent_folder()
 
 
+ROWS = tuple(
+    f"lookahead_vllm.{module}." for module in ("engine.cpu_kernels", "verify.cpu", "verify.place")
+)
+"""The kernels of a CPU's rows take vLLM's buffers, so the worker's warm-up compiles them."""
+
+
 def test_the_process_compiles_all_that_an_engine_runs(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,7 +66,8 @@ def test_the_process_compiles_all_that_an_engine_runs(
     with engine(llama, {"proposer": "ngram_trie"}, drafts=None) as llm:
         generate(llm, [prompt * 2 for prompt in random_prompts(4, 12)])
     assert waited
-    assert not compiled_since(json.loads(process.stdout))
+    found = compiled_since(json.loads(process.stdout))
+    assert not [name for name in found if not name.startswith(ROWS)]
 
 
 def test_a_second_start_compiles_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from lookahead_vllm.engine.model_runner.warm_up import WarmUpDrafts
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.timed_passes import CapturedTokens
-from lookahead_vllm.verify.node_layout import compile_layout
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -76,7 +75,6 @@ class DummyRuns(_Base):
     def compile_node_kernels(self) -> None:
         """Compile the kernels that a step with drafts launches around the forward pass."""
         self._shape.warm_up()
-        compile_layout()
         if self.is_last_pp_rank:  # the others do not sample
             sampler: Any = self.rejection_sampler
             sampler.history.warm_up(self.vocab_size, self.device)

@@ -24,7 +24,6 @@ from lookahead_vllm.draft.progress import (
     NOTHING_EMITTED,
     Progress,
     WantedDrafts,
-    compile_progress,
     count_tokens,
     limit_trees,
 )
@@ -101,7 +100,6 @@ class LateDrafts:
         self._drafter = drafter
         self._grammars = grammars
         self._progress = Progress()
-        compile_progress()
         self._requests: dict[str, _Request] = {}
         self._steps: deque[LaunchedStep] = deque()
         """In order; the last ones may still run."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from vllm import SamplingParams
 
 from lookahead_vllm.engine import request_options
-from lookahead_vllm.engine.worker.drafter import LiveRequest, LookaheadDrafter
+from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 
 
 @pytest.mark.parametrize(("num_tokens", "nodes"), [(1000, 64), (1 << 15, 16), (1 << 17, 4)])
@@ -18,8 +17,6 @@ def test_where_vllm_reads_the_reasoning_at_each_node_long_texts_get_small_trees(
     num_tokens: int, nodes: int
 ) -> None:
     drafter: Any = object.__new__(LookaheadDrafter)
-    drafter.options = SimpleNamespace(decoding_length=64)
-    drafter.may_branch, drafter.max_model_len, drafter.max_step_nodes = True, 1 << 20, 2000
     drafter._with_grammar = {"under a grammar"}
     for request_id, reads_reasoning, expected in (
         ("under a grammar", True, nodes),
@@ -27,8 +24,7 @@ def test_where_vllm_reads_the_reasoning_at_each_node_long_texts_get_small_trees(
         ("free", True, 64),
     ):
         drafter.reads_reasoning = reads_reasoning
-        limits = drafter.limits_of(LiveRequest(request_id, 500, frozenset()), num_tokens)
-        assert limits.max_nodes == expected
+        assert drafter.most_nodes_of(request_id, num_tokens, 64) == expected
 
 
 def test_a_request_that_is_announced_again_keeps_its_references() -> None:
