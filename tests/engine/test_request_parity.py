@@ -482,3 +482,12 @@ def test_the_chunks_of_a_stream_are_joined() -> None:
     whole = assembled([chunk(" a"), chunk(" x", 1), chunk(" b"), chunk(" c")])
     assert whole == assembled([chunk(" a b"), chunk(" c"), chunk(" x", 1)])
     assert whole != assembled([chunk(" a b"), chunk(" d"), chunk(" x", 1)])
+
+
+def test_a_token_without_text_may_have_a_logprob_or_none() -> None:
+    def events(*tokens: str) -> list[dict[str, Any]]:
+        logprobs = [{"token": token, "logprob": -0.5} for token in tokens]
+        return [{"type": "response.output_text.delta", "delta": "ab", "logprobs": logprobs}]
+
+    assert assembled(events("a", "<s>", "b")) == assembled(events("a", "b"))
+    assert assembled(events("a", "<s>", "b")) != assembled(events("a"))
