@@ -93,6 +93,7 @@ class Simulation:
             waits=method.waits,
             drafter=method.drafter,
             share_with=None,
+            prefix_caching=options.prefix_caching,
         )
         environment = {
             **cpu_runtime(os.environ),

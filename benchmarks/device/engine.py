@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.device import stand_ins
 from benchmarks.device.device import HostClock, Launch, SimulatedDevice
+from benchmarks.device.host_work import HostWork
 from benchmarks.device.text import MAX_POSITIONS, VOCABULARY, Text
 from benchmarks.engines.engine_process import Emit, answer_questions
 
@@ -40,6 +41,8 @@ MODEL = dict(
 )
 """Its layers are not run."""
 PROMPT_TOKENS, WARM_UP = 300, 400
+COUNTED_STEPS = 20
+"""Steps after the measured ones, in which operators are counted."""
 CHAIN_TOKENS, DRAFTER_SHARE = 3, 0.05
 """What the drafter proposes, and the time of a pass of it, as a share of the model's."""
 MAX_TOKENS = MAX_POSITIONS - PROMPT_TOKENS - 1
@@ -65,6 +68,7 @@ class Job:
     """Whether a trained drafter's chain is in the trees."""
     share_with: str | None
     """The server through which it shares."""
+    prefix_caching: bool
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,17 @@ class Measurement:
     """Idle times of the device before each step."""
     step_ms: float
     """The median time from one step to the next."""
-    host_ms: float
-    """The CPU time of the engine's thread in a step, hidden behind the device or not."""
+    host_us: float
+    """The CPU time of the engine's thread in a step, hidden behind the device or not, without the
+    next two."""
+    polled_us: float
+    """The CPU time in a step in which it asks whether the device has ended."""
+    stand_ins_us: float
+    """The CPU time in a step in which it computes what a GPU's kernels would."""
+    launches: float
+    """Of kernels outside of the model's forward pass, in a step."""
+    operators: float
+    """Torch's operators in a step, outside of kernels and the model, views included."""
     nodes_sent: float
     """Nodes of a request in a step."""
     tokens_per_step: float
@@ -114,7 +127,7 @@ def make_llm(job: Job) -> Any:
             skip_tokenizer_init=True,
             dtype="float32",
             enforce_eager=True,
-            enable_prefix_caching=False,
+            enable_prefix_caching=job.prefix_caching,
             kv_cache_memory_bytes=512 << 20,
             max_model_len=MAX_POSITIONS,
             max_num_seqs=job.batch_size,
@@ -172,12 +185,14 @@ def measure(job: Job) -> Callable[[], Measurement]:
     from vllm import SamplingParams, TokensPrompt
 
     stand_ins.install(device)
+    work = HostWork()
+    work.watch()
     text = Text(patterned=job.nodes > 0)
 
     def seconds_of(num_tokens: int) -> float:
         return 1e-3 * job.device_ms + 1e-6 * job.token_us * num_tokens
 
-    stand_ins.register_model(device, text, seconds_of, DRAFTER_SHARE)
+    stand_ins.register_model(device, work, text, seconds_of, DRAFTER_SHARE)
     engine: Any = make_llm(job).llm_engine
     core = engine.engine_core.engine_core
     if job.host_delay_ms:
@@ -197,11 +212,16 @@ def measure(job: Job) -> Callable[[], Measurement]:
         for _ in range(WARM_UP):
             steps.run()
         first, before, begin = len(of_model(device)), steps.num_tokens, time.thread_time()
+        work.stand_ins = work.polled = 0.0
         for _ in range(job.steps):
             steps.run()
-        host_ms = 1e3 * (time.thread_time() - begin) / job.steps
-        emitted = steps.num_tokens - before
-        return summary(job, of_model(device)[first - 1 :], emitted, host_ms)
+        seconds = time.thread_time() - begin, work.polled, work.stand_ins
+        emitted, launches = steps.num_tokens - before, of_model(device)[first - 1 :]
+        work.launches = work.operators = 0
+        with work.counting_operators():
+            for _ in range(COUNTED_STEPS):
+                steps.run()
+        return summary(job, launches, emitted, seconds, work)
 
     return run
 
@@ -211,13 +231,27 @@ def of_model(device: SimulatedDevice) -> list[Launch]:
     return [launch for launch in device.launches if launch.tokens]
 
 
-def summary(job: Job, launches: Sequence[Launch], num_tokens: int, host_ms: float) -> Measurement:
-    """The measurement of these launches; the first one only ends the wait before the next."""
+def summary(
+    job: Job,
+    launches: Sequence[Launch],
+    num_tokens: int,
+    seconds: tuple[float, float, float],
+    work: HostWork,
+) -> Measurement:
+    """The measurement of these launches; the first one only ends the wait before the next.
+
+    `seconds` are the CPU time of all steps, of which the host polled, and computed for the device.
+    """
     requests = job.batch_size * (len(launches) - 1)
+    host, polled, stand_ins = (1e6 * part / job.steps for part in seconds)
     return Measurement(
         waits=[1e6 * launch.wait for launch in launches[1:]],
         step_ms=1e3 * median(after.start - launch.start for launch, after in pairwise(launches)),
-        host_ms=host_ms,
+        host_us=host - polled - stand_ins,
+        polled_us=polled,
+        stand_ins_us=stand_ins,
+        launches=work.launches / COUNTED_STEPS,
+        operators=work.operators / COUNTED_STEPS,
         nodes_sent=sum(launch.tokens for launch in launches[1:]) / requests - 1,
         tokens_per_step=num_tokens / (job.batch_size * job.steps),
     )

@@ -41,8 +41,10 @@ engine core, in one process, with the kernels for CPUs.
     device waits   microseconds from the end of a forward pass on the device to the launch of the
                    next one; 0 if that was launched before
     longer         the median of the waits minus that of plain vLLM
-    step, host     milliseconds from one launch to the next, and the host's CPU time in it, hidden
-                   or not
+    step, host     milliseconds from one launch to the next, and the host's work in it, hidden or
+                   not: CPU time without polling and without what stands in for kernels
+    polled         milliseconds of CPU time in which the host asks whether the device has ended
+    launches       of kernels in a step, outside of the model's forward pass
     nodes, tokens/step
                    of a request in a step: nodes that were sent, tokens that were emitted
 
@@ -144,6 +146,11 @@ def parser() -> argparse.ArgumentParser:
         default=0.0,
         metavar="MS",
         help="keep the host busy for this time before each step, to see what that costs",
+    )
+    add(
+        "--prefix-caching",
+        action="store_true",
+        help="with vLLM's prefix caching, which hashes each full block",
     )
     add("--json", type=Path, metavar="OUT.json", help="write everything there")
     return result

@@ -47,8 +47,16 @@ class Row:
     device_wait_p90_us: float
     device_wait_mean_us: float
     step_ms: float
-    host_ms: float
-    """The CPU time of the host, hidden behind the device or not."""
+    host_us: float
+    """The CPU time of the host, hidden behind the device or not, without the next two."""
+    polled_us: float
+    """The CPU time in which it asks whether the device has ended."""
+    stand_ins_us: float
+    """The CPU time in which it computes what a GPU's kernels would."""
+    launches: float
+    """Of kernels outside of the model's forward pass."""
+    operators: float
+    """Torch's, views included, outside of kernels and the model."""
     nodes_sent: float
     tokens_per_step: float
     steps: int
@@ -71,7 +79,11 @@ def make_row(method: str, batch_size: int, nodes: int, measured: Measurement) ->
         device_wait_p90_us=quantiles(waits, n=10, method="inclusive")[-1],
         device_wait_mean_us=fmean(waits),
         step_ms=measured.step_ms,
-        host_ms=measured.host_ms,
+        host_us=measured.host_us,
+        polled_us=measured.polled_us,
+        stand_ins_us=measured.stand_ins_us,
+        launches=measured.launches,
+        operators=measured.operators,
         nodes_sent=measured.nodes_sent,
         tokens_per_step=measured.tokens_per_step,
         steps=len(waits),
@@ -91,10 +103,13 @@ def table(rows: Sequence[Row]) -> str:
                 "{:.0f} ({:.0f}, {:.0f})".format(*waits),
                 MISSING if base is None else f"{row.device_wait_us - base:+.0f}",
                 f"{row.step_ms:.2f}",
-                f"{row.host_ms:.2f}",
+                f"{1e-3 * row.host_us:.2f}",
+                f"{1e-3 * row.polled_us:.2f}",
+                f"{row.launches:.0f}",
                 f"{row.nodes_sent:.1f}",
                 f"{row.tokens_per_step:.2f}",
             ]
         )
     head = ["", "device waits, µs: median (p90, mean)", "longer", "step, ms", "host, ms"]
+    head += ["polled, ms", "launches"]
     return markdown([*head, "nodes", "tokens/step"], body)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.device.device import Event, SimulatedDevice, Stream
+from benchmarks.device.host_work import HostWork
 from benchmarks.device.text import VOCABULARY, Text, TextOnDevice
 
 LOAD_FORMAT = "simulated"
@@ -73,6 +74,7 @@ def _attend_as_on_a_gpu() -> None:
 
 def register_model(
     device: SimulatedDevice,
+    work: HostWork,
     text: Text,
     seconds_of: Callable[[int], float],
     drafter_share: float,
@@ -85,6 +87,8 @@ def register_model(
     ----------
     device
         Runs the forward passes.
+    work
+        Gets the time that this function's models take.
     text
         What the model writes.
     seconds_of : callable
@@ -113,7 +117,7 @@ def register_model(
         tokens = rule.next_tokens(input_ids, positions)
         return states((tokens + ((input_ids + positions) % 4 == 0)) % VOCABULARY)
 
-    forwards = iter((forward, forward_of_drafter))
+    forwards = iter((work.kernel(forward, 0), work.kernel(forward_of_drafter, 0)))
 
     def compute_logits(hidden: Any, *_: Any, **__: Any) -> Any:
         logits = torch.zeros(len(hidden), VOCABULARY)
@@ -124,5 +128,5 @@ def register_model(
         def load_model(self, *args: Any, **kwargs: Any) -> Any:
             model = super().load_model(*args, **kwargs)
             model.forward = next(forwards)
-            model.compute_logits = compute_logits
+            model.compute_logits = work.kernel(compute_logits)
             return model

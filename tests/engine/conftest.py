@@ -11,6 +11,7 @@ import pytest
 
 from lookahead_vllm.engine.model_runner.grammar_copies import GrammarCopies
 from tests.support import forked_ranks, proposers
+from tests.support.counted_twice import counted_twice
 from tests.support.driving import engine
 from tests.support.models import save_tiny_model
 from tests.support.ranks import Answers, plain_answers
@@ -21,6 +22,12 @@ from tests.support.tokenizer import save_tokenizer
 @pytest.fixture(scope="session", autouse=True)
 def _fork_ranks() -> Iterator[None]:
     with forked_ranks.enabled():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _count_twice() -> Iterator[None]:
+    with counted_twice():
         yield
 
 

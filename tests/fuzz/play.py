@@ -32,6 +32,7 @@ from tests.fuzz.replies import Difference, Reply, differences
 from tests.fuzz.round import TWO_STAGES, Request, Round
 from tests.fuzz.spies import Branching, branching_requests, chains_alone, recorded_drafts
 from tests.support import drafters, proposers
+from tests.support.counted_twice import counted_twice
 from tests.support.drafters import save_drafter
 from tests.support.driving import drafter_of, engine, runner_of
 from tests.support.hybrid_models import ENGINE_SETTINGS, HYBRIDS
@@ -283,6 +284,7 @@ class Rounds:
             nullcontext() if round_.processes else recorded_drafts(detector),
             counted_preemptions() as preempted,
             branching_requests() as played.branching,
+            counted_twice(),
             self._shared(round_) as lookahead,
         ):
             for engine_passes in [1] * passes if round_.fleet else [passes]:

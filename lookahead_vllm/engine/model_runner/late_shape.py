@@ -9,6 +9,7 @@ call the tokens have arrived: the drafts are grown, and one kernel writes the ro
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
     from lookahead_vllm.engine.model_runner.drafts import Drafts
     from lookahead_vllm.engine.worker.attended import GraphBuffers
+
+
+MAX_KNOWN_VIEWS = 1024
 
 
 class LateMetadata(dict[str, Any]):
@@ -135,6 +139,7 @@ class LateShape:
             *buffers.input_ids.new_empty(3, len(buffers.input_ids)),
         )
         self._all_rows = torch.arange(len(buffers.input_ids), device=runner.device)
+        self._known_views: dict[tuple[int, int, int, int], dict[str, Any]] = {}
         table = RequestTable(
             states.num_computed_tokens.gpu,
             states.last_sampled_tokens,
@@ -250,31 +255,42 @@ class LateShape:
         contexts[self.rows[is_known]] = drafts.num_tokens[is_known] - 1
         lengths = np.zeros(padded_reqs, np.int32)
         lengths[:num_reqs] = contexts + sizes
-        ends = self._rows.starts[: num_reqs + 1]  # every row has logits
         num_nodes = num_rows - num_reqs
-        return replace(
-            batch,
-            num_reqs_after_padding=padded_reqs,
-            num_tokens=num_rows,
-            num_tokens_after_padding=padded,
+        exact = copy(batch)
+        vars(exact).update(
+            self._views(num_reqs, padded_reqs, num_rows, padded),
             num_scheduled_tokens=sizes,
             num_draft_tokens=num_nodes,
             num_draft_tokens_per_req=sizes - 1 if num_nodes else None,
-            query_start_loc=self._rows.starts[: padded_reqs + 1],
             query_start_loc_np=starts,
-            seq_lens=self._rows.lengths[:padded_reqs],
             seq_lens_cpu_upper_bound=torch.from_numpy(lengths),
             num_computed_tokens_np=contexts,
-            input_ids=self._rows.ids[:padded],
-            positions=self._rows.positions[:padded],
-            is_padding=self._rows.is_padding[:padded],
-            logits_indices=self._all_rows[:num_rows],
-            cu_num_logits=ends,
             cu_num_logits_np=starts[: num_reqs + 1],
-            expanded_idx_mapping=self._rows.entries[:num_rows],
-            expanded_local_pos=self._rows.places[:num_rows],
             max_query_len=None if graph is None else graph.max_query_len,
         )
+        return exact
+
+    def _views(self, num_reqs: int, padded_reqs: int, num_rows: int, padded: int) -> dict[str, Any]:
+        """The fields of a batch that are views of the buffers, made once for each size."""
+        shape, rows = (num_reqs, padded_reqs, num_rows, padded), self._rows
+        if shape not in self._known_views:
+            self._known_views[shape] = dict(
+                num_reqs_after_padding=padded_reqs,
+                num_tokens=num_rows,
+                num_tokens_after_padding=padded,
+                query_start_loc=rows.starts[: padded_reqs + 1],
+                seq_lens=rows.lengths[:padded_reqs],
+                input_ids=rows.ids[:padded],
+                positions=rows.positions[:padded],
+                is_padding=rows.is_padding[:padded],
+                logits_indices=self._all_rows[:num_rows],
+                cu_num_logits=rows.starts[: num_reqs + 1],  # every row has logits
+                expanded_idx_mapping=rows.entries[:num_rows],
+                expanded_local_pos=rows.places[:num_rows],
+            )
+            if len(self._known_views) > MAX_KNOWN_VIEWS:
+                del self._known_views[next(iter(self._known_views))]
+        return self._known_views[shape]
 
 
 def _cut(scheduled: SchedulerOutput, most: int) -> SchedulerOutput:

@@ -13,6 +13,7 @@ from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
@@ -30,6 +31,7 @@ from lookahead_vllm.engine.model_runner.grammar_copies import GrammarCopies
 from lookahead_vllm.engine.model_runner.grammar_masks import GrowingMasks
 from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
 from lookahead_vllm.engine.model_runner.late_shape import LateMetadata, LateShape
+from lookahead_vllm.engine.model_runner.prepared_step import PreparedStep
 from lookahead_vllm.engine.model_runner.sampler import NodeSampler, RootSampler
 from lookahead_vllm.engine.model_runner.slots import filled, write_lengths, write_tokens
 from lookahead_vllm.engine.model_runner.speculator import LateSpeculator, without_dense_texts
@@ -58,6 +60,10 @@ if TYPE_CHECKING:
 
 _TREES = "lookahead_trees"
 """Attribute of what a pipeline stage awaits from the last one: the `ComputedTrees` of that step."""
+
+
+def _no_slots(*_: Any, **__: Any) -> None:
+    """In the place of `BlockTables.compute_slot_mappings`."""
 
 
 class LookaheadRunner(DummyRuns):
@@ -97,6 +103,10 @@ class LookaheadRunner(DummyRuns):
         self._late = LateDrafts(self.drafter, self._grammars)
         self._shape = LateShape(self, self.most_late_nodes)
         """Whether the shape of this step is known before its drafts, and what follows from it."""
+        self._prepared = PreparedStep()
+        """What vLLM has prepared, for the next step of the same batch."""
+        self._has_windows = False
+        """Whether layers let go of blocks that have left their windows."""
         self._scheduled: SchedulerOutput
         """The scheduler's output of this step, with the slots that vLLM prepares."""
         self._num_logits: Int32s | None = None
@@ -154,6 +164,9 @@ class LookaheadRunner(DummyRuns):
         for builder in self._builders:
             builder.attended = self.trees.attended
         cache_groups = self.kv_cache_config.kv_cache_groups
+        self._has_windows = not all(
+            isinstance(group.kv_cache_spec, FullAttentionSpec) for group in cache_groups
+        )
         self._branching = branching.decide(
             self.vllm_config, groups, cache_groups, self.attention, without
         )
@@ -176,13 +189,16 @@ class LookaheadRunner(DummyRuns):
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         for new in scheduler_output.scheduled_new_reqs:
             self._late.start(new)
-        super().add_requests(scheduler_output)
+        if scheduler_output.scheduled_new_reqs:  # else vLLM copies what has not changed
+            super().add_requests(scheduler_output)
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         num_blocks = self.block_tables.num_blocks.np
-        for req_id, counts in messages.kept_blocks(scheduler_output).items():
+        kept_blocks = messages.kept_blocks(scheduler_output)
+        for req_id, counts in kept_blocks.items():
             num_blocks[:, self.req_states.req_id_to_index[req_id]] = counts
         super().update_requests(scheduler_output)
+        self._prepared.note(scheduler_output, bool(kept_blocks) or self._has_windows)
 
     def gather_batch_req_state(self, scheduler_output: SchedulerOutput, dummy_run: bool) -> Any:
         if not dummy_run:
@@ -192,10 +208,17 @@ class LookaheadRunner(DummyRuns):
             prepared = self._shape.begin(scheduler_output)
             scheduler_output = prepared or self._fill_slots(scheduler_output)
             self._scheduled = scheduler_output
+            if self._prepared.begin(prepared):
+                return self._prepared.found
+        else:
+            self._prepared.forget()
         # vLLM would put a prompt that has as many tokens as the longest draft before requests
         # without drafts, and recurrent layers take what follows a prompt for prompts.
         with patches.swapped(self, "decode_query_len", 1):
-            return super().gather_batch_req_state(scheduler_output, dummy_run)
+            found = self._prepared.found = super().gather_batch_req_state(
+                scheduler_output, dummy_run
+            )
+        return found
 
     def most_late_nodes(self, num_reqs: int, slots: int) -> int:
         """How many nodes a step that only decodes may get after vLLM has prepared it.
@@ -291,7 +314,13 @@ class LookaheadRunner(DummyRuns):
     # ---- place -----------------------------------------------------------------------------------
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        batch = self._batch = super().prepare_inputs(self._scheduled, *args, **kwargs)
+        kept = self._prepared
+        if kept.is_reused:
+            batch = self._batch = kept.batch
+            lengths = self.req_states.num_computed_tokens_np
+            batch.num_computed_tokens_np = lengths[batch.idx_mapping_np]
+            return batch
+        batch = self._batch = kept.batch = super().prepare_inputs(self._scheduled, *args, **kwargs)
         self._num_logits = np.diff(batch.cu_num_logits_np)
         return batch
 
@@ -305,8 +334,14 @@ class LookaheadRunner(DummyRuns):
         super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:
-        tables, slots = super().prepare_attn(input_batch)  # slots follow linear positions
-        shape = self._shape
+        kept, shape = self._prepared, self._shape
+        if not kept.is_reused:
+            tables, slots = super().prepare_attn(input_batch)  # slots follow linear positions
+        else:
+            tables, slots = shape.tables, shape.slots
+            if kept.has_new_blocks:  # the slots follow when the rows are placed
+                with patches.swapped(self.block_tables, "compute_slot_mappings", _no_slots):
+                    tables, _ = super().prepare_attn(input_batch)
         shape.batch, shape.tables, shape.slots = input_batch, tables, slots
         if shape.is_open:
             self._attend(NO_DRAFTS)

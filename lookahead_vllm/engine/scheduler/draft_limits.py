@@ -86,19 +86,20 @@ class DraftLimiter:
         if not (drafted or self._may_hold_unused):
             return {}
         # A request whose draft is in flight in another pipeline stage has no tokens, or less.
-        free_tokens = scheduler.max_num_scheduled_tokens
-        free_tokens -= self._charge(scheduler.running)
+        charge = self._charge(scheduler.running)
+        free_tokens = scheduler.max_num_scheduled_tokens - charge
+        num_slots = sum(len(request.spec_token_ids) for request in drafted)
         waiting = starting = list(self._admissible())
         kept: dict[str, list[int]] = {}
-        if is_tight := self._may_lack_blocks(drafted, waiting, free_tokens):
+        most_tokens = charge + min(num_slots, max(free_tokens, 0))
+        if is_tight := self._may_lack_blocks(most_tokens, waiting):
             kept = self._free_unused_blocks()
             if waiting and self._is_refused(waiting[0], free_tokens):
                 starting = []
         if drafted:
             self._may_hold_unused = True
             free_tokens -= self._charge(starting)
-            excess = sum(len(request.spec_token_ids) for request in drafted) - max(free_tokens, 0)
-            if excess > 0:
+            if (excess := num_slots - max(free_tokens, 0)) > 0:
                 self._cut_tokens(drafted, excess)
             if is_tight:
                 # Blocks that drafts do not give back before the next step stay free for the
@@ -158,19 +159,15 @@ class DraftLimiter:
         for request, size in zip(drafted, sizes.tolist(), strict=True):
             request.spec_token_ids = request.spec_token_ids[:size]
 
-    def _may_lack_blocks(
-        self, drafted: Sequence[Request], waiting: Sequence[Request], free_tokens: int
-    ) -> bool:
-        """Whether the step may need more blocks than are free.
+    def _may_lack_blocks(self, most_tokens: int, waiting: Sequence[Request]) -> bool:
+        """Whether the step may need more blocks than are free, if the running requests get up to
+        `most_tokens`.
 
         By an upper bound, which spares steps with enough free blocks the exact count.
         """
-        running = self._scheduler.running
-        num_requests = len(running) + len(waiting)
-        num_tokens = sum(_plain_tokens(r) + self._steps_ahead for r in running)
-        num_tokens += min(sum(len(r.spec_token_ids) for r in drafted), max(free_tokens, 0))
-        num_tokens += sum(request.num_tokens + self._steps_ahead for request in waiting)
-        num_tokens += self._chain_length * num_requests
+        num_requests = len(self._scheduler.running) + len(waiting)
+        num_tokens = most_tokens + sum(request.num_tokens for request in waiting)
+        num_tokens += (self._steps_ahead + self._chain_length) * num_requests
         max_blocks = sum(
             num_tokens // manager.block_size + num_requests * (2 + spare)
             for manager, spare in zip(self._managers, self._spare_blocks, strict=True)

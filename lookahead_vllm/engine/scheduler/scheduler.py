@@ -7,18 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from vllm.v1.core.sched import scheduler
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
-from lookahead_vllm.engine import config, messages, request_options, step_report
+from lookahead_vllm.engine import config, messages, patches, request_options, step_report
 from lookahead_vllm.engine.grammar import (
     GrammarTreeWalk,
     accept_tokens_one_by_one,
     joined_masks,
     numbers_of_masks,
 )
+from lookahead_vllm.engine.scheduler.continued import ContinuedRequests
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
+from lookahead_vllm.engine.scheduler.held_blocks import HeldBlocks
 from lookahead_vllm.engine.scheduler.late_outputs import LateOutputs
 from lookahead_vllm.engine.scheduler.pauses import Pauses
 
@@ -56,10 +60,12 @@ class LookaheadScheduler(AsyncScheduler):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        with patches.swapped(scheduler, "KVCacheManager", HeldBlocks):
+            super().__init__(*args, **kwargs)
         accept_tokens_one_by_one()
         self.pauses = Pauses()
         self._late_outputs = LateOutputs()
+        self._continued = ContinuedRequests(self)
         self._without_drafts: set[str] = set()
         """Requests that turned lookahead off."""
         self._report: step_report.StepReport | None = None
@@ -73,7 +79,7 @@ class LookaheadScheduler(AsyncScheduler):
         self.num_lookahead_tokens = options.chain_length
         slots = self.vllm_config.speculative_config.max_num_new_slots_for_drafting
         self._draft_limiter = DraftLimiter(self, STEPS_AHEAD, options.chain_length, slots)
-        self._slots = [-1] * self.num_spec_tokens
+        self._slots = [[-1] * count for count in range(self.num_spec_tokens + 1)]
         self._masks: dict[str, np.ndarray] = {}
         """By request id: masks of the draft in flight, int32 [1 + nodes, ceil(vocabulary / 32)]."""
 
@@ -88,6 +94,7 @@ class LookaheadScheduler(AsyncScheduler):
         super().add_request(request)
         if request.spec_decode_metrics is not None:
             request.spec_decode_metrics = RequestMetrics.new(self.num_spec_tokens)
+        self._continued.start(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self.pauses.end()
@@ -99,8 +106,9 @@ class LookaheadScheduler(AsyncScheduler):
         )
         # More slots than this cannot fit for all requests, so the limiter has less to cut.
         share = max(1, self.max_num_scheduled_tokens // max(1, len(self.running)))
+        most = 0 if is_paused else min(share, self.num_spec_tokens)
         for request in self.running:
-            request.spec_token_ids = [] if is_paused else self._slots_of(request)[:share]
+            request.spec_token_ids = self._slots_of(request, most)
         kept_blocks = self._draft_limiter.cut()
         output = super().schedule(*args, **kwargs)
         self._send_to_workers(output)
@@ -117,9 +125,9 @@ class LookaheadScheduler(AsyncScheduler):
             request = self.requests[new.req_id]
             request.sampling_params = request_options.without_references(request.sampling_params)
 
-    def _slots_of(self, request: Request) -> list[int]:
+    def _slots_of(self, request: Request, most: int) -> list[int]:
         """Placeholders for the request's next step, before they are cut to what is free."""
-        if request.is_prefill_chunk or request.request_id in self._without_drafts:
+        if not most or request.is_prefill_chunk or request.request_id in self._without_drafts:
             return []
         in_flight = request.num_output_placeholders > 0
         # vLLM fetches the drafts of a request under a grammar only if a step is in flight.
@@ -130,7 +138,7 @@ class LookaheadScheduler(AsyncScheduler):
         # After these slots, there is still room for the plain tokens of this step and of the steps
         # that are scheduled before its outcome is known; none is computed at the last position.
         end = request.num_tokens + request.num_output_placeholders + STEPS_AHEAD
-        return self._slots[: max(self.max_model_len - 1 - end, 0)]
+        return self._slots[max(min(most, self.max_model_len - 1 - end), 0)]
 
     # ---- results of the step ---------------------------------------------------------------------
 
@@ -139,17 +147,23 @@ class LookaheadScheduler(AsyncScheduler):
     ) -> Any:
         step = self._receive(scheduler_output, model_runner_output)
         report = messages.late_report(model_runner_output)
+        sizes: Mapping[str, int] = {}
         if report is not None:
+            sizes = report.sizes
             if report.pays:
                 self._empty_steps = 0
             elif scheduler_output.scheduled_spec_decode_tokens:
                 self._empty_steps += 1
-            # vLLM counts these as not proposed.
-            step.num_invalid_spec_tokens = {
-                req_id: len(slots) - report.sizes.get(req_id, 0)
-                for req_id, slots in step.scheduled_spec_decode_tokens.items()
-            }
-        return super().update_from_output(step, model_runner_output)
+        step, counted = self._continued.count(step, model_runner_output, sizes)
+        # vLLM counts these as not proposed.
+        step.num_invalid_spec_tokens = {
+            req_id: len(step.scheduled_spec_decode_tokens.get(req_id, ())) - sizes.get(req_id, 0)
+            for req_id in step.num_scheduled_tokens
+        }
+        outputs = super().update_from_output(step, model_runner_output)
+        for client, own in counted.items():
+            outputs.setdefault(client, EngineCoreOutputs()).outputs[:0] = own
+        return outputs
 
     def _receive(
         self, scheduled: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -161,11 +175,15 @@ class LookaheadScheduler(AsyncScheduler):
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._late_outputs.end(request)
+        self._continued.end(request)
         return super()._free_request(request, *args, **kwargs)
 
-    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+    def make_stats(
+        self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
+    ) -> SchedulerStats | None:
         report, self._report = self._report, None
-        return step_report.with_report(super().make_stats(*args, **kwargs), report)
+        drafts = self._continued.take_drafts(spec_decoding_stats)
+        return step_report.with_report(super().make_stats(drafts, *args, **kwargs), report)
 
     def make_spec_decoding_stats(
         self,

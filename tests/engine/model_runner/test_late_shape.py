@@ -155,6 +155,50 @@ def test_slots_are_kept_while_drafts_are_worth_the_waiting(
         assert with_slots > 0.9 if pays else 0.1 < with_slots < 0.4
 
 
+LONG = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, detokenize=False)
+"""In three KV blocks of 32."""
+
+
+def _reused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Will hold, for each step, whether it is served by what was prepared for the last one."""
+    prepared = runner_of(llm)._prepared
+    begin, reused = prepared.begin, []
+    monkeypatch.setattr(prepared, "begin", lambda step: reused.append(begin(step)) or reused[-1])
+    return reused
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_of_the_same_batch_is_not_prepared_again(
+    mode: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(llama) as llm:
+        plain = generate(llm, PROMPTS, LONG)
+    record(PROMPTS, plain)
+    with lookahead(mode, llama, {"proposer": "hidden_path", "budget": 8}) as llm:
+        reused = _reused(llm, monkeypatch)
+        assert generate(llm, PROMPTS, LONG) == plain
+        assert sum(reused) > 0.8 * len(reused)
+
+
+def test_a_step_whose_requests_got_blocks_reads_them(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without that, answers are wrong."""
+    with engine(llama) as llm:
+        plain = generate(llm, PROMPTS, LONG)
+    record(PROMPTS, plain)
+    with lookahead("eager", llama, {"proposer": "hidden_path", "budget": 8}) as llm:
+        prepared = runner_of(llm)._prepared
+        note = prepared.note
+
+        def note_no_blocks(scheduled: Any, gave_back: bool) -> None:
+            note(scheduled, gave_back)
+            prepared.has_new_blocks = False
+
+        monkeypatch.setattr(prepared, "note", note_no_blocks)
+        assert generate(llm, PROMPTS, LONG) != plain
+
+
 def test_steps_may_be_synchronous(
     llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
