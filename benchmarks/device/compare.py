@@ -9,8 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +22,6 @@ from benchmarks.device.options import OptionsError, check, parser
 from benchmarks.device.rows import METHODS, Row, make_row, table
 from benchmarks.engines.fresh_engine import FreshEngine, RunFailed, cpu_runtime
 from lookahead_vllm.engine.plugin import PLAIN_V2
-
-TOKENS_PER_SECOND = 200
-"""Of each request of the other engines of a fleet."""
 
 
 class Run(NamedTuple):
@@ -92,7 +88,6 @@ class Simulation:
             host_delay_ms=options.host_delay_ms,
             waits=method.waits,
             drafter=method.drafter,
-            share_with=None,
             prefix_caching=options.prefix_caching,
         )
         environment = {
@@ -106,16 +101,9 @@ class Simulation:
             "VLLM_CACHE_ROOT": str(self.folder / "cache"),
         }
         log = self.log(run)
-        with ExitStack() as stack:
-            if method.fleet:
-                from benchmarks.fleet.server import other_engines, redis_server
-
-                url = stack.enter_context(redis_server())
-                job = replace(job, share_with=url)
-                stack.enter_context(other_engines(url, 3, run.batch_size, TOKENS_PER_SECOND))
-            process = stack.enter_context(
-                FreshEngine(engine.__name__, asdict(job), environment, log, lambda event: None)
-            )
+        with FreshEngine(
+            engine.__name__, asdict(job), environment, log, lambda event: None
+        ) as process:
             process.wait_until_ready()
             return Measurement(**process.ask(None))
 

@@ -66,8 +66,6 @@ class Job:
     """Whether steps are prepared only when their drafts are known."""
     drafter: bool
     """Whether a trained drafter's chain is in the trees."""
-    share_with: str | None
-    """The server through which it shares."""
     prefix_caching: bool
 
 
@@ -110,8 +108,6 @@ def make_llm(job: Job) -> Any:
             method |= {"proposer": job.proposer, "window_size": 0}
         if job.nodes:
             method |= {"num_speculative_tokens": job.nodes, "budget": job.nodes}
-        if job.share_with:
-            method["share_with"] = job.share_with
         speculation["speculative_config"] = method
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODEL))

@@ -27,8 +27,6 @@ engine core, in one process, with the kernels for CPUs.
     hybrid         the same, from the trie and the model's choices
     waiting        lookahead in steps that vLLM prepares only when the drafts are known: with
                    prompts, adapters, M-RoPE, prompt embeddings or several replicas
-    fleet          lookahead that shares (share_with) with three other engines, each with as many
-                   requests of 200 tokens a second; starts a redis-server
     drafter        lookahead with a trained drafter, whose three tokens are right three times in
                    four each; a pass of it takes 5 % of the model's time, and its launches are in
                    no figure but the length of a step

@@ -21,8 +21,6 @@ class Method(NamedTuple):
     """Whether its steps are prepared only when their drafts are known."""
     drafter: bool = False
     """Whether a trained drafter's chain is in its trees."""
-    fleet: bool = False
-    """Whether it shares with three other engines."""
 
 
 METHODS = {
@@ -30,7 +28,6 @@ METHODS = {
     "lookahead": Method(lookahead=True),
     "hybrid": Method(lookahead=True, proposer="hybrid"),
     "waiting": Method(lookahead=True, waits=True),
-    "fleet": Method(lookahead=True, fleet=True),
     "drafter": Method(lookahead=True, drafter=True),
 }
 

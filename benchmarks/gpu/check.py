@@ -25,7 +25,7 @@ try:
 
     from benchmarks.command_line import check_outputs, positives
     from benchmarks.gpu.accuracy import check_kernels
-    from benchmarks.gpu.timings import measure, plot
+    from benchmarks.gpu.timings import measure
     from lookahead_vllm.cli.arguments import positive
 except ImportError as error:
     sys.exit(f"gpu_check.py needs torch, triton and numpy, and nothing else: {error}")
@@ -49,11 +49,11 @@ FlashAttention is vLLM's or the package flash-attn, over the same pages; where n
 torch's own over K/V without pages, which is named `torch flash` in the table.
 
 It runs with torch, triton and numpy alone, and takes in what else is installed. One table goes to
-the terminal, everything to --json, after each check, and pictures to --plot, where matplotlib is
-installed. --seconds ends it in time; what is known by then is reported.
+the terminal, and everything to --json, after each check. --seconds ends it in time; what is known
+by then is reported.
 
 examples:
-  python scripts/gpu_check.py --json gpu.json --plot gpu.png
+  python scripts/gpu_check.py --json gpu.json
   python scripts/gpu_check.py --only kernels
   python scripts/gpu_check.py --only timings --contexts 1024,8192 --nodes 16,128 --requests 1
   python scripts/gpu_check.py --only bench --model configs/shapes/llama-8b --prompts FILE.jsonl \\
@@ -89,7 +89,6 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("--seconds", type=positive, metavar="N", help="the most that it may take")
     add("--json", type=Path, metavar="OUT.json", help="write everything there")
-    add("--plot", type=Path, metavar="OUT.png", help="draw the timings there")
     add("--model", help="a model's folder or name, for `bench`")
     add("--prompts", type=Path, metavar="FILE.jsonl", help="prompts, for `bench`")
     add("more", nargs="*", metavar="-- ...", help="options of scripts/bench.py, for `bench`")
@@ -203,6 +202,4 @@ def main(argv: Sequence[str]) -> int:
                 passed = passed and not said.startswith("failed")
     finally:  # what is known, if something raises
         save()
-    if options.plot and results.get("timings"):
-        plot(results, options.plot)
     return 0 if passed else 1

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -170,32 +169,3 @@ def _cells(row: dict[str, Any]) -> list[str]:
         *(str(row[key]) for key in ("requests", "context", "nodes")),
         *("-" if value is None else f"{value:.3f}" for value in times),
     ]
-
-
-def plot(results: dict[str, Any], path: Path) -> None:
-    """Triton's time over FlashAttention's, by context: a panel for each number of requests."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    rows = [row for row in results["timings"] if row["triton"] and row["flash"]]
-    counts = sorted({row["requests"] for row in rows})
-    figure, axes = pyplot.subplots(
-        1, len(counts), figsize=(4 * len(counts), 3.5), sharey=True, squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
-    for axis, count in zip(axes[0], counts, strict=True):
-        for nodes in sorted({row["nodes"] for row in rows}):
-            line = [row for row in rows if (row["requests"], row["nodes"]) == (count, nodes)]
-            ratios = [row["triton"] / row["flash"] for row in line]
-            axis.plot([row["context"] for row in line], ratios, "o-", label=f"{nodes} nodes")
-        axis.axhline(1.3, color="grey", linestyle=":", linewidth=1)
-        axis.set_xscale("log", base=2)
-        axis.set_title(f"{count} requests")
-        axis.set_xlabel("context")
-    axes[0][0].set_ylabel("tree over FlashAttention's chain")
-    axes[0][-1].legend(fontsize=8)
-    figure.suptitle(results["device"])
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)

@@ -18,6 +18,7 @@ from pathlib import Path
 from openai import OpenAI
 
 from benchmarks.serving.server import ServerError, free_port, get, is_free, serving
+from lookahead_vllm.cli.arguments import positive
 
 REPO = Path(__file__).resolve().parents[2]
 MODEL = REPO / ".cache" / "models" / "SmolLM2-135M-Instruct"
@@ -152,12 +153,6 @@ def speculation(text: str) -> str:
             'write for instance \'{"method": "lookahead", "num_speculative_tokens": 8}\''
         ) from None
     return text
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 def parse_args() -> argparse.Namespace:

@@ -211,14 +211,14 @@ class FakeEngine:
     alive: ClassVar[list[str]] = []
     log: ClassVar[list[str]] = []
     asked: ClassVar[list[int]] = []
-    started: ClassVar[list[tuple[int | None, int | None]]] = []
+    started: ClassVar[list[str]] = []
 
     def __init__(self, module: str, job: Any, environment: Any, log: Path, on_event: Any) -> None:
         assert module == "benchmarks.engines.generate"
         args = job["engine_args"]
         config = args.get("speculative_config") or {"method": "none"}
         self.name = f"{config['method']} {args['max_num_seqs']}"
-        self.started.append((args.get("tensor_parallel_size"), args.get("x")))
+        self.started.append(self.name)
         self.prompts = job["prompts"]
         log.write_text("output\n")
 
@@ -278,17 +278,6 @@ def test_engines_run_one_at_a_time_and_rounds_alternate_their_order(
         "ngram 1: [0] of 1", "none 1: [0] of 1", "ngram 2: [0, 1] of 1", "none 2: [0, 1] of 1",
     ]  # fmt: skip
     assert [row["prompts"] for row in written["rows"]] == [1, 1, 2, 2]
-
-
-def test_a_method_may_have_arguments_of_its_own(
-    run_benchmark: RunBenchmark,
-) -> None:
-    _, written = run_benchmark(
-        "--methods", "none", "--config", "tp=null",
-        "--engine-arg", "tp:tensor_parallel_size=2", "--engine-arg", "x=1",
-    )  # fmt: skip
-    assert FakeEngine.started == [(None, 1), (2, 1)]
-    assert [row["method"] for row in written["rows"]] == ["none", "tp"]
 
 
 def test_one_engine_answers_all_batch_sizes(run_benchmark: RunBenchmark) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -121,36 +120,3 @@ def test_a_place_or_need_that_is_missing_is_reported() -> None:
 def test_no_place_is_patched_by_two_seams() -> None:
     places = [place for seam in SEAMS if seam.is_patch for place in seam.places]
     assert len(places) == len(set(places)) > 15
-
-
-# ---- the command ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def wheel(tmp_path: Path) -> Path:
-    path = tmp_path / "vllm-1-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
-        file.writestr("vllm/_version.py", "__version__ = v = '0.33.0'\n" * 20)
-    return path
-
-
-def test_a_folder_and_a_wheel_are_compared(
-    wheel: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def problems(root: Path) -> list[str]:
-        return [] if (root / "vllm/more").exists() else [compatibility.release_of(root / "vllm")]
-
-    monkeypatch.setattr(compare, "problems", problems)
-    folder = wheel.parent / "checkout"
-    (folder / "vllm/more").mkdir(parents=True)
-    assert compare.main([str(folder)]) == 0
-    assert compare.main([str(wheel)]) == 1
-    output = capsys.readouterr().out
-    assert output.endswith(f"checkout: 0 differences\n{wheel.name}: 1 differences\n  0.33\n")
-
-
-def test_what_is_no_wheel_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        compare.main(["/nonexistent"])
-    assert stopped.value.code == 2
-    assert "error: argument WHEEL: /nonexistent is no wheel" in capsys.readouterr().err

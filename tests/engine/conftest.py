@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from lookahead_vllm.engine.model_runner.grammar_copies import GrammarCopies
 from tests.support import forked_ranks, proposers
@@ -63,6 +64,20 @@ def plain_of_two_ranks(llama: Path, two_ranks: dict[str, Any], _computed: list[A
         with engine(llama, **two_ranks) as llm:
             _computed.append(plain_answers(llm))
     return _computed[0]
+
+
+@pytest.fixture
+def preempted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Will hold of each preemption whether a step of the request was under way."""
+    found: list[bool] = []
+    original = Scheduler._preempt_request
+
+    def preempt(self: Scheduler, request: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(request.num_in_flight_tokens > 0)
+        return original(self, request, *args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", preempt)
+    return found
 
 
 @pytest.fixture

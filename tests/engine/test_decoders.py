@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.support.driving import (
     GREEDY,
@@ -95,16 +94,8 @@ def test_rows_of_latent_attention_are_rounded_as_decode_rows(name: str, tmp_path
     ],
 )
 def test_engine_settings_keep_the_output(
-    name: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, settings: dict[str, Any], tmp_path: Path, preempted: list[bool]
 ) -> None:
-    preempted: list[str] = []
-    original = Scheduler._preempt_request
-
-    def count(self: Scheduler, request: Any, *args: Any, **kwargs: Any) -> Any:
-        preempted.append(request.request_id)
-        return original(self, request, *args, **kwargs)
-
-    monkeypatch.setattr(Scheduler, "_preempt_request", count)
     shared, params = image_prompts(1, seed=1)[0], GREEDY.clone()
     params.max_tokens = 90
     prompts = [(shared + prompt)[:70] for prompt in image_prompts(8, seed=2)]

@@ -115,17 +115,9 @@ def test_no_dtype_of_the_cache_ends_an_engine(
 
 
 def test_preempted_requests_keep_their_output(
-    llama: Path, plain: Plain, monkeypatch: pytest.MonkeyPatch
+    llama: Path, plain: Plain, preempted: list[bool]
 ) -> None:
-    preempted: list[str] = []
-    original = Scheduler._preempt_request
-
-    def count(self: Scheduler, request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return original(self, request, *args, **kwargs)
-
     record(LONG_PROMPTS, plain.long)
-    monkeypatch.setattr(Scheduler, "_preempt_request", count)
     for lookahead in (HIDDEN, TRIE):
         preempted.clear()
         with engine(llama, lookahead, block_size=32, num_gpu_blocks_override=14) as llm:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.fuzz.processes import WorkerExtension
 from tests.support.driving import engine, generate, generate_staggered, random_prompts
@@ -168,16 +167,8 @@ def test_preempted_requests_and_cached_prefixes(
     llama: Path,
     plain: Plain,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    preempted: list[bool],
 ) -> None:
-    preempted: list[str] = []
-    original = Scheduler._preempt_request
-
-    def count(self: Scheduler, request: Any, *args: Any, **kwargs: Any) -> None:
-        preempted.append(request.request_id)
-        original(self, request, *args, **kwargs)
-
-    monkeypatch.setattr(Scheduler, "_preempt_request", count)
     few = {"num_gpu_blocks_override": 12, "block_size": 32, "enable_prefix_caching": True}
     tight = {"max_num_seqs": 4, "max_num_batched_tokens": 100}
     with replicas(llama, 2, HYBRID, tmp_path, **few, **tight) as llm:

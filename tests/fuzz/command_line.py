@@ -101,7 +101,6 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         metavar="A,B",
         help="names from tests/support/models.py and hybrid_models.py (default: all)",
     )
-    add("--plant", metavar="BUG", help="plant a bug of tests/fuzz/plant.py, such as mask")
     args = parser.parse_args(argv)
     if not 0 <= args.elsewhere <= 1:
         parser.error(f"--elsewhere {args.elsewhere} was given, but a share is between 0 and 1")
@@ -120,7 +119,6 @@ def repeat_command(seed: int, number: int, args: argparse.Namespace) -> str:
     command += f" --elsewhere {args.elsewhere}"
     command += " --drafter" if args.drafter else ""
     command += " --fleet" if args.fleet else ""
-    command += f" --plant {args.plant}" if args.plant else ""
     return f"\nrepeat it with:\n  {command}\n"
 
 
@@ -188,12 +186,10 @@ def main(argv: Sequence[str]) -> int:
         os.environ.setdefault(name, value)
     warnings.simplefilter("ignore")
     # vLLM is imported from here on, so that --help is fast.
-    from tests.fuzz.plant import planted
-
     models, text = models_and_text(args)
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)
-    with tempfile.TemporaryDirectory() as folder, planted(args.plant):
+    with tempfile.TemporaryDirectory() as folder:
         report = play_rounds(args, models, text, seed, Path(folder))
     if report is None:
         return 1

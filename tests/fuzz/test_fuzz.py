@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from lookahead_vllm.engine.worker.step_recorder import Counters
 from tests.fuzz import command_line, play
-from tests.fuzz.command_line import main, parse_args
+from tests.fuzz.command_line import main
 from tests.fuzz.draw import REQUEST_FEATURES, draw_round
 from tests.fuzz.plant import BUGS, planted
 from tests.fuzz.play import Played, Rounds, perturbed_logits
@@ -28,13 +27,12 @@ MODELS = sorted(TINY)
 FEW_REQUESTS = 25
 """Rounds with fewer requests are played, to save time."""
 
-LEAKS = ("namespace", "fleet", "prompt")
+LEAKS = ("namespace", "fleet")
 """The planted bugs that leak."""
 
 NEEDED = {
     "namespace": {"namespaces", "proposer ngram_trie"},
     "fleet": {"namespaces of disjoint vocabularies"},
-    "prompt": {"namespaces", "proposer ngram_trie"},
 }
 """By planted bug: the features that a round needs to show it."""
 
@@ -101,15 +99,7 @@ def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.Mo
     )
     with planted(bug):
         for round_ in itertools.islice(suitable, 20):
-            try:
-                played = rounds.compare(round_)
-            except RuntimeError as error:
-                assert "requests still run" in str(error) and bug == "trim-in-place"
-                return
-            except AssertionError as error:  # vLLM counts the tokens in flight
-                place = traceback.extract_tb(error.__traceback__)[-1]
-                assert place.name == "update_from_output" and bug == "trim-in-place"
-                return
+            played = rounds.compare(round_)
             if played.leaks if bug in LEAKS else played.differences:
                 return
     pytest.fail(f"20 rounds did not find {bug}")
@@ -151,12 +141,6 @@ def test_a_run_without_drafts_fails() -> None:
     assert report.failed and report.summary().endswith("but no node was accepted")
     report.add(round_, Played([], Counters(accepted_nodes=1)))
     assert not report.failed
-
-
-def test_wrong_options_are_refused() -> None:
-    for refused in (["--elsewhere", "2"], ["--round", "3"]):
-        with pytest.raises(SystemExit):
-            parse_args(refused)
 
 
 def test_noise_changes_only_the_last_bits_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:

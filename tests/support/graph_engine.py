@@ -49,24 +49,31 @@ class _Impl(CPUAttentionBackendImpl):
         if metadata is None:
             return output
         _write(key, value, kv_cache, metadata)
-        size = kv_cache.shape[2]
-        starts = metadata.query_start_loc.tolist()
+        self._over_pages(query, kv_cache, output, metadata, is_causal=True)
+        return output
+
+    def _over_pages(self, query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor,
+                    metadata: Any, is_causal: bool) -> torch.Tensor:  # fmt: skip
+        """Attend; returns the log of the sums of the weights, [heads, rows]."""
+        lse = torch.full((self.num_heads, len(query)), -torch.inf)
+        starts, size = metadata.query_start_loc.tolist(), kv_cache.shape[2]
         for row, length in enumerate(metadata.schedule.tolist()):
             own = slice(starts[row], starts[row + 1])
-            rows = own.stop - own.start
-            if not rows:
+            if not (rows := own.stop - own.start):
                 continue
             slots = torch.arange(length)
             blocks = metadata.block_table[row, slots // size].long()
             kv = kv_cache[blocks, :, slots % size].transpose(0, 1)
             kv = kv.repeat_interleave(self.num_heads // self.num_kv_heads, 0)
             keys, values = kv.split(self.head_size, dim=-1)
-            allowed = slots[None] <= (length - rows + torch.arange(rows))[:, None]
-            result = torch.nn.functional.scaled_dot_product_attention(
-                query[own].transpose(0, 1), keys, values, allowed, scale=self.scale
-            )
+            scores = query[own].transpose(0, 1) @ keys.transpose(1, 2) * self.scale
+            if is_causal:
+                is_later = slots[None] > (length - rows + torch.arange(rows))[:, None]
+                scores.masked_fill_(is_later, -torch.inf)
+            lse[:, own] = scores.logsumexp(-1)
+            result = scores.softmax(-1) @ values
             output.view(len(output), self.num_heads, -1)[own] = result.transpose(0, 1)
-        return output
+        return lse
 
 
 def _write(key: Any, value: Any, kv_cache: torch.Tensor, metadata: Any) -> None:
@@ -89,20 +96,7 @@ class TorchImpl(gpu_attention._TreeImpl, _Impl):
     def attend_contexts(
         self, query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor, metadata: Any
     ) -> torch.Tensor:
-        lse = torch.full((self.num_heads, len(query)), -torch.inf)
-        starts, size = metadata.query_start_loc.tolist(), kv_cache.shape[2]
-        for row, length in enumerate(metadata.schedule.tolist()):
-            own = slice(starts[row], starts[row + 1])
-            slots = torch.arange(length)
-            blocks = metadata.block_table[row, slots // size].long()
-            kv = kv_cache[blocks, :, slots % size].transpose(0, 1)
-            kv = kv.repeat_interleave(self.num_heads // self.num_kv_heads, 0)
-            keys, values = kv.split(self.head_size, dim=-1)
-            scores = query[own].transpose(0, 1) @ keys.transpose(1, 2) * self.scale
-            lse[:, own] = scores.logsumexp(-1)
-            result = scores.softmax(-1) @ values
-            output.view(len(output), self.num_heads, -1)[own] = result.transpose(0, 1)
-        return lse
+        return self._over_pages(query, kv_cache, output, metadata, is_causal=False)
 
 
 class _Builder(CPUAttentionMetadataBuilder):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,20 +47,8 @@ class Step:
 
     def histories(self) -> list[list[int]]:
         """The prompt, the output and the path of each row."""
-        found = []
-        ids, parents = self.rows.ids.tolist(), self.rows.parents.tolist()
-        for row, slot in enumerate(self.rows.slots.tolist()):
-            path, here = [], row
-            while parents[here] != here:
-                path.insert(0, ids[here])
-                here = parents[here]
-            text = self.texts.token_ids[slot, : self.texts.total_lens[slot]].tolist()
-            found.append(text + path)
-        return found
-
-    def prompt_lens(self) -> list[int]:
-        """Of each row."""
-        return self.texts.prompt_lens[self.rows.slots.long()].tolist()
+        rows = range(len(self.rows.parents))
+        return [reference.history_of(row, self.rows, self.texts) for row in rows]
 
     def with_trees(self, seed: int, chains: bool = False, most: int = 6) -> Step:
         """The same requests with new logits and trees."""
@@ -177,22 +164,9 @@ def random_step(seed: int, chains: bool = False, most: int = 6, num_requests: in
 
 
 def penalized(step: Step) -> torch.Tensor:
-    """The logits after all penalties, in float32, from the texts."""
-    expected = step.logits.numpy().copy()
-    slots = step.rows.slots.tolist()
-    for values, slot, text, prompt in zip(
-        expected, slots, step.histories(), step.prompt_lens(), strict=True
-    ):
-        repetition, frequency, presence = (part[slot].numpy() for part in step.penalties[:3])
-        counts = np.zeros(VOCAB, np.float32)
-        for token, count in Counter(text[prompt:]).items():
-            counts[token] = count
-        known = np.isin(np.arange(VOCAB), text)
-        scale = np.where(known, repetition, np.float32(1))
-        values *= np.where(values > 0, np.float32(1) / scale, scale)
-        values -= frequency * counts
-        values -= presence * (counts > 0).astype(np.float32)
-    return torch.from_numpy(expected)
+    expected = step.logits.clone()
+    reference.apply_penalties(expected, step.rows, step.penalties)
+    return expected
 
 
 def without_bad_words(step: Step) -> torch.Tensor:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -171,6 +173,15 @@ def torn(path):
     path.write_bytes(path.read_bytes()[:-1000])
 
 
+def changed(change):
+    def save(path):
+        arrays, facts = new_proposer().snapshot()
+        change(arrays)
+        cache_file.save(path, arrays, facts, TOKENIZER)
+
+    return save
+
+
 REFUSED = {
     "bytes where its header needs": torn,
     "it is not a cache of lookahead": lambda path: path.write_text("notes of mine"),
@@ -182,6 +193,10 @@ REFUSED = {
     "saved with share='all', without namespaces, and this server has share=": all_namespaces,
     "made for max_nodes=0": lambda path: cache_file.save(
         path, {"other": np.zeros(3)}, {"namespaces": {}}, TOKENIZER
+    ),
+    "its trials are None, where": changed(lambda arrays: arrays.pop("trials")),
+    "its rates are (dtype('int8')": changed(
+        lambda arrays: arrays.update(rates=np.zeros(arrays["rates"].shape, np.int8))
     ),
 }
 
@@ -247,3 +262,85 @@ def test_a_failed_save_is_retried(path, log, monkeypatch):
         assert not keeper.save() and not keeper.save()
     assert log.text.count("could not be saved") == 1 and "No space left" in log.text
     assert keeper.save() and path.exists()
+
+
+# ---- paths at which there is no file ------------------------------------------------------------
+
+
+def sparse_file(path):
+    path.touch()
+    os.truncate(path, 2**40)
+
+
+def cache_before_a_hole(path):
+    torn(path)
+    os.truncate(path, 2**40)
+
+
+def link_to_a_text(path):
+    path.with_name("notes").write_text("notes of mine")
+    path.symlink_to("notes")
+
+
+def link_to_nothing(path):
+    path.symlink_to("nothing")
+
+
+def link_to_itself(path):
+    path.symlink_to(path.name)
+
+
+def link_to_an_endless_device(path):
+    path.symlink_to("/dev/zero")
+
+
+def pipe(path):
+    os.mkfifo(path)
+
+
+def link_to_a_pipe(path):
+    os.mkfifo(path.with_name("pipe"))
+    path.symlink_to("pipe")
+
+
+def listening_socket(path):
+    folder = os.open(path.parent, os.O_RDONLY)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"/proc/self/fd/{folder}/{path.name}")
+    os.close(folder)
+
+
+def folder_with_files(path):
+    path.mkdir()
+    (path / "notes").write_text("notes of mine")
+
+
+STRANGE = [
+    *(sparse_file, cache_before_a_hole, link_to_a_text, link_to_nothing, link_to_itself),
+    *(link_to_an_endless_device, pipe, link_to_a_pipe, listening_socket, folder_with_files),
+]
+
+
+@pytest.mark.parametrize("create", STRANGE, ids=lambda create: create.__name__)
+def test_whatever_is_at_its_path_a_server_starts_cold_without_waiting(path, log, create):
+    create(path)
+    proposer = new_proposer()
+
+    def start_and_end():
+        keeper = keep(proposer, path)
+        assert num_answers(proposer) == 0
+        teach(proposer)
+        keeper.close()
+
+    thread = threading.Thread(target=start_and_end, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "it hangs"
+    warnings = [r.getMessage() for r in log.records if r.levelno == logging.WARNING]
+    cold = [warning for warning in warnings if "starts cold" in warning]
+    assert len(cold) == (create is not link_to_nothing)  # which counts as a missing file
+    assert not [warning for warning in warnings if "\n" in warning or len(warning) > 1000]
+    if not any("saves nothing" in warning for warning in warnings):
+        cache_file.load(path, TOKENIZER)  # the learned answer
+    for note in path.parent.rglob("notes"):
+        assert note.read_text() == "notes of mine"

@@ -17,20 +17,17 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu import dp_utils, model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
-from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.model_runner import graph_runner, runner
 from lookahead_vllm.engine.model_runner.draft_graphs import DraftGraphManager, sizes_with_drafts
 from lookahead_vllm.engine.model_runner.drafts import NO_TREES
-from lookahead_vllm.engine.model_runner.forward_passes import RunnerPasses
 from lookahead_vllm.engine.model_runner.graph_runner import GraphRunner
 from lookahead_vllm.engine.model_runner.step_trees import StepTrees
 from lookahead_vllm.engine.worker import branching
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.step_clock import StepClock
-from lookahead_vllm.engine.worker.timed_passes import Batch
 from tests.support import recorded_graphs
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -291,19 +288,8 @@ class FakeBase:
             config_of(self.mode), self.device, self.mode, decode_query_len=self.decode_query_len
         )
 
-    def prepare_dummy_attn(self, batch: InputBatch) -> Any:
-        tables = (torch.zeros(batch.num_reqs, 4, dtype=torch.int32),)
-        return tables, torch.zeros(1, batch.num_tokens)
-
     def _dummy_run(self, num_tokens: int) -> tuple[int, int]:
         return num_tokens, self.decode_query_len
-
-    def prepare_inputs(self, *args: Any) -> Any:
-        return SimpleNamespace(
-            max_query_len=None,
-            cu_num_logits_np=torch.zeros(1).numpy(),
-            seq_lens_cpu_upper_bound=torch.zeros(0),
-        )
 
     def gather_batch_req_state(self, *args: Any) -> Any:
         return None
@@ -441,58 +427,6 @@ def test_sampling_compiles_no_more_at_start_up_than_plain_vllm(
     assert not registered and topk_topp_sampler.register_top_k_top_p_warmups is register
 
 
-@pytest.mark.parametrize("requests", [2, 8])
-@pytest.mark.parametrize("bound", [LONGEST, None], ids=["graph for drafts", "graph for any batch"])
-def test_a_measured_pass_in_any_graph_has_its_own_requests(
-    make: Callable[..., Any], bound: int | None, requests: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = make(block_tables=SimpleNamespace(block_sizes=[16]))
-    made.kv_cache_config.num_blocks = 50
-    buffers = InputBuffers(REQUESTS, 48, made.device)
-    batches: list[InputBatch] = []
-
-    def run(tokens: int, **options: Any) -> None:
-        """vLLM fills a graph of 24 tokens with 8 requests."""
-        assert not options
-        batch = InputBatch.make_dummy(8, 24, buffers, max_query_len=bound)
-        batches.append(batch)
-        (table,), _ = made.prepare_dummy_attn(batch)
-        assert table[:2].tolist() == [[0, 1, 2, 0], [3, 4, 5, 0]]
-
-    made.attends_in_graphs = lambda: True
-    passes = RunnerPasses(made)
-    monkeypatch.setattr(passes, "_run", run)
-    with passes.with_context(Batch(requests, 3, False), 30, in_graph=True) as attend:
-        attend()
-    (batch,), padding = batches, 8 - requests
-    assert (batch.num_reqs, batch.num_tokens) == (requests, 3 * requests)
-    assert (batch.num_reqs_after_padding, batch.num_tokens_after_padding) == (8, 24)
-    starts = [3 * min(request, requests) for request in range(9)]
-    assert batch.query_start_loc.tolist() == batch.query_start_loc_np.tolist() == starts
-    assert batch.seq_lens.tolist() == [33] * requests + [0] * padding
-    assert batch.seq_lens_cpu_upper_bound.tolist() == batch.seq_lens.tolist()
-    assert batch.positions[: 3 * requests].tolist() == [30, 31, 32] * requests
-    # Other dummy runs are vLLM's.
-    plain = InputBatch.make_dummy(8, 24, buffers, max_query_len=bound)
-    made.prepare_dummy_attn(plain)
-    assert plain.seq_lens.tolist() == [3] * 8
-
-
 def test_an_idle_rank_runs_one_token(make: Callable[..., Any]) -> None:
     made = make()
     assert made._dummy_run(1) == (1, 1) and made.decode_query_len == LONGEST
-
-
-def test_only_steps_in_graphs_for_drafts_have_their_bound_and_buffers(
-    make: Callable[..., Any],
-) -> None:
-    made = make()
-    made._scheduled = None
-    for step, bound in ((PLAIN, None), (TREES, LONGEST), (TOO_MANY_TOKENS, None)):
-        made.cudagraph_manager._graphs_captured = True
-        desc = dispatch(made.cudagraph_manager, step)
-        batch = made.prepare_inputs(None, None, desc, 0)
-        assert batch.max_query_len == bound
-        batch.num_tokens_after_padding, batch.query_start_loc_np = desc.num_tokens, None
-        made._choose_buffers(batch)
-        assert made.builder.attended.graph is (made._buffers[8] if bound else None)

@@ -122,12 +122,10 @@ def test_attention_is_what_a_context_adds_to_the_same_batch(
 
 
 def test_without_graphs_trees_are_timed_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, causal, trees = cost_of(monkeypatch, Passes(CapturedTokens())).weights[-3:]
+    cost = cost_of(monkeypatch, Passes(CapturedTokens()))
+    assert cost.captured is None
+    _, causal, trees = cost.weights[-3:]
     assert causal == pytest.approx(1e-6, rel=0.2) and trees > 2.1e-6
-
-
-def test_without_graphs_there_is_one_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cost_of(monkeypatch, Passes(CapturedTokens())).captured is None
 
 
 def test_sizes_that_were_not_timed_in_time_have_no_graph() -> None:
@@ -135,17 +133,6 @@ def test_sizes_that_were_not_timed_in_time_have_no_graph() -> None:
     assert graphs.sizes == graphs.times.tolist() == [1, 2, 4]
     assert timed_passes._about_doubling([1, 2, 4, 8, 16, 24, 32, 40]) == [1, 2, 4, 8, 16, 32, 40]
     assert timed_passes._about_doubling([3]) == [3] and timed_passes._about_doubling([]) == []
-
-
-def test_passes_over_drafts_and_over_full_graphs() -> None:
-    ran: list[tuple[int, int]] = []
-    device: Any = SimpleNamespace(max_num_reqs=16, attends_in_graphs=lambda: True)
-    passes = RunnerPasses(device)
-    passes.__dict__["_run"] = lambda tokens: ran.append((tokens, device.max_num_reqs))
-    for tokens in (2, 8, 48):
-        passes.drafts_in_graph(tokens)
-    passes.decode_in_graph(24)
-    assert ran == [(2, 1), (8, 4), (48, 16), (16, 16)] and device.max_num_reqs == 16
 
 
 def test_an_engine_times_the_graphs_that_it_has_captured(
