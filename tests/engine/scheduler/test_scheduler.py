@@ -107,6 +107,7 @@ def test_a_request_that_is_preempted_in_a_step_keeps_no_blocks_in_it(
     scheduler: Any = object.__new__(LookaheadScheduler)
     scheduler.pauses = Pauses()
     scheduler._may_pause, scheduler.running, scheduler.max_num_scheduled_tokens = False, [], 10
+    scheduler.num_spec_tokens = 4
     kept = {"preempted": [1], "other": [2]}
     scheduler._draft_limiter = SimpleNamespace(cut=lambda: dict(kept))
     assert messages.kept_blocks(scheduler.schedule()) == {"other": [2]}
@@ -123,6 +124,7 @@ def test_slots_that_were_all_left_empty_are_no_draft_in_a_requests_metrics(
     monkeypatch.setattr(AsyncScheduler, "add_request", add)
     scheduler: Any = object.__new__(LookaheadScheduler)
     scheduler.num_spec_tokens, scheduler.requests, scheduler._without_drafts = 4, {}, set()
+    scheduler._continued = SimpleNamespace(start=lambda request: None)
     params = SimpleNamespace(extra_args=None)
     request: Any = SimpleNamespace(sampling_params=params, spec_decode_metrics=None)
     scheduler.add_request(request)
