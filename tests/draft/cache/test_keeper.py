@@ -273,7 +273,7 @@ def sparse_file(path):
 
 
 def cache_before_a_hole(path):
-    torn(path)
+    cache_file.save(path, *new_proposer().snapshot(), TOKENIZER)
     os.truncate(path, 2**40)
 
 
@@ -324,11 +324,11 @@ STRANGE = [
 @pytest.mark.parametrize("create", STRANGE, ids=lambda create: create.__name__)
 def test_whatever_is_at_its_path_a_server_starts_cold_without_waiting(path, log, create):
     create(path)
-    proposer = new_proposer()
+    proposer, loaded = new_proposer(), []
 
     def start_and_end():
         keeper = keep(proposer, path)
-        assert num_answers(proposer) == 0
+        loaded.append(num_answers(proposer))
         teach(proposer)
         keeper.close()
 
@@ -336,6 +336,7 @@ def test_whatever_is_at_its_path_a_server_starts_cold_without_waiting(path, log,
     thread.start()
     thread.join(60)
     assert not thread.is_alive(), "it hangs"
+    assert loaded == [0]
     warnings = [r.getMessage() for r in log.records if r.levelno == logging.WARNING]
     cold = [warning for warning in warnings if "starts cold" in warning]
     assert len(cold) == (create is not link_to_nothing)  # which counts as a missing file
