@@ -31,6 +31,8 @@ _MAX_SECONDS = 300.0
 _LOAD_ERRORS = (OSError, AttributeError, UnicodeDecodeError)
 """What loading a library raises. ctypes decodes the loader's message, which names the file, as
 strict UTF-8."""
+ERRORS = (*_LOAD_ERRORS, subprocess.SubprocessError)
+"""What building and loading it raise."""
 
 _pointer, _i64, _i32, _f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -157,24 +159,24 @@ class ConvolutionCall(ctypes.Structure):
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The compiled library, or None if it cannot be built or loaded.
+    """The compiled library, or None if it cannot be built or loaded; the log says why, once.
 
-    A build takes seconds, so an engine calls this at start-up. Builds are kept in
-    `kernel_folder.cache_dir()`, named by a hash of sources, flags, compiler and CPU. A failure is
-    logged once, as a warning.
+    A build takes seconds, so an engine calls this at start-up.
     """
-    compiler = _compiler()
-    if compiler is None:
-        logger.warning("No C++ compiler (g++, c++ or $CXX): tree attention runs on plain torch.")
-        return None
     try:
-        return _load_cached(compiler)
-    except (*_LOAD_ERRORS, subprocess.SubprocessError) as error:
+        return built()
+    except ERRORS as error:
         logger.warning("Tree attention runs on plain torch; its kernel cannot be used: %s", error)
         return None
 
 
-def _load_cached(compiler: str) -> ctypes.CDLL:
+def built() -> ctypes.CDLL:
+    """The compiled library; one of ERRORS if it cannot be built or loaded.
+
+    Builds are kept in `kernel_folder.cache_dir()`, named by a hash of sources, flags, compiler and
+    CPU.
+    """
+    compiler = _compiler()
     path = cache_dir() / f"verify-{_fingerprint(compiler)}.so"
     if path.exists():
         with suppress(*_LOAD_ERRORS):  # damaged: build it again
@@ -194,9 +196,12 @@ def reads_packed() -> bool:
     return library is not None and bool(library.lookahead_reads_packed())
 
 
-def _compiler() -> str | None:
+def _compiler() -> str:
     names = filter(None, (os.environ.get("CXX"), "g++", "c++"))
-    return next(filter(None, map(shutil.which, names)), None)
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    if compiler is None:
+        raise FileNotFoundError("there is no C++ compiler (g++, c++ or $CXX)")
+    return compiler
 
 
 def _fingerprint(compiler: str) -> str:
