@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from typing import Any
 
 import pytest
