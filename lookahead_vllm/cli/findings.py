@@ -216,7 +216,7 @@ def gpu_error(device: str = "cuda") -> float:
 
     from lookahead_vllm.draft.tree import DraftTree
     from lookahead_vllm.verify.gpu.paged_attention import paged_attention
-    from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
+    from lookahead_vllm.verify.gpu.paged_batch import PagedBatch, PagedCall
     from lookahead_vllm.verify.tree_batch import TreeBatch
 
     torch.manual_seed(0)
@@ -225,7 +225,8 @@ def gpu_error(device: str = "cuda") -> float:
     query = torch.randn(4, 2, 64, device=device)
     keys, values = torch.randn(2, 2, 16, 1, 64, device=device)
     blocks = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
-    first, second = torch.empty_like(query), torch.empty_like(query)
-    paged_attention(query, keys, values, first, blocks, batch, scale=0.125, impl="triton")
-    paged_attention(query, keys, values, second, blocks, batch, scale=0.125, impl="torch")
-    return float((first - second).abs().max())
+    call = PagedCall(query, keys, values, torch.empty_like(query), blocks, batch, scale=0.125)
+    other = call._replace(output=torch.empty_like(query))
+    paged_attention(call, "triton")
+    paged_attention(other, "torch")
+    return float((call.output - other.output).abs().max())
