@@ -52,10 +52,10 @@ class TreeCall(NamedTuple):
     soft_cap: float = 0.0
     sinks: Tensor | None = None
     packed: bool = False
-    """The cache is bfloat16 in vLLM's layout for `amx`: for each block and head, K [block_size / 16,
-    head_size / 2, 16, 2], whose last two dimensions are keys and head dimensions, then V
-    [head_size / 16, block_size / 2, 16, 2], whose last two dimensions are head dimensions and
-    keys."""
+    """The cache is bfloat16 in vLLM's layout for `amx`: for each block and head, K
+    [block_size / 16, head_size / 2, 16, 2], whose last two dimensions are keys and head dimensions,
+    then V [head_size / 16, block_size / 2, 16, 2], whose last two dimensions are head dimensions
+    and keys."""
 
 
 def tree_attention(call: TreeCall, impl: Impl = "auto") -> None:

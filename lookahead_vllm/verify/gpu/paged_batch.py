@@ -135,7 +135,7 @@ class PagedCall(NamedTuple):
     query: Tensor
     """float32, bfloat16 or float16 [num_tokens, num_heads, head_size]."""
     key_cache: Tensor
-    """[num_blocks, block_size, num_kv_heads, head_size], and so `value_cache`: the query's dtype, or
+    """[num_blocks, block_size, num_kv_heads, head_size], as `value_cache`: the query's dtype, or
     fp8 with `k_scale` and `v_scale`. Any strides, but contiguous in the last dimension, as views of
     vLLM's caches, whose blocks have tokens or heads first."""
     value_cache: Tensor
