@@ -74,26 +74,16 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         attn_metadata: CPUAttentionMetadata | None,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
+        **scales: torch.Tensor | None,
     ) -> torch.Tensor:
+        given = layer, query, key, value, kv_cache, attn_metadata, output
         if (
             not isinstance(attn_metadata, TreeAttentionMetadata)
             or self.attn_type != AttentionType.DECODER
         ):
-            return super().forward(
-                layer,
-                query,
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                output,
-                output_scale,
-                output_block_scale,
-            )
+            return super().forward(*given, **scales)
         if not attn_metadata.all_trees:
-            super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
+            super().forward(*given)
         call = TreeCall(
             query,
             kv_cache,

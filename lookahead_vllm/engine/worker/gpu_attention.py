@@ -115,24 +115,13 @@ class _TreeImpl(_Impl):
         kv_cache: torch.Tensor,
         attn_metadata: Any,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
+        **scales: torch.Tensor | None,
     ) -> torch.Tensor:
         trees, lse = getattr(attn_metadata, "trees", None), None
         if trees is not None and attn_metadata.is_of_contexts:
             lse = self.attend_contexts(query, kv_cache, output, attn_metadata)
         else:
-            super().forward(
-                layer,
-                query,
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                output,
-                output_scale,
-                output_block_scale,
-            )
+            super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         if trees is not None and self.attn_type == AttentionType.DECODER:
             table = attn_metadata.block_table
             self.attend_trees(layer, query, kv_cache, output, table, trees, lse)
