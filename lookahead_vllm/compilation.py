@@ -95,7 +95,6 @@ def compile_verification() -> None:
     tokens = np.zeros(1, np.int32), np.zeros(2, np.int32)
     paths = acceptance.accepted_paths(forest, *tokens)
     acceptance.emitted_tokens(forest, zeros, paths, *tokens)
-    acceptance.moves_behind_roots(zeros, paths)
     acceptance.tally(forest, paths)
     acceptance.paths_of_tokens(forest, np.zeros((1, 2), np.int64), np.ones(1, np.int32))
     compile_progress()

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 CPUS_AT_START = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
 """The cores that this process may use, read on import, before vLLM binds a CPU worker's threads to
 some of them. Empty if the system does not tell."""
+
+
+def use_all_cores() -> None:
+    """Let this thread run on every core.
+
+    vLLM binds a CPU worker's threads to cores, and a new thread inherits one of them.
+    """
+    if CPUS_AT_START:
+        with suppress(OSError):  # a core may be offline by now
+            os.sched_setaffinity(0, CPUS_AT_START)
 
 
 def versions() -> dict[str, str]:

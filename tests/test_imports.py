@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "engine/cpu_kernels": {
         *("numpy", "numba", "torch", "vllm"),
-        *(f"{DRAFT}.*", f"{ENGINE}.cpu_kernels"),
+        *(f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.cpu", f"{ENGINE}.cpu_kernels"),
     },
     "engine/model_runner": {
         *("numpy", "torch", "vllm", "tqdm"),

@@ -145,7 +145,7 @@ class Case:
 
     def run(self, impl: str) -> None:
         """Write `output`; ValueError where the implementation cannot do this case."""
-        paged_attention(**self.call._asdict(), impl=impl)  # type: ignore[arg-type]
+        paged_attention(self.call, impl)  # type: ignore[arg-type]
 
     def error(self, impl: str) -> float:
         """The largest distance of a row from float64, relative to the row's length."""

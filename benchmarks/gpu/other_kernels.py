@@ -16,6 +16,7 @@ from lookahead_vllm.verify import history
 from lookahead_vllm.verify.choices import top_choices
 from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention, reference_paged_attention
+from lookahead_vllm.verify.gpu.paged_batch import LatentCall
 from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
 from lookahead_vllm.verify.gpu.triton_walk import walk_rows
 from lookahead_vllm.verify.latent_attention import latent_attention
@@ -56,7 +57,7 @@ def check_walk() -> Found:
             seed, 4, (0, 4, 9, 20, 70)[seed % 5], 1 + seed % 2, padding=seed % 3
         )
         out = test_walk.poisoned(len(case.ids), len(case.cu_num_logits) - 1, case.width, DEVICE)
-        inputs: Any = [*map(_moved, case.tensors(seed % 2 == 0)), *out]
+        inputs: Any = [*map(_moved, case.tensors(seed % 2 == 0)), out]
         walk_rows(*inputs)
         test_walk.check(case, type(out)(*(part.cpu() for part in out)))
     return {}
@@ -99,10 +100,10 @@ def check_graph(dtype: torch.dtype) -> Found:
     query[: len(case.query)] = case.query
     output = torch.full_like(query, math.nan)
     call = case.call._replace(query=query, output=output, batch=fixed.batch)
-    paged_attention(**call._asdict())
+    paged_attention(call)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        paged_attention(**call._asdict())
+        paged_attention(call)
     rng, largest = np.random.default_rng(0), 0.0
     for step in range(12):
         rows = sorted(rng.choice(6, int(rng.integers(1, 7)), replace=False).tolist())
@@ -149,7 +150,7 @@ def check_latents(dtype: torch.dtype) -> Found:
         batch = type(case.batch)(*map(_moved, vars(case.batch).values()))
         output = torch.full_like(case.output, math.nan, device=DEVICE)
         inputs = case.query.to(DEVICE), case.cache.to(DEVICE), output, case.block_table.to(DEVICE)
-        latent_attention(*inputs, batch, scale=case.scale)
+        latent_attention(LatentCall(*inputs, batch, case.scale))
         largest = max(largest, distance(output.cpu(), case.reference()))
     return {"error": largest, "bound": attention_cases.ROW_ERROR[dtype]}
 

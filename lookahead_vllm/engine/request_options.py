@@ -95,31 +95,28 @@ def parse_options(
         return already_checked
     if server.client_options == "none":
         return RequestOptions()
-    values: dict[str, Any] = {}
-    spellings: dict[str, str] = {}
+    given: dict[str, tuple[str, Any]] = {}
     for name, spelling, value in _written(extra_args or {}):
         if value is None or (name == "namespace" and server.client_options == "no_namespaces"):
             continue
-        if name in values:
+        if name in given:
             raise RequestError(
-                f"{spellings[name]} and {spelling} were both given, but they mean the same; "
+                f"{given[name][0]} and {spelling} were both given, but they mean the same; "
                 "write one of them"
             )
-        values[name], spellings[name] = value, spelling
+        given[name] = spelling, value
     options: dict[str, Any] = {}
-    if "reference" in values:
-        spelling, value = spellings["reference"], values["reference"]
-        if spelling == "prediction":
-            value = _text_of_prediction(value)
-        options["references"] = _references(spelling, value, vocab_size)
-    if "namespace" in values:
-        options["namespace"] = _namespace(spellings["namespace"], values["namespace"])
-    if "enabled" in values:
-        options["enabled"] = _enabled(spellings["enabled"], values["enabled"])
-        if not options["enabled"]:
-            options.pop("references", None)  # checked, but not used
-    if "proposer" in values:
-        options["proposer"] = _proposer(spellings["proposer"], values["proposer"], server)
+    for name, (spelling, value) in given.items():
+        if name == "reference":
+            options["references"] = _references(spelling, value, vocab_size)
+        elif name == "namespace":
+            options[name] = _namespace(spelling, value)
+        elif name == "enabled":
+            options[name] = _enabled(spelling, value)
+        else:
+            options[name] = _proposer(spelling, value, server)
+    if options.get("enabled") is False:
+        options.pop("references", None)  # checked, but not used
     return RequestOptions(**options)
 
 
@@ -253,10 +250,8 @@ def _text_of_prediction(prediction: Any) -> str:
         texts = [part.get("text") for part in content]
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
     if not isinstance(content, str) or prediction.get("type") != "content":
-        raise RequestError(
-            f"prediction={reprlib.repr(prediction)} was given, but it must hold a text; "
-            'write {"type": "content", "content": "..."}'
-        )
+        example = 'write {"type": "content", "content": "..."}'
+        raise _wrong("prediction", prediction, "hold a text", example)
     return content
 
 
@@ -264,7 +259,7 @@ def _written(extra_args: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Name, spelling and value of each of lookahead's options in `extra_args`."""
     for key, value in extra_args.items():
         if key == PREDICTION:
-            yield "reference", "prediction", value
+            yield "reference", "prediction", None if value is None else _text_of_prediction(value)
         elif key == KEY:
             for name, inner in _fields_of(value).items():
                 if name not in NAMES:
@@ -289,10 +284,8 @@ def _is_misspelled(key: str) -> bool:
 def _fields_of(value: Any) -> Mapping[Any, Any]:
     """The dict under `lookahead`; empty if it is None."""
     if value is not None and not isinstance(value, Mapping):
-        raise RequestError(
-            f"{KEY}={reprlib.repr(value)} was given, but it must be a dict of "
-            f"{', '.join(NAMES)}; write for instance " + '{"lookahead_enabled": false}'
-        )
+        example = 'write for instance {"lookahead_enabled": false}'
+        raise _wrong(KEY, value, f"be a dict of {', '.join(NAMES)}", example)
     return value or {}
 
 
@@ -356,29 +349,26 @@ def _token_ids(spelling: str, value: Any, ids: Sequence[Any], vocab_size: int) -
 
 
 def _wrong_reference(spelling: str, value: Any) -> RequestError:
-    return RequestError(
-        f"{spelling}={reprlib.repr(value)} was given, but it must be a text, a list of texts, or "
-        'a list of lists of token ids; write for instance ["one text", "another"]'
-    )
+    allowed = "be a text, a list of texts, or a list of lists of token ids"
+    return _wrong(spelling, value, allowed, 'write for instance ["one text", "another"]')
+
+
+def _wrong(spelling: str, value: Any, must: str, advice: str) -> RequestError:
+    return RequestError(f"{spelling}={reprlib.repr(value)} was given, but it must {must}; {advice}")
 
 
 def _namespace(spelling: str, value: Any) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_NAMESPACE_CHARACTERS:
         meant = f'write "{value}"' if type(value) in (int, float) else 'write for instance "team-a"'
-        raise RequestError(
-            f"{spelling}={reprlib.repr(value)} was given, but it must be a text of 1 to "
-            f"{MAX_NAMESPACE_CHARACTERS} characters; {meant}, or leave it out"
-        )
+        allowed = f"be a text of 1 to {MAX_NAMESPACE_CHARACTERS} characters"
+        raise _wrong(spelling, value, allowed, f"{meant}, or leave it out")
     return value
 
 
 def _enabled(spelling: str, value: Any) -> bool:
     # vLLM's HTTP server converts JSON's booleans to numbers.
     if not isinstance(value, bool | int | float) or value not in (0, 1):
-        raise RequestError(
-            f"{spelling}={reprlib.repr(value)} was given, but it must be true or false; "
-            f"leave {spelling} out"
-        )
+        raise _wrong(spelling, value, "be true or false", f"leave {spelling} out")
     return bool(value)
 
 

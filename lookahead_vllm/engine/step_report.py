@@ -16,8 +16,8 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from lookahead_vllm.draft.sources import NAMES
 
-PARTS = ("draft", "verify", "compaction")
-"""Timed parts: growing the trees; sampling and matching their nodes; moving accepted KV."""
+PARTS = ("draft",)
+"""Timed parts of a step: learning from emitted tokens and growing the trees."""
 
 _REPORT = "lookahead_report"
 """The attribute of `ModelRunnerOutput` that holds the report."""

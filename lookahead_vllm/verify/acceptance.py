@@ -163,33 +163,3 @@ def _emit(
             if node >= 0:
                 tokens[requests[tree], 1 + i] = at_nodes[firsts[tree] + node]
     return tokens
-
-
-def moves_behind_roots(roots: Int64s, paths: Int32s) -> Int64s:
-    """The moves that put the KV of accepted nodes right after the root's.
-
-    Parameters
-    ----------
-    roots : int64 [t]
-        The index of each tree's root; its nodes follow it.
-    paths : int32 [t, longest]
-        As in `accepted_paths`.
-
-    Returns
-    -------
-    int64 [2, m]
-        Origins and targets.
-    """
-    moves: Int64s = _moves(roots, paths)
-    return moves
-
-
-@kernel
-def _moves(roots: Int64s, paths: Int32s) -> Int64s:
-    moves, size = np.empty((2, paths.size), np.int64), 0
-    for tree in range(len(paths)):
-        for place, node in enumerate(paths[tree]):
-            if node >= 0 and node != place:
-                moves[0, size], moves[1, size] = roots[tree] + 1 + node, roots[tree] + 1 + place
-                size += 1
-    return moves[:, :size].copy()

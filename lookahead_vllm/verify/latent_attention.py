@@ -22,46 +22,21 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def latent_attention(
-    query: Tensor,
-    cache: Tensor,
-    output: Tensor,
-    block_table: Tensor,
-    batch: PagedBatch,
-    *,
-    scale: float,
-    cache_scale: Tensor | None = None,
-    impl: Impl = "auto",
-) -> None:
-    """Write the attention of the rows of trees to `output`.
+def latent_attention(call: LatentCall, impl: Impl = "auto") -> None:
+    """Write the attention of the rows of trees to `call.output`.
 
     The latents of all rows must already be in the cache. A slot that no row attends to has no
     effect, NaN and inf included.
 
     Parameters
     ----------
-    query : float32, bfloat16 or float16 [n, heads, rank + rotary]
-        Only the rows of the trees, one tree after the other; n = sum(sizes).
-    cache : [num_blocks, block_size, rank + rotary]
-        The query's dtype, or fp8 with `cache_scale`. Contiguous in the last dimension.
-    output : [n, heads, rank]
-        The query's dtype; written in place.
-    block_table : int32 [num_reqs, max_blocks]
-        Slot p of a request is in block `block_table[row, p // block_size]`.
-    batch : PagedBatch
-        Only trees, on the query's device. `starts` and `tokens` are not read.
-    scale : float
-        Factor of q . k.
-    cache_scale : float32 [1], optional
-        Factor of an fp8 cache's latents, on the query's device.
     impl : {"auto", "torch", "triton"}
         "auto" is "triton" on CUDA devices and "torch" on others.
     """
-    call = LatentCall(query, cache, output, block_table, batch, scale, cache_scale)
     _check(call)
-    if not len(batch) or not batch.max_size:
+    if not len(call.batch) or not call.batch.max_size:
         return
-    if impl == "triton" or (impl == "auto" and query.device.type == "cuda"):
+    if impl == "triton" or (impl == "auto" and call.query.device.type == "cuda"):
         from lookahead_vllm.verify.gpu.triton_latents import attend
 
         attend(call)
@@ -90,7 +65,7 @@ def decode_rows(batch: PagedBatch, block_table: Tensor, block_size: int) -> Deco
     Parameters
     ----------
     batch, block_table
-        As in `latent_attention`.
+        As in LatentCall.
     block_size : int
         Slots of a block.
     """

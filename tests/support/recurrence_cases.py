@@ -152,7 +152,7 @@ class Mamba2(_States):
 
     def run(self, cache: Tensor, inputs: Inputs, trees: StateRows) -> Tensor:
         out = torch.full_like(inputs[0], 7.0).contiguous()
-        recurrence.mamba2(cache, *self.arguments(inputs), trees, out)
+        recurrence.mamba2(cache, recurrence.Mamba2(*self.arguments(inputs)), trees, out)
         return out
 
     def token(self, memory: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -193,7 +193,8 @@ class GatedDelta(_States):
 
     def run(self, cache: Tensor, inputs: Inputs, trees: StateRows) -> Tensor:
         out = torch.full_like(inputs[2], 7.0).contiguous()
-        recurrence.gated_delta(cache, *inputs, self.A_log, self.dt_bias, trees, out)
+        all_inputs = recurrence.GatedDelta(*inputs, self.A_log, self.dt_bias)
+        recurrence.gated_delta(cache, all_inputs, trees, out)
         return out
 
     def token(self, memory: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +14,7 @@ from numpy.typing import NDArray
 
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.kept_file import RefusedFileError, set_aside
-from lookahead_vllm.machine import CPUS_AT_START
+from lookahead_vllm.machine import use_all_cores
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -186,9 +184,6 @@ class CacheKeeper:
         return digest.digest()
 
     def _save_regularly(self) -> None:
-        # vLLM binds a CPU worker's threads to cores, and a new thread inherits one of them.
-        if CPUS_AT_START:
-            with suppress(OSError):  # a core may be offline by now
-                os.sched_setaffinity(0, CPUS_AT_START)
+        use_all_cores()
         while not self._closing.wait(self._interval):
             self.save(PAUSE_SECONDS)

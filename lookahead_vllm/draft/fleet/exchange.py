@@ -10,7 +10,6 @@ No step waits for the server: a slow or missing one costs what is not exchanged,
 from __future__ import annotations
 
 import logging
-import os
 import random
 import secrets
 import threading
@@ -22,7 +21,7 @@ from typing import Any
 
 from lookahead_vllm.draft.fleet.pieces import MessageError, messages_of, unpack
 from lookahead_vllm.draft.fleet.replica import NOTHING_READ, Replica
-from lookahead_vllm.machine import CPUS_AT_START
+from lookahead_vllm.machine import use_all_cores
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -124,10 +123,7 @@ class Exchange:
         self._thread.join(2.0)
 
     def _run(self) -> None:
-        # vLLM binds a CPU worker's threads to cores, and a new thread inherits one of them.
-        if CPUS_AT_START:
-            with suppress(OSError):  # a core may be offline by now
-                os.sched_setaffinity(0, CPUS_AT_START)
+        use_all_cores()
         is_last = False
         while not is_last:
             is_last = self._closing.wait(self._backoff * random.uniform(0.5, 1) or INTERVAL_SECONDS)

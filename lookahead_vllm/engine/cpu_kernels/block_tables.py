@@ -95,6 +95,7 @@ def _write_groups(
 
 
 @replaces("gpu.block_table._gather_block_tables_kernel")
+@kernel
 def gather_block_tables(
     grid: Grid,
     slots: Array,
@@ -110,37 +111,6 @@ def gather_block_tables(
     MASK_SLIDING_WINDOW: bool = False,
 ) -> None:
     """0.33 replaces the blocks that a sliding window has passed by the null block."""
-    if not MASK_SLIDING_WINDOW:
-        num_computed = reaches = block_sizes = np.zeros(grid[0], np.int32)
-    _gather(
-        grid,
-        slots,
-        sources,
-        targets,
-        strides,
-        num_blocks,
-        num_blocks_stride,
-        num_requests,
-        num_computed,
-        reaches,
-        block_sizes,
-    )
-
-
-@kernel
-def _gather(
-    grid: Grid,
-    slots: Array,
-    sources: Array,
-    targets: Array,
-    strides: Array,
-    num_blocks: Array,
-    num_blocks_stride: int,
-    num_requests: int,
-    num_computed: Array,
-    reaches: Array,
-    block_sizes: Array,
-) -> None:
     for group in range(grid[0]):
         stride = strides[group]
         target = _integers_at(targets[group], grid[1] * stride)
@@ -149,7 +119,7 @@ def _gather(
             slot = slots[request]
             source = _integers_at(sources[group], (slot + 1) * stride)
             num_passed = 0
-            if reaches[group] > 0:
+            if reaches is not None and MASK_SLIDING_WINDOW and reaches[group] > 0:
                 num_passed = max(num_computed[slot] - reaches[group], 0) // block_sizes[group]
             for i in range(num_blocks[group * num_blocks_stride + slot]):
                 block = source[slot * stride + i] if i >= num_passed else 0
@@ -157,6 +127,7 @@ def _gather(
 
 
 @replaces("gpu.block_table._compute_slot_mappings_kernel")
+@kernel
 def compute_slot_mappings(
     grid: Grid,
     max_tokens: int,
@@ -174,46 +145,24 @@ def compute_slot_mappings(
     CP_SIZE: int = 1,
     PAD_ID: int = -1,
 ) -> None:
+    """The places of a group's tokens in the KV cache; without a block size they have none."""
     if CP_SIZE != 1:
         raise NotImplementedError("contexts are not split over ranks on a CPU")
+    num_requests = grid[1] - 1
     for group in range(grid[0]):
-        first = group * mappings_stride
-        _map_tokens(
-            grid[1] - 1,
-            slots,
-            starts,
-            positions,
-            tables[group],
-            strides[group],
-            int(block_sizes[group]) if is_enabled[group] else 0,
-            mappings[first : first + max_tokens],
-            PAD_ID,
-        )
-
-
-@kernel
-def _map_tokens(
-    num_requests: int,
-    slots: Array,
-    starts: Array,
-    positions: Array,
-    address: np.uint64,
-    stride: int,
-    block_size: int,
-    mapping: Array,
-    pad: int,
-) -> None:
-    """The places of a group's tokens in the KV cache; without a block size they have none."""
-    for request in range(num_requests):
-        slot = slots[request]
-        if slot < 0 or block_size == 0:
-            mapping[starts[request] : starts[request + 1]] = pad
-            continue
-        table = _integers_at(address, (slot + 1) * stride)
-        for row in range(starts[request], starts[request + 1]):
-            block = table[slot * stride + positions[row] // block_size]
-            mapping[row] = block * block_size + positions[row] % block_size
-    mapping[starts[num_requests] :] = pad
+        stride = strides[group]
+        block_size = block_sizes[group] if is_enabled[group] else 0
+        mapping = mappings[group * mappings_stride : group * mappings_stride + max_tokens]
+        for request in range(num_requests):
+            slot, start, end = slots[request], starts[request], starts[request + 1]
+            if slot < 0 or block_size == 0:
+                mapping[start:end] = PAD_ID
+                continue
+            table = _integers_at(tables[group], (slot + 1) * stride)
+            for row in range(start, end):
+                block = table[slot * stride + positions[row] // block_size]
+                mapping[row] = block * block_size + positions[row] % block_size
+        mapping[starts[num_requests] :] = PAD_ID
 
 
 @replaces("gpu.model_states.prompt_embeds._apply_prompt_embeds_kernel", of_tensors=True)

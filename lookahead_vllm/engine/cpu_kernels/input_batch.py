@@ -7,8 +7,6 @@ the logits `first_logits[i]` to `first_logits[i + 1]`.
 
 from __future__ import annotations
 
-import numpy as np
-
 from lookahead_vllm.engine.cpu_kernels.table import Array, Grid, kernel, replaces
 
 
@@ -127,6 +125,7 @@ def count_sampled_and_rejected(
 
 
 @replaces("gpu.input_batch._post_update_kernel")
+@kernel
 def commit(
     grid: Grid,
     slots: Array,
@@ -147,62 +146,26 @@ def commit(
     num_drafts: int = 0,
 ) -> None:
     """The last three are of 0.33. Negative slots are skipped."""
-    rows = np.flatnonzero(slots[: grid[0]] >= 0)
-    new = (rows, slots, sampled, sampled_stride, num_sampled)
-    _append(*new, tokens, tokens_stride, total_lens, last_sampled)
-    if counts is not None:
-        _count(*new, counts, counts_stride)
-    if starts is None:
-        starts = np.zeros(grid[0] + 1, np.int32)
-    _advance(rows, slots, starts, num_rejected, num_computed)
-    if drafts is not None and kept_drafts is not None and num_drafts > 0:
-        of_rows = drafts[: grid[0] * num_drafts].reshape(grid[0], num_drafts)
-        kept_drafts.reshape(-1, num_drafts)[slots[rows]] = of_rows[rows]
-
-
-@kernel
-def _append(
-    rows: Array,
-    slots: Array,
-    sampled: Array,
-    sampled_stride: int,
-    num_sampled: Array,
-    tokens: Array,
-    tokens_stride: int,
-    total_lens: Array,
-    last_sampled: Array,
-) -> None:
-    for row in rows:
+    for row in range(grid[0]):
         slot, new = slots[row], num_sampled[row]
+        if slot < 0:
+            continue
         first = slot * tokens_stride + total_lens[slot]
         for i in range(new):
-            tokens[first + i] = sampled[row * sampled_stride + i]
+            token = sampled[row * sampled_stride + i]
+            tokens[first + i] = token
+            if counts is not None:
+                counts[slot * counts_stride + token] += 1
         if new > 0:
             last_sampled[slot] = sampled[row * sampled_stride + new - 1]
             total_lens[slot] += new
-
-
-@kernel
-def _count(
-    rows: Array,
-    slots: Array,
-    sampled: Array,
-    sampled_stride: int,
-    num_sampled: Array,
-    counts: Array,
-    counts_stride: int,
-) -> None:
-    for row in rows:
-        for i in range(num_sampled[row]):
-            counts[slots[row] * counts_stride + sampled[row * sampled_stride + i]] += 1
-
-
-@kernel
-def _advance(
-    rows: Array, slots: Array, starts: Array, num_rejected: Array, num_computed: Array
-) -> None:
-    for row in rows:
-        num_computed[slots[row]] += starts[row + 1] - starts[row] - num_rejected[row]
+        length = 0
+        if starts is not None:
+            length = starts[row + 1] - starts[row]
+        num_computed[slot] += length - num_rejected[row]
+        if drafts is not None:
+            for i in range(num_drafts):
+                kept_drafts[slot * num_drafts + i] = drafts[row * num_drafts + i]
 
 
 @replaces("gpu.input_batch._post_update_num_computed_tokens_kernel")

@@ -1,8 +1,9 @@
-"""The kernels that change logits: penalties, biases, bad words, grammars.
+"""The kernels that change logits: penalties, biases, bad words, thinking budgets, grammars.
 
 They take what vLLM's kernels take. `slots` has the slot of each row of logits, `offsets` the row's
 place among its request's rows, and `input_ids` the token before it: the last committed token at
-offset 0, draft tokens behind it.
+offset 0, draft tokens behind it. Where the history of a row matters, the functions for the nodes of
+trees compute it: these rows are chains.
 """
 
 from __future__ import annotations
@@ -11,50 +12,38 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lookahead_vllm.engine.cpu_kernels.table import Array, Grid, kernel, memory, replaces
+from lookahead_vllm.verify.cpu import history
+from lookahead_vllm.verify.history import BadWords, Histories, Penalties, Texts
 
 
-@replaces("gpu.sample.penalties._penalties_kernel")
-@kernel
+def _chains(slots: Tensor, input_ids: Tensor, offsets: Tensor) -> Histories:
+    """Rows whose parent is the row before, except at the first one of a request."""
+    rows = torch.arange(len(offsets), dtype=torch.int32)
+    return Histories(slots, input_ids, rows - (offsets > 0).int())
+
+
+@replaces("gpu.sample.penalties._penalties_kernel", of_tensors=True)
 def apply_penalties(
     grid: Grid,
-    logits: Array,
+    logits: Tensor,
     stride: int,
-    slots: Array,
-    input_ids: Array,
-    offsets: Array,
-    repetition: Array,
-    frequency: Array,
-    presence: Array,
-    prompt_bits: Array,
+    slots: Tensor,
+    input_ids: Tensor,
+    offsets: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+    prompt_bits: Tensor,
     prompt_stride: int,
-    counts: Array,
+    counts: Tensor,
     counts_stride: int,
     vocab: int,
 ) -> None:
-    """Draft tokens before a row are counted for its time, then no more."""
-    for row in range(grid[0]):
-        slot = slots[row]
-        repeated, per_count, present = repetition[slot], frequency[slot], presence[slot]
-        if repeated == 1 and per_count == 0 and present == 0:
-            continue
-        in_output = counts[slot * counts_stride : slot * counts_stride + vocab]
-        in_prompt = prompt_bits[slot * prompt_stride : (slot + 1) * prompt_stride]
-        drafts = input_ids[row - offsets[row] + 1 : row + 1]
-        for token in drafts:
-            in_output[token] += 1
-        values = logits[row * stride : row * stride + vocab]
-        for token in range(vocab):
-            value, count = values[token], np.float32(in_output[token])
-            if count > 0 or (in_prompt[token >> 5] >> (token & 31)) & 1:
-                value *= np.float32(1) / repeated if value > 0 else repeated
-            value -= per_count * count
-            if count > 0:
-                value -= present
-            values[token] = value
-        for token in drafts:
-            in_output[token] -= 1
+    penalties = Penalties(repetition, frequency, presence, prompt_bits, counts)
+    history.apply_penalties(logits, _chains(slots, input_ids, offsets), penalties)
 
 
 @replaces("gpu.sample.penalties._bincount_kernel")
@@ -126,55 +115,77 @@ def _of_slot(table: Array, stride: int, slot: int, counts: Array) -> Array:
     return table[slot * stride : slot * stride + counts[slot]]
 
 
-@replaces("gpu.sample.bad_words._bad_words_kernel")
-@kernel
+@replaces("gpu.sample.bad_words._bad_words_kernel", of_tensors=True)
 def forbid_bad_words(
     grid: Grid,
-    logits: Array,
+    logits: Tensor,
     stride: int,
-    slots: Array,
-    words: Array,
+    slots: Tensor,
+    words: Tensor,
     words_stride: int,
-    word_starts: Array,
+    word_starts: Tensor,
     starts_stride: int,
-    num_words: Array,
-    tokens: Array,
+    num_words: Tensor,
+    tokens: Tensor,
     tokens_stride: int,
-    prompt_lens: Array,
-    total_lens: Array,
-    input_ids: Array,
-    offsets: Array,
+    prompt_lens: Tensor,
+    total_lens: Tensor,
+    input_ids: Tensor,
+    offsets: Tensor,
 ) -> None:
-    for row in range(grid[0]):
-        slot = slots[row]
-        output = tokens[slot * tokens_stride + prompt_lens[slot] :]
-        num_committed = total_lens[slot] - prompt_lens[slot]
-        drafts = input_ids[row - offsets[row] + 1 : row + 1]
-        num_tokens = num_committed + drafts.size
-        for index in range(num_words[slot]):
-            start = word_starts[slot * starts_stride + index]
-            end = word_starts[slot * starts_stride + index + 1]
-            word = words[slot * words_stride + start : slot * words_stride + end]
-            first = num_tokens - (word.size - 1)
-            if first < 0:
-                continue
-            is_match = True
-            for i in range(word.size - 1):
-                at = first + i
-                token = output[at] if at < num_committed else drafts[at - num_committed]
-                is_match = is_match and token == word[i]
-            if is_match:
-                logits[row * stride + word[-1]] = -np.inf
+    texts = Texts(tokens, prompt_lens, total_lens)
+    bad_words = BadWords(words, word_starts, num_words)
+    rows = _chains(slots, input_ids, offsets)
+    history.apply_bad_words(logits, rows, texts, bad_words, grid[1])
+
+
+@replaces("gpu.sample.thinking_budget._update_committed_marker_cache_kernel", of_tensors=True)
+def find_markers(
+    grid: Grid,
+    slots: Tensor,
+    budgets: Tensor,
+    tokens: Tensor,
+    tokens_stride: int,
+    total_lens: Tensor,
+    last_starts: Tensor,
+    last_ends: Tensor,
+    num_scanned: Tensor,
+    *markers: Tensor,
+) -> None:
+    """Where the committed text last opens and closes its thinking, continued from the last step."""
+    state = budgets, last_starts, last_ends, num_scanned
+    history.find_markers(*history.arrays((slots, tokens, total_lens, *state, *markers)))
+
+
+@replaces("gpu.sample.thinking_budget._thinking_budget_kernel", of_tensors=True)
+def force_end_of_thinking(
+    grid: Grid,
+    logits: Tensor,
+    stride: int,
+    slots: Tensor,
+    budgets: Tensor,
+    tokens: Tensor,
+    tokens_stride: int,
+    total_lens: Tensor,
+    input_ids: Tensor,
+    offsets: Tensor,
+    last_starts: Tensor,
+    last_ends: Tensor,
+    *markers: Tensor,
+) -> None:
+    rows = _chains(slots, input_ids, offsets)
+    state = tokens, total_lens, budgets, last_starts, last_ends
+    history.force_ends(*history.arrays((logits, *rows, *state, *markers)))
 
 
 @replaces("gpu.structured_outputs._apply_grammar_bitmask_kernel", of_tensors=True)
 def apply_grammar(
     grid: Grid,
-    logits: torch.Tensor,
+    logits: Tensor,
     stride: int,
-    places: torch.Tensor,
-    first_logits: torch.Tensor,
-    masks: torch.Tensor,
+    places: Tensor,
+    first_logits: Tensor,
+    masks: Tensor,
     masks_stride: int,
     vocab: int,
     MASK_STRIDE: int = 1,

@@ -68,6 +68,7 @@ def _order(bits: np.int32) -> np.int32:
 
 
 @replaces("gpu.sample.gumbel._gumbel_sample_kernel")
+@kernel
 def sample_with_noise(
     grid: Grid,
     winners: Array,
@@ -95,47 +96,14 @@ def sample_with_noise(
     """The token with the largest sum of logit and noise, and that sum, in each block of a row."""
     if cache is not None or IS_DRAFTING or APPLY_TEMPERATURE or USE_FP64:
         raise NotImplementedError("drafting with noise, and noise in float64")
-    _sample(
-        grid,
-        winners,
-        winners_stride,
-        values,
-        values_stride,
-        logits,
-        stride,
-        slots,
-        seeds,
-        positions,
-        temperatures,
-        vocab,
-        BLOCK_SIZE,
-    )
-
-
-@kernel
-def _sample(
-    grid: Grid,
-    winners: Array,
-    winners_stride: int,
-    values: Array,
-    values_stride: int,
-    logits: Array,
-    stride: int,
-    slots: Array,
-    seeds: Array,
-    positions: Array,
-    temperatures: Array,
-    vocab: int,
-    block_size: int,
-) -> None:
-    uniforms, bounds = np.empty(block_size, np.float32), np.empty(block_size, np.float32)
+    uniforms, bounds = np.empty(BLOCK_SIZE, np.float32), np.empty(BLOCK_SIZE, np.float32)
     for row in range(grid[0]):
         slot = slots[row]
         is_greedy = slot < 0 or temperatures[slot] == 0
         state = np.uint32(0) if is_greedy else _hash(seeds[slot], positions[row])
         for block in range(grid[1]):
-            first = block * block_size
-            part = logits[row * stride + first : row * stride + min(first + block_size, vocab)]
+            first = block * BLOCK_SIZE
+            part = logits[row * stride + first : row * stride + min(first + BLOCK_SIZE, vocab)]
             if is_greedy:
                 winner = _first_largest(part)
                 value = part[winner]

@@ -31,7 +31,6 @@ _MODULES = (
     "logprobs",
     "sampling",
     "speculator",
-    "thinking",
 )
 """The modules of this folder that fill the table."""
 

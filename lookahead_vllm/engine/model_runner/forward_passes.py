@@ -32,8 +32,8 @@ class RunnerPasses:
         captured: CapturedTokens = self._runner.captured_tokens()
         return captured
 
-    def decode(self, num_tokens: int, attends: bool) -> None:
-        """See `ForwardPasses`. The layers always attend."""
+    def decode(self, num_tokens: int) -> None:
+        """See `ForwardPasses`."""
         with self._runner.without_full_graphs():
             self._run(num_tokens)
 

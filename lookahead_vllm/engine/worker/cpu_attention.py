@@ -23,7 +23,7 @@ from lookahead_vllm.engine.worker.attended import AttendedTrees, without_context
 from lookahead_vllm.engine.worker.attention import TreeAttention, dtype_obstacle
 from lookahead_vllm.verify.cpu import native
 from lookahead_vllm.verify.cpu.kv_moves import KVMover, LatentMover, SlotMover
-from lookahead_vllm.verify.cpu.tree_attention import supported, tree_attention
+from lookahead_vllm.verify.cpu.tree_attention import TreeCall, supported, tree_attention
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
 PACKED = {"vec": False, "vec16": False, "amx": True}
@@ -74,39 +74,30 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         attn_metadata: CPUAttentionMetadata | None,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
+        **scales: torch.Tensor | None,
     ) -> torch.Tensor:
+        given = layer, query, key, value, kv_cache, attn_metadata, output
         if (
             not isinstance(attn_metadata, TreeAttentionMetadata)
             or self.attn_type != AttentionType.DECODER
         ):
-            return super().forward(
-                layer,
-                query,
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                output,
-                output_scale,
-                output_block_scale,
-            )
+            return super().forward(*given, **scales)
         if not attn_metadata.all_trees:
-            super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
-        tree_attention(
+            super().forward(*given)
+        call = TreeCall(
             query,
             kv_cache,
             output,
             attn_metadata.block_table,
             attn_metadata.trees,
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            alibi_slopes=self.alibi_slopes,
-            logits_soft_cap=self.logits_soft_cap,
-            packed=PACKED[layer.isa],
-            sinks=self.sinks,
+            self.scale,
+            self.sliding_window,
+            self.alibi_slopes,
+            self.logits_soft_cap,
+            self.sinks,
+            PACKED[layer.isa],
         )
+        tree_attention(call)
         return output
 
 

@@ -16,7 +16,6 @@ from lookahead_vllm.draft.budget.cost import StepWork
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.verify.acceptance import moves_behind_roots
 from lookahead_vllm.verify.choices import Choices, top_choices
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
@@ -233,7 +232,10 @@ class DraftStep:
 
         Both are indices among the step's tokens. `paths` as in `accepted_paths`.
         """
-        return moves_behind_roots(self.starts, paths)
+        moved = (paths >= 0) & (paths != np.arange(paths.shape[1]))
+        trees, depths = np.nonzero(moved)
+        firsts = self.starts[trees] + 1
+        return np.stack((firsts + paths[moved], firsts + depths))
 
 
 _NONE: Int64s = np.empty(0, np.int64)

@@ -42,7 +42,7 @@ from lookahead_vllm.engine.worker.attended import (
 )
 from lookahead_vllm.engine.worker.attention import TreeAttention, dtype_obstacle
 from lookahead_vllm.verify.gpu.paged_attention import Impl, paged_attention
-from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
+from lookahead_vllm.verify.gpu.paged_batch import PagedBatch, PagedCall
 from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
 
 MAX_HEAD_SIZE = 256
@@ -115,24 +115,13 @@ class _TreeImpl(_Impl):
         kv_cache: torch.Tensor,
         attn_metadata: Any,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
+        **scales: torch.Tensor | None,
     ) -> torch.Tensor:
         trees, lse = getattr(attn_metadata, "trees", None), None
         if trees is not None and attn_metadata.is_of_contexts:
             lse = self.attend_contexts(query, kv_cache, output, attn_metadata)
         else:
-            super().forward(
-                layer,
-                query,
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                output,
-                output_scale,
-                output_block_scale,
-            )
+            super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         if trees is not None and self.attn_type == AttentionType.DECODER:
             table = attn_metadata.block_table
             self.attend_trees(layer, query, kv_cache, output, table, trees, lse)
@@ -155,7 +144,7 @@ class _TreeImpl(_Impl):
         trees: PagedBatch,
         context_lse: torch.Tensor | None = None,
     ) -> None:
-        """Overwrite the rows of `trees` in `output`; see `paged_attention` for `context_lse`."""
+        """Overwrite the rows of `trees` in `output`; see `PagedCall` for `context_lse`."""
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         scales = {}
         if is_quantized_kv_cache(self.kv_cache_dtype):
@@ -165,22 +154,22 @@ class _TreeImpl(_Impl):
             if query.dtype == fp8:  # the layer quantized it for vLLM's kernel
                 query = (query.float() * layer._q_scale).to(output.dtype)
         left, _ = self.sliding_window
-        paged_attention(
+        call = PagedCall(
             query,
             keys,
             values,
             output,
             block_table,
             trees,
-            scale=self.scale,
+            self.scale,
             sliding_window=left + 1 if left >= 0 else -1,
             alibi_slopes=self.alibi_slopes,
             logits_soft_cap=self.logits_soft_cap,
             sinks=self.sinks,
             context_lse=context_lse,
-            impl=self.trees_by,
             **scales,
         )
+        paged_attention(call, self.trees_by)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """False: tree attention overwrites rows before they are quantized."""

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker.attended import AttendedTrees, without_contexts
 from lookahead_vllm.engine.worker.attention import dtype_obstacle
-from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
+from lookahead_vllm.verify.gpu.paged_batch import LatentCall, PagedBatch
 from lookahead_vllm.verify.latent_attention import DecodeRows, decode_rows, latent_attention
 
 
@@ -143,14 +143,9 @@ def attend_trees(
         if is_quantized_kv_cache(layer.kv_cache_dtype):
             kv_cache = kv_cache.view(current_platform.fp8_dtype())
             cache_scale = layer._k_scale.reshape(1)
+        table, batch = trees.block_table, trees.batch
         latent_attention(
-            query,
-            kv_cache,
-            latents,
-            trees.block_table,
-            trees.batch,
-            scale=layer.scale,
-            cache_scale=cache_scale,
+            LatentCall(query, kv_cache, latents, table, batch, layer.scale, cache_scale)
         )
     values = output.new_empty(len(rows), output[0].numel())
     layer._v_up_proj(latents, values)

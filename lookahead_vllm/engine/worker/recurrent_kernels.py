@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.mamba_attn import (
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker.recurrent import PARENTS, count_nodes_in_pages
 from lookahead_vllm.verify import recurrence
-from lookahead_vllm.verify.recurrence import StateRows
+from lookahead_vllm.verify.recurrence import Mamba2, StateRows
 
 Metadata = TypeVar("Metadata")
 
@@ -138,7 +138,8 @@ def _mamba2(original: Callable[..., None]) -> Callable[..., None]:
             original(state, x, dt, A, B, C, D, dt_bias, **kwargs)
             return
         assert kwargs["dt_softplus"] and kwargs.get("z") is None  # as vLLM's mixer calls it
-        recurrence.mamba2(state, x, dt, A, B, C, D, dt_bias, trees, kwargs["out"])
+        inputs = Mamba2(x, dt, A, B, C, D, dt_bias)
+        recurrence.mamba2(state, inputs, trees, kwargs["out"])
 
     return update
 

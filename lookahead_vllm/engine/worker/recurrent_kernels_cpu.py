@@ -20,7 +20,7 @@ from lookahead_vllm.engine.worker.recurrent import PARENTS
 from lookahead_vllm.engine.worker.recurrent_kernels import convolution, delta_trees, trees_of_slots
 from lookahead_vllm.verify import recurrence
 from lookahead_vllm.verify.cpu.recurrence import path_windows
-from lookahead_vllm.verify.recurrence import StateRows
+from lookahead_vllm.verify.recurrence import GatedDelta, StateRows
 
 
 @functools.cache
@@ -55,9 +55,8 @@ def _gated_delta(original: Callable[..., torch.Tensor]) -> Callable[..., torch.T
         mixed = _packed_convolution(layer, mixed_qkv_spec, conv_buf, trees)
         q, k, v = (part.squeeze(0) for part in layer.rearrange_mixed_qkv(mixed))
         out = torch.empty_like(v)
-        recurrence.gated_delta(
-            ssm_state, q, k, v, a_spec, b_spec, layer.A_log, layer.dt_bias, trees, out
-        )
+        inputs = GatedDelta(q, k, v, a_spec, b_spec, layer.A_log, layer.dt_bias)
+        recurrence.gated_delta(ssm_state, inputs, trees, out)
         return out
 
     return forward

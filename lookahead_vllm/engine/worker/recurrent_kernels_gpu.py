@@ -20,7 +20,7 @@ from lookahead_vllm.engine.worker import recurrent_kernels
 from lookahead_vllm.engine.worker.recurrent import PARENTS
 from lookahead_vllm.engine.worker.recurrent_kernels import convolution, delta_trees, trees_of_slots
 from lookahead_vllm.verify import recurrence
-from lookahead_vllm.verify.recurrence import StateRows
+from lookahead_vllm.verify.recurrence import GatedDelta, StateRows
 
 
 @functools.cache
@@ -71,11 +71,8 @@ def _gated_delta(
         state = kwargs["initial_state"]
         q, k, v = (kwargs[name].squeeze(0) for name in ("q", "k", "v"))
         out = torch.empty_like(v)
-        recurrence.gated_delta(
-            *(state, q, k, v, kwargs["a"], kwargs["b"], kwargs["A_log"], kwargs["dt_bias"]),
-            trees,
-            out,
-        )
+        inputs = GatedDelta(q, k, v, *(kwargs[name] for name in ("a", "b", "A_log", "dt_bias")))
+        recurrence.gated_delta(state, inputs, trees, out)
         return out.unsqueeze(0), state
 
     return update

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,9 +13,6 @@ from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine.step_report import StepReport
 from lookahead_vllm.verify.acceptance import tally
-
-seconds: defaultdict[str, float] = defaultdict(float)
-"""Wall time by part, in this process: draft, verify, compaction."""
 
 
 @dataclass
@@ -72,9 +68,7 @@ class StepRecorder:
 
     def add_time(self, part: str, begin: float) -> None:
         """As `timed`: the wall time since `begin`."""
-        elapsed = time.perf_counter() - begin
-        self.report.seconds[part] += elapsed
-        seconds[part] += elapsed
+        self.report.seconds[part] += time.perf_counter() - begin
 
     def count_drafts(self, forest: DraftForest, paths: Int32s) -> None:
         """Count verified trees and their accepted nodes; `paths` as in `accepted_paths`."""

@@ -114,11 +114,8 @@ class ForwardPasses(Protocol):
     def captured_tokens(self) -> CapturedTokens:
         """For which numbers of tokens `decode_in_graph` and `drafts_in_graph` have a graph."""
 
-    def decode(self, num_tokens: int, attends: bool) -> None:
-        """One token of each request, without a graph of the whole model.
-
-        With `attends`, the layers attend to a context of one token.
-        """
+    def decode(self, num_tokens: int) -> None:
+        """One token of each request, without a graph of the whole model."""
 
     def decode_in_graph(self, num_tokens: int) -> None:
         """One token of each request, as many as fit into a graph of `num_tokens`."""
@@ -187,10 +184,8 @@ class Plan:
         most_rows = max((batch.rows for batch in self.batches), default=0)
         max_model_len = runner.vllm_config.model_config.max_model_len
         self.context = min(CONTEXT_TOKENS, max_model_len - most_rows)
-        attends = bool(self.captured.without_drafts or self.captured.with_drafts)
-        decode = partial(passes.decode, attends=attends)
         self._kinds = (
-            (IN_PIECES, self.sizes, decode),
+            (IN_PIECES, self.sizes, passes.decode),
             (IN_GRAPH, _about_doubling(self.captured.without_drafts), passes.decode_in_graph),
             (WITH_DRAFTS, _about_doubling(self.captured.with_drafts), passes.drafts_in_graph),
         )
@@ -201,7 +196,7 @@ class Plan:
         self.whole_chain: str | None = None
         if (length := runner.drafter.options.chain_length) > 1:
             self.whole_chain = f"a whole chain of {length} tokens"
-            self.runs[self.whole_chain] = partial(self._with_whole_chain, decode)
+            self.runs[self.whole_chain] = self._with_whole_chain
         for batch in self.batches:
             in_graph = self.graph_of(batch) is not None
             self.runs[batch.name] = partial(passes.with_context, batch, self.context, in_graph)
@@ -221,9 +216,9 @@ class Plan:
         ]
 
     @contextmanager
-    def _with_whole_chain(self, decode: Callable[[int], None]) -> Iterator[Callable[[], None]]:
+    def _with_whole_chain(self) -> Iterator[Callable[[], None]]:
         with self._passes.whole_chains():
-            yield partial(decode, self.sizes[0])
+            yield partial(self._passes.decode, self.sizes[0])
 
     def graph_of(self, batch: Batch) -> int | None:
         """The tokens of the graph in which a batch is timed; None outside of graphs.

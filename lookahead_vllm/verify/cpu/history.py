@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -13,30 +14,34 @@ from lookahead_vllm.verify.history import BadWords, Histories, Penalties, Texts,
 
 Array = NDArray[Any]
 
+_BLOCK = 1024
+"""Tokens that are searched for markers at a time, as in vLLM's kernel."""
+
 
 def apply_penalties(logits: Tensor, rows: Histories, penalties: Penalties) -> None:
     """See `history.apply_penalties`."""
-    _penalize(logits.numpy(), *_arrays(rows), *_arrays(penalties))
+    _penalize(logits.numpy(), *arrays(rows), *arrays(penalties))
 
 
 def apply_bad_words(
     logits: Tensor, rows: Histories, texts: Texts, words: BadWords, max_words: int
 ) -> None:
     """See `history.apply_bad_words`."""
-    _exclude(logits.numpy(), *_arrays(rows), *_arrays(texts), *_arrays(words))
+    _exclude(logits.numpy(), *arrays(rows), *arrays(texts), *arrays(words))
 
 
 def apply_thinking_budgets(
     logits: Tensor, rows: Histories, slots: Tensor, texts: Texts, thinking: ThinkingBudgets
 ) -> None:
     """See `history.apply_thinking_budgets`."""
-    tokens, _, lengths = _arrays(texts)
-    budgets = _arrays(thinking)
-    _find_markers(slots.numpy(), tokens, lengths, *budgets[:6])
-    _force_ends(logits.numpy(), *_arrays(rows), tokens, lengths, *budgets[:3], *budgets[4:])
+    tokens, _, lengths = arrays(texts)
+    budgets = arrays(thinking)
+    find_markers(slots.numpy(), tokens, lengths, *budgets[:6])
+    force_ends(logits.numpy(), *arrays(rows), tokens, lengths, *budgets[:3], *budgets[4:])
 
 
-def _arrays(tensors: tuple[Tensor, ...]) -> list[Array]:
+def arrays(tensors: Iterable[Tensor]) -> list[Array]:
+    """The memory of tensors on the CPU."""
     return [tensor.numpy() for tensor in tensors]
 
 
@@ -128,7 +133,7 @@ def _exclude(
 
 
 @kernel
-def _find_markers(
+def find_markers(
     slots: Array,
     token_ids: Array,
     total_lens: Array,
@@ -139,29 +144,29 @@ def _find_markers(
     start_marker: Array,
     end_marker: Array,
 ) -> None:
-    """Find the last markers in the text that was committed since the last call."""
+    """The last markers in the text that was committed since the last call; see ThinkingBudgets."""
     for slot in slots:
         if budgets[slot] < 0:
             continue
         text = token_ids[slot, : total_lens[slot]]
         if scanned[slot] > len(text):
             scanned[slot], last_start[slot], last_end[slot] = 0, -1, -1
-        # Backwards; markers before the last one do not matter.
-        for place in range(len(text) - 1, scanned[slot] - 1, -1):
-            starts = _stands_at(text, place, start_marker)
-            ends = _stands_at(text, place, end_marker)
-            if starts:
-                last_start[slot] = max(last_start[slot], place)
-            if ends:
-                last_end[slot] = max(last_end[slot], place)
-            if starts or ends:
-                break
+        # Backwards; markers before the last block that has any do not matter.
+        end, is_found = len(text), False
+        while end > scanned[slot] and not is_found:
+            begin = max(end - _BLOCK, scanned[slot])
+            for place in range(begin, end):
+                if _stands_at(text, place, start_marker):
+                    last_start[slot], is_found = place, True
+                if _stands_at(text, place, end_marker):
+                    last_end[slot], is_found = place, True
+            end = begin
         longest = max(len(start_marker), len(end_marker))
         scanned[slot] = max(len(text) - longest + 1, 0)
 
 
 @kernel
-def _force_ends(
+def force_ends(
     logits: Array,
     slots: Array,
     ids: Array,
@@ -175,6 +180,7 @@ def _force_ends(
     end_marker: Array,
     forced_end: Array,
 ) -> None:
+    """Force the next token of the end marker where a budget is used up."""
     reach = max(len(start_marker), len(end_marker), len(forced_end))
     for row in range(len(logits)):
         slot = slots[row]

@@ -101,7 +101,7 @@ class KVMover(SlotMover):
     Parameters
     ----------
     kv_caches : sequence of [num_blocks, num_kv_heads, block_size, 2 * head_size]
-        One per layer, of 2 or 4 bytes per element, in vLLM's CPU layout (see `tree_attention`).
+        One per layer, of 2 or 4 bytes per element, in vLLM's CPU layout (see TreeCall).
         The first two dimensions may be strided. The caches must not be reallocated.
     block_size : int
         Slots per block.

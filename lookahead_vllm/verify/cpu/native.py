@@ -31,22 +31,23 @@ _MAX_SECONDS = 300.0
 _LOAD_ERRORS = (OSError, AttributeError, UnicodeDecodeError)
 """What loading a library raises. ctypes decodes the loader's message, which names the file, as
 strict UTF-8."""
+ERRORS = (*_LOAD_ERRORS, subprocess.SubprocessError)
+"""What building and loading it raise."""
 
 _pointer, _i64, _i32, _f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+def _fields(kind: type, *names: str) -> list[tuple[str, type]]:
+    """Fields of a structure that are all of one kind."""
+    return [(name, kind) for name in names]
 
 
 class TreeBatchView(ctypes.Structure):
     """`TreeBatchView` of `csrc/tree_attention.cpp`: the sizes and pointers of a TreeBatch."""
 
     _fields_ = [
-        ("trees", _i64),
-        ("words", _i64),
-        ("rows", _pointer),
-        ("starts", _pointer),
-        ("sizes", _pointer),
-        ("contexts", _pointer),
-        ("depths", _pointer),
-        ("masks", _pointer),
+        *_fields(_i64, "trees", "words"),
+        *_fields(_pointer, "rows", "starts", "sizes", "contexts", "depths", "masks"),
     ]
 
 
@@ -55,55 +56,35 @@ class AttentionCall(ctypes.Structure):
 
     _fields_ = [
         ("query", _pointer),
-        ("query_token", _i64),
-        ("query_head", _i64),
+        *_fields(_i64, "query_token", "query_head"),
         ("cache", _pointer),
-        ("cache_block", _i64),
-        ("cache_head", _i64),
+        *_fields(_i64, "cache_block", "cache_head"),
         ("output", _pointer),
-        ("output_token", _i64),
-        ("output_head", _i64),
+        *_fields(_i64, "output_token", "output_head"),
         ("block_table", _pointer),
         ("table_row", _i64),
-        ("heads", _i32),
-        ("kv_heads", _i32),
-        ("head_size", _i32),
-        ("block_size", _i32),
+        *_fields(_i32, "heads", "kv_heads", "head_size", "block_size"),
         ("scale", _f32),
         ("window", _i32),
         ("soft_cap", _f32),
-        ("alibi", _pointer),
-        ("sinks", _pointer),
-        ("threads", _i32),
-        ("packed", _i32),
+        *_fields(_pointer, "alibi", "sinks"),
+        *_fields(_i32, "threads", "packed"),
     ]
 
 
 class LayerCache(ctypes.Structure):
     """`LayerCache` of `csrc/kv_moves.cpp`: the KV cache of one layer; strides in bytes."""
 
-    _fields_ = [
-        ("data", _pointer),
-        ("block", _i64),
-        ("head", _i64),
-        ("heads", _i64),
-        ("head_size", _i64),
-    ]
+    _fields_ = [("data", _pointer), *_fields(_i64, "block", "head", "heads", "head_size")]
 
 
 class Forest(ctypes.Structure):
     """`Forest` of `csrc/recurrence.cpp`: recurrence.StateRows; strides in elements."""
 
     _fields_ = [
-        ("requests", _i64),
-        ("rows", _i64),
-        ("slots", _i64),
-        ("starts", _pointer),
-        ("parents", _pointer),
-        ("columns", _pointer),
-        ("num_columns", _i64),
-        ("column_row", _i64),
-        ("column_step", _i64),
+        *_fields(_i64, "requests", "rows", "slots"),
+        *_fields(_pointer, "starts", "parents", "columns"),
+        *_fields(_i64, "num_columns", "column_row", "column_step"),
         ("accepted", _pointer),
     ]
 
@@ -114,12 +95,12 @@ class Mamba2Call(ctypes.Structure):
     _fields_ = [
         ("state", _pointer),
         ("slot", _i64),
-        *((name, _pointer) for name in ("x", "B", "C")),
-        *((name, _i64) for name in ("x_row", "bc_row")),
-        *((name, _pointer) for name in ("dt", "A", "D", "dt_bias")),
+        *_fields(_pointer, "x", "B", "C"),
+        *_fields(_i64, "x_row", "bc_row"),
+        *_fields(_pointer, "dt", "A", "D", "dt_bias"),
         ("out", _pointer),
         ("out_row", _i64),
-        *((name, _i32) for name in ("heads", "groups", "dim", "dstate")),
+        *_fields(_i32, "heads", "groups", "dim", "dstate"),
         ("threads", _i32),
     ]
 
@@ -130,13 +111,13 @@ class DeltaCall(ctypes.Structure):
     _fields_ = [
         ("state", _pointer),
         ("slot", _i64),
-        *((name, _pointer) for name in ("q", "k", "v")),
-        *((name, _i64) for name in ("q_row", "q_head", "k_row", "k_head", "v_row", "v_head")),
-        *((name, _pointer) for name in ("a", "b", "A_log", "dt_bias")),
+        *_fields(_pointer, "q", "k", "v"),
+        *_fields(_i64, "q_row", "q_head", "k_row", "k_head", "v_row", "v_head"),
+        *_fields(_pointer, "a", "b", "A_log", "dt_bias"),
         ("out", _pointer),
         ("out_row", _i64),
         ("out_head", _i64),
-        *((name, _i32) for name in ("key_heads", "heads", "key_size", "value_size")),
+        *_fields(_i32, "key_heads", "heads", "key_size", "value_size"),
         ("scale", _f32),
         ("threads", _i32),
     ]
@@ -147,34 +128,34 @@ class ConvolutionCall(ctypes.Structure):
 
     _fields_ = [
         ("window", _pointer),
-        *((name, _i64) for name in ("slot", "channel", "entry")),
+        *_fields(_i64, "slot", "channel", "entry"),
         ("x", _pointer),
         ("x_row", _i64),
-        *((name, _pointer) for name in ("weight", "bias", "out")),
-        *((name, _i32) for name in ("dim", "width", "silu", "threads")),
+        *_fields(_pointer, "weight", "bias", "out"),
+        *_fields(_i32, "dim", "width", "silu", "threads"),
     ]
 
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The compiled library, or None if it cannot be built or loaded.
+    """The compiled library, or None if it cannot be built or loaded; the log says why, once.
 
-    A build takes seconds, so an engine calls this at start-up. Builds are kept in
-    `kernel_folder.cache_dir()`, named by a hash of sources, flags, compiler and CPU. A failure is
-    logged once, as a warning.
+    A build takes seconds, so an engine calls this at start-up.
     """
-    compiler = _compiler()
-    if compiler is None:
-        logger.warning("No C++ compiler (g++, c++ or $CXX): tree attention runs on plain torch.")
-        return None
     try:
-        return _load_cached(compiler)
-    except (*_LOAD_ERRORS, subprocess.SubprocessError) as error:
+        return built()
+    except ERRORS as error:
         logger.warning("Tree attention runs on plain torch; its kernel cannot be used: %s", error)
         return None
 
 
-def _load_cached(compiler: str) -> ctypes.CDLL:
+def built() -> ctypes.CDLL:
+    """The compiled library; one of ERRORS if it cannot be built or loaded.
+
+    Builds are kept in `kernel_folder.cache_dir()`, named by a hash of sources, flags, compiler and
+    CPU.
+    """
+    compiler = _compiler()
     path = cache_dir() / f"verify-{_fingerprint(compiler)}.so"
     if path.exists():
         with suppress(*_LOAD_ERRORS):  # damaged: build it again
@@ -194,9 +175,12 @@ def reads_packed() -> bool:
     return library is not None and bool(library.lookahead_reads_packed())
 
 
-def _compiler() -> str | None:
+def _compiler() -> str:
     names = filter(None, (os.environ.get("CXX"), "g++", "c++"))
-    return next(filter(None, map(shutil.which, names)), None)
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    if compiler is None:
+        raise FileNotFoundError("there is no C++ compiler (g++, c++ or $CXX)")
+    return compiler
 
 
 def _fingerprint(compiler: str) -> str:
@@ -239,42 +223,18 @@ def _run(command: list[str], **environment: str) -> str:
     return done.stdout
 
 
-def _link(path: Path) -> ctypes.CDLL:
-    """Load a library, or its copy in the temporary folder if its own is mounted with noexec."""
-    try:
-        return ctypes.CDLL(str(path))
-    except _LOAD_ERRORS as error:
-        with suppress(*_LOAD_ERRORS), tempfile.NamedTemporaryFile(suffix=".so") as copy:
-            copy.write(path.read_bytes())
-            copy.flush()
-            library = ctypes.CDLL(copy.name)
-            logger.info(
-                "Lookahead's compiled kernels are loaded from a copy in %s: %s.",
-                tempfile.gettempdir(),
-                error,
-            )
-            return library
-        raise
-
-
 def _open(path: Path) -> ctypes.CDLL:
-    library = _link(path)
-    library.lookahead_tree_attention.argtypes = [_pointer, _pointer, _i32]
-    library.lookahead_tree_attention.restype = None
-    library.lookahead_move_kv.argtypes = [
-        *(_pointer, _i64, _i64, _i64),
-        *(_i64, _pointer, _pointer, _i32, _i32),
-    ]
-    library.lookahead_move_kv.restype = None
-    library.lookahead_top_choices.argtypes = [
-        *(_pointer, _i32, _i64, _i64),
-        *(_i64, _pointer, _i32, _i32, _pointer),
-    ]
-    library.lookahead_top_choices.restype = None
+    library = ctypes.CDLL(str(path))
+    for name, arguments in (
+        ("tree_attention", [_pointer, _pointer, _i32]),
+        ("move_kv", [_pointer, _i64, _i64, _i64, _i64, _pointer, _pointer, _i32, _i32]),
+        ("top_choices", [_pointer, _i32, _i64, _i64, _i64, _pointer, _i32, _i32, _pointer]),
+    ):
+        function = getattr(library, f"lookahead_{name}")
+        function.argtypes, function.restype = arguments, None
     for name in ("mamba2", "gated_delta", "convolution"):
         function = getattr(library, f"lookahead_{name}")
-        function.argtypes = [_pointer, _pointer, _i32, _i32]
-        function.restype = _i32
+        function.argtypes, function.restype = [_pointer, _pointer, _i32, _i32], _i32
     library.lookahead_reads_packed.argtypes = []
     library.lookahead_reads_packed.restype = _i32
     return library

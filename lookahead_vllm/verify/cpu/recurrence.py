@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lookahead_vllm.verify.cpu import native
-from lookahead_vllm.verify.recurrence import StateRows
+from lookahead_vllm.verify.recurrence import GatedDelta, Mamba2, StateRows
 
 KEYS_FIRST = True
 """The layout of gated_delta's states."""
@@ -27,18 +27,7 @@ _RULES = (
 )
 
 
-def mamba2(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    trees: StateRows,
-    out: Tensor,
-) -> None:
+def mamba2(state: Tensor, inputs: Mamba2, trees: StateRows, out: Tensor) -> None:
     """See `recurrence.mamba2`; dt is [n, heads], A, D and dt_bias are [heads].
 
     Raises
@@ -46,6 +35,7 @@ def mamba2(
     ValueError
         `trees` breaks a rule of `StateRows`.
     """
+    x, dt, A, B, C, D, dt_bias = inputs
     library = _library(state, x, B, C, out)
     heads, dim, dstate = state.shape[1:]
     x, B, C = map(_with_strided_rows, (x, B, C))
@@ -62,18 +52,7 @@ def mamba2(
     _run(library.lookahead_mamba2, call, trees, state, x)
 
 
-def gated_delta(
-    state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    trees: StateRows,
-    out: Tensor,
-) -> None:
+def gated_delta(state: Tensor, inputs: GatedDelta, trees: StateRows, out: Tensor) -> None:
     """See `recurrence.gated_delta`.
 
     Raises
@@ -81,6 +60,7 @@ def gated_delta(
     ValueError
         `trees` breaks a rule of `StateRows`.
     """
+    q, k, v, a, b, A_log, dt_bias = inputs
     library = _library(state, q, k, v, out)
     key_heads, key_size = q.shape[1:]
     heads, value_size = v.shape[1:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,126 +29,92 @@ def supported(head_size: int, dtype: torch.dtype, block_size: int, packed: bool 
     )
 
 
-def tree_attention(
-    query: Tensor,
-    kv_cache: Tensor,
-    output: Tensor,
-    block_table: Tensor,
-    batch: TreeBatch,
-    *,
-    scale: float,
-    sliding_window: int = -1,
-    alibi_slopes: Tensor | None = None,
-    logits_soft_cap: float = 0.0,
-    sinks: Tensor | None = None,
-    packed: bool = False,
-    impl: Impl = "auto",
-) -> None:
-    """Write the attention of every tree's rows to `output`; other rows stay unchanged.
+class TreeCall(NamedTuple):
+    """The arguments of `tree_attention`. The options are those of `gpu.paged_batch.PagedCall`."""
+
+    query: Tensor
+    """float32, bfloat16 or float16 [num_tokens, num_heads, head_size], contiguous in the last
+    dimension."""
+    kv_cache: Tensor
+    """[num_blocks, num_kv_heads, block_size, 2 * head_size] of the query's dtype, in vLLM's layout
+    for the instruction sets `vec` and `vec16`: for each block and head, K transposed [head_size,
+    block_size], then V [block_size, head_size]. The first two dimensions may be strided. `packed`
+    selects another layout."""
+    output: Tensor
+    """[num_tokens, num_heads, head_size] or [num_tokens, num_heads * head_size], the query's dtype;
+    written in place."""
+    block_table: Tensor
+    """int32 [num_reqs, max_blocks]: slot p is in block `block_table[row, p // block_size]`."""
+    batch: TreeBatch
+    scale: float
+    sliding_window: int = -1
+    alibi_slopes: Tensor | None = None
+    soft_cap: float = 0.0
+    sinks: Tensor | None = None
+    packed: bool = False
+    """The cache is bfloat16 in vLLM's layout for `amx`: for each block and head, K
+    [block_size / 16, head_size / 2, 16, 2], whose last two dimensions are keys and head dimensions,
+    then V [head_size / 16, block_size / 2, 16, 2], whose last two dimensions are head dimensions
+    and keys."""
+
+
+def tree_attention(call: TreeCall, impl: Impl = "auto") -> None:
+    """Write the attention of every tree's rows to `call.output`; other rows stay unchanged.
 
     The K/V of the trees must already be in the cache. A slot that a row does not attend to has no
-    effect on it, NaN and inf included. The options are those of vLLM's
-    `cpu_attention_with_kv_cache`, applied by position: both give the same result on a chain.
+    effect on it, NaN and inf included. The result is that of vLLM's kernel on a chain.
 
     Parameters
     ----------
-    query : float32, bfloat16 or float16 [num_tokens, num_heads, head_size]
-        May be a view into a fused QKV tensor; the last dimension is contiguous.
-    kv_cache : [num_blocks, num_kv_heads, block_size, 2 * head_size], the query's dtype
-        vLLM's CPU layout for the instruction sets `vec` and `vec16`: for each block and head, K
-        transposed [head_size, block_size], then V [block_size, head_size]. The first two
-        dimensions may be strided. `packed` selects another layout.
-    output : [num_tokens, num_heads, head_size] or [num_tokens, num_heads * head_size]
-        The query's dtype; written in place.
-    block_table : int32 [num_reqs, max_blocks]
-        Slot p of a request is in block `block_table[row, p // block_size]`.
-    batch : TreeBatch
-    scale : float
-        Factor of q . k.
-    sliding_window : int
-        W: a row at position P attends to positions in (P - W, P]. -1 for none.
-    alibi_slopes : float32 [num_heads], optional
-        Adds slope * (key position - row position), after the soft cap.
-    logits_soft_cap : float
-        c > 0 replaces a score x by c * tanh(x / c).
-    sinks : [num_heads], optional
-        One more score per head in the softmax, with no value.
-    packed : bool
-        The cache is bfloat16 in vLLM's layout for `amx`: for each block and head, K
-        [block_size / 16, head_size / 2, 16, 2], whose last two dimensions are keys and head
-        dimensions, then V [head_size / 16, block_size / 2, 16, 2], whose last two dimensions are
-        head dimensions and keys.
     impl : {"auto", "torch", "native"}
         "auto" uses the compiled kernel for CPU tensors if it is available.
     """
-    _check(query, kv_cache, output, block_table, batch, sliding_window, packed)
-    if sinks is not None and sinks.dtype != torch.float32:
-        sinks = sinks.float()
+    _check(call)
     if impl == "auto":
-        available = native.reads_packed if packed else native.available
-        impl = "native" if query.device.type == "cpu" and available() else "torch"
+        available = native.reads_packed if call.packed else native.available
+        impl = "native" if call.query.device.type == "cpu" and available() else "torch"
     attend = _attend_native if impl == "native" else _attend_torch
-    attend(
-        query, kv_cache, output, block_table, batch,
-        scale, sliding_window, alibi_slopes, logits_soft_cap, sinks, packed,
-    )  # fmt: skip
+    attend(call)
 
 
-def _check(
-    query: Tensor,
-    kv_cache: Tensor,
-    output: Tensor,
-    block_table: Tensor,
-    batch: TreeBatch,
-    sliding_window: int,
-    packed: bool,
-) -> None:
+def _check(call: TreeCall) -> None:
+    query, kv_cache, output, block_table, batch = call[:5]
     tokens, heads, head_size = query.shape
     _, kv_heads, block_size, kv_width = kv_cache.shape
-    assert supported(head_size, query.dtype, block_size, packed), (head_size, query.dtype)
+    assert supported(head_size, query.dtype, block_size, call.packed), (head_size, query.dtype)
     assert kv_cache.dtype == output.dtype == query.dtype, (kv_cache.dtype, output.dtype)
     assert kv_width == 2 * head_size and kv_cache.stride()[2:] == (kv_width, 1), kv_cache.stride()
     assert heads % kv_heads == 0, (heads, kv_heads)
     assert len(output) >= tokens and output.shape[1:].numel() == heads * head_size, output.shape
     assert query.stride(-1) == output.stride(-1) == block_table.stride(-1) == 1
     assert block_table.dtype == torch.int32
-    assert sliding_window == -1 or sliding_window > 0, sliding_window
+    assert call.sliding_window == -1 or call.sliding_window > 0, call.sliding_window
     rows, max_blocks = block_table.shape
     ends, room = batch.ends, (rows, tokens, max_blocks * block_size)
     assert all(end <= most for end, most in zip(ends, room, strict=True)), (ends, room)
 
 
-def _attend_native(
-    query: Tensor,
-    kv_cache: Tensor,
-    output: Tensor,
-    block_table: Tensor,
-    batch: TreeBatch,
-    scale: float,
-    sliding_window: int,
-    alibi_slopes: Tensor | None,
-    soft_cap: float,
-    sinks: Tensor | None,
-    packed: bool,
-) -> None:
+def _attend_native(call: TreeCall) -> None:
     library = native.load()
-    assert library is not None and (not packed or native.reads_packed())
+    assert library is not None and (not call.packed or native.reads_packed())
+    query, kv_cache, output, block_table, batch = call[:5]
     _, heads, head_size = query.shape
     _, kv_heads, block_size, _ = kv_cache.shape
     output_strides = output.stride()
-    call = native.AttentionCall(
+    sinks = None if call.sinks is None else call.sinks.float()
+    arguments = native.AttentionCall(
         query.data_ptr(), *query.stride()[:2],
         kv_cache.data_ptr(), *kv_cache.stride()[:2],
         output.data_ptr(), output_strides[0],
         output_strides[1] if len(output_strides) == 3 else head_size,
         block_table.data_ptr(), block_table.stride(0),
         heads, kv_heads, head_size, block_size,
-        scale, sliding_window, soft_cap,
-        _float_vector(alibi_slopes, heads), _float_vector(sinks, heads),
-        torch.get_num_threads(), packed,
+        call.scale, call.sliding_window, call.soft_cap,
+        _float_vector(call.alibi_slopes, heads), _float_vector(sinks, heads),
+        torch.get_num_threads(), call.packed,
     )  # fmt: skip
     library.lookahead_tree_attention(
-        ctypes.byref(_view(batch)), ctypes.byref(call), _DTYPES[query.dtype]
+        ctypes.byref(_view(batch)), ctypes.byref(arguments), _DTYPES[query.dtype]
     )
 
 
@@ -168,20 +134,10 @@ def _float_vector(values: Tensor | None, length: int) -> int | None:
     return values.data_ptr()
 
 
-def _attend_torch(
-    query: Tensor,
-    kv_cache: Tensor,
-    output: Tensor,
-    block_table: Tensor,
-    batch: TreeBatch,
-    scale: float,
-    sliding_window: int,
-    alibi_slopes: Tensor | None,
-    soft_cap: float,
-    sinks: Tensor | None,
-    packed: bool,
-) -> None:
+def _attend_torch(call: TreeCall) -> None:
+    query, kv_cache, output, block_table, batch = call[:5]
     _, heads, head_size = query.shape
+    window = call.sliding_window
     block_size = kv_cache.shape[2]
     blocks_flat = kv_cache.flatten(2)
     if output.dim() == 2:
@@ -192,12 +148,12 @@ def _attend_torch(
         (batch.requests, batch.starts, batch.sizes, batch.contexts), dim=1
     ).tolist():
         own, end = slice(end, end + size), end + size
-        oldest = max(0, context - sliding_window + 1) if sliding_window > 0 else 0
+        oldest = max(0, context - window + 1) if window > 0 else 0
         first_block, end_block = oldest // block_size, (context + size - 1) // block_size + 1
         kv = blocks_flat[block_table[row, first_block:end_block].long()]
         k, v = (
             part.flatten(2, 3).flatten(3).transpose(0, 1).flatten(1, 2).float()
-            for part in keys_and_values(kv, head_size, block_size, packed)
+            for part in keys_and_values(kv, head_size, block_size, call.packed)
         )
         num_keys = context + size - first_block * block_size
         output[start : start + size] = reference_attention(
@@ -207,11 +163,11 @@ def _attend_torch(
             context,
             depths[own],
             masks[own],
-            scale=scale,
-            sliding_window=sliding_window,
-            alibi_slopes=alibi_slopes,
-            soft_cap=soft_cap,
-            sinks=sinks,
+            scale=call.scale,
+            sliding_window=window,
+            alibi_slopes=call.alibi_slopes,
+            soft_cap=call.soft_cap,
+            sinks=call.sinks,
         ).to(output.dtype)
 
 
@@ -224,7 +180,7 @@ def keys_and_values(
     ----------
     blocks : [blocks, kv_heads, 2 * block_size * head_size]
     packed : bool
-        See `tree_attention`.
+        See TreeCall.
 
     Returns
     -------

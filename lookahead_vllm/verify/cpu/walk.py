@@ -6,6 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.verify.walk import Walk
 
 
 def walk_rows(
@@ -15,13 +16,9 @@ def walk_rows(
     cu_num_logits: Tensor,
     logits_indices: Tensor,
     width: int,
-    tokens: Tensor,
-    num_sampled: Tensor,
-    order: Tensor,
-    origins: Tensor,
-    targets: Tensor,
+    out: Walk,
 ) -> None:
-    """`walk.walk` for checked arguments; writes into the last five.
+    """`walk.walk` for checked arguments; writes `out`.
 
     Raises
     ------
@@ -34,11 +31,7 @@ def walk_rows(
         parents.numpy(),
         cu_num_logits.numpy(),
         logits_indices.long().numpy(),
-        tokens.numpy(),
-        num_sampled.numpy(),
-        order.numpy(),
-        origins.numpy(),
-        targets.numpy(),
+        *(part.numpy() for part in out),
     )
     if most > width:
         raise ValueError(f"a request has {most} logits rows, more than the width of {width}")

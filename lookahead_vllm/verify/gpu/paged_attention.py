@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lookahead_vllm.verify.gpu.paged_batch import CAUSAL, PagedBatch, PagedCall
+from lookahead_vllm.verify.gpu.paged_batch import CAUSAL, PagedCall
 from lookahead_vllm.verify.reference_attention import reference_attention
 
 Impl = Literal["auto", "torch", "triton", "xformers"]
@@ -21,59 +21,14 @@ _QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def paged_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    output: Tensor,
-    block_table: Tensor,
-    batch: PagedBatch,
-    *,
-    scale: float,
-    sliding_window: int = -1,
-    alibi_slopes: Tensor | None = None,
-    logits_soft_cap: float = 0.0,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    context_lse: Tensor | None = None,
-    impl: Impl = "auto",
-) -> None:
-    """Write the attention of the rows of `batch` to `output`; other rows stay unchanged.
+def paged_attention(call: PagedCall, impl: Impl = "auto") -> None:
+    """Write the attention of the rows of `call.batch` to `call.output`; other rows stay unchanged.
 
     The K/V of all rows must already be in the cache. A slot that no row attends to has no effect,
-    NaN and inf included. The options are those of FlashAttention, applied by position: both give
-    the same result on a chain.
+    NaN and inf included. The result is FlashAttention's on a chain.
 
     Parameters
     ----------
-    query : float32, bfloat16 or float16 [num_tokens, num_heads, head_size]
-    key_cache, value_cache : [num_blocks, block_size, num_kv_heads, head_size]
-        The query's dtype, or fp8 with `k_scale` and `v_scale`. Any strides, but contiguous in the
-        last dimension: views of vLLM's [num_blocks, num_kv_heads, block_size, 2 * head_size], in
-        both orders of tokens and heads, or of [num_blocks, 2, block_size, num_kv_heads, head_size].
-    output : [num_tokens, num_heads, head_size] or [num_tokens, num_heads * head_size]
-        The query's dtype; written in place.
-    block_table : int32 [num_reqs, max_blocks]
-        Slot p of a request is in block `block_table[row, p // block_size]`.
-    batch : PagedBatch
-        On the query's device.
-    scale : float
-        Factor of q . k.
-    sliding_window : int
-        W: a row at position P attends to positions in (P - W, P]. -1 for none.
-    alibi_slopes : float32 [num_heads], optional
-        Adds slope * (key position - row position), after the soft cap.
-    logits_soft_cap : float
-        c > 0 replaces a score x by c * tanh(x / c).
-    sinks : [num_heads], optional
-        One more score per head in the softmax, with no value.
-    k_scale, v_scale : float32 [1], optional
-        Factors of an fp8 cache's keys and values, on the query's device.
-    context_lse : float32 [num_heads, num_tokens], optional
-        `output` holds the attention of the rows to their contexts, and this is the logarithm of the
-        sum of their exponentials, -inf without a context. The rows attend to the draft block alone,
-        and both are merged; `sinks` and scales are those of the block.
     impl : {"auto", "torch", "triton", "xformers"}
         "auto" is "triton" on CUDA devices and "torch" on others.
 
@@ -82,15 +37,11 @@ def paged_attention(
     ValueError
         xformers does not support a dtype, a head size or an option.
     """
-    call = PagedCall(
-        query, key_cache, value_cache, output, block_table, batch, scale,
-        sliding_window, alibi_slopes, logits_soft_cap, sinks, k_scale, v_scale, context_lse,
-    )  # fmt: skip
     _check(call)
-    if not len(batch) or not batch.max_size:
+    if not len(call.batch) or not call.batch.max_size:
         return
     attend: Callable[[PagedCall], None] = _attend_torch
-    if impl == "triton" or (impl == "auto" and query.device.type == "cuda"):
+    if impl == "triton" or (impl == "auto" and call.query.device.type == "cuda"):
         from lookahead_vllm.verify.gpu.triton_attention import attend
     elif impl == "xformers":
         from lookahead_vllm.verify.gpu.xformers_attention import attend

@@ -130,31 +130,58 @@ def query_tokens(starts: NDArray[np.int32], sizes: NDArray[np.int32]) -> NDArray
 
 
 class PagedCall(NamedTuple):
-    """The checked arguments of `paged_attention`."""
+    """The arguments of `paged_attention`. The options are those of FlashAttention, by position."""
 
     query: Tensor
+    """float32, bfloat16 or float16 [num_tokens, num_heads, head_size]."""
     key_cache: Tensor
+    """[num_blocks, block_size, num_kv_heads, head_size], as `value_cache`: the query's dtype, or
+    fp8 with `k_scale` and `v_scale`. Any strides, but contiguous in the last dimension, as views of
+    vLLM's caches, whose blocks have tokens or heads first."""
     value_cache: Tensor
     output: Tensor
+    """[num_tokens, num_heads, head_size] or [num_tokens, num_heads * head_size], the query's dtype;
+    written in place."""
     block_table: Tensor
+    """int32 [num_reqs, max_blocks]: slot p is in block `block_table[row, p // block_size]`."""
     batch: PagedBatch
+    """On the query's device."""
     scale: float
+    """Factor of q . k."""
     sliding_window: int = -1
+    """W: a row at position P attends to positions in (P - W, P]. -1 for none."""
     alibi_slopes: Tensor | None = None
+    """float32 [num_heads]: adds slope * (key position - row position), after the soft cap."""
     logits_soft_cap: float = 0.0
+    """c > 0 replaces a score x by c * tanh(x / c)."""
     sinks: Tensor | None = None
+    """[num_heads]: one more score per head in the softmax, with no value."""
     k_scale: Tensor | None = None
+    """float32 [1], and so `v_scale`: factors of an fp8 cache's keys and values."""
     v_scale: Tensor | None = None
     context_lse: Tensor | None = None
+    """float32 [num_heads, num_tokens]: `output` holds the attention of the rows to their contexts,
+    and this is the logarithm of the sum of their exponentials, -inf without a context. The rows
+    attend to the draft block alone, and both are merged; `sinks` and scales are those of the
+    block."""
 
 
 class LatentCall(NamedTuple):
-    """The checked arguments of `latent_attention`."""
+    """The arguments of `latent_attention`."""
 
     query: Tensor
+    """float32, bfloat16 or float16 [n, heads, rank + rotary]: only the rows of the trees, one tree
+    after the other; n = sum(sizes)."""
     cache: Tensor
+    """[num_blocks, block_size, rank + rotary], contiguous in the last dimension. The query's dtype,
+    or fp8 with `cache_scale`."""
     output: Tensor
+    """[n, heads, rank] of the query's dtype; written in place."""
     block_table: Tensor
+    """int32 [num_reqs, max_blocks], as in PagedCall."""
     batch: PagedBatch
+    """Only trees, on the query's device. `starts` and `tokens` are not read."""
     scale: float
-    cache_scale: Tensor | None
+    """Factor of q . k."""
+    cache_scale: Tensor | None = None
+    """float32 [1]: factor of an fp8 cache's latents."""

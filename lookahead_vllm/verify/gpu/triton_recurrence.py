@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lookahead_vllm.verify.recurrence import StateRows
+from lookahead_vllm.verify.recurrence import GatedDelta, Mamba2, StateRows
 
 KEYS_FIRST = False
 """The layout of gated_delta's states."""
@@ -48,19 +48,9 @@ def convolution(
     )  # fmt: skip
 
 
-def mamba2(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    trees: StateRows,
-    out: Tensor,
-) -> None:
+def mamba2(state: Tensor, inputs: Mamba2, trees: StateRows, out: Tensor) -> None:
     """See `recurrence.mamba2`; dt is [n, heads], A, D and dt_bias are [heads]."""
+    x, dt, A, B, C, D, dt_bias = inputs
     heads, dim, dstate = state.shape[1:]
     block, warps = _mamba2_launch(dstate, state.device)
     _mamba2[(triton.cdiv(dim, block), len(trees.starts) - 1, heads)](
@@ -72,19 +62,9 @@ def mamba2(
     )  # fmt: skip
 
 
-def gated_delta(
-    state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    trees: StateRows,
-    out: Tensor,
-) -> None:
+def gated_delta(state: Tensor, inputs: GatedDelta, trees: StateRows, out: Tensor) -> None:
     """See `recurrence.gated_delta`."""
+    q, k, v, a, b, A_log, dt_bias = inputs
     heads, value_size, key_size = state.shape[1:]
     block = min(triton.next_power_of_2(value_size), _VALUES)
     _gated_delta[(triton.cdiv(value_size, block), len(trees.starts) - 1, heads)](

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lookahead_vllm.verify.walk import Walk
+
 _BUFFERS = ["ids", "sampled", "parents", "cu_num_logits", "logits_indices"]
 _RESULTS = ["tokens", "num_sampled", "order", "origins", "targets"]
 
@@ -17,21 +19,17 @@ def walk_rows(
     cu_num_logits: Tensor,
     logits_indices: Tensor,
     width: int,
-    tokens: Tensor,
-    num_sampled: Tensor,
-    order: Tensor,
-    origins: Tensor,
-    targets: Tensor,
+    out: Walk,
 ) -> None:
-    """`walk.walk` for checked arguments; writes into the last five.
+    """`walk.walk` for checked arguments; writes `out`.
 
     Rows of a request after the first `width` ones are never accepted, and their `order` is not
     written. There is one kernel for each power of two that `width` rounds up to, from 16 on.
     """
-    _walk[(len(num_sampled) + 1,)](
+    _walk[(len(out.num_sampled) + 1,)](
         ids.contiguous(), sampled.contiguous(), parents.contiguous(),
         cu_num_logits.contiguous(), logits_indices.contiguous(),
-        tokens, num_sampled, order, origins, targets, len(ids), width,
+        *out, len(ids), width,
         BLOCK=max(16, triton.next_power_of_2(width)), num_warps=1,
     )  # fmt: skip
 

@@ -219,7 +219,7 @@ def test_no_step_waits_for_a_server_that_hangs(
 def test_what_waits_for_a_missing_server_is_bounded(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lookahead_vllm.draft.fleet.outbox.MAX_TOKENS", 1000)
+    monkeypatch.setattr("lookahead_vllm.draft.fleet.replica.MAX_UNSENT_TOKENS", 1000)
     server.kill()
     engine = Engine(server.url)
     for _ in range(100):

@@ -25,7 +25,7 @@ from lookahead_vllm.engine.worker.attended import AttendedTrees
 from lookahead_vllm.engine.worker.branching import branching_obstacle
 from lookahead_vllm.verify import latent_attention
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
-from lookahead_vllm.verify.gpu.paged_batch import PagedBatch
+from lookahead_vllm.verify.gpu.paged_batch import LatentCall, PagedBatch, PagedCall
 from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
 from lookahead_vllm.verify.tree_batch import TreeBatch
 from tests.support.attention_cases import PagedAttentionCase, random_tree
@@ -123,12 +123,11 @@ def test_warming_up_runs_every_kind_of_batch_and_changes_nothing(
     before = layer.kv_cache.clone()
     kinds: list[tuple[int, int]] = []
 
-    def count(*args: Any, **options: Any) -> None:
-        batch = args[5]
-        kinds.append((batch.max_size, batch.max_context))
-        output = args[3].clone()
-        paged_attention(*args, **options)
-        assert torch.equal(args[3], output)
+    def count(call: PagedCall, impl: Any) -> None:
+        kinds.append((call.batch.max_size, call.batch.max_context))
+        output = call.output.clone()
+        paged_attention(call, impl)
+        assert torch.equal(call.output, output)
 
     monkeypatch.setattr(gpu_attention, "paged_attention", count)
     ON_GPU.warm_up([layer, layer], case.dtype)
@@ -308,9 +307,9 @@ def test_warming_up_latent_attention_changes_nothing(monkeypatch: pytest.MonkeyP
     layer, contexts = latent_layer(), []
     before = layer.kv_cache.clone()
 
-    def count(*args: Any, **options: Any) -> None:
-        contexts.append(args[4].max_context)
-        latent_attention.latent_attention(*args, **options)
+    def count(call: LatentCall) -> None:
+        contexts.append(call.batch.max_context)
+        latent_attention.latent_attention(call)
 
     monkeypatch.setattr(worker_latent_attention, "latent_attention", count)
     ON_GPU.warm_up([layer], torch.float32)

@@ -55,9 +55,8 @@ def test_a_gated_delta_net_starts_each_row_from_its_parent() -> None:
     weights = dict(A_log=torch.randn(4), dt_bias=torch.randn(4))
     state = torch.randn(9, 4, 16, 8)
     expected, expected_state = torch.empty_like(v), state.clone()
-    recurrence.gated_delta(
-        expected_state, q, k, v, *gates.values(), *weights.values(), TREES, expected
-    )
+    inputs = recurrence.GatedDelta(q, k, v, *gates.values(), *weights.values())
+    recurrence.gated_delta(expected_state, inputs, TREES, expected)
     update = recurrent_kernels_gpu._gated_delta(vllms)
     call = dict(
         **weights,

@@ -200,7 +200,7 @@ def test_no_pass_is_longer_than_max_model_len(longest: int) -> None:
     passes = SimpleNamespace(
         attends_in_graphs=False,
         captured_tokens=lambda: CapturedTokens(),
-        decode=lambda size, attends: None,
+        decode=lambda size: None,
         decode_in_graph=None,
         drafts_in_graph=None,
         with_context=nullcontext,

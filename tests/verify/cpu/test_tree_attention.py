@@ -177,7 +177,7 @@ def test_what_is_supported():
 COUNT_THREADS = """
 import os, torch
 from lookahead_vllm.draft.tree import DraftTree
-from lookahead_vllm.verify.cpu.tree_attention import tree_attention
+from lookahead_vllm.verify.cpu.tree_attention import TreeCall, tree_attention
 from lookahead_vllm.verify.tree_batch import TreeBatch
 
 torch.set_num_threads(3)
@@ -186,7 +186,7 @@ before = len(os.listdir("/proc/self/task"))
 cache, table = torch.randn(9, 3, 128, 64), torch.arange(9).int()[None]
 batch = TreeBatch.build([DraftTree.chain(range(7))], [0], [0], [1000])
 query = torch.randn(8, 3, 32)
-tree_attention(query, cache, query.clone(), table, batch, scale=1.0, impl="native")
+tree_attention(TreeCall(query, cache, query.clone(), table, batch, 1.0), "native")
 assert before >= 3
 assert len(os.listdir("/proc/self/task")) == before
 """

@@ -164,6 +164,6 @@ def test_draft_blocks_are_merged_with_contexts_of_others(
             table = call.block_table[case.batch.requests.long()]
             call = call._replace(batch=fixed.batch, block_table=table)
         lse = attend_contexts(call)
-        paged_attention(**call._replace(context_lse=lse)._asdict(), impl=impl)
+        paged_attention(call._replace(context_lse=lse), impl)
 
     case.check(attend)

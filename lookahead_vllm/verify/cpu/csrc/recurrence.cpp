@@ -393,30 +393,30 @@ void gather_windows(const ConvolutionCall& c, const Rows& rows, int64_t channel)
   inputs.update_window();
 }
 
-// Calls `run` with null pointers of the types of states and inputs.
+// Calls `run` with values of the types of states and inputs, and with each request and part, and a
+// buffer of `buffer` floats for each thread; unless a rule is broken, which is returned.
 template <typename Run>
-void with_types(int32_t bf16_state, int32_t bf16_input, Run run) {
-  float* const f32 = nullptr;
-  BF16* const bf16 = nullptr;
-  if (bf16_state)
-    bf16_input ? run(bf16, bf16) : run(bf16, f32);
-  else
-    bf16_input ? run(f32, bf16) : run(f32, f32);
-}
-
-// Calls `run` with each request and part, and with a buffer of `buffer` floats for each thread.
-template <typename Run>
-void for_each(const Forest& forest, int64_t parts, int64_t buffer, int32_t threads, Run run) {
+int32_t run_all(const Forest& forest, int32_t bf16_state, int32_t bf16_input, int64_t parts,
+                int64_t buffer, int32_t threads, Run run) {
+  const int32_t rule = broken_rule(forest);
+  if (rule) return rule;
+  auto typed = [&](auto state, auto input) {
 #pragma omp parallel num_threads(threads)
-  {
-    std::vector<float> floats(buffer);
+    {
+      std::vector<float> floats(buffer);
 #pragma omp for collapse(2) schedule(dynamic)
-    for (int64_t request = 0; request < forest.requests; ++request)
-      for (int64_t part = 0; part < parts; ++part) {
-        const Rows rows(forest, request);
-        if (rows.size > 0) run(rows, part, floats.data());
-      }
-  }
+      for (int64_t request = 0; request < forest.requests; ++request)
+        for (int64_t part = 0; part < parts; ++part) {
+          const Rows rows(forest, request);
+          if (rows.size > 0) run(state, input, rows, part, floats.data());
+        }
+    }
+  };
+  if (bf16_state)
+    bf16_input ? typed(BF16(), BF16()) : typed(BF16(), float());
+  else
+    bf16_input ? typed(float(), BF16()) : typed(float(), float());
+  return 0;
 }
 
 }  // namespace
@@ -427,53 +427,37 @@ extern "C" {
 int32_t lookahead_mamba2(const Forest* forest, const Mamba2Call* call, int32_t bf16_state,
                          int32_t bf16_input) {
   const Mamba2Call& c = *call;
-  const int32_t rule = broken_rule(*forest);
-  if (!rule)
-    with_types(bf16_state, bf16_input, [&](auto* state, auto* input) {
-      using S = std::remove_pointer_t<decltype(state)>;
-      using T = std::remove_pointer_t<decltype(input)>;
-      for_each(*forest, c.heads, 2 * c.dstate, c.threads,
-               [&](const Rows& rows, int64_t head, float* buffer) {
-                 mamba2_head<S, T>(c, rows, head, buffer, buffer + c.dstate);
-               });
-    });
-  return rule;
+  return run_all(*forest, bf16_state, bf16_input, c.heads, 2 * c.dstate, c.threads,
+                 [&](auto state, auto input, const Rows& rows, int64_t head, float* buffer) {
+                   mamba2_head<decltype(state), decltype(input)>(c, rows, head, buffer,
+                                                                 buffer + c.dstate);
+                 });
 }
 
 int32_t lookahead_gated_delta(const Forest* forest, const DeltaCall* call, int32_t bf16_state,
                               int32_t bf16_input) {
   const DeltaCall& c = *call;
-  const int32_t rule = broken_rule(*forest);
-  if (!rule)
-    with_types(bf16_state, bf16_input, [&](auto* state, auto* input) {
-      using S = std::remove_pointer_t<decltype(state)>;
-      using T = std::remove_pointer_t<decltype(input)>;
-      for_each(*forest, c.heads, 2 * c.key_size, c.threads,
-               [&](const Rows& rows, int64_t head, float* buffer) {
-                 delta_head<S, T>(c, rows, head, buffer, buffer + c.key_size);
-               });
-    });
-  return rule;
+  return run_all(*forest, bf16_state, bf16_input, c.heads, 2 * c.key_size, c.threads,
+                 [&](auto state, auto input, const Rows& rows, int64_t head, float* buffer) {
+                   delta_head<decltype(state), decltype(input)>(c, rows, head, buffer,
+                                                                buffer + c.key_size);
+                 });
 }
 
 // Without weights, `out` gets the inputs before each row instead.
 int32_t lookahead_convolution(const Forest* forest, const ConvolutionCall* call,
                               int32_t bf16_state, int32_t bf16_input) {
   const ConvolutionCall& c = *call;
-  const int32_t rule = broken_rule(*forest);
-  if (!rule)
-    with_types(bf16_state, bf16_input, [&](auto* state, auto* input) {
-      using S = std::remove_pointer_t<decltype(state)>;
-      using T = std::remove_pointer_t<decltype(input)>;
-      for_each(*forest, (c.dim + CHANNELS - 1) / CHANNELS, 0, c.threads,
-               [&](const Rows& rows, int64_t part, float*) {
-                 if (c.weight)
-                   convolve<S, T>(c, rows, part * CHANNELS);
-                 else
-                   gather_windows<S, T>(c, rows, part * CHANNELS);
-               });
-    });
-  return rule;
+  const int64_t parts = (c.dim + CHANNELS - 1) / CHANNELS;
+  return run_all(*forest, bf16_state, bf16_input, parts, 0, c.threads,
+                 [&](auto state, auto input, const Rows& rows, int64_t part, float*) {
+                   using S = decltype(state);
+                   using T = decltype(input);
+                   if (c.weight)
+                     convolve<S, T>(c, rows, part * CHANNELS);
+                   else
+                     gather_windows<S, T>(c, rows, part * CHANNELS);
+                 });
 }
 
 }  // extern "C"
