@@ -21,7 +21,7 @@ from tqdm import tqdm
 from benchmarks.methods import BASELINE
 from benchmarks.rollouts.engine import Request
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftLimits
+from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.simulation.markdown import markdown, number
@@ -65,13 +65,13 @@ class SuffixDrafter:
         self._texts[name], self._ids[name] = list(prompt), self._last_id
         self._cache.start_request(self._ids[name], np.array(prompt, np.int32))
 
-    def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
+    def read(self, tokens: Mapping[str, Sequence[int]]) -> None:
         for name, new in tokens.items():
             self._texts[name] += new
             self._cache.add_active_response(self._ids[name], list(new))
 
-    def propose(self, limits: Sequence[DraftLimits]) -> DraftForest:
-        return DraftForest.of([DraftTree.chain(self._draft(limit.request_id)) for limit in limits])
+    def draft(self, names: Sequence[str], most: int) -> DraftForest:
+        return DraftForest.of([DraftTree.chain(self._draft(name)) for name in names])
 
     def _draft(self, name: str) -> list[int]:
         draft = self._cache.speculate(
@@ -96,16 +96,24 @@ class Replayed(NamedTuple):
     """Of a request in a step, on average."""
 
 
-def trie(options: LookaheadOptions) -> NGramTrieProposer:
+class TrieDrafter:
     """The trie, which inserts each prompt at once."""
-    proposer = NGramTrieProposer(options)
-    proposer.insertion.seconds = np.inf
-    return proposer
+
+    def __init__(self, options: LookaheadOptions) -> None:
+        self._proposer = NGramTrieProposer(options)
+        self._proposer.insertion.seconds = np.inf
+        self.start, self.finish = self._proposer.start, self._proposer.finish
+
+    def read(self, tokens: Mapping[str, Sequence[int]]) -> None:
+        read(self._proposer, tokens)
+
+    def draft(self, names: Sequence[str], most: int) -> DraftForest:
+        return draft_trees(self._proposer, [DraftLimits(name, most, most) for name in names])
 
 
 def replay(
     recorded: Recorded,
-    proposer: NGramTrieProposer | SuffixDrafter,
+    drafter: TrieDrafter | SuffixDrafter,
     namespaces: Sequence[str | None],
     most: int,
 ) -> list[Replayed]:
@@ -114,25 +122,25 @@ def replay(
     for texts in recorded.epochs:
         names = [str(i) for i in range(len(texts))]
         for name, request, namespace in zip(names, recorded.requests, namespaces, strict=True):
-            proposer.start(name, recorded.prompts[request.prompt], namespace)
+            drafter.start(name, recorded.prompts[request.prompt], namespace)
         # The prefills emit a token each.
         done = dict.fromkeys(range(len(texts)), 1)
-        proposer.extend({name: text[:1] for name, text in zip(names, texts, strict=True)})
+        drafter.read({name: text[:1] for name, text in zip(names, texts, strict=True)})
         steps, decoded = 1, len(texts)
         nodes: list[float] = []
         while live := [i for i, text in enumerate(texts) if done[i] < len(text)]:
-            forest = proposer.propose([DraftLimits(names[i], most, most) for i in live])
+            forest = drafter.draft([names[i] for i in live], most)
             emitted = {
                 names[i]: texts[i][done[i] : done[i] + 1 + _accepted(tree, texts[i][done[i] : -1])]
                 for i, tree in zip(live, forest, strict=True)
             }
-            proposer.extend(emitted)
+            drafter.read(emitted)
             steps, decoded = steps + 1, decoded + len(live)
             nodes.append(forest.num_nodes / len(live))
             for i in live:
                 done[i] += len(emitted[names[i]])
                 if done[i] >= len(texts[i]):
-                    proposer.finish(names[i])
+                    drafter.finish(names[i])
         tokens = sum(map(len, texts))
         mean_nodes = statistics.fmean(nodes) if nodes else 0.0
         epochs.append(Replayed(steps, tokens / decoded, mean_nodes))
@@ -169,7 +177,7 @@ def sharing_table(recorded: Recorded, nodes: Sequence[int]) -> str:
             options = LookaheadOptions(
                 proposer="ngram_trie", num_speculative_tokens=count, budget=count
             )
-            epochs = replay(recorded, trie(options), namespaces, count)
+            epochs = replay(recorded, TrieDrafter(options), namespaces, count)
             body.append([way, str(count), *(_cell(epoch) for epoch in epochs)])
     if find_spec("arctic_inference") is not None:
         epochs = replay(recorded, SuffixDrafter(), ways["one namespace"], 1)

@@ -252,14 +252,14 @@ def find_kernel_folder() -> Finding:
 def find_numba() -> Finding:
     """Compile the kernels of the default proposer, or load them, and draft once."""
     from lookahead_vllm.draft.options import LookaheadOptions
-    from lookahead_vllm.draft.proposer import DraftLimits
+    from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
     from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 
     start = time.perf_counter()
     proposer = NGramTrieProposer(LookaheadOptions(max_nodes=4096, budget=4))
     proposer.start("check", [1, 2, 3, 4, 5, 6])
-    proposer.extend({"check": [1, 2, 3]})
-    (tree,) = proposer.propose([DraftLimits("check", 3, 3)])
+    read(proposer, {"check": [1, 2, 3]})
+    (tree,) = draft_trees(proposer, [DraftLimits("check", 3, 3)])
     seconds = time.perf_counter() - start
     if tree.tokens.tolist()[:1] != [4]:
         return Finding("FAILS", f"{version('numba')}; after 1 2 3 the trie drafts {tree.tokens}")

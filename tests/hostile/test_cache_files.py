@@ -21,6 +21,7 @@ from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache import keeper
 from lookahead_vllm.draft.cache.keeper import CacheKeeper
 from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.stepping import read
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 
 TOKENIZER = cache_file.fingerprint({"a": 0})
@@ -35,7 +36,7 @@ def new_proposer() -> NGramTrieProposer:
 
 def teach(proposer: NGramTrieProposer, first: int) -> None:
     proposer.start("r", [1])
-    proposer.extend({"r": range(first, first + 50)})
+    read(proposer, {"r": range(first, first + 50)})
     proposer.finish("r")
 
 
