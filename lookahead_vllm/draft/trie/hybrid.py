@@ -163,7 +163,7 @@ class HybridProposer(NGramTrieProposer):
         if not self.num_choices:
             return
         windows = self.branch.rows_of(request_ids, wanted.may_branch)
-        if not self.branch.skip_step(windows, contexts, self._cost, load):
+        if not self.branch.skip_step(windows, contexts, load, self._cost):
             self._windows = windows, contexts, load
 
     def needs_accepted(self) -> bool:
@@ -181,20 +181,21 @@ class HybridProposer(NGramTrieProposer):
         """See Proposer."""
         if self._awaited is not None and self._has_combs:
             self.branch.iterate(self._awaited[1])
-        if self._windows is None:
-            forest, num_tokens = super().draft(progress, emitted, spans, wanted, max_model_len)
-            self._drafted = progress.texts[wanted.rows], forest
-            return forest, num_tokens
-        windows, contexts, load = self._windows
-        cost = self._cost
-        windows = self.branch.choose(windows, contexts, cost, load)
-        room = self._max_nodes - self.branch.comb_nodes(windows)
-        smaller = wanted._replace(max_nodes=np.minimum(wanted.max_nodes, room))
-        forest, num_tokens = super().draft(progress, emitted, spans, smaller, max_model_len)
+        windows, without_comb = None, wanted
+        if self._windows is not None:
+            windows = self.branch.choose(*self._windows, self._cost)
+            room = self._max_nodes - self.branch.comb_nodes(windows)
+            without_comb = wanted._replace(max_nodes=np.minimum(wanted.max_nodes, room))
+        forest, num_tokens = super().draft(progress, emitted, spans, without_comb, max_model_len)
         self._drafted = progress.texts[wanted.rows], forest
+        if windows is None:
+            return forest, num_tokens
         trees = limit_trees(progress[:], wanted[:], max_model_len)
         limits = trees[:, NODES].copy(), trees[:, DEPTH].copy()
-        return self.branch.join(forest, windows, *limits, self._max_nodes, cost), num_tokens
+        forest = self.branch.join(forest, windows, *limits, self._max_nodes, self._cost)
+        if self._cost is None:
+            self.pays = forest.num_nodes > 0
+        return forest, num_tokens
 
     def _begin_and_grow(self, step: tuple[Any, ...]) -> tuple[DraftForest, Int64s]:
         if self._awaited is None:

@@ -80,7 +80,7 @@ class LookaheadBranch:
         rows[~may_branch] = NO_WINDOW
         return rows
 
-    def skip_step(self, rows: Int64s, contexts: Int64s, cost: StepCost | None, load: Load) -> bool:
+    def skip_step(self, rows: Int64s, contexts: Int64s, load: Load, cost: StepCost | None) -> bool:
         """Whether a step has nothing to do with the windows `rows` int64 [t]; then it is skipped.
 
         So it is if no comb waits for its verification, and none pays.
@@ -97,7 +97,7 @@ class LookaheadBranch:
         self._stale[present] = True
         self.worth += (PRIOR_TOKENS - self.worth) / RETRY_STEPS
 
-    def choose(self, rows: Int64s, contexts: Int64s, cost: StepCost | None, load: Load) -> Int64s:
+    def choose(self, rows: Int64s, contexts: Int64s, load: Load, cost: StepCost | None) -> Int64s:
         """The windows whose combs this step sends, of `rows` int64 [t]: rows or NO_WINDOW.
 
         If `cost` is None, all combs are sent.

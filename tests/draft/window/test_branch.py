@@ -29,7 +29,7 @@ def branch_of(ids, options=OPTIONS):
 
 def choose(branch, ids, cost, may_branch=True):
     rows = branch.rows_of(ids, np.full(len(ids), may_branch))
-    return branch.choose(rows, np.full(len(ids), 100), cost, NO_LOAD)
+    return branch.choose(rows, np.full(len(ids), 100), NO_LOAD, cost)
 
 
 def join(branch, ids, rows):
