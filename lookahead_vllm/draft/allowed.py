@@ -44,15 +44,13 @@ class Allowed:
 
     Attributes
     ----------
-    words
-        Texts, or True and False.
     numbers
         The least and the greatest number.
     kind
         What its numbers or its texts are, in a message. Only "a number of seconds" has fractions.
     """
 
-    words: tuple[str | bool, ...] = ()
+    words: tuple[str, ...] = ()
     numbers: tuple[int, int] | None = None
     kind: str = "a whole number"
 
@@ -63,11 +61,8 @@ class Allowed:
         """
         if self._holds(value):
             return
-        words = [word for word in self.words if isinstance(word, str)]
-        close = nearest(value, words) if isinstance(value, str) else None
+        close = nearest(value, self.words) if isinstance(value, str) else None
         advice = instead if close is None else close
-        if isinstance(advice, bool):  # the opposite may be meant
-            advice = None
         raise OptionError(
             f"{name}={reprlib.repr(value)} was given, but it must be {self}; "
             + ("" if advice is None else f"write {json.dumps(advice)}, or ")
@@ -75,15 +70,13 @@ class Allowed:
         )
 
     def __str__(self) -> str:
-        if True in self.words:
-            return "true or false"
         if self.numbers is not None:
             low, high = self.numbers
             return " or ".join([*map(json.dumps, self.words), f"{self.kind} from {low} to {high}"])
-        return f"one of {', '.join(map(str, self.words))}" if self.words else self.kind
+        return f"one of {', '.join(self.words)}" if self.words else self.kind
 
     def _holds(self, value: Any) -> bool:
-        if isinstance(value, str | bool) and value in self.words:
+        if isinstance(value, str) and value in self.words:
             return True
         if self.numbers is not None:
             has_fractions = self.kind != "a whole number"

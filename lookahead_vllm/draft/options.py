@@ -12,7 +12,6 @@ from lookahead_vllm.draft.allowed import Allowed, check_names
 from lookahead_vllm.draft.allowed import OptionError as OptionError
 from lookahead_vllm.draft.registry import HAVE_WINDOW, PROPOSERS
 from lookahead_vllm.draft.window.shape import (
-    MAX_GUESS_SET_SIZE,
     MAX_NGRAM_SIZE,
     MAX_WINDOW_SIZE,
     PAPER_NGRAM_SIZE,
@@ -56,10 +55,6 @@ def _number(default: Any, low: int, high: int, kind: str = "a whole number") -> 
     return field(default=default, metadata={"allowed": Allowed(words, (low, high), kind)})
 
 
-def _switch(default: bool) -> Any:
-    return field(default=default, metadata={"allowed": Allowed((True, False))})
-
-
 def _text(kind: str, instead: Any) -> Any:
     """A text of this kind; `instead` is recommended in place of a wrong one."""
     return field(default=None, metadata={"allowed": Allowed(kind=kind), "instead": instead})
@@ -86,11 +81,9 @@ class LookaheadOptions:
     budget : "auto" or int
         "auto": each step sends only the nodes that pay for themselves. A number: up to that many
         for each request, whatever they cost.
-    window_size, ngram_size, guess_set_size : "auto" or int
-        W, N and G of the lookahead branch; W = 0 disables it. "auto": W by the size of the model,
-        as in Lookahead Decoding (ICML 2024), Table 4, as far as the nodes suffice; G is W.
-    pool_from_prompt : bool
-        Whether the n-grams of the prompt are added to the pool of "jacobi_window".
+    window_size, ngram_size : "auto" or int
+        W and N of the lookahead branch; W = 0 disables it. "auto": W by the size of the model, as
+        in Lookahead Decoding (ICML 2024), Table 4, as far as the nodes suffice.
     drafter : mapping or None
         vLLM's speculative config of a trained drafter, whose chain and alternatives grow into the
         same tree. A path P alone is {"model": P}.
@@ -118,8 +111,6 @@ class LookaheadOptions:
     budget: str | int = _number("auto", 1, MAX_DECODING_LENGTH)
     window_size: str | int = _number("auto", 0, MAX_WINDOW_SIZE)
     ngram_size: int = _number(PAPER_NGRAM_SIZE, 2, MAX_NGRAM_SIZE)
-    guess_set_size: str | int = _number("auto", 1, MAX_GUESS_SET_SIZE)
-    pool_from_prompt: bool = _switch(False)
     drafter: Mapping[str, Any] | None = _text("a speculative config of vLLM's", {"method": "mtp"})
     attention: Literal["auto", "triton", "xformers"] = _words("auto", ATTENTIONS)
     parallel: int = _number(1, 1, MAX_PARALLEL)
@@ -196,19 +187,16 @@ class LookaheadOptions:
         """Replace "auto" in `window_size`, for a model of this size.
 
         W is the paper's, or the largest whose comb fits into half of a tree's nodes with the
-        proposer "jacobi_window", into a quarter with "hybrid". With "jacobi_window", "auto" in
-        `guess_set_size` becomes W, at least 1.
+        proposer "jacobi_window", into a quarter with "hybrid".
         """
         if self.proposer not in HAVE_WINDOW:
             return self
-        size, guesses = self.window_size, self.guess_set_size
+        size = self.window_size
         if size == "auto":
             sizes = range(paper_window_size(num_parameters) + 1)
             nodes = [WindowShape(size, self.ngram_size).nodes for size in sizes]
             size = max(s for s, n in zip(sizes, nodes, strict=True) if n <= self._max_comb_nodes)
-        if guesses == "auto" and self.proposer == "jacobi_window":
-            guesses = max(1, int(size))
-        return replace(self, window_size=size, guess_set_size=guesses)
+        return replace(self, window_size=size)
 
     def at_most(self, nodes: int) -> LookaheadOptions:
         """Replace "auto" in `num_speculative_tokens` where there is room for only so many nodes.
@@ -264,9 +252,9 @@ class LookaheadOptions:
         if self.proposer != "jacobi_window":
             return AUTO_DECODING_LENGTH
         size = paper_window_size(0) if self.window_size == "auto" else int(self.window_size)
-        guesses = size if self.guess_set_size == "auto" else int(self.guess_set_size)
         comb = WindowShape(size, self.ngram_size).nodes
-        return min(MAX_DECODING_LENGTH, max(1, comb + guesses * (self.ngram_size - 1)))
+        ngrams = max(1, size) * (self.ngram_size - 1)  # as many as the paper's: G is W
+        return min(MAX_DECODING_LENGTH, comb + ngrams)
 
     def _check_length(self) -> None:
         length = self.num_speculative_tokens
@@ -324,12 +312,6 @@ NEEDS = (
         "a window, which only the proposers 'hybrid' and 'jacobi_window' have",
         "write proposer='hybrid'",
         lambda options: options.proposer in HAVE_WINDOW,
-    ),
-    Need(
-        ("guess_set_size", "pool_from_prompt"),
-        "a pool of n-grams, which only the proposer 'jacobi_window' has",
-        "write proposer='jacobi_window'",
-        lambda options: options.proposer == "jacobi_window",
     ),
     Need(
         ("branch_length", "max_nodes", "drafter", "share", "cache_path", "share_with"),

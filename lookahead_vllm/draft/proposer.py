@@ -1,30 +1,20 @@
-"""The Proposer protocol, through which the engine gets draft trees, and its argument types."""
+"""The protocol of a proposer, through which the engine gets draft trees, and its argument types."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.jit import Int32s, Int64s
-from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
+from lookahead_vllm.draft.progress import NO_TEXT, EmittedTokens, ProgressArrays, WantedDrafts
+from lookahead_vllm.draft.tree import DraftForest
 
 NO_LOAD = Load()
-
-
-class DraftLimits(NamedTuple):
-    """The largest tree that a request may get in one step."""
-
-    request_id: str
-    max_nodes: int
-    max_depth: int
-    may_branch: bool = True
-    """False: only a chain, because a branching tree of this request could not be verified."""
-    context: int = 0
-    """The number of committed tokens, to which every node attends."""
 
 
 class Verified(NamedTuple):
@@ -61,21 +51,36 @@ class Verified(NamedTuple):
         )
 
 
-class Proposer(Protocol):
-    """Grows draft trees. A request stays live until `finish`, even if calls leave it out."""
+class Proposer(ABC):
+    """Grows draft trees. A request is live from `start` to `finish`, even if steps leave it out.
 
-    cost: StepCost | None
+    A step takes three calls:
+
+    1. `plan`, before the tokens of the step before have arrived;
+    2. `draft`, once they have: it reads them and returns the trees. The device waits for it;
+    3. `learn`, after the step was launched: what the trees did not need.
+
+    Tokens after which no trees are wanted are read by the same calls, with nothing wanted. If the
+    trees of a `draft` are not sent, because they only tell whether drafts would pay, it reads no
+    tokens, and there is no `learn`. `stepping.py` makes these calls without an engine.
+    """
+
+    cost: StepCost | None = None
     """The cost model of a step, set by the engine. While it is None, trees are not cut to the nodes
     that pay."""
-    pays: bool
+    pays: bool = False
     """Whether the last trees were worth that their step waited for them."""
-    num_choices: int
-    """How many of the model's likeliest tokens at each node `observe` needs; 0 if it needs none.
+    step_seconds: tuple[float, float] | None = None
+    """The time of the last planned step without nodes, and the part in which the device waits for
+    drafts; None if nobody knows it."""
+    num_choices: int = 0
+    """How many of the model's likeliest tokens at each node `plan` needs; 0 if it needs none.
 
     It may change from step to step, as `wants_roots` may."""
-    wants_roots: bool
-    """Whether `observe` also needs the root choices of requests without a node."""
+    wants_roots: bool = False
+    """Whether `plan` also needs the root choices of requests without a node."""
 
+    @abstractmethod
     def start(
         self,
         request_id: str,
@@ -100,45 +105,96 @@ class Proposer(Protocol):
             "hybrid".
         """
 
-    def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
-        """Append newly committed output tokens to the requests, keyed by request id."""
+    @abstractmethod
+    def text_of(self, request_id: str) -> int:
+        """The row of a live request's text, for `ProgressArrays.texts`; KeyError for an unknown
+        one."""
 
-    def observe(self, verified: Verified) -> None:
-        """Learn from the model's choices in the step whose tokens `extend` has just received.
+    def plan(  # noqa: B027
+        self,
+        request_ids: Sequence[str],
+        wanted: WantedDrafts,
+        contexts: Int64s,
+        load: Load,
+        verified: Verified | None,
+    ) -> None:
+        """Prepare `draft` for the next step, before its tokens are known.
 
-        Not called if `num_choices` is 0.
+        Parameters
+        ----------
+        request_ids
+            t live requests.
+        wanted
+            The most nodes of each.
+        contexts : int64 [t]
+            Their committed tokens so far, to which every node attends.
+        load
+            The step's other work.
+        verified
+            Choices of the model that will arrive together with the tokens.
         """
 
-    def propose(self, limits: Sequence[DraftLimits], load: Load = NO_LOAD) -> Sequence[DraftTree]:
-        """Return one tree, possibly empty, for each entry of `limits`, in order.
+    def needs_accepted(self) -> bool:
+        """Whether the next `draft` needs to know the accepted nodes of what is `verified`."""
+        return False
 
-        `limits` has the requests of one step; `load` is the step's other work.
+    @abstractmethod
+    def draft(
+        self,
+        progress: ProgressArrays,
+        emitted: EmittedTokens,
+        spans: Int64s,
+        wanted: WantedDrafts,
+        max_model_len: int,
+    ) -> tuple[DraftForest, Int64s]:
+        """The trees of a step whose `plan` was made, within the limits of `limit_trees`.
+
+        Moves the texts on by the `emitted` tokens, of which `count_tokens` returned the `spans`,
+        and gives them the chains that a trained drafter proposes after these tokens.
+
+        Returns
+        -------
+        DraftForest, int64 [t]
+            A tree for each wanted request, possibly empty, and the known tokens of each; 0 if it
+            does not decode.
         """
 
+    def learn(self) -> None:  # noqa: B027
+        """Learn from the tokens of the last `draft`.
+
+        By now, the accepted nodes are marked in what the plan had `verified`.
+        """
+
+    def proposed_after(self, texts: Int64s) -> Int32s:
+        """A trained drafter's chain after each of the `texts`: int32 [t, K]; K is 0 without one."""
+        return np.empty((len(texts), 0), np.int32)
+
+    @abstractmethod
     def finish(self, request_id: str) -> None:
         """End the request; an unknown one is ignored."""
 
 
-class NoProposer:
+class NoProposer(Proposer):
     """Drafts nothing. Used on ranks that only verify rank 0's drafts."""
-
-    cost: StepCost | None = None
-    pays = False
-    num_choices = 0
-    wants_roots = False
 
     def start(self, request_id: str, prompt: Sequence[int], *rest: Any) -> None:
         """Do nothing."""
 
-    def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
-        """Do nothing."""
+    def text_of(self, request_id: str) -> int:
+        """No request has a text."""
+        return NO_TEXT
 
-    def observe(self, verified: Verified) -> None:
-        """Do nothing."""
-
-    def propose(self, limits: Sequence[DraftLimits], load: Load = NO_LOAD) -> Sequence[DraftTree]:
-        """Return an empty tree for each request."""
-        return [EMPTY_TREE] * len(limits)
+    def draft(
+        self,
+        progress: ProgressArrays,
+        emitted: EmittedTokens,
+        spans: Int64s,
+        wanted: WantedDrafts,
+        max_model_len: int,
+    ) -> tuple[DraftForest, Int64s]:
+        """An empty tree for each request."""
+        num_tokens = np.where(progress.is_decoding, progress.num_tokens, 0)[wanted.rows]
+        return DraftForest.of([]).with_empty(len(wanted.rows)), num_tokens
 
     def finish(self, request_id: str) -> None:
         """Do nothing."""

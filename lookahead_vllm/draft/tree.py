@@ -300,10 +300,6 @@ class DraftForest(Sequence[DraftTree]):
         tokens[nodes], probs[nodes], sources[nodes] = self.tokens, self.probs, self.sources
         return DraftForest(tokens, parents, probs, depths, sources, firsts)
 
-    def is_within(self, vocab_size: int) -> bool:
-        """Whether all tokens are in a vocabulary of this size."""
-        return bool(self.tokens.view(np.uint32).max(initial=0) < vocab_size)
-
     def faults(self, vocab_size: int, max_nodes: Int64s) -> Int64s:
         """int64 [t]: 0 for a valid tree, else a key of `_FAULTS`. `max_nodes` is int64 [t]."""
         return _find_faults(self.tokens, self.parents, self.firsts, vocab_size, max_nodes)
@@ -376,10 +372,15 @@ def _find_faults(
         if end - first > max_nodes[tree]:
             faults[tree] = _TOO_MANY_NODES
             continue
-        for node in range(first, end):
-            if not 0 <= tokens[node] < vocab_size:
-                faults[tree] = _OUTSIDE_VOCABULARY
-            for other in range(first, node):
-                if parents[other] == parents[node] and tokens[other] == tokens[node]:
-                    faults[tree] = max(faults[tree], _TWIN_SIBLINGS)
+        own_tokens, own_parents = tokens[first:end], parents[first:end]
+        is_outside = has_twins = False
+        for node in range(end - first):
+            token, parent = own_tokens[node], own_parents[node]
+            is_outside |= not 0 <= token < vocab_size
+            for other in range(node):  # without a branch
+                has_twins |= (own_parents[other] == parent) & (own_tokens[other] == token)
+        if has_twins:
+            faults[tree] = _TWIN_SIBLINGS
+        elif is_outside:
+            faults[tree] = _OUTSIDE_VOCABULARY
     return faults

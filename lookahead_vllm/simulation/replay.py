@@ -17,10 +17,10 @@ import numpy as np
 from tqdm import tqdm
 
 from lookahead_vllm.draft.budget.cost import CostCurve
-from lookahead_vllm.draft.jit import Int32s
-from lookahead_vllm.draft.proposer import DraftLimits, Proposer
+from lookahead_vllm.draft.progress import NO_CHAINS
+from lookahead_vllm.draft.proposer import Proposer
+from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest
-from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.simulation.traces import Trace, TraceFile
 from lookahead_vllm.verify.acceptance import accepted_paths
 
@@ -41,9 +41,9 @@ class Played:
     nodes: list[int] = field(default_factory=list)
     """The draft tokens of each decode step."""
     propose_ns: list[int] = field(default_factory=list)
-    """The time of each call of `propose`."""
+    """The time of each call of `draft_trees`."""
     update_ns: list[float] = field(default_factory=list)
-    """The time of each call of `extend`, divided by its number of tokens."""
+    """The time of each call of `read`, divided by its number of tokens."""
 
 
 class Figures(TypedDict):
@@ -54,9 +54,9 @@ class Figures(TypedDict):
     nodes
         Draft tokens per decode step; steps without a draft count.
     propose_us_p50, propose_us_p99
-        Microseconds per call of `propose`.
+        Microseconds per call of `draft_trees`.
     update_us_p50
-        Microseconds per token of a call of `extend`.
+        Microseconds per token of a call of `read`.
     tokens, steps
         Tokens emitted by decode steps, and the number of these steps.
     speedup
@@ -92,23 +92,24 @@ def play(proposer: Proposer, trace: Trace, request_id: str, budget: int) -> Play
     answer = trace.output.tolist()
     expected = np.append(trace.output, -1)  # -1 agrees with no token beyond the end
     proposer.start(request_id, trace.prompt)  # type: ignore[arg-type]
-    follow = _follower(proposer)
+    chain_length = proposer.proposed_after(np.empty(0, np.int64)).shape[1]
     done, new_tokens = 0, answer[:1]
     while True:
+        chains = NO_CHAINS
+        if trace.chains is not None and chain_length:
+            chains = trace.chains[None, done + len(new_tokens) - 1, :chain_length]
         before = perf_counter_ns()
-        proposer.extend({request_id: new_tokens})
+        read(proposer, {request_id: new_tokens}, chains=chains)
         played.update_ns.append((perf_counter_ns() - before) / len(new_tokens))
         done += len(new_tokens)
         if done == len(answer):
             break
-        if follow is not None and trace.chains is not None:
-            follow(request_id, trace.chains[done - 1])
         max_depth = min(budget, len(answer) - done - 1)
         tree = EMPTY_TREE
         if max_depth > 0:
             limit = DraftLimits(request_id, budget, max_depth)
             before = perf_counter_ns()
-            (tree,) = proposer.propose([limit])
+            (tree,) = draft_trees(proposer, [limit])
             played.propose_ns.append(perf_counter_ns() - before)
             assert len(tree) <= budget
         choices = expected[np.minimum(done + np.append(0, tree.depths), len(answer))]
@@ -118,18 +119,6 @@ def play(proposer: Proposer, trace: Trace, request_id: str, budget: int) -> Play
         played.nodes.append(int((tree.depths <= max_depth).sum()))
     proposer.finish(request_id)
     return played
-
-
-def _follower(proposer: Proposer) -> Callable[[str, Int32s], None] | None:
-    """Gives a request its drafter's chain; None if the proposer's options have no drafter."""
-    if not isinstance(proposer, NGramTrieProposer) or not proposer.options.chain_length:
-        return None
-
-    def follow(request_id: str, chain: Int32s) -> None:
-        length = proposer.options.chain_length
-        proposer.follow_chains(np.array([proposer.text_of(request_id)]), chain[None, :length])
-
-    return follow
 
 
 def simulate(

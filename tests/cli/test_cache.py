@@ -24,7 +24,7 @@ from lookahead_vllm.cli.server_renderer import ServerRenderer
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache.warming import TextError, check_texts, read_texts
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftLimits
+from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie.namespaces import digest_of
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from tests.support.smollm2 import SMOLLM2
@@ -331,8 +331,8 @@ def drafted(cache: Path, tokenizer: Any, output: str, namespace: str = "") -> li
     proposer = NGramTrieProposer(LookaheadOptions(max_nodes=len(arrays["edges"]), budget=16))
     proposer.restore(arrays, facts)
     proposer.start("first", [], namespace)
-    proposer.extend({"first": ids(output)})
-    (tree,) = proposer.propose([DraftLimits("first", 16, 16, may_branch=False)])
+    read(proposer, {"first": ids(output)})
+    (tree,) = draft_trees(proposer, [DraftLimits("first", 16, 16, may_branch=False)])
     return tree.tokens.tolist()
 
 
@@ -360,7 +360,7 @@ def test_prompts_are_inserted_whole(
     options = argparse.Namespace(add=add, out=cache, max_nodes=None if add else 8192)
     proposer = make_proposer(options, fingerprint)
     proposer.start("r", [*range(1000, 1150), 1100, 1101])
-    assert proposer.propose([DraftLimits("r", 64, 64)])[0].tokens[:4].tolist() == [
+    assert draft_trees(proposer, [DraftLimits("r", 64, 64)])[0].tokens[:4].tolist() == [
         1102,
         1103,
         1104,
@@ -513,7 +513,7 @@ def test_ctrl_c_writes_nothing(
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(NGramTrieProposer, "extend", interrupt)
+    monkeypatch.setattr(NGramTrieProposer, "draft", interrupt)
     monkeypatch.setattr(NGramTrieProposer, "_compile", lambda self: None)
     options = ["--texts", str(tmp_path / "a.txt"), "--out", str(tmp_path / "c")]
     assert main_command(["cache", "build", "--model", str(model), *options]) == 130
@@ -534,6 +534,6 @@ def test_a_real_tokenizers_chats_and_documents(tmp_path: Path) -> None:
     arrays, facts = cache_file.load(out, cache_file.fingerprint(tokenizer.get_vocab()))
     proposer = restored(arrays, facts)
     proposer.start("r", [])
-    proposer.extend({"r": tokenizer.encode("The capital of")})
-    (tree,) = proposer.propose([DraftLimits("r", 16, 16, may_branch=False)])
+    read(proposer, {"r": tokenizer.encode("The capital of")})
+    (tree,) = draft_trees(proposer, [DraftLimits("r", 16, 16, may_branch=False)])
     assert tokenizer.decode(tree.tokens).startswith(" France is Paris.<|im_end|>")

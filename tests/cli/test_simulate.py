@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 
 from lookahead_vllm.cli import simulate as command
 from lookahead_vllm.draft.budget.cost import CostCurve
+from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.stepping import DraftLimits
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.simulation import replay as simulating
 from lookahead_vllm.simulation.proposers import choose_proposers
@@ -21,6 +24,7 @@ from lookahead_vllm.simulation.replay import figures, play, simulate
 from lookahead_vllm.simulation.tables import by_file
 from lookahead_vllm.simulation.traces import Trace, TraceFile
 from tests.support.files import jsonl
+from tests.support.proposers import TestProposer
 
 
 def trace(prompt: list[int], output: list[int], category: str = "s/c") -> Trace:
@@ -31,25 +35,27 @@ def file_of(*traces: Trace, name: str = "f.jsonl") -> TraceFile:
     return TraceFile(Path(name), list(traces), too_short=0)
 
 
-class Scripted:
+class Scripted(TestProposer):
     """A proposer of the given trees, one a step, and logs its calls."""
 
     def __init__(self, *trees: DraftTree) -> None:
+        super().__init__(LookaheadOptions())
         self.trees = list(trees)
         self.log: list[Any] = []
 
-    def start(self, request_id: str, prompt: Any) -> None:
+    def start(self, request_id: str, prompt: Sequence[int], *rest: Any) -> None:
+        super().start(request_id, prompt)
         self.log.append(("start", request_id))
 
-    def extend(self, tokens: dict[str, list[int]]) -> None:
-        self.log.extend(tokens.values())
+    def read(self, request_id: str, tokens: list[int]) -> None:
+        self.log.append(tokens)
 
-    def propose(self, limits: Any) -> list[DraftTree]:
-        (limit,) = limits
+    def grow(self, limit: DraftLimits) -> DraftTree:
         self.log.append((limit.max_nodes, limit.max_depth))
-        return [self.trees.pop(0) if self.trees else DraftTree.chain([])]
+        return self.trees.pop(0) if self.trees else DraftTree.chain([])
 
     def finish(self, request_id: str) -> None:
+        super().finish(request_id)
         self.log.append("finish")
 
 

@@ -283,8 +283,6 @@ def _draw_lookahead(draws: FeatureDraws, with_drafter: bool, with_fleet: bool) -
         lookahead["client_options"] = rng.choice(["all"] * 3 + ["no_namespaces", "none"])
     if proposer in HAVE_WINDOW:
         lookahead["ngram_size"] = rng.choice([2, 3, 4, 5, 5])
-    if proposer == "jacobi_window":
-        lookahead["pool_from_prompt"] = rng.random() < 0.5
     return lookahead
 
 

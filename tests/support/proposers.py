@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
-from lookahead_vllm.draft.budget.cost import Load
+from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
+from lookahead_vllm.draft.progress import (
+    EmittedTokens,
+    ProgressArrays,
+    WantedDrafts,
+    limit_trees,
+)
+from lookahead_vllm.draft.proposer import Proposer
 from lookahead_vllm.draft.registry import PROPOSERS
-from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
+from lookahead_vllm.draft.stepping import DraftLimits
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
 
 VOCAB = 128
 RECORDED: dict[tuple[int, ...], list[list[int]]] = {}
@@ -25,18 +32,16 @@ def record(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[list[int
         RECORDED.setdefault(tuple(prompt), []).extend(answer)
 
 
-class TestProposer:
+class TestProposer(Proposer):
     """Stores the text of each request; subclasses implement `grow`."""
 
     __test__ = False
-    num_choices = 0
-    wants_roots = False
 
     def __init__(self, options: LookaheadOptions) -> None:
-        self.cost = None
-        self.pays = True
         self.prompts: dict[str, tuple[int, ...]] = {}
         self.outputs: dict[str, list[int]] = {}
+        self.texts: list[str] = []
+        """The id of each request that has started, by text."""
 
     def start(
         self,
@@ -48,19 +53,43 @@ class TestProposer:
     ) -> None:
         self.prompts[request_id] = tuple(int(t) for t in prompt)
         self.outputs[request_id] = []
+        self.texts.append(request_id)
 
-    def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
-        for request_id, new in tokens.items():
-            self.outputs[request_id] += new
-
-    def observe(self, verified: Verified) -> None:
-        raise AssertionError("num_choices is 0")
+    def text_of(self, request_id: str) -> int:
+        return len(self.texts) - 1 - self.texts[::-1].index(request_id)
 
     def finish(self, request_id: str) -> None:
         del self.prompts[request_id], self.outputs[request_id]
 
-    def propose(self, limits: Sequence[DraftLimits], load: Load = NO_LOAD) -> list[DraftTree]:
-        return [self.grow(limit) for limit in limits]
+    def read(self, request_id: str, tokens: list[int]) -> None:
+        """The request has emitted these tokens."""
+        self.outputs[request_id] += tokens
+
+    def draft(
+        self,
+        progress: ProgressArrays,
+        emitted: EmittedTokens,
+        spans: Int64s,
+        wanted: WantedDrafts,
+        max_model_len: int,
+    ) -> tuple[DraftForest, Int64s]:
+        for row, tokens, (first, end) in zip(
+            emitted.rows, emitted.tokens.tolist(), spans.tolist(), strict=True
+        ):
+            if end > first:
+                self.read(self.texts[progress.texts[row]], tokens[first:end])
+        trees = []
+        for text, nodes, depth, may_branch in limit_trees(
+            progress[:], wanted[:], max_model_len
+        ).tolist():
+            tree = EMPTY_TREE
+            if nodes:
+                tree = self.grow(DraftLimits(self.texts[text], nodes, depth, bool(may_branch)))
+            trees.append(tree)
+        forest = DraftForest.of(trees)
+        forest = forest.cut(forest.sizes, ~wanted.may_branch)
+        self.pays = forest.num_nodes > 0
+        return forest, np.where(progress.is_decoding, progress.num_tokens, 0)[wanted.rows]
 
     def grow(self, limit: DraftLimits) -> DraftTree:
         raise NotImplementedError
@@ -176,16 +205,16 @@ class Failing(AlwaysRight):
 
     calls = 0
 
-    def extend(self, tokens: Mapping[str, Sequence[int]]) -> None:
-        super().extend(tokens)
+    def draft(self, *args: Any) -> tuple[DraftForest, Int64s]:
+        drafts = super().draft(*args)
         self.calls += 1
-        if self.calls % 3 == 1:
-            raise RuntimeError("cannot learn")
-
-    def propose(self, limits: Sequence[DraftLimits], load: Load = NO_LOAD) -> list[DraftTree]:
         if self.calls % 3 == 2:
             raise RuntimeError("cannot draft")
-        return super().propose(limits, load)
+        return drafts
+
+    def learn(self) -> None:
+        if self.calls % 3 == 1:
+            raise RuntimeError("cannot learn")
 
 
 PROPOSERS.update(

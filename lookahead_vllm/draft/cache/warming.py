@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
+from lookahead_vllm.draft.stepping import read
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.json_lines import are_token_ids, read_json_lines
 
@@ -209,5 +208,5 @@ def _num_common(a: list[int], b: list[int]) -> int:
 def learn(proposer: NGramTrieProposer, text: Text, namespace: str = "") -> None:
     """Feed the text to the proposer as a request."""
     proposer.start("warming", text.prompt, namespace)
-    proposer.extend({"warming": np.array(text.answer, np.int32)})  # type: ignore[dict-item]
+    read(proposer, {"warming": text.answer})
     proposer.finish("warming")

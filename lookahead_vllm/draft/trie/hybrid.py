@@ -13,15 +13,16 @@ from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.progress import (
     NO_TEXT,
     EmittedTokens,
-    Progress,
+    ProgressArrays,
     WantedDrafts,
     limit_trees,
 )
-from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
+from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.sources import RECYCLED, WINDOW
+from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie.candidates import CHOICES
-from lookahead_vllm.draft.trie.growth import DEPTH, NODES, ROW
+from lookahead_vllm.draft.trie.growth import DEPTH, NODES, grow_all
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.recycling import NUM_CHOICES, NUM_LINES, ChoiceTrees, recycle
 from lookahead_vllm.draft.trie.step import begin_step
@@ -70,6 +71,8 @@ class HybridProposer(NGramTrieProposer):
         added."""
         self._awaited: tuple[ChoiceTrees, Verified] | None = None
         """What the model's choices in the step before a `draft` belong to."""
+        self._has_combs = False
+        """Whether combs are among them."""
         self._windows: tuple[Int64s, Int64s, Load] | None = None
         """The arguments of `branch.choose` in a `draft` that may send combs."""
         super().__init__(options, NUM_LINES)
@@ -88,19 +91,6 @@ class HybridProposer(NGramTrieProposer):
         self._num_grown = self._texts.request_rows.resized(self._num_grown)
         if proposer != "ngram_trie":
             self.branch.start(request_id, np.array(prompt, np.int32))
-
-    def observe(self, verified: Verified) -> None:
-        """See Proposer. Keeps the choices and moves the windows on."""
-        if not self.num_choices:  # results of a step that still asked for choices
-            return
-        trees = self._choice_trees(verified)
-        self._recycle(trees, verified)
-        self.branch.iterate(verified, np.zeros(len(verified.forest), np.int32))
-        self._judge(verified, trees.num_grown)
-
-    def _recycle(self, trees: ChoiceTrees, verified: Verified) -> None:
-        choices = verified.at_roots, verified.at_nodes, verified.gaps
-        recycle(self._lines, trees[:], choices)  # plain tuples, see TrieArrays
 
     def _choice_trees(self, verified: Verified) -> ChoiceTrees:
         """The trees at whose nodes the model made its choices, as `recycle` takes them."""
@@ -147,28 +137,6 @@ class HybridProposer(NGramTrieProposer):
         if self._steps_without >= RETRY_STEPS:
             self._use_choices(True)
 
-    def propose(self, limits: Sequence[DraftLimits], load: Load = NO_LOAD) -> DraftForest:
-        """See Proposer."""
-        if not self.num_choices:
-            self._try_again()
-        if not self.num_choices:
-            return super().propose(limits, load)
-        contexts = np.array([limit.context for limit in limits], np.int64)
-        cost = self._cost
-        may_branch = np.array([limit.may_branch for limit in limits], np.bool_)
-        windows = self.branch.rows_of([limit.request_id for limit in limits], may_branch)
-        windows = self.branch.choose(windows, contexts, cost, load)
-        trees = self._trees_of(limits)
-        trees[:, NODES] = np.minimum(
-            trees[:, NODES], self._max_nodes - self.branch.comb_nodes(windows)
-        )
-        self.insertion.end_step()
-        forest = self._cut(self._grow(trees), limits, load)
-        self._note_trees(trees[:, ROW], forest.sizes)
-        nodes = np.array([limit.max_nodes for limit in limits], np.int64)
-        depths = trees[:, DEPTH].copy()
-        return self.branch.join(forest, windows, nodes, depths, self._max_nodes, cost)
-
     def _note_trees(self, rows: Int64s, sizes: Int64s) -> None:
         """Note that trees of these `sizes` were grown from the texts `rows`; both int64 [t]."""
         self._root_hashes[rows] = self._texts.hashes[rows]
@@ -182,49 +150,52 @@ class HybridProposer(NGramTrieProposer):
         load: Load,
         verified: Verified | None,
     ) -> None:
-        """See NGramTrieProposer."""
+        """See Proposer. Without choices, those of a step that still asked for some are ignored."""
         super().plan(request_ids, wanted, contexts, load, verified)
         self._awaited = self._windows = None
+        self._has_combs = False
         if not self.num_choices:
-            self._try_again()
+            if request_ids:
+                self._try_again()
         elif verified is not None:
             self._awaited = self._choice_trees(verified), verified
+            self._has_combs = self.branch.awaits(verified.request_ids)
         if not self.num_choices:
             return
         windows = self.branch.rows_of(request_ids, wanted.may_branch)
-        if not self.branch.skip_step(windows, contexts, self._cost, load):
+        if not self.branch.skip_step(windows, contexts, load, self._cost):
             self._windows = windows, contexts, load
 
     def needs_accepted(self) -> bool:
-        """See NGramTrieProposer."""
-        return self._windows is not None
+        """See Proposer."""
+        return self._has_combs
 
     def draft(
         self,
-        progress: Progress,
+        progress: ProgressArrays,
         emitted: EmittedTokens,
         spans: Int64s,
         wanted: WantedDrafts,
         max_model_len: int,
     ) -> tuple[DraftForest, Int64s]:
-        """See NGramTrieProposer."""
-        if self._windows is None:
-            forest, num_tokens = super().draft(progress, emitted, spans, wanted, max_model_len)
-            self._drafted = progress.arrays.texts[wanted.rows], forest
+        """See Proposer."""
+        if self._awaited is not None and self._has_combs:
+            self.branch.iterate(self._awaited[1])
+        windows, without_comb = None, wanted
+        if self._windows is not None:
+            windows = self.branch.choose(*self._windows, self._cost)
+            room = self._max_nodes - self.branch.comb_nodes(windows)
+            without_comb = wanted._replace(max_nodes=np.minimum(wanted.max_nodes, room))
+        forest, num_tokens = super().draft(progress, emitted, spans, without_comb, max_model_len)
+        self._drafted = progress.texts[wanted.rows], forest
+        if windows is None:
             return forest, num_tokens
-        windows, contexts, load = self._windows
-        cost = self._cost
-        if self._awaited is not None:
-            _, verified = self._awaited
-            self.branch.iterate(verified, np.zeros(len(verified.forest), np.int32))
-        windows = self.branch.choose(windows, contexts, cost, load)
-        room = self._max_nodes - self.branch.comb_nodes(windows)
-        smaller = wanted._replace(max_nodes=np.minimum(wanted.max_nodes, room))
-        forest, num_tokens = super().draft(progress, emitted, spans, smaller, max_model_len)
-        self._drafted = progress.arrays.texts[wanted.rows], forest
-        trees = limit_trees(progress.arrays[:], wanted[:], max_model_len)
+        trees = limit_trees(progress[:], wanted[:], max_model_len)
         limits = trees[:, NODES].copy(), trees[:, DEPTH].copy()
-        return self.branch.join(forest, windows, *limits, self._max_nodes, cost), num_tokens
+        forest = self.branch.join(forest, windows, *limits, self._max_nodes, self._cost)
+        if self._cost is None:
+            self.pays = forest.num_nodes > 0
+        return forest, num_tokens
 
     def _begin_and_grow(self, step: tuple[Any, ...]) -> tuple[DraftForest, Int64s]:
         if self._awaited is None:
@@ -232,12 +203,18 @@ class HybridProposer(NGramTrieProposer):
         trees, (hashes, *others), new, num_tokens = begin_step(*step)
         # Rates are learned first: the tokens were chosen from the new choices.
         self._extend((hashes.copy(), *others), new, inserts=False)
-        self._recycle(*self._awaited)
+        choices, verified = self._awaited
+        given = verified.at_roots, verified.at_nodes, verified.gaps
+        recycle(self._lines, choices[:], given)  # plain tuples, see TrieArrays
         self._unlearned = (hashes, *others), new, False
-        return self._grow(trees), num_tokens
+        texts = self._texts.arrays
+        nodes = grow_all(
+            self.trie.arrays, self._lines, texts, trees, self.rate.arrays, self._bounds
+        )
+        return DraftForest(*nodes), num_tokens
 
     def learn(self) -> None:
-        """See NGramTrieProposer."""
+        """See Proposer."""
         awaited, self._awaited = self._awaited, None
         if awaited is not None:
             trees, verified = awaited
@@ -255,8 +232,7 @@ class HybridProposer(NGramTrieProposer):
     def _compile(self) -> None:
         super()._compile()
         self.start("", [0, 1], None)  # no namespace: no other request learns from it
-        self.extend({"": [0]})
-        forest = self.propose([DraftLimits("", self._max_nodes, 8)])
-        self.extend({"": [1]})
-        self.observe(Verified.nothing([""], forest, self.num_choices))
+        read(self, {"": [0]})
+        forest = draft_trees(self, [DraftLimits("", self._max_nodes, 8)])
+        read(self, {"": [1]}, Verified.nothing([""], forest, self.num_choices))
         self.finish("")

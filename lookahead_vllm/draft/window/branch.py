@@ -80,7 +80,7 @@ class LookaheadBranch:
         rows[~may_branch] = NO_WINDOW
         return rows
 
-    def skip_step(self, rows: Int64s, contexts: Int64s, cost: StepCost | None, load: Load) -> bool:
+    def skip_step(self, rows: Int64s, contexts: Int64s, load: Load, cost: StepCost | None) -> bool:
         """Whether a step has nothing to do with the windows `rows` int64 [t]; then it is skipped.
 
         So it is if no comb waits for its verification, and none pays.
@@ -97,7 +97,7 @@ class LookaheadBranch:
         self._stale[present] = True
         self.worth += (PRIOR_TOKENS - self.worth) / RETRY_STEPS
 
-    def choose(self, rows: Int64s, contexts: Int64s, cost: StepCost | None, load: Load) -> Int64s:
+    def choose(self, rows: Int64s, contexts: Int64s, load: Load, cost: StepCost | None) -> Int64s:
         """The windows whose combs this step sends, of `rows` int64 [t]: rows or NO_WINDOW.
 
         If `cost` is None, all combs are sent.
@@ -158,16 +158,18 @@ class LookaheadBranch:
         nodes = max_nodes.clip(0, most)
         return self.windows.append_combs(forest, rows, nodes, max_depths, COMB_PROB)
 
-    def iterate(self, verified: Verified, roots: Int32s) -> tuple[Int32s, Int64s]:
-        """Advance the windows whose combs were verified; `roots` int32 [t] are the trees' roots.
+    def awaits(self, request_ids: Sequence[str]) -> bool:
+        """Whether the comb of one of these requests was sent and has not been verified."""
+        rows = self.windows.request_rows.rows_or(request_ids, NO_WINDOW)
+        return bool(self._sent[rows[rows >= 0]].any())
 
-        Returns the n-grams int32 [m, N] and the index of each n-gram's tree, int64 [m].
-        """
+    def iterate(self, verified: Verified) -> None:
+        """Advance the windows whose combs were verified."""
         forest = verified.forest
         rows = self.windows.request_rows.rows_or(verified.request_ids, NO_WINDOW)
         with_comb = np.flatnonzero((rows >= 0) & self._sent[rows] & (forest.sizes > 0))
         if not len(with_comb):
-            return np.empty((0, 0), np.int32), np.empty(0, np.int64)
+            return
         rows = rows[with_comb]
         self._sent[rows] = False
         from_window = np.bincount(
@@ -176,11 +178,9 @@ class LookaheadBranch:
         fade = (1 - 1 / MEMORY_COMBS) ** len(with_comb)
         self.worth = fade * self.worth + (1 - fade) * float(from_window.mean())
         combs = VerifiedCombs(
-            roots[with_comb],
             forest.firsts[with_comb],
             forest.sizes[with_comb],
             verified.at_roots[with_comb, 0],
             np.ascontiguousarray(verified.at_nodes[:, 0]),
         )
-        ngrams, owners = self.windows.iterate(rows, combs)
-        return ngrams, with_comb[owners]
+        self.windows.iterate(rows, combs)

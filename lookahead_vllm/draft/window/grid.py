@@ -40,8 +40,6 @@ class _CombLimits(NamedTuple):
 class VerifiedCombs(NamedTuple):
     """The model's choices in the trees of a step that had combs."""
 
-    roots: Int32s
-    """int32 [t]: the last token before the step."""
     firsts: Int64s
     """int64 [t]: the first node of each tree in `at_nodes`."""
     sizes: Int64s
@@ -70,8 +68,7 @@ class Windows:
     Attributes
     ----------
     tokens : int32 [capacity, N - 1, W + N - 2]
-        The guess in each level and column. Column 0 of level 0 is the root: `_iterate` fills it in,
-        and it is never drawn or sent.
+        The guess in each level and column. Column 0 of level 0 is the root, which has no guess.
     cells : int32 [capacity, N - 1, W + N - 2]
         The node of each guess in the tree that was sent last; ROOT, or ABSENT.
     filled : int32 [capacity]
@@ -137,24 +134,13 @@ class Windows:
         limits = max_nodes, max_depths, np.float32(prob)
         return DraftForest(*_append_combs(forest.arrays, rows, limits, self._arrays))
 
-    def iterate(self, rows: Int64s, verified: VerifiedCombs) -> tuple[Int32s, Int64s]:
+    def iterate(self, rows: Int64s, verified: VerifiedCombs) -> None:
         """One Jacobi iteration of the windows `rows` int64 [t], whose combs were verified.
 
         When several tokens were accepted at once, a window moves as after one, as in the authors'
         code; by as many positions, or levels as in Algorithm 2, fewer tokens are accepted.
-
-        Parameters
-        ----------
-        verified : VerifiedCombs
-            The model's choices.
-
-        Returns
-        -------
-        int32 [m, N], int64 [m]
-            The n-grams of the columns of full windows, and the tree of each. Columns whose last
-            cell was not verified have none.
         """
-        return _iterate(rows, tuple(verified), self._arrays)
+        _iterate(rows, tuple(verified), self._arrays)
 
 
 @kernel
@@ -228,22 +214,14 @@ def _append_combs(
 
 
 @kernel
-def _iterate(
-    rows: Int64s, verified: VerifiedCombs, windows: _WindowArrays
-) -> tuple[Int32s, Int64s]:
+def _iterate(rows: Int64s, verified: VerifiedCombs, windows: _WindowArrays) -> None:
     verified, windows = VerifiedCombs(*verified), _WindowArrays(*windows)
     tokens = windows.tokens
     levels = tokens.shape[1]
-    capacity = len(rows) * (tokens.shape[2] + 1 - levels)  # W for each
-    ngrams = np.empty((capacity, levels + 1), np.int32)
-    owners = np.empty(capacity, np.int64)
-    num_ngrams = 0
     for tree, row in enumerate(rows):
         filled = windows.filled[row]
         columns = tokens.shape[2] + 1 - filled
         window, last = tokens[row], windows.cells[row, filled - 1]
-        full = filled == levels
-        window[0, 0] = verified.roots[tree]
         choices = np.empty(columns, np.int32)
         for column in range(columns):
             cell = last[column]
@@ -253,13 +231,7 @@ def _iterate(
                 choices[column] = verified.at_nodes[verified.firsts[tree] + cell]
             else:  # it was not verified
                 choices[column] = _draw(windows, row)
-                continue
-            if full:
-                ngrams[num_ngrams, :levels] = window[:, column]
-                ngrams[num_ngrams, levels] = choices[column]
-                owners[num_ngrams] = tree
-                num_ngrams += 1
-        if full:
+        if filled == levels:
             _push_level(window, choices, columns)
         else:
             # The text is a token longer, so the filled levels move on by a column.
@@ -267,7 +239,6 @@ def _iterate(
                 window[level, : columns - 1] = window[level, 1:columns].copy()
             window[filled, : columns - 1] = choices[1:]
             windows.filled[row] = filled + 1
-    return ngrams[:num_ngrams], owners[:num_ngrams]
 
 
 @kernel

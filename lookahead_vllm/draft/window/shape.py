@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 MAX_WINDOW_SIZE = 128
 MAX_NGRAM_SIZE = 16
-MAX_GUESS_SET_SIZE = 128
 
 PAPER_NGRAM_SIZE = 5
 # The largest number of parameters, and W up to there.
@@ -46,5 +45,5 @@ def comb_nodes(window_size: int, ngram_size: int, filled: int) -> int:
 
 
 def paper_window_size(num_parameters: float) -> int:
-    """W for a model of this size: 15 for 7B and below, 10 for 13B, 7 for 34B; N is 5, G is W."""
+    """W for a model of this size: 15 for 7B and below, 10 for 13B, 7 for 34B; N is 5."""
     return next(size for limit, size in _PAPER_WINDOW_SIZES if num_parameters <= limit)

@@ -14,9 +14,9 @@ import numpy as np
 from lookahead_vllm.draft.budget.chain import ChainWorth, TrieWorth
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.progress import WantedDrafts
+from lookahead_vllm.draft.proposer import Proposer
 from lookahead_vllm.draft.sources import DRAFTER
 from lookahead_vllm.draft.tree import UNKNOWN, DraftForest
-from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.engine.model_runner.drafts import Drafts
 from lookahead_vllm.engine.model_runner.launched_step import LaunchedStep
 
@@ -50,7 +50,7 @@ class ChainDrafts:
             if step.proposed is not None:
                 self._trie_worth.observe(step.proposed, step.output.sampled_token_ids, counts)
 
-    def are_whole(self, proposer: NGramTrieProposer) -> bool:
+    def are_whole(self, proposer: Proposer) -> bool:
         """Whether the drafter makes its whole chains after the step that is drafted."""
         if proposer.cost is None or proposer.step_seconds is None:  # nodes are sent in any case
             return True
@@ -63,7 +63,7 @@ class ChainDrafts:
         req_ids: Sequence[str],
         wanted: WantedDrafts,
         last: LaunchedStep,
-        proposer: NGramTrieProposer,
+        proposer: Proposer,
         most: int,
     ) -> Drafts | None:
         """The chains after the `last` step as drafts of the next one; their tokens are UNKNOWN.

@@ -15,7 +15,6 @@ from vllm.logger import init_logger
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine.grammar import GrammarTreeWalk, accept_tokens_one_by_one
 
@@ -87,20 +86,21 @@ class GrammarCopies:
         ):
             structured.grammar = ValueError(f"the grammar refuses one of {tokens}")
 
-    def complete(self, limits: DraftLimits, tree: DraftTree) -> DraftTree:
-        """The draft without what the grammar forbids, and with what it dictates.
+    def complete(
+        self, request_id: str, tree: DraftTree, max_nodes: int, max_depth: int
+    ) -> DraftTree:
+        """The draft without what the grammar forbids, and with what it dictates, within limits.
 
         Empty until the copy has read all tokens of its request: an option that forces tokens in
         spite of the grammar, such as a thinking budget, would have a forbidden node accepted.
         """
-        request = self._requests[limits.request_id]
+        request = self._requests[request_id]
         structured = request.structured_output_request
         assert structured is not None
-        grammar = None if limits.request_id in self._unread else structured.grammar
+        grammar = None if request_id in self._unread else structured.grammar
         if self._manager is None or grammar is None or isinstance(grammar, Exception):
             return EMPTY_TREE
-        walk = GrammarTreeWalk(self._manager, request, tree, limits.max_nodes, limits.max_depth)
-        return walk.run().tree
+        return GrammarTreeWalk(self._manager, request, tree, max_nodes, max_depth).run().tree
 
     def finish(self, request_id: str) -> None:
         """Forget a request that has ended."""

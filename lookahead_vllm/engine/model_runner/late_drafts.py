@@ -22,15 +22,16 @@ from lookahead_vllm.draft.progress import (
     GONE,
     NO_TEXT,
     NOTHING_EMITTED,
+    NOTHING_WANTED,
+    EmittedTokens,
     Progress,
     WantedDrafts,
     count_tokens,
     limit_trees,
 )
-from lookahead_vllm.draft.proposer import DraftLimits, Verified
+from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie.growth import NODES
-from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.engine.model_runner.chain_drafts import ChainDrafts
 from lookahead_vllm.engine.model_runner.drafts import Drafts
 from lookahead_vllm.engine.model_runner.grammar_copies import GrammarCopies
@@ -71,14 +72,18 @@ class _Plan(NamedTuple):
     """Of the others."""
 
 
+_NOTHING = _Plan((), NOTHING_WANTED, Load())
+"""A step without drafts: the tokens before it are only read."""
+
+
 class LateDrafts:
     """Follows the requests of a worker, and grows their trees at the last moment.
 
     While the device computes a step, `_prepare` makes all of the next step's drafts that needs no
-    tokens. When the tokens have arrived, the device waits for the drafts, so `_draft` counts them
-    and grows in few compiled calls; a step with a grammar, or with a proposer that has no such
-    calls, takes longer. What is learned from the tokens, and what is counted, waits until the next
-    step is launched.
+    tokens. When the tokens have arrived, the device waits for the drafts, so `_draft` counts them,
+    and the proposer grows in few compiled calls; a grammar then completes its request's tree, which
+    takes longer. What is learned from the tokens, and what is counted, waits until the next step is
+    launched.
 
     Parameters
     ----------
@@ -109,7 +114,7 @@ class LateDrafts:
         self._chains = ChainDrafts(length) if length else None
         """Those of a trained drafter, if there is one."""
         self._drafted: _Plan | None = None
-        """The step whose tokens the proposer got by `draft`, and has to learn from."""
+        """The step for which the proposer has drafted, until it has learned from the tokens."""
         self._steps_without_slots = 0
         self._waiter = Waiter()
 
@@ -160,15 +165,7 @@ class LateDrafts:
         drafter, prompt, request.prompt = self._drafter, request.prompt, None
         live = drafter.follow(req_id, prompt, request.params)  # type: ignore[arg-type]
         if live is not None:
-            compiled = self._compiled
-            text = 0 if compiled is None else compiled.text_of(req_id)
-            self._progress.follow(request.row, text, live.remaining, live.stop_tokens)
-
-    @property
-    def _compiled(self) -> NGramTrieProposer | None:
-        """The proposer, if it drafts in compiled calls."""
-        proposer = self._drafter.proposer
-        return proposer if isinstance(proposer, NGramTrieProposer) else None
+            self._progress.follow(request.row, live.text, live.remaining, live.stop_tokens)
 
     # ---- tokens ----------------------------------------------------------------------------------
 
@@ -195,33 +192,29 @@ class LateDrafts:
 
     def _note_chains(self, step: LaunchedStep, chains: ChainDrafts, plan: _Plan) -> None:
         """Note what a trained drafter has proposed before a step that has waited for its drafts."""
-        compiled, texts = self._compiled, self._progress.arrays.texts
-        if compiled is not None and len(plan.req_ids) == len(step.rows):  # all of them decode
-            step.proposed = compiled.proposed_after(texts[step.rows])
+        texts = self._progress.arrays.texts
+        if len(plan.req_ids) == len(step.rows):  # all of them decode
+            step.proposed = self._drafter.proposer.proposed_after(texts[step.rows])
             sizes = np.zeros(len(texts), np.int64)
             sizes[step.rows[step.drafts.rows]] = step.drafts.forest.sizes
             chains.note(sizes[plan.wanted.rows], plan.wanted)
 
-    def learn(self, wait: bool = True) -> None:
-        """Pass the tokens of all steps to the proposer; without `wait`, of those that have ended.
+    def learn(self, wait: bool = True, kept: int = 0) -> None:
+        """Pass the tokens of all steps but the last `kept` ones to the proposer; without `wait`, of
+        those that have ended.
 
         Waiting leaves the GIL to others.
         """
-        self._learn(wait)
         self._catch_up()
-
-    def _learn(self, wait: bool, kept: int = 0) -> None:
-        """As `learn`, of all steps but the last `kept` ones."""
         while len(self._steps) > kept:
             step = self._steps[0]
             if wait:
                 self._waiter.wait(step)
             elif not step.has_ended:
                 return
-            self._follow_new(step)
             with self._drafter.recorder.timed("draft"):
-                self._learn_from(step)
-                self._end(step)
+                self._draft(_NOTHING, step, self._prepare(_NOTHING, step))
+            self._catch_up()
 
     def _follow_new(self, step: LaunchedStep) -> None:
         """Pass the requests of a step that are new to the proposer; needs no tokens."""
@@ -229,28 +222,6 @@ class LateDrafts:
             request = self._requests.get(req_id)
             if request is not None and request.prompt is not None:
                 self._follow(req_id, request)
-
-    def _learn_from(self, step: LaunchedStep) -> None:
-        """Count the tokens of a step, and pass them on at once."""
-        emitted = step.emitted
-        spans = count_tokens(self._progress.arrays[:], emitted[:]).tolist()
-        tokens: dict[str, list[int]] = {}
-        rows = emitted.tokens.tolist()
-        for req_id, row, (first, end) in zip(
-            step.output.model_runner_output.req_ids, rows, spans, strict=True
-        ):
-            if end > first:
-                tokens[req_id] = row[first:end]
-                self._grammars.advance(req_id, tokens[req_id])
-        step.mark_accepted()
-        self._drafter.learn(tokens, step.verified)
-        compiled = self._compiled
-        if step.chains is not None and compiled is not None:
-            live = np.flatnonzero(emitted.rows != GONE)
-            live = live[self._progress.arrays.texts[emitted.rows[live]] != NO_TEXT]
-            compiled.follow_chains(
-                self._progress.arrays.texts[emitted.rows[live]], emitted.chains[live]
-            )
 
     def _end(self, step: LaunchedStep) -> None:
         """The tokens of the first step were counted."""
@@ -265,12 +236,10 @@ class LateDrafts:
         recorder = self._drafter.recorder
         if self._drafted is not None:
             self._drafted = None
-            compiled = self._compiled
-            assert compiled is not None
             with recorder.timed("draft"), self._drafter.surviving("learn"):
                 for step in self._uncounted:
                     step.mark_accepted()
-                compiled.learn()
+                self._drafter.proposer.learn()
         for step in self._uncounted:
             paths = step.accepted_paths
             recorder.count_drafts(step.drafts.forest, paths)
@@ -301,16 +270,15 @@ class LateDrafts:
         if order is not None and (chains := self._chains_alone(plan, most)) is not None:
             return chains
         later = self._num_later(plan.wanted.rows)
-        compiled = self._prepare(plan, later)
-        if compiled is None:
-            self._learn(True, later)
-            with self._drafter.recorder.timed("draft"):
-                return self._grow(plan, most)
+        self.learn(kept=later + 1)
         step = self._steps[0] if len(self._steps) > later else None
+        is_planned = self._prepare(plan, step)
         if step is not None:
             self._waiter.wait(step)
         begin = time.perf_counter()
-        drafts = self._draft(compiled, plan, step, most)
+        drafts = self._draft(plan, step, is_planned, most)
+        if self._chains is not None:
+            drafts = drafts._replace(whole_chain=self._chains.are_whole(self._drafter.proposer))
         self._drafter.recorder.add_time("draft", begin)
         return drafts
 
@@ -318,7 +286,7 @@ class LateDrafts:
     def drafted_for(self) -> Collection[str]:
         """The requests that could have a tree in this step, until `add_step`."""
         if self._drafted is None:
-            return self._drafter.drafted_for
+            return ()
         arrays, rows = self._progress.arrays, self._drafted.wanted.rows
         # The text of a request that has ended stays behind its rows.
         is_drafted = (arrays.remaining[rows] > 0) & (arrays.num_repeated[rows] == 0)
@@ -342,7 +310,9 @@ class LateDrafts:
             return False
         most = self._drafter.options.decoding_length
         plan = self._plan(scheduled, dict.fromkeys(scheduled, most))
-        return self._grow(plan, self._drafter.max_step_nodes).pays
+        drafts = self._draft(plan, None, self._prepare(plan, None), self._drafter.max_step_nodes)
+        self._drafted = None  # they are not sent
+        return drafts.pays
 
     def _plan(
         self,
@@ -384,96 +354,87 @@ class LateDrafts:
                 return later
         return len(self._steps)
 
-    def _prepare(self, plan: _Plan, later: int) -> NGramTrieProposer | None:
-        """Do what needs no tokens; returns the proposer if it drafts in compiled calls.
-
-        The last `later` steps are not awaited.
-        """
-        for step in self._steps:
-            self._follow_new(step)
-        compiled = self._compiled
-        if compiled is None or self._grammars:
-            return None
-        self._learn(True, later + 1)
-        self._catch_up()
-        verified = self._steps[0].verified if len(self._steps) > later else None
+    def _prepare(self, plan: _Plan, step: LaunchedStep | None) -> bool:
+        """Do what needs no tokens of the `step` before; False if the proposer has failed."""
+        for launched in self._steps:
+            self._follow_new(launched)
+        verified = None if step is None else step.verified
         contexts = self._progress.arrays.num_tokens[plan.wanted.rows]
         with self._drafter.surviving("draft"):
-            compiled.plan(plan.req_ids, plan.wanted, contexts, plan.load, verified)
-            return compiled
-        return None
+            proposer = self._drafter.proposer
+            proposer.plan(plan.req_ids, plan.wanted, contexts, plan.load, verified)
+            return True
+        return False
 
     def _draft(
-        self, compiled: NGramTrieProposer, plan: _Plan, step: LaunchedStep | None, most: int
+        self, plan: _Plan, step: LaunchedStep | None, is_planned: bool, most: int = 0
     ) -> Drafts:
-        """The drafts of a step for which the proposer is prepared, once the tokens have arrived."""
-        drafter, progress = self._drafter, self._progress
+        """Read the tokens of the `step` before, which has ended; returns the planned drafts.
+
+        There are at most `most` nodes, and none if the proposer fails.
+        """
+        drafter, arrays = self._drafter, self._progress.arrays
+        proposer, wanted = drafter.proposer, plan.wanted
         emitted = NOTHING_EMITTED if step is None else step.emitted
-        spans = count_tokens(progress.arrays[:], emitted[:])
+        spans = count_tokens(arrays[:], emitted[:])
+        if step is not None and self._grammars:
+            self._advance_grammars(step, emitted, spans)
         drafts = None
-        with drafter.surviving("draft"):
-            if step is not None and compiled.needs_accepted():
-                step.mark_accepted()
-            forest, num_tokens = compiled.draft(
-                progress, emitted, spans, plan.wanted, drafter.max_model_len
-            )
-            if not forest.is_within(drafter.vocab_size):
-                forest = drafter.checked(forest, plan.wanted.max_nodes)
-            forest = forest.at_most(most)
-            whole = self._chains is None or self._chains.are_whole(compiled)
-            drafts = Drafts(plan.req_ids, forest, num_tokens, pays=compiled.pays, whole_chain=whole)
+        if is_planned:
+            with drafter.surviving("draft"):
+                if step is not None and proposer.needs_accepted():
+                    step.mark_accepted()
+                forest, num_tokens = proposer.draft(
+                    arrays, emitted, spans, wanted, drafter.max_model_len
+                )
+                forest = drafter.checked(forest, wanted.max_nodes).at_most(most)
+                drafts = Drafts(plan.req_ids, forest, num_tokens, pays=proposer.pays)
+            self._drafted = plan
         if step is not None:
             self._end(step)
-        self._drafted = plan
-        return drafts or self._drafts_of(plan, None, most)
+        if drafts is None:
+            num_tokens = np.where(arrays.is_decoding, arrays.num_tokens, 0)[wanted.rows]
+            drafts = Drafts(
+                plan.req_ids, DraftForest.of([]).with_empty(len(wanted.rows)), num_tokens
+            )
+        return self._complete(drafts, wanted, most) if self._grammars else drafts
+
+    def _advance_grammars(self, step: LaunchedStep, emitted: EmittedTokens, spans: Int64s) -> None:
+        """Advance the grammars by the counted tokens of a step."""
+        req_ids = step.output.model_runner_output.req_ids
+        for req_id, row, (first, end) in zip(
+            req_ids, emitted.tokens.tolist(), spans.tolist(), strict=True
+        ):
+            if end > first:
+                self._grammars.advance(req_id, row[first:end])
+
+    def _complete(self, drafts: Drafts, wanted: WantedDrafts, most: int) -> Drafts:
+        """The drafts as the grammars allow and dictate them, of at most `most` nodes."""
+        limits = self._limits(wanted)
+        under = np.array([req_id in self._grammars for req_id in drafts.req_ids], np.bool_)
+        under &= limits[:, NODES] > 0
+        if not under.any():
+            return drafts
+        trees = list(drafts.forest)
+        for i in np.flatnonzero(under).tolist():
+            _, max_nodes, max_depth, _ = limits[i].tolist()
+            trees[i] = self._grammars.complete(drafts.req_ids[i], trees[i], max_nodes, max_depth)
+        forest = DraftForest.of(trees).at_most(most)
+        return drafts._replace(forest=forest, from_proposer=~under, pays=forest.num_nodes > 0)
 
     def _chains_alone(self, plan: _Plan, most: int) -> Drafts | None:
         """See `ChainDrafts.alone`; learns from all steps but the last one."""
-        compiled, rows = self._compiled, plan.wanted.rows
-        if not self.may_be_silent or not self._steps or self._grammars:
-            return None
-        if self._chains is None or compiled is None:
+        proposer, rows = self._drafter.proposer, plan.wanted.rows
+        if self._chains is None or not self.may_be_silent or not self._steps or self._grammars:
             return None
         arrays = self._progress.arrays
         if (arrays.texts[rows] == NO_TEXT).any() or arrays.num_repeated[rows].any():
             return None
         last = self._steps[-1]
-        drafts = self._chains.alone(plan.req_ids, plan.wanted, last, compiled, most)
+        drafts = self._chains.alone(plan.req_ids, plan.wanted, last, proposer, most)
         if drafts is not None:
-            self._learn(True, 1)
-            self._catch_up()
-            compiled.insertion.end_step()
+            self.learn(kept=1)
         return drafts
-
-    def _grow(self, plan: _Plan, most: int) -> Drafts:
-        """The drafts of a step, once the tokens of the steps before it have been passed on."""
-        drafter = self._drafter
-        trees = self._limits(plan.wanted)
-        num_tokens = self._progress.arrays.num_tokens[plan.wanted.rows]
-        is_drafted = trees[:, NODES] > 0
-        others = num_tokens[~is_drafted]
-        load = plan.load._replace(decodes=len(others), context=int(others.sum()))
-        limits = [
-            DraftLimits(plan.req_ids[i], nodes, depth, bool(may_branch), int(num_tokens[i]))
-            for i, (_, nodes, depth, may_branch) in enumerate(trees.tolist())
-            if nodes
-        ]
-        if not limits:
-            return self._drafts_of(plan, None, most)
-        forest = drafter.grow(limits, load)
-        pays = drafter.proposer.pays and forest.num_nodes > 0
-        under_grammar = np.array([limit.request_id in self._grammars for limit in limits])
-        if under_grammar.any():
-            completed = [
-                self._grammars.complete(limit, tree) if is_under else tree
-                for limit, tree, is_under in zip(limits, forest, under_grammar, strict=True)
-            ]
-            forest = DraftForest.of(completed).at_most(drafter.max_step_nodes)
-            pays = forest.num_nodes > 0
-        drafts = self._drafts_of(plan, forest.spread(is_drafted), most)
-        from_proposer = np.ones(len(is_drafted), np.bool_)
-        from_proposer[is_drafted] = ~under_grammar
-        return drafts._replace(from_proposer=from_proposer, pays=pays)
 
     def _limits(self, wanted: WantedDrafts) -> Int64s:
         """The limits of the trees of a step, as `limit_trees` returns them."""
@@ -481,14 +442,6 @@ class LateDrafts:
             self._progress.arrays[:], wanted[:], self._drafter.max_model_len
         )
         return trees
-
-    def _drafts_of(self, plan: _Plan, forest: DraftForest | None, most: int) -> Drafts:
-        """These trees, of at most `most` nodes in all; None for trees without nodes."""
-        arrays, rows = self._progress.arrays, plan.wanted.rows
-        if forest is None:
-            forest = DraftForest.of([]).with_empty(len(rows))
-        num_tokens = np.where(arrays.is_decoding[rows], arrays.num_tokens[rows], 0)
-        return Drafts(plan.req_ids, forest.at_most(most), num_tokens)
 
     def num_computed(self, req_ids: Sequence[str]) -> Int32s:
         """KV slots before this step's tokens, int32 [r]; right for requests that decode."""

@@ -204,7 +204,7 @@ class LookaheadRunner(DummyRuns):
         if not dummy_run:
             self._clock.pause(messages.pause_before(scheduler_output))
             if not self.use_pp:
-                self._forget_trees()
+                self.trees.forget()
             prepared = self._shape.begin(scheduler_output)
             scheduler_output = prepared or self._fill_slots(scheduler_output)
             self._scheduled = scheduler_output
@@ -249,7 +249,7 @@ class LookaheadRunner(DummyRuns):
         """
         if not self.use_pp:
             return
-        self._forget_trees()
+        self.trees.forget()
         if scheduled.scheduled_spec_decode_tokens:
             stages = get_pp_group()
             drafts = self._grow(scheduled) if stages.is_last_rank else None
@@ -266,11 +266,6 @@ class LookaheadRunner(DummyRuns):
             trees.move(
                 self._branching.movers, pending.sampled_tokens, now != pending.gen_at_receive_np
             )
-
-    def _forget_trees(self) -> None:
-        """Forget those of the step before."""
-        self.trees.forget()
-        self.drafter.drafted_for.clear()
 
     def _draft(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
@@ -14,9 +14,9 @@ from llvmlite.binding import ffi
 from vllm.logger import init_logger
 
 from lookahead_vllm import compilation
-from lookahead_vllm.draft.budget.cost import Load, StepCost, StepWork
+from lookahead_vllm.draft.budget.cost import StepCost, StepWork
 from lookahead_vllm.draft.jit import Int32s, Int64s
-from lookahead_vllm.draft.proposer import DraftLimits, NoProposer, Proposer, Verified
+from lookahead_vllm.draft.proposer import NoProposer, Proposer
 from lookahead_vllm.draft.registry import make_proposer
 from lookahead_vllm.draft.tree import EMPTY_TREE, UNKNOWN, DraftForest, DraftTree, DraftTreeError
 from lookahead_vllm.engine import config, request_options
@@ -74,7 +74,8 @@ def prompt_tokens(request: CachedRequestState | NewRequestData) -> Int32s:
 class LiveRequest:
     """A request that gets drafts."""
 
-    request_id: str
+    text: int
+    """The row of its text in the proposer."""
     remaining: int
     """Tokens that may still be emitted: up to max_tokens, or max_model_len without one."""
     stop_tokens: frozenset[int | None]
@@ -107,8 +108,6 @@ class LookaheadDrafter:
         Whether this rank drafts.
     proposer : Proposer
         Drafts nothing before `begin`, and on ranks that do not draft.
-    drafted_for : set of str
-        The requests for which the proposer was called since their last tokens.
     max_step_nodes : int
         The most nodes of a step; its logits have a row for each.
     """
@@ -129,11 +128,10 @@ class LookaheadDrafter:
         row_bytes = self.vocab_size * vllm_config.model_config.dtype.itemsize
         self.max_step_nodes = max(MAX_LOGITS_BYTES // row_bytes, self.options.decoding_length)
         self._options: dict[str, RequestOptions] = {}
-        self._live: dict[str, LiveRequest | None] = {}
+        self._live: set[str] = set()
         self._with_grammar: set[str] = set()
         self.reads_reasoning = bool(vllm_config.structured_outputs_config.reasoning_parser)
         """Whether a grammar may begin only after the reasoning, which vLLM looks for."""
-        self.drafted_for: set[str] = set()
         compilation.wait()
         compilation.compile_verification()
 
@@ -200,27 +198,22 @@ class LookaheadDrafter:
         The proposer gets no requests that turned lookahead off, and none that are for one token:
         these cannot have a draft, and may belong to a beam search, whose namespace is unknown.
         """
+        if params is None or params.max_tokens == 1:  # None: a pooling request
+            return None
+        options = self._options.pop(request_id)
+        if not options.enabled:
+            return None
+        self._live.add(request_id)
         live = None
-        if params is not None and params.max_tokens != 1:  # None: a pooling request
-            options = self._options.pop(request_id)
-            if options.enabled:
-                with self.surviving("begin with a request"):
-                    self.proposer.start(
-                        request_id, prompt, options.namespace, options.references, options.proposer
-                    )
-                remaining = self.max_model_len if params.max_tokens is None else params.max_tokens
-                stop_tokens = {params.eos_token_id, *(params.stop_token_ids or ())}
-                live = LiveRequest(request_id, remaining, frozenset(stop_tokens))
-        self._live[request_id] = live
+        with self.surviving("begin with a request"):
+            self.proposer.start(
+                request_id, prompt, options.namespace, options.references, options.proposer
+            )
+            remaining = self.max_model_len if params.max_tokens is None else params.max_tokens
+            stop_tokens = {params.eos_token_id, *(params.stop_token_ids or ())}
+            text = self.proposer.text_of(request_id)
+            live = LiveRequest(text, remaining, frozenset(stop_tokens))
         return live
-
-    def learn(self, tokens: Mapping[str, list[int]], verified: Verified | None = None) -> None:
-        """Pass emitted tokens to the proposer, by request id, and the model's choices."""
-        self.drafted_for.difference_update(tokens)
-        with self.surviving("learn"):
-            self.proposer.extend(tokens)
-            if verified is not None:
-                self.proposer.observe(verified)
 
     def most_nodes_of(self, request_id: str, num_tokens: int, max_nodes: int) -> int:
         """`max_nodes`, or fewer if vLLM reads the request's text at each node; it is `num_tokens`
@@ -228,19 +221,6 @@ class LookaheadDrafter:
         if self.reads_reasoning and request_id in self._with_grammar:
             return min(max_nodes, MAX_TOKENS_READ // num_tokens)
         return max_nodes
-
-    def grow(self, limits: Sequence[DraftLimits], load: Load) -> DraftForest:
-        """Grow a tree for each request; it is empty if no node is worth its cost.
-
-        `load` is the step's other work.
-        """
-        forest = None
-        with self.surviving("draft"):
-            grown = DraftForest.of(self.proposer.propose(limits, load))
-            forest = self.checked(grown, np.array([limit.max_nodes for limit in limits], np.int64))
-            forest = self._without_forbidden_branches(forest, limits)
-        self.drafted_for.update(limit.request_id for limit in limits)
-        return DraftForest.of([EMPTY_TREE] * len(limits)) if forest is None else forest
 
     @contextmanager
     def surviving(self, task: str) -> Iterator[None]:
@@ -261,8 +241,8 @@ class LookaheadDrafter:
         """Forget a request that has ended. A preempted request has not."""
         self._options.pop(request_id, None)
         self._with_grammar.discard(request_id)
-        self.drafted_for.discard(request_id)
-        if self._live.pop(request_id, None) is not None:
+        if request_id in self._live:
+            self._live.remove(request_id)
             with self.surviving("end a request"):
                 self.proposer.finish(request_id)
 
@@ -294,23 +274,10 @@ class LookaheadDrafter:
                 self._cost_file.unlink(missing_ok=True)
 
     def checked(self, forest: DraftForest, max_nodes: Int64s) -> DraftForest:
-        """The forest without malformed trees, and of at most `max_step_nodes`.
-
-        `max_nodes` int64 [t]: of each tree.
-        """
-        if forest.num_nodes and forest.faults(self.vocab_size, max_nodes).any():
+        """The forest without malformed trees; `max_nodes` int64 [t]: of each tree."""
+        if forest.faults(self.vocab_size, max_nodes).any():
             trees = zip(forest, max_nodes.tolist(), strict=True)
             forest = DraftForest.of([self._tree_or_empty(*tree) for tree in trees])
-        return forest.at_most(self.max_step_nodes)
-
-    def _without_forbidden_branches(
-        self, forest: DraftForest, limits: Sequence[DraftLimits]
-    ) -> DraftForest:
-        """The forest without branches where only a chain is allowed."""
-        if forest.num_nodes and forest.branching.any():
-            chains = np.array([not limit.may_branch for limit in limits])
-            if chains.any():
-                forest = forest.cut(forest.sizes, chains)
         return forest
 
     def _tree_or_empty(self, tree: DraftTree, max_nodes: int) -> DraftTree:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache.file import fingerprint, load, read_header, save
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftLimits
+from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.suffix import empty_hashes
 from lookahead_vllm.draft.trie.table import KEY, TOKEN_MASK, USE, Trie, spaces_of
@@ -35,7 +35,7 @@ def taught_proposer(max_nodes=4096):
     proposer = new_proposer(max_nodes)
     for i, namespace in enumerate(["", "", "other"]):
         proposer.start(f"{i}", PROMPT, namespace)
-        proposer.extend({f"{i}": ANSWER[i:] + ANSWER[: i + 4]})
+        read(proposer, {f"{i}": ANSWER[i:] + ANSWER[: i + 4]})
     return proposer  # its requests are still live
 
 
@@ -47,8 +47,8 @@ def drafts(proposer, texts, namespace=""):
     trees = []
     for text in texts:
         proposer.start("r", [1], namespace)
-        proposer.extend({"r": text})
-        (tree,) = proposer.propose([DraftLimits("r", 16, 16)])
+        read(proposer, {"r": text})
+        (tree,) = draft_trees(proposer, [DraftLimits("r", 16, 16)])
         trees.append((tree.tokens.tolist(), tree.parents.tolist(), tree.probs.tolist()))
         proposer.finish("r")
     return trees
@@ -245,7 +245,7 @@ def test_a_save_while_the_proposer_learns_is_consistent(tmp_path, monkeypatch):
             for name in ("first", "second"):
                 proposer.start(name, [], name)
                 for i in range(0, len(text), 7):
-                    proposer.extend({name: text[i : i + 7]})
+                    read(proposer, {name: text[i : i + 7]})
                 proposer.finish(name)
             proposer.start("last", [], f"{time.time()}")  # adds a namespace
             learned.set()

@@ -18,6 +18,7 @@ from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache import keeper as cache_keeper
 from lookahead_vllm.draft.cache.keeper import CacheKeeper
 from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.stepping import read
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 
 ROOT = Path(__file__).parents[3]
@@ -44,7 +45,7 @@ def new_proposer(max_nodes=4096, **options):
 
 def teach(proposer, first=100):
     proposer.start("r", [1])
-    proposer.extend({"r": range(first, first + 50)})
+    read(proposer, {"r": range(first, first + 50)})
     proposer.finish("r")
 
 

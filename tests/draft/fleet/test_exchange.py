@@ -17,7 +17,7 @@ from lookahead_vllm.draft.fleet.exchange import Exchange
 from lookahead_vllm.draft.fleet.pieces import NUM_HASHES, Pieces, messages_of
 from lookahead_vllm.draft.fleet.replica import Replica
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftLimits
+from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie.namespaces import digest_of
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.engine.worker.fleet import connect
@@ -68,14 +68,14 @@ class Engine:
         """Serve a request, several tokens a step."""
         self.proposer.start("r", PROMPT, namespace)
         for at in range(0, len(tokens), 3):
-            self.proposer.extend({"r": tokens[at : at + 3]})
+            read(self.proposer, {"r": tokens[at : at + 3]})
         self.proposer.finish("r")
 
     def drafts(self, namespace: str | None = "") -> list[int]:
         """What is drafted for a request that has begun with the answer."""
         self.proposer.start("asking", PROMPT, namespace)
         try:
-            return self.proposer.propose([DraftLimits("asking", 16, 8)])[0].tokens.tolist()
+            return draft_trees(self.proposer, [DraftLimits("asking", 16, 8)])[0].tokens.tolist()
         finally:
             self.proposer.finish("asking")
 
@@ -228,7 +228,7 @@ def test_what_waits_for_a_missing_server_is_bounded(
     engine.proposer.start("waits", PROMPT)
     waiting = len(outbox._steps)
     for _ in range(100):
-        engine.proposer.extend({"waits": []})
+        read(engine.proposer, {"waits": []})
     assert len(outbox._steps) == waiting
     assert sum(len(step.tokens) for step in outbox._steps) <= 1000
     assert outbox.dropped >= 2900

@@ -16,6 +16,7 @@ from lookahead_vllm.draft.fleet.pieces import (
 )
 from lookahead_vllm.draft.fleet.replica import Replica
 from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.stepping import read
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES
 from lookahead_vllm.draft.trie.table import TIME_SHIFT, USE, Trie, spaces_of
@@ -62,7 +63,7 @@ def test_the_n_grams_of_both_replicas_are_equal(steps_between: int) -> None:
             here.start(name, text(40), "team" if len(left) % 2 else "")
             left[name] = text(int(rng.integers(1, 40)))
         sizes = rng.integers(0, 4, len(left)).tolist()
-        here.extend({name: left[name][:size] for name, size in zip(left, sizes, strict=True)})
+        read(here, {name: left[name][:size] for name, size in zip(left, sizes, strict=True)})
         left = {name: left[name][size:] for name, size in zip(left, sizes, strict=True)}
         for name in [name for name, rest in left.items() if not rest]:
             here.finish(name)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftLimits
+from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie.acceptance_rate import (
     MEMORY_TRIALS,
     PRIOR_TRIALS,
@@ -22,11 +22,11 @@ def answer_in_part(proposer, share, rounds=400):
     for i in range(rounds):
         a, b, c = 10_000 + 3 * i, 10_001 + 3 * i, 10_002 + 3 * i
         proposer.start("r", [a, b, 1])
-        proposer.extend({"r": [a]})
-        tree = proposer.propose([DraftLimits("r", 16, 1)])[0]
+        read(proposer, {"r": [a]})
+        tree = draft_trees(proposer, [DraftLimits("r", 16, 1)])[0]
         held = dict(zip(tree.tokens.tolist(), tree.probs.tolist(), strict=True))
         probs.append(held.get(b, 0.0))
-        proposer.extend({"r": [b if rng.random() < share else c]})
+        read(proposer, {"r": [b if rng.random() < share else c]})
         proposer.finish("r")
     return probs
 
@@ -48,9 +48,9 @@ def test_it_learns_from_tokens_that_were_not_drafted():
     proposer = NGramTrieProposer(LookaheadOptions())
     for i in range(100):
         proposer.start("r", [10_000 + 2 * i, 10_001 + 2 * i, 1])
-        proposer.extend({"r": [10_000 + 2 * i, 10_001 + 2 * i]})
+        read(proposer, {"r": [10_000 + 2 * i, 10_001 + 2 * i]})
     proposer.start("r", [5, 6, 7, 5])
-    assert proposer.propose([DraftLimits("r", 1, 1)])[0].probs[0] > 0.8
+    assert draft_trees(proposer, [DraftLimits("r", 1, 1)])[0].probs[0] > 0.8
 
 
 def test_a_text_that_repeats_itself_does_not_make_other_texts_improbable():
@@ -62,16 +62,16 @@ def test_a_text_that_repeats_itself_does_not_make_other_texts_improbable():
         proposer = NGramTrieProposer(LookaheadOptions(max_nodes=100_000))
         proposer.start("loop", [1])
         for _ in range(loops // 12):
-            proposer.extend({"loop": [1, 2, 3, 4, 5] * 12})
+            read(proposer, {"loop": [1, 2, 3, 4, 5] * 12})
         proposer.finish("loop")
         assert np.abs(proposer.rate.weights).max() < 4
         proposer.start("r", [0])
         held = []
         for *line, last in lines:
-            proposer.extend({"r": line})
-            tree = proposer.propose([DraftLimits("r", 8, 1)])[0]
+            read(proposer, {"r": line})
+            tree = draft_trees(proposer, [DraftLimits("r", 8, 1)])[0]
             held.append(dict(zip(tree.tokens.tolist(), tree.probs.tolist(), strict=True)))
-            proposer.extend({"r": [last]})
+            read(proposer, {"r": [last]})
         probs.append(np.mean([step.get(token, 0.0) for step in held[-200:] for token in range(3)]))
     assert probs == pytest.approx([1 / 3, 1 / 3], abs=0.1)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.options import CHAIN_LENGTH, LookaheadOptions
 from lookahead_vllm.draft.progress import NUM_ALTERNATIVES, PROPOSED, no_chains
-from lookahead_vllm.draft.proposer import DraftLimits
 from lookahead_vllm.draft.sources import DRAFTER, OWN
+from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import UNKNOWN, DraftTree
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 
@@ -36,12 +38,15 @@ def chain(*tokens: int, gap: int = 3) -> Int32s:
     return made
 
 
-def follow(proposer: NGramTrieProposer, *tokens: int, gap: int = 3) -> None:
-    proposer.follow_chains(np.array([proposer.text_of("r")]), chain(*tokens, gap=gap))
+def follow(
+    proposer: NGramTrieProposer, *tokens: int, gap: int = 3, emitted: Sequence[int] = ()
+) -> None:
+    """The request has `emitted` tokens, after which the drafter proposes this chain."""
+    read(proposer, {"r": emitted}, chains=chain(*tokens, gap=gap))
 
 
 def grow(proposer: NGramTrieProposer, nodes: int = NODES) -> DraftTree:
-    return proposer.propose([DraftLimits("r", nodes, nodes)])[0]
+    return draft_trees(proposer, [DraftLimits("r", nodes, nodes)])[0]
 
 
 def paths(tree: DraftTree) -> list[list[int]]:
@@ -79,8 +84,7 @@ def test_a_chain_ends_with_the_next_one() -> None:
     proposer = make()
     proposer.start("r", [1, 2], namespace=None)
     follow(proposer, 5, 6, 7)
-    proposer.extend({"r": [5]})
-    follow(proposer, 30)
+    follow(proposer, 30, emitted=[5])
     assert [path for path in paths(grow(proposer)) if 6 in path] == []
     follow(proposer)
     assert UNKNOWN not in grow(proposer).tokens and not len(grow(proposer))
@@ -98,7 +102,7 @@ def test_rates_are_learned_by_depth_rank_and_gap() -> None:
         one, two = rng.integers(1000, 100_000, 2).tolist()
         is_sure = step % 2 == 0
         follow(proposer, one, two, gap=3 if is_sure else 0)
-        proposer.extend({"r": [one, two + 100 * (step % 4 == 0)] if is_sure else [one + 100]})
+        read(proposer, {"r": [one, two + 100 * (step % 4 == 0)] if is_sure else [one + 100]})
     follow(proposer, 5, 6, 7, gap=3)
     sure = grow(proposer)
     follow(proposer, 5, 6, 7, gap=0)

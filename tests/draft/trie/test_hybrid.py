@@ -8,7 +8,8 @@ import pytest
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftLimits, Verified
+from lookahead_vllm.draft.proposer import Verified
+from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.trie import hybrid
 from lookahead_vllm.draft.trie.candidates import CHOICES
@@ -27,7 +28,7 @@ def next_token(token: int) -> int:
 
 def step(proposer: HybridProposer, token: int) -> int:
     """One step of a model that continues the cycle; returns the last emitted token."""
-    forest = DraftForest.of(proposer.propose(LIMITS))
+    forest = draft_trees(proposer, LIMITS)
     emitted = [next_token(token)]
     accepted, node = np.zeros(forest.num_nodes, np.bool_), -1
     while True:
@@ -37,7 +38,7 @@ def step(proposer: HybridProposer, token: int) -> int:
         node = int(children[0])
         accepted[node] = True
         emitted.append(next_token(emitted[-1]))
-    proposer.extend({"a": emitted})
+    verified = None
     if proposer.num_choices:
         verified = Verified.nothing(["a"], forest, NUM_CHOICES)
         ranks = np.arange(NUM_CHOICES, dtype=np.int32)
@@ -45,7 +46,8 @@ def step(proposer: HybridProposer, token: int) -> int:
         nodes = np.array([next_token(t) for t in forest.tokens.tolist()], np.int32)
         verified.at_nodes[:] = nodes.reshape(-1, 1) + 100 * ranks
         verified.gaps[:] = 2.0 * ranks
-        proposer.observe(verified._replace(accepted=accepted))
+        verified.accepted[:] = accepted
+    read(proposer, {"a": emitted}, verified)
     return emitted[-1]
 
 
@@ -105,13 +107,12 @@ def test_without_choices_it_is_the_trie(monkeypatch: pytest.MonkeyPatch) -> None
     without.start("a", text)
     trie.start("a", text, proposer="ngram_trie")
     for token in text[:100]:
-        grown = [proposer.propose(LIMITS)[0] for proposer in (without, trie)]
+        grown = [draft_trees(proposer, LIMITS)[0] for proposer in (without, trie)]
         np.testing.assert_array_equal(grown[0].tokens, grown[1].tokens)
         np.testing.assert_array_equal(grown[0].parents, grown[1].parents)
-        for proposer in (without, trie):
-            proposer.extend({"a": [token]})
         observed = Verified.nothing(["a"], DraftForest.of([DraftTree.chain([token])]), NUM_CHOICES)
-        without.observe(observed)  # asked for before
+        read(without, {"a": [token]}, observed)  # asked for before
+        read(trie, {"a": [token]})
     np.testing.assert_array_equal(without._lines, lines)
 
 

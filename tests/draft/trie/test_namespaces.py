@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftLimits
+from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie import namespaces as module
 from lookahead_vllm.draft.trie.namespaces import Namespaces
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
@@ -30,15 +30,15 @@ def test_names_that_were_used_once_replace_no_namespace_in_use():
 
     def answer(namespace, tokens):
         proposer.start("r", [1], namespace)
-        proposer.extend({"r": tokens})
+        read(proposer, {"r": tokens})
         proposer.finish("r")
 
     answer("idle", list(range(50, 90)))
     for i in range(100):
         answer(f"made up {i}", [5, 6])
     proposer.start("r", [1], "idle")
-    proposer.extend({"r": [60, 61]})
-    assert 62 in proposer.propose([DraftLimits("r", 16, 16)])[0].tokens
+    read(proposer, {"r": [60, 61]})
+    assert 62 in draft_trees(proposer, [DraftLimits("r", 16, 16)])[0].tokens
     assert len(proposer.snapshot()[1]["namespaces"]) <= 8
 
 
@@ -85,7 +85,7 @@ def test_namespaces_without_a_number_share_with_none():
     proposer.trie.counters[LAST_SHARED] = MAX_SPACE
     for i in range(20):
         proposer.start("r", [1], f"name {i}")
-        proposer.extend({"r": [5, 6, 7]})
+        read(proposer, {"r": [5, 6, 7]})
         proposer.finish("r")
     arrays, facts = proposer.snapshot()
     assert list(facts["namespaces"]) == [module.digest_of("")]  # of the proposer's own start

@@ -9,7 +9,7 @@ from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
 
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftLimits
+from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie.acceptance_rate import AcceptanceRate
 from lookahead_vllm.draft.trie.namespaces import Namespaces
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
@@ -18,7 +18,7 @@ from tests.support.reference_trie import ProposerModel
 
 def draft(proposer, request_id, max_nodes=16, max_depth=64, may_branch=True):
     limits = [DraftLimits(request_id, max_nodes, max_depth, may_branch)]
-    return proposer.propose(limits)[0]
+    return draft_trees(proposer, limits)[0]
 
 
 steps = st.lists(
@@ -71,7 +71,7 @@ def test_it_proposes_what_the_plain_model_of_it_proposes(steps):
             live.pop(request_id, None)
             proposer.finish(request_id)
         elif request_id in live and action == "extend":
-            proposer.extend({request_id: tokens})
+            read(proposer, {request_id: tokens})
             model.extend(*live[request_id], tokens)
         elif request_id in live:
             check(request_id)
@@ -134,14 +134,14 @@ def check_isolation(steps, max_nodes):
             for reference in references:
                 seen[step] |= seen_in(text + reference, len(text))
         if action == "extend":
-            proposer.extend({request_id: tokens})
+            read(proposer, {request_id: tokens})
             own, shared, text = live[request_id]
             text += tokens
             new = seen_in(text, len(text) - len(tokens))
             seen[own] |= new
             seen[shared] |= new
             proposer.start("flood", flood[step:], "flood")
-            proposer.extend({"flood": flood[step:]})
+            read(proposer, {"flood": flood[step:]})
         elif action == "finish":
             live.pop(request_id, None)
             proposer.finish(request_id)

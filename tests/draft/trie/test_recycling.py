@@ -3,8 +3,9 @@
 import numpy as np
 
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftLimits, Verified
+from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.sources import NAMES, RECYCLED, WINDOW
+from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import UNKNOWN, DraftForest, DraftTree
 from lookahead_vllm.draft.trie.candidates import CHOSEN, TOKEN, new_candidates
 from lookahead_vllm.draft.trie.hybrid import HybridProposer
@@ -113,9 +114,7 @@ def test_choices_at_a_cell_are_marked_and_do_not_replace_those_in_a_real_text():
 
 def step(proposer, request_id, choose, max_nodes=32):
     """One step of a request whose model chooses `choose(token)` after each token."""
-    (tree,) = forest = DraftForest.of(
-        proposer.propose([DraftLimits(request_id, max_nodes, max_nodes)])
-    )
+    (tree,) = forest = draft_trees(proposer, [DraftLimits(request_id, max_nodes, max_nodes)])
     root = proposer.last
     accepted = np.zeros(len(tree), np.bool_)
     here, emitted = -1, [choose(root)]
@@ -124,8 +123,9 @@ def step(proposer, request_id, choose, max_nodes=32):
             accepted[node] = True
             here = node
             emitted.append(choose(emitted[-1]))
-    proposer.extend({request_id: emitted})
-    proposer.observe(
+    read(
+        proposer,
+        {request_id: emitted},
         Verified(
             [request_id],
             forest,
@@ -136,7 +136,7 @@ def step(proposer, request_id, choose, max_nodes=32):
             np.zeros((1 + len(tree), NUM_CHOICES), np.float32),
             accepted,
             np.array([accepted.sum()]),
-        )
+        ),
     )
     proposer.last = emitted[-1]
     return tree, accepted
@@ -148,7 +148,7 @@ def test_the_hybrid_tree_has_nodes_of_all_sources():
     )
     proposer = HybridProposer(options)
     proposer.start("r", [1, 2, 3], proposer="jacobi_window")
-    proposer.extend({"r": [4]})
+    read(proposer, {"r": [4]})
     proposer.last = 4
     sources = np.zeros(len(NAMES), int)
     total = 0
@@ -164,7 +164,7 @@ def test_a_request_may_use_the_trie_alone():
     options = LookaheadOptions(proposer="hybrid", num_speculative_tokens=32, budget=32)
     proposer = HybridProposer(options)
     proposer.start("r", [1, 2, 3, 1, 2], proposer="ngram_trie")
-    proposer.extend({"r": [3]})
+    read(proposer, {"r": [3]})
     proposer.last = 3
     for _ in range(5):
         tree, _ = step(proposer, "r", lambda token: token % 3 + 1)

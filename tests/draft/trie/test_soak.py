@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import DraftLimits
+from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie import proposer as ngram_trie
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from tests.support.reference_trie import count_edges
@@ -31,14 +31,14 @@ def test_memory_and_proposals_stay_as_they_are_over_20_000_requests(monkeypatch)
     phrases = [rng.integers(0, 30_000, rng.integers(3, 12)).tolist() for _ in range(PHRASES)]
     proposer = NGramTrieProposer(LookaheadOptions(max_nodes=100_000))
     memory, work, drafted, sizes = [], [], [], []
-    grow_all = ngram_trie.grow_all
+    begin_and_grow = ngram_trie.begin_and_grow
 
     def counted(*arguments):
         """Record the sizes of the tables that a proposal reads."""
         sizes.append([array.size for array in arrays_in(arguments) if array.ndim > 1])
-        return grow_all(*arguments)
+        return begin_and_grow(*arguments)
 
-    monkeypatch.setattr(ngram_trie, "grow_all", counted)
+    monkeypatch.setattr(ngram_trie, "begin_and_grow", counted)
     live: dict[str, list[int]] = {}
 
     def text(length):
@@ -55,13 +55,13 @@ def test_memory_and_proposals_stay_as_they_are_over_20_000_requests(monkeypatch)
         live[str(serial)] = text(int(rng.integers(4, 28)))
         while len(live) >= AT_A_TIME:  # three tokens of each request
             for request_id in list(live):
-                proposer.extend({request_id: live[request_id][:3]})
+                read(proposer, {request_id: live[request_id][:3]})
                 live[request_id] = live[request_id][3:]
                 if not live[request_id]:
                     del live[request_id]
                     proposer.finish(request_id)
             limits = [DraftLimits(request_id, 16, 16) for request_id in live]
-            trees = proposer.propose(limits)
+            trees = draft_trees(proposer, limits)
             if limits:
                 drafted.append(np.mean([len(tree) for tree in trees]))
         if (serial + 1) % 2000 == 0:

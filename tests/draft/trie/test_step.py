@@ -1,4 +1,4 @@
-"""A step in compiled calls drafts, and then learns, what the calls of the protocol do."""
+"""A step in few compiled calls drafts, and then learns, what single calls do."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from lookahead_vllm.draft.progress import (
     count_tokens,
     no_chains,
 )
-from lookahead_vllm.draft.proposer import DraftLimits, Verified
+from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.sources import DRAFTER
+from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie.acceptance_rate import HITS
 from lookahead_vllm.draft.trie.hybrid import HybridProposer
@@ -37,8 +38,8 @@ IDS = [str(i) for i in range(REQUESTS)]
 class Pair:
     """Two proposers that get the same steps.
 
-    `late` gets them in compiled calls, as from the model runner. `other` gets them by the
-    protocol, but moves its texts on when the tokens arrive, and learns from them after drafting.
+    `late` gets them as from the model runner. Of `other`, the texts are moved on in Python when the
+    tokens arrive; then it drafts, and then it learns from the tokens.
     """
 
     def __init__(self, kind: type[NGramTrieProposer], options: dict[str, Any]) -> None:
@@ -85,24 +86,25 @@ class Pair:
         chains = self.chains()
         emitted = EmittedTokens(self.rows, tokens, counts, chains)
         spans = count_tokens(self.progress.arrays[:], emitted[:])
-        late, num_tokens = self.late.draft(self.progress, emitted, spans, wanted, MAX_MODEL_LEN)
+        arrays = self.progress.arrays
+        late, num_tokens = self.late.draft(arrays, emitted, spans, wanted, MAX_MODEL_LEN)
         self.late.learn()
-        is_decoding = self.progress.arrays.is_decoding[self.rows]
+        is_decoding = arrays.is_decoding[self.rows]
         assert num_tokens.tolist() == np.where(is_decoding, self.lengths, 0).tolist()
 
         before, new = self.move_on({i: burst for i, burst in bursts.items() if burst})
         if verified is not None:  # rates are learned before the choices are known
             hashes, *others = before
             self.other._extend((hashes.copy(), *others), new, inserts=False)
-            self.other.observe(verified)
-        self.other.follow_chains(self.other._texts.rows_of(IDS), chains)
+            read(self.other, {}, verified)
+        self.other._texts.chains[self.other._texts.rows_of(IDS)] = chains
         limits = [
             DraftLimits(i, most, most, branch, context)
             for i, most, branch, context in zip(
                 IDS, nodes.tolist(), may_branch.tolist(), contexts.tolist(), strict=True
             )
         ]
-        other = self.other.propose(limits, load)
+        other = draft_trees(self.other, limits, load)
         self.other._extend(before, new, learns=verified is None)
         return [late, other]
 
@@ -201,10 +203,10 @@ def test_what_a_request_has_said_is_learned_before_it_ends() -> None:
     pair.late.plan(IDS, wanted, pair.lengths, Load(), None)
     emitted = EmittedTokens(pair.rows, tokens, np.full(REQUESTS, 4, np.int32))
     spans = count_tokens(pair.progress.arrays[:], emitted[:])
-    pair.late.draft(pair.progress, emitted, spans, wanted, MAX_MODEL_LEN)
+    pair.late.draft(pair.progress.arrays, emitted, spans, wanted, MAX_MODEL_LEN)
     pair.late.finish("0")
     pair.late.start("again", [100, 101])
-    tree = pair.late.propose([DraftLimits("again", 2, 2)])[0]
+    tree = draft_trees(pair.late, [DraftLimits("again", 2, 2)])[0]
     assert tree.tokens.tolist() == [102, 103]
 
 
@@ -223,7 +225,7 @@ def test_choices_do_not_predict_the_tokens_that_were_chosen_from_them() -> None:
         late.plan(IDS, wanted, pair.lengths, Load(), verified)
         emitted = EmittedTokens(pair.rows, step, np.ones(REQUESTS, np.int32))
         spans = count_tokens(pair.progress.arrays[:], emitted[:])
-        sent, _ = late.draft(pair.progress, emitted, spans, wanted, MAX_MODEL_LEN)
+        sent, _ = late.draft(pair.progress.arrays, emitted, spans, wanted, MAX_MODEL_LEN)
         late.learn()
     hits = late.rate.trials[:, HITS] - before[:, HITS]
     assert not (hits > 0.5).any()

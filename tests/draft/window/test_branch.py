@@ -7,13 +7,14 @@ from lookahead_vllm.draft.budget.allot import PROBE_AFTER_STEPS
 from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost, StepWork
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.proposer import NO_LOAD, DraftLimits, Verified
+from lookahead_vllm.draft.proposer import NO_LOAD, Verified
+from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.trie.hybrid import HybridProposer
 from lookahead_vllm.draft.window.branch import NO_WINDOW, LookaheadBranch
 from lookahead_vllm.draft.window.proposer import JacobiWindowProposer
 
-OPTIONS = LookaheadOptions(proposer="jacobi_window", window_size=7, guess_set_size=7)
+OPTIONS = LookaheadOptions(proposer="jacobi_window", window_size=7)
 LOW_COST = StepCost(CostCurve([1, 256], [20.0, 22.0]))
 HIGH_COST = StepCost(CostCurve([1, 256], [20.0, 400.0]))
 PROMPT = np.arange(5, 30, dtype=np.int32)
@@ -28,7 +29,7 @@ def branch_of(ids, options=OPTIONS):
 
 def choose(branch, ids, cost, may_branch=True):
     rows = branch.rows_of(ids, np.full(len(ids), may_branch))
-    return branch.choose(rows, np.full(len(ids), 100), cost, NO_LOAD)
+    return branch.choose(rows, np.full(len(ids), 100), NO_LOAD, cost)
 
 
 def join(branch, ids, rows):
@@ -39,7 +40,7 @@ def join(branch, ids, rows):
 def verify(branch, ids, forest, lengths=0):
     verified = Verified.nothing(ids, forest, 1)
     verified.lengths[:] = lengths
-    return branch.iterate(verified, np.zeros(len(ids), np.int32))
+    branch.iterate(verified)
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -87,10 +88,10 @@ def test_a_plain_step_that_is_due_has_no_comb():
     proposer = HybridProposer(options)
     proposer.cost = StepCost(CostCurve([1, 256], [20.0, 22.0]))
     proposer.start("r", PROMPT)
-    proposer.extend({"r": [90]})  # which is not in the trie
+    read(proposer, {"r": [90]})  # which is not in the trie
     sizes = []
     for _ in range(40):
-        (tree,) = proposer.propose([DraftLimits("r", 32, 32, True, 100)])
+        (tree,) = draft_trees(proposer, [DraftLimits("r", 32, 32, True, 100)])
         sizes.append(len(tree))
         proposer.cost.observe(StepWork(1 + len(tree), 1, len(tree), 100.0, 100.0, 0.0), 20.5)
     assert sizes.count(0) == 2 and sizes[PROBE_AFTER_STEPS] == 0
@@ -119,11 +120,11 @@ def test_the_proposer_keeps_to_each_request_s_limits():
     proposer = JacobiWindowProposer(OPTIONS)
     for i in range(5):
         proposer.start(str(i), PROMPT)
-        proposer.extend({str(i): [6]})
+        read(proposer, {str(i): [6]})
     limits = [DraftLimits(str(i), nodes, depth, branch) for i, (nodes, depth, branch) in enumerate(
         [(128, 64, True), (10, 64, True), (128, 1, True), (128, 64, False), (1, 1, True)]
     )]  # fmt: skip
-    forest = proposer.propose(limits)
+    forest = draft_trees(proposer, limits)
     assert not forest.faults(100, np.array([limit.max_nodes for limit in limits])).any()
     depths = [int(tree.depths.max(initial=0)) for tree in forest]
     assert all(depth <= limit.max_depth for depth, limit in zip(depths, limits, strict=True))
@@ -136,5 +137,5 @@ def test_a_prompt_of_embeddings_may_be_asked_for_a_draft_before_its_answer_begin
     proposer.start("embeddings", [])
     proposer.start("tokens", PROMPT.tolist())
     limits = [DraftLimits(i, 64, 8) for i in ("embeddings", "tokens")]
-    empty, tree = proposer.propose(limits)
+    empty, tree = draft_trees(proposer, limits)
     assert not len(empty.tokens) and len(tree.tokens)

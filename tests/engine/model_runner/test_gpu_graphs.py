@@ -402,7 +402,6 @@ def test_a_step_tells_the_manager_whether_trees_branch(make: Callable[..., Any])
     made = make(mode=FULL)
     made._clock = StepClock(overlaps=True)
     made.__dict__["_fill_slots"] = lambda scheduled: scheduled
-    made.__dict__["_forget_trees"] = lambda: None
     for tree, branches in ((DraftTree.from_lists([1, 2], [-1, -1]), True),
                            (DraftTree.chain([1, 2]), False)):  # fmt: skip
         made.trees.drafts = NO_TREES._replace(forest=DraftForest.of([tree]))

@@ -16,15 +16,16 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.progress import GONE
-from lookahead_vllm.draft.proposer import DraftLimits, NoProposer
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.model_runner import grammar_copies
 from lookahead_vllm.engine.model_runner.drafts import Drafts
+from lookahead_vllm.engine.model_runner.grammar_copies import GrammarCopies
 from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
 from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS
 from lookahead_vllm.engine.worker.drafter import LiveRequest
 from tests.support.driving import drafter_of, engine, generate, random_prompts
+from tests.support.proposers import TestProposer
 
 
 def test_without_a_compiled_grammar_there_is_no_draft_and_no_wait(
@@ -52,12 +53,12 @@ def test_without_a_compiled_grammar_there_is_no_draft_and_no_wait(
             req_id="r", prompt_token_ids=[1], prompt_embeds=None, sampling_params=params
         )
     )
-    limits, tree = DraftLimits("r", 4, 4, True, 1), DraftTree.from_lists([5], [-1])
-    assert not len(copies.complete(limits, tree))
+    draft = "r", DraftTree.from_lists([5], [-1]), 4, 4
+    assert not len(copies.complete(*draft))
     copies.advance("r", [5])
     may_start.set()
     copies._compiling.submit(lambda: None).result()
-    assert not len(copies.complete(limits, tree))  # the grammar has not read the first token
+    assert not len(copies.complete(*draft))  # the grammar has not read the first token
     assert copies._manager.initialised == ["r"]  # type: ignore[union-attr]
     copies.shutdown()
 
@@ -104,19 +105,35 @@ def test_other_ranks_get_the_trees(sizes: list[int], has_grammar: bool) -> None:
 def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again: bool) -> None:
     """Not even if a new request has its id and its row when they arrive."""
     learned: list[Any] = []
+    awaited: list[Any] = []
+
+    class Proposer(TestProposer):
+        def plan(self, *args: Any) -> None:
+            awaited.append(args[-1])
+
+        def read(self, request_id: str, tokens: list[int]) -> None:
+            learned.append((request_id, tokens))
+
+    proposer = Proposer(LookaheadOptions())
+
+    def follow(req_id: str, prompt: Any, params: Any) -> LiveRequest:
+        proposer.start(req_id, prompt)
+        return LiveRequest(proposer.text_of(req_id), 9, frozenset())
+
     drafter: Any = SimpleNamespace(
         recorder=SimpleNamespace(timed=lambda name: nullcontext()),
-        proposer=NoProposer(),
+        surviving=lambda task: nullcontext(),
+        proposer=proposer,
         options=LookaheadOptions(),
+        max_model_len=100,
+        checked=lambda forest, max_nodes: forest,
         is_drafting_rank=True,
         is_enabled=lambda req_id: False,
         announce=lambda req_id, params: params,
-        follow=lambda req_id, prompt, params: LiveRequest(req_id, 9, frozenset()),
+        follow=follow,
         finish=lambda req_id: None,
-        learn=lambda tokens, verified: learned.append((tokens, verified)),
     )
-    grammars: Any = SimpleNamespace(advance=lambda *_: None, finish=lambda *_: None)
-    late = LateDrafts(drafter, grammars)
+    late = LateDrafts(drafter, GrammarCopies(None))  # type: ignore[arg-type]
     new: Any = SimpleNamespace(
         req_id="r",
         prompt_token_ids=[1, 2],
@@ -140,7 +157,7 @@ def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again: 
     if is_used_again:
         late.start(new)
     late.learn()
-    assert learned == [({"r": [5]}, verified), ({}, None)]
+    assert (learned, awaited) == ([("r", [5])], [verified, None])
 
 
 def test_tokens_of_steps_in_other_stages_of_a_pipeline_are_not_awaited() -> None:

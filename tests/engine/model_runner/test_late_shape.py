@@ -229,7 +229,7 @@ def test_a_proposer_that_fails_in_the_middle_costs_drafts_alone(
 ) -> None:
     with lookahead("eager", llama, {"proposer": "hybrid", "budget": 6}) as llm:
         counters = drafter_of(llm).counters
-        for name in ("plan", "_recycle", "_cut_by_plan", "learn"):
+        for name in ("plan", "_begin_and_grow", "_cut", "learn"):
             with pytest.MonkeyPatch.context() as patch:
                 original = getattr(HybridProposer, name)
                 patch.setattr(HybridProposer, name, _fails_at_every_third_call(original))

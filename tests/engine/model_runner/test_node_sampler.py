@@ -113,13 +113,13 @@ def outputs_of(llm: Any) -> list[tuple[list[int], list[dict[int, float]]]]:
 
 def spy_on_nodes(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of nodes that each step gets, as it is grown."""
-    own, sizes = drafter_of(llm), []
+    own, sizes = runner_of(llm)._late, []
     original = own.grow
 
     def grow(*args: Any) -> Any:
-        forest = original(*args)
-        sizes.append(forest.num_nodes)
-        return forest
+        drafts = original(*args)
+        sizes.append(drafts.forest.num_nodes)
+        return drafts
 
     monkeypatch.setattr(own, "grow", grow)
     return sizes

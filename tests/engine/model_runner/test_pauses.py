@@ -29,13 +29,13 @@ def test_every_fourth_step_of_a_pause_looks_whether_a_node_pays(
     lengths: list[int] = []
     with engine(llama, {"proposer": "planned"}) as llm:
         proposer: Any = drafter_of(llm).proposer
-        propose = proposer.propose
+        grow = proposer.grow
 
-        def watched(limits: Any, load: Any) -> Any:
-            lengths.extend(len(proposer.outputs[limit.request_id]) for limit in limits)
-            return propose(limits, load)
+        def watched(limit: Any) -> Any:
+            lengths.append(len(proposer.outputs[limit.request_id]))
+            return grow(limit)
 
-        monkeypatch.setattr(proposer, "propose", watched)
+        monkeypatch.setattr(proposer, "grow", watched)
         assert generate(llm, [PROMPT], GREEDY)[0][0] == answer
         assert drafter_of(llm).counters.accepted_nodes > 20
     # Two steps are scheduled before the last empty one is known.

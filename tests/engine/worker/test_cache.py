@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.draft.stepping import read
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.table import PRUNED
 from lookahead_vllm.engine.worker import drafter as drafter_module
@@ -96,7 +97,7 @@ def test_data_parallel_ranks_have_separate_files(tmp_path: Path) -> None:
         cache = open_cache(vllm_config(rank), options, proposer)
         assert cache is not None
         proposer.start("r", [1])
-        proposer.extend({"r": [2, 3, 4]})
+        read(proposer, {"r": [2, 3, 4]})
         cache.close()
     assert sorted(os.listdir(tmp_path)) == ["a.cache", "a.cache.dp1"]
 
