@@ -10,12 +10,14 @@ from dataclasses import asdict, replace
 from typing import Any
 from unittest import mock
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import ConstantList, Request
 
-from lookahead_vllm.engine.scheduler import continued
 from lookahead_vllm.engine.scheduler.continued import ContinuedRequests
+from lookahead_vllm.engine.scheduler.decodes import DecodeSteps
+from lookahead_vllm.engine.scheduler.held_blocks import HeldBlocks
 
 _LISTS = ("_output_token_ids", "_all_token_ids", "block_hashes", "events", "spec_token_ids")
 
@@ -29,6 +31,8 @@ class _OfVLLM(AsyncScheduler):
         self.kv_cache_manager = self
         self.finished_req_ids_dict: dict[int, set[str]] = {}
         self.drafts: Any = None
+        self.allocated: dict[str, tuple[int, Any]] = {}
+        """By request: the tokens for which it asks, and the blocks that it gets."""
         self.cached: dict[str, int] = {}
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
@@ -37,6 +41,23 @@ class _OfVLLM(AsyncScheduler):
 
     def take_events(self) -> None:
         return None
+
+    def new_step_starts(self) -> None:
+        pass
+
+    def allocate_slots(self, request: Request, num_new_tokens: int, **kwargs: Any) -> Any:
+        count, blocks = self.allocated.pop(request.request_id)
+        assert count == num_new_tokens
+        return blocks
+
+    def take_boundary_state_offloads(self) -> dict[str, Any]:
+        return {}
+
+    def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
+        return [], []
+
+    def take_new_block_ids(self) -> list[int]:
+        return []
 
     def make_spec_decoding_stats(self, stats: Any, *args: Any, **kwargs: Any) -> Any:
         empty = (kwargs["num_invalid_spec_tokens"] or {}).get(kwargs["request_id"])
@@ -107,14 +128,73 @@ def comparing(count: Callable[..., Any]) -> Callable[..., Any]:
     return both
 
 
+def comparing_steps(schedule: Callable[..., Any]) -> Callable[..., Any]:
+    """`DecodeSteps._schedule`; AssertionError if vLLM's code schedules another step."""
+
+    @functools.wraps(schedule)
+    def both(self: DecodeSteps) -> SchedulerOutput:
+        scheduler: Any = self._scheduler
+        copies = {request.request_id: _copy_of(request) for request in scheduler.running}
+        vllm: Any = _OfVLLM(scheduler, copies)
+        vllm.running = list(copies.values())
+        manager = scheduler.kv_cache_manager
+        allocate = manager.allocate_slots
+
+        def allocate_and_note(request: Request, count: int, **kwargs: Any) -> Any:
+            blocks = allocate(request, count, **kwargs)
+            vllm.allocated[request.request_id] = count, blocks
+            return blocks
+
+        with mock.patch.object(manager, "allocate_slots", allocate_and_note):
+            output: SchedulerOutput = schedule(self)
+        expected = AsyncScheduler.schedule(vllm)
+        assert not vllm.allocated
+        for name, value in vars(expected).items():
+            if name not in ("new_block_ids_to_zero", "kv_cache_block_copies"):
+                assert getattr(output, name) == value, name
+        for request in scheduler.running:
+            assert _fields(request) == _fields(copies[request.request_id])
+        for name in ("current_step", "sched_step_seq", "prefill_capacity_bound"):
+            assert getattr(scheduler, name) == getattr(vllm, name), name
+        SCHEDULED.append(len(output.num_scheduled_tokens))
+        return output
+
+    return both
+
+
+def comparing_blocks(allocate: Callable[..., Any]) -> Callable[..., Any]:
+    """`HeldBlocks.allocate_slots`; AssertionError if vLLM's code changes or allocates more."""
+
+    @functools.wraps(allocate)
+    def both(self: HeldBlocks, request: Request, *args: Any, **kwargs: Any) -> Any:
+        blocks = allocate(self, request, *args, **kwargs)
+        if blocks is self.empty_kv_cache_blocks:
+            singles = self.coordinator.single_type_managers
+            req_id = request.request_id
+            cached = [single.num_cached_block.get(req_id) for single in singles]
+            again = KVCacheManager.allocate_slots(self, request, *args, **kwargs)
+            assert again is not None and not any(again.blocks)
+            assert cached == [single.num_cached_block.get(req_id) for single in singles]
+        return blocks
+
+    return both
+
+
 CHECKED: list[int] = []
-"""The number of requests of each step that was compared."""
+"""The number of requests of each step that was counted twice."""
+SCHEDULED: list[int] = []
+"""The same of each step that was scheduled twice."""
 
 
 @contextmanager
 def counted_twice() -> Iterator[None]:
-    """Every step of this process's engines is counted by vLLM's code, too, and compared."""
-    with mock.patch.object(
-        continued.ContinuedRequests, "count", comparing(ContinuedRequests.count)
+    """Every step of this process's engines is scheduled and counted by vLLM's code, too, and
+    compared."""
+    with (
+        mock.patch.object(ContinuedRequests, "count", comparing(ContinuedRequests.count)),
+        mock.patch.object(DecodeSteps, "_schedule", comparing_steps(DecodeSteps._schedule)),
+        mock.patch.object(
+            HeldBlocks, "allocate_slots", comparing_blocks(HeldBlocks.allocate_slots)
+        ),
     ):
         yield

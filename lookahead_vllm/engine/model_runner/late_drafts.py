@@ -106,6 +106,8 @@ class LateDrafts:
         self._grammars = grammars
         self._progress = Progress()
         self._requests: dict[str, _Request] = {}
+        self._unfollowed: set[str] = set()
+        """Those that the proposer does not know yet."""
         self._steps: deque[LaunchedStep] = deque()
         """In order; the last ones may still run."""
         self._uncounted: list[LaunchedStep] = []
@@ -113,6 +115,8 @@ class LateDrafts:
         length = drafter.options.chain_length
         self._chains = ChainDrafts(length) if length else None
         """Those of a trained drafter, if there is one."""
+        self._kept: _Plan | None = None
+        """The plan of the last step with slots, for one of the same batch."""
         self._drafted: _Plan | None = None
         """The step for which the proposer has drafted, until it has learned from the tokens."""
         self._steps_without_slots = 0
@@ -140,6 +144,7 @@ class LateDrafts:
         if known is None:
             row = progress.add(new.req_id, num_tokens)
             self._requests[new.req_id] = _Request(new, row)
+            self._unfollowed.add(new.req_id)
             if drafter.is_enabled(new.req_id):
                 self._grammars.start(new)
             return
@@ -152,6 +157,7 @@ class LateDrafts:
     def finish(self, request_id: str) -> None:
         """Forget a request that has ended."""
         request = self._requests.pop(request_id, None)
+        self._unfollowed.discard(request_id)
         if request is not None:
             self._progress.pop(request_id)
             for step in self._steps:
@@ -219,9 +225,9 @@ class LateDrafts:
     def _follow_new(self, step: LaunchedStep) -> None:
         """Pass the requests of a step that are new to the proposer; needs no tokens."""
         for req_id in step.output.model_runner_output.req_ids:
-            request = self._requests.get(req_id)
-            if request is not None and request.prompt is not None:
-                self._follow(req_id, request)
+            if req_id in self._unfollowed:
+                self._unfollowed.remove(req_id)
+                self._follow(req_id, self._requests[req_id])
 
     def _end(self, step: LaunchedStep) -> None:
         """The tokens of the first step were counted."""
@@ -260,12 +266,16 @@ class LateDrafts:
         """The drafts for the slots of this step, grown from all tokens of the steps before it.
 
         Requests in `chains_only` get no branches. With `most`, there are at most so many nodes.
-        The drafts have the `order` of these requests, if all of the step decode.
+        The drafts have the `order` of these requests, if all of the step decode; a step with the
+        same list as the one before has the same slots.
         """
         self._steps_without_slots = 0
-        slots = scheduled.scheduled_spec_decode_tokens
-        num_slots = {req_id: len(own) for req_id, own in slots.items()}
-        plan = self._plan(scheduled.num_scheduled_tokens, num_slots, chains_only, order)
+        plan = self._kept
+        if plan is None or order is not plan.req_ids or self._drafter.reads_reasoning:
+            slots = scheduled.scheduled_spec_decode_tokens
+            num_slots = {req_id: len(own) for req_id, own in slots.items()}
+            plan = self._plan(scheduled.num_scheduled_tokens, num_slots, chains_only, order)
+            self._kept = plan
         most = min(self._drafter.max_step_nodes, sys.maxsize if most is None else most)
         if order is not None and (chains := self._chains_alone(plan, most)) is not None:
             return chains
@@ -294,9 +304,10 @@ class LateDrafts:
 
     def could_draft(self, scheduled: Iterable[str]) -> bool:
         """Whether a request of this step could have a draft, judged by the known tokens."""
-        most = self._drafter.options.decoding_length
-        plan = self._plan(dict.fromkeys(scheduled, 1), dict.fromkeys(scheduled, most))
-        return bool(self._limits(plan.wanted)[:, NODES].any())
+        requests, most = self._requests, self._drafter.options.decoding_length
+        rows = np.array([requests[i].row for i in scheduled if i in requests], np.int64)
+        wanted = WantedDrafts(rows, np.full(len(rows), most), np.ones(len(rows), np.bool_))
+        return bool(self._limits(wanted)[:, NODES].any())
 
     def would_pay(self, scheduled: Mapping[str, int]) -> bool:
         """Whether drafts would pay in a step like this one, which has no slots for them.
@@ -349,15 +360,17 @@ class LateDrafts:
     def _num_later(self, rows: Int64s) -> int:
         """How many of the last steps have none of these requests: other stages of a pipeline
         compute them, and their tokens are not awaited."""
+        own = set(rows.tolist())
         for later, step in enumerate(reversed(self._steps)):
-            if np.isin(step.rows, rows).any():
+            if not own.isdisjoint(step.rows.tolist()):
                 return later
         return len(self._steps)
 
     def _prepare(self, plan: _Plan, step: LaunchedStep | None) -> bool:
         """Do what needs no tokens of the `step` before; False if the proposer has failed."""
-        for launched in self._steps:
-            self._follow_new(launched)
+        if self._unfollowed:
+            for launched in self._steps:
+                self._follow_new(launched)
         verified = None if step is None else step.verified
         contexts = self._progress.arrays.num_tokens[plan.wanted.rows]
         with self._drafter.surviving("draft"):

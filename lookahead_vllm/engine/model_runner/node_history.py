@@ -89,6 +89,11 @@ class NodeHistory:
         if self._thinking.is_enabled:
             self._thinking.change(logits, rows, slots)
 
+    @property
+    def has_custom(self) -> bool:
+        """Whether there are custom logits processors."""
+        return bool(self._custom)
+
     def needs_chain(self, slots: Int64s) -> NDArray[np.bool_]:
         """bool [r]: whether a custom logits processor concerns the requests in slots int64 [r].
 

@@ -300,9 +300,11 @@ class LookaheadRunner(DummyRuns):
 
     def _chains_only(self, scheduled: SchedulerOutput) -> set[str]:
         """Requests with a custom logits processor, which takes the rows before a row as history."""
+        history = self.rejection_sampler.history
+        if not history.has_custom:
+            return set()
         index = self.req_states.req_id_to_index
         req_ids = list(scheduled.scheduled_spec_decode_tokens)
-        history = self.rejection_sampler.history
         needed = history.needs_chain(np.array([index[req_id] for req_id in req_ids]))
         return {req_ids[i] for i in np.flatnonzero(needed).tolist()}
 

@@ -29,13 +29,18 @@ class ContinuedRequests:
     """Counts the tokens of requests that go on after a step.
 
     vLLM's `Request` objects stay the truth: each gets the values that vLLM's own loop gives it.
+
+    Attributes
+    ----------
+    is_possible : bool
+        Whether this engine has such requests.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
         self._block_size = gcd(*(manager.block_size for manager in managers))
-        self._is_possible = (
+        self.is_possible = (
             scheduler.connector is None
             and scheduler.ec_connector is None
             and scheduler.aux_output_connector is None
@@ -52,7 +57,7 @@ class ContinuedRequests:
         params = request.sampling_params
         self._stops.pop(request.request_id, None)
         if (
-            self._is_possible
+            self.is_possible
             and params is not None
             and params.num_logprobs is None
             and params.repetition_detection is None
@@ -63,6 +68,10 @@ class ContinuedRequests:
         ):
             stops = {params.eos_token_id, *(params.stop_token_ids or ())} - {None}
             self._stops[request.request_id] = frozenset(stops)
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request needs nothing but tokens, as long as it goes on."""
+        return request_id in self._stops
 
     def end(self, request: Request) -> None:
         """Forget a request."""

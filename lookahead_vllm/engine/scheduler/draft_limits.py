@@ -92,7 +92,7 @@ class DraftLimiter:
         waiting = starting = list(self._admissible())
         kept: dict[str, list[int]] = {}
         most_tokens = charge + min(num_slots, max(free_tokens, 0))
-        if is_tight := self._may_lack_blocks(most_tokens, waiting):
+        if is_tight := self.may_lack_blocks(most_tokens, waiting):
             kept = self._free_unused_blocks()
             if waiting and self._is_refused(waiting[0], free_tokens):
                 starting = []
@@ -159,7 +159,7 @@ class DraftLimiter:
         for request, size in zip(drafted, sizes.tolist(), strict=True):
             request.spec_token_ids = request.spec_token_ids[:size]
 
-    def _may_lack_blocks(self, most_tokens: int, waiting: Sequence[Request]) -> bool:
+    def may_lack_blocks(self, most_tokens: int, waiting: Sequence[Request] = ()) -> bool:
         """Whether the step may need more blocks than are free, if the running requests get up to
         `most_tokens`.
 

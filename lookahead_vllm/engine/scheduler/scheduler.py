@@ -21,6 +21,7 @@ from lookahead_vllm.engine.grammar import (
     numbers_of_masks,
 )
 from lookahead_vllm.engine.scheduler.continued import ContinuedRequests
+from lookahead_vllm.engine.scheduler.decodes import DecodeSteps
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
 from lookahead_vllm.engine.scheduler.held_blocks import HeldBlocks
 from lookahead_vllm.engine.scheduler.late_outputs import LateOutputs
@@ -79,6 +80,7 @@ class LookaheadScheduler(AsyncScheduler):
         self.num_lookahead_tokens = options.chain_length
         slots = self.vllm_config.speculative_config.max_num_new_slots_for_drafting
         self._draft_limiter = DraftLimiter(self, STEPS_AHEAD, options.chain_length, slots)
+        self._decode_steps = DecodeSteps(self, self._draft_limiter, self._continued)
         self._slots = [[-1] * count for count in range(self.num_spec_tokens + 1)]
         self._masks: dict[str, np.ndarray] = {}
         """By request id: masks of the draft in flight, int32 [1 + nodes, ceil(vocabulary / 32)]."""
@@ -110,7 +112,11 @@ class LookaheadScheduler(AsyncScheduler):
         for request in self.running:
             request.spec_token_ids = self._slots_of(request, most)
         kept_blocks = self._draft_limiter.cut()
-        output = super().schedule(*args, **kwargs)
+        output = None
+        if not any((*args, *kwargs.values())):  # else it throttles prompts
+            output = self._decode_steps.schedule()
+        if output is None:
+            output = super().schedule(*args, **kwargs)
         self._send_to_workers(output)
         for req_id in output.preempted_req_ids or ():
             kept_blocks.pop(req_id, None)

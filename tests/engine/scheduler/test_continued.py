@@ -25,6 +25,7 @@ def run(llama: Path, seed: int = 0) -> tuple[LateSteps, int]:
     rng = random.Random(seed)
     steps = LateSteps(llama, 40, SLOTS, lambda slots: rng.randrange(slots + 1), max_model_len=64)
     counted_twice.CHECKED.clear()
+    counted_twice.SCHEDULED.clear()
     steps.run(random_arrivals(random.Random(seed), 60, 40))
     return steps, sum(counted_twice.CHECKED)
 
@@ -32,6 +33,7 @@ def run(llama: Path, seed: int = 0) -> tuple[LateSteps, int]:
 @pytest.mark.parametrize("seed", range(4))
 def test_most_are_counted_here_and_get_what_vllm_gives_them(seed: int, llama: Path) -> None:
     steps, num_compared = run(llama, seed)
+    assert len(counted_twice.SCHEDULED) > 20
     assert num_compared > 0.3 * sum(map(len, steps.scheduled))  # answers are short
 
 

@@ -108,6 +108,7 @@ def test_a_request_that_is_preempted_in_a_step_keeps_no_blocks_in_it(
     scheduler.pauses = Pauses()
     scheduler._may_pause, scheduler.running, scheduler.max_num_scheduled_tokens = False, [], 10
     scheduler.num_spec_tokens = 4
+    scheduler._decode_steps = SimpleNamespace(schedule=lambda: None)
     kept = {"preempted": [1], "other": [2]}
     scheduler._draft_limiter = SimpleNamespace(cut=lambda: dict(kept))
     assert messages.kept_blocks(scheduler.schedule()) == {"other": [2]}
