@@ -169,7 +169,7 @@ class _TreeImpl(_Impl):
             context_lse=context_lse,
             **scales,
         )
-        paged_attention(call, self.trees_by)
+        paged_attention(call, impl=self.trees_by)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """False: tree attention overwrites rows before they are quantized."""

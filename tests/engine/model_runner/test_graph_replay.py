@@ -30,6 +30,7 @@ from lookahead_vllm.engine.worker import gpu_attention
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
+from lookahead_vllm.verify.gpu.paged_batch import PagedCall
 from tests.support import recorded_graphs
 from tests.support.attention_cases import random_tree
 from tests.support.recorded_graphs import launch
@@ -373,11 +374,9 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     recorded_graphs.enable(monkeypatch)
     monkeypatch.setattr(flash_attn, "get_scheduler_metadata", schedule, raising=False)
 
-    def attend_trees(
-        query: Any, keys: Any, values: Any, output: Any, *args: Any, **kw: Any
-    ) -> None:
-        query = query.unflatten(1, (HEADS, HEAD_SIZE))
-        launch(paged_attention, query, keys, values, output, *args, **kw)
+    def attend_trees(call: PagedCall, impl: Any) -> None:
+        query = call.query.unflatten(1, (HEADS, HEAD_SIZE))
+        launch(paged_attention, call._replace(query=query), impl=impl)
 
     monkeypatch.setattr(gpu_attention, "paged_attention", attend_trees)
     made = Engine(request.param)

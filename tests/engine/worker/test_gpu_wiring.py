@@ -146,9 +146,7 @@ def test_another_implementation_is_used_from_the_warm_up_on(
 ) -> None:
     case = PagedAttentionCase([random_tree(np.random.default_rng(0), 9)], [70])
     layer, used = layer_of(case), set()
-    monkeypatch.setattr(
-        gpu_attention, "paged_attention", lambda *args, impl, **options: used.add(impl)
-    )
+    monkeypatch.setattr(gpu_attention, "paged_attention", lambda call, impl: used.add(impl))
     ON_GPU.warm_up([layer], case.dtype, "xformers")
     metadata = SimpleNamespace(trees=case.paged_batch, is_of_contexts=False, block_table=None)
     layer.impl.forward(layer, case.query, None, None, layer.kv_cache, metadata, case.output)
