@@ -163,7 +163,7 @@ def commit(
         if starts is not None:
             length = starts[row + 1] - starts[row]
         num_computed[slot] += length - num_rejected[row]
-        if drafts is not None:
+        if drafts is not None and kept_drafts is not None:
             for i in range(num_drafts):
                 kept_drafts[slot * num_drafts + i] = drafts[row * num_drafts + i]
 
