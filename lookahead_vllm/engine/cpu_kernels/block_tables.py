@@ -105,9 +105,9 @@ def gather_block_tables(
     num_blocks: Array,
     num_blocks_stride: int,
     num_requests: int,
-    num_computed: Array | None = None,
-    reaches: Array | None = None,
-    block_sizes: Array | None = None,
+    num_computed: Any = None,
+    reaches: Any = None,
+    block_sizes: Any = None,
     MASK_SLIDING_WINDOW: bool = False,
 ) -> None:
     """0.33 replaces the blocks that a sliding window has passed by the null block."""
