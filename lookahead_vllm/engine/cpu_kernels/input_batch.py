@@ -7,6 +7,8 @@ the logits `first_logits[i]` to `first_logits[i + 1]`.
 
 from __future__ import annotations
 
+from typing import Any
+
 from lookahead_vllm.engine.cpu_kernels.table import Array, Grid, kernel, replaces
 
 
@@ -141,8 +143,8 @@ def commit(
     tokens: Array,
     tokens_stride: int,
     total_lens: Array,
-    drafts: Array | None = None,
-    kept_drafts: Array | None = None,
+    drafts: Any = None,
+    kept_drafts: Any = None,
     num_drafts: int = 0,
 ) -> None:
     """The last three are of 0.33. Negative slots are skipped."""
