@@ -45,7 +45,7 @@ class _Impl(CPUAttentionBackendImpl):
         """`forward` writes keys and values, in another layout."""
 
     def forward(self, layer: Any, query: Any, key: Any, value: Any, kv_cache: torch.Tensor,
-                metadata: Any, output: torch.Tensor, *more: Any) -> torch.Tensor:  # fmt: skip
+                metadata: Any, output: torch.Tensor, **scales: Any) -> torch.Tensor:  # fmt: skip
         if metadata is None:
             return output
         _write(key, value, kv_cache, metadata)
