@@ -128,8 +128,8 @@ class Sessions:
         hashes: list[int] = []
         if digest is not None and len(prompt) >= MIN_TOKENS:
             hashes = prefix_hashes(prompt, BLOCK_TOKENS).tolist()
-        num_hashed = max(len(prompt) - MAX_CHANGED_TOKENS, 0) // BLOCK_TOKENS
-        key = (digest, hashes[num_hashed - 1]) if digest is not None and hashes else None
+        num_hashed = max(len(prompt) - MAX_CHANGED_TOKENS, 0) // BLOCK_TOKENS if hashes else 0
+        key = (digest, hashes[num_hashed - 1]) if digest is not None and num_hashed else None
         session = self._find(digest, prompt, hashes) if digest is not None else None
         if session is None:
             expected = len(prompt) + num_further + EXPECTED_ANSWER_TOKENS

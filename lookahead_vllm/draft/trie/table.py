@@ -17,6 +17,7 @@ every token that followed the suffix. Nothing points to an edge:
 
 from __future__ import annotations
 
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import NamedTuple
 
 import numpy as np
@@ -114,10 +115,10 @@ class Trie:
 
     def __init__(self, max_nodes: int, text_nodes: int = 0) -> None:
         lines, text_lines = max_nodes // SLOTS_PER_LINE, text_nodes // SLOTS_PER_LINE
-        memory = np.zeros((lines + text_lines + 1) * SLOTS_PER_LINE * 2, np.int64)
-        first = (-memory.ctypes.data % 64) // 8  # aligned: a line is one cache line
-        edges = memory[first : first + (lines + text_lines) * SLOTS_PER_LINE * 2]
-        self.edges: Int64s = edges.reshape(-1, 2)
+        # Not from the allocator, which may write to all of it. It begins with a page, so a line is
+        # one cache line.
+        memory = mmap(-1, (lines + text_lines) * SLOTS_PER_LINE * 16, MAP_PRIVATE | MAP_ANONYMOUS)
+        self.edges: Int64s = np.frombuffer(memory, np.int64).reshape(-1, 2)
         self.answers: Int64s = self.edges[: lines * SLOTS_PER_LINE]
         """The edges that shared spaces may have."""
         # Written, not only reserved, so that the memory is allocated when the server starts.

@@ -15,6 +15,9 @@ from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine.step_report import StepReport
 from lookahead_vllm.verify.acceptance import tally
 
+TEXTS_SECONDS = 10.0
+"""So often, it is measured how much of the texts the trie holds."""
+
 seconds: defaultdict[str, float] = defaultdict(float)
 """Wall time by part, in this process: draft, verify, compaction."""
 
@@ -52,6 +55,8 @@ class StepRecorder:
         self.traffic: Traffic | None = None
         self._reported_traffic = Traffic()
         self._reported_refused = self._reported_pruned = 0
+        self._next_look = 0.0
+        """When the texts will be measured."""
         self._proposer: Any = None
         self._trie: Any = None
 
@@ -100,11 +105,14 @@ class StepRecorder:
             self._reported_pruned = pruned
             report.trie_nodes = self._trie.num_filled
             report.trie_bytes = self._proposer.num_bytes
+            if (now := time.monotonic()) >= self._next_look:
+                self._next_look = now + TEXTS_SECONDS
+                report.texts_held = self._proposer.held_share()
         if self.traffic is not None:
-            now, last = replace(self.traffic), self._reported_traffic
-            report.published = now.published - last.published
-            report.learned = now.learned - last.learned
-            report.dropped = now.dropped - last.dropped
-            report.lag_seconds = now.lag_seconds
-            self._reported_traffic = now
+            traffic, last = replace(self.traffic), self._reported_traffic
+            report.published = traffic.published - last.published
+            report.learned = traffic.learned - last.learned
+            report.dropped = traffic.dropped - last.dropped
+            report.lag_seconds = traffic.lag_seconds
+            self._reported_traffic = traffic
         return report
