@@ -145,18 +145,17 @@ class Replay:
             queue = cast(Any, proposer).insertion
             queue.clock, queue.seconds = self._clock, MAX_SECONDS
 
-    def play(self, sessions: Iterable[Sequence[Trace]], prefix: str) -> Iterator[Played]:
+    def play(self, sessions: Iterable[tuple[str, Sequence[Trace]]]) -> Iterator[Played]:
         """Replay the turns of each session, each after the one before; yields them as they end.
+        A session has the id of its first request.
 
         The prefill emits the first output token. Then each step proposes a tree of at most `budget`
         nodes for each request, accepts its longest path that agrees with the recorded output, and
         commits that path and the bonus token. A path ends at least one token before the output,
         which leaves the bonus token: deeper nodes are not sent, and the last token has no draft.
         """
-        left = enumerate(sessions)
-        running = [
-            self._turns(turns, f"{prefix}{i}") for i, turns in islice(left, self._pace.concurrent)
-        ]
+        left = iter(sessions)
+        running = [self._turns(*session) for session in islice(left, self._pace.concurrent)]
         live = [next(turns) for turns in running]
         while live:
             begin = self._clock.now
@@ -167,8 +166,8 @@ class Replay:
                 self._proposer.finish(one.request_id)
                 yield one.played
                 following = next(running[at], None)
-                if following is None and (new := next(left, None)) is not None:
-                    running[at] = self._turns(new[1], f"{prefix}{new[0]}")
+                if following is None and (session := next(left, None)) is not None:
+                    running[at] = self._turns(*session)
                     following = next(running[at])
                 if following is None:
                     del live[at], running[at]
@@ -179,10 +178,10 @@ class Replay:
                 self._proposer.wait(WAIT_SHARE * self._pace.step_seconds)
                 self._clock.now = begin + self._pace.step_seconds
 
-    def _turns(self, turns: Sequence[Trace], prefix: str) -> Iterator[_Live]:
+    def _turns(self, session: str, turns: Sequence[Trace]) -> Iterator[_Live]:
         """Start the turns of a session, one after another."""
         for i, trace in enumerate(turns):
-            one = _Live(trace, f"{prefix}-{i}")
+            one = _Live(trace, f"{session}-{i}" if i else session)
             self._proposer.start(one.request_id, trace.prompt)  # type: ignore[arg-type]
             yield one
 
@@ -222,7 +221,7 @@ class Replay:
 
 def play(proposer: Proposer, trace: Trace, request_id: str, budget: int) -> Played:
     """Replay one generation as the only request of an engine."""
-    [played] = Replay(proposer, budget).play([[trace]], request_id)
+    [played] = Replay(proposer, budget).play([(request_id, [trace])])
     return played
 
 
@@ -272,7 +271,8 @@ def simulate(
 def _play_all(replay: Replay, file: TraceFile, prefix: str) -> list[Played]:
     size = {"total": len(file.traces), "unit": " texts", "leave": False, "disable": None}
     with _no_garbage_collection():
-        return list(tqdm(replay.play(file.sessions, prefix), file.path.name, **size))
+        sessions = ((f"{prefix}{i}", turns) for i, turns in enumerate(file.sessions))
+        return list(tqdm(replay.play(sessions), file.path.name, **size))
 
 
 def figures(played: Sequence[Played], curve: CostCurve | None = None) -> Figures:

@@ -187,10 +187,11 @@ def test_sessions_run_side_by_side_and_turns_one_after_another() -> None:
     traces = [*conversation("a", 3), *conversation("b", 1), *conversation("c", 1)]
     drafter = Scripted()
     pace = Pace(concurrent=2)
-    played = list(Replay(drafter, 4, pace).play(file_of(*traces).sessions, ""))
+    sessions = enumerate(file_of(*traces).sessions)
+    played = list(Replay(drafter, 4, pace).play((str(i), turns) for i, turns in sessions))
     started = [entry for entry in drafter.log if entry == "finish" or entry[0] == "start"]
-    assert started[:2] == [("start", "0-0"), ("start", "1-0")]
-    assert started[2:6] == ["finish", ("start", "2-0"), "finish", ("start", "0-1")]
+    assert started[:2] == [("start", "0"), ("start", "1")]
+    assert started[2:6] == ["finish", ("start", "2"), "finish", ("start", "0-1")]
     assert started.index(("start", "0-2")) > started.index(("start", "0-1")) + 1
     assert sorted((one.category, one.turn) for one in played) == [
         ("a", 0), ("a", 1), ("a", 2), ("b", 0), ("c", 0),

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 
 from lookahead_vllm.draft.fleet.replica import Replica
+from lookahead_vllm.draft.trie import sessions
 from lookahead_vllm.engine import request_options
 from lookahead_vllm.engine.model_runner import sampler
 from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
@@ -52,6 +53,17 @@ def _prompt_of_the_request_before(follow: Any) -> Any:
         follow(self, req_id, request)
 
     return wrong
+
+
+def _none_apart(prefix_hashes: Any) -> Any:
+    def wrong(*args: Any) -> Any:
+        return prefix_hashes(*args) * 0
+
+    return wrong
+
+
+def _all_in_common(_: Any) -> Any:
+    return lambda a, b: min(len(a), len(b))
 
 
 def _noise_of_the_next_position(sample: Any) -> Any:
@@ -129,6 +141,11 @@ BUGS: dict[str, list[Patch]] = {
     "fleet": [(Replica, "put", _into_the_first_namespace)],
     # The prompt of the request before.
     "prompt": [(LateDrafts, "_follow", _prompt_of_the_request_before)],
+    # A kept text is taken over by any later request of its namespace.
+    "session": [
+        (sessions, "prefix_hashes", _none_apart),
+        (sessions, "_num_common", _all_in_common),
+    ],
     # Nodes are sampled with the noise of the next position.
     "noise": [(sampler.RootSampler, "sample", _noise_of_the_next_position)],
     # The scheduler's own output is trimmed, not a copy.

@@ -280,7 +280,7 @@ def locate(
 def matches(edges: Int64s, key: int, slot: int) -> np.int64:
     """Which slots of the line at `slot` hold an edge of this key, as bits, the first slot lowest.
 
-    Of these edges, the first is the one that was counted last.
+    These edges are in the order in which they were counted last, the latest first.
     """
     return (  # without a branch
         np.int64(edges[slot, KEY] == key)
@@ -321,23 +321,22 @@ def count(
     token: int,
     is_newest: bool = True,
 ) -> None:
-    """Count that `token` followed the suffix of `key`; if it `is_newest`, its edge becomes the
-    suffix's first one, else the first one stays.
+    """Count that `token` followed the suffix of `key`.
 
+    The edges of a suffix are in the order in which they were counted last. A token that is not the
+    newest goes behind all others, or stays where it is.
     `line` is the first slot of the suffix's line. Takes the trie's arrays one by one: as a
     NamedTuple they cost 0.1 µs more for each token.
     """
     now = counters[CLOCK] // max(1, len(edges) // CLOCK_TICKS) & MAX_UINT16
-    first = edge = -1
+    edge = -1
     for slot in range(line, line + SLOTS_PER_LINE):
-        if edges[slot, KEY] == key:
-            if first < 0:
-                first = slot
-            if edges[slot, USE] & TOKEN_MASK == token:
-                edge = slot
-                break
+        if edges[slot, KEY] == key and edges[slot, USE] & TOKEN_MASK == token:
+            edge = slot
+            break
+    is_known = edge >= 0
     times = 0
-    if edge >= 0:
+    if is_known:
         use = edges[edge, USE]
         age = (now - (use >> TIME_SHIFT)) & MAX_UINT16
         times = (use >> COUNT_SHIFT & MAX_UINT16) >> min(age // HALF_LIFE_TICKS, 31)
@@ -346,15 +345,22 @@ def count(
         least = _value(edges, live, line, now)
         for slot in range(line + 1, line + SLOTS_PER_LINE):
             value = _value(edges, live, slot, now)
-            if value < least:
+            if value < least or value == least >= 0:  # of one suffix, the last is the oldest
                 edge, least = slot, value
         counters[CLOCK] += 1
         counters[PRUNED] += least >= 0
         counters[FILLED] += least == _EMPTY
     use = now << TIME_SHIFT | min(times + 1, MAX_UINT16) << COUNT_SHIFT | np.int64(token)
-    if first >= 0 and (first < edge if is_newest else edge < first):
-        edges[edge, KEY], edges[edge, USE] = edges[first, KEY], edges[first, USE]
-        edge = first
+    if is_newest:
+        for slot in range(edge - 1, line - 1, -1):
+            if edges[slot, KEY] == key:
+                edges[edge, KEY], edges[edge, USE] = key, edges[slot, USE]
+                edge = slot
+    elif not is_known:
+        for slot in range(edge + 1, line + SLOTS_PER_LINE):
+            if edges[slot, KEY] == key:
+                edges[edge, KEY], edges[edge, USE] = key, edges[slot, USE]
+                edge = slot
     edges[edge, KEY], edges[edge, USE] = key, use
 
 

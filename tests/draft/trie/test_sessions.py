@@ -78,7 +78,7 @@ def _short(monkeypatch):
 
 
 @pytest.mark.usefixtures("_large")
-@pytest.mark.parametrize("vocabulary", [2, 4, 1000])
+@pytest.mark.parametrize("vocabulary", [2, 3, 1000])
 def test_newest_first_leaves_what_oldest_first_leaves(vocabulary):
     """Frequencies, and which token followed last."""
     text = ids(np.random.default_rng(0).integers(0, vocabulary, 300))
@@ -200,10 +200,11 @@ def test_what_was_not_inserted_is_not_taken_back(num_turns):
 
 @pytest.mark.usefixtures("_large")
 def test_equal_prompts_share_a_space_and_leave_no_answer_but_the_last():
-    sessions, _ = sessions_in()
+    sessions, queue = sessions_in()
     prompt = text_of(1, 600)
     live = [sessions.open("a", prompt) for _ in range(3)]
     assert live[0] is live[1] is live[2]
+    queue.work()
     assert sessions.open("a", np.append(prompt, 5).astype(np.int32)) is not live[0]
     session, answers = live[0], [text_of(i, 40) for i in range(10, 13)]
     for answer in answers:
@@ -222,6 +223,7 @@ def test_another_namespace_and_short_or_unshared_texts_find_nothing():
         other = sessions.open(digest, prompt)
         assert other is not session
         sessions.close(other, ids([]))
+    queue.work()
     before = count_edges(session.trie)
     turn(sessions, queue, prompt, digest=None)
     turn(sessions, queue, prompt[:100])
@@ -268,7 +270,8 @@ def test_a_longer_text_than_its_space_has_room_for_gets_a_new_one():
 
 def test_the_sample_sees_what_is_missing():
     sessions, queue = sessions_in(at_once=False)
-    session = sessions.open("a", text_of(1, 100 * CHUNK_TOKENS))
+    text = np.random.default_rng(0).integers(0, 40_000, 100 * CHUNK_TOKENS)
+    session = sessions.open("a", ids(text))
     assert sessions.sample(500) == (4000, 0)
     for _ in range(50):
         queue.end_step()
