@@ -67,7 +67,7 @@ method:
   and produces the first output token. A step proposes a tree, accepts its longest path that agrees
   with the recorded output, and commits that path and one more token. The remaining recorded output
   bounds the depth: deeper nodes are not sent.
-  Prompts are inserted as in an engine, with 0.5 µs a token: while the worker waits for the device,
+  Prompts are inserted as in an engine, with 0.4 µs a token: while the worker waits for the device,
   which is 40 % of a step of --step-ms, and for 1/32 of each step. Passes over long prompts take
   many steps, and prompts of others are inserted in this time; here they take one. With
   `--insertion all`, each prompt is inserted at once, which no engine does. Times are those of the

@@ -29,8 +29,8 @@ from lookahead_vllm.verify.acceptance import accepted_paths
 Mode = Literal["cold", "replay"]
 MODES: tuple[Mode, ...] = ("cold", "replay")
 
-INSERT_SECONDS = 0.5e-6
-"""The time in which an engine inserts a token."""
+INSERT_SECONDS = 0.4e-6
+"""The time in which an engine inserts a token of a prompt."""
 WAIT_SHARE = 0.4
 """The part of a step in which an engine waits for the device, and inserts."""
 
