@@ -159,6 +159,10 @@ class Replay:
         live = [next(turns) for turns in running]
         while live:
             begin = self._clock.now
+            self._step([one for one in live if one.done])
+            if self._pace.step_seconds is not None:
+                self._proposer.wait(WAIT_SHARE * self._pace.step_seconds)
+                self._clock.now = begin + self._pace.step_seconds
             self._read(live)
             for at, one in reversed([*enumerate(live)]):
                 if one.done < len(one.answer):
@@ -173,10 +177,6 @@ class Replay:
                     del live[at], running[at]
                 else:
                     live[at] = following
-            self._step([one for one in live if one.done])
-            if self._pace.step_seconds is not None:
-                self._proposer.wait(WAIT_SHARE * self._pace.step_seconds)
-                self._clock.now = begin + self._pace.step_seconds
 
     def _turns(self, session: str, turns: Sequence[Trace]) -> Iterator[_Live]:
         """Start the turns of a session, one after another."""

@@ -139,8 +139,8 @@ class Sessions:
             session = Session(self._trie, space, prompt, len(prompt), 2 * expected, key)
             session.pending += [(0, len(prompt))] if len(prompt) else []
             self._all[space] = session
-        elif session.key is not None:
-            self._by_key[session.key].remove(session)
+        else:
+            self._drop_key(session)
             session.key = key
         if key is not None:
             self._by_key[key].append(session)

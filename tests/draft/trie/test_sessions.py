@@ -77,13 +77,12 @@ def _short(monkeypatch):
 # What is inserted.
 
 
-@pytest.mark.usefixtures("_large")
 @pytest.mark.parametrize("vocabulary", [2, 3, 1000])
 def test_newest_first_leaves_what_oldest_first_leaves(vocabulary):
     """Frequencies, and which token followed last."""
     text = ids(np.random.default_rng(0).integers(0, vocabulary, 300))
     trie = Trie(1024, 1 << 24)
-    forward, backward = trie.new_private(3000), trie.new_private(3000)
+    forward, backward = trie.new_private(100_000), trie.new_private(100_000)
     trie.insert(forward, hashes_of(text[:0]), text, with_whole=False)
     for start in range(240, -1, -60):
         trie.insert_before(backward, text, start, start + 60)
