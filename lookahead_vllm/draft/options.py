@@ -42,6 +42,11 @@ MAX_PARALLEL = 8
 CHAIN_LENGTH = "num_speculative_tokens"
 """The key of K in a drafter's config; vLLM fills it in if the user leaves it out."""
 
+NODES_PER_TOKEN, BYTES_PER_NODE = 20, 16
+"""Of texts: a token has up to 8 n-grams, and a table that is half full loses few of them."""
+MEMORY_SHARE = 32
+"""The texts take at most this part of the machine's memory."""
+
 WEEK_SECONDS = 7 * 24 * 3600
 
 
@@ -75,6 +80,9 @@ class LookaheadOptions:
         The maximum length of a branch below the root, in tokens.
     max_nodes : int
         The capacity of the trie in n-grams of 16 bytes.
+    max_text_nodes : "auto" or int
+        The same for the texts of requests, beside it; 0: they share `max_nodes`. "auto": for all
+        that an engine can read at a time, within a share of the machine's memory.
     proposer : "auto" or str
         A key of `registry.PROPOSERS`. "auto": "hybrid" where tokens in a step are nearly free, else
         "ngram_trie".
@@ -107,6 +115,7 @@ class LookaheadOptions:
     num_speculative_tokens: str | int = _number("auto", 1, MAX_DECODING_LENGTH)
     branch_length: int = _number(64, 1, 64)
     max_nodes: int = _number(4_000_000, 1024, 2**30 - 1)
+    max_text_nodes: str | int = _number("auto", 0, 2**30 - 1)
     proposer: str = "auto"
     budget: str | int = _number("auto", 1, MAX_DECODING_LENGTH)
     window_size: str | int = _number("auto", 0, MAX_WINDOW_SIZE)
@@ -219,6 +228,19 @@ class LookaheadOptions:
         free = critical_decoding_length if self.budget == "auto" else int(self.budget)
         return replace(self, proposer="hybrid" if free >= MIN_TOKENS_FOR_HYBRID else "ngram_trie")
 
+    def for_texts(self, num_tokens: int, num_bytes: int) -> LookaheadOptions:
+        """Replace "auto" in `max_text_nodes`, for this many tokens of prompts, within a share of a
+        machine's memory of `num_bytes`."""
+        if self.max_text_nodes != "auto" or self.proposer == "jacobi_window":
+            return self
+        nodes = min(num_tokens * NODES_PER_TOKEN, num_bytes // MEMORY_SHARE // BYTES_PER_NODE)
+        return replace(self, max_text_nodes=min(nodes, 2**30 - 1))
+
+    @property
+    def num_text_nodes(self) -> int:
+        """`max_text_nodes`; "auto" counts as 0."""
+        return 0 if self.max_text_nodes == "auto" else int(self.max_text_nodes)
+
     @property
     def chain_length(self) -> int:
         """K, the tokens that the trained drafter proposes after each step; 0 without a drafter."""
@@ -314,7 +336,15 @@ NEEDS = (
         lambda options: options.proposer in HAVE_WINDOW,
     ),
     Need(
-        ("branch_length", "max_nodes", "drafter", "share", "cache_path", "share_with"),
+        (
+            "branch_length",
+            "max_nodes",
+            "max_text_nodes",
+            "drafter",
+            "share",
+            "cache_path",
+            "share_with",
+        ),
         "a trie, which the proposer 'jacobi_window' does not have",
         "leave proposer out",
         lambda options: options.proposer != "jacobi_window",

@@ -165,6 +165,9 @@ class Proposer(ABC):
         By now, the accepted nodes are marked in what the plan had `verified`.
         """
 
+    def wait(self, seconds: float) -> None:  # noqa: B027
+        """Work for at most so long, while the device computes and the next tokens are awaited."""
+
     def proposed_after(self, texts: Int64s) -> Int32s:
         """A trained drafter's chain after each of the `texts`: int32 [t, K]; K is 0 without one."""
         return np.empty((len(texts), 0), np.int32)

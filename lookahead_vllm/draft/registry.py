@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 PROPOSERS = {
     "ngram_trie": "lookahead_vllm.draft.trie.proposer.NGramTrieProposer",
-    "jacobi_window": "lookahead_vllm.draft.window.proposer.JacobiWindowProposer",
+    "jacobi_window": "lookahead_vllm.draft.trie.jacobi_window.JacobiWindowProposer",
     "hybrid": "lookahead_vllm.draft.trie.hybrid.HybridProposer",
 }
 """Dotted paths of the proposer classes. A class is imported when it is used, as it needs numba."""

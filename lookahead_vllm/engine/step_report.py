@@ -54,6 +54,8 @@ class StepReport:
     """N-grams in the trie; None if there is no trie."""
     trie_bytes: int | None = None
     """Size of the proposer's tables in bytes; None if there is no trie."""
+    texts_held: float | None = None
+    """How much of the live and kept texts the trie holds; None in most steps."""
     published: int = 0
     """Tokens that were sent to the engine's fleet; this and the next three as in `Traffic`."""
     learned: int = 0

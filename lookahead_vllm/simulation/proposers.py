@@ -13,20 +13,25 @@ from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.options import CHAIN_LENGTH, LookaheadOptions, OptionError
 from lookahead_vllm.draft.proposer import Proposer
 from lookahead_vllm.draft.registry import HAVE_WINDOW, PROPOSERS, make_proposer
+from lookahead_vllm.machine import memory_bytes
 
-Make = Callable[[int, CostCurve | None], Proposer]
-"""Makes a proposer for a budget in nodes. With a cost curve, it may send fewer."""
+Make = Callable[[int, CostCurve | None, int], Proposer]
+"""Makes a proposer for a budget in nodes. With a cost curve, it may send fewer. It has a table for
+texts of so many tokens."""
 
 NAMES = [name for name in PROPOSERS if name not in HAVE_WINDOW]
 
 
-def proposer_of(settings: Mapping[str, object], budget: int, curve: CostCurve | None) -> Proposer:
-    """A proposer with these options of a server."""
+def proposer_of(
+    settings: Mapping[str, object], budget: int, curve: CostCurve | None, num_tokens: int = 0
+) -> Proposer:
+    """A proposer with these options of a server, on which texts of `num_tokens` are live."""
     given = {"budget": budget if curve is None else "auto", **settings}
     options = LookaheadOptions.from_dict({"num_speculative_tokens": budget, **given})
+    options = options.for_texts(num_tokens, memory_bytes())
     proposer = make_proposer(options)
     proposer.cost = None if curve is None else StepCost(curve)
-    # Without a time limit, each prompt is inserted at once and results do not depend on speed.
+    # Results do not depend on speed: each prompt is inserted at once, unless a replay limits it.
     cast(Any, proposer).insertion.seconds = math.inf
     return proposer
 

@@ -7,28 +7,55 @@ and the longest path of each draft tree that agrees with it is accepted.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from time import perf_counter_ns
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
 import numpy as np
 from tqdm import tqdm
 
 from lookahead_vllm.draft.budget.cost import CostCurve
+from lookahead_vllm.draft.insertion import CHUNK_TOKENS, MAX_SECONDS
 from lookahead_vllm.draft.progress import NO_CHAINS
 from lookahead_vllm.draft.proposer import Proposer
 from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
-from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
 from lookahead_vllm.simulation.traces import Trace, TraceFile
 from lookahead_vllm.verify.acceptance import accepted_paths
 
 Mode = Literal["cold", "replay"]
 MODES: tuple[Mode, ...] = ("cold", "replay")
 
+INSERT_SECONDS = 0.4e-6
+"""The time in which an engine inserts a token of a prompt."""
+WAIT_SHARE = 0.4
+"""The part of a step in which an engine waits for the device, and inserts."""
+
 WARM_UP_TRACES = 3
 """The number of traces replayed first with a separate proposer, so that no timed call compiles."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How requests come, and how texts are inserted."""
+
+    concurrent: int = 1
+    """So many sessions run at a time; a new one begins when one ends."""
+    step_seconds: float | None = None
+    """The length of a step, which limits what is inserted in it; None: all is inserted at once."""
+
+
+class _Clock:
+    """A clock for the insertion of texts: each look at it takes as long as a turn of insertion."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += CHUNK_TOKENS * INSERT_SECONDS
+        return self.now
 
 
 @dataclass
@@ -36,12 +63,13 @@ class Played:
     """The measurements of one replayed trace."""
 
     category: str
+    turn: int = 0
     tokens: int = 0
     """Tokens emitted by decode steps: all but the prefill's."""
     nodes: list[int] = field(default_factory=list)
     """The draft tokens of each decode step."""
-    propose_ns: list[int] = field(default_factory=list)
-    """The time of each call of `draft_trees`."""
+    propose_ns: list[float] = field(default_factory=list)
+    """The time of each call of `draft_trees`, divided by its number of requests."""
     update_ns: list[float] = field(default_factory=list)
     """The time of each call of `read`, divided by its number of tokens."""
 
@@ -54,7 +82,7 @@ class Figures(TypedDict):
     nodes
         Draft tokens per decode step; steps without a draft count.
     propose_us_p50, propose_us_p99
-        Microseconds per call of `draft_trees`.
+        Microseconds per call of `draft_trees`, divided by its number of requests.
     update_us_p50
         Microseconds per token of a call of `read`.
     tokens, steps
@@ -78,46 +106,122 @@ class Entry(Figures):
 
     by_category: dict[str, Figures]
     by_file: dict[str, Figures]
+    by_turn: dict[str, Figures]
+
+
+class _Live:
+    """A trace that is replayed."""
+
+    def __init__(self, trace: Trace, request_id: str) -> None:
+        self.trace, self.request_id = trace, request_id
+        self.played = Played(trace.category, trace.turn)
+        self.answer = trace.output.tolist()
+        self.expected = np.append(trace.output, -1)  # -1 agrees with no token beyond the end
+        self.done = 0
+        self.new = self.answer[:1]
+        """The tokens of the last step: at first, that of the prefill."""
+
+    def max_depth(self, budget: int) -> int:
+        """Of the next tree, which ends at least one token before the answer."""
+        return min(budget, len(self.answer) - self.done - 1)
+
+    def step(self, tree: DraftTree, budget: int) -> None:
+        """Accept the tree's longest path that agrees with the answer, and the next token."""
+        choices = self.expected[np.minimum(self.done + np.append(0, tree.depths), len(self.answer))]
+        path = accepted_paths(DraftForest.of([tree]), choices[:1], choices[1:])[0]
+        # A slice, so never past the end.
+        self.new = self.answer[self.done : self.done + len(path) + 1]
+        self.played.tokens += len(self.new)
+        self.played.nodes.append(int((tree.depths <= self.max_depth(budget)).sum()))
+
+
+class Replay:
+    """Replays generations as the requests of an engine."""
+
+    def __init__(self, proposer: Proposer, budget: int, pace: Pace = Pace()) -> None:
+        self._proposer, self._budget, self._pace = proposer, budget, pace
+        self._clock = _Clock()
+        if pace.step_seconds is not None:
+            queue = cast(Any, proposer).insertion
+            queue.clock, queue.seconds = self._clock, MAX_SECONDS
+
+    def play(self, sessions: Iterable[tuple[str, Sequence[Trace]]]) -> Iterator[Played]:
+        """Replay the turns of each session, each after the one before; yields them as they end.
+        A session has the id of its first request.
+
+        The prefill emits the first output token. Then each step proposes a tree of at most `budget`
+        nodes for each request, accepts its longest path that agrees with the recorded output, and
+        commits that path and the bonus token. A path ends at least one token before the output,
+        which leaves the bonus token: deeper nodes are not sent, and the last token has no draft.
+        """
+        left = iter(sessions)
+        running = [self._turns(*session) for session in islice(left, self._pace.concurrent)]
+        live = [next(turns) for turns in running]
+        while live:
+            begin = self._clock.now
+            self._step([one for one in live if one.done])
+            if self._pace.step_seconds is not None:
+                self._proposer.wait(WAIT_SHARE * self._pace.step_seconds)
+                self._clock.now = begin + self._pace.step_seconds
+            self._read(live)
+            for at, one in reversed([*enumerate(live)]):
+                if one.done < len(one.answer):
+                    continue
+                self._proposer.finish(one.request_id)
+                yield one.played
+                following = next(running[at], None)
+                if following is None and (session := next(left, None)) is not None:
+                    running[at] = self._turns(*session)
+                    following = next(running[at])
+                if following is None:
+                    del live[at], running[at]
+                else:
+                    live[at] = following
+
+    def _turns(self, session: str, turns: Sequence[Trace]) -> Iterator[_Live]:
+        """Start the turns of a session, one after another."""
+        for i, trace in enumerate(turns):
+            one = _Live(trace, f"{session}-{i}" if i else session)
+            self._proposer.start(one.request_id, trace.prompt)  # type: ignore[arg-type]
+            yield one
+
+    def _read(self, live: Sequence[_Live]) -> None:
+        length = self._proposer.proposed_after(np.empty(0, np.int64)).shape[1]
+        chains = NO_CHAINS
+        if length and all(one.trace.chains is not None for one in live):
+            chains = np.stack(
+                [one.trace.chains[one.done + len(one.new) - 1, :length] for one in live]
+            )
+        before = perf_counter_ns()
+        read(self._proposer, {one.request_id: one.new for one in live}, chains=chains)
+        elapsed = (perf_counter_ns() - before) / sum(len(one.new) for one in live)
+        for one in live:
+            one.played.update_ns.append(elapsed)
+            one.done += len(one.new)
+
+    def _step(self, live: Sequence[_Live]) -> None:
+        limits = [
+            DraftLimits(one.request_id, self._budget, depth)
+            for one in live
+            if (depth := one.max_depth(self._budget)) > 0
+        ]
+        trees: Iterable[DraftTree] = ()
+        if limits:
+            before = perf_counter_ns()
+            trees = draft_trees(self._proposer, limits)
+            elapsed = (perf_counter_ns() - before) / len(limits)
+        of_request = dict(zip((limit.request_id for limit in limits), trees, strict=True))
+        for one in live:
+            tree = of_request.get(one.request_id, EMPTY_TREE)
+            assert len(tree) <= self._budget
+            if one.request_id in of_request:
+                one.played.propose_ns.append(elapsed)
+            one.step(tree, self._budget)
 
 
 def play(proposer: Proposer, trace: Trace, request_id: str, budget: int) -> Played:
-    """Replay one generation as the only request of an engine.
-
-    The prefill emits the first output token. Then each step proposes a tree of at most `budget`
-    nodes, accepts its longest path that agrees with the recorded output, and commits that path and
-    the bonus token. A path ends at least one token before the output, which leaves the bonus
-    token: deeper nodes are not sent, and the last token has no draft.
-    """
-    played = Played(trace.category)
-    answer = trace.output.tolist()
-    expected = np.append(trace.output, -1)  # -1 agrees with no token beyond the end
-    proposer.start(request_id, trace.prompt)  # type: ignore[arg-type]
-    chain_length = proposer.proposed_after(np.empty(0, np.int64)).shape[1]
-    done, new_tokens = 0, answer[:1]
-    while True:
-        chains = NO_CHAINS
-        if trace.chains is not None and chain_length:
-            chains = trace.chains[None, done + len(new_tokens) - 1, :chain_length]
-        before = perf_counter_ns()
-        read(proposer, {request_id: new_tokens}, chains=chains)
-        played.update_ns.append((perf_counter_ns() - before) / len(new_tokens))
-        done += len(new_tokens)
-        if done == len(answer):
-            break
-        max_depth = min(budget, len(answer) - done - 1)
-        tree = EMPTY_TREE
-        if max_depth > 0:
-            limit = DraftLimits(request_id, budget, max_depth)
-            before = perf_counter_ns()
-            (tree,) = draft_trees(proposer, [limit])
-            played.propose_ns.append(perf_counter_ns() - before)
-            assert len(tree) <= budget
-        choices = expected[np.minimum(done + np.append(0, tree.depths), len(answer))]
-        path = accepted_paths(DraftForest.of([tree]), choices[:1], choices[1:])[0]
-        new_tokens = answer[done : done + len(path) + 1]  # a slice, so never past the end
-        played.tokens += len(new_tokens)
-        played.nodes.append(int((tree.depths <= max_depth).sum()))
-    proposer.finish(request_id)
+    """Replay one generation as the only request of an engine."""
+    [played] = Replay(proposer, budget).play([(request_id, [trace])])
     return played
 
 
@@ -127,6 +231,7 @@ def simulate(
     files: Sequence[TraceFile],
     modes: Sequence[Mode],
     curve: CostCurve | None = None,
+    pace: Pace = Pace(),
 ) -> dict[Mode, Entry]:
     """Replay every file, each with a new proposer, and return the figures by mode.
 
@@ -142,6 +247,8 @@ def simulate(
         "cold": all traces of a file, in order. "replay": after all were replayed once.
     curve : CostCurve, optional
         The cost of a step, for the simulated speed-up.
+    pace : Pace
+        How requests come, and how texts are inserted.
     """
     warm_up = make()
     for i, trace in enumerate(files[0].traces[:WARM_UP_TRACES]):
@@ -151,21 +258,21 @@ def simulate(
     by_file: dict[Mode, dict[str, Figures]] = {mode: {} for mode in modes}
     for file in files:
         proposer = make()
-        by_mode: dict[Mode, list[Played]] = {"cold": _play_all(proposer, file, budget, 1)}
+        replay = Replay(proposer, budget, pace)
+        by_mode: dict[Mode, list[Played]] = {"cold": _play_all(replay, file, "1-")}
         if "replay" in modes:
-            by_mode["replay"] = _play_all(proposer, file, budget, 2)
+            by_mode["replay"] = _play_all(replay, file, "2-")
         for mode in modes:
             played[mode].append(by_mode[mode])
             by_file[mode][str(file.path)] = figures(by_mode[mode], curve)
     return {mode: _entry(played[mode], by_file[mode], curve) for mode in modes}
 
 
-def _play_all(proposer: Proposer, file: TraceFile, budget: int, replay_number: int) -> list[Played]:
-    traces = tqdm(file.traces, file.path.name, unit=" texts", leave=False, disable=None)
+def _play_all(replay: Replay, file: TraceFile, prefix: str) -> list[Played]:
+    size = {"total": len(file.traces), "unit": " texts", "leave": False, "disable": None}
     with _no_garbage_collection():
-        return [
-            play(proposer, trace, f"{replay_number}-{i}", budget) for i, trace in enumerate(traces)
-        ]
+        sessions = ((f"{prefix}{i}", turns) for i, turns in enumerate(file.sessions))
+        return list(tqdm(replay.play(sessions), file.path.name, **size))
 
 
 def figures(played: Sequence[Played], curve: CostCurve | None = None) -> Figures:
@@ -191,12 +298,15 @@ def _entry(
 ) -> Entry:
     everything = [one for file in files for one in file]
     categories: dict[str, list[Played]] = {}
+    turns: dict[str, list[Played]] = {}
     for one in everything:
         categories.setdefault(one.category, []).append(one)
+        turns.setdefault("later turns" if one.turn else "first turns", []).append(one)
     return {
         **figures(everything, curve),
         "by_category": {name: figures(some, curve) for name, some in categories.items()},
         "by_file": by_file,
+        "by_turn": {name: figures(some, curve) for name, some in turns.items()},
     }
 
 

@@ -56,6 +56,11 @@ def by_category(entry: Entry) -> Mapping[str, Figures]:
     return entry["by_category"]
 
 
+def by_turn(entry: Entry) -> Mapping[str, Figures]:
+    """The figures of the first turns of sessions, and of their later ones."""
+    return entry["by_turn"]
+
+
 def parts_table(
     results: Results, title: str, parts: Callable[[Entry], Mapping[str, Figures]]
 ) -> str:

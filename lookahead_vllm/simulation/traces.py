@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ class Trace:
     chains: Int32s | None = None
     """int32 [outputs, K, NUM_ALTERNATIVES, 2]: what a trained drafter proposed after each output
     token, as in `draft/progress.py`."""
+    turn: int = 0
+    """How many turns of the same session are before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,26 @@ class TraceFile:
         """The number of output tokens of all traces."""
         return sum(len(trace.output) for trace in self.traces)
 
+    @property
+    def sessions(self) -> list[list[Trace]]:
+        """The turns of each session, in order; a trace that is no turn is alone."""
+        sessions: list[list[Trace]] = []
+        for trace in self.traces:
+            if trace.turn:
+                sessions[-1].append(trace)
+            else:
+                sessions.append([trace])
+        return sessions
+
 
 def load_traces(
     path: Path, limit: int | None = None, shuffle: int | None = None, no_loops: bool = False
 ) -> TraceFile:
     """Read a JSON-lines file of objects with `prompt_token_ids` and `output_token_ids`.
 
-    The keys `id`, `suite`, `category`, `loops` and `chains` are optional.
+    The keys `id`, `suite`, `category`, `loops` and `chains` are optional. In place of the token
+    ids, a line may have the `turns` of a session: a list of such objects, each of which is prompted
+    with the turns before it and its own `prompt_token_ids`.
 
     Parameters
     ----------
@@ -65,7 +80,7 @@ def load_traces(
     limit : int, optional
         Keep this many traces, after `shuffle` and `no_loops`.
     shuffle : int, optional
-        Shuffle with this seed; the file's order if omitted.
+        Shuffle the lines with this seed; the file's order if omitted.
     no_loops : bool
         Leave out lines with `loops: true`.
 
@@ -77,37 +92,53 @@ def load_traces(
     if not path.is_file():
         raise TraceError(f"--traces: there is no file {path}")
     lines = [
-        _trace(f"{path}, line {number}", value)
+        _traces(f"{path}, line {number}", value)
         for number, value in read_json_lines(path, TraceError)
     ]
     if not lines:
         raise TraceError(f"{path} is empty: one JSON object a line is expected")
-    kept = [trace for trace, loops in lines if not (no_loops and loops)]
-    traces = [trace for trace in kept if len(trace.output) > 1]
-    too_short = len(kept) - len(traces)
+    num_all = sum(len(traces) for traces, _ in lines)
+    kept = [traces for traces, loops in lines if not (no_loops and loops)]
+    num_kept = sum(map(len, kept))
     if shuffle is not None:
-        random.Random(shuffle).shuffle(traces)
+        random.Random(shuffle).shuffle(kept)
+    long_enough = ([one for one in traces if len(one.output) > 1] for traces in kept)
+    traces = [replace(one, turn=i) for session in long_enough for i, one in enumerate(session)]
+    too_short = num_kept - len(traces)
     if not traces:
         raise TraceError(
-            f"{path}: nothing is left to replay; of {len(lines)} traces, {len(lines) - len(kept)} "
+            f"{path}: nothing is left to replay; of {num_all} traces, {num_all - num_kept} "
             f"loop (--no-loops) and {too_short} have fewer than two output tokens"
         )
     return TraceFile(path, traces[:limit], too_short)
 
 
-def _trace(place: str, line: Any) -> tuple[Trace, bool]:
-    """The trace of a line, and its `loops`. `place` names the line in errors."""
+def _traces(place: str, line: Any) -> tuple[list[Trace], bool]:
+    """The traces of a line, and its `loops`. `place` names the line in errors."""
     if not isinstance(line, dict):
         raise TraceError(f"{place}: an object with `prompt_token_ids` is expected")
+    if "turns" not in line:
+        return [_trace(place, line)], bool(line.get("loops"))
+    if not isinstance(line["turns"], list) or not all(isinstance(t, dict) for t in line["turns"]):
+        raise TraceError(f"{place}: `turns` must be a list of objects with `prompt_token_ids`")
+    turns = [_trace(f"{place}, turn {i}", line | turn) for i, turn in enumerate(line["turns"], 1)]
+    parts = [part for turn in turns for part in (turn.prompt, turn.output)]
+    text = np.concatenate(parts) if parts else np.empty(0, np.int32)
+    ends = np.cumsum([len(part) for part in parts])[::2]  # of the prompts, which share the text
+    prompts = [text[:end] for end in ends.tolist()]
+    sessions = [replace(turn, prompt=own) for turn, own in zip(turns, prompts, strict=True)]
+    return sessions, bool(line.get("loops"))
+
+
+def _trace(place: str, line: dict[str, Any]) -> Trace:
     names = [str(line[key]) for key in ("suite", "category") if line.get(key)]
-    trace = Trace(
+    return Trace(
         _token_ids(place, line, "prompt_token_ids"),
         _token_ids(place, line, "output_token_ids"),
         "/".join(names) or "all",
         str(line.get("id", "")),
         _chains(place, line),
     )
-    return trace, bool(line.get("loops"))
 
 
 def _token_ids(place: str, line: dict[str, Any], key: str) -> Int32s:

@@ -6,7 +6,9 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from lookahead_vllm.draft.stepping import DraftLimits
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.simulation import replay as simulating
 from lookahead_vllm.simulation.proposers import choose_proposers
-from lookahead_vllm.simulation.replay import figures, play, simulate
+from lookahead_vllm.simulation.replay import Pace, Replay, figures, play, simulate
 from lookahead_vllm.simulation.tables import by_file
 from lookahead_vllm.simulation.traces import Trace, TraceFile
 from tests.support.files import jsonl
@@ -165,16 +167,76 @@ def test_a_repeated_answer_is_drafted() -> None:
     rng = random.Random(0)
     file = file_of(*(trace([1], rng.sample(range(40_000), 60)) for _ in range(4)))
     make = choose_proposers("ngram_trie:max_nodes=20000")["ngram_trie:max_nodes=20000"]
-    found = simulate(lambda: make(16, None), 16, [file], ["cold", "replay"])
+    found = simulate(lambda: make(16, None, 0), 16, [file], ["cold", "replay"])
     assert found["cold"]["edl"] < 1.1
     assert found["replay"]["edl"] > 4
+
+
+# Sessions.
+
+
+def conversation(name: str, turns: int) -> Iterator[Trace]:
+    text = [ord(name), 1000]
+    for turn in range(turns):
+        answer = list(range(10 * turn, 10 * turn + 4))
+        yield replace(trace(text, answer, name), turn=turn)
+        text += answer
+
+
+def test_sessions_run_side_by_side_and_turns_one_after_another() -> None:
+    traces = [*conversation("a", 3), *conversation("b", 1), *conversation("c", 1)]
+    drafter = Scripted()
+    pace = Pace(concurrent=2)
+    sessions = enumerate(file_of(*traces).sessions)
+    played = list(Replay(drafter, 4, pace).play((str(i), turns) for i, turns in sessions))
+    started = [entry for entry in drafter.log if entry == "finish" or entry[0] == "start"]
+    assert started[:2] == [("start", "0"), ("start", "1")]
+    assert started[2:6] == ["finish", ("start", "2"), "finish", ("start", "0-1")]
+    assert started.index(("start", "0-2")) > started.index(("start", "0-1")) + 1
+    assert sorted((one.category, one.turn) for one in played) == [
+        ("a", 0), ("a", 1), ("a", 2), ("b", 0), ("c", 0),
+    ]  # fmt: skip
+    assert all(one.tokens == 3 and len(one.nodes) == 3 for one in played)
+
+
+def recorded_sessions(count: int) -> list[Trace]:
+    """Each answer copies from the prompts of its session, the last one from the first prompt."""
+    rng = np.random.default_rng(0)
+    traces = []
+    for _ in range(count):
+        text = rng.integers(0, 40_000, 6000).astype(np.int32)
+        for turn in range(3):
+            start = 100 * turn + 4000 * (turn < 2)
+            output = text[start : start + 60].copy()
+            traces.append(Trace(text, output, "s", turn=turn))
+            news = rng.integers(0, 40_000, 300).astype(np.int32)
+            text = np.concatenate((text, output, news))
+    return traces
+
+
+def test_prompts_are_inserted_in_the_time_of_steps_and_once_a_session() -> None:
+    file = file_of(*recorded_sessions(6))
+    make = choose_proposers("ngram_trie")["ngram_trie"]
+
+    def turns(step_seconds: float | None, budget: int = 8) -> dict[str, float]:
+        pace = Pace(3, step_seconds)
+        proposer = partial(make, budget, None, 30_000)
+        entry = simulate(proposer, budget, [file], ["cold"], pace=pace)["cold"]
+        return {name: figures["edl"] for name, figures in entry["by_turn"].items()}
+
+    at_once, slow, fast = turns(None), turns(0.0002), turns(0.1)
+    assert slow["first turns"] < 0.8 * at_once["first turns"]
+    assert fast["first turns"] > 0.95 * at_once["first turns"]
+    assert fast["later turns"] > 0.95 * at_once["later turns"]
+    assert slow["first turns"] < slow["later turns"] < at_once["later turns"]
 
 
 # The command line.
 
 DOCUMENTED = {
-    "edl", "nodes", "propose_us_p50", "propose_us_p99", "update_us_p50", "by_category", "by_file",
-}  # fmt: skip
+    *("edl", "nodes", "propose_us_p50", "propose_us_p99", "update_us_p50"),
+    *("by_category", "by_file", "by_turn"),
+}
 FURTHER = {"tokens", "steps", "speedup"}
 
 
@@ -251,6 +313,10 @@ def test_the_json_is_written_where_nothing_can_be_printed(
         (["--proposers", "ngram"], "did you mean 'ngram_trie'?"),
         (["--cost-curve", "1:2,1:3"], "is not TOKENS:MS"),
         (["--cost-curve", "fast"], "is not TOKENS:MS"),
+        (["--concurrent", "0"], "'0' is not a number of at least 1"),
+        (["--step-ms", "0"], "'0' is not a number above 0"),
+        (["--step-ms", "nan"], "'nan' is not a number above 0"),
+        (["--insertion", "none"], "invalid choice: 'none'"),
         (["--json", "/nowhere/out.json"], "there is no folder /nowhere"),
         (["--json", "/"], "/ is a folder; write the name of a file in it"),
         (["--json", "x" * 300], "cannot be written: File name too long"),

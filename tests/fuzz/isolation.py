@@ -34,7 +34,9 @@ class LeakDetector:
     """Records the drafts of an engine, and the texts that each request may learn from.
 
     It reads vLLM's runner and the round, no proposer. A request may learn from its own text,
-    its references, and all answers of its namespace, including later ones.
+    its references, and all answers of its namespace, including later ones. Of a kept conversation
+    it may learn what is in its own prompt, which is its own text, and answers, which are its
+    namespace's; with `share` "none", its own text alone.
 
     Parameters
     ----------

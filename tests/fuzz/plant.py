@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 from lookahead_vllm.draft.fleet.replica import Replica
+from lookahead_vllm.draft.trie import sessions
 from lookahead_vllm.engine import request_options
 from lookahead_vllm.engine.model_runner import sampler
 from lookahead_vllm.verify.tree_batch import TreeBatch
@@ -38,6 +39,17 @@ def _into_the_first_namespace(put: Any) -> Any:
     return wrong
 
 
+def _none_apart(prefix_hashes: Any) -> Any:
+    def wrong(*args: Any) -> Any:
+        return prefix_hashes(*args) * 0
+
+    return wrong
+
+
+def _all_in_common(_: Any) -> Any:
+    return lambda a, b: min(len(a), len(b))
+
+
 def _noise_of_the_next_position(sample: Any) -> Any:
     def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
         logits, slots, rows, rows_np, positions, ids, depths, *others = args
@@ -62,23 +74,29 @@ def _one_level_short(walk: Any) -> Any:
 Patch = tuple[Any, str, Callable[[Any], Any]]
 """The object and the attribute that are replaced, and the wrapper of the original."""
 
-BUGS: dict[str, Patch] = {
+BUGS: dict[str, list[Patch]] = {
     # A wrong bit in a tree's mask.
-    "mask": (TreeBatch, "build", _wrong_mask_bit),
+    "mask": [(TreeBatch, "build", _wrong_mask_bit)],
     # One namespace for all requests.
-    "namespace": (request_options, "shared_namespace", _one_namespace),
+    "namespace": [(request_options, "shared_namespace", _one_namespace)],
     # All that other engines send goes to one namespace.
-    "fleet": (Replica, "put", _into_the_first_namespace),
+    "fleet": [(Replica, "put", _into_the_first_namespace)],
+    # A kept text is taken over by any later request of its namespace.
+    "session": [
+        (sessions, "prefix_hashes", _none_apart),
+        (sessions, "_num_common", _all_in_common),
+    ],
     # Nodes are sampled with the noise of the next position.
-    "noise": (sampler.RootSampler, "sample", _noise_of_the_next_position),
+    "noise": [(sampler.RootSampler, "sample", _noise_of_the_next_position)],
     # The walk that moves KV ends one level above the last token's.
-    "short-walk": (sampler, "walk", _one_level_short),
+    "short-walk": [(sampler, "walk", _one_level_short)],
 }
 
 
 @contextmanager
 def planted(bug: str) -> Iterator[None]:
     """Plant this bug in lookahead while the block runs."""
-    owner, name, wrong = BUGS[bug]
-    with mock.patch.object(owner, name, wrong(getattr(owner, name))):
+    with ExitStack() as stack:
+        for owner, name, wrong in BUGS[bug]:
+            stack.enter_context(mock.patch.object(owner, name, wrong(getattr(owner, name))))
         yield

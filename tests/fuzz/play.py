@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from lookahead_vllm.draft.fleet import exchange
 from lookahead_vllm.draft.registry import PROPOSERS
+from lookahead_vllm.draft.trie import sessions
 from lookahead_vllm.engine.worker.step_recorder import Counters
 from tests.fuzz.isolation import Leak, LeakDetector
 from tests.fuzz.processes import counters_of, engine_elsewhere
@@ -49,6 +50,8 @@ The attention scores of these models are large: lookahead's kernel and PyTorch b
 float64 by up to 1.2e-5 of an output's mean."""
 PERTURBATIONS = 24
 MAX_STEPS = 20_000
+SHORT_SESSIONS = {"MIN_TOKENS": 8, "BLOCK_TOKENS": 4, "MAX_CHANGED_TOKENS": 4}
+"""Lets the texts of short requests be kept."""
 
 
 @dataclass
@@ -285,6 +288,7 @@ class Rounds:
             counted_preemptions() as preempted,
             branching_requests() as played.branching,
             counted_twice(),
+            mock.patch.multiple(sessions, **SHORT_SESSIONS),
             self._shared(round_) as lookahead,
         ):
             for engine_passes in [1] * passes if round_.fleet else [passes]:

@@ -27,12 +27,13 @@ MODELS = sorted(TINY)
 FEW_REQUESTS = 25
 """Rounds with fewer requests are played, to save time."""
 
-LEAKS = ("namespace", "fleet")
+LEAKS = ("namespace", "fleet", "session")
 """The planted bugs that leak."""
 
 NEEDED = {
     "namespace": {"namespaces", "proposer ngram_trie"},
     "fleet": {"namespaces of disjoint vocabularies"},
+    "session": {"namespaces", "proposer ngram_trie"},
 }
 """By planted bug: the features that a round needs to show it."""
 

@@ -18,12 +18,12 @@ from tests.support.files import jsonl
 
 def test_a_proposer_has_the_settings_of_its_name_and_the_simulators_budget() -> None:
     name = "ngram_trie:branch_length=8:max_nodes=2048"
-    proposer: Any = choose_proposers(name)[name](24, None)
+    proposer: Any = choose_proposers(name)[name](24, None, 0)
     options = proposer.options
     assert (options.branch_length, options.max_nodes) == (8, 2048)
     assert (options.budget, options.num_speculative_tokens) == (24, 24)
     curve = CostCurve([1, 2], [1.0, 3.0])
-    costed: Any = choose_proposers(name)[name](24, curve)
+    costed: Any = choose_proposers(name)[name](24, curve, 0)
     assert costed.options.budget == "auto" and costed.cost.curve is curve
 
 
@@ -38,7 +38,7 @@ def test_recorded_chains_are_in_the_trees_of_a_proposer_with_a_drafter(tmp_path:
     file = load_traces(jsonl(tmp_path / "t.jsonl", line))
     names = "ngram_trie,ngram_trie:drafter=1,ngram_trie:drafter=3"
     alone, first, whole = (
-        simulate(partial(make, 8, None), 8, [file], ["cold"])["cold"]["edl"]
+        simulate(partial(make, 8, None, 0), 8, [file], ["cold"])["cold"]["edl"]
         for make in choose_proposers(names).values()
     )
     assert alone == 1 < first < whole

@@ -43,11 +43,29 @@ def test_traces_are_filtered_then_shuffled_then_limited(tmp_path: Path) -> None:
         ({"prompt_token_ids": "x", "output_token_ids": []}, r"t.jsonl, line 2: `prompt_token_ids`"),
         (line([1, 2], chains=[[[[1, 0]] * 4]]), r"t.jsonl, line 2: `chains` must have, for each"),
         (line([1, 2], chains=[1, 2]), r"t.jsonl, line 2: `chains` must have, for each"),
+        ({"turns": 1}, r"t.jsonl, line 2: `turns` must be a list of objects"),
+        ({"turns": [line([1]), {}]}, r"t.jsonl, line 2, turn 2: `prompt_token_ids` must be a list"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, second: Any, message: str) -> None:
     with pytest.raises(TraceError, match=message):
         load_traces(jsonl(tmp_path / "t.jsonl", line([1, 2]), second))
+
+
+def test_the_turns_of_a_session_are_prompted_with_those_before_them(tmp_path: Path) -> None:
+    turns = [
+        {"prompt_token_ids": [1, 2], "output_token_ids": [3, 4]},
+        {"prompt_token_ids": [5], "output_token_ids": [6], "category": "short"},
+        {"prompt_token_ids": [7], "output_token_ids": [8, 9], "category": "b"},
+    ]
+    alone = line([10, 11])
+    path = jsonl(tmp_path / "t.jsonl", {"turns": turns, "suite": "s", "category": "a"}, alone)
+    file = load_traces(path)
+    assert [one.prompt.tolist() for one in file.traces] == [[1, 2], list(range(1, 8)), [1, 2]]
+    assert [one.output.tolist() for one in file.traces] == [[3, 4], [8, 9], [10, 11]]
+    assert [one.category for one in file.traces] == ["s/a", "s/b", "all"]
+    assert [[one.turn for one in session] for session in file.sessions] == [[0, 1], [0]]
+    assert file.too_short == 1
 
 
 @pytest.mark.parametrize(

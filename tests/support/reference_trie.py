@@ -71,9 +71,9 @@ class TrieModel:
                 at, seen = len(slots), 0
                 slots.append(None)
             else:
-                at, seen = min(range(len(slots)), key=lambda i: slots[i][1]), 0
-            slots[at] = slots[0]
-            slots[0] = (token, seen + 1)
+                at, seen = max(range(len(slots)), key=lambda i: (-slots[i][1], i)), 0
+            slots.pop(at)
+            slots.insert(0, (token, seen + 1))
 
     def followers(self, space, text, suffix):
         return self.slots.get((space, context(text, suffix)), [])

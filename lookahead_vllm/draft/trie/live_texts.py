@@ -6,12 +6,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from lookahead_vllm.draft.jit import Int32s, Int64s
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.progress import no_chains
 from lookahead_vllm.draft.request_rows import RequestRows
 from lookahead_vllm.draft.sources import ANSWERS
 from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.draft.trie.candidates import CHOICES, NUM_SPACES
+from lookahead_vllm.draft.trie.sessions import MAX_ANSWER_TOKENS, Session
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES, Hashes
 from lookahead_vllm.draft.trie.table import NO_SPACE
 
@@ -27,6 +28,8 @@ class LiveTexts:
         A number for each request, which no later one gets.
     chains : int32 [capacity, chain_length, NUM_ALTERNATIVES, 2]
         What a trained drafter proposes after each text.
+    sessions : dict of int to Session
+        By row, of the texts that are in the trie.
     """
 
     def __init__(self, chain_length: int) -> None:
@@ -36,6 +39,11 @@ class LiveTexts:
         self.numbers: Int64s = np.zeros(self.request_rows.capacity, np.int64)
         self._last_number = 0
         self.chains = no_chains(chain_length, self.request_rows.capacity)
+        self.sessions: dict[int, Session] = {}
+        self._answers: Int32s = np.empty((self.request_rows.capacity, MAX_ANSWER_TOKENS), np.int32)
+        """int32 [capacity, MAX_ANSWER_TOKENS]: the tokens that were inserted behind each prompt."""
+        self._answer_sizes: Int64s = np.zeros(self.request_rows.capacity, np.int64)
+        """int64 [capacity]: how many; those behind MAX_ANSWER_TOKENS are counted, not kept."""
         self._with_choices = True
         self._choices: Int32s = np.zeros(self.request_rows.capacity, np.int32)
         """int32 [capacity]: each text's space for the model's choices, also while it is unused."""
@@ -53,11 +61,23 @@ class LiveTexts:
         self.numbers = self.request_rows.resized(self.numbers)
         self.chains = self.request_rows.resized(self.chains)
         self._choices = self.request_rows.resized(self._choices)
+        self._answers = self.request_rows.resized(self._answers)
+        self._answer_sizes = self.request_rows.resized(self._answer_sizes)
+        self._answer_sizes[row] = 0
         self.spaces[row], self._choices[row] = NO_SPACE, NO_SPACE
         self._last_number += 1
         self.numbers[row] = self._last_number
         self.chains[row] = UNKNOWN
         return row
+
+    def add_to_answers(self, rows: Int64s, tokens: Int32s, sizes: Int64s) -> None:
+        """The `tokens` int32 [n] of these texts were inserted, `sizes` int64 [t] of each."""
+        add_to_answers(self._answers, self._answer_sizes, rows, tokens, sizes)
+
+    def answer_of(self, row: int) -> Int32s | None:
+        """The tokens that were inserted behind a prompt; None if they are too many."""
+        size = self._answer_sizes[row]
+        return self._answers[row, :size] if size <= MAX_ANSWER_TOKENS else None
 
     def keep_choices_in(self, row: int, space: int) -> None:
         """Give the text a space for the model's choices."""
@@ -81,3 +101,17 @@ class LiveTexts:
     def shared_spaces(self) -> set[int]:
         """The shared spaces of the texts, and possibly of some ended requests."""
         return {*self.spaces[:, ANSWERS].tolist(), *self._choices.tolist()}
+
+
+@kernel
+def add_to_answers(
+    answers: Int32s, answer_sizes: Int64s, rows: Int64s, tokens: Int32s, sizes: Int64s
+) -> None:
+    """See `LiveTexts.add_to_answers`."""
+    at = 0
+    for i, row in enumerate(rows):
+        for _ in range(sizes[i]):
+            if answer_sizes[row] < answers.shape[1]:
+                answers[row, answer_sizes[row]] = tokens[at]
+            answer_sizes[row] += 1
+            at += 1

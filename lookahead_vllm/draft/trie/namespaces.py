@@ -67,7 +67,7 @@ class Namespaces:
     def _forget(self, live: Collection[int]) -> None:
         digests = list(self._spaces)
         spaces = np.fromiter(self._spaces.values(), np.int64, len(digests))
-        sizes = count_by_space(self._trie.edges[-SAMPLED_EDGES:], spaces)
+        sizes = count_by_space(self._trie.answers[-SAMPLED_EDGES:], spaces)
         idle = np.flatnonzero(~np.isin(spaces, np.array(list(live), np.int64)))
         smallest = idle[np.argsort(sizes[idle], kind="stable")]
         for i in smallest[: max(1, MAX_NAMESPACES // 4)].tolist():

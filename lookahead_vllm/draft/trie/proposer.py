@@ -29,19 +29,19 @@ from lookahead_vllm.draft.trie.acceptance_rate import MAX_WEIGHT, NUM_RATES, Acc
 from lookahead_vllm.draft.trie.live_texts import LiveTexts
 from lookahead_vllm.draft.trie.namespaces import Namespaces, digest_of
 from lookahead_vllm.draft.trie.recycling import make_lines
+from lookahead_vllm.draft.trie.sessions import EXPECTED_ANSWER_TOKENS, Sessions
 from lookahead_vllm.draft.trie.step import begin_and_grow, extend
 from lookahead_vllm.draft.trie.suffix import (
     NUM_SPARSE,
     ORDERS,
     PROMPT_END,
     Hashes,
-    empty_hashes,
     hashes_of,
 )
 from lookahead_vllm.draft.trie.table import NO_SPACE, Trie, count_by_space
 
-EXPECTED_ANSWER_TOKENS = 2048
-"""A private space has slots for twice as many tokens; after that, its oldest edges are replaced."""
+NUM_SAMPLES = 128
+"""The places in texts at which `held_share` looks for their n-grams, in less than 1 ms."""
 
 SUFFIXES = [*ORDERS, -NUM_SPARSE, PROMPT_END]
 """Identifies the n-grams of a snapshot: the lengths of the suffixes."""
@@ -87,12 +87,13 @@ class NGramTrieProposer(Proposer):
     """Grows trees from what followed the same tokens in this request's text and earlier answers.
 
     Source: Lookahead (KDD 2024), Algorithm 1. Answers are inserted token by token and stay until
-    they are pruned. A request's own text is eliminated when the request ends.
+    they are pruned. A request's own text is kept for the next turn of its conversation, see
+    `sessions.py`, or eliminated when the request ends.
     """
 
     def __init__(self, options: LookaheadOptions, num_lines: int = 0) -> None:
         self.options = options
-        self.trie = Trie(options.max_nodes)
+        self.trie = Trie(options.max_nodes, options.num_text_nodes)
         self.rate = AcceptanceRate(priors.load(NUM_RATES))
         self._lines = make_lines(num_lines)
         """The table of the model's choices, see `recycling.py`."""
@@ -107,6 +108,7 @@ class NGramTrieProposer(Proposer):
         them, and whether rates have to be learned from them."""
         self.insertion = InsertionQueue()
         """Prompts and references that are not in the trie yet."""
+        self._sessions = Sessions(self.trie, self.insertion)
         self.fleet: Fleet | None = None
         """Proposers that get what this one emits; see `draft/fleet/`."""
         self.followed: dict[str, str] = {}
@@ -128,7 +130,8 @@ class NGramTrieProposer(Proposer):
     ) -> None:
         """See Proposer. The whole prompt is indexed; an end of sequence in it is a token.
 
-        Long texts are inserted in parts, by the next calls of `learn`, so that no step waits.
+        Long texts are inserted in parts, by the next calls of `learn` and `wait`, so that no step
+        waits. What an earlier turn of the conversation has inserted is taken over.
         """
         self.finish(request_id)
         tokens = np.array(prompt, np.int32)  # copies: the caller may reuse its memory
@@ -140,13 +143,20 @@ class NGramTrieProposer(Proposer):
         with_trie = proposer != "jacobi_window"
         with_choices = len(self._lines) > 0 and proposer != "ngram_trie"
         own = shared = NO_SPACE
+        digest = None
         if namespace is not None:
             digest = digest_of(namespace)
             shared = self.shared_space(digest)
             if self.fleet is not None and shared != NO_SPACE:
                 self.fleet.follow(digest, shared)
-        if with_trie or shared == NO_SPACE:
-            own = self.trie.new_private(len(tokens) + length + EXPECTED_ANSWER_TOKENS)
+        if with_trie:
+            # References are in the text's space, too, and are for this request alone.
+            keeps = shared != NO_SPACE and not texts
+            session = self._sessions.open(digest if keeps else None, tokens, length)
+            if session is not None:
+                self._texts.sessions[row], own = session, session.space
+        elif shared == NO_SPACE:
+            own = self.trie.new_private(EXPECTED_ANSWER_TOKENS)
         if with_choices:
             self._texts.keep_choices_in(row, shared or own)
         if not with_trie:
@@ -158,7 +168,6 @@ class NGramTrieProposer(Proposer):
         for reference in texts:
             for source in (REFERENCE, OWN):
                 self._insert_later(row, int(spaces[source]), hashes.copy(), reference)
-        self._insert_later(row, own, empty_hashes(), tokens)
         self.insertion.work()
 
     @property
@@ -232,6 +241,10 @@ class NGramTrieProposer(Proposer):
         self.pays = forest.num_nodes > 0 and is_worth_waiting(self.cost, speedup)
         return forest
 
+    def wait(self, seconds: float) -> None:
+        """See Proposer. Inserts texts."""
+        self.insertion.work_for(seconds)
+
     def learn(self) -> None:
         """See Proposer. Also inserts texts for a share of the step."""
         self._learn_drafted()
@@ -250,12 +263,19 @@ class NGramTrieProposer(Proposer):
         inserts: bool = True,
     ) -> None:
         """Learn rates from the `emitted` tokens, insert them, and move the `texts` on."""
+        hashes, spaces, _ = texts
+        rows, tokens, sizes, live = emitted
+        if inserts:
+            self._texts.add_to_answers(live, tokens, sizes)
         if self.fleet is not None and inserts:
-            hashes, spaces, _ = texts
-            rows, tokens, sizes, live = emitted
             numbers = self._texts.numbers[live]
             self.fleet.send(numbers, spaces[rows, ANSWERS], hashes[rows], tokens, sizes)
         extend(self.trie.arrays, self._lines, texts, emitted, self.rate.arrays, learns, inserts)
+
+    def held_share(self) -> float | None:
+        """How much of the texts that were read the trie holds, by a sample of their n-grams."""
+        num_all, num_held = self._sessions.sample(NUM_SAMPLES)
+        return num_held / num_all if num_all else None
 
     def proposed_after(self, texts: Int64s) -> Int32s:
         """See Proposer."""
@@ -265,11 +285,15 @@ class NGramTrieProposer(Proposer):
     # ---- the end of a request, and of an engine --------------------------------------------------
 
     def finish(self, request_id: str) -> None:
-        """See Proposer. O(1); leaves the n-grams of other requests unchanged."""
+        """See Proposer. Leaves the n-grams of other requests unchanged."""
         self._learn_drafted()
         row = self._texts.request_rows.pop(request_id)
         if row is not None:
             self.insertion.drop(row)
+            session = self._texts.sessions.pop(row, None)
+            if session is not None:
+                self._sessions.close(session, self._texts.answer_of(row))
+                self._texts.spaces[row, OWN] = NO_SPACE
             for space in self._texts.spaces_of(row):
                 self.trie.eliminate(space)
 
@@ -284,7 +308,7 @@ class NGramTrieProposer(Proposer):
         Another proposer with the same `max_nodes` can `restore` them.
         """
         arrays: dict[str, NDArray[Any]] = {
-            "edges": self.trie.edges,
+            "edges": self.trie.answers,
             "counters": self.trie.counters,
             "rates": self.rate.rates,
             "trials": self.rate.trials,

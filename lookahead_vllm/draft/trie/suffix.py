@@ -40,6 +40,8 @@ PROMPT_END = 64
 """Tokens of the prompt that belong to the whole answer."""
 
 _LONGEST = ORDERS[-1]
+CONTEXT = _LONGEST + 1
+"""The tokens before a place on which its suffixes depend, but for the whole answer."""
 NUM_HASHES = _LONGEST + 1 + NUM_SPARSE + 1
 _WHOLE_ENTRY = NUM_HASHES - 1
 

@@ -9,20 +9,31 @@ every token that followed the suffix. Nothing points to an edge:
 
 - A new edge takes the least valuable slot of its line. Pruning is gradual, its cost is constant,
   and the table never grows.
-- An edge belongs to a space: a namespace of answers, or one live request's own text. Eliminating
-  a request's text removes the number of its space and touches no frequency that another request
-  relies on. An edge matches only within its own space, which is compared exactly, not by hash.
+- An edge belongs to a space: a namespace of answers, or one text, of a live request or kept
+  for the next turn of its conversation. Eliminating a text removes the number of its space and
+  touches no frequency that another request relies on. An edge matches only within its own space,
+  which is compared exactly, not by hash.
 """
 
 from __future__ import annotations
 
+import mmap
 from typing import NamedTuple
 
 import numpy as np
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.tree import UNKNOWN
-from lookahead_vllm.draft.trie.suffix import NUM_SUFFIXES, WHOLE, Hashes, advance, hash_in_space
+from lookahead_vllm.draft.trie.suffix import (
+    CONTEXT,
+    NUM_HASHES,
+    NUM_SUFFIXES,
+    WHOLE,
+    Hashes,
+    advance,
+    hash_in_space,
+    hashes_of,
+)
 
 # Columns of `Trie.edges`. KEY has the space in its lower 32 bits and a part of the suffix's hash
 # above. USE has, from the lowest bit, the token (32 bits), how often it followed (16, saturating)
@@ -53,6 +64,12 @@ _ELIMINATED = -1  # the value of a slot whose private space was eliminated
 MIN_REGION_LINES = 2048  # the fewest lines that a private space is spread over: 128 KiB
 MAX_LIVE_SPACES = 1 << 12
 """The most private spaces that are live at a time."""
+_SHARED = MAX_LIVE_SPACES
+"""The row of all shared spaces in `Trie.live`."""
+
+SLOTS_PER_TOKEN = 2 * NUM_SUFFIXES
+"""Slots of a private space for each of its expected tokens: a token adds at most NUM_SUFFIXES - 1
+edges, 6 of them new in a usual text, and lines fill unevenly."""
 
 # Slots of `Trie.counters`.
 CLOCK, PRUNED, LAST_PRIVATE, LAST_SHARED, FILLED = range(5)
@@ -78,27 +95,41 @@ class Trie:
     max_nodes : int
         The number of edges, each of which leads to a node; rounded down to whole lines of 4 edges,
         which are 64 bytes.
+    text_nodes : int
+        Further edges, for private spaces alone. Their memory is allocated as it is used. If 0,
+        private spaces share the others.
 
     Attributes
     ----------
-    edges : int64 [max_nodes, 2]
+    edges : int64 [max_nodes + text_nodes, 2]
         KEY, which is 0 for an empty slot, and USE.
-    live : int32 [MAX_LIVE_SPACES, 3]
+    live : int32 [MAX_LIVE_SPACES + 1, 3]
         The private spaces that are not eliminated, each with the first line of its region and the
         region's length in lines. All edges of the space are in its region, so a short text uses a
-        small part of the table, which stays in the processor's cache.
+        small part of the table, which stays in the processor's cache. The last row has the region
+        of the shared spaces.
     counters : int64 [5]
         The CLOCK, in edges that were made; PRUNED edges, the LAST_PRIVATE and LAST_SHARED space
         numbers, FILLED slots.
     """
 
-    def __init__(self, max_nodes: int) -> None:
-        lines = max_nodes // SLOTS_PER_LINE
+    def __init__(self, max_nodes: int, text_nodes: int = 0) -> None:
+        lines, text_lines = max_nodes // SLOTS_PER_LINE, text_nodes // SLOTS_PER_LINE
+        # Not from the allocator, which may write to all of it. It begins with a page, so a line is
+        # one cache line.
+        size = (lines + text_lines) * SLOTS_PER_LINE * 16
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # lines are read at random: a third of the time
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.edges: Int64s = np.frombuffer(memory, np.int64).reshape(-1, 2)
+        self.answers: Int64s = self.edges[: lines * SLOTS_PER_LINE]
+        """The edges that shared spaces may have."""
         # Written, not only reserved, so that the memory is allocated when the server starts.
-        memory = np.full((lines + 1) * SLOTS_PER_LINE * 2, 0, np.int64)
-        first = (-memory.ctypes.data % 64) // 8  # aligned: a line is one cache line
-        self.edges: Int64s = memory[first : first + lines * SLOTS_PER_LINE * 2].reshape(-1, 2)
-        self.live: Int32s = np.zeros((MAX_LIVE_SPACES, 3), np.int32)
+        self.answers[:] = 0
+        self.live: Int32s = np.zeros((MAX_LIVE_SPACES + 1, 3), np.int32)
+        self.live[_SHARED, 2] = lines
+        self._text_lines = (lines, text_lines) if text_lines else (0, max(1, lines * 3 // 4))
+        """The first line of the private spaces, and the number of their lines."""
         self.counters: Int64s = np.zeros(5, np.int64)
 
     @property
@@ -135,22 +166,37 @@ class Trie:
         self.counters[LAST_SHARED] += 1
         return int(self.counters[LAST_SHARED])
 
-    def new_private(self, num_tokens: int) -> int:
-        """A space for a live request's own text of about `num_tokens` tokens.
+    def new_private(self, num_tokens: int, may_overlap: bool = True) -> int:
+        """A space for a text of about `num_tokens` tokens.
 
-        NO_SPACE if MAX_LIVE_SPACES are live. All private spaces are in the first three quarters of
-        the table, so that texts of live requests never displace the answers in the last one.
+        NO_SPACE if MAX_LIVE_SPACES are live, or if it would overlap a live one and may not. Without
+        `text_nodes`, all private spaces are in the first three quarters of the table, so that texts
+        never displace the answers in the last one.
         """
-        lines = max(1, len(self.edges) // SLOTS_PER_LINE * 3 // 4)
-        region = min(lines, max(MIN_REGION_LINES, num_tokens * NUM_SUFFIXES * 2 // SLOTS_PER_LINE))
+        start, lines = self._text_lines
+        region = min(lines, max(MIN_REGION_LINES, num_tokens * SLOTS_PER_TOKEN // SLOTS_PER_LINE))
+        gap = self._gap(region)
+        if gap is None and not may_overlap:
+            return NO_SPACE
         for _ in range(MAX_LIVE_SPACES):
             self.counters[LAST_PRIVATE] = self.counters[LAST_PRIVATE] % MAX_SPACE + 1
             space = -int(self.counters[LAST_PRIVATE])
             if self.live[-space % MAX_LIVE_SPACES, 0] == 0:
-                first = -space * 0x9E3779B1 % (lines - region + 1)
+                overlapping = start + -space * 0x9E3779B1 % (lines - region + 1)
+                first = overlapping if gap is None else gap
                 self.live[-space % MAX_LIVE_SPACES] = space, first, region
                 return space
         return NO_SPACE
+
+    def _gap(self, region: int) -> int | None:
+        """The first of `region` lines that no live private space has."""
+        start, lines = self._text_lines
+        taken = self.live[np.flatnonzero(self.live[:_SHARED, 0]), 1:].astype(np.int64)
+        taken = taken[np.argsort(taken[:, 0])]
+        ends = np.maximum.accumulate(np.append(start, taken.sum(1)))
+        gaps = np.append(taken[:, 0], start + lines) - ends
+        fitting = np.flatnonzero(gaps >= region)
+        return int(ends[fitting[0]]) if len(fitting) else None
 
     def is_live(self, space: int) -> bool:
         """Whether this is a private space that is not eliminated."""
@@ -168,6 +214,19 @@ class Trie:
         UNKNOWN. A request's own text is inserted without the suffix WHOLE.
         """
         insert_text(self.arrays, space, hashes, tokens, with_whole)
+
+    def insert_before(self, space: int, tokens: Int32s, start: int, end: int) -> None:
+        """As `insert`, without WHOLE, of `tokens[start:end]`, newest first, as older than all that
+        the space holds."""
+        insert_before(self.arrays, space, tokens, start, end)
+
+    def remove(self, space: int, tokens: Int32s, start: int, end: int) -> None:
+        """Take back that `tokens[start:end]` were inserted without WHOLE.
+
+        No n-gram is left that only they had; one that others have, too, may be lost if frequencies
+        have faded since.
+        """
+        remove_text(self.arrays, space, tokens, start, end)
 
 
 def spaces_of(edges: Int64s) -> Int32s:
@@ -203,11 +262,8 @@ def count_by_space(edges: Int64s, spaces: Int64s) -> Int64s:
 @kernel
 def region_of(trie: TrieArrays, space: int) -> tuple[np.int64, np.int64]:
     """The first line of the part of the table that holds the space, and its number of lines."""
-    if space < 0:
-        return np.int64(trie.live[-space % MAX_LIVE_SPACES, 1]), np.int64(
-            trie.live[-space % MAX_LIVE_SPACES, 2]
-        )
-    return np.int64(0), np.int64(len(trie.edges) // SLOTS_PER_LINE)
+    row = -space % MAX_LIVE_SPACES if space < 0 else _SHARED
+    return np.int64(trie.live[row, 1]), np.int64(trie.live[row, 2])
 
 
 @kernel
@@ -227,7 +283,7 @@ def locate(
 def matches(edges: Int64s, key: int, slot: int) -> np.int64:
     """Which slots of the line at `slot` hold an edge of this key, as bits, the first slot lowest.
 
-    Of these edges, the first is the one that was counted last.
+    These edges are in the order in which they were counted last, the latest first.
     """
     return (  # without a branch
         np.int64(edges[slot, KEY] == key)
@@ -259,23 +315,31 @@ def _value(edges: Int64s, live: Int32s, slot: int, now: int) -> int:
 
 
 @kernel
-def count(edges: Int64s, live: Int32s, counters: Int64s, key: int, line: int, token: int) -> None:
-    """Count that `token` followed the suffix of `key`; its edge becomes the suffix's first one.
+def count(
+    edges: Int64s,
+    live: Int32s,
+    counters: Int64s,
+    key: int,
+    line: int,
+    token: int,
+    is_newest: bool = True,
+) -> None:
+    """Count that `token` followed the suffix of `key`.
 
+    The edges of a suffix are in the order in which they were counted last. A token that is not the
+    newest goes behind all others, or stays where it is.
     `line` is the first slot of the suffix's line. Takes the trie's arrays one by one: as a
     NamedTuple they cost 0.1 µs more for each token.
     """
     now = counters[CLOCK] // max(1, len(edges) // CLOCK_TICKS) & MAX_UINT16
-    first = edge = -1
+    edge = -1
     for slot in range(line, line + SLOTS_PER_LINE):
-        if edges[slot, KEY] == key:
-            if first < 0:
-                first = slot
-            if edges[slot, USE] & TOKEN_MASK == token:
-                edge = slot
-                break
+        if edges[slot, KEY] == key and edges[slot, USE] & TOKEN_MASK == token:
+            edge = slot
+            break
+    is_known = edge >= 0
     times = 0
-    if edge >= 0:
+    if is_known:
         use = edges[edge, USE]
         age = (now - (use >> TIME_SHIFT)) & MAX_UINT16
         times = (use >> COUNT_SHIFT & MAX_UINT16) >> min(age // HALF_LIFE_TICKS, 31)
@@ -284,15 +348,22 @@ def count(edges: Int64s, live: Int32s, counters: Int64s, key: int, line: int, to
         least = _value(edges, live, line, now)
         for slot in range(line + 1, line + SLOTS_PER_LINE):
             value = _value(edges, live, slot, now)
-            if value < least:
+            if value < least or value == least >= 0:  # of one suffix, the last is the oldest
                 edge, least = slot, value
         counters[CLOCK] += 1
         counters[PRUNED] += least >= 0
         counters[FILLED] += least == _EMPTY
     use = now << TIME_SHIFT | min(times + 1, MAX_UINT16) << COUNT_SHIFT | np.int64(token)
-    if 0 <= first < edge:
-        edges[edge, KEY], edges[edge, USE] = edges[first, KEY], edges[first, USE]
-        edge = first
+    if is_newest:
+        for slot in range(edge - 1, line - 1, -1):
+            if edges[slot, KEY] == key:
+                edges[edge, KEY], edges[edge, USE] = key, edges[slot, USE]
+                edge = slot
+    elif not is_known:
+        for slot in range(edge + 1, line + SLOTS_PER_LINE):
+            if edges[slot, KEY] == key:
+                edges[edge, KEY], edges[edge, USE] = key, edges[slot, USE]
+                edge = slot
     edges[edge, KEY], edges[edge, USE] = key, use
 
 
@@ -317,3 +388,97 @@ def insert_text(
                 count(edges, live, counters, key, slot, token)
         advance(hashes, token, next_hashes)
         hashes[:] = next_hashes
+
+
+@kernel
+def _locate_all(
+    trie: TrieArrays, space: int, tokens: Int32s, start: int, end: int
+) -> tuple[Int64s, Int64s]:
+    """What `locate` returns for each n-gram that ends in `tokens[start:end]`, int64
+    [n, NUM_SUFFIXES]; the key is 0 where there is none."""
+    keys = np.zeros((end - start, NUM_SUFFIXES), np.int64)
+    slots = np.empty((end - start, NUM_SUFFIXES), np.int64)
+    hashes = hashes_of(tokens[max(0, start - CONTEXT) : start])
+    next_hashes = np.empty(NUM_HASHES, np.uint64)
+    first, lines = region_of(trie, space)
+    for i in range(end - start):
+        token = tokens[start + i]
+        if token == UNKNOWN:
+            hashes[:] = 0
+            continue
+        for suffix in range(NUM_SUFFIXES):
+            if suffix != WHOLE:
+                keys[i, suffix], slots[i, suffix] = locate(first, lines, space, hashes, suffix)
+        advance(hashes, token, next_hashes)
+        hashes[:] = next_hashes
+    return keys, slots
+
+
+@kernel
+def _fetch(edges: Int64s, keys: Int64s, slots: Int64s) -> np.int64:
+    """Read each line once in a small loop, so that the processor fetches all at the same time."""
+    read = np.int64(0)
+    for i in range(len(keys)):
+        for suffix in range(NUM_SUFFIXES):
+            if keys[i, suffix]:
+                read |= edges[slots[i, suffix], KEY]
+    return read
+
+
+@kernel
+def insert_before(trie: TrieArrays, space: int, tokens: Int32s, start: int, end: int) -> np.int64:
+    """See `Trie.insert_before`."""
+    trie = TrieArrays(*trie)
+    edges, live, counters = trie.edges, trie.live, trie.counters
+    keys, slots = _locate_all(trie, space, tokens, start, end)
+    read = _fetch(edges, keys, slots)
+    for i in range(end - start - 1, -1, -1):
+        for suffix in range(NUM_SUFFIXES):
+            if keys[i, suffix]:
+                key, slot = keys[i, suffix], slots[i, suffix]
+                count(edges, live, counters, key, slot, tokens[start + i], False)
+    return read  # so that the reads are compiled
+
+
+@kernel
+def remove_text(trie: TrieArrays, space: int, tokens: Int32s, start: int, end: int) -> np.int64:
+    """See `Trie.remove`."""
+    trie = TrieArrays(*trie)
+    edges, counters = trie.edges, trie.counters
+    keys, slots = _locate_all(trie, space, tokens, start, end)
+    read = _fetch(edges, keys, slots)
+    for i in range(end - start):
+        for suffix in range(NUM_SUFFIXES):
+            if keys[i, suffix] == 0:
+                continue
+            for slot in range(slots[i, suffix], slots[i, suffix] + SLOTS_PER_LINE):
+                use = edges[slot, USE]
+                if edges[slot, KEY] != keys[i, suffix] or use & TOKEN_MASK != tokens[start + i]:
+                    continue
+                if use >> COUNT_SHIFT & MAX_UINT16 > 1:
+                    edges[slot, USE] = use - (1 << COUNT_SHIFT)
+                else:
+                    edges[slot, KEY] = edges[slot, USE] = 0
+                    counters[FILLED] -= 1
+                break
+    return read
+
+
+@kernel
+def count_present(trie: TrieArrays, space: int, tokens: Int32s, places: Int64s) -> tuple[int, int]:
+    """How many n-grams end at these places of a text, int64 [n], and how many of them the space
+    holds."""
+    trie = TrieArrays(*trie)
+    num_all = num_held = 0
+    for place in places:
+        keys, slots = _locate_all(trie, space, tokens, place, place + 1)
+        for suffix in range(NUM_SUFFIXES):
+            if keys[0, suffix] == 0:
+                continue
+            num_all += 1
+            for slot in range(slots[0, suffix], slots[0, suffix] + SLOTS_PER_LINE):
+                num_held += (
+                    trie.edges[slot, KEY] == keys[0, suffix]
+                    and trie.edges[slot, USE] & TOKEN_MASK == tokens[place]
+                )
+    return num_all, num_held

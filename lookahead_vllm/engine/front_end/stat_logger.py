@@ -145,6 +145,7 @@ class Summary:
         """The first two of requests that decode."""
         self._seconds = self._plain_seconds = 0.0
         """Of measured steps, and as predicted without drafts."""
+        self._texts_held: float | None = None
 
     def add(self, report: StepReport | None, stats: IterationStats | None) -> None:
         """Count what a step reported, and the tokens that arrived with it."""
@@ -157,6 +158,8 @@ class Summary:
             self._accepted += sum(report.accepted)
             self._seconds += sum(measured for _, measured in report.costs)
             self._plain_seconds += report.plain_seconds
+            if report.texts_held is not None:
+                self._texts_held = report.texts_held
 
     def text(self) -> str:
         """For the log; empty if no request decoded."""
@@ -169,6 +172,8 @@ class Summary:
             f"{length:.2f} tokens a step of a request, "
             f"{self._accepted / self._verified:.0%} of {self._verified} draft tokens accepted"
         )
+        if self._texts_held is not None:
+            text += f", {self._texts_held:.0%} of what was read in the trie"
         if not self._plain_seconds:
             return text
         # One token at a time, the requests would have needed `length` times as many steps.
@@ -220,6 +225,9 @@ class EngineMetrics:
         )
         self._trie_nodes = series(Gauge, "trie_nodes", "N-grams that the trie holds.")
         self._trie_bytes = series(Gauge, "trie_bytes", "Memory of the trie and its tables.")
+        self._texts_held = series(
+            Gauge, "trie_texts_held", "Share of the n-grams of live and kept texts in the trie."
+        )
         self._evictions = series(
             Counter, "trie_evictions", "N-grams that were pruned to make room for newer ones."
         )
@@ -253,6 +261,8 @@ class EngineMetrics:
             self._trie_nodes.set(report.trie_nodes)
         if report.trie_bytes is not None:
             self._trie_bytes.set(report.trie_bytes)
+        if report.texts_held is not None:
+            self._texts_held.set(report.texts_held)
         self._published.inc(report.published)
         self._learned.inc(report.learned)
         self._dropped.inc(report.dropped)

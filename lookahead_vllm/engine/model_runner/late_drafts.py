@@ -120,7 +120,7 @@ class LateDrafts:
         self._drafted: _Plan | None = None
         """The step for which the proposer has drafted, until it has learned from the tokens."""
         self._steps_without_slots = 0
-        self._waiter = Waiter()
+        self._waiter = Waiter(self._work)
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -221,6 +221,11 @@ class LateDrafts:
             with self._drafter.recorder.timed("draft"):
                 self._draft(_NOTHING, step, self._prepare(_NOTHING, step))
             self._catch_up()
+
+    def _work(self, seconds: float) -> None:
+        """While the device computes, insert texts for at most so long."""
+        with self._drafter.surviving("insert texts"):
+            self._drafter.proposer.wait(seconds)
 
     def _follow_new(self, step: LaunchedStep) -> None:
         """Pass the requests of a step that are new to the proposer; needs no tokens."""

@@ -14,6 +14,9 @@ from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine.step_report import StepReport
 from lookahead_vllm.verify.acceptance import tally
 
+TEXTS_SECONDS = 10.0
+"""So often, it is measured how much of the texts the trie holds."""
+
 
 @dataclass
 class Counters:
@@ -48,6 +51,8 @@ class StepRecorder:
         self.traffic: Traffic | None = None
         self._reported_traffic = Traffic()
         self._reported_refused = self._reported_pruned = 0
+        self._next_look = 0.0
+        """When the texts will be measured."""
         self._proposer: Any = None
         self._trie: Any = None
 
@@ -94,11 +99,14 @@ class StepRecorder:
             self._reported_pruned = pruned
             report.trie_nodes = self._trie.num_filled
             report.trie_bytes = self._proposer.num_bytes
+            if (now := time.monotonic()) >= self._next_look:
+                self._next_look = now + TEXTS_SECONDS
+                report.texts_held = self._proposer.held_share()
         if self.traffic is not None:
-            now, last = replace(self.traffic), self._reported_traffic
-            report.published = now.published - last.published
-            report.learned = now.learned - last.learned
-            report.dropped = now.dropped - last.dropped
-            report.lag_seconds = now.lag_seconds
-            self._reported_traffic = now
+            traffic, last = replace(self.traffic), self._reported_traffic
+            report.published = traffic.published - last.published
+            report.learned = traffic.learned - last.learned
+            report.dropped = traffic.dropped - last.dropped
+            report.lag_seconds = traffic.lag_seconds
+            self._reported_traffic = traffic
         return report

@@ -11,8 +11,8 @@ from lookahead_vllm.draft.proposer import NO_LOAD, Verified
 from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.trie.hybrid import HybridProposer
+from lookahead_vllm.draft.trie.jacobi_window import JacobiWindowProposer
 from lookahead_vllm.draft.window.branch import NO_WINDOW, LookaheadBranch
-from lookahead_vllm.draft.window.proposer import JacobiWindowProposer
 
 OPTIONS = LookaheadOptions(proposer="jacobi_window", window_size=7)
 LOW_COST = StepCost(CostCurve([1, 256], [20.0, 22.0]))

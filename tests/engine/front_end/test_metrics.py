@@ -105,7 +105,7 @@ def full_report() -> StepReport:
     report.seconds["draft"] += 0.5
     report.evictions += 6
     report.refused_trees += 2
-    report.trie_nodes, report.trie_bytes = 100, 1600
+    report.trie_nodes, report.trie_bytes, report.texts_held = 100, 1600, 0.75
     report.published, report.learned, report.dropped, report.lag_seconds = 10, 30, 2, 0.25
     return report
 
@@ -169,6 +169,7 @@ def test_every_number_of_a_report_is_counted() -> None:
     assert seconds == {"draft": 1}
     assert value("trie_nodes") == 100
     assert value("trie_bytes") == 1600
+    assert value("trie_texts_held") == 0.75
     assert value("trie_evictions_total") == 12
     assert value("trees_refused_total") == 4
     assert value("fleet_tokens_published_total") == 20
@@ -235,13 +236,14 @@ def test_the_traffic_of_a_fleet_is_that_since_the_last_report() -> None:
 def test_evictions_are_those_since_the_last_report() -> None:
     trie = SimpleNamespace(num_pruned=5, num_filled=40)
     recorder = StepRecorder()
-    recorder.follow(SimpleNamespace(trie=trie, num_bytes=640))
+    recorder.follow(SimpleNamespace(trie=trie, num_bytes=640, held_share=lambda: 0.9))
     trie.num_pruned = 8
     reports = [recorder.take_report() for _ in range(2)]
     assert [(r.trie_nodes, r.trie_bytes, r.evictions) for r in reports] == [
         (40, 640, 3),
         (40, 640, 0),
     ]
+    assert [r.texts_held for r in reports] == [0.9, None]  # not measured in every step
 
 
 def test_refused_trees_are_counted(llama: Path) -> None:

@@ -12,7 +12,7 @@ from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.sources import RECYCLED, WINDOW
 from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import DraftTree
-from lookahead_vllm.draft.window.proposer import JacobiWindowProposer
+from lookahead_vllm.draft.trie.jacobi_window import JacobiWindowProposer
 
 Model = Callable[[list[int]], int]
 """The next token of a text."""
