@@ -22,8 +22,8 @@ class Verified(NamedTuple):
 
     request_ids: Sequence[str]
     forest: DraftForest
-    """The verified tree of each request: the first nodes of the proposed one. If `wants_roots`,
-    requests for which no node was proposed are included."""
+    """The verified tree of each request: the first nodes of the proposed one. Requests for which no
+    node was proposed are included."""
     at_roots: Int32s
     """int32 [t, k]: the likeliest tokens after each root, best first; k is `num_choices`."""
     at_nodes: Int32s
@@ -33,8 +33,6 @@ class Verified(NamedTuple):
     """float32 [t + n, k]: the difference between the best logit and each of these, roots first."""
     accepted: NDArray[np.bool_]
     """bool [n]: whether each node was accepted."""
-    lengths: Int64s
-    """int64 [t]: the number of accepted nodes of each tree."""
 
     @classmethod
     def nothing(cls, request_ids: Sequence[str], forest: DraftForest, num_choices: int) -> Verified:
@@ -47,7 +45,6 @@ class Verified(NamedTuple):
             np.zeros((n, num_choices), np.int32),
             np.zeros((t + n, num_choices), np.float32),
             np.zeros(n, np.bool_),
-            np.zeros(t, np.int64),
         )
 
 
@@ -74,11 +71,8 @@ class Proposer(ABC):
     """The time of the last planned step without nodes, and the part in which the device waits for
     drafts; None if nobody knows it."""
     num_choices: int = 0
-    """How many of the model's likeliest tokens at each node `plan` needs; 0 if it needs none.
-
-    It may change from step to step, as `wants_roots` may."""
-    wants_roots: bool = False
-    """Whether `plan` also needs the root choices of requests without a node."""
+    """How many of the model's likeliest tokens at each root and node `plan` needs; 0 if it needs
+    none. It may change from step to step."""
 
     @abstractmethod
     def start(

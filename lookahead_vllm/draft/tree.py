@@ -224,23 +224,11 @@ class DraftForest(Sequence[DraftTree]):
         """bool [t]: whether each tree has more than one branch."""
         return find_branching(self.parents, self.firsts)
 
-    def cut(self, sizes: Int64s, chained: NDArray[np.bool_] | None = None) -> DraftForest:
-        """Cut each tree to its first `sizes` nodes, int64 [t].
-
-        Trees marked in `chained`, bool [t], are then cut to the branch of first children.
-        """
-        if (chained is None or not chained.any()) and np.array_equal(sizes, self.sizes):
+    def take(self, trees: Int64s, sizes: Int64s) -> DraftForest:
+        """The trees with these indices, each cut to its first `sizes` nodes; both int64 [m]."""
+        if np.array_equal(sizes, self.sizes) and np.array_equal(trees, np.arange(len(self))):
             return self
-        return self.take(np.arange(len(self)), sizes, chained)
-
-    def take(
-        self, trees: Int64s, sizes: Int64s, chained: NDArray[np.bool_] | None = None
-    ) -> DraftForest:
-        """Like `cut`, for the trees with these indices: `trees`, `sizes` and `chained` are [m]."""
-        if chained is None:
-            if np.array_equal(sizes, self.sizes) and np.array_equal(trees, np.arange(len(self))):
-                return self
-            chained = np.zeros(len(trees), np.bool_)
+        chained = np.zeros(len(trees), np.bool_)
         kept, parents, firsts = take_nodes(self.parents, self.firsts, trees, sizes, chained)
         depths = self.depths[kept]
         return DraftForest(
@@ -254,7 +242,7 @@ class DraftForest(Sequence[DraftTree]):
         levels = np.arange(self.sizes.max() + 1)
         totals = np.minimum.outer(levels, self.sizes).sum(axis=1)
         level = int(np.searchsorted(totals, num_nodes, side="right")) - 1
-        return self.cut(np.minimum(self.sizes, level))
+        return self.take(np.arange(len(self)), np.minimum(self.sizes, level))
 
     def keep(self, kept: NDArray[np.bool_]) -> DraftForest:
         """Keep these nodes of each tree, bool [n]; the parent of a kept node is kept too."""
@@ -275,12 +263,6 @@ class DraftForest(Sequence[DraftTree]):
     def with_empty(self, count: int) -> DraftForest:
         """Append `count` empty trees."""
         return replace(self, firsts=np.append(self.firsts, np.full(count, self.num_nodes)))
-
-    def spread(self, has_tree: NDArray[np.bool_]) -> DraftForest:
-        """These trees where `has_tree`, bool [m], is set, and empty trees elsewhere."""
-        sizes = np.zeros(len(has_tree), np.int64)
-        sizes[has_tree] = self.sizes
-        return replace(self, firsts=np.append(0, np.cumsum(sizes)))
 
     def after_chains(self, lengths: Int64s) -> DraftForest:
         """Put a chain of `lengths` nodes, int64 [t], between each root and the rest of its tree.
@@ -340,7 +322,10 @@ def find_branching(parents: Int32s, firsts: Int64s) -> NDArray[np.bool_]:
 def take_nodes(
     parents: Int32s, firsts: Int64s, trees: Int64s, sizes: Int64s, chained: NDArray[np.bool_]
 ) -> tuple[Int64s, Int32s, Int64s]:
-    """As `DraftForest.take`; returns the kept nodes int64 [m], their parents and new `firsts`."""
+    """As `DraftForest.take`; returns the kept nodes int64 [m], their parents and new `firsts`.
+
+    Trees marked in `chained`, bool [m], are also cut to the branch of first children.
+    """
     max_kept = sizes.sum()
     kept, new_parents = np.empty(max_kept, np.int64), np.empty(max_kept, np.int32)
     new_firsts = np.zeros(len(trees) + 1, np.int64)

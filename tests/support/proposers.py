@@ -32,6 +32,16 @@ def record(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[list[int
         RECORDED.setdefault(tuple(prompt), []).extend(answer)
 
 
+def first_branch(tree: DraftTree) -> DraftTree:
+    """The branch of first children."""
+    nodes, tip = [], -1
+    for node, parent in enumerate(tree.parents.tolist()):
+        if parent == tip:
+            nodes.append(node)
+            tip = node
+    return DraftTree.chain(tree.tokens[nodes].tolist())
+
+
 class TestProposer(Proposer):
     """Stores the text of each request; subclasses implement `grow`."""
 
@@ -84,10 +94,9 @@ class TestProposer(Proposer):
         ).tolist():
             tree = EMPTY_TREE
             if nodes:
-                tree = self.grow(DraftLimits(self.texts[text], nodes, depth, bool(may_branch)))
-            trees.append(tree)
+                tree = self.grow(DraftLimits(self.texts[text], nodes, depth))
+            trees.append(tree if may_branch else first_branch(tree))
         forest = DraftForest.of(trees)
-        forest = forest.cut(forest.sizes, ~wanted.may_branch)
         self.pays = forest.num_nodes > 0
         return forest, np.where(progress.is_decoding, progress.num_tokens, 0)[wanted.rows]
 

@@ -62,7 +62,7 @@ class HybridProposer(NGramTrieProposer):
         options = options.for_model(0)
         self.branch = LookaheadBranch(options)
         self.worth = PRIOR_WORTH
-        self.num_choices, self.wants_roots = NUM_CHOICES, True
+        self.num_choices = NUM_CHOICES
         self._steps_without = 0
         self._root_hashes: Hashes = np.zeros((0, NUM_HASHES), np.uint64)
         """uint64 [capacity, NUM_HASHES]: the hashes of the texts when their trees were proposed."""
@@ -123,7 +123,7 @@ class HybridProposer(NGramTrieProposer):
             self._use_choices(False)
 
     def _use_choices(self, with_choices: bool) -> None:
-        self.num_choices, self.wants_roots = NUM_CHOICES * with_choices, with_choices
+        self.num_choices = NUM_CHOICES * with_choices
         self._texts.use_choices(with_choices)
         if with_choices:
             self.worth = PRIOR_WORTH

@@ -169,7 +169,7 @@ class ReplicaRunner(LookaheadRunner):
                 lambda places: Choices(best[places], gaps[places]),
                 every.num_nodes,
                 batch.req_ids,
-                self._late.drafted_for if self.drafter.proposer.wants_roots else (),
+                self._late.drafted_for,
             )
         none = torch.empty(0, dtype=torch.int64)
         return Walk(

@@ -455,8 +455,7 @@ class LookaheadRunner(DummyRuns):
         """Start to copy the model's choices to the host, for proposers that need them."""
         drafter, step = self.drafter, self.trees.step
         num_choices = drafter.proposer.num_choices
-        with_roots_of = self._late.drafted_for if drafter.proposer.wants_roots else ()
-        if not num_choices or not (step.forest.num_nodes or with_roots_of):
+        if not num_choices or not self.trees.has_slots:
             return
         if not self.trees.whole.waited:  # the host does not know the texts before these nodes
             return
@@ -466,7 +465,7 @@ class LookaheadRunner(DummyRuns):
             sizes.astype(np.int64),
             batch.req_ids,
             num_choices,
-            with_roots_of,
+            self._late.drafted_for,
             wait=False,
         )
 

@@ -159,7 +159,7 @@ class DraftStep:
     ) -> Verified | None:
         """The model's likeliest tokens at roots and nodes; None if there is no row to look at.
 
-        `accepted` and `lengths` are zero until `mark_accepted`. Call this before sampling, which
+        `accepted` is False until `mark_accepted`. Call this before sampling, which
         writes to the logits.
 
         Parameters
@@ -217,13 +217,11 @@ class DraftStep:
             choices.tokens[t:],
             choices.gaps,
             np.zeros(n, np.bool_),
-            np.zeros(t, np.int64),
         )
 
     def mark_accepted(self, verified: Verified, paths: Int32s) -> None:
         """Fill in which nodes of `verified` were accepted; `paths` as in `accepted_paths`."""
         accepted = paths[self.from_proposer]
-        verified.lengths[: len(accepted)] = (accepted >= 0).sum(axis=1)
         firsts = verified.forest.firsts[: len(accepted), None]
         verified.accepted[(firsts + accepted)[accepted >= 0]] = True
 

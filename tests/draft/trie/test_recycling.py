@@ -135,7 +135,6 @@ def step(proposer, request_id, choose, max_nodes=32):
             ),
             np.zeros((1 + len(tree), NUM_CHOICES), np.float32),
             accepted,
-            np.array([accepted.sum()]),
         ),
     )
     proposer.last = emitted[-1]

@@ -135,12 +135,12 @@ class Pair:
         """Random choices; the first node of every second tree was accepted."""
         t, n, k = len(forest), forest.num_nodes, self.late.num_choices
         trees = np.flatnonzero(forest.sizes)[::2]
-        accepted, lengths = np.zeros(n, np.bool_), np.zeros(t, np.int64)
-        accepted[forest.firsts[trees]], lengths[trees] = True, 1
+        accepted = np.zeros(n, np.bool_)
+        accepted[forest.firsts[trees]] = True
         at_roots = self.rng.integers(0, 40, (t, k)).astype(np.int32)
         at_nodes = self.rng.integers(0, 40, (n, k)).astype(np.int32)
         gaps = self.rng.random((t + n, k)).astype(np.float32) * 4
-        return Verified(IDS, forest, at_roots, at_nodes, gaps, accepted, lengths)
+        return Verified(IDS, forest, at_roots, at_nodes, gaps, accepted)
 
     def state(self, one: NGramTrieProposer) -> list[bytes]:
         """All that a proposer has learned."""

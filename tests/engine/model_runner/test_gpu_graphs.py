@@ -401,10 +401,10 @@ def test_graphs_for_any_batch_hold_more_tokens_than_requests(make: Callable[...,
 def test_a_step_tells_the_manager_whether_trees_branch(make: Callable[..., Any]) -> None:
     made = make(mode=FULL)
     made._clock = StepClock(overlaps=True)
-    made.__dict__["_fill_slots"] = lambda scheduled: scheduled
     for tree, branches in ((DraftTree.from_lists([1, 2], [-1, -1]), True),
                            (DraftTree.chain([1, 2]), False)):  # fmt: skip
-        made.trees.drafts = NO_TREES._replace(forest=DraftForest.of([tree]))
+        drafts = NO_TREES._replace(forest=DraftForest.of([tree]))
+        made.__dict__["_fill_slots"] = lambda scheduled, drafts=drafts: made._take(drafts)
         made.gather_batch_req_state(None, False)
         assert made.trees.branches is branches
     made.trees.forget()

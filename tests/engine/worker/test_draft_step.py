@@ -81,6 +81,5 @@ def test_choices_are_of_the_proposers_trees_and_of_roots_that_are_wanted() -> No
     assert verified.at_roots.tolist() == [[4], [3]]
     assert verified.at_nodes.tolist() == [[5], [6], [7]]
     step.mark_accepted(verified, np.array([[0, 1], [0, 1]], np.int32))
-    assert verified.lengths.tolist() == [2, 0]
     assert verified.accepted.tolist() == [True, True, False]
     assert NO_DRAFTS.collect_choices(logits, np.zeros(3, np.int64), ["x", "y", "z"], 1) is None
