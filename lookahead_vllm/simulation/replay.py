@@ -188,10 +188,10 @@ class Replay:
     def _read(self, live: Sequence[_Live]) -> None:
         length = self._proposer.proposed_after(np.empty(0, np.int64)).shape[1]
         chains = NO_CHAINS
-        if length and all(one.trace.chains is not None for one in live):
-            chains = np.stack(
-                [one.trace.chains[one.done + len(one.new) - 1, :length] for one in live]
-            )
+        known = [one.trace.chains for one in live if one.trace.chains is not None]
+        if length and len(known) == len(live):
+            ends = [one.done + len(one.new) - 1 for one in live]
+            chains = np.stack([own[end, :length] for own, end in zip(known, ends, strict=True)])
         before = perf_counter_ns()
         read(self._proposer, {one.request_id: one.new for one in live}, chains=chains)
         elapsed = (perf_counter_ns() - before) / sum(len(one.new) for one in live)
