@@ -24,6 +24,7 @@ from lookahead_vllm.engine.model_runner import graph_runner, runner
 from lookahead_vllm.engine.model_runner.draft_graphs import DraftGraphManager, sizes_with_drafts
 from lookahead_vllm.engine.model_runner.drafts import NO_TREES
 from lookahead_vllm.engine.model_runner.graph_runner import GraphRunner
+from lookahead_vllm.engine.model_runner.prepared_step import PreparedStep
 from lookahead_vllm.engine.model_runner.step_trees import StepTrees
 from lookahead_vllm.engine.worker import branching
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
@@ -400,7 +401,7 @@ def test_graphs_for_any_batch_hold_more_tokens_than_requests(make: Callable[...,
 
 def test_a_step_tells_the_manager_whether_trees_branch(make: Callable[..., Any]) -> None:
     made = make(mode=FULL)
-    made._clock = StepClock(overlaps=True)
+    made._clock, made._prepared = StepClock(overlaps=True), PreparedStep()
     for tree, branches in ((DraftTree.from_lists([1, 2], [-1, -1]), True),
                            (DraftTree.chain([1, 2]), False)):  # fmt: skip
         drafts = NO_TREES._replace(forest=DraftForest.of([tree]))
