@@ -365,6 +365,7 @@ def test_a_walk_that_fails_leaves_the_grammar_where_it_was(
 
 
 @pytest.mark.usefixtures("compiled_at_once")
+@pytest.mark.usefixtures("compiled_at_once")
 @pytest.mark.parametrize("max_step_nodes", [0, 8])
 def test_what_grammars_dictate_is_within_the_nodes_of_a_step(
     llama: Path, max_step_nodes: int, monkeypatch: pytest.MonkeyPatch

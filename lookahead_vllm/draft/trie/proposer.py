@@ -358,6 +358,7 @@ class NGramTrieProposer(Proposer):
 
     def _compile(self) -> None:
         """Run every kernel once on a tiny request, so that no request waits for the compiler."""
+        self.start("", [0], references=[[0]])
         self.start("", [0])
         read(self, {"": []})
         draft_trees(self, [DraftLimits("", 1, 1)])

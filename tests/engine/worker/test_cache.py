@@ -131,7 +131,8 @@ def test_evictions_before_a_restart_are_not_counted_again(monkeypatch: pytest.Mo
     drafter = LookaheadDrafter.__new__(LookaheadDrafter)
     drafter.options = LookaheadOptions(max_nodes=4096, budget=4)
     drafter.is_drafting_rank, drafter.recorder = True, StepRecorder()
-    drafter.begin(SimpleNamespace(), None)
+    drafter.max_model_len = 64
+    drafter.begin(SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=1)), None)
     assert drafter.recorder.take_report().evictions == 0
     drafter.proposer.trie.counters[PRUNED] += 5
     assert drafter.recorder.take_report().evictions == 5

@@ -136,7 +136,9 @@ def test_only_the_drafting_rank_shares() -> None:
     drafter = LookaheadDrafter.__new__(LookaheadDrafter)
     drafter.options = LookaheadOptions(max_nodes=4096, budget=4, share_with="redis://localhost")
     drafter.is_drafting_rank, drafter._exchange = False, None
-    drafter.begin(SimpleNamespace(), None)  # type: ignore[arg-type]
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=1))
+    drafter.max_model_len = 64
+    drafter.begin(config, None)  # type: ignore[arg-type]
     assert drafter._exchange is None
 
 
