@@ -360,6 +360,7 @@ class NGramTrieProposer(Proposer):
         """Run every kernel once on a tiny request, so that no request waits for the compiler."""
         self.start("", [0], references=[[0]])
         self.start("", [0])
+        self._sessions.sample(1)
         read(self, {"": []})
         draft_trees(self, [DraftLimits("", 1, 1)])
         compile_budget()
