@@ -114,10 +114,11 @@ def comparing(count: Callable[..., Any]) -> Callable[..., Any]:
         for req_id in ours:
             request = scheduler.requests[req_id]
             assert _fields(request) == _fields(copies[req_id])
-            cached = vllm.cached.get(req_id, 0)
-            for single in scheduler.kv_cache_manager.coordinator.single_type_managers:
-                if single.enable_caching:
-                    assert single.num_cached_block.get(req_id, 0) >= cached // single.block_size
+            singles = scheduler.kv_cache_manager.coordinator.single_type_managers
+            cached = [single.num_cached_block.get(req_id) for single in singles]
+            if req_id in vllm.cached:  # vLLM would cache no more
+                scheduler.kv_cache_manager.cache_blocks(request, vllm.cached[req_id])
+            assert cached == [single.num_cached_block.get(req_id) for single in singles]
         drafts = copy(self)
         drafts._drafts = list(self._drafts)
         ours_stats = drafts.take_drafts(None)
