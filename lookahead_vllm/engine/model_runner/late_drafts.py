@@ -29,7 +29,7 @@ from lookahead_vllm.draft.progress import (
     count_tokens,
     limit_trees,
 )
-from lookahead_vllm.draft.proposer import Verified
+from lookahead_vllm.draft.proposer import NoProposer, Verified
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie.growth import NODES
 from lookahead_vllm.engine.model_runner.chain_drafts import ChainDrafts
@@ -411,10 +411,8 @@ class LateDrafts:
         if step is not None:
             self._end(step)
         if drafts is None:
-            num_tokens = np.where(arrays.is_decoding, arrays.num_tokens, 0)[wanted.rows]
-            drafts = Drafts(
-                plan.req_ids, DraftForest.of([]).with_empty(len(wanted.rows)), num_tokens
-            )
+            none = NoProposer().draft(arrays, emitted, spans, wanted, drafter.max_model_len)
+            drafts = Drafts(plan.req_ids, *none)
         return self._complete(drafts, wanted, most) if self._grammars else drafts
 
     def _advance_grammars(self, step: LaunchedStep, emitted: EmittedTokens, spans: Int64s) -> None:
