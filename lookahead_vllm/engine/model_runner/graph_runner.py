@@ -259,7 +259,7 @@ class GraphRunner(LookaheadRunner):
         output = super().sample_tokens(grammar_output)
         step = self.step
         if step.has_tail:
-            # The next tail writes the tokens to the same place, so it must follow their copy.
+            # The next graph may write where the tokens are, so it must follow their copy.
             self.main_stream.wait_event(output.copy_event)
             width = 1 if step.layout is None else step.layout.width
             output.sampled_token_ids = output.sampled_token_ids[:, :width]

@@ -119,6 +119,7 @@ class LateShape:
         self.split.write(DraftForest.of([]), none, none)
         for lengths in (None, torch.zeros_like(self._rows.lengths)):
             self._placer.place(self._memory.uva(), 0, len(self._rows.ids), lengths)
+        torch.accelerator.synchronize()  # the device reads `split`
         self.clear()
 
     def can_prepare(self, scheduled: SchedulerOutput) -> bool:

@@ -71,10 +71,13 @@ class Draws:
 
 
 class Sampled(NamedTuple):
-    """What the tail of n rows and r requests leaves at fixed addresses, padding included."""
+    """What the tail of n rows and r requests leaves at fixed addresses, padding included.
+
+    Its memory belongs to all graphs, so it must be read, in stream order, before the next one runs.
+    """
 
     logits: Tensor
-    """float [n, vocabulary]. Its memory belongs to all graphs, so it holds until the next one."""
+    """float [n, vocabulary]"""
     tokens: Tensor
     """int64 [r, width]: as in `Walk`."""
     num_sampled: Tensor
