@@ -42,8 +42,8 @@ engine core, in one process, with the kernels for CPUs.
     step, host     milliseconds from one launch to the next, and the host's work in it, hidden or
                    not: CPU time without polling and without what stands in for kernels
     polled         milliseconds of CPU time in which the host asks whether the device has ended
-    launches       of kernels in a step, outside of the model's forward pass; with --graphs, all that
-                   lookahead's tail computes is one
+    launches       of kernels in a step, outside of the model's forward pass; with --graphs, what is
+                   captured behind it is one
     nodes, tokens/step
                    of a request in a step: nodes that were sent, tokens that were emitted
 
