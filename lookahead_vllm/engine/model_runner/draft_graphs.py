@@ -171,7 +171,7 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
         finally:
             if self._use_buffers is not None:
                 self._use_buffers(None)
-        if self.make_tail is not None:
+        if self.make_tail is not None and self._draft_graphs:
             try:
                 self.tails = self._capture_tails(self.make_tail)
             except Exception:
