@@ -134,7 +134,6 @@ class Replica:
     def send(
         self, numbers: Int64s, spaces: Int32s, hashes: Hashes, tokens: Int32s, sizes: Int64s
     ) -> None:
-        """See Fleet."""
         self.outbox.add(numbers, spaces, hashes, tokens, sizes)
 
     def follow(self, digest: str, space: int, position: str | None = None) -> None:
