@@ -41,5 +41,4 @@ class JacobiWindowProposer(HybridProposer):
         references: Sequence[Sequence[int]] = (),
         proposer: str | None = None,
     ) -> None:
-        """See Proposer."""
         super().start(request_id, prompt, None, (), "jacobi_window")
