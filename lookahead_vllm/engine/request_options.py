@@ -70,12 +70,15 @@ class RequestOptions:
         False: no drafts, and nothing is learned from the request.
     proposer : str or None
         One of PROPOSERS, in place of the server's "hybrid".
+    is_predicted : bool
+        The references are OpenAI's `prediction`: the answer says how many draft tokens there were.
     """
 
     references: Sequence[Any] = ()
     namespace: str | None = None
     enabled: bool = True
     proposer: str | None = None
+    is_predicted: bool = False
 
 
 _DEFAULT = LookaheadOptions()
@@ -109,6 +112,7 @@ def parse_options(
     for name, (spelling, value) in given.items():
         if name == "reference":
             options["references"] = _references(spelling, value, vocab_size)
+            options["is_predicted"] = spelling == "prediction"
         elif name == "namespace":
             options[name] = _namespace(spelling, value)
         elif name == "enabled":
@@ -174,6 +178,7 @@ def fields_for_worker(
             "namespace": options.namespace,
             "enabled": options.enabled,
             "proposer": options.proposer,
+            "is_predicted": options.is_predicted,
             MARK: b"",
         },
     }
@@ -218,7 +223,7 @@ def options_in_worker(
             "options have no effect, and it shares with no other request."
         )
         return RequestOptions(), others
-    references, *values = (extra_args[KEY][name] for name in NAMES)
+    references, *values = (extra_args[KEY][name] for name in (*NAMES, "is_predicted"))
     arrays = [np.frombuffer(reference, "<i4") for reference in references]
     return RequestOptions(arrays, *values), others
 

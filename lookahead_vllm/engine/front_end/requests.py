@@ -17,6 +17,7 @@ import numpy as np
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine import config, patches, request_options
+from lookahead_vllm.engine.front_end import usage
 from lookahead_vllm.engine.request_options import RequestError, RequestOptions
 
 
@@ -24,6 +25,7 @@ from lookahead_vllm.engine.request_options import RequestError, RequestOptions
 def install() -> None:
     """Patch vLLM's front-end, with its streams and its metrics, once in each process."""
     from vllm.entrypoints.launchers.api_server import entry
+    from vllm.entrypoints.openai.chat_completion import serving
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -36,6 +38,7 @@ def install() -> None:
     streams.install()
     patches.patch(entry, "build_app", with_checked_places)
     patches.patch(ChatCompletionRequest, "to_sampling_params", with_prediction)
+    patches.patch(serving, "UsageInfo", usage.with_predicted_tokens)
     patches.patch(AsyncLLM, "generate", with_early_check)
     patches.patch(AsyncLLM, "add_request", preparing_core_requests)
     patches.patch(LLMEngine, "add_request", preparing_core_requests)
@@ -93,6 +96,11 @@ def with_early_check(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, prompt, sampling_params, *args, **kwargs)
         server = config.options_of(self.vllm_config)
         options = _options(self, server, sampling_params.extra_args)
+        if options.is_predicted:
+            shows = self.vllm_config.observability_config.per_request_spec_decode_metrics != "none"
+            outputs = tokenize_first(self, options, prompt, sampling_params, *args, **kwargs)
+            return usage.counting(outputs, shows)
+        usage.forget()
         if _texts(options):
             return tokenize_first(self, options, prompt, sampling_params, *args, **kwargs)
         params = _with_options(sampling_params, options)
