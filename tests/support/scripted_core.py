@@ -54,9 +54,12 @@ class ScriptedCore:
     def __init__(self) -> None:
         self.script = Script(())
         self.engine: Any = None
+        self.received: list[Any] = []
+        """Every request."""
         self._steps: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
 
     async def add_request_async(self, request: Any) -> None:
+        self.received.append(request)
         for time, output in enumerate(_outputs(request, self.script), 1):
             await self._steps.put(EngineCoreOutputs(outputs=[output], timestamp=float(time)))
 

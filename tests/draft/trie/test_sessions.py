@@ -72,6 +72,7 @@ def _short(monkeypatch):
     for name in ("MIN_TOKENS", "BLOCK_TOKENS"):
         monkeypatch.setattr(module, name, 2)
     monkeypatch.setattr(module, "MAX_CHANGED_TOKENS", 3)
+    monkeypatch.setattr(module, "MAX_GENERATION_PROMPT", 0)
 
 
 # What is inserted.
@@ -235,6 +236,61 @@ def test_a_long_answer_is_not_kept():
         assert not session.trie.is_live(session.space)
 
 
+# Spellings.
+
+
+def counts(trie, space):
+    """How often each edge of a space was counted."""
+    own = table.spaces_of(trie.edges) == space
+    uses = trie.edges[own, table.USE]
+    times = uses >> table.COUNT_SHIFT & table.MAX_UINT16
+    return times.tolist()
+
+
+@pytest.mark.usefixtures("_large")
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_spelling_is_inserted_once_in_all_turns(at_once):
+    """If the client sends the turn again, too."""
+    sessions, queue = sessions_in(at_once=at_once)
+    prompt, news, texts = text_of(1, 600), text_of(2, 30), [text_of(3, 200), text_of(4, 90)]
+    for turns in ([prompt, [texts[0]]], [np.concatenate((prompt, news)), [texts[1]]]):
+        for _ in range(2):
+            session = sessions.open("a", turns[0], spellings=turns[1])
+            for _ in range(2):
+                queue.end_step()
+            sessions.close(session, ids([]))
+    queue.seconds = math.inf
+    queue.work()
+    trie = Trie(1024, 1 << 23)
+    space = trie.new_private(1000)
+    for text in (np.concatenate((prompt, news)), *texts):
+        trie.insert(space, hashes_of(text[:0]), text, with_whole=False)
+    assert sorted(counts(session.trie, session.space)) == sorted(counts(trie, space))
+
+
+@pytest.mark.usefixtures("_large")
+@pytest.mark.parametrize("num_turns", [0, 10, 11, 99])
+@pytest.mark.parametrize("changed", [module.MAX_GENERATION_PROMPT, MAX_CHANGED_TOKENS])
+def test_a_spelling_goes_with_its_text(changed, num_turns):
+    """However far the queue was, unless only the beginning of the answer changes."""
+    sessions, queue = sessions_in(at_once=False)
+    prompt, spelled = text_of(1, 600), [ids(np.random.default_rng(0).permutation(40_000)[:200])]
+    session = sessions.open("a", prompt, spellings=spelled)
+    for _ in range(num_turns):
+        queue.end_step()
+    sessions.close(session, ids([]))
+    whole = np.concatenate((prompt[:-changed], text_of(2, 90)))
+    assert sessions.open("a", whole) is session
+    queue.seconds = math.inf
+    queue.work()
+    if changed > module.MAX_GENERATION_PROMPT:
+        assert held(session, whole) == expected(whole)
+    else:
+        for text in spelled:
+            found = found_after(session.trie, session.space, hashes_of(text[:80]), 1)
+            assert len(found) == 1
+
+
 # The bound.
 
 
@@ -296,11 +352,14 @@ def check_sessions(actions):
     """Fail if a draft has a token that neither its request's text nor an answer of its namespace
     has there; texts begin alike, continue each other, and come back in other namespaces."""
     proposer = NGramTrieProposer(LookaheadOptions(max_nodes=100_000))
-    live, texts, answers = {}, [[7, 8, 9, 10]], {}
+    live, texts, answers, spelled = {}, [[7, 8, 9, 10]], {}, []
 
     def check(request_id):
         key, text = live[request_id]
         seen = seen_in(text, 0) | answers.get(key, set())
+        for other, prompt, tokens in spelled:
+            if other == key and text[: len(prompt)] == prompt:
+                seen |= seen_in(tokens, 0)
         tree = draft(proposer, request_id)
         paths = []
         for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
@@ -327,8 +386,10 @@ def check_sessions(actions):
                 "start": [7, 8, 9, 10, *tokens],
                 "same": list(text),
             }.get(action, [*text[: max(4, cut)], *tokens])
-            proposer.start(request_id, prompt, namespace)
+            spelling = [*tokens, *(token + 4 for token in tokens), *tokens]
+            proposer.start(request_id, prompt, namespace, spellings=[spelling])
             key = namespace if namespace is not None else f"none {serial}"
+            spelled.append((key, list(prompt), spelling))
             live[request_id] = key, prompt
         for request_id in live:
             check(request_id)
@@ -358,6 +419,7 @@ def _of_any_namespace(open_session):
     [
         (Session, "continue_with", lambda _: _keep_all),
         (Sessions, "open", _of_any_namespace),
+        (module, "MAX_GENERATION_PROMPT", lambda _: 100),
         (module, "_num_common", lambda _: lambda a, b: min(len(a), len(b))),
     ],
 )
